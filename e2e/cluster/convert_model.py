@@ -1,0 +1,28 @@
+"""Turn a GGUF file into a safetensors model folder (float32), with tokenizer, chat template and generation config.
+
+Why: transformers needs most of a minute to dequantise a GGUF file, safetensors load in under a second; the demo, the
+tests and the images all start from the folder. Unlike the rest of this folder it needs torch, transformers, gguf and
+accelerate, so it runs as its own process in the project's virtual environment.
+
+    python convert_model.py FOLDER_WITH_GGUF FILE.gguf OUTPUT_FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def convert(source: Path, gguf_file: str, output: Path) -> None:
+    """Write `output`; the weights are the GGUF's own values, dequantised, so both files give the same tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
+    model.save_pretrained(output, safe_serialization=True)
+    tokenizer.save_pretrained(output)
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

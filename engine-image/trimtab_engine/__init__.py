@@ -1,0 +1,1 @@
+"""The Trimtab engine: an LLM server whose memory and batch knobs are live."""
