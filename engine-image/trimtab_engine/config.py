@@ -1,0 +1,78 @@
+"""The engine's configuration: one frozen value, complete when built, handed from the command line to every process.
+
+Nothing outside this file reads the environment. Checks that need only the values live in `EngineConfig.__post_init__`;
+what needs the model or the device is checked where those are read.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from trimtab_engine.errors import ConfigError
+
+BLOCK_SIZES = (8, 16, 32)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine core is started with. Sizes in bytes per rank, lengths in tokens. None: decided at start-up.
+
+    The caps are the envelope: what start-up reserves. The starts lie inside it and are live (docs/contract.md).
+    `gpu_memory_utilization` is a decimal string, so that 0.29 of 100 bytes is 29 bytes.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["cpu", "cuda"] = "cpu"
+    device_memory_bytes: int | None = None
+    cpu_threads: int | None = None
+    max_model_len: int | None = None
+    block_size: int = 16
+    gpu_memory_utilization: str = "0.9"
+    gpu_memory_utilization_cap: str = "0.9"
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    max_num_seqs: int = 128
+    max_num_seqs_cap: int = 128
+    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens_cap: int = 2048
+    enable_chunked_prefill: bool = True
+    seed: int = 0
+    max_logprobs: int = 20
+
+    def __post_init__(self) -> None:
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(
+                f"--block-size is {self.block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}"
+            )
+        for name in ("gpu_memory_utilization", "gpu_memory_utilization_cap"):
+            _check_fraction(name, getattr(self, name))
+        if float(self.gpu_memory_utilization) > float(self.gpu_memory_utilization_cap):
+            raise _above_cap("gpu-memory-utilization", self.gpu_memory_utilization, self.gpu_memory_utilization_cap)
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            value, cap = getattr(self, name), getattr(self, name + "_cap")
+            flag = name.replace("_", "-")
+            if value < 1:
+                raise ConfigError(f"--{flag} is {value}; it must be 1 or more")
+            if value > cap:
+                raise _above_cap(flag, value, cap)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens is {self.max_num_batched_tokens}, below --max-num-seqs {self.max_num_seqs}: "
+                f"a step could not give every running request one token; raise the former or lower the latter"
+            )
+
+
+def _check_fraction(name: str, value: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    try:
+        number = float(value)
+    except ValueError:
+        raise ConfigError(f"{flag} is {value!r}; it must be a number above 0 and up to 1, such as 0.9") from None
+    if not 0 < number <= 1:
+        raise ConfigError(f"{flag} is {value}; it must be above 0 and up to 1")
+
+
+def _above_cap(flag: str, value: Any, cap: Any) -> ConfigError:
+    return ConfigError(f"--{flag} is {value}, above --{flag}-cap {cap}; raise the cap or lower the value")

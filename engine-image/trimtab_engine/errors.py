@@ -1,0 +1,25 @@
+"""The engine's named errors. The name says who acts next; the command line turns each into one line and an exit code."""
+
+
+class TrimtabError(Exception):
+    """Base of everything that the engine raises on purpose. The message says what, where and what to do."""
+
+
+class ConfigError(TrimtabError):
+    """The command line, the model or the machine does not allow what was asked. The user acts. Exit code 2."""
+
+
+class ModelError(ConfigError):
+    """The model's files are missing, unreadable, truncated or of an architecture that is not built. Exit code 2."""
+
+
+class NotBuiltError(ConfigError):
+    """A known feature that is not built yet: refused by name, never ignored. Exit code 2."""
+
+
+class InvalidRequest(TrimtabError):
+    """One request is wrong; it alone ends. The client acts. HTTP 4xx."""
+
+
+class EngineDead(TrimtabError):
+    """The engine core has ended; nothing can be served any more. Exit code 1."""

@@ -1,0 +1,173 @@
+"""What the API server and the engine core say to each other: msgspec structs over ZMQ, never pickle.
+
+Times are CLOCK_MONOTONIC seconds, which both processes share on one host. Every message is a tagged struct, so that
+one decoder per direction reads all of them.
+"""
+
+from typing import Any
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the next token of one sequence is chosen. Values are already checked by the API (api/protocol.py).
+
+    temperature 0 is greedy. top_k 0 means all tokens. `logprobs` is how many of the most likely tokens are reported
+    beside the chosen one (None: nothing is reported, 0: only the chosen token's). `stop_token_ids` end the request
+    with finish_reason stop; the model's own end-of-sequence ids do too unless `ignore_eos`. Stop *strings* are the
+    API server's job. `n` is fanned out by the API server: here one request is one sequence.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+# --- API server -> engine core ------------------------------------------------------------------------------------
+
+
+class AddRequest(msgspec.Struct, tag="add"):
+    """A new sequence. `request_id` is unique among live requests; `arrival_time` is when the HTTP request came."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    arrival_time: float
+    priority: int = 0
+
+
+class AbortRequests(msgspec.Struct, tag="abort"):
+    """End these requests now and free their blocks; unknown ids are ignored (they may just have finished)."""
+
+    request_ids: list[str]
+
+
+class AdminCall(msgspec.Struct, tag="admin"):
+    """One admin call. `method`: config_get, config_patch, memory, layout, drain. Answered by one AdminReply.
+
+    config_patch body: {"values": {...}, "if_match": int | None, "dry_run": bool}. drain body: {"deadline_seconds": float}.
+    """
+
+    call_id: str
+    method: str
+    body: dict[str, Any]
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """Leave the loop; requests that still run are aborted."""
+
+
+ToCore = AddRequest | AbortRequests | AdminCall | Shutdown
+
+
+# --- engine core -> API server ------------------------------------------------------------------------------------
+
+
+class LoadProgress(msgspec.Struct, tag="progress"):
+    """How far start-up is; stages as in docs/contract.md section 3. `percent` is of the whole start-up, 0..100."""
+
+    stage: str
+    percent: float
+
+
+class CoreReady(msgspec.Struct, tag="ready"):
+    """Start-up is done: requests are accepted from now on."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    block_size: int
+    num_blocks: int
+    cache_config: dict[str, str]
+    """Label values of vllm:cache_config_info."""
+
+
+class CoreFailed(msgspec.Struct, tag="failed"):
+    """Start-up or the loop failed: the one line to print, and the process's exit code."""
+
+    message: str
+    exit_code: int
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities at one position: the chosen token first, then the most likely ones in order."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    """Rank of the chosen token among all tokens; 1 is the most likely."""
+
+
+class RequestOutput(msgspec.Struct, array_like=True):
+    """What one step brought to one request. `finish_reason`: stop, length, abort, error; None while it runs."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    """The stop token that ended it, when it was one of the request's own stop_token_ids."""
+    logprobs: list[TokenLogprobs] | None = None
+    first_scheduled_time: float | None = None
+    """Sent once, with the first output after the request was first scheduled."""
+    num_preemptions: int = 0
+    """Sent with the last output."""
+
+
+class StepStats(msgspec.Struct, array_like=True):
+    """The core's state after one step, and what the step added. Counters are per step: the API server sums them."""
+
+    step: int
+    time: float
+    step_seconds: float
+    kind: str
+    """prefill, decode, mixed or idle (a state report without a step)."""
+    num_running: int
+    num_waiting: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    kv_blocks_cap: int
+    num_scheduled_tokens: int = 0
+    num_prompt_tokens: int = 0
+    """Prompt tokens of requests whose prefill ended in this step."""
+    num_generation_tokens: int = 0
+    num_batch_requests: int = 0
+    preempted: dict[str, int] = {}
+    """Preempted requests of this step by reason: capacity, resize. Mode is recompute."""
+    recomputed_tokens: int = 0
+    preempt_stall_seconds: list[float] = []
+    """For each request that runs again in this step: how long it was off the device."""
+    blocked_seconds: dict[str, float] = {}
+    """Time by reason (kv, seqs, tokens) for which the head of the queue has waited since the last report."""
+    memory_bytes: dict[str, int] | None = None
+    """The ledger by kind; sent when it changed and about once a second."""
+    config_generation: int = 1
+    config_values: dict[str, float] | None = None
+    """The applied live values; sent when they changed and about once a second."""
+
+
+class StepOutputs(msgspec.Struct, tag="outputs"):
+    """Everything that one step brought."""
+
+    outputs: list[RequestOutput]
+    stats: StepStats
+
+
+class AdminReply(msgspec.Struct, tag="admin_reply"):
+    """Answer to one AdminCall: HTTP status and JSON body as docs/contract.md section 2 has them."""
+
+    call_id: str
+    status: int
+    body: dict[str, Any]
+
+
+FromCore = LoadProgress | CoreReady | CoreFailed | StepOutputs | AdminReply

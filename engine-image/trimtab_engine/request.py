@@ -1,0 +1,71 @@
+"""One request as the engine core sees it: its tokens and its state. It knows no scheduler and no tensor."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from trimtab_engine.messages import SamplingParams
+
+
+class RequestStatus(Enum):
+    """Where a request stands. FINISHED_* values are OpenAI's finish reasons."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH = "length"
+    FINISHED_ABORTED = "abort"
+    FINISHED_ERROR = "error"
+
+    @property
+    def is_finished(self) -> bool:
+        return self.name.startswith("FINISHED")
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A sequence being served.
+
+    `token_ids` is prompt and output in one list; `num_computed_tokens` of them have their keys and values in the KV
+    cache (counted when scheduled, as the step will surely run). Identity is by object; ids are unique while alive.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    arrival_time: float
+    priority: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    preempted_at: float | None = None
+    """When it was last preempted; None while it runs or before it ever ran."""
+    first_scheduled_time: float | None = None
+    block_ids: list[int] = field(default_factory=list)
+    """The block table: KV block i holds tokens [i*block_size, (i+1)*block_size)."""
+
+    @classmethod
+    def of(
+        cls,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        arrival_time: float,
+        priority: int = 0,
+    ) -> "Request":
+        return cls(request_id, list(prompt_token_ids), len(prompt_token_ids), sampling, arrival_time, priority)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether more than the newest token is still to be computed."""
+        return self.num_computed_tokens < len(self.token_ids) - 1
