@@ -1,4 +1,4 @@
-"""The engine's named errors. The name says who acts next; the command line turns each into one line and an exit code."""
+"""The engine's named errors. The name says who acts next; the command line makes one line and an exit code of each."""
 
 
 class TrimtabError(Exception):

@@ -55,7 +55,8 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 class AdminCall(msgspec.Struct, tag="admin"):
     """One admin call. `method`: config_get, config_patch, memory, layout, drain. Answered by one AdminReply.
 
-    config_patch body: {"values": {...}, "if_match": int | None, "dry_run": bool}. drain body: {"deadline_seconds": float}.
+    config_patch body: {"values": {...}, "if_match": int | None, "dry_run": bool}.
+    drain body: {"deadline_seconds": float}.
     """
 
     call_id: str

@@ -1,0 +1,82 @@
+# Trimtab. `make help` lists what there is; every target does its own set-up and is quick the second time.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export TRIMTAB_CACHE ?= $(HOME)/.cache/trimtab
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+CLUSTER_TOOL := $(PYTHON) e2e/cluster
+SOURCES := operator engine-image kernels tests e2e
+CRD := crds/trimtab.dev_inferencedeployments.yaml
+CHART_CRD := charts/trimtab/files/crds/trimtab.dev_inferencedeployments.yaml
+
+.DEFAULT_GOAL := help
+.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench soak crds clean
+
+help: ## this list
+	@echo "Trimtab: make TARGET"
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@echo "[set-up] virtual environment and packages: about 90 s the first time"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	    $$($(PYTHON) -c 'import re; print(*re.findall(r"^torch==\S+", open("constraints.txt").read(), re.M))')
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[operator,engine,dev]'
+	@touch $@
+
+venv: $(VENV)/.ready ## the virtual environment with everything that development needs
+
+model: venv ## the real model (SmolLM2-135M) in the cache, converted once
+	@TRIMTAB_PYTHON=$(BIN)/python $(CLUSTER_TOOL) model
+
+setup: venv model ## virtual environment and model
+
+check: venv ## format, lint, types, import contracts, CRD and chart drift (4 min at most)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m trimtab_operator.crd --check
+	diff -u $(CRD) $(CHART_CRD)
+
+format: venv ## format the sources
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+crds: venv ## write the CRD and the chart's copy of it from spec.py
+	$(BIN)/python -m trimtab_operator.crd --write
+	cp $(CRD) $(CHART_CRD)
+
+test: setup ## unit tests with the real model: no cluster, no network (20 min at most)
+	$(BIN)/pytest tests
+
+cluster-up: ## a real Kubernetes node with kind (12 min the first time, about 1 min later)
+	@$(CLUSTER_TOOL) up
+
+cluster-down: ## remove it
+	@$(CLUSTER_TOOL) down
+
+images: model ## the engine, operator and model images
+	@TRIMTAB_PYTHON=$(BIN)/python $(CLUSTER_TOOL) images
+
+# The cluster and the Python side are set up in parallel.
+.PHONY: all-set-up
+all-set-up:
+	@$(MAKE) --no-print-directory -j2 cluster-up model
+
+e2e: all-set-up ## every user story on a real cluster (35 min at most; CLUSTER=current uses KUBECONFIG's)
+	$(BIN)/pytest e2e
+
+demo: all-set-up ## from nothing to tokens to trim, and everything removed again (KEEP=1 leaves it up)
+	@$(BIN)/python e2e/demo.py
+
+bench: setup ## measurements on this machine, into docs/results/
+	$(BIN)/python -m trimtab_engine.bench --output docs/results
+
+soak: all-set-up ## longer runs of the same stories
+	$(BIN)/pytest e2e --soak
+
+clean: ## remove what make made inside the checkout
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build
