@@ -23,3 +23,7 @@ class InvalidRequest(TrimtabError):
 
 class EngineDead(TrimtabError):
     """The engine core has ended; nothing can be served any more. Exit code 1."""
+
+
+class IntegrityError(TrimtabError):
+    """A stated invariant does not hold: a defect of ours. The engine stops rather than serve wrong tokens."""

@@ -44,6 +44,14 @@ class Request:
     first_scheduled_time: float | None = None
     block_ids: list[int] = field(default_factory=list)
     """The block table: KV block i holds tokens [i*block_size, (i+1)*block_size)."""
+    max_num_tokens: int = 0
+    """Prompt and output together end here with finish_reason length; set when the scheduler takes the request."""
+    end_token_ids: frozenset[int] = frozenset()
+    """Token ids that end it once min_tokens are out: end-of-sequence and its own stop ids; set likewise."""
+    stop_token_id: int | None = None
+    """The one of its own stop_token_ids that ended it."""
+    num_ever_computed_tokens: int = 0
+    """High-water mark of num_computed_tokens over preemptions: what is computed below it is computed again."""
 
     @classmethod
     def of(

@@ -1,0 +1,208 @@
+"""Where the device's bytes go: the memory formula of docs/contract.md section 5, and the ledger. Values only.
+
+The operator has the same formula; both are tested against tests/golden/memory_formula.json. Measuring is the caller's.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from fractions import Fraction
+
+from trimtab_engine.errors import ConfigError
+
+UTILIZATION_STEPS = 10_000  # min_utilization is a multiple of 0.0001: fine enough for a 141 GiB device (15 MiB)
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFormula:
+    """What is known before the KV cache is made. Sizes are bytes per rank.
+
+    `gpu_memory_utilization` is the decimal that the user wrote, so that 0.29 of 100 bytes is 29, not 30.
+    """
+
+    device_bytes: int
+    gpu_memory_utilization: str
+    other_bytes: int
+    """Resident on the device before the weights."""
+    weights_bytes: int
+    activations_peak_bytes: int
+    workspace_bytes: int
+    graphs_bytes: int
+    communicator_bytes: int
+    num_layers: int
+    num_kv_heads: int
+    """Per rank."""
+    head_size: int
+    kv_dtype_bytes: int
+    block_size: int
+    max_model_len: int
+
+    def at(self, gpu_memory_utilization: str) -> "MemoryFormula":
+        """The same at another utilisation."""
+        return replace(self, gpu_memory_utilization=gpu_memory_utilization)
+
+    @property
+    def requested_bytes(self) -> int:
+        return math.ceil(Fraction(self.gpu_memory_utilization) * self.device_bytes)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All that is not KV cache."""
+        return (
+            self.other_bytes
+            + self.weights_bytes
+            + self.activations_peak_bytes
+            + self.workspace_bytes
+            + self.graphs_bytes
+            + self.communicator_bytes
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        return max(0, self.requested_bytes - self.fixed_bytes)
+
+    @property
+    def bytes_per_block(self) -> int:
+        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_size * self.kv_dtype_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        return self.kv_bytes // self.bytes_per_block
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Blocks that one request of max_model_len needs."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def max_concurrency(self) -> float:
+        """How many requests of max_model_len run at once."""
+        return self.num_blocks / self.blocks_per_request
+
+    @property
+    def min_device_bytes(self) -> int:
+        """The smallest device whose whole memory holds one request of max_model_len."""
+        return self.fixed_bytes + self.blocks_per_request * self.bytes_per_block
+
+    @property
+    def min_utilization(self) -> str | None:
+        """The smallest multiple of 0.0001 at which one request of max_model_len fits; None: not even at 1.
+
+        ceil(device x k / 10000) >= needed holds exactly when device x k > (needed - 1) x 10000.
+        """
+        steps = max(0, self.min_device_bytes - 1) * UTILIZATION_STEPS // self.device_bytes + 1
+        return decimal_text(Decimal(steps) / UTILIZATION_STEPS) if steps <= UTILIZATION_STEPS else None
+
+
+def decimal_text(value: Decimal) -> str:
+    """Plain digits without an exponent or trailing zeros: 0.9, 1."""
+    text = format(value, "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def check_one_request_fits(formula: MemoryFormula) -> None:
+    """Raise ConfigError, with what to set, when the KV cache does not hold one request of max_model_len."""
+    if formula.num_blocks >= formula.blocks_per_request:
+        return
+    minimum = formula.min_utilization
+    remedies = []
+    if minimum is not None:
+        remedies.append(f"raise --gpu-memory-utilization from {formula.gpu_memory_utilization} to {minimum} or more")
+    device_bytes = math.ceil(formula.min_device_bytes / Fraction(formula.gpu_memory_utilization))
+    remedies.append(
+        f"use a device of {device_bytes} bytes ({_gib(device_bytes)}) or more instead of "
+        f"{formula.device_bytes} bytes (on the CPU: --device-memory-bytes)"
+    )
+    raise ConfigError(_does_not_fit(formula, formula.kv_bytes, formula.num_blocks, remedies))
+
+
+def check_one_request_fits_fixed(formula: MemoryFormula, num_blocks: int, flag: str) -> None:
+    """The same where `flag` fixes the number of blocks and the utilisation has no say.
+
+    `flag` is --kv-cache-memory-bytes or --num-gpu-blocks-override.
+    """
+    needed = formula.blocks_per_request
+    if num_blocks >= needed:
+        return
+    least = needed if flag == "--num-gpu-blocks-override" else needed * formula.bytes_per_block
+    remedies = [f"raise {flag} to {least} or more"]
+    raise ConfigError(_does_not_fit(formula, num_blocks * formula.bytes_per_block, num_blocks, remedies))
+
+
+def _does_not_fit(formula: MemoryFormula, available: int, num_blocks: int, remedies: list[str]) -> str:
+    """vLLM's words, then what to set."""
+    longest = num_blocks * formula.block_size
+    needed = formula.blocks_per_request * formula.bytes_per_block
+    if longest > 0:
+        remedies = [*remedies, f"lower --max-model-len to {longest} or less"]
+    head, last = remedies[:-1], remedies[-1]
+    return (
+        f"To serve at least one request with the model's max seq len ({formula.max_model_len}), "
+        f"{_gib(needed)} KV cache is needed, which is larger than the available KV cache memory ({_gib(available)}). "
+        f"Based on the available memory, the estimated maximum model length is {longest}. "
+        f"What to do: {', '.join(head) + ', or ' if head else ''}{last}."
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Who owns the device's bytes at one moment, checked against what the driver counts.
+
+    `kinds` are the owners, disjoint, in bytes: other, weights, kv_mapped, activations_peak, workspace, graphs,
+    communicator. `kv_used` is the part of kv_mapped that tables hold, reported beside them.
+    """
+
+    device_bytes: int
+    driver_used_bytes: int
+    """What the driver, on the CPU the container's memory accounting, counts as used."""
+    kinds: Mapping[str, int]
+    block_size: int
+    bytes_per_block: int
+    blocks_total: int
+    blocks_used: int
+    blocks_cap: int
+
+    @property
+    def kv_used_bytes(self) -> int:
+        return self.blocks_used * self.bytes_per_block
+
+    @property
+    def unattributed_bytes(self) -> int:
+        """What the driver counts beyond the owners. Negative: owners hold pages that were never touched."""
+        return self.driver_used_bytes - sum(self.kinds.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """What no owner claims: the device less the owners. Never below 0."""
+        return max(0, self.device_bytes - sum(self.kinds.values()))
+
+    def by_kind(self) -> dict[str, int]:
+        """Owners, kv_used and free: the values of trimtab_memory_bytes{kind}."""
+        return {**self.kinds, "kv_used": self.kv_used_bytes, "free": self.free_bytes}
+
+    def to_json(self) -> dict[str, object]:
+        """The body of GET /admin/v1/memory."""
+        return {
+            "device_bytes": self.device_bytes,
+            "driver_used_bytes": self.driver_used_bytes,
+            "kinds": self.by_kind(),
+            "unattributed_bytes": self.unattributed_bytes,
+            "kv": {
+                "block_size": self.block_size,
+                "bytes_per_block": self.bytes_per_block,
+                "blocks_total": self.blocks_total,
+                "blocks_used": self.blocks_used,
+                "blocks_free": self.blocks_total - self.blocks_used,
+                "blocks_cap": self.blocks_cap,
+            },
+        }
