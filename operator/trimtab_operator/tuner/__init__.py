@@ -1,0 +1,37 @@
+"""The tuner: a pure function from what the engines report to what they should run.
+
+`tick(state, readings, settings, now)` is all that the rest of the operator calls.
+"""
+
+from trimtab_operator.tuner.observation import (
+    EngineConfig,
+    EngineLoad,
+    FieldRange,
+    GroupReading,
+    Knob,
+    Value,
+    Values,
+)
+from trimtab_operator.tuner.state import Bounds, Decision, Mode, Pace, Reason, Settings, TunerState
+from trimtab_operator.tuner.tick import EnginePatch, TickResult, Verdict, tick
+
+__all__ = [
+    "Bounds",
+    "Decision",
+    "EngineConfig",
+    "EngineLoad",
+    "EnginePatch",
+    "FieldRange",
+    "GroupReading",
+    "Knob",
+    "Mode",
+    "Pace",
+    "Reason",
+    "Settings",
+    "TickResult",
+    "TunerState",
+    "Value",
+    "Values",
+    "Verdict",
+    "tick",
+]
