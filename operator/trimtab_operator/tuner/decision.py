@@ -14,8 +14,8 @@ from trimtab_operator.tuner.diagnosis import Situation
 from trimtab_operator.tuner.observation import Knob, Value
 from trimtab_operator.tuner.state import Reason
 
-GROWTH_MARGIN = 1.25  # requests grow after they were measured: ask for a quarter more KV than they hold now
-RAISE_AT_LEAST = 0.25  # of the headroom, so that a few steps reach the bound
+GROWTH_MARGIN = 1.5  # a request seen in mid-life grows on: ask for half as much KV again
+RAISE_AT_LEAST = 0.35  # of the headroom, so that a few steps reach the bound
 RAISE_AT_MOST = 0.6  # of the headroom, so that steps taper towards it
 LAST_STEP = 0.05  # of the device: with less headroom than this, one step takes the rest
 SMALLEST_RAISE = 0.001  # of the device: less headroom than this is none

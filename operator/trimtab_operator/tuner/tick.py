@@ -116,6 +116,7 @@ def _id(now: float, reason: Reason, knob: Knob | None, change: tuple[Value | Non
 
 def tick(state: TunerState, readings: Iterable[GroupReading], settings: Settings, now: float) -> TickResult:
     """Advance the tuner by one tick. `readings` holds one entry per replica group; `now` is Unix time."""
+    now = float(now)
     seen = tuple(sorted(readings, key=lambda reading: reading.group))
     if settings.mode is Mode.OFF:
         return _off(state, seen, settings, now)

@@ -1,0 +1,75 @@
+"""One HTTP request to a pod, with a deadline for all of it and a limit on what is read. No retries, no redirects.
+
+What a pod answers is a stranger's word: it may be slow, endless or nonsense, and must never hold up the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import httpx
+
+MAX_BODY_BYTES = 4 << 20  # a full /metrics page of an engine is about 100 KB
+DEADLINE_SECONDS = 5.0  # for a whole request; an engine answers between two steps
+CONNECT_SECONDS = 2.0  # a pod that is gone does not answer at all
+MAX_CONNECTIONS = 200  # open at once, over all resources
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer, whatever its status."""
+
+    status: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """No usable answer: refused, timed out, cut off, too large or not what was asked for. `message` says which."""
+
+    message: str
+
+
+def new_client() -> httpx.AsyncClient:
+    """The client for pods: straight to their addresses, without a proxy from the environment."""
+    return httpx.AsyncClient(
+        timeout=httpx.Timeout(DEADLINE_SECONDS, connect=CONNECT_SECONDS),
+        limits=httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS),
+        follow_redirects=False,
+        trust_env=False,
+    )
+
+
+def pod_url(address: str, port: int) -> str:
+    """`http://ADDRESS:PORT`, with brackets around an IPv6 address."""
+    host = f"[{address}]" if ":" in address else address
+    return f"http://{host}:{port}"
+
+
+async def fetch(
+    http: httpx.AsyncClient,
+    method: str,
+    url: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    json: object = None,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    max_bytes: int = MAX_BODY_BYTES,
+) -> Reply | Unreachable:
+    """Make one request. Never raises for what the other side does."""
+    try:
+        async with asyncio.timeout(deadline_seconds), http.stream(method, url, headers=headers, json=json) as response:
+            body = bytearray()
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if len(body) > max_bytes:
+                    return Unreachable(f"{url}: the answer is larger than {max_bytes:,} bytes")
+            return Reply(response.status_code, bytes(body))
+    except (TimeoutError, httpx.TimeoutException):
+        return Unreachable(f"{url}: no answer within {deadline_seconds:g} s")
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        return Unreachable(
+            f"{url}: {type(error).__name__}: {error}" if str(error) else f"{url}: {type(error).__name__}"
+        )

@@ -1,0 +1,95 @@
+"""The memory formula of docs/contract.md section 5, the operator's side: what a device's KV cache will hold.
+
+Pure arithmetic, exact: utilisations are decimals, never binary fractions. The engine has the same formula; both are
+tested against tests/golden/memory_formula.json.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+
+UTILIZATION_STEPS = 10_000  # min_utilization is a multiple of 0.0001, as in the contract
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryShape:
+    """What decides the size of the KV cache beside the utilisation. Sizes are bytes per rank, counts per rank."""
+
+    device_bytes: int
+    other_bytes: int
+    weights_bytes: int
+    activations_peak_bytes: int
+    workspace_bytes: int
+    graphs_bytes: int
+    communicator_bytes: int
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    kv_dtype_bytes: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All that is not KV cache."""
+        return (
+            self.other_bytes
+            + self.weights_bytes
+            + self.activations_peak_bytes
+            + self.workspace_bytes
+            + self.graphs_bytes
+            + self.communicator_bytes
+        )
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Keys and values of `block_size` tokens in every layer."""
+        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_size * self.kv_dtype_bytes
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Blocks that one request of `max_model_len` needs."""
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCapacity:
+    """What fits at one utilisation. `max_concurrency` counts requests of `max_model_len`."""
+
+    requested_bytes: int
+    kv_bytes: int
+    bytes_per_block: int
+    num_blocks: int
+    num_tokens: int
+    max_concurrency: float
+
+
+def kv_capacity(shape: MemoryShape, gpu_memory_utilization: str) -> KvCapacity:
+    """The KV cache at a utilisation, which is given as the decimal it is written as (raises ValueError otherwise)."""
+    requested = math.ceil(Fraction(gpu_memory_utilization) * shape.device_bytes)
+    kv_bytes = max(0, requested - shape.fixed_bytes)
+    num_blocks = kv_bytes // shape.bytes_per_block
+    return KvCapacity(
+        requested_bytes=requested,
+        kv_bytes=kv_bytes,
+        bytes_per_block=shape.bytes_per_block,
+        num_blocks=num_blocks,
+        num_tokens=num_blocks * shape.block_size,
+        max_concurrency=num_blocks / shape.blocks_per_request,
+    )
+
+
+def min_utilization(shape: MemoryShape) -> str | None:
+    """The smallest multiple of 0.0001 at which one request of `max_model_len` fits; None when not even 1 will do.
+
+    ceil(device × k / 10000) ≥ needed holds exactly when device × k > (needed − 1) × 10000.
+    """
+    needed = shape.fixed_bytes + shape.blocks_per_request * shape.bytes_per_block
+    steps = max(0, needed - 1) * UTILIZATION_STEPS // shape.device_bytes + 1
+    if steps > UTILIZATION_STEPS:
+        return None
+    text = format(Decimal(steps) / UTILIZATION_STEPS, "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
