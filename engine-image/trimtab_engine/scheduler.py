@@ -171,7 +171,7 @@ class Scheduler:
         budget = self._schedule_running(sequences, preempted, now)
         if self._waiting:
             if preempted:
-                self._blocked = BlockedReason.KV  # admitting now would only preempt again
+                self._blocked = BlockedReason.KV  # the head is a victim of this step: its blocks are just taken
             else:
                 budget = self._admit(sequences, budget, now)
         if not sequences:
@@ -372,6 +372,14 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         return len(self._requests)
+
+    @property
+    def num_blocks_used(self) -> int:
+        return self._blocks.num_used
+
+    @property
+    def num_blocks_total(self) -> int:
+        return self._blocks.num_total
 
     @property
     def is_idle(self) -> bool:

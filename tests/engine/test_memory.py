@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.memory import (
@@ -48,6 +48,7 @@ def test_the_formula_gives_the_golden_values(case: dict[str, Any]) -> None:
         assert (pytest.approx(expected, abs=1e-4) if isinstance(expected, float) else expected) == value, name
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine must not fail it
 @given(
     device=st.integers(10_000, 1 << 40),
     other=st.integers(0, 1 << 38),

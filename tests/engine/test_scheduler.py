@@ -347,6 +347,22 @@ def test_only_what_was_computed_before_counts_as_computed_again() -> None:
     assert recomputed == [5, 3, 0, 0]  # 8 of 20 prompt tokens had been computed
 
 
+def test_a_second_preemption_does_not_forget_what_was_computed_before_the_first() -> None:
+    scheduler = a_scheduler(16, tokens=36, length=32)
+    add(scheduler, a_request("x", 24), a_request("a", 12))
+    assert step(scheduler) == [("x", 24), ("a", 12)]
+    scheduler.resize_kv(8, 0.0)
+    scheduler.resize_kv(16, 0.0)
+    scheduler.set_limits(max_num_seqs=4, max_num_batched_tokens=5)
+    assert step(scheduler) == [("x", 1), ("a", 4)]  # 4 again
+    scheduler.set_limits(max_num_batched_tokens=9)
+    assert step(scheduler) == [("x", 1), ("a", 8)]  # 8 again
+    scheduler.resize_kv(8, 0.0)
+    scheduler.abort(["x"])
+    assert step(scheduler) == [("a", 9)]  # 9 again
+    assert scheduler.take_stats().recomputed_tokens == 4 + 8 + 9
+
+
 # --- limits that move ---------------------------------------------------------------------------------------------
 
 
@@ -478,6 +494,14 @@ def test_a_spent_budget_is_what_blocks_when_seats_and_blocks_are_free() -> None:
     step(scheduler, now=0.0)
     step(scheduler, now=0.5)
     assert scheduler.take_stats().blocked_seconds == {"tokens": 0.5}
+
+
+def test_what_was_admitted_blocks_no_longer() -> None:
+    scheduler = a_scheduler(seqs=1)
+    add(scheduler, a_request("a", max_tokens=1), a_request("b"))
+    for now in (0.0, 1.0, 5.0):
+        step(scheduler, now=now)
+    assert scheduler.take_stats().blocked_seconds == {"seqs": 1.0}
 
 
 def test_an_empty_queue_is_not_blocked() -> None:

@@ -10,7 +10,7 @@ import zlib
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from trimtab_engine.batch import Batch
@@ -210,7 +210,9 @@ class SchedulerLives(RuleBasedStateMachine):
 
 
 TestSchedulerLives = SchedulerLives.TestCase
-TestSchedulerLives.settings = settings(max_examples=500, stateful_step_count=30, deadline=None)
+TestSchedulerLives.settings = settings(
+    max_examples=300, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 @pytest.mark.parametrize("chunked", [True, False])
