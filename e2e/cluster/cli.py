@@ -53,7 +53,9 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     top = Parser(
-        prog="python3 e2e/cluster", description=DESCRIPTION, epilog=ENVIRONMENT,
+        prog="python3 e2e/cluster",
+        description=DESCRIPTION,
+        epilog=ENVIRONMENT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -62,7 +64,9 @@ def parser() -> Parser:
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.set_defaults(action=action)
         if named:
-            command.add_argument("--name", default=target.DEFAULT_NAME, help="the cluster's name (default: %(default)s)")
+            command.add_argument(
+                "--name", default=target.DEFAULT_NAME, help="the cluster's name (default: %(default)s)"
+            )
         return command
 
     up_command = add("up", up, "bring the cluster up, or reuse it when it is up and healthy; prints its KUBECONFIG")
@@ -81,7 +85,11 @@ def parser() -> Parser:
     add("model", show_model, "fetch and convert the model once; prints its folder", named=False)
     images_command = add("images", show_images, "build the images of engine, operator and model", named=False)
     images_command.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="text: one name a line (default); json: an object"
+        "-o",
+        "--output",
+        choices=("text", "json"),
+        default="text",
+        help="text: one name a line (default); json: an object",
     )
     images_command.add_argument("only", nargs="*", metavar="IMAGE", help=f"some of: {', '.join(images.NAMES)}")
     return top
@@ -101,7 +109,8 @@ def up(arguments: argparse.Namespace) -> int:
         return 0
     with locked(f"cluster-{arguments.name}"):
         cluster = _up(arguments.name, arguments.workers)
-    say(f"cluster {cluster.name}: Kubernetes {kind_cluster.server_version(cluster)}, {len(kind_cluster.nodes(cluster))} node(s) Ready")
+    version, num_nodes = kind_cluster.server_version(cluster), len(kind_cluster.nodes(cluster))
+    say(f"cluster {cluster.name}: Kubernetes {version}, {num_nodes} node(s) Ready")
     print(f"export KUBECONFIG={shlex.quote(str(cluster.kubeconfig))}")
     return 0
 
@@ -164,7 +173,10 @@ def _other_clusters() -> list[str]:
     if docker_daemon.own_pid() is None or not (cache_root() / "bin" / "kind").exists():
         return []
     done = subprocess.run(
-        [cache_root() / "bin" / "kind", "get", "clusters"], capture_output=True, text=True, check=False,
+        [cache_root() / "bin" / "kind", "get", "clusters"],
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "DOCKER_HOST": docker_daemon.own_host()},
     )
     return done.stdout.split()
@@ -209,7 +221,9 @@ def env(arguments: argparse.Namespace) -> int:
 
 def logs(arguments: argparse.Namespace) -> int:
     if target.uses_current():
-        raise UsageError("CLUSTER=current: the nodes of a cluster that was not made here cannot be reached; use kubectl logs")
+        raise UsageError(
+            "CLUSTER=current: the nodes of a cluster that was not made here cannot be reached; use kubectl logs"
+        )
     print(kind_cluster.collect_logs(target.required(arguments.name)))
     return 0
 

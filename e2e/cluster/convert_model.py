@@ -24,7 +24,7 @@ def convert(source: Path, gguf_file: str, output: Path) -> None:
     # a plain model of the same shape. Loading is strict, so a tensor left packed fails here and not in a wrong answer.
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config
-    plain = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     plain.load_state_dict(loaded.state_dict())
     plain.generation_config = loaded.generation_config
     plain.save_pretrained(output)

@@ -42,7 +42,7 @@ def own_pid() -> int | None:
 
 
 def find() -> dict[str, str] | None:
-    """The environment with which docker answers, or None: ours when it runs, else what DOCKER_HOST or the default says."""
+    """The environment with which docker answers, or None: ours when it runs, else DOCKER_HOST's or the default."""
     candidates: list[dict[str, str]] = [{"DOCKER_HOST": own_host()}] if own_pid() is not None else []
     candidates.append({"DOCKER_HOST": os.environ["DOCKER_HOST"]} if os.environ.get("DOCKER_HOST") else {})
     for environment in candidates:
@@ -151,7 +151,10 @@ def import_root(environment: dict[str, str], folder: Path, image: str) -> None:
     with subprocess.Popen(["tar", "-C", str(folder), "-c", "."], stdout=subprocess.PIPE) as tar:
         done = subprocess.run(
             ["docker", "import", "-", image],
-            stdin=tar.stdout, capture_output=True, env={**os.environ, **environment}, check=False,
+            stdin=tar.stdout,
+            capture_output=True,
+            env={**os.environ, **environment},
+            check=False,
         )
     if done.returncode != 0 or tar.returncode != 0:
         raise ClusterError(f"docker import of {folder} as {image} failed: {done.stderr.decode().strip()}")

@@ -1,4 +1,4 @@
-"""The errors of the cluster tool: each says what failed, where, and what to do; `__main__` turns them into exit codes."""
+"""The errors of the cluster tool: each says what failed, where, and what to do; cli.py gives them exit codes."""
 
 from __future__ import annotations
 

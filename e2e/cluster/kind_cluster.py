@@ -94,8 +94,16 @@ def create(cluster: Cluster, image: str | None, workers: int, *, own_network: bo
     configuration = cluster.folder / "kind.json"
     configuration.write_text(kind_configuration(workers, own_network=own_network))
     command = cluster.kind(
-        "create", "cluster", "--name", cluster.name, "--config", configuration, "--kubeconfig", cluster.kubeconfig,
-        "--retain", *(["--image", image] if image else []),
+        "create",
+        "cluster",
+        "--name",
+        cluster.name,
+        "--config",
+        configuration,
+        "--kubeconfig",
+        cluster.kubeconfig,
+        "--retain",
+        *(["--image", image] if image else []),
     )
     try:
         with stage(f"cluster {cluster.name}: kind create cluster", 30 + 15 * workers):
@@ -111,13 +119,16 @@ def create(cluster: Cluster, image: str | None, workers: int, *, own_network: bo
         with contextlib.suppress(ClusterError):
             folder = collect_logs(cluster)
         delete(cluster)
-        raise ClusterError(f"{error}\nThe nodes' logs were kept in {folder}; the half-made cluster was removed") from error
+        raise ClusterError(
+            f"{error}\nThe nodes' logs were kept in {folder}; the half-made cluster was removed"
+        ) from error
 
 
 def delete(cluster: Cluster) -> None:
     run(
         cluster.kind("delete", "cluster", "--name", cluster.name, "--kubeconfig", cluster.kubeconfig),
-        log="kind", environment=cluster.environment,
+        log="kind",
+        environment=cluster.environment,
     )
     cluster.kubeconfig.unlink(missing_ok=True)
 
@@ -142,7 +153,9 @@ def pod_network(pod_cidr: str) -> str:
 def connect_pods(cluster: Cluster) -> None:
     """Give each node its bridge, a route to every other node's pods, and one rule that masquerades what leaves."""
     if not wait_until("pod address ranges", POD_CIDR_SECONDS, lambda: _have_ranges(cluster)):
-        raise ClusterError(f"not every node got a podCIDR within {POD_CIDR_SECONDS:g} s: the controller manager is not up")
+        raise ClusterError(
+            f"not every node got a podCIDR within {POD_CIDR_SECONDS:g} s: the controller manager is not up"
+        )
     found = [(n["metadata"]["name"], n["spec"]["podCIDR"], _internal_ip(n)) for n in nodes(cluster)]
     for name, pod_cidr, _ in found:
         routes = "".join(f"ip route replace {cidr} via {ip}\n" for other, cidr, ip in found if other != name)
@@ -174,7 +187,8 @@ def load(cluster: Cluster, images: list[str]) -> None:
     with stage(f"cluster {cluster.name}: loading {as_list(images)}", 30):
         run(
             cluster.kind("load", "docker-image", "--name", cluster.name, *images),
-            log="kind", environment=cluster.environment,
+            log="kind",
+            environment=cluster.environment,
         )
 
 
@@ -187,12 +201,21 @@ def collect_logs(cluster: Cluster) -> Path:
         environment=cluster.environment,
     ).split()
     if not containers:
-        raise ClusterError(f"there is no node of a cluster named {cluster.name}; `python3 e2e/cluster status` shows what is")
+        raise ClusterError(
+            f"there is no node of a cluster named {cluster.name}; `python3 e2e/cluster status` shows what is"
+        )
     for node in containers:
         for name, command in {
             "node": ["docker", "logs", node],
             "kubelet": ["docker", "exec", node, "bash", "-c", "cat /var/log/kubelet.log || journalctl -u kubelet"],
-            "containerd": ["docker", "exec", node, "bash", "-c", "cat /var/log/containerd.log || journalctl -u containerd"],
+            "containerd": [
+                "docker",
+                "exec",
+                node,
+                "bash",
+                "-c",
+                "cat /var/log/containerd.log || journalctl -u containerd",
+            ],
             "containers": ["docker", "exec", node, "bash", "-c", "tail -n +1 /var/log/containers/*.log"],
         }.items():
             with contextlib.suppress(ClusterError):

@@ -62,7 +62,8 @@ def _build(folder: Path) -> None:
         debian.install(PACKAGES)
         run(
             ["apt-get", *debian.private_apt(), "source", "--download-only", "kubernetes"],
-            log="kubernetes", folder=scratch,
+            log="kubernetes",
+            folder=scratch,
         )
         description = next(iter(scratch.glob("*.dsc")), None)
         if description is None:
@@ -77,7 +78,9 @@ def _build(folder: Path) -> None:
         what = " ".join(f"cmd/{name}" for name in BINARIES)
         run(
             ["make", f"WHAT={what}", "GOLDFLAGS=-s -w"],
-            log="kubernetes", folder=source, environment=environment,
+            log="kubernetes",
+            folder=source,
+            environment=environment,
         )
     for name in BINARIES:
         shutil.copy2(source / "_output/local/bin/linux/amd64" / name, folder / name)

@@ -12,7 +12,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from .cache import cache_root, entry
+from .cache import entry
 from .errors import ClusterError
 from .process import run, succeeds
 from .progress import stage

@@ -42,7 +42,7 @@ NODE_BINARIES = ("kubelet", "kubeadm", "kubectl")
 
 def ensure(docker: dict[str, str]) -> str:
     """The name of the node image, built if the daemon does not have it."""
-    key = key_of(kubernetes_build.VERSION, *BASE_PACKAGES, tree_key([RECIPE, Path(__file__)]))
+    key = key_of(kubernetes_build.VERSION, *BASE_PACKAGES, REGISTRY, ETCD_TAG, PAUSE_TAG, tree_key([RECIPE]))
     image = f"{NAME}:{kubernetes_build.VERSION}-{key}"
     with locked("node-image"):
         if not docker_daemon.has_image(docker, image):
@@ -127,5 +127,6 @@ def _docker_build(
     options = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
     run(
         ["docker", "build", "-t", image, "-f", dockerfile, *options, context],
-        log="node-image", environment={"DOCKER_BUILDKIT": "0", **docker},
+        log="node-image",
+        environment={"DOCKER_BUILDKIT": "0", **docker},
     )

@@ -1,4 +1,4 @@
-"""Running other programs: output to a log, and when one fails an error that shows its last lines and where the rest is."""
+"""Running other programs: output to a log; the error of one that fails shows its last lines and where the rest is."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(
                 cwd=folder,
                 timeout=timeout_seconds,
                 check=False,
-                **({"input": stdin} if stdin is not None else {"stdin": subprocess.DEVNULL}),  # type: ignore[call-overload]
+                **({"input": stdin} if stdin is not None else {"stdin": subprocess.DEVNULL}),
             )
         except FileNotFoundError as error:
             raise ClusterError(f"{words[0]} is not on PATH; install it, or run `python3 e2e/cluster tools`") from error
@@ -73,8 +73,12 @@ def output_of(
     words = [str(word) for word in command]
     try:
         done = subprocess.run(
-            words, capture_output=True, env={**os.environ, **(environment or {})}, timeout=timeout_seconds,
-            input=stdin, check=False,
+            words,
+            capture_output=True,
+            env={**os.environ, **(environment or {})},
+            timeout=timeout_seconds,
+            input=stdin,
+            check=False,
         )
     except FileNotFoundError as error:
         raise ClusterError(f"{words[0]} is not on PATH; install it, or run `python3 e2e/cluster tools`") from error

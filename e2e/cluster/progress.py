@@ -1,4 +1,4 @@
-"""Progress lines: every stage says when it starts, how long it should take, that it is still alive, and how it ended."""
+"""Progress lines: each stage says when it starts, how long it should take, that it lives, and how it ended."""
 
 from __future__ import annotations
 

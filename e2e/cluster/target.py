@@ -43,7 +43,9 @@ def existing(name: str) -> Cluster | None:
 def required(name: str) -> Cluster:
     cluster = existing(name)
     if cluster is None:
-        raise ClusterError(f"there is no cluster named {name}; bring one up with `python3 e2e/cluster up --name {name}`")
+        raise ClusterError(
+            f"there is no cluster named {name}; bring one up with `python3 e2e/cluster up --name {name}`"
+        )
     return cluster
 
 
@@ -69,7 +71,8 @@ def load_into_current(images: list[str], environment: Mapping[str, str]) -> list
         folder = tools.ensure(tools.KIND)
         run(
             [folder / "kind", "load", "docker-image", "--name", kind_name, *images],
-            log="kind", environment=everything,
+            log="kind",
+            environment=everything,
         )
         return images
     registry = os.environ.get("IMAGE_REGISTRY", "").rstrip("/")

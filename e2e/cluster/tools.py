@@ -38,7 +38,7 @@ HELM = Tool("helm", ("version", "--short"), (3,))
 
 
 def parse_version(text: str) -> tuple[int, ...] | None:
-    """The first dotted version in a tool's own words ("kind v0.27.0 go1.24", "v4.3.0+g1a2b"); None when there is none."""
+    """The first dotted version in a tool's own words ("kind v0.27.0 go1.24", "v4.3.0+g1a2b"), or None."""
     found = re.search(r"v?(\d+(?:\.\d+)+)", text)
     return tuple(int(part) for part in found[1].split(".")) if found else None
 
