@@ -1,0 +1,63 @@
+"""The engine's command line: spec and caps only. Tuned values never enter it; they are PATCHed after each start."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT
+from trimtab_operator.engine_values import knobs
+from trimtab_operator.quantity import parse_seconds
+from trimtab_operator.spec import InferenceDeployment, Spec
+
+MODEL_MOUNT = "/models/claim"  # where a pvc:// model is mounted in the pod
+
+
+def model_path(spec: Spec) -> str:
+    """Where the engine finds the model inside its container."""
+    scheme, _, rest = spec.model.uri.partition("://")
+    if scheme == "pvc":
+        path = rest.partition("/")[2].strip("/")
+        return f"{MODEL_MOUNT}/{path}" if path else MODEL_MOUNT
+    return rest
+
+
+def served_name(spec: Spec) -> str:
+    """The name clients send as `model`: servedName, else the last part of the uri."""
+    if spec.model.served_name is not None:
+        return spec.model.served_name
+    return spec.model.uri.partition("://")[2].rstrip("/").rsplit("/", 1)[-1]
+
+
+def engine_args(deployment: InferenceDeployment, *, admin_token_sha256: str) -> list[str]:
+    """Arguments of `trimtab-engine`, one flag per item."""
+    spec = deployment.spec
+    flags: dict[str, object | None] = {
+        "--served-model-name": served_name(spec),
+        "--device": spec.runtime.device,
+        "--port": HTTP_PORT,
+        "--admin-port": ADMIN_PORT,
+        "--admin-token-sha256": admin_token_sha256,
+        "--max-model-len": spec.engine.max_model_len,
+        "--block-size": spec.engine.block_size,
+        **_knob_flags(spec),
+        "--shutdown-timeout": f"{parse_seconds(spec.rollout.drain_timeout):g}",
+    }
+    rendered = [f"{flag}={value}" for flag, value in flags.items() if value is not None]
+    return ["serve", model_path(spec), *rendered, *spec.runtime.args]
+
+
+def _knob_flags(spec: Spec) -> dict[str, object]:
+    """Start values that the spec gives, and caps."""
+    flags: dict[str, object] = {}
+    for knob in knobs(spec):
+        flag = "--" + knob.field.replace("_", "-")
+        if knob.is_start_given and knob.start is not None:
+            flags[flag] = plain(knob.start)
+        if knob.cap is not None:
+            flags[f"{flag}-cap"] = plain(knob.cap)
+    return flags
+
+
+def plain(value: Decimal) -> str:
+    """0.90 → 0.9, 1E+3 → 1000: one spelling per value, so that respelling a value rolls nothing."""
+    return format(value.normalize(), "f")

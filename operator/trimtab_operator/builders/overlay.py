@@ -1,0 +1,76 @@
+"""Lays the user's pod template over the rendered pod. What may be laid over is decided in `validation.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trimtab_operator.spec import ContainerOverlay, InferenceDeployment, PodOverlay
+
+PASSED_ON = {  # attribute of the overlay → field of the pod, taken over as it is
+    "node_selector": "nodeSelector",
+    "tolerations": "tolerations",
+    "affinity": "affinity",
+    "topology_spread_constraints": "topologySpreadConstraints",
+    "image_pull_secrets": "imagePullSecrets",
+    "priority_class_name": "priorityClassName",
+    "runtime_class_name": "runtimeClassName",
+    "scheduler_name": "schedulerName",
+    "termination_grace_period_seconds": "terminationGracePeriodSeconds",
+}
+
+
+def lay_over(template: Mapping[str, Any], deployment: InferenceDeployment) -> dict[str, Any]:
+    """The rendered pod template with the user's overlay; neither argument changes."""
+    overlay = deployment.spec.template
+    metadata = template["metadata"]
+    merged = {
+        "metadata": {**metadata, "labels": {**overlay.metadata.labels, **metadata["labels"]}},
+        "spec": _pod(template["spec"], overlay.spec),
+    }
+    if overlay.metadata.annotations:
+        merged["metadata"]["annotations"] = dict(overlay.metadata.annotations)
+    return merged
+
+
+def _pod(pod: Mapping[str, Any], overlay: PodOverlay) -> dict[str, Any]:
+    merged = dict(pod)
+    for attribute, field in PASSED_ON.items():
+        value = getattr(overlay, attribute)
+        if value not in (None, (), {}):
+            merged[field] = list(value) if isinstance(value, tuple) else value
+    if overlay.volumes:
+        merged["volumes"] = [*pod["volumes"], *overlay.volumes]
+    if overlay.security_context:
+        merged["securityContext"] = {**pod["securityContext"], **overlay.security_context}
+    (main,) = pod["containers"]
+    for container in overlay.containers:
+        main = _container(main, container)
+    merged["containers"] = [main]
+    return merged
+
+
+def _container(container: Mapping[str, Any], overlay: ContainerOverlay) -> dict[str, Any]:
+    merged = dict(container)
+    if overlay.resources:
+        merged["resources"] = _resources(container.get("resources", {}), overlay.resources)
+    if overlay.env:
+        merged["env"] = _by_key(container["env"], overlay.env, "name")
+    if overlay.env_from:
+        merged["envFrom"] = list(overlay.env_from)
+    if overlay.volume_mounts:
+        mounts = [{k: v for k, v in mount.items() if v is not False} for mount in overlay.volume_mounts]
+        merged["volumeMounts"] = _by_key(container["volumeMounts"], mounts, "mountPath")
+    if overlay.image_pull_policy:
+        merged["imagePullPolicy"] = overlay.image_pull_policy
+    return merged
+
+
+def _resources(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = sorted({*base, *over})
+    return {kind: {**base.get(kind, {}), **over.get(kind, {})} for kind in kinds}
+
+
+def _by_key(base: Iterable[Mapping[str, Any]], over: Iterable[Mapping[str, Any]], key: str) -> list[Mapping[str, Any]]:
+    """Items of `over` replace those of `base` with the same key; the order stays."""
+    return list({item[key]: item for item in (*base, *over)}.values())

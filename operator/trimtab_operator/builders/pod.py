@@ -1,0 +1,113 @@
+"""The leader pod of one replica group: the engine in the container `main`, nothing else."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from trimtab_operator.builders.engine_args import MODEL_MOUNT, engine_args
+from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT
+from trimtab_operator.layout import layout_of
+from trimtab_operator.quantity import parse_seconds
+from trimtab_operator.spec import InferenceDeployment
+
+CONTAINER = "main"
+GRACE_MARGIN_SECONDS = 15  # beyond the drain timeout: aborting what is left, writing the last answers, exiting
+ENGINE_USER = 10001  # any non-root user will do; fixed, so that the image's own USER does not matter
+SHM_SIZE_LIMIT = "1Gi"  # a limit, not a reservation; ranks of one pod exchange tensors there
+STARTUP_PERIOD_SECONDS = 2
+STARTUP_FAILURES = 3600  # two hours: a large model from slow storage must not be killed while it loads
+
+
+def pod_spec(deployment: InferenceDeployment, *, admin_token_sha256: str) -> dict[str, Any]:
+    """The pod of a group's leader, before the user's overlay."""
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": grace_seconds(deployment),
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": ENGINE_USER,
+            "runAsGroup": ENGINE_USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_main(deployment, admin_token_sha256)],
+        "volumes": _volumes(deployment),
+    }
+
+
+def grace_seconds(deployment: InferenceDeployment) -> int:
+    """SIGTERM drains; the grace period must outlast it."""
+    return math.ceil(parse_seconds(deployment.spec.rollout.drain_timeout)) + GRACE_MARGIN_SECONDS
+
+
+def _main(deployment: InferenceDeployment, admin_token_sha256: str) -> dict[str, Any]:
+    return {
+        "name": CONTAINER,
+        "image": deployment.image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["trimtab-engine"],
+        "args": engine_args(deployment, admin_token_sha256=admin_token_sha256),
+        "env": [{"name": "HOME", "value": "/tmp"}],  # noqa: S108 - the only folder in the pod that can be written
+        "ports": [
+            {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
+            {"name": "admin", "containerPort": ADMIN_PORT, "protocol": "TCP"},
+        ],
+        "resources": _resources(deployment),
+        "startupProbe": _probe("/startupz", period=STARTUP_PERIOD_SECONDS, failures=STARTUP_FAILURES),
+        "readinessProbe": _probe("/readyz", period=2, failures=3),
+        "livenessProbe": _probe("/livez", period=10, failures=6),
+        "securityContext": _container_security(deployment),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": _mounts(deployment),
+    }
+
+
+def _probe(path: str, *, period: int, failures: int) -> dict[str, Any]:
+    """`timeoutSeconds` is generous: on a CPU the answering process shares cores with the model."""
+    return {
+        "httpGet": {"path": path, "port": "http", "scheme": "HTTP"},
+        "periodSeconds": period,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }
+
+
+def _container_security(deployment: InferenceDeployment) -> dict[str, Any]:
+    security: dict[str, Any] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    if deployment.spec.runtime.device == "cpu":
+        security["readOnlyRootFilesystem"] = True  # on GPUs the driver's hook writes into the container
+    return security
+
+
+def _resources(deployment: InferenceDeployment) -> dict[str, Any]:
+    gpus = layout_of(deployment.spec).gpus_per_pod
+    if not gpus:
+        return {}
+    return {"requests": {"nvidia.com/gpu": str(gpus)}, "limits": {"nvidia.com/gpu": str(gpus)}}
+
+
+def _volumes(deployment: InferenceDeployment) -> list[dict[str, Any]]:
+    volumes: list[dict[str, Any]] = [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHM_SIZE_LIMIT}},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+    claim = _claim(deployment)
+    if claim:
+        volumes.append({"name": "model", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
+    return volumes
+
+
+def _mounts(deployment: InferenceDeployment) -> list[dict[str, Any]]:
+    mounts: list[dict[str, Any]] = [
+        {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - a path in the pod
+        {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a path in the pod
+    ]
+    if _claim(deployment):
+        mounts.append({"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True})
+    return mounts
+
+
+def _claim(deployment: InferenceDeployment) -> str | None:
+    scheme, _, rest = deployment.spec.model.uri.partition("://")
+    return rest.split("/", 1)[0] if scheme == "pvc" else None

@@ -1,0 +1,59 @@
+"""The Services: one for clients, one per group where its ranks meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trimtab_operator.builders.labels import (
+    HTTP_PORT,
+    RENDEZVOUS_PORT,
+    common_labels,
+    group_name,
+    group_selector,
+    leader_selector,
+    service_name,
+)
+from trimtab_operator.spec import InferenceDeployment
+
+
+def client_service(deployment: InferenceDeployment) -> dict[str, Any]:
+    """The Service that clients use: every Ready leader, on port 8000."""
+    return _service(
+        deployment,
+        name=service_name(deployment),
+        labels=common_labels(deployment),
+        spec={
+            "type": "ClusterIP",
+            "selector": leader_selector(deployment),
+            "ports": [{"name": "http", "port": HTTP_PORT, "targetPort": "http", "protocol": "TCP"}],
+        },
+    )
+
+
+def rendezvous_service(deployment: InferenceDeployment, ordinal: int) -> dict[str, Any]:
+    """Where the ranks of one group meet. It publishes pods before they are ready: they become so by meeting."""
+    selector = group_selector(deployment, ordinal)
+    return _service(
+        deployment,
+        name=group_name(deployment, ordinal),
+        labels={**common_labels(deployment), **selector},
+        spec={
+            "type": "ClusterIP",
+            "publishNotReadyAddresses": True,
+            "selector": selector,
+            "ports": [
+                {"name": "rendezvous", "port": RENDEZVOUS_PORT, "targetPort": RENDEZVOUS_PORT, "protocol": "TCP"}
+            ],
+        },
+    )
+
+
+def _service(
+    deployment: InferenceDeployment, *, name: str, labels: dict[str, str], spec: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name, "namespace": deployment.namespace, "labels": labels},
+        "spec": spec,
+    }

@@ -1,0 +1,23 @@
+"""The operator's errors. The name says who acts next; translation for Kopf and for condition reasons happens at the edge."""
+
+from __future__ import annotations
+
+
+class TrimtabError(Exception):
+    """Anything the operator raises on purpose."""
+
+
+class InvalidSpec(TrimtabError):
+    """The user acts: the resource asks for something that cannot be. The message names the field and the way out."""
+
+
+class NotYet(TrimtabError):
+    """Time acts: what is needed does not exist yet."""
+
+
+class NameTaken(TrimtabError):
+    """The user acts: an object that the operator must create exists already and belongs to somebody else."""
+
+
+class MisconfiguredOperator(TrimtabError):
+    """Whoever installed the operator acts: a missing CRD, an unreachable API server, a flag that cannot be."""

@@ -1,0 +1,45 @@
+"""Kubernetes quantities and durations as numbers: pure, exact, no client library."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+_QUANTITY = re.compile(r"^([+-]?(?:\d+\.?\d*|\.\d+))(Ki|Mi|Gi|Ti|Pi|Ei|[numkMGTPE]|[eE][+-]?\d+)?$")
+_BINARY = {"Ki": 1, "Mi": 2, "Gi": 3, "Ti": 4, "Pi": 5, "Ei": 6}  # powers of 1024
+_DECIMAL = {"n": -3, "u": -2, "m": -1, "": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}  # powers of 1000
+_DURATION = re.compile(r"^(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
+_MILLIS = re.compile(r"^(\d+)ms$")
+
+
+def parse_quantity(text: str | int) -> Decimal:
+    """`1500Mi` → 1572864000. Raises ValueError when it is not a Kubernetes quantity."""
+    found = _QUANTITY.match(str(text))
+    if not found:
+        raise ValueError(f"{text!r} is not a Kubernetes quantity such as 500m, 4Gi or 1500Mi")
+    number, suffix = Decimal(found[1]), found[2] or ""
+    if suffix in _BINARY:
+        return number * 1024 ** _BINARY[suffix]
+    if suffix in _DECIMAL:
+        return number * Decimal(1000) ** _DECIMAL[suffix]
+    return number * Decimal(10) ** int(suffix[1:])
+
+
+def is_same_quantity(a: str | int, b: str | int) -> bool:
+    """`1000m` and `1` are one quantity, written twice. Anything that is no quantity equals nothing."""
+    try:
+        return parse_quantity(a) == parse_quantity(b)
+    except ValueError:
+        return False
+
+
+def parse_seconds(text: str) -> float:
+    """`90s`, `1m30s`, `2h`, `500ms` → seconds. Raises ValueError on anything else."""
+    millis = _MILLIS.match(text)
+    if millis:
+        return int(millis[1]) / 1000
+    found = _DURATION.match(text)
+    if not found or not text:
+        raise ValueError(f"{text!r} is not a duration such as 500ms, 30s or 1m30s")
+    hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return hours * 3600.0 + minutes * 60.0 + seconds

@@ -1,0 +1,455 @@
+"""The typed view of an InferenceDeployment's `spec`: the single source of the CRD (see `crd.py`).
+
+Field names are the CRD's, in snake case; bounds and descriptions written here are the ones that the API server enforces and
+that `kubectl explain` prints. What a field may be in combination with others is the business of `validation.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+
+from trimtab_operator.errors import InvalidSpec
+
+GROUP = "trimtab.dev"
+VERSION = "v1alpha1"
+KIND = "InferenceDeployment"
+PLURAL = "inferencedeployments"
+MAX_NAME_LENGTH = 40  # child names and the pods' generated labels get suffixes and must stay below 63
+
+DURATION = r"^([0-9]{1,5}h)?([0-9]{1,5}m)?([0-9]{1,6}s)?$|^[0-9]{1,8}ms$"
+QUANTITY = r"^[0-9]{1,15}(\.[0-9]{1,6})?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
+FRACTION = r"^(0\.[0-9]{1,4}|1(\.0{1,4})?)$"
+DNS_LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
+
+Fraction = Annotated[str, Field(pattern=FRACTION, max_length=6)]
+Quantity = Annotated[str, Field(pattern=QUANTITY, max_length=24)]
+Duration = Annotated[str, Field(pattern=DURATION, min_length=2, max_length=24)]
+IntOrString = int | str
+
+
+def schema(**extra: Any) -> dict[str, Any]:
+    """Schema keywords that pydantic does not know, such as `x-kubernetes-validations`."""
+    return dict(extra)
+
+
+def cel(rule: str, message: str) -> dict[str, str]:
+    """One CEL rule. Kubernetes before 1.25 drops it; `validation.py` holds the same rule."""
+    return {"rule": rule, "message": message}
+
+
+class Model(BaseModel):
+    """Common settings: camelCase on the wire, unknown fields are refused, values never change."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True)
+
+
+class SecretKeyRef(Model):
+    """One key of a Secret in the namespace of the resource."""
+
+    name: str = Field(pattern=DNS_LABEL, max_length=63, description="Name of the Secret, in the namespace of the resource.")
+    key: str = Field(default="token", min_length=1, max_length=253, description="Key within the Secret.")
+
+
+class ModelCache(Model):
+    """Where downloaded weights are kept."""
+
+    claim_name: str | None = Field(
+        default=None, pattern=DNS_LABEL, max_length=63, description="Claim that holds downloaded weights."
+    )
+    size: Quantity | None = Field(default=None, description="Size of a cache volume, for example 100Gi.")
+
+
+class ModelSource(Model):
+    """What is served."""
+
+    uri: str = Field(
+        pattern=r"^(hf|pvc|file|s3|oci)://.+$",
+        max_length=1024,
+        description="Where the weights are: file:///path in the image, or pvc://CLAIM/path on a PersistentVolumeClaim.",
+    )
+    revision: str | None = Field(
+        default=None, min_length=1, max_length=128, description="Revision of a model that is downloaded."
+    )
+    served_name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][-A-Za-z0-9_./:]*$",
+        max_length=128,
+        description="Name that clients send as `model`. Default: the last part of the uri.",
+    )
+    token_secret_ref: SecretKeyRef | None = Field(
+        default=None, description="Secret with the token that a download needs."
+    )
+    cache: ModelCache | None = Field(default=None, description="Where downloaded weights are kept.")
+
+
+class Runtime(Model):
+    """Which engine runs, on what."""
+
+    kind: Literal["trimtab", "vllm"] = Field(default="trimtab", description="The engine: trimtab or vllm.")
+    image: str | None = Field(
+        default=None, min_length=1, max_length=512, description="Engine image. Default: the one the operator is set to."
+    )
+    device: Literal["cuda", "cpu"] = Field(
+        default="cuda", description="Device of the engine. cpu asks for no GPU; cuda asks for as many as the layout needs."
+    )
+    args: tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...] = Field(
+        default=(),
+        max_length=64,
+        description="Further flags of the engine, passed on as they are. A flag that repeats a field of this resource is refused.",
+    )
+
+
+class Parallelism(Model):
+    """How one replica is spread over devices."""
+
+    tensor: int = Field(default=1, ge=1, le=1024, description="Tensor parallel degree: every layer is split over so many devices.")
+    pipeline: int = Field(default=1, ge=1, le=128, description="Pipeline parallel degree: layers are spread over so many stages.")
+    data: int = Field(default=1, ge=1, le=1024, description="Data parallel ranks within one replica.")
+    expert: bool = Field(default=False, description="Spread the experts of a mixture-of-experts model over the ranks.")
+    gpus_per_node: int | None = Field(
+        default=None, ge=1, le=64, description="Devices that one pod gets. Default: tensor × pipeline."
+    )
+
+
+class Speculative(Model):
+    """Speculative decoding."""
+
+    method: Literal["ngram", "draft", "eagle"] = Field(default="ngram", description="How tokens are proposed.")
+    num_speculative_tokens: int = Field(default=3, ge=1, le=32, description="Tokens proposed per step.")
+    model: str | None = Field(default=None, min_length=1, max_length=1024, description="uri of the draft model.")
+
+
+class Engine(Model):
+    """Where each engine parameter starts. An omitted one starts at the engine's default."""
+
+    gpu_memory_utilization: Fraction | None = Field(
+        default=None, description='Share of the device that the engine may use, as a decimal string such as "0.90". Live.'
+    )
+    max_num_seqs: int | None = Field(default=None, ge=1, le=65536, description="Requests that run at once. Live.")
+    max_num_batched_tokens: int | None = Field(
+        default=None, ge=1, le=1048576, description="Token budget of one step. Live."
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=1, le=16777216, description="Longest prompt plus output, in tokens. Default: the model's."
+    )
+    block_size: Literal[8, 16, 32] | None = Field(default=None, description="Tokens in one KV block: 8, 16 or 32.")
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"] | None = Field(
+        default=None, description="Type of the KV cache. auto: that of the model."
+    )
+    quantization: str | None = Field(
+        default=None, min_length=1, max_length=64, description="Quantization scheme of the weights."
+    )
+    preemption_mode: Literal["recompute", "swap", "auto"] | None = Field(
+        default=None, description="What happens to the KV blocks of a preempted request."
+    )
+    swap_space: Quantity | None = Field(default=None, description="Host memory for swapped KV blocks, for example 4Gi.")
+    enable_prefix_caching: bool | None = Field(default=None, description="Reuse KV blocks of equal prefixes.")
+    speculative: Speculative | None = Field(default=None, description="Speculative decoding.")
+    api_server_count: int | None = Field(default=None, ge=1, le=64, description="API server processes per replica.")
+    mm_processor_cache: Quantity | None = Field(default=None, description="Cache of processed images and sounds.")
+    limit_mm_per_prompt: dict[str, int] | None = Field(
+        default=None, description="Most items of each modality in one prompt, for example {image: 2}."
+    )
+    enforce_eager: bool | None = Field(default=None, description="Run without CUDA graphs.")
+    cudagraph_capture_sizes: tuple[Annotated[int, Field(ge=1, le=65536)], ...] | None = Field(
+        default=None, max_length=128, description="Batch sizes for which CUDA graphs are captured."
+    )
+
+
+class ScalingPolicy(Model):
+    """One rate limit of a scaling direction, as in autoscaling/v2."""
+
+    type: Literal["Pods", "Percent"] = Field(description="Unit of `value`.")
+    value: int = Field(ge=1, le=1000, description="Most replicas, or percent, by which the count may change in a period.")
+    period_seconds: int = Field(ge=1, le=1800, description="Length of the period in seconds.")
+
+
+class ScalingRules(Model):
+    """Behaviour of one scaling direction, as in autoscaling/v2."""
+
+    stabilization_window_seconds: int | None = Field(
+        default=None, ge=0, le=3600, description="Seconds over which recommendations are smoothed."
+    )
+    select_policy: Literal["Max", "Min", "Disabled"] | None = Field(
+        default=None, description="Which policy decides when several apply."
+    )
+    policies: tuple[ScalingPolicy, ...] | None = Field(default=None, max_length=16, description="Rate limits.")
+
+
+class ScalingBehavior(Model):
+    """Behaviour of both scaling directions, as in autoscaling/v2."""
+
+    scale_up: ScalingRules | None = Field(default=None, description="How replicas are added.")
+    scale_down: ScalingRules | None = Field(default=None, description="How replicas are removed.")
+
+
+class Scaling(Model):
+    """Automatic replica count."""
+
+    min_replicas: int = Field(default=1, ge=0, le=1000, description="Fewest replicas.")
+    max_replicas: int = Field(ge=1, le=1000, description="Most replicas.")
+    behavior: ScalingBehavior | None = Field(default=None, description="Pace of scaling, as in autoscaling/v2.")
+
+
+class Objective(Model):
+    """A latency objective."""
+
+    percentile: int = Field(default=95, ge=1, le=99, description="Percentile of requests that must meet the target.")
+    target: Duration = Field(description="The latency, for example 500ms.")
+
+
+class Objectives(Model):
+    """Latency objectives."""
+
+    ttft: Objective | None = Field(default=None, description="Time to first token.")
+    itl: Objective | None = Field(default=None, description="Inter-token latency.")
+
+
+class FractionBounds(Model):
+    """Bounds of a knob that is a share."""
+
+    min: Fraction | None = Field(default=None, description="Lowest value that tuning may set.")
+    max: Fraction | None = Field(default=None, description="Highest value that tuning may set; the engine's cap.")
+
+
+class IntBounds(Model):
+    """Bounds of a knob that is a count."""
+
+    min: int | None = Field(default=None, ge=1, le=1048576, description="Lowest value that tuning may set.")
+    max: int | None = Field(default=None, ge=1, le=1048576, description="Highest value that tuning may set; the engine's cap.")
+
+
+MIN_MAX_FRACTION = cel("!has(self.min) || !has(self.max) || double(self.min) <= double(self.max)", "min must not exceed max")
+MIN_MAX_INT = cel("!has(self.min) || !has(self.max) || self.min <= self.max", "min must not exceed max")
+
+
+class Bounds(Model):
+    """Bounds within which tuning moves each live knob. min = max pins a knob."""
+
+    gpu_memory_utilization: FractionBounds | None = Field(
+        default=None,
+        description="Bounds of gpuMemoryUtilization.",
+        json_schema_extra=schema(**{"x-kubernetes-validations": [MIN_MAX_FRACTION]}),
+    )
+    max_num_seqs: IntBounds | None = Field(
+        default=None,
+        description="Bounds of maxNumSeqs.",
+        json_schema_extra=schema(**{"x-kubernetes-validations": [MIN_MAX_INT]}),
+    )
+    max_num_batched_tokens: IntBounds | None = Field(
+        default=None,
+        description="Bounds of maxNumBatchedTokens.",
+        json_schema_extra=schema(**{"x-kubernetes-validations": [MIN_MAX_INT]}),
+    )
+
+
+class Tuning(Model):
+    """Whether and how far the operator moves the live knobs."""
+
+    mode: Literal["Off", "Recommend", "Auto"] = Field(
+        default="Recommend",
+        description="Off: nothing. Recommend: say what would help in status. Auto: change the running engines.",
+    )
+    bounds: Bounds = Field(default=Bounds(), description="Bounds of each knob.")
+    restart_class: Literal["Never", "Canary"] = Field(
+        default="Never", description="Whether parameters that need a restart are tuned, one replica first."
+    )
+
+
+class Prometheus(Model):
+    """A Prometheus server to read metrics from."""
+
+    address: str = Field(pattern=r"^https?://.+$", max_length=512, description="URL of the server.")
+    token_secret_ref: SecretKeyRef | None = Field(default=None, description="Secret with a bearer token.")
+
+
+class Metrics(Model):
+    """Where the operator reads the engines' metrics."""
+
+    source: Literal["Auto", "Prometheus", "Pods"] = Field(
+        default="Auto", description="Auto: what is available. Pods: scrape the engine pods. Prometheus: ask a server."
+    )
+    prometheus: Prometheus | None = Field(default=None, description="The Prometheus server.")
+
+
+class Rollout(Model):
+    """How changes reach the replicas."""
+
+    max_unavailable: IntOrString = Field(
+        default=1,
+        description="Replicas that may be down during a rollout: a number, or a percentage such as 25% (rounded down, at least 1).",
+        json_schema_extra=schema(maximum=1000, minimum=1, maxLength=4, pattern="^[0-9]{1,3}%$"),
+    )
+    drain_timeout: Duration = Field(
+        default="30s", description="Time that running requests get to finish when a replica is stopped."
+    )
+
+
+class TemplateMetadata(Model):
+    """Labels and annotations of the pods."""
+
+    labels: dict[str, str] = Field(default={}, description="Labels added to the pods.")
+    annotations: dict[str, str] = Field(default={}, description="Annotations added to the pods.")
+
+
+def _free_form(**extra: Any) -> dict[str, Any]:
+    """A part of a pod that is passed on: its inside is checked by the API server when the pod is created."""
+    return {"x-kubernetes-preserve-unknown-fields": True, **extra}
+
+
+class ContainerOverlay(BaseModel):
+    """What is laid over the container `main`."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="allow", frozen=True)
+
+    name: str = Field(max_length=63, description="Must be main, the engine's container.")
+    resources: dict[str, Any] | None = Field(
+        default=None, description="Requests and limits.", json_schema_extra=_free_form()
+    )
+    env: tuple[dict[str, Any], ...] = Field(
+        default=(), max_length=128, description="Environment variables.", json_schema_extra=_free_form()
+    )
+    env_from: tuple[dict[str, Any], ...] = Field(
+        default=(), max_length=32, description="Sources of environment variables.", json_schema_extra=_free_form()
+    )
+    volume_mounts: tuple[dict[str, Any], ...] = Field(
+        default=(), max_length=64, description="Mounts of the volumes below.", json_schema_extra=_free_form()
+    )
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
+        default=None, description="When the image is pulled. Default: IfNotPresent."
+    )
+
+
+class PodOverlay(BaseModel):
+    """What is laid over the pod. A field that is not listed here is refused by name, never ignored."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="allow", frozen=True)
+
+    containers: tuple[ContainerOverlay, ...] = Field(
+        default=(), max_length=1, description="Overlay of the container `main`; no other is allowed."
+    )
+    node_selector: dict[str, str] = Field(default={}, description="Labels that a node must have.")
+    tolerations: tuple[dict[str, Any], ...] = Field(
+        default=(), max_length=64, description="Taints that the pods tolerate.", json_schema_extra=_free_form()
+    )
+    affinity: dict[str, Any] | None = Field(
+        default=None, description="Affinity rules.", json_schema_extra=_free_form()
+    )
+    topology_spread_constraints: tuple[dict[str, Any], ...] = Field(
+        default=(), max_length=16, description="How pods are spread.", json_schema_extra=_free_form()
+    )
+    image_pull_secrets: tuple[dict[str, Any], ...] = Field(
+        default=(), max_length=16, description="Secrets for pulling the image.", json_schema_extra=_free_form()
+    )
+    volumes: tuple[dict[str, Any], ...] = Field(
+        default=(), max_length=64, description="Further volumes; hostPath is refused.", json_schema_extra=_free_form()
+    )
+    priority_class_name: str | None = Field(default=None, max_length=253, description="Priority class of the pods.")
+    runtime_class_name: str | None = Field(default=None, max_length=253, description="Runtime class of the pods.")
+    scheduler_name: str | None = Field(default=None, max_length=253, description="Scheduler of the pods.")
+    security_context: dict[str, Any] | None = Field(
+        default=None,
+        description="runAsUser, runAsGroup, fsGroup, fsGroupChangePolicy and supplementalGroups of the pods.",
+        json_schema_extra=_free_form(),
+    )
+    termination_grace_period_seconds: int | None = Field(
+        default=None, ge=1, le=86400, description="Must exceed rollout.drainTimeout. Default: the drain timeout plus 15 s."
+    )
+
+
+class PodTemplate(Model):
+    """What is laid over the pods that the operator renders."""
+
+    metadata: TemplateMetadata = Field(default=TemplateMetadata(), description="Labels and annotations of the pods.")
+    spec: PodOverlay = Field(
+        default=PodOverlay(),
+        description="Parts of the pod spec that are laid over the rendered one.",
+        json_schema_extra=_free_form(),
+    )
+
+
+class Spec(Model):
+    """The wanted state of an inference deployment."""
+
+    model: ModelSource = Field(description="What is served.")
+    runtime: Runtime = Field(default=Runtime(), description="Which engine runs, on what.")
+    parallelism: Parallelism = Field(default=Parallelism(), description="How one replica is spread over devices.")
+    engine: Engine = Field(default=Engine(), description="Where each engine parameter starts.")
+    replicas: int | None = Field(
+        default=None, ge=0, le=1000, description="Replica count; kubectl scale and autoscalers write it. Absent: 1."
+    )
+    scaling: Scaling | None = Field(
+        default=None,
+        description="Automatic replica count; excludes replicas.",
+        json_schema_extra=schema(
+            **{
+                "x-kubernetes-validations": [
+                    cel(
+                        "!has(self.minReplicas) || self.minReplicas <= self.maxReplicas",
+                        "minReplicas must not exceed maxReplicas",
+                    )
+                ]
+            }
+        ),
+    )
+    objectives: Objectives | None = Field(default=None, description="Latency objectives.")
+    tuning: Tuning = Field(default=Tuning(), description="Whether and how far the operator moves the live knobs.")
+    metrics: Metrics = Field(default=Metrics(), description="Where the operator reads the engines' metrics.")
+    rollout: Rollout = Field(default=Rollout(), description="How changes reach the replicas.")
+    template: PodTemplate = Field(default=PodTemplate(), description="What is laid over the pods.")
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceDeployment:
+    """One resource, parsed. `image` is spec.runtime.image or the operator's default; None when there is neither."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    spec: Spec
+    image: str | None
+    status: Mapping[str, Any]
+
+    @property
+    def replicas(self) -> int:
+        """What the user asks for; absent means 1."""
+        return 1 if self.spec.replicas is None else self.spec.replicas
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any], *, default_image: str | None = None) -> InferenceDeployment:
+        """Read a resource as the API server gives it. Raises InvalidSpec with every field that is wrong."""
+        metadata = body.get("metadata") or {}
+        try:
+            spec = Spec.model_validate_json(json.dumps(body.get("spec") or {}), strict=True)
+        except ValidationError as error:
+            raise InvalidSpec("; ".join(f"{field}: {message}" for field, message in schema_errors(error))) from error
+        return cls(
+            namespace=str(metadata.get("namespace") or "default"),
+            name=str(metadata.get("name") or ""),
+            uid=str(metadata.get("uid") or ""),
+            generation=int(metadata.get("generation") or 0),
+            spec=spec,
+            image=spec.runtime.image or default_image,
+            status=body.get("status") or {},
+        )
+
+
+def schema_errors(error: ValidationError) -> list[tuple[str, str]]:
+    """Fields, as a user writes them, and what is wrong with each."""
+    found = []
+    for entry in error.errors(include_url=False):
+        path = "spec"
+        for part in entry["loc"]:
+            path += f"[{part}]" if isinstance(part, int) else f".{part}"
+        if entry["type"] == "extra_forbidden":
+            found.append((path, "there is no such field; see `kubectl explain infd.spec --recursive`"))
+        else:
+            found.append((path, entry["msg"]))
+    return found
