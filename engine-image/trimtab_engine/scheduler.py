@@ -305,7 +305,8 @@ class Scheduler:
         request.preempted_at = now
         request.status = RequestStatus.PREEMPTED
         self._waiting.appendleft(request)
-        self._stats.preempted[reason] = self._stats.preempted.get(reason, 0) + 1
+        counts = self._stats.preempted
+        counts[reason.value] = counts.get(reason.value, 0) + 1
         return request
 
     def _finish_status(self, request: Request, token_id: int) -> RequestStatus | None:
@@ -344,8 +345,8 @@ class Scheduler:
     def _account_blocked(self, now: float) -> None:
         """Book the time since the last schedule() on what kept the head of the queue waiting then."""
         if self._blocked is not None:
-            blocked = self._stats.blocked_seconds
-            blocked[self._blocked] = blocked.get(self._blocked, 0.0) + max(0.0, now - self._blocked_since)
+            blocked, reason = self._stats.blocked_seconds, self._blocked.value
+            blocked[reason] = blocked.get(reason, 0.0) + max(0.0, now - self._blocked_since)
             self._blocked = None
         self._blocked_since = now
 
