@@ -1,0 +1,78 @@
+{{- define "trimtab.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* At most 40 characters, so that suffixes stay within 63. */}}
+{{- define "trimtab.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "trimtab.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "trimtab.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Names of things that are not namespaced carry the namespace, so that two releases of one name do not meet. */}}
+{{- define "trimtab.clusterName" -}}
+{{- printf "%s-%s" .Release.Namespace (include "trimtab.fullname" .) | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "trimtab.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "trimtab.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "trimtab.webhookName" -}}{{ include "trimtab.fullname" . }}-webhook{{- end -}}
+{{- define "trimtab.leaseName" -}}{{ include "trimtab.fullname" . }}-operator{{- end -}}
+{{- define "trimtab.secretName" -}}{{ include "trimtab.fullname" . }}-operator{{- end -}}
+
+{{- define "trimtab.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "trimtab.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: operator
+{{- end -}}
+
+{{- define "trimtab.labels" -}}
+{{ include "trimtab.selectorLabels" . }}
+app.kubernetes.io/part-of: trimtab
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "trimtab.image" -}}
+{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end -}}
+
+{{- define "trimtab.engineImage" -}}
+{{ .Values.engine.image.repository }}:{{ default .Chart.AppVersion .Values.engine.image.tag }}
+{{- end -}}
+
+{{/* What the operator does in the namespaces it looks after. */}}
+{{- define "trimtab.workloadRules" -}}
+- apiGroups: [trimtab.dev]
+  resources: [inferencedeployments]
+  verbs: [get, list, watch, patch]
+- apiGroups: [trimtab.dev]
+  resources: [inferencedeployments/status]
+  verbs: [get, patch]
+- apiGroups: [trimtab.dev]
+  resources: [inferencedeployments/finalizers]
+  verbs: [update]
+- apiGroups: [apps]
+  resources: [statefulsets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [services, configmaps]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create, patch]
+{{- end -}}
