@@ -27,8 +27,8 @@ RECIPES = REPOSITORY / "images"
 NAMES = ("engine", "operator", "model")
 # No tests, C headers, static libraries or bytecode of another interpreter: nothing of these is read at run time.
 WASTE_FOLDERS = frozenset({"__pycache__", "tests"})
-WASTE_PATHS = ("torch/include", "torch/share", "torch/test", "torchgen", "bin")
-WASTE_SUFFIXES = (".a", ".pyi", ".h", ".hpp", ".cuh", ".pyx", ".pxd", ".c", ".cpp")
+WASTE_PATHS = ("torch/include", "torch/share", "torch/test", "bin")
+WASTE_SUFFIXES = (".a", ".pyi", ".pyx", ".pxd")  # not .c and .h: Triton compiles its own when it meets a GPU
 SLIM_IMAGE = "python:3.12-slim"
 LOCAL_BASE_PACKAGES = ("ca-certificates", "python3", "libgomp1")  # torch's threads need libgomp
 
@@ -47,15 +47,15 @@ PRODUCTS = {
     "engine": Product(
         "engine",
         ("engine-image/trimtab_engine", "kernels/trimtab_kernels"),
-        ("torch", "transformers", "tokenizers", "safetensors.torch", "gguf", "fastapi", "uvicorn", "uvloop", "zmq",
+        ("torch", "transformers.models.auto.tokenization_auto", "tokenizers", "safetensors.torch", "gguf", "fastapi", "uvicorn", "uvloop", "zmq",
          "msgspec", "jinja2", "prometheus_client"),
-        90.0,
+        110.0,
     ),
     "operator": Product(
         "operator",
         ("operator/trimtab_operator",),
         ("kopf", "kubernetes.aio", "prometheus_client", "httpx", "pydantic", "cryptography", "typer", "rich"),
-        20.0,
+        45.0,
     ),
 }  # fmt: skip
 

@@ -1,0 +1,52 @@
+"""The command line: wrong use is one line and exit code 2."""
+
+from __future__ import annotations
+
+import pytest
+from cluster.cli import main
+from cluster.errors import UsageError
+from cluster.progress import as_list, duration
+from cluster.target import uses_current
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["nonsense"], ["up", "--workers", "many"], ["up", "--workers", "-1"], ["load"], ["images", "kernel"]],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+
+
+@pytest.mark.parametrize("command", ["up", "down", "status", "kubeconfig", "env", "load"])
+def test_an_unknown_value_of_cluster_is_refused_before_anything_is_done(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CLUSTER", "mine")
+    assert main([command, *(["image:1"] if command == "load" else [])]) == 2
+    assert "CLUSTER is 'mine'" in capsys.readouterr().err
+
+
+def test_cluster_current_means_the_cluster_you_have() -> None:
+    assert uses_current({"CLUSTER": "current"})
+    assert not uses_current({"CLUSTER": ""})
+    assert not uses_current({})
+    with pytest.raises(UsageError):
+        uses_current({"CLUSTER": "Current"})
+
+
+def test_down_deletes_nothing_of_the_cluster_you_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTER", "current")
+    monkeypatch.setattr("cluster.kind_cluster.delete", lambda _: pytest.fail("deleted"))
+    assert main(["down"]) == 0
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.2, "59 s"), (65.0, "1m05s"), (600.0, "10m00s")])
+def test_durations_read_at_a_glance(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_lists_read_as_prose() -> None:
+    assert [as_list(["a"]), as_list(["a", "b"]), as_list(["a", "b", "c"])] == ["a", "a and b", "a, b and c"]

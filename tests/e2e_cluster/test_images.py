@@ -1,0 +1,43 @@
+"""What goes into the images, and into their hashes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cluster.errors import ClusterError
+from cluster.images import PRODUCTS, REPOSITORY, pins, requirements, strip
+
+PYPROJECT = """
+[project.optional-dependencies]
+operator = ["kopf>=1.45", "httpx"]
+"""
+
+
+def test_an_image_s_packages_are_its_extra() -> None:
+    assert requirements(PYPROJECT, "operator") == ["kopf>=1.45", "httpx"]
+
+
+def test_an_extra_that_is_missing_is_named() -> None:
+    with pytest.raises(ClusterError, match="engine"):
+        requirements(PYPROJECT, "engine")
+
+
+def test_comments_and_order_of_the_constraints_change_no_hash() -> None:
+    assert pins("# made by pip\nb==2\na==1\n") == pins("a==1\n\nb==2\n# end\n") == ["a==1", "b==2"]
+
+
+def test_stripping_removes_tests_and_headers_and_keeps_what_runs(tmp_path: Path) -> None:
+    kept = ["torch/__init__.py", "torch/lib/libtorch.so", "torch/bin/torch_shm_manager", "torch/testing/__init__.py"]
+    gone = ["torch/include/ATen.h", "numpy/tests/test_a.py", "torch/__pycache__/a.pyc", "bin/pip", "a/lib.a"]
+    for name in kept + gone:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    strip(tmp_path)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert left == sorted(kept)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_source_of_an_image_is_in_the_checkout(name: str) -> None:
+    assert all((REPOSITORY / source / "__init__.py").is_file() for source in PRODUCTS[name].sources)
