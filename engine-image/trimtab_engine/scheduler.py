@@ -11,26 +11,13 @@ it on; and the KV cache always holds one request of max_model_len, so alone it n
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 
 from trimtab_engine.batch import Batch, ScheduledSequence
 from trimtab_engine.block_manager import BlockManager, ShrinkPlan
 from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.request import Request, RequestStatus
-
-
-class PreemptionReason(StrEnum):
-    CAPACITY = "capacity"  # a running request needed blocks
-    RESIZE = "resize"  # the KV cache was shrunk below what was in use
-
-
-class BlockedReason(StrEnum):
-    """Why the head of the queue was not admitted."""
-
-    KV = "kv"  # its tokens do not fit into the free blocks, or this step had to preempt
-    SEQS = "seqs"  # max_num_seqs requests run already
-    TOKENS = "tokens"  # the step's token budget is spent
+from trimtab_engine.scheduler_stats import BlockedReason, PreemptionReason, SchedulerStats
 
 
 Sampled = tuple[Request, int, RequestStatus | None]
@@ -43,22 +30,6 @@ class ResizeResult:
 
     moves: tuple[tuple[int, int], ...]
     preempted: list[Request]
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """What happened since the last take_stats()."""
-
-    preempted: dict[str, int] = field(default_factory=dict)
-    """Requests by PreemptionReason."""
-    recomputed_tokens: int = 0
-    preempt_stall_seconds: list[float] = field(default_factory=list)
-    """One entry per request that runs again: how long it was off the device."""
-    blocked_seconds: dict[str, float] = field(default_factory=dict)
-    """By BlockedReason: how long the head of the queue has waited."""
-    num_prompt_tokens: int = 0
-    """Prompt tokens of requests whose prefill ended."""
-    num_generation_tokens: int = 0
 
 
 class Scheduler:
@@ -165,7 +136,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> Batch:
         """Choose the next step's work and give it its blocks. The batch is empty only when nothing can run."""
-        self._account_blocked(now)
+        self._book_blocked_time(now)
+        self._blocked = None
         sequences: list[ScheduledSequence] = []
         preempted: list[Request] = []
         budget = self._schedule_running(sequences, preempted, now)
@@ -185,6 +157,7 @@ class Scheduler:
         Returns one entry per token, in the same order. An entry whose request was aborted since schedule() carries its
         FINISHED status and its token was dropped. `now` is when the step ended.
         """
+        self._book_blocked_time(now)
         sampled: list[Sampled] = []
         keep = sampled.append
         any_finished = False
@@ -245,7 +218,7 @@ class Scheduler:
             budget -= num_tokens
             schedule(sequence)
             if not samples or num_tokens > 1 or start < request.num_prompt_tokens:
-                self._account_prefill(sequence)
+                self._stats.note_prefill(sequence)
         return budget
 
     def _make_room(self, request: Request, num_tokens: int, preempted: list[Request], now: float) -> bool:
@@ -290,7 +263,7 @@ class Scheduler:
             running.append(sequence)
             sequences.append(sequence)
             budget -= num_scheduled
-            self._account_prefill(sequence)
+            self._stats.note_prefill(sequence)
         return budget
 
     # --- preemption and the end of requests -----------------------------------------------------------------------
@@ -305,8 +278,7 @@ class Scheduler:
         request.preempted_at = now
         request.status = RequestStatus.PREEMPTED
         self._waiting.appendleft(request)
-        counts = self._stats.preempted
-        counts[reason.value] = counts.get(reason.value, 0) + 1
+        self._stats.note_preempted(reason)
         return request
 
     def _finish_status(self, request: Request, token_id: int) -> RequestStatus | None:
@@ -342,20 +314,11 @@ class Scheduler:
         stats, self._stats = self._stats, SchedulerStats()
         return stats
 
-    def _account_blocked(self, now: float) -> None:
-        """Book the time since the last schedule() on what kept the head of the queue waiting then."""
+    def _book_blocked_time(self, now: float) -> None:
+        """Book the time since the last call on what has kept the head of the queue waiting."""
         if self._blocked is not None:
-            blocked, reason = self._stats.blocked_seconds, self._blocked.value
-            blocked[reason] = blocked.get(reason, 0.0) + max(0.0, now - self._blocked_since)
-            self._blocked = None
+            self._stats.note_blocked(self._blocked, max(0.0, now - self._blocked_since))
         self._blocked_since = now
-
-    def _account_prefill(self, sequence: ScheduledSequence) -> None:
-        request, start, end = sequence.request, sequence.start, sequence.start + sequence.num_tokens
-        if start < request.num_ever_computed_tokens:
-            self._stats.recomputed_tokens += min(end, request.num_ever_computed_tokens) - start
-        if sequence.samples and request.num_output_tokens == 0:
-            self._stats.num_prompt_tokens += request.num_prompt_tokens
 
     @property
     def next_step(self) -> int:

@@ -1,0 +1,203 @@
+"""From configuration to a serving engine: weights, profiling (which also warms up), the number of KV blocks, the
+envelope. In that order, so that what is measured is there when it is counted.
+"""
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab_engine.block_manager import BlockManager
+from trimtab_engine.config import EngineConfig
+from trimtab_engine.device import Device
+from trimtab_engine.engine import Engine, EngineParts
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.live_config import Envelope, LiveConfig, LiveValues
+from trimtab_engine.memory import MemoryFormula, check_one_request_fits, check_one_request_fits_fixed
+from trimtab_engine.messages import CoreReady
+from trimtab_engine.model_runner import ModelRunner
+from trimtab_engine.scheduler import Scheduler
+
+Progress = Callable[[str, float], None]
+"""Called with the stage of docs/contract.md section 3 and the percentage of the whole start-up."""
+
+WEIGHTS_PERCENT = (5.0, 70.0)  # loading weights is by far the longest stage
+PROFILE_PERCENT = 75.0
+KV_CACHE_PERCENT = 95.0
+
+logger = logging.getLogger("trimtab_engine.core")
+
+
+@dataclass(frozen=True, slots=True)
+class KVSize:
+    """How many KV blocks to start with, how many there may ever be, and the flag that fixes them, if one does."""
+
+    num_blocks: int
+    cap_blocks: int
+    fixed_by: str | None
+
+
+def start_engine(config: EngineConfig, progress: Progress, clock: Callable[[], float]) -> tuple[Engine, CoreReady]:
+    """Load the model, measure, size the KV cache, warm up. Raises ConfigError with the numbers and what to set."""
+    began = time.monotonic()
+    progress("starting", 0.0)
+    device = Device(config.device, memory_bytes=config.device_memory_bytes, cpu_threads=config.cpu_threads)
+    other_bytes = device.used_bytes()
+    low, high = WEIGHTS_PERCENT
+    runner = ModelRunner.load(
+        config, device, lambda stage, percent: progress(stage, low + percent / 100 * (high - low))
+    )
+    progress("profile", PROFILE_PERCENT)
+    formula = _measure(config, device, runner, other_bytes)
+    size = size_kv_cache(config, formula)
+    progress("kv_cache", KV_CACHE_PERCENT)
+    runner.init_kv_cache(size.cap_blocks)
+    runner.kv_cache.map_blocks(size.num_blocks)
+    _log_size(formula, size, time.monotonic() - began)
+    parts = EngineParts(
+        device=device,
+        runner=runner,
+        kv_cache=runner.kv_cache,
+        scheduler=_scheduler(config, runner, size),
+        formula=formula,
+        live=_live_config(config, runner, formula, size),
+        layout=_layout(config, runner),
+    )
+    progress("ready", 100.0)
+    return Engine(parts, clock), _ready(config, runner, formula, size)
+
+
+def _measure(config: EngineConfig, device: Device, runner: ModelRunner, other_bytes: int) -> MemoryFormula:
+    facts = runner.facts
+    return MemoryFormula(
+        device_bytes=device.total_bytes,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        other_bytes=other_bytes,
+        weights_bytes=facts.weights_bytes,
+        activations_peak_bytes=runner.profile(config.max_num_batched_tokens_cap, config.max_num_seqs_cap),
+        workspace_bytes=0,
+        graphs_bytes=0,
+        communicator_bytes=0,
+        num_layers=facts.num_layers,
+        num_kv_heads=facts.num_kv_heads,
+        head_size=facts.head_size,
+        kv_dtype_bytes=facts.kv_dtype_bytes,
+        block_size=config.block_size,
+        max_model_len=facts.max_model_len,
+    )
+
+
+def size_kv_cache(config: EngineConfig, formula: MemoryFormula) -> KVSize:
+    """How large the KV cache starts and may become. Raises ConfigError when not one request would fit."""
+    if config.num_gpu_blocks_override is not None:
+        fixed, flag = config.num_gpu_blocks_override, "--num-gpu-blocks-override"
+    elif config.kv_cache_memory_bytes is not None:
+        fixed, flag = config.kv_cache_memory_bytes // formula.bytes_per_block, "--kv-cache-memory-bytes"
+    else:
+        check_one_request_fits(formula)
+        return KVSize(formula.num_blocks, formula.at(config.gpu_memory_utilization_cap).num_blocks, None)
+    check_one_request_fits_fixed(formula, fixed, flag)
+    return KVSize(fixed, fixed, flag)
+
+
+def _scheduler(config: EngineConfig, runner: ModelRunner, size: KVSize) -> Scheduler:
+    max_model_len = runner.facts.max_model_len
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"--no-enable-chunked-prefill admits whole prompts only, but --max-num-batched-tokens "
+            f"{config.max_num_batched_tokens} is below max_model_len {max_model_len}; raise it to {max_model_len} or "
+            f"more, or lower --max-model-len"
+        )
+    return Scheduler(
+        BlockManager(size.num_blocks, size.cap_blocks, config.block_size),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        eos_token_ids=runner.facts.eos_token_ids,
+    )
+
+
+def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula, size: KVSize) -> LiveConfig:
+    envelope = Envelope(
+        max_num_seqs_cap=config.max_num_seqs_cap,
+        max_num_batched_tokens_cap=config.max_num_batched_tokens_cap,
+        gpu_memory_utilization_cap=config.gpu_memory_utilization_cap,
+        max_model_len=formula.max_model_len,
+        block_size=config.block_size,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        min_utilization=formula.min_utilization or config.gpu_memory_utilization_cap,
+        num_blocks_cap=size.cap_blocks,
+        kv_fixed_by=size.fixed_by,
+        restart_fields=(
+            ("model", config.model),
+            ("dtype", runner.facts.dtype),
+            ("device", config.device),
+            ("device_memory_bytes", formula.device_bytes),
+            ("tensor_parallel_size", 1),
+            ("pipeline_parallel_size", 1),
+            ("data_parallel_size", 1),
+            ("preemption_mode", "recompute"),
+        ),
+    )
+    values = LiveValues(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+    )
+    return LiveConfig(envelope, values)
+
+
+def _layout(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
+    facts = runner.facts
+    rank = {
+        "rank": 0,
+        "host": socket.gethostname(),
+        "device": config.device,
+        "layers": [0, facts.num_layers - 1],
+        "heads": facts.num_attention_heads,
+        "kv_heads": facts.num_kv_heads,
+    }
+    return {
+        "world_size": 1,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+        "expert_parallel": False,
+        "ranks": [rank],
+    }
+
+
+def _ready(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula, size: KVSize) -> CoreReady:
+    return CoreReady(
+        max_model_len=formula.max_model_len,
+        vocab_size=runner.facts.vocab_size,
+        eos_token_ids=list(runner.facts.eos_token_ids),
+        block_size=config.block_size,
+        num_blocks=size.num_blocks,
+        cache_config={
+            "block_size": str(config.block_size),
+            "num_gpu_blocks": str(size.num_blocks),
+            "num_gpu_blocks_cap": str(size.cap_blocks),
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "cache_dtype": runner.facts.dtype,
+            "enable_prefix_caching": "False",
+            "kv_cache_size_tokens": str(size.num_blocks * config.block_size),
+        },
+    )
+
+
+def _log_size(formula: MemoryFormula, size: KVSize, seconds: float) -> None:
+    """vLLM's lines, which dashboards and people already look for."""
+    gib = size.num_blocks * formula.bytes_per_block / (1 << 30)
+    tokens = size.num_blocks * formula.block_size
+    logger.info("Available KV cache memory: %.2f GiB", gib)
+    logger.info(
+        "GPU KV cache size: %s tokens, Maximum concurrency for %s tokens per request: %.2fx",
+        f"{tokens:,}",
+        f"{formula.max_model_len:,}",
+        size.num_blocks / formula.blocks_per_request,
+    )
+    logger.info("init engine (profile, create kv cache, warmup model) took %.2f s (compilation: 0.00 s)", seconds)
