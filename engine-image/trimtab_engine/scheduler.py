@@ -19,7 +19,6 @@ from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.request import Request, RequestStatus
 from trimtab_engine.scheduler_stats import BlockedReason, PreemptionReason, SchedulerStats
 
-
 Sampled = tuple[Request, int, RequestStatus | None]
 """(request, token id, how it finished: None while it goes on). A bare tuple, as one is made per token served."""
 
@@ -316,8 +315,8 @@ class Scheduler:
 
     def _book_blocked_time(self, now: float) -> None:
         """Book the time since the last call on what has kept the head of the queue waiting."""
-        if self._blocked is not None:
-            self._stats.note_blocked(self._blocked, max(0.0, now - self._blocked_since))
+        if self._blocked is not None and now > self._blocked_since:
+            self._stats.note_blocked(self._blocked, now - self._blocked_since)
         self._blocked_since = now
 
     @property

@@ -496,6 +496,15 @@ def test_a_spent_budget_is_what_blocks_when_seats_and_blocks_are_free() -> None:
     assert scheduler.take_stats().blocked_seconds == {"tokens": 0.5}
 
 
+def test_the_time_of_a_step_is_booked_when_it_ends() -> None:
+    scheduler = a_scheduler(seqs=1)
+    add(scheduler, a_request("a"), a_request("b"))
+    finish_step(scheduler, scheduler.schedule(1.0), now=1.5)
+    assert scheduler.take_stats().blocked_seconds == {"seqs": 0.5}
+    scheduler.schedule(1.75)
+    assert scheduler.take_stats().blocked_seconds == {"seqs": 0.25}
+
+
 def test_what_was_admitted_blocks_no_longer() -> None:
     scheduler = a_scheduler(seqs=1)
     add(scheduler, a_request("a", max_tokens=1), a_request("b"))

@@ -6,6 +6,7 @@ that the block table names, and the next token is a function of what it reads ba
 skipped token gives wrong tokens.
 """
 
+import random
 import zlib
 from dataclasses import dataclass, field
 
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from trimtab_engine.batch import Batch
 from trimtab_engine.block_manager import BlockManager
+from trimtab_engine.live_config import Envelope, LiveConfig, LiveValues
+from trimtab_engine.memory import MemoryFormula
 from trimtab_engine.messages import SamplingParams
 from trimtab_engine.request import Request, RequestStatus
 from trimtab_engine.scheduler import Sampled, Scheduler
@@ -98,11 +101,11 @@ class SchedulerLives(RuleBasedStateMachine):
         tokens=st.integers(6, 2 * MAX_MODEL_LEN),
         chunked=st.booleans(),
     )
-    def start(self, blocks: int, seqs: int, tokens: int, chunked: bool) -> None:
+    def start(self, blocks: int, seqs: int, tokens: int, chunked: bool, cap: int = CAP_BLOCKS) -> None:
         self.chunked = chunked
         self.seqs = seqs
         self.tokens = tokens if chunked else max(tokens, MAX_MODEL_LEN)
-        self.manager = BlockManager(blocks, CAP_BLOCKS, BLOCK_SIZE)
+        self.manager = BlockManager(blocks, cap, BLOCK_SIZE)
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=self.seqs,
@@ -223,3 +226,67 @@ def test_a_kv_cache_of_one_request_preempts_often_and_still_yields_the_same_toke
         lives.add([index, 3, 1], SamplingParams(max_tokens=28, ignore_eos=True))
     lives.teardown()
     assert sum(lives.scheduler.take_stats().preempted.values()) > 10
+
+
+def test_a_thousand_random_patches_under_load_fail_no_request() -> None:
+    """As the engine does it: each accepted PATCH sets limits and resizes the KV cache between two steps."""
+    rng = random.Random(7)
+    formula = a_formula()
+    live = LiveConfig(
+        Envelope(
+            max_num_seqs_cap=12,
+            max_num_batched_tokens_cap=64,
+            gpu_memory_utilization_cap="0.95",
+            max_model_len=MAX_MODEL_LEN,
+            block_size=BLOCK_SIZE,
+            enable_chunked_prefill=True,
+            min_utilization=formula.min_utilization,
+            num_blocks_cap=formula.at("0.95").num_blocks,
+        ),
+        LiveValues(max_num_seqs=6, max_num_batched_tokens=32, gpu_memory_utilization="0.5"),
+    )
+    lives = SchedulerLives()
+    lives.start(blocks=formula.num_blocks, seqs=6, tokens=32, chunked=True, cap=live.envelope.num_blocks_cap)
+    accepted = 0
+    for _ in range(1000):
+        while len(lives.alive) < 16:
+            lives.add([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20))], SamplingParams(max_tokens=24))
+        patch = {
+            name: value
+            for name, value in {
+                "max_num_seqs": rng.randint(-1, 14),
+                "max_num_batched_tokens": rng.randint(1, 70),
+                "gpu_memory_utilization": round(rng.uniform(0.1, 1.0), 3),
+            }.items()
+            if rng.random() < 0.5
+        }
+        live, status, _ = live.patch(patch)
+        accepted += status == 200
+        values = live.values
+        lives.set_limits(values.max_num_seqs, values.max_num_batched_tokens)
+        lives.resize(formula.at(values.gpu_memory_utilization).num_blocks)
+        lives.step()
+    assert accepted > 300
+    stats = lives.scheduler.take_stats()
+    assert stats.preempted["resize"] > 50
+    lives.teardown()
+
+
+def a_formula() -> MemoryFormula:
+    """A device of 2,000 bytes where a block takes 40: 8 blocks for one request, 47 at the cap."""
+    return MemoryFormula(
+        device_bytes=2000,
+        gpu_memory_utilization="0.5",
+        other_bytes=0,
+        weights_bytes=0,
+        activations_peak_bytes=0,
+        workspace_bytes=0,
+        graphs_bytes=0,
+        communicator_bytes=0,
+        num_layers=1,
+        num_kv_heads=1,
+        head_size=5,
+        kv_dtype_bytes=1,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+    )

@@ -1,0 +1,49 @@
+"""What the scheduler counts, and the names of its reasons. Counting only: no decision reads these numbers."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from trimtab_engine.batch import ScheduledSequence
+
+
+class PreemptionReason(StrEnum):
+    CAPACITY = "capacity"  # a running request needed blocks
+    RESIZE = "resize"  # the KV cache was shrunk below what was in use
+
+
+class BlockedReason(StrEnum):
+    """Why the head of the queue was not admitted."""
+
+    KV = "kv"  # its tokens do not fit into the free blocks, or this step had to preempt
+    SEQS = "seqs"  # max_num_seqs requests run already
+    TOKENS = "tokens"  # the step's token budget is spent
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """What happened since the last take_stats(). Keys are the reasons' values."""
+
+    preempted: dict[str, int] = field(default_factory=dict)
+    """Requests by PreemptionReason."""
+    recomputed_tokens: int = 0
+    preempt_stall_seconds: list[float] = field(default_factory=list)
+    """One entry per request that runs again: how long it was off the device."""
+    blocked_seconds: dict[str, float] = field(default_factory=dict)
+    """By BlockedReason: how long the head of the queue has waited."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens of requests whose prefill ended."""
+    num_generation_tokens: int = 0
+
+    def note_preempted(self, reason: PreemptionReason) -> None:
+        self.preempted[reason.value] = self.preempted.get(reason.value, 0) + 1
+
+    def note_blocked(self, reason: BlockedReason, seconds: float) -> None:
+        self.blocked_seconds[reason.value] = self.blocked_seconds.get(reason.value, 0.0) + seconds
+
+    def note_prefill(self, sequence: ScheduledSequence) -> None:
+        """Count a chunk of prefill that was just scheduled: what of it was computed before, and whether it ends."""
+        request, start = sequence.request, sequence.start
+        if start < request.num_ever_computed_tokens:
+            self.recomputed_tokens += min(start + sequence.num_tokens, request.num_ever_computed_tokens) - start
+        if sequence.samples and request.num_output_tokens == 0:
+            self.num_prompt_tokens += request.num_prompt_tokens
