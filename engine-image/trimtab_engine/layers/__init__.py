@@ -1,0 +1,1 @@
+"""Building blocks that architectures share. Plain callables: inference needs no module tree."""

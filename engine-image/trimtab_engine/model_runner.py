@@ -1,0 +1,247 @@
+"""From a batch to logits: input tensors, the KV cache's tensors, the forward pass. It knows no scheduling policy.
+
+Start-up order: device.used_bytes() → ModelRunner.load → profile → (the engine computes the blocks) → init_kv_cache.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from trimtab_kernels.paged_attention import GATHER_TOKENS, build_attention_metadata
+
+from trimtab_engine.batch import ScheduledSequence
+from trimtab_engine.config import EngineConfig
+from trimtab_engine.device import Device
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.kv_cache import KVCache
+from trimtab_engine.layers.linear import padded_rows, row_sizes
+from trimtab_engine.messages import SamplingParams
+from trimtab_engine.models.llama import LlamaForCausalLM, check_tensors, expected_shapes
+from trimtab_engine.models.model_config import ModelConfig, parse_model_config
+from trimtab_engine.request import Request
+from trimtab_engine.sampler import sample
+from trimtab_engine.weights.dummy import DummySource
+from trimtab_engine.weights.source import open_source
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the engine needs to know of the loaded model. Heads are per rank."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    num_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    kv_dtype_bytes: int
+    weights_bytes: int
+    """Measured on the device."""
+
+
+@dataclass(slots=True)
+class _Span:
+    """A scheduled sequence in the order of the batch's tokens, and its row among those that sample (None: none)."""
+
+    sequence: ScheduledSequence
+    row: int | None
+
+
+class ModelRunner:
+    """One rank's model and KV cache."""
+
+    kv_cache: KVCache
+
+    def __init__(self, model: LlamaForCausalLM, facts: ModelFacts, device: Device, block_size: int, dtype: torch.dtype):
+        self.facts = facts
+        self._model, self._device, self._block_size, self._dtype = model, device, block_size, dtype
+
+    @classmethod
+    def load(cls, config: EngineConfig, device: Device, progress: Progress) -> "ModelRunner":
+        """Read the weights. progress gets ("weights", percent of the weights). Raises ModelError or ConfigError."""
+        source = open_source(config.model, config.load_format, seed=config.seed)
+        model_config = parse_model_config(source.config, source.generation_config, source.where)
+        max_model_len = _max_model_len(config, model_config)
+        if isinstance(source, DummySource):
+            source.expect(expected_shapes(model_config))
+        check_tensors(model_config, source)
+        dtype = DTYPES[_dtype_name(config, model_config, device)]
+        device.before_weights()
+        before = device.used_bytes()
+        with torch.inference_mode():
+            report = _percent("weights", model_config.num_parameters, progress)
+            model = LlamaForCausalLM(model_config, source, dtype, device.torch, report)
+        device.after_weights()
+        facts = ModelFacts(
+            vocab_size=model_config.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=model_config.eos_token_ids,
+            num_layers=model_config.num_layers,
+            num_attention_heads=model_config.num_attention_heads,
+            num_kv_heads=model_config.num_kv_heads,
+            head_size=model_config.head_size,
+            dtype=str(dtype).removeprefix("torch."),
+            kv_dtype_bytes=dtype.itemsize,
+            weights_bytes=max(0, device.used_bytes() - before),
+        )
+        return cls(model, facts, device, config.block_size, dtype)
+
+    def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+        """Run the largest step of the envelope and every row size once; returns the peak it added, in bytes.
+
+        It includes what stays: code that oneDNN compiles per row size, and the allocator's reserve.
+        """
+        max_len = self.facts.max_model_len
+        longest_decode = min(max_len, GATHER_TOKENS) - 1
+        with self._device.measure_peak() as peak:
+            for rows in row_sizes() if self._model.pads_rows else ():
+                self._dummy_step([(0, 1)] * rows)
+            self._dummy_step(_envelope_spans(max_num_batched_tokens, max_len))
+            self._dummy_step([(longest_decode, 1)] * min(2, max_num_seqs))
+            self._dummy_step([(0, 1)] * max_num_seqs)
+        return peak.bytes
+
+    def init_kv_cache(self, cap_blocks: int) -> None:
+        """Reserve the KV cache's address range; map_blocks is the engine's."""
+        self.kv_cache = self._new_kv_cache(cap_blocks)
+
+    def execute(self, sequences: list[ScheduledSequence]) -> torch.Tensor:
+        """Compute a batch. Returns logits [sequences with samples=True, vocab_size] float32, in their order."""
+        return self._run(sequences, self.kv_cache)
+
+    @torch.inference_mode()
+    def _run(
+        self, sequences: list[ScheduledSequence], kv_cache: KVCache, num_layers: int | None = None
+    ) -> torch.Tensor:
+        decodes, chunks, num_rows = _in_token_order(sequences)
+        token_ids, positions, slots, sampled = self._flatten([*decodes, *chunks], num_rows)
+        num_tokens = len(token_ids)
+        padding = padded_rows(num_tokens) - num_tokens if self._model.pads_rows else 0
+        token_ids += [0] * padding
+        positions += [0] * padding
+        device = self._device.torch
+        metadata = build_attention_metadata(
+            slots,
+            [(d.sequence.request.block_ids, d.sequence.start + 1) for d in decodes],
+            [(c.sequence.request.block_ids, c.sequence.start, c.sequence.num_tokens) for c in chunks],
+            block_size=self._block_size,
+            device=device,
+        )
+        hidden = self._model.forward(
+            torch.tensor(token_ids, dtype=torch.int64, device=device),
+            torch.tensor(positions, dtype=torch.int64, device=device),
+            kv_cache,
+            metadata,
+            num_layers=num_layers,
+        )
+        if not sampled:
+            return torch.empty(0, self.facts.vocab_size, device=device)
+        rows = padded_rows(num_rows) if self._model.pads_rows else num_rows
+        wanted = torch.tensor(sampled + [0] * (rows - num_rows), dtype=torch.int64, device=device)
+        return self._model.logits(hidden.index_select(0, wanted))[:num_rows]
+
+    def _flatten(self, spans: list[_Span], num_rows: int) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Token ids, positions and KV slots of all tokens, and the token index of each sampling row."""
+        size = self._block_size
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        sampled = [0] * num_rows
+        for span in spans:
+            request, start, count = span.sequence.request, span.sequence.start, span.sequence.num_tokens
+            blocks = request.block_ids
+            if count == 1:
+                token_ids.append(request.token_ids[start])
+                positions.append(start)
+                slots.append(blocks[start // size] * size + start % size)
+            else:
+                token_ids += request.token_ids[start : start + count]
+                positions += range(start, start + count)
+                slots += [blocks[p // size] * size + p % size for p in range(start, start + count)]
+            if span.row is not None:
+                sampled[span.row] = len(token_ids) - 1
+        return token_ids, positions, slots, sampled
+
+    def _new_kv_cache(self, cap_blocks: int, *, num_layers: int | None = None) -> KVCache:
+        return KVCache(
+            num_layers=num_layers or self.facts.num_layers,
+            cap_blocks=cap_blocks,
+            block_size=self._block_size,
+            num_kv_heads=self.facts.num_kv_heads,
+            head_size=self.facts.head_size,
+            dtype=self._dtype,
+            device=self._device,
+        )
+
+    def _dummy_step(self, spans: list[tuple[int, int]]) -> None:
+        """One step of sequences (tokens before, tokens now) that all share one KV block, with the costliest sampling.
+
+        One layer only: every layer has the same shapes and reuses the same memory.
+        """
+        longest = max(before + now for before, now in spans)
+        sampling = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1)
+        sequences = []
+        for index, (before, now) in enumerate(spans):
+            request = Request.of(f"profile-{index}", [0] * (before + now), sampling, arrival_time=0.0)
+            request.block_ids = [0] * -(-longest // self._block_size)
+            sequences.append(ScheduledSequence(request, before, now, samples=True))
+        scratch = self._new_kv_cache(1, num_layers=1)
+        sample(self._run(sequences, scratch, num_layers=1), [s.request for s in sequences])
+
+
+def _in_token_order(sequences: list[ScheduledSequence]) -> tuple[list[_Span], list[_Span], int]:
+    """(decodes, longest first; everything else; number of rows that sample). A decode too long for one gather is a
+    chunk of one token."""
+    decodes: list[_Span] = []
+    chunks: list[_Span] = []
+    num_rows = 0
+    for sequence in sequences:
+        row = num_rows if sequence.samples else None
+        num_rows += sequence.samples
+        is_decode = sequence.num_tokens == 1 and sequence.start < GATHER_TOKENS
+        (decodes if is_decode else chunks).append(_Span(sequence, row))
+    decodes.sort(key=lambda span: -span.sequence.start)
+    return decodes, chunks, num_rows
+
+
+def _envelope_spans(max_num_batched_tokens: int, max_len: int) -> list[tuple[int, int]]:
+    """(tokens before, tokens now) of the largest step: whole prompts, and a rest at the end of a long context."""
+    whole, rest = divmod(max_num_batched_tokens, max_len)
+    return [(0, max_len)] * whole + ([(max_len - rest, rest)] if rest else [])
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.max_model_len
+    if not 1 <= config.max_model_len <= model.max_model_len:
+        raise ConfigError(
+            f"--max-model-len is {config.max_model_len}; the model's positions allow 1 to {model.max_model_len}"
+        )
+    return config.max_model_len
+
+
+def _dtype_name(config: EngineConfig, model: ModelConfig, device: Device) -> str:
+    """auto: float32 on the CPU, which multiplies it fastest; the checkpoint's on CUDA."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if device.kind == "cpu" else model.dtype
+
+
+def _percent(stage: str, total: int, progress: Progress) -> Callable[[int], None]:
+    """Turns counts of elements into percent of a stage, reported when a whole percent is reached."""
+    done, reported = 0, -1
+
+    def add(count: int) -> None:
+        nonlocal done, reported
+        done += count
+        percent = min(100, 100 * done // total)
+        if percent > reported:
+            reported = percent
+            progress(stage, float(percent))
+
+    return add

@@ -1,0 +1,163 @@
+"""A checkpoint's config.json as a typed value. Reads dictionaries, knows no tensor and no file.
+
+What the architecture's code does not build is refused by name here, before any weight is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab_engine.errors import ModelError
+from trimtab_engine.models import SUPPORTED_ARCHITECTURES
+
+DTYPES = ("float32", "bfloat16", "float16")
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding. `rope_type` default, linear (factor) or llama3 (all fields)."""
+
+    theta: float = 10_000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What the model's code needs. `dtype` is the checkpoint's."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    max_model_len: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model; tied embeddings count once."""
+        heads = self.num_attention_heads * self.head_size
+        kv = 2 * self.num_kv_heads * self.head_size
+        attention = self.hidden_size * (2 * heads + kv) + (heads + kv + self.hidden_size) * self.attention_bias
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.hidden_size + self.num_layers * (attention + mlp + 2 * self.hidden_size)
+
+
+def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Read config.json (and generation_config.json, {} when absent). `where` names the file in messages.
+
+    Raises ModelError for what is missing, malformed or not built.
+    """
+    architecture = architecture_of(config, where)
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise ModelError(
+            f"{where}: architecture {architecture} is not built; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelError(f"{where}: hidden_act {activation!r} is not built for {architecture}; only 'silu' is")
+    if config.get("quantization_config") is not None:
+        raise ModelError(f"{where}: quantization_config is not built yet; use an unquantised checkpoint or a GGUF file")
+    heads = _positive(config, "num_attention_heads", where)
+    hidden = _positive(config, "hidden_size", where)
+    kv_heads = _positive(config, "num_key_value_heads", where, default=heads)
+    head_size = _positive(config, "head_dim", where, default=hidden // heads)
+    if heads % kv_heads or head_size % 2:
+        raise ModelError(
+            f"{where}: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}, "
+            f"and head_dim {head_size} even"
+        )
+    max_len = _positive(config, "max_position_embeddings", where)
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden,
+        intermediate_size=_positive(config, "intermediate_size", where),
+        num_layers=_positive(config, "num_hidden_layers", where),
+        num_attention_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        vocab_size=_positive(config, "vocab_size", where),
+        max_model_len=max_len,
+        rms_norm_eps=_number(config, "rms_norm_eps", where, default=1e-6),
+        rope=_rope(config, max_len, where),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        dtype=_dtype(config, where),
+        eos_token_ids=_eos(config, generation),
+    )
+
+
+def architecture_of(config: Mapping[str, Any], where: str) -> str:
+    """The first entry of `architectures`. Raises ModelError when there is none."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ModelError(f"{where}: no architectures; expected one of {', '.join(SUPPORTED_ARCHITECTURES)}")
+    return names[0]
+
+
+def _rope(config: Mapping[str, Any], max_len: int, where: str) -> RopeConfig:
+    """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
+    parameters: dict[str, Any] = dict(config.get("rope_scaling") or {})
+    parameters.update(config.get("rope_parameters") or {})
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise ModelError(f"{where}: rope type {rope_type!r} is not built; supported: {', '.join(ROPE_TYPES)}")
+    theta = _number(parameters, "rope_theta", where, default=_number(config, "rope_theta", where, default=10_000.0))
+    original = parameters.get("original_max_position_embeddings", max_len)
+    return RopeConfig(
+        theta=theta,
+        rope_type=rope_type,
+        factor=_number(parameters, "factor", where, default=1.0),
+        low_freq_factor=_number(parameters, "low_freq_factor", where, default=1.0),
+        high_freq_factor=_number(parameters, "high_freq_factor", where, default=4.0),
+        original_max_position_embeddings=int(original),
+    )
+
+
+def _dtype(config: Mapping[str, Any], where: str) -> str:
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ModelError(f"{where}: dtype {dtype!r} is not built; supported: {', '.join(DTYPES)}")
+    return dtype
+
+
+def _eos(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """End-of-sequence ids; the generation config's come first, as in vLLM."""
+    ids: list[int] = []
+    for source in (generation, config):
+        value = source.get("eos_token_id")
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(int(i) for i in ids))
+
+
+def _positive(config: Mapping[str, Any], key: str, where: str, *, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{where}: {key} is {value!r}; a positive whole number is needed")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, where: str, *, default: float) -> float:
+    value = config.get(key, default)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ModelError(f"{where}: {key} is {value!r}; a number is needed")
+    return float(value)

@@ -1,0 +1,154 @@
+"""Logits to token ids, for a whole batch at once. It reads each request's parameters and tokens, never its state.
+
+Order, as in vLLM V1: log-probabilities of the unmodified logits (when asked for) → min_tokens → penalties → greedy
+choice, or temperature → min-p → top-k and top-p → random choice. A seeded request draws from a generator of (seed,
+number of output tokens), so its tokens depend neither on the rest of the batch nor on preemptions.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from trimtab_kernels.apply_penalties import apply_penalties
+from trimtab_kernels.keep_likely_tokens import keep_likely_tokens
+
+from trimtab_engine.messages import SamplingParams, TokenLogprobs
+from trimtab_engine.request import Request
+
+SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: positions of one seed get distant generator seeds
+SEED_MASK = (1 << 63) - 1
+ROWS_AT_ONCE = 16
+"""Rows sampled together unless all are plainly greedy: sorting takes several copies of their logits."""
+SMALLEST_EXPONENTIAL = 1e-20  # keeps the division in exponential sampling finite
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One token per row of the logits; logprobs where the request asks for them."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, requests: list[Request], *, eos_token_ids: tuple[int, ...] = ()) -> SampledTokens:
+    """logits [len(requests), vocab_size] float32, changed in place. `eos_token_ids` are masked below min_tokens."""
+    if all(_is_plain_greedy(request) for request in requests):
+        return SampledTokens(logits.argmax(dim=-1).tolist(), [None] * len(requests))
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs | None] = []
+    for first in range(0, len(requests), ROWS_AT_ONCE):
+        part = _sample_rows(logits[first : first + ROWS_AT_ONCE], requests[first : first + ROWS_AT_ONCE], eos_token_ids)
+        token_ids += part.token_ids
+        logprobs += part.logprobs
+    return SampledTokens(token_ids, logprobs)
+
+
+def _is_plain_greedy(request: Request) -> bool:
+    p = request.sampling
+    return (
+        p.temperature == 0
+        and p.logprobs is None
+        and not _has_penalties(p)
+        and request.num_output_tokens >= p.min_tokens
+    )
+
+
+def _has_penalties(p: SamplingParams) -> bool:
+    return p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
+
+
+def _sample_rows(logits: torch.Tensor, requests: list[Request], eos_token_ids: tuple[int, ...]) -> SampledTokens:
+    """`sample` for a few rows."""
+    params = [request.sampling for request in requests]
+    wants_logprobs = any(p.logprobs is not None for p in params)
+    raw = logits.log_softmax(dim=-1) if wants_logprobs else None
+    _mask_below_min_tokens(logits, requests, eos_token_ids)
+    _penalise(logits, requests)
+    chosen = logits.argmax(dim=-1)
+    random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
+    if random_rows:
+        index = torch.tensor(random_rows, dtype=torch.int64, device=logits.device)
+        picked = _draw(logits.index_select(0, index), [requests[row] for row in random_rows])
+        chosen.index_copy_(0, index, picked)
+    token_ids: list[int] = chosen.tolist()
+    logprobs: list[TokenLogprobs | None] = [None] * len(requests)
+    if raw is not None:
+        logprobs = _report(raw, chosen, [p.logprobs for p in params])
+    return SampledTokens(token_ids, logprobs)
+
+
+def _mask_below_min_tokens(logits: torch.Tensor, requests: list[Request], eos_token_ids: tuple[int, ...]) -> None:
+    """A request below its min_tokens can choose no token that would end it."""
+    rows: list[int] = []
+    columns: list[int] = []
+    for row, request in enumerate(requests):
+        if request.num_output_tokens >= request.sampling.min_tokens:
+            continue
+        ends = [t for t in request.sampling.stop_token_ids if t < logits.shape[1]]
+        ends += [] if request.sampling.ignore_eos else eos_token_ids
+        rows += [row] * len(ends)
+        columns += ends
+    if rows:
+        logits[rows, columns] = float("-inf")
+
+
+def _penalise(logits: torch.Tensor, requests: list[Request]) -> None:
+    """Presence, frequency and repetition penalties, for the rows that have any."""
+    for row, request in enumerate(requests):
+        p = request.sampling
+        if not _has_penalties(p):
+            continue
+        counts = Counter(request.token_ids[request.num_prompt_tokens :])
+        seen = set(request.token_ids) if p.repetition_penalty != 1 else set[int]()
+        apply_penalties(
+            logits[row],
+            output_ids=torch.tensor(list(counts), dtype=torch.int64, device=logits.device),
+            output_counts=torch.tensor(list(counts.values()), dtype=torch.float32, device=logits.device),
+            seen_ids=torch.tensor(list(seen), dtype=torch.int64, device=logits.device),
+            presence=p.presence_penalty,
+            frequency=p.frequency_penalty,
+            repetition=p.repetition_penalty,
+        )
+
+
+def _draw(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+    """A random token per row, [rows] int64."""
+    params = [request.sampling for request in requests]
+    device = logits.device
+    logits = logits.div_(torch.tensor([p.temperature for p in params], device=device).unsqueeze(1))
+    if any(p.top_k or p.top_p < 1 or p.min_p for p in params):
+        keep_likely_tokens(
+            logits,
+            top_k=torch.tensor([p.top_k or logits.shape[1] for p in params], dtype=torch.int64, device=device),
+            top_p=torch.tensor([p.top_p for p in params], device=device),
+            min_p=torch.tensor([p.min_p for p in params], device=device),
+        )
+    probabilities = logits.softmax(dim=-1)
+    # Exponential sampling: argmax of p / Exp(1) is a draw from p; each row can have its own generator.
+    noise = torch.empty_like(probabilities)
+    if any(p.seed is None for p in params):
+        noise.exponential_()
+    for row, request in enumerate(requests):
+        if request.sampling.seed is not None:
+            noise[row].exponential_(generator=_generator(request.sampling.seed, request.num_output_tokens, device))
+    return probabilities.div_(noise.clamp_min_(SMALLEST_EXPONENTIAL)).argmax(dim=-1)
+
+
+def _generator(seed: int, position: int, device: torch.device) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed((seed + position * SEED_STRIDE) & SEED_MASK)
+
+
+def _report(raw: torch.Tensor, chosen: torch.Tensor, wanted: list[int | None]) -> list[TokenLogprobs | None]:
+    """The chosen token first, then the `wanted` most likely ones, per row; None where nothing is wanted."""
+    most = max(count for count in wanted if count is not None)
+    own = raw.gather(1, chosen.unsqueeze(1))
+    ranks = (raw > own).sum(dim=1).add_(1).tolist()
+    top_values, top_ids = raw.topk(most, dim=-1)
+    rows = zip(
+        wanted, chosen.tolist(), own.squeeze(1).tolist(), top_ids.tolist(), top_values.tolist(), ranks, strict=True
+    )
+    return [
+        None if count is None else TokenLogprobs([token, *ids[:count]], [value, *values[:count]], rank)
+        for count, token, value, ids, values, rank in rows
+    ]

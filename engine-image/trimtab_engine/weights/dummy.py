@@ -1,0 +1,47 @@
+"""Random weights from config.json alone: for benchmarks and for trying a layout without a checkpoint."""
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab_engine.weights.source import CONFIG_FILE, GENERATION_FILE, read_json
+
+if TYPE_CHECKING:
+    import torch
+
+STANDARD_DEVIATION = 0.02  # transformers' initializer_range: activations keep a sane size
+
+
+class DummySource:
+    """Every tensor that the model asks for, seeded by its name, so that the order of asking does not matter."""
+
+    format = "dummy"
+
+    def __init__(self, path: Path, seed: int) -> None:
+        folder = path if path.is_dir() else path.parent
+        self.config: Mapping[str, Any] = read_json(folder / CONFIG_FILE)
+        self.generation_config: Mapping[str, Any] = read_json(folder / GENERATION_FILE, required=False)
+        self.where = str(folder / CONFIG_FILE)
+        self._seed = seed
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Say which tensors there shall be; the model knows."""
+        self._shapes = shapes
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What `expect` was given."""
+        return self._shapes
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        """float32; norm weights are 1, biases 0, the rest normally distributed."""
+        import torch
+
+        shape = self._shapes[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        if name.endswith(".bias"):
+            return torch.zeros(shape)
+        generator = torch.Generator().manual_seed((self._seed << 32) ^ zlib.crc32(name.encode()))
+        return torch.empty(shape).normal_(0.0, STANDARD_DEVIATION, generator=generator)

@@ -1,0 +1,153 @@
+"""One GGUF file, dequantised to float32 as it is read. Configuration comes from its metadata.
+
+llama.cpp stores q and k projections with adjacent rotary pairs; `tensor` undoes that, so that both formats give the
+same tensors (transformers: halves).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab_engine.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM"}
+GLOBAL_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FREQUENCIES = "rope_freqs.weight"
+"""llama3 scaling, stored as one divisor per frequency."""
+
+
+class GgufSource:
+    """Tensors by their transformers names."""
+
+    format = "gguf"
+
+    def __init__(self, file: Path) -> None:
+        from gguf import GGUFReader
+
+        self.where = str(file)
+        try:
+            reader = GGUFReader(file)
+            self._fields = {name: field.contents() for name, field in reader.fields.items() if "tokenizer" not in name}
+            self._eos = _field(reader, "tokenizer.ggml.eos_token_id")
+            self._tokens = len(reader.fields["tokenizer.ggml.tokens"].data) if _has_tokens(reader) else None
+            tensors = {str(tensor.name): tensor for tensor in reader.tensors}
+        except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+            raise ModelError(f"{file}: is truncated or no GGUF file: {_one_line(error)}") from None
+        if ROPE_FREQUENCIES in tensors:
+            raise ModelError(f"{file}: rope scaling by {ROPE_FREQUENCIES} is not built; use the safetensors checkpoint")
+        self._tensors = {_transformers_name(name, file): tensor for name, tensor in tensors.items()}
+        size = file.stat().st_size
+        end = max((int(t.data_offset) + int(t.n_bytes) for t in tensors.values()), default=0)
+        if not tensors or end > size:
+            raise ModelError(f"{file}: is truncated: {size} bytes of {end}; download the file again")
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The tokenizer's end-of-sequence id."""
+        return {} if self._eos is None else {"eos_token_id": int(self._eos)}
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Metadata in config.json's words. Raises ModelError when a needed key is absent."""
+        name = str(self._fields.get("general.architecture"))
+
+        def read(key: str, default: Any = None) -> Any:
+            value = self._fields.get(f"{name}.{key}", default)
+            if value is None:
+                raise ModelError(f"{self.where}: has no metadata {name}.{key}")
+            return value
+
+        heads, hidden = int(read("attention.head_count")), int(read("embedding_length"))
+        scaling = self._fields.get(f"{name}.rope.scaling.type", "none")
+        rope: dict[str, Any] = {"rope_theta": float(read("rope.freq_base", 10_000.0)), "rope_type": "default"}
+        if scaling not in ("none", ""):
+            rope |= {"rope_type": scaling, "factor": float(read("rope.scaling.factor", 1.0))}
+        return {
+            "architectures": [ARCHITECTURES.get(name, name)],
+            "hidden_size": hidden,
+            "intermediate_size": int(read("feed_forward_length")),
+            "num_hidden_layers": int(read("block_count")),
+            "num_attention_heads": heads,
+            "num_key_value_heads": int(read("attention.head_count_kv", heads)),
+            "head_dim": int(read("attention.key_length", read("rope.dimension_count", hidden // heads))),
+            "vocab_size": self.shapes()["model.embed_tokens.weight"][0],
+            "max_position_embeddings": int(read("context_length")),
+            "rms_norm_eps": float(read("attention.layer_norm_rms_epsilon")),
+            "rope_parameters": rope,
+            "tie_word_embeddings": "lm_head.weight" not in self._tensors,
+            "attention_bias": "model.layers.0.self_attn.o_proj.bias" in self._tensors,
+            "hidden_act": "silu",
+            "dtype": "float32",
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """GGUF writes the fastest dimension first; here it is last, as in torch."""
+        return {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        """Dequantised to float32."""
+        import torch
+        from gguf.quants import dequantize
+
+        if name not in self._tensors:
+            raise ModelError(f"{self.where}: tensor {name} is missing")
+        tensor = self._tensors[name]
+        try:
+            values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        except NotImplementedError as error:
+            kind = tensor.tensor_type.name
+            raise ModelError(f"{self.where}: tensor {name} is {kind}, which cannot be dequantised: {error}") from None
+        values = values.view(self.shapes()[name]).float()
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        for part, key in heads.items():
+            if part in name:
+                return halves_from_pairs(values, self.config[key])
+        return values
+
+
+def halves_from_pairs(rows: "torch.Tensor", num_heads: int) -> "torch.Tensor":
+    """Undo llama.cpp's permutation of q and k: rows (2i, 2i+1) of a head become (i, i + head_size/2)."""
+    half = rows.shape[0] // num_heads // 2
+    return rows.view(num_heads, half, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _transformers_name(name: str, file: Path) -> str:
+    if name in GLOBAL_NAMES:
+        return GLOBAL_NAMES[name]
+    parts = name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in LAYER_NAMES:
+        return f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.{parts[3]}"
+    raise ModelError(
+        f"{file}: tensor {name} is not one of the Llama architecture; supported: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def _has_tokens(reader: Any) -> bool:
+    return "tokenizer.ggml.tokens" in reader.fields
+
+
+def _field(reader: Any, name: str) -> Any:
+    field = reader.fields.get(name)
+    return None if field is None else field.contents()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

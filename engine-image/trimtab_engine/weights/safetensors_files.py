@@ -1,0 +1,112 @@
+"""A folder with safetensors files. Headers are checked against the file sizes before anything is read, so that a
+truncated download is one clear line and not a crash later."""
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab_engine.errors import ModelError
+from trimtab_engine.weights.source import CONFIG_FILE, GENERATION_FILE, read_json
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+LOADABLE = ("F32", "F16", "BF16")
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+
+
+class SafetensorsSource:
+    """Tensors by name, from one file or the files of an index."""
+
+    format = "safetensors"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.config: Mapping[str, Any] = read_json(folder / CONFIG_FILE)
+        self.generation_config: Mapping[str, Any] = read_json(folder / GENERATION_FILE, required=False)
+        self.where = str(folder / CONFIG_FILE)
+        self._file_of: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for file in _files(folder):
+            for name, entry in read_header(file).items():
+                self._file_of[name] = file
+                self._shapes[name] = tuple(entry["shape"])
+        self._open: dict[Path, Any] = {}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor."""
+        return self._shapes
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        """A read-only view of the memory-mapped file."""
+        from safetensors import SafetensorError, safe_open
+
+        file = self._file_of.get(name)
+        if file is None:
+            raise ModelError(f"model {self._folder}: tensor {name} is missing from the safetensors files")
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt")
+            tensor: torch.Tensor = self._open[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file}: tensor {name} cannot be read: {error}") from None
+        return tensor
+
+
+def _files(folder: Path) -> list[Path]:
+    """The weight files: the index's, else the single one, else all."""
+    index = folder / INDEX_FILE
+    if not index.exists():
+        single = folder / SINGLE_FILE
+        return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ModelError(f"{index}: has no weight_map")
+    files = []
+    for name in sorted({str(value) for value in names.values()}):
+        file = folder / name
+        if file.parent != folder or not file.exists():
+            raise ModelError(f"{index}: names {name}, which is not in {folder}")
+        files.append(file)
+    return files
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """{tensor name: {dtype, shape, data_offsets}} of one file, checked against its size. Raises ModelError."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            head = stream.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+            raw = stream.read(length) if 2 <= length <= MAX_HEADER_BYTES else b""
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read: {error.strerror}") from None
+    if len(raw) != length or not raw:
+        raise ModelError(f"{file}: is truncated or no safetensors file ({size} bytes, header not complete)")
+    try:
+        header = json.loads(raw)
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        ends = [_check_entry(file, name, entry) for name, entry in entries.items()]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError(f"{file}: the safetensors header is damaged; download the file again") from None
+    needed = 8 + length + max(ends, default=0)
+    if size < needed:
+        raise ModelError(f"{file}: is truncated: {size} bytes of {needed}; download the file again")
+    return entries
+
+
+def _check_entry(file: Path, name: str, entry: dict[str, Any]) -> int:
+    """The tensor's end offset. Raises ModelError for a dtype that is not loaded, ValueError for nonsense."""
+    dtype, (first, last) = entry["dtype"], entry["data_offsets"]
+    if dtype not in LOADABLE:
+        raise ModelError(f"{file}: tensor {name} is {dtype}; only {', '.join(LOADABLE)} can be loaded")
+    count = 1
+    for extent in entry["shape"]:
+        count *= int(extent)
+    if last - first != count * ITEM_BYTES[dtype] or first < 0:
+        raise ValueError(name)
+    return int(last)

@@ -1,0 +1,306 @@
+"""Attention over a paged KV cache, for any mix of decodes and prefill chunks.
+
+query                   [num_tokens, num_heads, head_size]                 fp32 | bf16 | fp16
+key, value              [num_tokens, num_kv_heads, head_size]              this step's; already written to the cache
+key_cache, value_cache  [num_blocks, block_size, num_kv_heads, head_size]
+y                       [num_tokens, num_heads, head_size]
+Query head h reads kv head h // (num_heads // num_kv_heads). Softmax statistics are fp32.
+
+The batch is laid out as decodes first, grouped so that padding stays small, then one chunk after another:
+```
+tokens   |- decode group 0 -|- decode group 1 -|---- chunk 0 ----|-- chunk 1 --|
+```
+- A decode group gathers its blocks to [sequences, length, kv heads, head size] and runs one attention call in which
+  the query heads of a kv head are the rows. A group's gather is at most GATHER_TOKENS long.
+- A chunk attends causally to its own fresh keys (no gather, no mask), and to the cached tokens before it in slices of
+  GATHER_TOKENS; the parts are merged by their log-sum-exp (Dao 2023, arXiv:2307.08691). So neither a mask nor a
+  gather grows with the context, and the workspace is bounded.
+- Blocks that lie in a row in the cache are read in place.
+Bound by memory for decodes: 2 * sum(lengths) * num_kv_heads * head_size * itemsize bytes per layer. Source: own.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+GATHER_TOKENS = 4096
+"""Tokens gathered at once: keys and values of a few MiB, which stay in the last-level cache between copy and use."""
+MAX_PADDING = 0.25
+"""Part of a decode group that may be padding: a second call costs more than reading that much too much."""
+MIN_GROUP_PADDING_BLOCKS = 32
+"""Padding blocks that are always allowed: reading them is cheaper than another call."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Tokens [first, last) of the batch, one per sequence, whose block tables are padded to one length.
+
+    blocks [num_sequences * blocks_per_sequence] int64; mask [num_sequences, 1, 1, length] is 0 or -inf, None when all
+    sequences have exactly `length` tokens. `run` is the first block of a single sequence whose blocks are in a row.
+    """
+
+    first: int
+    last: int
+    length: int
+    blocks: torch.Tensor
+    mask: torch.Tensor | None
+    run: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSlice:
+    """`length` tokens of a sequence in `blocks`, or in place from block `run` on."""
+
+    length: int
+    blocks: torch.Tensor
+    run: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [first, last) of the batch are one sequence's; `prefix` are the cached tokens before them, in slices.
+
+    A long decode is a chunk of one token.
+    """
+
+    first: int
+    last: int
+    prefix: tuple[PrefixSlice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """What attention needs to know about a step; built once and read by every layer. slot_mapping [num_tokens] int64.
+
+    num_tokens counts the real tokens: rows from there on are padding and their output is undefined.
+    """
+
+    num_tokens: int
+    slot_mapping: torch.Tensor
+    decode_groups: tuple[DecodeGroup, ...]
+    chunks: tuple[Chunk, ...]
+
+
+def plan_decode_groups(num_blocks: list[int], block_size: int) -> list[int]:
+    """Cut descending block counts into groups; returns the boundaries, [0, ..., len(num_blocks)].
+
+    A group is padded to its first (longest) sequence. It ends when its padding would pass MAX_PADDING, or its gather
+    GATHER_TOKENS.
+    """
+    boundaries, used = [0], 0
+    for index, blocks in enumerate(num_blocks):
+        first = boundaries[-1]
+        padded = (index + 1 - first) * num_blocks[first]
+        padding = padded - used - blocks
+        too_padded = padding > max(MAX_PADDING * padded, MIN_GROUP_PADDING_BLOCKS)
+        if index > first and (too_padded or padded * block_size > GATHER_TOKENS):
+            boundaries.append(index)
+            used = 0
+        used += blocks
+    return [*boundaries, len(num_blocks)]
+
+
+def first_of_run(blocks: list[int]) -> int | None:
+    """The first block when all follow one another in the cache, else None."""
+    if blocks[-1] - blocks[0] != len(blocks) - 1 or any(b - a != 1 for a, b in pairwise(blocks)):
+        return None
+    return blocks[0]
+
+
+def build_attention_metadata(
+    slots: list[int],
+    decodes: list[tuple[list[int], int]],
+    chunks: list[tuple[list[int], int, int]],
+    *,
+    block_size: int,
+    device: torch.device,
+) -> AttentionMetadata:
+    """Plan a step. decodes: (block table, context length with the new token), longest first, one token each, at most
+    GATHER_TOKENS long; chunks: (block table, tokens before, tokens now). `slots`: one per real token, in this order.
+    """
+    groups = []
+    counts = [-(-length // block_size) for _, length in decodes]
+    for first, last in pairwise(plan_decode_groups(counts, block_size)) if decodes else ():
+        groups.append(_decode_group(decodes[first:last], counts[first:last], first, last, block_size, device))
+    planned, first = [], len(decodes)
+    for table, before, num_tokens in chunks:
+        prefix = tuple(_prefix_slices(table, before, block_size, device))
+        planned.append(Chunk(first, first + num_tokens, prefix))
+        first += num_tokens
+    slot_mapping = torch.tensor(slots, dtype=torch.int64, device=device)
+    return AttentionMetadata(first, slot_mapping, tuple(groups), tuple(planned))
+
+
+def _decode_group(
+    decodes: list[tuple[list[int], int]],
+    counts: list[int],
+    first: int,
+    last: int,
+    block_size: int,
+    device: torch.device,
+) -> DecodeGroup:
+    """Pad block tables with the sequence's own last block, so that padding never touches unmapped memory."""
+    width = counts[0]
+    lengths = [length for _, length in decodes]
+    length = width * block_size
+    mask = None
+    if len(decodes) == 1:
+        length = lengths[0]
+    else:
+        positions = torch.arange(length, device=device)
+        visible = positions < torch.tensor(lengths, device=device).unsqueeze(1)
+        mask = torch.zeros(len(decodes), length, device=device).masked_fill_(~visible, float("-inf"))[:, None, None]
+    blocks: list[int] = []
+    for (table, _), count in zip(decodes, counts, strict=True):
+        blocks += table[:count]
+        blocks += [table[count - 1]] * (width - count)
+    run = first_of_run(blocks) if len(decodes) == 1 else None
+    return DecodeGroup(first, last, length, torch.tensor(blocks, dtype=torch.int64, device=device), mask, run)
+
+
+def _prefix_slices(table: list[int], before: int, block_size: int, device: torch.device) -> list[PrefixSlice]:
+    """Cut the first `before` tokens of a sequence into slices of whole blocks."""
+    slices = []
+    step = GATHER_TOKENS // block_size
+    for first in range(0, -(-before // block_size), step):
+        length = min(GATHER_TOKENS, before - first * block_size)
+        blocks = table[first : first + -(-length // block_size)]
+        tensor = torch.tensor(blocks, dtype=torch.int64, device=device)
+        slices.append(PrefixSlice(length, tensor, first_of_run(blocks)))
+    return slices
+
+
+def paged_attention_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: list[int],
+    start: int,
+    scale: float,
+) -> torch.Tensor:
+    """One sequence, float32, no tricks: tokens [start, start + len(query)) against all cached tokens up to each."""
+    num_tokens, num_heads, _ = query.shape
+    end = start + num_tokens
+    group = num_heads // key_cache.shape[2]
+    keys = key_cache[block_table].flatten(0, 1)[:end].repeat_interleave(group, dim=1).float()
+    values = value_cache[block_table].flatten(0, 1)[:end].repeat_interleave(group, dim=1).float()
+    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
+    rows = torch.arange(start, end, device=query.device).unsqueeze(1)
+    hidden = torch.arange(end, device=query.device) > rows
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    is_causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense attention with its log-sum-exp. query [b, h, rows, d]; key, value [b, h, length, d], any strides.
+
+    Returns ([b, h, rows, d], [b, h, rows] float32). CPU: torch's flash kernel; elsewhere plain torch in float32.
+    """
+    if query.device.type == "cpu":
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+        return output, lse
+    scores = torch.matmul(query.float(), key.float().transpose(-1, -2)) * scale
+    if mask is not None:
+        scores = scores + mask
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu_(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    lse = scores.logsumexp(dim=-1)
+    output = torch.matmul((scores - lse.unsqueeze(-1)).exp(), value.float())
+    return output.to(query.dtype), lse
+
+
+def merge_parts(
+    output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint key ranges, from the attention over each. Shapes as `attend` returns."""
+    merged = torch.logaddexp(lse, other_lse)
+    left = (lse - merged).exp().unsqueeze(-1)
+    right = (other_lse - merged).exp().unsqueeze(-1)
+    return (output * left + other * right).to(output.dtype), merged
+
+
+def _read_blocks(cache: torch.Tensor, blocks: torch.Tensor, run: int | None) -> torch.Tensor:
+    """[num_blocks, block_size, kv heads, head size] of these blocks: in place when they lie in a row, else gathered."""
+    if run is not None:
+        return cache[run : run + blocks.shape[0]]
+    return torch.index_select(cache, 0, blocks)
+
+
+def _attend_decodes(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, group: DecodeGroup, scale: float
+) -> torch.Tensor:
+    """[sequences, heads, head size]. The heads of one kv head are the rows of one attention call."""
+    _, num_heads, head_size = query.shape
+    num_kv_heads, n = key_cache.shape[2], group.last - group.first
+    rows = query[group.first : group.last].view(n, num_kv_heads, num_heads // num_kv_heads, head_size)
+    keys = _read_blocks(key_cache, group.blocks, group.run).view(n, -1, num_kv_heads, head_size)[:, : group.length]
+    values = _read_blocks(value_cache, group.blocks, group.run).view(n, -1, num_kv_heads, head_size)[:, : group.length]
+    output, _ = attend(rows, keys.transpose(1, 2), values.transpose(1, 2), scale=scale, mask=group.mask)
+    return output.reshape(n, num_heads, head_size)
+
+
+def _attend_chunk(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    chunk: Chunk,
+    scale: float,
+) -> torch.Tensor:
+    """[chunk tokens, heads, head size]. kv heads are the batch dimension, so that their query heads share one view."""
+    num_heads, head_size = query.shape[1:]
+    num_kv_heads = key.shape[1]
+    tokens = slice(chunk.first, chunk.last)
+    m, group = chunk.last - chunk.first, num_heads // num_kv_heads
+    rows = query[tokens].view(m, num_kv_heads, group, head_size).permute(1, 2, 0, 3)
+
+    def shared(tensor: torch.Tensor) -> torch.Tensor:
+        """[length, kv heads, d] as [kv heads, group, length, d] without a copy."""
+        return tensor.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+
+    output, lse = attend(rows, shared(key[tokens]), shared(value[tokens]), scale=scale, is_causal=True)
+    for part in chunk.prefix:
+        keys = _read_blocks(key_cache, part.blocks, part.run).flatten(0, 1)[: part.length]
+        values = _read_blocks(value_cache, part.blocks, part.run).flatten(0, 1)[: part.length]
+        output, lse = merge_parts(output, lse, *attend(rows, shared(keys), shared(values), scale=scale))
+    return output.permute(2, 0, 1, 3).reshape(m, num_heads, head_size)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of a step. Raises ValueError where shapes do not fit."""
+    if query.shape[1] % key_cache.shape[2] or query.shape[2] != key_cache.shape[3]:
+        raise ValueError(
+            f"paged_attention: query {list(query.shape)} does not fit the cache {list(key_cache.shape)}: "
+            f"num_heads must be a multiple of num_kv_heads, and head_size equal"
+        )
+    groups, chunks = metadata.decode_groups, metadata.chunks
+    if len(groups) == 1 and not chunks and metadata.num_tokens == query.shape[0]:
+        return _attend_decodes(query, key_cache, value_cache, groups[0], scale)
+    output = torch.empty_like(query)
+    for group in groups:
+        output[group.first : group.last] = _attend_decodes(query, key_cache, value_cache, group, scale)
+    for chunk in chunks:
+        output[chunk.first : chunk.last] = _attend_chunk(query, key, value, key_cache, value_cache, chunk, scale)
+    output[metadata.num_tokens :] = 0
+    return output
