@@ -57,14 +57,14 @@ def tree_key(folders: list[Path], *, suffixes: tuple[str, ...] = (), extra: tupl
 
 @contextlib.contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Hold the lock `name` in the cache; says so when another command holds it and waits for that one to end."""
+    """Hold the lock `name` in the cache; says so when another holds it, and waits for that one to end."""
     path = cache_root() / "locks" / f"{name.replace('/', '-')}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"another command is busy with {name}: waiting for it", file=sys.stderr, flush=True)
+            print(f"{name} is being made already: waiting for that", file=sys.stderr, flush=True)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 

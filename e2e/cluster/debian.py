@@ -22,13 +22,13 @@ BASE_SUITE = "bookworm"  # whose source package of Kubernetes is the full tree; 
 TOOLS_SUITE = "trixie"  # the first with a package of kind; it runs on bookworm too
 
 
-def require_debian(purpose: str) -> None:
+def require_debian(purpose: str, *, as_root: bool = True) -> None:
     """Building without an image registry needs root on Debian; elsewhere say what else would do."""
     if platform.machine() != "x86_64":
         raise ClusterError(f"{purpose}: only x86-64 is built locally, this is {platform.machine()}; {ALTERNATIVES}")
     if not Path("/etc/debian_version").exists() or shutil.which("apt-get") is None:
         raise ClusterError(f"{purpose} needs Debian (apt-get); {ALTERNATIVES}")
-    if os.geteuid() != 0:
+    if as_root and os.geteuid() != 0:
         raise ClusterError(f"{purpose} needs root; run as root, or {ALTERNATIVES}")
 
 
@@ -65,7 +65,7 @@ def private_apt() -> list[str]:
         )
         run(["apt-get", *_options(folder), "update"], log="apt")
 
-    require_debian("Fetching Debian's packages")
+    require_debian("Fetching Debian's packages", as_root=False)
     return _options(entry(f"apt-{key_of(BASE_SUITE, TOOLS_SUITE)}", make))
 
 
@@ -78,6 +78,17 @@ def _options(folder: Path) -> list[str]:
         "APT::Sandbox::User": "root",  # the cache is under root's home, which the user _apt may not enter
     }
     return [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+
+
+def fetch(arguments: Sequence[str], folder: Path, *, log: str) -> None:
+    """apt-get with the private lists, into `folder`. The lists grow old in the cache: a failure fetches them anew."""
+    options = private_apt()
+    try:
+        run(["apt-get", *options, *arguments], log=log, folder=folder)
+    except ClusterError:
+        with locked("apt-update"):
+            run(["apt-get", *options, "update"], log=log)
+        run(["apt-get", *options, *arguments], log=log, folder=folder)
 
 
 def install(packages: Sequence[str]) -> None:
@@ -107,7 +118,7 @@ def unpack(package: str, folder: Path, *, suite: str = BASE_SUITE) -> None:
     """Fetch `package` from `suite` and unpack its files into `folder`, without installing it."""
     scratch = folder / ".deb"
     scratch.mkdir(parents=True)
-    run(["apt-get", *private_apt(), "download", f"{package}/{suite}"], log="apt", folder=scratch)
+    fetch(["download", f"{package}/{suite}"], scratch, log="apt")
     for archive in scratch.glob("*.deb"):
         run(["dpkg", "-x", archive, folder], log="apt")
     shutil.rmtree(scratch)

@@ -35,29 +35,26 @@ LOCAL_BASE_PACKAGES = ("ca-certificates", "python3", "libgomp1")  # torch's thre
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One of our own programs: its extra in pyproject.toml, its packages, and what must import in its image."""
+    """One of our own programs: its extra in pyproject.toml, what is in it, and the modules that must import there."""
 
     name: str
     sources: tuple[str, ...]
-    imports: tuple[str, ...]
+    imports: str
     install_seconds: float
 
 
+ENGINE_IMPORTS = (
+    "torch transformers.models.auto.tokenization_auto tokenizers safetensors.torch gguf fastapi uvicorn uvloop zmq "
+    "msgspec jinja2 prometheus_client"
+)
+OPERATOR_IMPORTS = "kopf kubernetes.aio prometheus_client httpx pydantic cryptography typer rich"
 PRODUCTS = {
-    "engine": Product(
-        "engine",
-        ("engine-image/trimtab_engine", "kernels/trimtab_kernels"),
-        ("torch", "transformers.models.auto.tokenization_auto", "tokenizers", "safetensors.torch", "gguf", "fastapi", "uvicorn", "uvloop", "zmq",
-         "msgspec", "jinja2", "prometheus_client"),
-        110.0,
-    ),
-    "operator": Product(
-        "operator",
-        ("operator/trimtab_operator",),
-        ("kopf", "kubernetes.aio", "prometheus_client", "httpx", "pydantic", "cryptography", "typer", "rich"),
-        45.0,
-    ),
-}  # fmt: skip
+    product.name: product
+    for product in (
+        Product("engine", ("engine-image/trimtab_engine", "kernels/trimtab_kernels"), ENGINE_IMPORTS, 110.0),
+        Product("operator", ("operator/trimtab_operator",), OPERATOR_IMPORTS, 45.0),
+    )
+}
 
 
 def ensure(docker: dict[str, str], names: list[str]) -> dict[str, str]:
@@ -153,7 +150,7 @@ def _packages_image(docker: dict[str, str], product: Product, base: str, version
         *wanted,
         *pins((REPOSITORY / "constraints.txt").read_text()),
         *waste,
-        *product.imports,
+        product.imports,
         recipe.read_bytes(),
     )
     image = f"trimtab-{product.name}-packages:{key}"
@@ -162,7 +159,7 @@ def _packages_image(docker: dict[str, str], product: Product, base: str, version
     with stage(f"images: {product.name}'s packages", product.install_seconds):
         context = debian.scratch_folder(f"packages-{product.name}")
         _install(context / "packages", wanted, version, log=f"packages-{product.name}")
-        build(docker, image, context, recipe, {"BASE_IMAGE": base, "IMPORTS": ", ".join(product.imports)})
+        build(docker, image, context, recipe, {"BASE_IMAGE": base, "IMPORTS": ", ".join(product.imports.split())})
         remove_tree(context)
     return image
 

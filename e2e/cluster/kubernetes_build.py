@@ -60,11 +60,7 @@ def _build(folder: Path) -> None:
     scratch = debian.scratch_folder("kubernetes")
     with stage("kubernetes: source and compiler", 45):
         debian.install(PACKAGES)
-        run(
-            ["apt-get", *debian.private_apt(), "source", "--download-only", "kubernetes"],
-            log="kubernetes",
-            folder=scratch,
-        )
+        debian.fetch(["source", "--download-only", "kubernetes"], scratch, log="kubernetes")
         description = next(iter(scratch.glob("*.dsc")), None)
         if description is None:
             raise ClusterError(f"apt fetched no .dsc of the kubernetes source package into {scratch}")

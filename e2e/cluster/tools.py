@@ -89,6 +89,7 @@ def _fetch(tool: Tool) -> Path:
 
 def _fetch_kind(folder: Path) -> None:
     with stage("tools: kind", 5):
+        debian.require_debian("kind 0.20 or later is not on PATH, and fetching Debian's package of it", as_root=False)
         debian.unpack("kind", folder / "package", suite=debian.TOOLS_SUITE)
         shutil.move(folder / "package/usr/bin/kind", folder / "kind")
         shutil.rmtree(folder / "package")
