@@ -185,10 +185,8 @@ def _merge(envelope: Envelope, values: LiveValues, patch: dict[object, object]) 
     merged = values
     for name, (_, number) in wanted.items():
         merged = _with(merged, name, number)
-    for judge in (
-        _own_bounds,
-        _bounds,
-    ):  # a value that is wrong by itself is named before one that is wrong beside others
+    # A value that is wrong by itself is named before one that is wrong beside others.
+    for judge in (_own_bounds, _bounds):
         for name, (given_name, number) in wanted.items():
             low, high = judge(envelope, merged, name)
             if not low <= number <= high:

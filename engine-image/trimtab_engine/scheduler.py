@@ -198,7 +198,8 @@ class Scheduler:
             request = sequence.request
             start = request.num_computed_tokens
             num_left = len(request.token_ids) - start
-            if num_left == 1 and start >= request.num_prompt_tokens:  # decode: the common case, kept short
+            is_decode = num_left == 1 and start >= request.num_prompt_tokens
+            if is_decode:  # the common case, kept short
                 end = start + 1
                 num_tokens = 1
                 samples = True
@@ -216,7 +217,7 @@ class Scheduler:
             request.num_computed_tokens = end
             budget -= num_tokens
             schedule(sequence)
-            if not samples or num_tokens > 1 or start < request.num_prompt_tokens:
+            if not is_decode:
                 self._stats.note_prefill(sequence)
         return budget
 

@@ -41,6 +41,7 @@ def refused(config: LiveConfig, values: dict[str, Any]) -> dict[str, Any]:
     assert (after, status) == (config, 422)
     assert set(body) == {"field", "value", "min", "max", "nearest", "message"}
     json.dumps(body, allow_nan=False)
+    assert not isinstance(body["value"], int) or abs(body["value"]) < 2**63  # msgpack holds no more
     return body
 
 
@@ -122,10 +123,13 @@ def test_a_dry_run_refuses_what_the_real_one_would() -> None:
         ({"max_num_seqs": 100, "max_num_batched_tokens": 80}, "max_num_seqs", 1, 80, 80, "raise that as well"),
         ({"max_num_batched_tokens": 80, "max_num_seqs": 100}, "max_num_batched_tokens", 100, 4096, 100, "lower that"),
         ({"max_num_seqs": 10, "max_num_batched_tokens": -1}, "max_num_batched_tokens", 10, 4096, 10, "at least"),
+        ({"max_num_seqs": 0, "max_num_batched_tokens": -1}, "max_num_seqs", 1, 256, 1, "it must be 1 or more"),
+        ({"max_num_seqs": 90, "max_num_batched_tokens": 5000}, "max_num_batched_tokens", 90, 4096, 4096, "the cap is"),
+        ({"max_num_seqs": 90, "max_num_batched_tokens": 0}, "max_num_batched_tokens", 90, 4096, 90, "at least"),
         ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization", 0.7288, 0.95, 0.7288, "max_model_len 1024 needs"),
         ({"gpu_memory_utilization": 0.96}, "gpu_memory_utilization", 0.7288, 0.95, 0.95, "the cap is 0.95"),
         ({"gpu_memory_utilization": 1}, "gpu_memory_utilization", 0.7288, 0.95, 0.95, "the cap is 0.95"),
-        ({"max_num_seqs": 10**400}, "max_num_seqs", 1, 256, 256, "--max-num-seqs-cap"),
+        ({"max_num_seqs": 10**5000}, "max_num_seqs", 1, 256, 256, "--max-num-seqs-cap"),
         ({"max_num_seqs": -1e300}, "max_num_seqs", 1, 256, 1, "it must be 1 or more"),
     ],
 )
@@ -176,6 +180,7 @@ def test_a_field_of_class_restart_is_refused_as_such(field: str) -> None:
     body = refused(a_config(), {field: 1})
     assert "class restart" in body["message"]
     assert (body["min"], body["max"], body["nearest"]) == (None, None, None)
+    refused(a_config(), {field: 10**5000})  # its body can be sent, too
 
 
 def test_an_unknown_field_is_refused_with_the_names_that_exist() -> None:

@@ -296,6 +296,8 @@ def test_the_request_admitted_last_is_preempted_and_computed_again_later() -> No
     assert stats.preempted == {"capacity": 1}
     assert stats.preempt_stall_seconds == [2.0]
     assert stats.recomputed_tokens == 8  # the ninth had not been computed before
+    assert stats.num_prompt_tokens == 12 + 12 + 8  # each prompt counts once
+    assert c.preempted_at is None
     assert b.num_preemptions == 0
 
 
@@ -348,19 +350,19 @@ def test_only_what_was_computed_before_counts_as_computed_again() -> None:
 
 
 def test_a_second_preemption_does_not_forget_what_was_computed_before_the_first() -> None:
-    scheduler = a_scheduler(16, tokens=36, length=32)
-    add(scheduler, a_request("x", 24), a_request("a", 12))
-    assert step(scheduler) == [("x", 24), ("a", 12)]
+    scheduler = a_scheduler(16, tokens=40, length=32)
+    add(scheduler, a_request("x", 28), a_request("a", 12))
+    assert step(scheduler) == [("x", 28), ("a", 12)]
     scheduler.resize_kv(8, 0.0)
     scheduler.resize_kv(16, 0.0)
     scheduler.set_limits(max_num_seqs=4, max_num_batched_tokens=5)
-    assert step(scheduler) == [("x", 1), ("a", 4)]  # 4 again
-    scheduler.set_limits(max_num_batched_tokens=9)
-    assert step(scheduler) == [("x", 1), ("a", 8)]  # 8 again
+    assert step(scheduler) == [("x", 1), ("a", 4)]
+    assert scheduler.take_stats().recomputed_tokens == 4
     scheduler.resize_kv(8, 0.0)
     scheduler.abort(["x"])
-    assert step(scheduler) == [("a", 9)]  # 9 again
-    assert scheduler.take_stats().recomputed_tokens == 4 + 8 + 9
+    scheduler.set_limits(max_num_batched_tokens=40)
+    assert step(scheduler) == [("a", 13)]
+    assert scheduler.take_stats().recomputed_tokens == 12  # not only the 4 of the second time
 
 
 # --- limits that move ---------------------------------------------------------------------------------------------
