@@ -1,0 +1,104 @@
+"""Fixtures of the user stories: one cluster, one installed chart, a namespace per story.
+
+The stories need a cluster that is up (`python3 e2e/cluster up`, or CLUSTER=current) and drive it as a user would.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from harness.deployment import Deployment, sample
+from harness.install import Installation
+from harness.kube import Kube, KubectlError
+from harness.report import facts, say, speak_to
+from harness.target import NoCluster, Target, connect, images_in_cluster
+from harness.wait import Waiter
+
+STORY_SECONDS = 900.0  # far above any story's own deadlines: pytest-timeout is the last resort
+LAST = "test_readme"  # it installs the chart itself, so it comes after the stories that share one
+
+Apply = Callable[..., Deployment]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="longer runs of the same stories")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Progress lines go through pytest's own reporter, so they are seen while a story runs."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        speak_to(reporter.write_line)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(STORY_SECONDS))
+    items.sort(key=lambda item: item.nodeid.split("::")[0].endswith(f"{LAST}.py"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for fact in facts():
+        terminalreporter.write_line(f"measured: {fact}")
+
+
+@pytest.fixture(scope="session")
+def target() -> Target:
+    try:
+        found = connect()
+    except NoCluster as error:
+        pytest.exit(f"{error}\nbring one up with `python3 e2e/cluster up`, or set CLUSTER=current", returncode=2)
+    say(f"running on {found.describe()}")
+    return found
+
+
+@pytest.fixture(scope="session")
+def kube(target: Target) -> Kube:
+    return target.kube
+
+
+@pytest.fixture(scope="session")
+def installation(target: Target) -> Iterator[Installation]:
+    """The chart, installed once for all stories and removed at the end."""
+    installed = Installation(target.kube, images_in_cluster())
+    installed.install()
+    yield installed
+    installed.uninstall()
+
+
+@pytest.fixture(scope="module")
+def namespace(request: pytest.FixtureRequest, kube: Kube) -> Iterator[str]:
+    """`trimtab-e2e-STORY`, empty, deleted after the story."""
+    story = re.sub(r"^.*test_", "", request.module.__name__).replace("_", "-")
+    name = f"trimtab-e2e-{story}"
+    kube.delete("namespace", name, wait=True)
+    kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    yield name
+    try:
+        kube.delete("namespace", name, wait=True)
+    except KubectlError as error:
+        pytest.fail(f"the story's namespace could not be deleted: {error}\n{Waiter(kube, name).evidence()}")
+
+
+@pytest.fixture(scope="module")
+def apply(installation: Installation, namespace: str) -> Apply:
+    """Apply the sample with changes to its spec, under a name, in the story's namespace."""
+
+    def apply_sample(name: str | None = None, **changes: Any) -> Deployment:
+        manifest = sample(name, image=installation.images.model, **changes)
+        installation.kube.apply(manifest, namespace=namespace)
+        return Deployment(installation.kube, namespace, manifest["metadata"]["name"])
+
+    return apply_sample
+
+
+@pytest.fixture(scope="module")
+def ready(apply: Apply) -> Deployment:
+    """The sample, applied and Ready: the state that most stories start from."""
+    deployment = apply()
+    deployment.ready()
+    return deployment

@@ -1,0 +1,77 @@
+"""The chart, installed as a user would, with the images that were just built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.kube import CRD_KIND, Kube, Manifest
+from harness.report import say
+from harness.target import REPOSITORY, Images, run_tool
+from harness.wait import NotYet, Waiter
+
+CHART = REPOSITORY / "charts" / "trimtab"
+NAMESPACE = "trimtab-system"
+RELEASE = "trimtab"
+OPERATOR_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """The installed chart."""
+
+    kube: Kube
+    images: Images
+
+    @property
+    def waiter(self) -> Waiter:
+        return Waiter(self.kube, NAMESPACE)
+
+    def helm_arguments(self, **values: str) -> list[str]:
+        settings = {
+            **image_values("image", self.images.operator),
+            **image_values("engine.image", self.images.model),
+            **values,
+        }
+        options = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+        return ["upgrade", "--install", RELEASE, str(CHART), "-n", NAMESPACE, "--create-namespace", *options]
+
+    def install(self, **values: str) -> None:
+        say("helm upgrade --install trimtab")
+        run_tool("helm", *self.helm_arguments(**values), kube=self.kube)
+        self.ready()
+
+    def ready(self) -> None:
+        """Wait until every operator pod is Ready and the resource kind is served."""
+        self.waiter.until("the operator is Ready", self._ready, deadline_seconds=OPERATOR_SECONDS)
+
+    def _ready(self) -> None:
+        deployment = self.deployment()
+        wanted, status = deployment["spec"]["replicas"], deployment.get("status", {})
+        current = status.get("observedGeneration", 0) >= deployment["metadata"]["generation"]
+        if not current or status.get("readyReplicas", 0) != wanted or status.get("replicas", 0) != wanted:
+            raise NotYet(f"{status.get('readyReplicas', 0)} of {wanted} operator pods are ready")
+        self.kube.items(CRD_KIND)
+
+    def deployment(self) -> Manifest:
+        found = self.kube.items("deployments", NAMESPACE, f"app.kubernetes.io/instance={RELEASE}")
+        if not found:
+            raise NotYet("there is no operator Deployment")
+        return found[0]
+
+    def pods(self) -> list[Manifest]:
+        found = self.kube.items("pods", NAMESPACE, f"app.kubernetes.io/instance={RELEASE}")
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def log(self, *, tail: int = 2000) -> str:
+        return "\n".join(self.kube.logs(NAMESPACE, pod["metadata"]["name"], tail=tail) for pod in self.pods())
+
+    def uninstall(self) -> None:
+        say("helm uninstall trimtab")
+        run_tool("helm", "uninstall", RELEASE, "-n", NAMESPACE, "--ignore-not-found", "--wait", kube=self.kube)
+        self.kube.delete("namespace", NAMESPACE, wait=True)
+
+
+def image_values(prefix: str, name: str) -> dict[str, str]:
+    """REPOSITORY:TAG as the chart's two values."""
+    repository, _, tag = name.rpartition(":")
+    return {f"{prefix}.repository": repository, f"{prefix}.tag": tag}

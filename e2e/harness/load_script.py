@@ -1,0 +1,134 @@
+"""Closed-loop load on the completions API, run as a pod inside the cluster: `python load_script.py OPTIONS_JSON`.
+
+It needs Python and httpx, nothing of this project. Every client sends the next request when its last one ended. Each
+5 s it prints one JSON line `{"live": …}`, and after SIGTERM, or `duration_seconds`, it lets running requests end and
+prints `{"summary": …}`. A failed request is counted with its status and body and is never tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import sys
+import time
+from typing import Any
+
+import httpx
+
+WINDOW_SECONDS = 5.0
+REQUEST_SECONDS = 600.0  # a request that takes longer than this has failed
+PAUSE_AFTER_FAILURE_SECONDS = 1.0  # so that a refusing server is not flooded
+# Each is one token for most tokenizers, with its space.
+WORDS = ["river", "stone", "light", "winter", "garden", "music", "letter", "house", "water", "paper", "morning"]
+
+
+class Load:
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self.stopping = asyncio.Event()
+        self.begin = time.monotonic()
+        self.requests: list[dict[str, float]] = []
+        self.failures: list[dict[str, Any]] = []
+        self.tokens = 0
+        self.windows: list[dict[str, float]] = []
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stopping.set)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=self.options["url"], timeout=REQUEST_SECONDS, limits=limits) as client:
+            reporter = asyncio.create_task(self.report())
+            clients = [asyncio.create_task(self.client(client, n)) for n in range(self.options["concurrency"])]
+            await asyncio.wait([asyncio.create_task(self.stopping.wait())], timeout=self.options["duration_seconds"])
+            self.stopping.set()
+            await asyncio.gather(*clients)
+            reporter.cancel()
+        print(json.dumps({"summary": self.summary()}), flush=True)
+
+    async def client(self, client: httpx.AsyncClient, number: int) -> None:
+        choice = random.Random(number)
+        await asyncio.sleep(number * self.options.get("stagger_seconds", 0.0))
+        while not self.stopping.is_set():
+            words = choice.choices(WORDS, k=self.options["prompt_tokens"])
+            if not await self.request(client, " ".join(words)):
+                await asyncio.sleep(PAUSE_AFTER_FAILURE_SECONDS)
+
+    async def request(self, client: httpx.AsyncClient, prompt: str) -> bool:
+        """Stream one completion of exactly `output_tokens`; False when it failed."""
+        length = self.options["output_tokens"]
+        body = {
+            "model": self.options["model"], "prompt": prompt, "stream": True, "temperature": 0.0,
+            "max_tokens": length, "min_tokens": length, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        begin = time.monotonic()
+        first = None
+        reason = None
+        usage = 0
+        status = 0
+        try:
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                status = answer.status_code
+                if status != 200:
+                    text = (await answer.aread()).decode(errors="replace")
+                    return self.failed(status, text)
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: ") or line == "data: [DONE]":
+                        continue
+                    chunk = json.loads(line[6:])
+                    if "error" in chunk:
+                        return self.failed(status, line)
+                    for choice in chunk.get("choices", []):
+                        first = first or time.monotonic()
+                        self.tokens += 1
+                        reason = choice.get("finish_reason") or reason
+                    usage = (chunk.get("usage") or {}).get("completion_tokens", usage)
+        except (httpx.HTTPError, ValueError) as error:
+            return self.failed(status, f"{type(error).__name__}: {error}")
+        if reason != "length" or usage != length or first is None:
+            return self.failed(status, f"ended with finish_reason {reason} after {usage} of {length} tokens")
+        end = time.monotonic()
+        self.requests.append({"end": end - self.begin, "ttft": first - begin, "latency": end - begin, "tokens": usage})
+        return True
+
+    def failed(self, status: int, body: str) -> bool:
+        self.failures.append({"at": round(time.monotonic() - self.begin, 1), "status": status, "body": body[:500]})
+        return False
+
+    async def report(self) -> None:
+        tokens = completed = 0
+        while True:
+            await asyncio.sleep(WINDOW_SECONDS)
+            window = {
+                "at": round(time.monotonic() - self.begin, 1),
+                "completed": len(self.requests) - completed,
+                "chunks": self.tokens - tokens,
+                "failed": len(self.failures),
+            }
+            tokens, completed = self.tokens, len(self.requests)
+            self.windows.append(window)
+            print(json.dumps({"live": window}), flush=True)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "seconds": round(time.monotonic() - self.begin, 1),
+            "completed": len(self.requests),
+            "failed": self.failures,
+            "output_tokens": sum(int(r["tokens"]) for r in self.requests),
+            "ttft_seconds": percentiles([r["ttft"] for r in self.requests]),
+            "latency_seconds": percentiles([r["latency"] for r in self.requests]),
+            "windows": self.windows,
+        }
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    return {f"p{p}": round(ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 3) for p in (50, 95, 99)}
+
+
+if __name__ == "__main__":
+    asyncio.run(Load(json.loads(sys.argv[1])).run())

@@ -1,0 +1,106 @@
+"""The cluster under test: what `e2e/cluster env` says, the images in it, and the version it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.kube import Kube
+from harness.report import say
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CLUSTER_TOOL = REPOSITORY / "e2e" / "cluster"
+IMAGES_SECONDS = 1800.0  # the first build compiles nothing but installs torch and a Debian base
+
+
+class NoCluster(Exception):
+    """There is no cluster to run on; the message says how to get one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Names as pods use them. `model` is the engine with the model baked in, so it stands for the engine too."""
+
+    operator: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A cluster that answers. `is_own` is false for CLUSTER=current."""
+
+    kube: Kube
+    version: str
+    is_own: bool
+
+    def describe(self) -> str:
+        nodes = self.kube.items("nodes")
+        names = ", ".join(node["metadata"]["name"] for node in nodes)
+        kind = "the cluster of e2e/cluster" if self.is_own else "CLUSTER=current"
+        return f"Kubernetes {self.version}, {len(nodes)} node(s): {names} ({kind})"
+
+
+def connect() -> Target:
+    """The cluster that `e2e/cluster up` made, or KUBECONFIG's with CLUSTER=current. Raises NoCluster."""
+    environment = {}
+    for line in _tool("env").splitlines():
+        for word in shlex.split(line.removeprefix("export ")):
+            name, _, value = word.partition("=")
+            environment[name] = value
+    kube = Kube(environment, kubectl=_which("kubectl", environment))
+    return Target(kube, kube.server_version(), is_own=os.environ.get("CLUSTER", "") != "current")
+
+
+def images_in_cluster() -> Images:
+    """Build what is not built yet and bring it to the nodes."""
+    say("images: operator and model (built once, then from the cache)")
+    built = json.loads(_tool("images", "-o", "json", "operator", "model"))
+    say("images: into the cluster")
+    operator, model = _tool("load", built["operator"], built["model"]).split()
+    return Images(operator, model)
+
+
+def run_tool(name: str, *arguments: str, kube: Kube, timeout_seconds: float = 300.0) -> str:
+    """Run helm or another tool of the cluster's PATH; raises subprocess.CalledProcessError after showing its words."""
+    environment = kube.full_environment()
+    done = subprocess.run(
+        [_which(name, environment), *arguments],
+        capture_output=True, text=True, env=environment, timeout=timeout_seconds, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} {shlex.join(arguments)} failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def _tool(*arguments: Sequence[str] | str) -> str:
+    """One command of e2e/cluster. Its progress goes to stderr and is shown line by line."""
+    process = subprocess.Popen(
+        [sys.executable, str(CLUSTER_TOOL), *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "TRIMTAB_PYTHON": sys.executable},
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert process.stdout is not None
+    said = []
+    for line in process.stderr:
+        said.append(line.rstrip())
+        say(f"  cluster: {line.rstrip()}")
+    output = process.stdout.read()
+    if process.wait(timeout=IMAGES_SECONDS) != 0:
+        raise NoCluster(f"`python3 e2e/cluster {' '.join(map(str, arguments))}` failed: {' '.join(said[-3:])}")
+    return output
+
+
+def _which(name: str, environment: dict[str, str]) -> str:
+    """The first `name` on the PATH that the cluster tool gave."""
+    for folder in environment.get("PATH", os.defpath).split(os.pathsep):
+        candidate = Path(folder) / name
+        if os.access(candidate, os.X_OK):
+            return str(candidate)
+    return name

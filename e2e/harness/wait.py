@@ -1,0 +1,119 @@
+"""Waiting on a condition with a deadline. When it expires, the evidence is printed: objects, events, logs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from harness.kube import CRD_KIND, Kube, KubectlError, Manifest, event_time
+from harness.report import say
+
+T = TypeVar("T")
+
+POLL_SECONDS = 1.0
+SAY_AGAIN_SECONDS = 20.0  # an unchanged state is repeated this often, as a sign of life
+LOG_LINES = 25  # of each pod, in the evidence
+EVENTS_SHOWN = 30
+
+
+class NotYet(Exception):
+    """Raised by a probe: what it saw instead of what is waited for."""
+
+
+class DeadlineExpired(AssertionError):
+    """What was waited for did not come; the message carries the evidence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """Waits in one namespace and knows where to look for evidence."""
+
+    kube: Kube
+    namespace: str
+
+    def until(
+        self, what: str, probe: Callable[[], T], *, deadline_seconds: float, every_seconds: float = POLL_SECONDS
+    ) -> T:
+        """Call `probe` until it returns instead of raising NotYet; kubectl's errors count as NotYet.
+
+        Raises DeadlineExpired with what was last seen and the namespace's evidence.
+        """
+        begin = time.monotonic()
+        last_said, said_at = "", begin
+        say(f"waiting for: {what} (at most {deadline_seconds:.0f} s)")
+        while True:
+            try:
+                found = probe()
+            except (NotYet, KubectlError) as error:
+                seen = str(error)
+            else:
+                say(f"{what}: after {time.monotonic() - begin:.1f} s")
+                return found
+            now = time.monotonic()
+            if now - begin >= deadline_seconds:
+                raise DeadlineExpired(
+                    f"waited {deadline_seconds:.0f} s for: {what}\nlast seen: {seen}\n{self.evidence()}"
+                )
+            if seen != last_said or now - said_at >= SAY_AGAIN_SECONDS:
+                say(f"  {seen.splitlines()[0][:200] if seen else 'not yet'}")
+                last_said, said_at = seen, now
+            time.sleep(every_seconds)
+
+    def stays(self, what: str, probe: Callable[[], T], *, seconds: float, every_seconds: float = 2.0) -> T:
+        """`probe` must neither raise NotYet nor change its value for `seconds`; returns the value."""
+        say(f"watching for {seconds:.0f} s that {what}")
+        end = time.monotonic() + seconds
+        first = probe()
+        while time.monotonic() < end:
+            time.sleep(every_seconds)
+            now = probe()
+            if now != first:
+                raise AssertionError(f"expected that {what}, but it changed from {first} to {now}\n{self.evidence()}")
+        return first
+
+    def evidence(self) -> str:
+        """The namespace's resources, events and log tails, as text; never raises."""
+        parts = [f"--- evidence from namespace {self.namespace}"]
+        for gather in (self._resources, self._pods, self._events):
+            try:
+                parts.append(gather())
+            except (KubectlError, KeyError, ValueError) as error:
+                parts.append(f"(could not be read: {error})")
+        return "\n".join(parts)
+
+    def _resources(self) -> str:
+        found = self.kube.items(CRD_KIND, self.namespace)
+        return "\n".join(
+            f"InferenceDeployment {item['metadata']['name']}:\n"
+            + json.dumps({"spec": item.get("spec"), "status": item.get("status")}, indent=1)
+            for item in found
+        )
+
+    def _pods(self) -> str:
+        lines = []
+        for pod in self.kube.items("pods", self.namespace):
+            name = pod["metadata"]["name"]
+            states = json.dumps(pod["status"].get("containerStatuses", []))
+            lines.append(f"pod {name}: {pod['status'].get('phase')} {states}")
+            for previous in (False, True):
+                try:
+                    text = self.kube.logs(self.namespace, name, tail=LOG_LINES, previous=previous)
+                except KubectlError:
+                    continue
+                lines.append(f"log of {name}{' (previous container)' if previous else ''}:\n{text}")
+        return "\n".join(lines)
+
+    def _events(self) -> str:
+        events = self.kube.events(self.namespace)[-EVENTS_SHOWN:]
+        return "events:\n" + "\n".join(event_line(event) for event in events)
+
+
+def event_line(event: Manifest) -> str:
+    about = event["involvedObject"]
+    return (
+        f"{event_time(event)} {event.get('type', '?')} {about.get('kind')}/{about.get('name')} "
+        f"{event.get('reason')}: {event.get('message')}"
+    )

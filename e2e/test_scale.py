@@ -1,0 +1,95 @@
+"""Story: replicas by `kubectl scale` and by an autoscaler's write to /scale; and no writes when nothing happens."""
+
+from __future__ import annotations
+
+import json
+
+from harness.deployment import Deployment
+from harness.kube import CRD_KIND, Kube, Manifest
+from harness.wait import NotYet
+
+IDLE_SECONDS = 30.0
+
+
+def _scale_path(deployment: Deployment) -> str:
+    return f"/apis/trimtab.dev/v1alpha1/namespaces/{deployment.namespace}/inferencedeployments/{deployment.name}/scale"
+
+
+def _scale(deployment: Deployment) -> Manifest:
+    return dict(json.loads(deployment.kube.raw(_scale_path(deployment))))
+
+
+def _has_replicas(deployment: Deployment, count: int) -> None:
+    scale = _scale(deployment)
+    status = deployment.status()
+    seen = (scale["status"]["replicas"], status.get("readyReplicas"), len(deployment.pods()))
+    if seen != (count, count, count):
+        raise NotYet(f"/scale says {seen[0]} replicas, status {seen[1]} ready, and there are {seen[2]} pods")
+
+
+def _await_replicas(deployment: Deployment, count: int) -> None:
+    deployment.waiter.until(
+        f"{count} replicas, all Ready", lambda: _has_replicas(deployment, count), deadline_seconds=180.0
+    )
+
+
+def _selected(deployment: Deployment) -> list[str]:
+    """The pods that an autoscaler would average over."""
+    selector = str(_scale(deployment)["status"]["selector"])
+    return [pod["metadata"]["name"] for pod in deployment.kube.items("pods", deployment.namespace, selector)]
+
+
+def test_kubectl_scale_adds_a_replica_and_leaves_the_first_alone(ready: Deployment, kube: Kube) -> None:
+    first = ready.restarts()
+    kube.run("scale", CRD_KIND, ready.name, "--replicas=2", "-n", ready.namespace)
+    _await_replicas(ready, 2)
+    assert first.items() <= ready.restarts().items(), "the first replica was restarted"
+    assert len(_selected(ready)) == 2
+    assert sorted(group["ordinal"] for group in ready.status()["groups"]) == [0, 1]
+    assert ready.status()["desiredReplicas"] == 2
+
+
+def test_an_autoscalers_write_to_scale_removes_it_again(ready: Deployment, kube: Kube) -> None:
+    scale = _scale(ready)
+    assert scale["apiVersion"] == "autoscaling/v1"
+    scale["spec"]["replicas"] = 1
+    kube.put_raw(_scale_path(ready), scale)
+    _await_replicas(ready, 1)
+    assert _scale(ready)["spec"]["replicas"] == 1
+    assert len(_selected(ready)) == 1
+
+
+def test_nothing_is_written_when_nothing_happens(ready: Deployment, kube: Kube) -> None:
+    def versions() -> dict[str, str]:
+        kinds = f"{CRD_KIND},statefulsets,services,configmaps"
+        return {
+            f"{item['kind']}/{item['metadata']['name']}": item["metadata"]["resourceVersion"]
+            for item in kube.items(kinds, ready.namespace)
+        }
+
+    ready.waiter.until("the last status is written", lambda: _has_replicas(ready, 1), deadline_seconds=30.0)
+    settled = ready.waiter.until("two equal looks, 10 s apart", lambda: _equal_looks(versions), deadline_seconds=60.0)
+    assert settled == ready.waiter.stays("no resourceVersion changes", versions, seconds=IDLE_SECONDS)
+
+
+def _equal_looks(versions: object) -> dict[str, str]:
+    import time
+
+    assert callable(versions)
+    first: dict[str, str] = versions()
+    time.sleep(10.0)
+    second: dict[str, str] = versions()
+    if first != second:
+        raise NotYet(f"still changing: {sorted(set(first.items()) ^ set(second.items()))}")
+    return second
+
+
+def test_zero_replicas_and_back(ready: Deployment, kube: Kube) -> None:
+    kube.run("scale", CRD_KIND, ready.name, "--replicas=0", "-n", ready.namespace)
+
+    def none_left() -> None:
+        status = ready.status()
+        if ready.pods() or status.get("replicas", 0):
+            raise NotYet(f"{len(ready.pods())} pods, status.replicas {status.get('replicas')}")
+
+    ready.waiter.until("no replica is left", none_left, deadline_seconds=90.0)
