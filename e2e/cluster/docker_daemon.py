@@ -161,4 +161,15 @@ def import_root(environment: dict[str, str], folder: Path, image: str) -> None:
 
 
 def image_id(environment: dict[str, str], image: str) -> str:
+    """The digest of its configuration ("sha256:…"): the same in Docker and in a node's containerd."""
     return output_of(["docker", "image", "inspect", "--format", "{{.Id}}", image], environment=environment)
+
+
+def forget_old_tags(environment: dict[str, str], image: str, *, keep: int) -> None:
+    """Remove all but the `keep` newest tags of the image's repository, and never `image` itself."""
+    repository = image.partition(":")[0]
+    listed = output_of(
+        ["docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}", repository], environment=environment
+    ).split()  # newest first
+    for old in [name for name in listed if name != image and not name.endswith("<none>")][keep - 1 :]:
+        succeeds(["docker", "image", "rm", old], environment=environment)  # one that is in use stays

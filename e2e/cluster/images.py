@@ -29,6 +29,8 @@ NAMES = ("engine", "operator", "model")
 WASTE_FOLDERS = frozenset({"__pycache__", "tests"})
 WASTE_PATHS = ("torch/include", "torch/share", "torch/test", "bin")
 WASTE_SUFFIXES = (".a", ".pyi", ".pyx", ".pxd")  # not .c and .h: Triton compiles its own when it meets a GPU
+TORCH_HELPER = "torch_shm_manager"  # the only one of torch/bin (50 MB) that `import torch` looks for
+KEPT_TAGS = 3  # of each image, the newest: a switch between two checkouts rebuilds nothing
 SLIM_IMAGE = "python:3.12-slim"
 LOCAL_BASE_PACKAGES = ("ca-certificates", "python3", "libgomp1")  # torch's threads need libgomp
 
@@ -72,6 +74,8 @@ def ensure(docker: dict[str, str], names: list[str]) -> dict[str, str]:
         in_parallel(*steps, *([model.ensure] if "model" in names else []))
         if "model" in names:
             built["model"] = _model(docker, built["engine"])
+    for image in built.values():
+        docker_daemon.forget_old_tags(docker, image, keep=KEPT_TAGS)
     return {name: built[name] for name in NAMES if name in names}
 
 
@@ -143,7 +147,7 @@ def _product(docker: dict[str, str], product: Product, base: str, version: str) 
 def _packages_image(docker: dict[str, str], product: Product, base: str, version: str) -> str:
     wanted = requirements((REPOSITORY / "pyproject.toml").read_text(), product.name)
     recipe = RECIPES / "Dockerfile.packages"
-    waste = (*sorted(WASTE_FOLDERS), *WASTE_PATHS, *WASTE_SUFFIXES)
+    waste = (*sorted(WASTE_FOLDERS), *WASTE_PATHS, *WASTE_SUFFIXES, TORCH_HELPER)
     key = key_of(
         base,
         version,
@@ -161,6 +165,7 @@ def _packages_image(docker: dict[str, str], product: Product, base: str, version
         _install(context / "packages", wanted, version, log=f"packages-{product.name}")
         build(docker, image, context, recipe, {"BASE_IMAGE": base, "IMPORTS": ", ".join(product.imports.split())})
         remove_tree(context)
+    docker_daemon.forget_old_tags(docker, image, keep=KEPT_TAGS)
     return image
 
 
@@ -182,6 +187,9 @@ def strip(folder: Path) -> None:
     """Remove what nothing reads at run time; about a tenth of torch's tree."""
     for name in WASTE_PATHS:
         remove_tree(folder / name)
+    for path in folder.glob("torch/bin/*"):
+        if path.name != TORCH_HELPER:
+            remove_tree(path)
     for path in [path for path in folder.rglob("*") if path.is_dir() and path.name in WASTE_FOLDERS]:
         remove_tree(path)
     for path in folder.rglob("*"):

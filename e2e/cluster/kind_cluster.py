@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import docker_daemon
 from .cache import cache_root
 from .errors import ClusterError
 from .process import output_of, run
@@ -19,6 +20,7 @@ from .progress import as_list, say, stage, wait_until
 POD_SUBNET = "10.245.0.0/16"
 POD_CIDR_SECONDS = 60.0
 READY_SECONDS = 180.0
+LOAD_SECONDS = 50.0  # of operator and model image, 1.8 GB
 CNI_FILE = "/etc/cni/net.d/10-pods.conflist"
 
 
@@ -183,13 +185,36 @@ def _internal_ip(node: dict[str, Any]) -> str:
 
 
 def load(cluster: Cluster, images: list[str]) -> None:
-    """Copy images from Docker into every node. One archive for all of them, so that shared layers go once."""
-    with stage(f"cluster {cluster.name}: loading {as_list(images)}", 30):
+    """Copy images from Docker into every node, those that lack them. One archive for all, so shared layers go once."""
+    names = [node["metadata"]["name"] for node in nodes(cluster)]
+    lacking = [image for image in images if any(not holds(cluster, node, image) for node in names)]
+    if not lacking:
+        say(f"cluster {cluster.name}: {as_list(images)} loaded already")
+        return
+    with stage(f"cluster {cluster.name}: loading {as_list(lacking)}", LOAD_SECONDS):
         run(
-            cluster.kind("load", "docker-image", "--name", cluster.name, *images),
+            cluster.kind("load", "docker-image", "--name", cluster.name, *lacking),
             log="kind",
             environment=cluster.environment,
         )
+
+
+def holds(cluster: Cluster, node: str, image: str) -> bool:
+    """Whether the node has this very image: the same configuration digest as Docker's.
+
+    kind asks with crictl, which no Debian package holds, and without it copies everything every time.
+    """
+    reference = image if "/" in image else f"docker.io/library/{image}"
+    script = (
+        f"digest=$(ctr -n k8s.io images list name=={reference} | awk 'NR == 2 {{print $3}}')\n"
+        'test -n "$digest" && ctr -n k8s.io content get "$digest"'
+    )
+    try:
+        manifest = json.loads(cluster.on_node(node, script))
+    except (ClusterError, ValueError):
+        return False
+    held = str(manifest.get("config", {}).get("digest"))
+    return held == docker_daemon.image_id(cluster.environment, image)
 
 
 def collect_logs(cluster: Cluster) -> Path:

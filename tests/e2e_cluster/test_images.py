@@ -29,7 +29,14 @@ def test_comments_and_order_of_the_constraints_change_no_hash() -> None:
 
 def test_stripping_removes_tests_and_headers_and_keeps_what_runs(tmp_path: Path) -> None:
     kept = ["torch/__init__.py", "torch/lib/libtorch.so", "torch/bin/torch_shm_manager", "torch/testing/__init__.py"]
-    gone = ["torch/include/ATen.h", "numpy/tests/test_a.py", "torch/__pycache__/a.pyc", "bin/pip", "a/lib.a"]
+    gone = [
+        "torch/bin/protoc",
+        "torch/include/ATen.h",
+        "numpy/tests/test_a.py",
+        "torch/__pycache__/a.pyc",
+        "bin/pip",
+        "a/lib.a",
+    ]
     for name in kept + gone:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
