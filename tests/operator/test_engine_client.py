@@ -22,7 +22,7 @@ from trimtab_operator.engine_client import (
 from trimtab_operator.tuner import FieldRange, Knob
 
 if TYPE_CHECKING:
-    from conftest import ContractEngine
+    from tests.operator.conftest import ContractEngine
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from trimtab_operator.metrics import (
 )
 
 if TYPE_CHECKING:
-    from conftest import ContractEngine
+    from tests.operator.conftest import ContractEngine
 
 VLLM_PAGE = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

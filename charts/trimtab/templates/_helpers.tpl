@@ -44,12 +44,18 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
+{{/* A tag of digits alone arrives as a number. */}}
+{{- define "trimtab.tag" -}}
+{{- $tag := default (index . 1) (index . 0) -}}
+{{- if kindIs "float64" $tag }}{{ int64 $tag }}{{ else }}{{ $tag }}{{ end -}}
+{{- end -}}
+
 {{- define "trimtab.image" -}}
-{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{ .Values.image.repository }}:{{ include "trimtab.tag" (list .Values.image.tag .Chart.AppVersion) }}
 {{- end -}}
 
 {{- define "trimtab.engineImage" -}}
-{{ .Values.engine.image.repository }}:{{ default .Chart.AppVersion .Values.engine.image.tag }}
+{{ .Values.engine.image.repository }}:{{ include "trimtab.tag" (list .Values.engine.image.tag .Chart.AppVersion) }}
 {{- end -}}
 
 {{/* What the operator does in the namespaces it looks after. */}}
@@ -59,10 +65,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [get, list, watch, patch]
 - apiGroups: [trimtab.dev]
   resources: [inferencedeployments/status]
-  verbs: [get, patch]
-- apiGroups: [trimtab.dev]
-  resources: [inferencedeployments/finalizers]
-  verbs: [update]
+  verbs: [patch]
 - apiGroups: [apps]
   resources: [statefulsets]
   verbs: [get, list, watch, create, patch, delete]
@@ -74,5 +77,5 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [get, list, watch]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create, get, patch]
 {{- end -}}
