@@ -38,11 +38,12 @@ NOT_FOR_WANT_OF_ROOM = "resize"  # the reason of preemptions that a shrink of th
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One replica group: its name, the address of its leader pod (None before it has one), and whether it is Ready."""
+    """One replica group: its name, its leader pod (address, None before it has one; uid), and whether it is Ready."""
 
     group: str
     address: str | None
     ready: bool
+    instance: str = ""
     api_port: int = API_PORT
     admin_port: int = ADMIN_PORT
 
@@ -108,13 +109,16 @@ async def observe_group(
 ) -> GroupObservation:
     """Read one group: how far it has loaded and its configuration; when it is Ready also its metrics and ledger."""
     if target.address is None:
-        return GroupObservation(GroupReading(target.group, target.ready, problem="the pod has no address yet"))
+        return GroupObservation(
+            GroupReading(target.group, target.ready, problem="the pod has no address yet", instance=target.instance)
+        )
     api = pod_url(target.address, target.api_port)
     client = EngineClient(http, pod_url(target.address, target.admin_port), token)
     if not target.ready:
         progress, config = await asyncio.gather(load_progress(http, api), client.config())
         report = config if isinstance(config, ConfigReport) else None
-        reading = GroupReading(target.group, False, report.for_tuner() if report else None, problem="not ready")
+        seen = report.for_tuner() if report else None
+        reading = GroupReading(target.group, False, seen, problem="not ready", instance=target.instance)
         return GroupObservation(reading, progress, report)
     scraped, config, memory = await asyncio.gather(scrape(http, api, clock=clock), client.config(), client.memory())
     return _joined(target, scraped, config, memory)
@@ -137,7 +141,8 @@ def _joined(
         problem = f"configuration: {config.message}"
     elif not isinstance(memory, MemoryLedger):
         problem = f"memory ledger: {memory.message}"
-    reading = GroupReading(target.group, True, report.for_tuner() if report else None, load, problem)
+    seen = report.for_tuner() if report else None
+    reading = GroupReading(target.group, True, seen, load, problem, target.instance)
     return GroupObservation(reading, None, report, ledger, sample)
 
 

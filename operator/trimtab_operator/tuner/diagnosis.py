@@ -105,6 +105,7 @@ def is_pressed(seen: Pressure, pace: Pace) -> bool:
     return (
         seen.preemptions >= pace.min_preemptions
         and seen.intervals_with_preemption >= pace.min_intervals
+        and seen.seconds >= pace.min_evidence_seconds
         and seen.is_recent
         and seen.kv_usage_peak >= KV_USED_AT_LEAST
     )

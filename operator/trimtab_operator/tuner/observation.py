@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 MAX_CLOCK_AHEAD_SECONDS = 5.0  # a sample further in the future than this was stamped by a clock that jumped
@@ -70,13 +70,18 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class GroupReading:
-    """One replica group as it looks now. `problem` says why `config` or `load` is missing."""
+    """One replica group as it looks now. `problem` says why `config` or `load` is missing.
+
+    `instance` names the pod: counters that fall in the same pod mean that its engine crashed, in another one that the
+    pod was replaced.
+    """
 
     group: str
     ready: bool
     config: EngineConfig | None = None
     load: EngineLoad | None = None
     problem: str | None = None
+    instance: str = ""
 
 
 class Doubt(StrEnum):
@@ -147,24 +152,26 @@ def _names(readings: list[GroupReading]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Samples of one group since its engine started or its configuration was last changed, oldest first."""
+    """Samples of one group since its engine started, oldest first, and the pod that they come from."""
 
     samples: tuple[EngineLoad, ...] = ()
+    instance: str = ""
 
     def add(self, load: EngineLoad, *, keep_seconds: float) -> Window:
         """Append a sample. A restart (counter or generation fell) begins anew; a repeated sample changes nothing."""
         if not self.samples:
-            return Window((load,))
+            return replace(self, samples=(load,))
         last = self.samples[-1]
         if has_restarted(last, load):
-            return Window((load,))
+            return replace(self, samples=(load,))
         if load.at <= last.at:
             return self
-        return Window((*(s for s in self.samples if s.at >= load.at - keep_seconds), load))
+        kept = (sample for sample in self.samples if sample.at >= load.at - keep_seconds)
+        return replace(self, samples=(*kept, load))
 
     def since(self, at: float) -> Window:
         """The part that was measured at `at` or later."""
-        return Window(tuple(sample for sample in self.samples if sample.at >= at))
+        return replace(self, samples=tuple(sample for sample in self.samples if sample.at >= at))
 
 
 def has_restarted(before: EngineLoad, after: EngineLoad) -> bool:

@@ -64,10 +64,21 @@ class Pace:
     judge_seconds: float = 20.0  # a change is judged on this much evidence, at least
     watch_seconds: float = 120.0  # and no longer than this after it was made
     min_preemptions: int = 3  # fewer in a window is chance, not pressure
-    min_intervals: int = 2  # a single burst is not sustained
+    min_intervals: int = 2  # a single burst is not sustained …
+    min_evidence_seconds: float = 8.0  # … however often one looks: ticks may follow each other closely
     bad_value_seconds: float = 1800.0  # how long a value that made things worse is avoided
     recommendation_seconds: float = 3600.0  # how long an unmet recommendation stands without new preemptions
     revise_seconds: float = 300.0  # a standing recommendation is not revised more often
+
+    @classmethod
+    def for_tick(cls, tick_seconds: float) -> Pace:
+        """The pace for an operator that looks every so many seconds: a window holds five looks at least."""
+        usual = cls()
+        return cls(
+            window_seconds=max(usual.window_seconds, 5 * tick_seconds),
+            max_age_seconds=max(usual.max_age_seconds, 2 * tick_seconds),
+            watch_seconds=max(usual.watch_seconds, 6 * tick_seconds),
+        )
 
 
 @dataclass(frozen=True, slots=True)

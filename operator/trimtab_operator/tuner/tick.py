@@ -192,15 +192,16 @@ def _watch_restarts(turn: _Turn) -> None:
     if watch is None or watch.knob is not Knob.GPU_MEMORY_UTILIZATION or watch.after <= watch.before:
         return
     for reading in turn.readings:
-        if _restarted(reading, turn.state.windows.get(reading.group)):
+        window = turn.state.windows.get(reading.group)
+        if window is not None and window.instance == reading.instance and _restarted(reading, window):
             avoid = turn.settings.pace.bad_value_seconds
             sentence = explain_restart(watch, reading.group, after_seconds=turn.now - watch.at, avoid_seconds=avoid)
             _roll_back(turn, watch, Reason.RESTARTED_AFTER, sentence, {})
             return
 
 
-def _restarted(reading: GroupReading, window: Window | None) -> bool:
-    if window is None or not window.samples:
+def _restarted(reading: GroupReading, window: Window) -> bool:
+    if not window.samples:
         return False
     last = window.samples[-1]
     if reading.config is not None and reading.config.generation < last.config_generation:
@@ -214,8 +215,8 @@ def _extend_windows(turn: _Turn) -> None:
     windows: dict[str, Window] = {}
     for reading in turn.readings:
         window = turn.state.windows.get(reading.group, Window())
-        if _restarted(reading, window) or _is_behind(reading, turn):
-            window = Window()
+        if window.instance != reading.instance or _restarted(reading, window) or _is_behind(reading, turn):
+            window = Window(instance=reading.instance)
         elif hold((reading,), now=turn.now, max_age_seconds=pace.max_age_seconds) is None:
             assert reading.load is not None
             window = window.add(reading.load, keep_seconds=pace.window_seconds)

@@ -16,6 +16,7 @@ from trimtab_operator.tuner import (
     GroupReading,
     Knob,
     Mode,
+    Pace,
     Reason,
     Settings,
     TickResult,
@@ -237,6 +238,38 @@ def test_an_engine_that_restarts_right_after_a_raise_gets_the_old_value_back() -
     assert [d.reason for d in result.decisions] == [Reason.RESTARTED_AFTER]
     assert result.applied == {UTILIZATION: 0.74}
     assert result.patches == ()  # it started with that value
+
+
+def test_a_pod_that_was_replaced_after_a_raise_has_not_crashed() -> None:
+    values = {**STARTS, UTILIZATION: 0.86}
+    before = replace(a_reading(T0 + 15, 6, values=values, generation=2), instance="uid-1")
+    state = tick(after_a_raise(), [before], AUTO, T0 + 15).state
+    after = replace(a_reading(T0 + 30, 0, tokens=0), instance="uid-2")
+    result = tick(state, [after], AUTO, T0 + 30)
+    assert result.decisions == ()
+    assert result.patches == (EnginePatch("a", {UTILIZATION: 0.86}),)
+
+
+def test_many_looks_in_a_moment_are_not_sustained_pressure() -> None:
+    state = TunerState()
+    for number in range(20):
+        at = T0 + 0.3 * number
+        result = tick(state, [a_reading(at, 3 * number)], AUTO, at)
+        assert result.decisions == ()
+        state = result.state
+
+
+@pytest.mark.parametrize("tick_seconds", [1.0, 5.0, 15.0, 60.0, 300.0])
+def test_pressure_is_seen_at_every_pace_within_a_few_ticks(tick_seconds: float) -> None:
+    settings = replace(AUTO, pace=Pace.for_tick(tick_seconds))
+    state, made = TunerState(), 0
+    for number in range(12):
+        at = T0 + tick_seconds * number
+        result = tick(state, [a_reading(at, 5 * number)], settings, at)
+        state, made = result.state, made + len(result.decisions)
+        if made:
+            break
+    assert made == 1
 
 
 # --- applied values ---------------------------------------------------------------------------------------------------
