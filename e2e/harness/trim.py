@@ -1,0 +1,98 @@
+"""The scenes of tuning under load, shared by the story and the demo: what is applied, which load, what to look for."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from harness.deployment import SAMPLE, Deployment
+from harness.engine import EngineReading
+from harness.traffic import LoadOptions
+from harness.wait import NotYet
+
+# With 16 clients of 64 + 192 tokens the requests need 2,560 KV tokens on average and 4,096 at most: more than the
+# 2,000 at the sample's starting utilisation, less than the 8,000 at its bound.
+CONCURRENCY = 16
+PROMPT_TOKENS = 64
+OUTPUT_TOKENS = 192
+DECISION_SECONDS = 180.0
+CALM_SECONDS = 25.0  # without a preemption under the same load: longer than the time between two before
+CALM_DEADLINE_SECONDS = 300.0  # several moves may be needed
+
+UTILIZATION = "gpu_memory_utilization"
+SEQS = "max_num_seqs"
+
+
+def pinned_utilization(value: str) -> dict[str, Any]:
+    """Changes to the spec that leave the device no headroom: the utilisation cannot move."""
+    return {
+        "engine": {"gpuMemoryUtilization": value},
+        "tuning": {"bounds": {"gpuMemoryUtilization": {"min": value, "max": value}}},
+    }
+
+
+def load_options(deployment: Deployment) -> LoadOptions:
+    return LoadOptions(
+        url=deployment.cluster_url(),
+        model=deployment.served_name(),
+        concurrency=CONCURRENCY,
+        prompt_tokens=PROMPT_TOKENS,
+        output_tokens=OUTPUT_TOKENS,
+        stagger_seconds=0.5,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Calm:
+    """The state after which preemptions did not come back: when it began and what the engine reported since."""
+
+    preemptions: float
+    since: float
+
+
+def decision_of(deployment: Deployment, knob: str) -> dict[str, Any]:
+    """The newest decision on `knob` in status.tuning.history; raises NotYet."""
+    history = deployment.history()
+    for entry in history:
+        if entry.get("knob") == knob:
+            return entry
+    reading = deployment.engine()
+    raise NotYet(
+        f"no decision on {knob} yet: {reading.preemptions:.0f} preemptions, {reading.running:.0f} running, "
+        f"{reading.waiting:.0f} waiting, {reading.kv_usage:.0%} of {reading.kv_tokens} KV tokens used"
+    )
+
+
+def calm_probe(
+    deployment: Deployment, show: Callable[[EngineReading], None] = lambda reading: None
+) -> Callable[[], EngineReading]:
+    """A probe that returns once no preemption was counted for CALM_SECONDS while requests ran; raises NotYet."""
+    state: dict[str, Calm] = {}
+
+    def probe() -> EngineReading:
+        reading = deployment.engine()
+        show(reading)
+        now = time.monotonic()
+        calm = state.get("calm")
+        is_busy = reading.running + reading.waiting >= CONCURRENCY / 2
+        if calm is None or reading.preemptions != calm.preemptions or not is_busy:
+            state["calm"] = calm = Calm(reading.preemptions, now)
+        quiet = now - calm.since
+        if quiet < CALM_SECONDS:
+            raise NotYet(
+                f"{reading.preemptions:.0f} preemptions, none for {quiet:.0f} s ({reading.running:.0f} running, "
+                f"{reading.waiting:.0f} waiting, {reading.kv_usage:.0%} of {reading.kv_tokens} KV tokens used)"
+            )
+        return reading
+
+    return probe
+
+
+def start_utilization() -> str:
+    """The sample's starting utilisation, as it is written."""
+    found = re.search(r'gpuMemoryUtilization: "([0-9.]+)"', SAMPLE.read_text())
+    assert found is not None, f"{SAMPLE} has no engine.gpuMemoryUtilization"
+    return found[1]

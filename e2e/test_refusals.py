@@ -1,0 +1,133 @@
+"""Story: what cannot be carried out is refused with its reason: by the webhook, and without it by the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import Apply
+from harness.deployment import sample
+from harness.install import Installation
+from harness.kube import CRD_KIND, Kube, KubectlError, condition, is_true
+from harness.wait import NotYet
+
+NAME = "refused"
+# Changes to the sample's spec, and what the refusal must say: the field, and what to do.
+REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("hub", {"model": {"uri": "hf://org/model"}}, ("spec.model.uri", "hf:// is not built yet", "file:///path")),
+    ("relative-path", {"model": {"uri": "file://models/x"}}, ("spec.model.uri", "write file:///path")),
+    ("dots", {"model": {"uri": "file:///models/../etc"}}, ("spec.model.uri", "'..'")),
+    ("claim", {"model": {"uri": "pvc://Not_A_Claim/x"}}, ("spec.model.uri", "no name of a claim")),
+    ("revision", {"model": {"revision": "main"}}, ("spec.model.revision", "not built yet")),
+    ("vllm", {"runtime": {"kind": "vllm"}}, ("spec.runtime.kind", "vllm is not built yet")),
+    ("args", {"runtime": {"args": ["--max-num-seqs=4"]}}, ("spec.runtime.args[0]", "spec.engine.maxNumSeqs")),
+    ("admin-port", {"runtime": {"args": ["--admin-port=9"]}}, ("spec.runtime.args[0]", "set by the operator")),
+    ("tensor", {"parallelism": {"tensor": 2}}, ("spec.parallelism.tensor", "is 2", "raise spec.replicas")),
+    ("expert", {"parallelism": {"expert": True}}, ("spec.parallelism.expert", "set it to false")),
+    ("swap", {"engine": {"preemptionMode": "swap"}}, ("spec.engine.preemptionMode", "only recompute")),
+    ("quantization", {"engine": {"quantization": "fp8"}}, ("spec.engine.quantization", "not built yet")),
+    ("prefix", {"engine": {"enablePrefixCaching": True}}, ("spec.engine.enablePrefixCaching", "set false")),
+    ("step", {"engine": {"maxNumBatchedTokens": 8, "maxNumSeqs": 16}}, ("must be at least maxNumSeqs (16)",)),
+    ("start", {"engine": {"gpuMemoryUtilization": "0.99"}}, ("spec.engine.gpuMemoryUtilization", "outside")),
+    (
+        "bounds",
+        {"tuning": {"bounds": {"maxNumSeqs": {"min": 40, "max": 20}}}},
+        ("spec.tuning.bounds.maxNumSeqs", "min 40 exceeds max 20"),
+    ),
+    ("canary", {"tuning": {"restartClass": "Canary"}}, ("spec.tuning.restartClass", "set Never")),
+    ("both", {"replicas": 1, "scaling": {"maxReplicas": 3}}, ("spec.scaling", "not both")),
+    ("objectives", {"objectives": {"ttft": {"target": "500ms"}}}, ("spec.objectives", "not built yet")),
+    ("prometheus", {"metrics": {"source": "Prometheus"}}, ("spec.metrics.source", "use Auto or Pods")),
+    ("container", {"template": {"spec": {"containers": [{"name": "other"}]}}}, ("spec.template", "main")),
+]
+# Refused by the CRD's schema, whether or not anything of ours runs.
+MALFORMED: list[tuple[str, dict[str, Any], str]] = [
+    ("type", {"replicas": "two"}, "spec.replicas"),
+    ("negative", {"replicas": -1}, "spec.replicas"),
+    ("enum", {"tuning": {"mode": "Sometimes"}}, "spec.tuning.mode"),
+    ("fraction", {"engine": {"gpuMemoryUtilization": "1.5"}}, "spec.engine.gpuMemoryUtilization"),
+    ("scheme", {"model": {"uri": "ftp://x"}}, "spec.model.uri"),
+]
+WITHOUT_WEBHOOK = ("hub", "tensor", "bounds", "args")
+
+
+def _refusal(installation: Installation, namespace: str, changes: dict[str, Any]) -> str:
+    manifest = sample(NAME, image=installation.images.model, **changes)
+    with pytest.raises(KubectlError) as refused:
+        installation.kube.apply(manifest, namespace=namespace)
+    return refused.value.stderr
+
+
+@pytest.mark.parametrize(("changes", "says"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_the_webhook_refuses_and_says_why(
+    installation: Installation, namespace: str, changes: dict[str, Any], says: tuple[str, ...]
+) -> None:
+    message = _refusal(installation, namespace, changes)
+    assert "denied the request" in message, message
+    for part in says:
+        assert part in message, message
+
+
+@pytest.mark.parametrize(("changes", "field"), [row[1:] for row in MALFORMED], ids=[row[0] for row in MALFORMED])
+def test_the_schema_refuses_what_is_malformed(
+    installation: Installation, namespace: str, changes: dict[str, Any], field: str
+) -> None:
+    assert field in _refusal(installation, namespace, changes)
+
+
+def test_an_edit_that_cannot_be_carried_out_is_refused_too(apply: Apply, kube: Kube, namespace: str) -> None:
+    deployment = apply(replicas=0)
+    with pytest.raises(KubectlError, match=r"spec\.parallelism\.tensor"):
+        kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"parallelism": {"tensor": 4}}})
+    assert deployment.get()["metadata"]["generation"] == 1
+    kube.delete(CRD_KIND, deployment.name, namespace)
+
+
+@pytest.fixture(scope="module")
+def without_webhook(installation: Installation) -> Iterator[None]:
+    installation.install(**{"webhook.enabled": "false"})
+    yield
+    installation.install()
+
+
+@pytest.mark.usefixtures("without_webhook")
+@pytest.mark.parametrize("case", WITHOUT_WEBHOOK)
+def test_without_the_webhook_the_loop_says_the_same_and_creates_no_pod(
+    apply: Apply, kube: Kube, namespace: str, case: str
+) -> None:
+    changes, says = next(row[1:] for row in REFUSED if row[0] == case)
+    deployment = apply(f"{NAME}-{case}", **changes)
+
+    def refused() -> str:
+        ready = condition(deployment.get(), "Ready")
+        if ready is None:
+            raise NotYet("there is no condition yet")
+        assert ready["status"] == "False", ready
+        return f"{ready['reason']}: {ready['message']}"
+
+    message = deployment.waiter.until("Ready=False with the reason", refused, deadline_seconds=30.0)
+    assert message.startswith("InvalidSpec")
+    for part in says:
+        assert part in message
+    assert deployment.children() == []
+    kube.delete(CRD_KIND, deployment.name, namespace)
+
+
+@pytest.mark.usefixtures("without_webhook")
+def test_a_running_resource_whose_edit_is_refused_keeps_serving(apply: Apply, kube: Kube, namespace: str) -> None:
+    """The loop refuses the edit; what ran before goes on running."""
+    deployment = apply()
+    deployment.ready()
+    before = deployment.restarts()
+    kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"parallelism": {"tensor": 4}}})
+
+    def refused() -> None:
+        item = deployment.get()
+        if item["status"]["observedGeneration"] != item["metadata"]["generation"] or is_true(item, "Ready"):
+            raise NotYet("the edit is not judged yet")
+
+    deployment.waiter.until("the edit is refused", refused, deadline_seconds=30.0)
+    assert deployment.restarts() == before
+    kube.delete(CRD_KIND, deployment.name, namespace)
+    deployment.gone()

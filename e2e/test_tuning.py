@@ -1,0 +1,140 @@
+"""Story: load on a small KV cache preempts requests, the operator acts, preemptions end; no request fails."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import Apply
+from harness.deployment import Deployment
+from harness.install import Installation
+from harness.kube import CRD_KIND, Kube, condition
+from harness.report import measured, say
+from harness.traffic import load
+from harness.trim import (
+    CALM_DEADLINE_SECONDS,
+    DECISION_SECONDS,
+    SEQS,
+    UTILIZATION,
+    calm_probe,
+    decision_of,
+    load_options,
+    pinned_utilization,
+    start_utilization,
+)
+from harness.wait import NotYet
+
+
+@pytest.fixture
+def recommending(apply: Apply) -> Deployment:
+    """The sample in mode Recommend, which nobody has tuned yet."""
+    deployment = apply("headroom", tuning={"mode": "Recommend"})
+    deployment.ready()
+    return deployment
+
+
+def test_preemptions_are_recommended_away_then_trimmed_away(
+    recommending: Deployment, installation: Installation, kube: Kube, namespace: str
+) -> None:
+    """One load throughout: mode Recommend says what would help and changes nothing; mode Auto does it."""
+    deployment = recommending
+    before, restarts = deployment.engine(), deployment.restarts()
+    say(f"KV cache: {before.kv_tokens} tokens now, {before.kv_tokens_cap} at the bound")
+    with load(kube, namespace, installation.images.operator, load_options(deployment)) as running:
+        advice = deployment.waiter.until(
+            "a recommendation", lambda: _recommendation(deployment), deadline_seconds=DECISION_SECONDS
+        )
+        say(f"recommended: {advice['message']}")
+        assert advice["knob"] == UTILIZATION
+        unchanged = deployment.engine()
+        assert unchanged.preemptions > before.preemptions
+        assert unchanged.config_generation == before.config_generation, "mode Recommend changed the engine"
+        assert not deployment.status()["tuning"].get("applied")
+
+        kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"tuning": {"mode": "Auto"}}})
+        decision = deployment.waiter.until(
+            "the operator raises the utilisation",
+            lambda: _applied(deployment, UTILIZATION, before.values[UTILIZATION]),
+            deadline_seconds=DECISION_SECONDS,
+        )
+        say(f"decided: {decision['message']}")
+        after = deployment.waiter.until(
+            "no preemptions under the same load", calm_probe(deployment), deadline_seconds=CALM_DEADLINE_SECONDS
+        )
+        report = running.stop()
+    say(str(report))
+
+    assert float(decision["to"]) > float(decision["from"])
+    assert after.kv_tokens > before.kv_tokens
+    assert after.config_generation > before.config_generation
+    assert report.failed == []
+    assert report.completed > 0
+    assert deployment.restarts() == restarts
+    _is_told_everywhere(decision, deployment, installation, kube)
+    measured(
+        f"trim with headroom: {before.kv_tokens} to {after.kv_tokens} KV tokens, {after.preemptions:.0f} preemptions "
+        f"before calm, {report}"
+    )
+
+
+def test_without_headroom_fewer_requests_run_at_once(
+    recommending: Deployment, apply: Apply, installation: Installation, kube: Kube, namespace: str
+) -> None:
+    kube.delete(CRD_KIND, recommending.name, namespace, wait=True)
+    recommending.gone()
+    deployment = apply("pinned", **pinned_utilization(start_utilization()))
+    deployment.ready()
+    before, restarts = deployment.engine(), deployment.restarts()
+    assert before.kv_tokens == before.kv_tokens_cap
+    with load(kube, namespace, installation.images.operator, load_options(deployment)) as running:
+        decision = deployment.waiter.until(
+            "the operator lowers max_num_seqs",
+            lambda: _applied(deployment, SEQS, before.values[SEQS]),
+            deadline_seconds=DECISION_SECONDS,
+        )
+        say(f"decided: {decision['message']}")
+        after = deployment.waiter.until(
+            "no preemptions under the same load", calm_probe(deployment), deadline_seconds=CALM_DEADLINE_SECONDS
+        )
+        report = running.stop()
+    say(str(report))
+
+    assert float(decision["to"]) < float(decision["from"])
+    assert after.kv_tokens == before.kv_tokens
+    assert after.values[SEQS] < before.values[SEQS]
+    assert report.failed == []
+    assert report.completed > 0
+    assert deployment.restarts() == restarts
+    _is_told_everywhere(decision, deployment, installation, kube)
+    measured(
+        f"trim without headroom: max_num_seqs {before.values[SEQS]:.0f} to {after.values[SEQS]:.0f}, "
+        f"{after.preemptions:.0f} preemptions before calm, {report}"
+    )
+
+
+def _recommendation(deployment: Deployment) -> dict[str, str]:
+    found = deployment.status().get("tuning", {}).get("recommendation")
+    if not found:
+        reading = deployment.engine()
+        metrics = condition(deployment.get(), "MetricsAvailable")
+        raise NotYet(f"no recommendation yet: {reading.preemptions:.0f} preemptions; MetricsAvailable: {metrics}")
+    return dict(found)
+
+
+def _applied(deployment: Deployment, knob: str, start: float) -> dict[str, str]:
+    """The first decision of mode Auto on `knob`, once status and engine agree on what is applied."""
+    applied = deployment.status().get("tuning", {}).get("applied", {}).get(knob)
+    decision = decision_of(deployment, knob)
+    value = deployment.engine().values[knob]
+    if applied is None or value == start or float(applied) != value:
+        raise NotYet(f"decided {decision['to']}, status.tuning.applied says {applied}, the engine runs {value}")
+    return decision
+
+
+def _is_told_everywhere(
+    decision: dict[str, str], deployment: Deployment, installation: Installation, kube: Kube
+) -> None:
+    """One decision, one id: in status (where it came from), as an Event, and in the operator's log."""
+    events = [e for e in kube.events(deployment.namespace, deployment.name) if decision["id"] in str(e["message"])]
+    assert len(events) == 1, f"{len(events)} Events carry decision {decision['id']}"
+    assert decision["message"] in events[0]["message"]
+    lines = [line for line in installation.log(tail=5000).splitlines() if decision["id"] in line]
+    assert len(lines) == 1, f"{len(lines)} log lines carry decision {decision['id']}"
