@@ -1,0 +1,1 @@
+"""The HTTP side of the engine: OpenAI's surface, probes, metrics and the admin API. It knows no tensor."""

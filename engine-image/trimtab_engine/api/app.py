@@ -1,0 +1,146 @@
+"""The HTTP application on --port: OpenAI's surface, probes and metrics, behind a body limit and an optional key."""
+
+import hashlib
+import hmac
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trimtab_engine.api.error_responses import (
+    ApiError,
+    on_api_error,
+    on_engine_dead,
+    on_http_error,
+    on_validation_error,
+)
+from trimtab_engine.api.openai_routes import openai_router
+from trimtab_engine.api.protocol import MAX_BODY_BYTES
+from trimtab_engine.api.state import ServerState
+from trimtab_engine.api.streaming import ClientGone
+from trimtab_engine.errors import EngineDead
+
+CLIENT_CLOSED = 499  # nginx's number for it; nobody reads the answer
+
+
+def build_app(state: ServerState) -> FastAPI:
+    """The application. It answers probes from the first moment; generation waits for `state.serving`."""
+    app = FastAPI(title="Trimtab engine", version=version("trimtab"), docs_url=None, redoc_url=None)
+    add_error_handlers(app)
+    app.include_router(_probes(state))
+    app.include_router(openai_router(state))
+    app.add_middleware(ApiKeyGuard, keys=state.options.api_keys)
+    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
+    return app
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(EngineDead, on_engine_dead)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+
+
+async def _on_client_gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)
+
+
+def _probes(state: ServerState) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/livez")
+    async def livez() -> Response:
+        if state.core.is_alive:
+            return PlainTextResponse("ok")
+        return JSONResponse({"reason": state.not_ready_reason}, 503)
+
+    @router.get("/readyz")
+    async def readyz() -> Response:
+        reason = state.not_ready_reason
+        return PlainTextResponse("ok") if reason is None else JSONResponse({"reason": reason}, 503)
+
+    @router.get("/startupz")
+    async def startupz() -> Response:
+        progress = state.core.progress
+        ready = state.serving is not None and state.core.is_alive
+        body = {"stage": progress.stage, "percent": round(progress.percent, 1)}
+        return JSONResponse(body, 200 if ready else 503)
+
+    @router.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if state.not_ready_reason is None else 503)
+
+    @router.get("/version")
+    async def show_version() -> dict[str, Any]:
+        return {"version": version("trimtab")}
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        if state.metrics is None or not state.options.log_stats:
+            return Response(b"", media_type=CONTENT_TYPE_LATEST)
+        return Response(state.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+class BodyLimit:
+    """Refuses bodies above a size before anything reads them: by Content-Length, and by counting what comes."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if not announced.isdigit() or int(announced[:20]) > self._max:
+            await self._refusal().response()(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._max:
+                    raise self._refusal()
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _refusal(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._max} bytes; send a shorter prompt")
+
+
+class ApiKeyGuard:
+    """Asks for one of the keys on /v1/*, compared in constant time. Without keys everything passes."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._digests and scope["path"].startswith("/v1/") and not self._knows(scope):
+            await ApiError(401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'").response()(
+                scope, receive, send
+            )
+            return
+        await self._app(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        digest = bearer_digest(dict(scope["headers"]).get(b"authorization", b""))
+        return digest is not None and sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+
+def bearer_digest(header: bytes) -> bytes | None:
+    """SHA-256 of the token of an Authorization header; None when there is none."""
+    scheme, _, token = header.partition(b" ")
+    return hashlib.sha256(token.strip()).digest() if scheme.lower() == b"bearer" and token.strip() else None

@@ -1,0 +1,165 @@
+"""One HTTP request's sequences: fan-out of n, text from tokens, stop strings, and what the metrics want to know."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from trimtab_engine.api.error_responses import ApiError
+from trimtab_engine.api.metrics import EngineMetrics, FinishedSequence
+from trimtab_engine.api.stop_strings import StopStrings
+from trimtab_engine.core_client import CoreClient
+from trimtab_engine.messages import RequestOutput, SamplingParams, TokenLogprobs
+from trimtab_engine.tokenizer import Detokenizer, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    """A checked request: prompt, how each choice samples, and how its text is cut. Times are CLOCK_MONOTONIC."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: Sequence[SamplingParams]
+    stop: Sequence[str]
+    include_stop: bool
+    skip_special_tokens: bool
+    arrival_time: float
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one step brought to one choice. `text` may be empty while characters or stop strings are held back."""
+
+    index: int
+    text: str
+    num_tokens: int
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Generator:
+    """Runs GenerationPlans on the core."""
+
+    def __init__(self, client: CoreClient, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
+        self._client, self._tokenizer, self._metrics = client, tokenizer, metrics
+
+    async def run(self, plan: GenerationPlan) -> AsyncGenerator[Piece, None]:
+        """All choices' pieces as they come. Leaving early aborts what still runs."""
+        if len(plan.sampling) == 1:
+            async with aclosing(self._run_choice(plan, 0)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            return
+        merged: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._forward(plan, index, merged)) for index in range(len(plan.sampling))]
+        try:
+            left = len(tasks)
+            while left:
+                item = await merged.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _forward(self, plan: GenerationPlan, index: int, merged: asyncio.Queue[Piece | Exception | None]) -> None:
+        try:
+            async with aclosing(self._run_choice(plan, index)) as pieces:
+                async for piece in pieces:
+                    merged.put_nowait(piece)
+            merged.put_nowait(None)
+        except Exception as error:  # handed to the one who waits, who raises it
+            merged.put_nowait(error)
+
+    async def _run_choice(self, plan: GenerationPlan, index: int) -> AsyncGenerator[Piece, None]:
+        request_id = f"{plan.request_id}-{index}-{uuid.uuid4().hex[:8]}"
+        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=plan.skip_special_tokens)
+        stop = StopStrings(plan.stop, include=plan.include_stop)
+        clock = SequenceClock(plan, index, self._metrics)
+        finish_reason: str | None = None
+        outputs = self._client.generate(request_id, plan.prompt_token_ids, plan.sampling[index], plan.arrival_time)
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    clock.note(output)
+                    piece = _piece(index, output, detokenizer, stop)
+                    finish_reason = piece.finish_reason
+                    if finish_reason == "error":
+                        raise ApiError(500, "the engine could not run this request")
+                    yield piece
+                    if finish_reason is not None:
+                        break
+        finally:
+            clock.finish(finish_reason or "abort")
+
+
+def _piece(index: int, output: RequestOutput, detokenizer: Detokenizer, stop: StopStrings) -> Piece:
+    """Text of new tokens, cut at a stop string; the last piece carries what was held back."""
+    text = "".join(stop.push(detokenizer.push(token_id)) for token_id in output.token_ids if not _is_end(output))
+    if output.finish_reason is not None and stop.matched is None:
+        text += stop.push(detokenizer.flush())
+        text += stop.flush() if stop.matched is None else ""
+    piece = Piece(index, text, len(output.token_ids), output.logprobs or [], output.finish_reason, output.stop_token_id)
+    if stop.matched is not None:
+        piece.finish_reason, piece.stop_reason = "stop", stop.matched
+    return piece
+
+
+def _is_end(output: RequestOutput) -> bool:
+    """Whether the newest token is the one that ended the sequence: it is counted, but is no text."""
+    return output.finish_reason == "stop"
+
+
+class SequenceClock:
+    """When things happened to one sequence, told to the metrics as they happen."""
+
+    def __init__(
+        self, plan: GenerationPlan, index: int, metrics: EngineMetrics, now: Callable[[], float] = time.monotonic
+    ):
+        self._plan, self._metrics, self._now = plan, metrics, now
+        self._max_tokens = plan.sampling[index].max_tokens
+        self._scheduled: float | None = None
+        self._first_token: float | None = None
+        self._last_token: float | None = None
+        self._num_tokens = 0
+        self._num_preemptions = 0
+
+    def note(self, output: RequestOutput) -> None:
+        if output.first_scheduled_time is not None:
+            self._scheduled = output.first_scheduled_time
+        self._num_preemptions = max(self._num_preemptions, output.num_preemptions)
+        if not output.token_ids:
+            return
+        now = self._now()
+        if self._last_token is None:
+            self._first_token = now
+            self._metrics.first_token(now - self._plan.arrival_time)
+        else:
+            self._metrics.next_token(now - self._last_token)
+        self._last_token = now
+        self._num_tokens += len(output.token_ids)
+
+    def finish(self, reason: str) -> None:
+        self._metrics.finished(
+            FinishedSequence(
+                reason=reason,
+                arrival=self._plan.arrival_time,
+                scheduled=self._scheduled,
+                first_token=self._first_token,
+                last_token=self._last_token,
+                end=self._now(),
+                num_prompt_tokens=len(self._plan.prompt_token_ids),
+                num_generation_tokens=self._num_tokens,
+                max_tokens=self._max_tokens,
+                n=len(self._plan.sampling),
+                num_preemptions=self._num_preemptions,
+            )
+        )

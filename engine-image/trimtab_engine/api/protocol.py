@@ -1,0 +1,222 @@
+"""What clients may send, checked and capped field by field. OpenAI's names, and vLLM's where OpenAI has none.
+
+Known features that are not built yet are refused by name (NOT_BUILT); unknown fields are refused too, so that nothing
+is accepted and then ignored. Only fields that by OpenAI's definition have no effect on the answer may be passed over.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from trimtab_engine.messages import SamplingParams
+
+MAX_BODY_BYTES = 8 << 20  # a prompt of a million tokens fits; nothing larger is read
+MAX_N = 128  # sequences per request
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024  # each stop string is looked for at every token
+MAX_STOP_TOKEN_IDS = 256
+MAX_MESSAGES = 4096
+MAX_NAME_CHARACTERS = 512
+MAX_INT64 = 2**63 - 1
+
+# Field: values that ask for nothing and are therefore fine.
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "bad_words": (None, []),
+    "cache_salt": (None,),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "echo": (None, False),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "length_penalty": (None, 1.0),
+    "logit_bias": (None, {}),
+    "modalities": (None, ["text"]),
+    "parallel_tool_calls": (None, True, False),
+    "prediction": (None,),
+    "priority": (None, 0),
+    "prompt_embeds": (None,),
+    "prompt_logprobs": (None,),
+    "reasoning_effort": (None,),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "top_a": (None,),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+# OpenAI's fields that never change the answer here.
+WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
+
+
+class GenerationRequest(BaseModel):
+    """What completions and chat completions share. Numbers are strict: true is no number, NaN is refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT64)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT64)] = 0
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT64)] | None = None
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_built(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in data.keys() & NOT_BUILT.keys():
+            if not any(_same(data[name], harmless) for harmless in NOT_BUILT[name]):
+                raise ValueError(f"{name} is not supported yet; leave it out")
+        return {key: value for key, value in data.items() if key not in NOT_BUILT and key not in WITHOUT_EFFECT}
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed when stream is true")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}")
+        return self
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, *, max_tokens: int, logprobs: int | None, index: int) -> SamplingParams:
+        """Sampling of choice `index`; choices of one request differ by their seeds."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min(self.min_tokens, max_tokens),
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            min_p=self.min_p or 0.0,
+            seed=None if self.seed is None else self.seed + index,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logprobs=logprobs,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions. One prompt: text or token ids (a list of one of either is the same)."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
+
+    def single_prompt(self) -> str | list[int]:
+        """The one prompt. Raises ValueError for an empty one or for several, which are not built yet."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            if len(prompt) > 1:
+                raise ValueError(f"a list of {len(prompt)} prompts is not supported yet; send one request per prompt")
+            prompt = prompt[0]
+        if len(prompt) == 0:
+            raise ValueError("prompt is empty; send at least one token")
+        return prompt  # type: ignore[no-any-return]  # narrowed above: text or a list of token ids
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One message. Content parts other than text (images, audio) and tool calls are not supported yet."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+    def for_template(self) -> dict[str, str]:
+        message = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        return message | ({"name": self.name} if self.name else {})
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT64)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
+    add_generation_prompt: Literal[True] = True
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: either prompt or messages."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("send either prompt or messages")
+        return self
+
+
+def _same(value: Any, harmless: Any) -> bool:
+    """Equal, and of one type: true is not 1."""
+    return type(value) is type(harmless) and value == harmless

@@ -1,0 +1,99 @@
+"""What all routes of one server share: the core, the tokenizer, and whether requests are accepted."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from trimtab_engine.api.error_responses import ApiError
+from trimtab_engine.api.generation import Generator
+from trimtab_engine.api.metrics import EngineMetrics
+from trimtab_engine.core_client import CoreClient
+from trimtab_engine.messages import CoreReady
+from trimtab_engine.tokenizer import Tokenizer
+
+RETRY_SECONDS = 5  # in Retry-After: about what a drain or the end of a load takes to show elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """The part of the command line that only the API server needs."""
+
+    served_model_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    admin_token_sha256: str | None = None
+    max_logprobs: int = 20
+    log_stats: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What exists once the core is ready."""
+
+    facts: CoreReady
+    tokenizer: Tokenizer
+    generator: Generator
+
+
+@dataclass(slots=True)
+class ServerState:
+    """One server's state. `serving` comes when loading is done; `draining` never goes back."""
+
+    options: ServerOptions
+    core: CoreClient
+    metrics: EngineMetrics | None = None
+    serving: Serving | None = None
+    draining: bool = False
+    num_http_requests: int = 0
+    """Generation requests that are being answered."""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while none is."""
+    started: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """One generation request is being answered: what a drain waits for."""
+        self.num_http_requests += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.num_http_requests -= 1
+            if self.num_http_requests == 0:
+                self.idle.set()
+
+    @property
+    def not_ready_reason(self) -> str | None:
+        """Why requests are not accepted; None: they are."""
+        if not self.core.is_alive:
+            return f"the engine has failed: {self.core.failure.message if self.core.failure else 'its core has ended'}"
+        if self.serving is None:
+            progress = self.core.progress
+            return f"the engine is loading: {progress.stage}, {progress.percent:.0f}%"
+        if self.draining:
+            return "the engine is draining: it finishes what runs and accepts nothing new"
+        return None
+
+    def require_serving(self) -> Serving:
+        """What a generation request needs, or 503 with the reason."""
+        reason = self.not_ready_reason
+        if reason is not None or self.serving is None:
+            raise ApiError(503, reason or "the engine is loading", retry_after=RETRY_SECONDS)
+        return self.serving
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. 404 for a model that is not served here."""
+        names = self.options.served_model_names
+        if name is None or name in names:
+            return name or names[0]
+        shown = name if len(name) <= 100 else name[:100] + "..."
+        raise ApiError(
+            404,
+            f"the model {shown!r} does not exist; served here: {', '.join(names)}",
+            param="model",
+            code="model_not_found",
+        )

@@ -1,0 +1,76 @@
+"""Answers that end when the client goes away: server-sent events, and waiting for a whole answer."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+import anyio
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from trimtab_engine.api.error_responses import ApiError
+from trimtab_engine.errors import EngineDead
+
+Answer = TypeVar("Answer")
+DONE = "data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """The client closed the connection: nobody waits for the answer any more."""
+
+
+def event(body: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def guarded(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The events; an error on the way is sent as one, since the status has long gone out."""
+    try:
+        async for item in events:
+            yield item
+    except ApiError as error:
+        yield event(error.body)
+    except EngineDead as error:
+        yield event(ApiError(500, f"the engine has failed: {error}").body)
+    yield DONE
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events that stop as soon as the client goes away, also while there is nothing to send."""
+
+    def __init__(self, events: AsyncIterator[str]) -> None:
+        super().__init__(guarded(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with anyio.create_task_group() as group:
+
+            async def run(task: Awaitable[None]) -> None:
+                await task
+                group.cancel_scope.cancel()
+
+            group.start_soon(partial(run, self.listen_for_disconnect(receive)))
+            await run(self.stream_response(send))
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
+    """Await the work; cancel it and raise ClientGone when the client disconnects first."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for pending in (task, watch):
+            pending.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

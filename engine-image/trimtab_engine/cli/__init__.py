@@ -1,0 +1,41 @@
+"""The command line `trimtab-engine`. Wrong use, a wrong model or machine: one line on stderr and exit code 2."""
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from trimtab_engine.cli.parser import OneLineParser
+from trimtab_engine.errors import ConfigError, TrimtabError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code: 0 as asked, 1 failed while running, 2 not allowed as asked."""
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    try:
+        return int(parsed.run(parsed))
+    except ConfigError as error:
+        print(f"trimtab-engine: {error}", file=sys.stderr)
+        return 2
+    except TrimtabError as error:
+        print(f"trimtab-engine: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output, such as head, has gone
+        return 141
+
+
+def _parser() -> OneLineParser:
+    from trimtab_engine.cli import inspect_command, serve_command
+
+    parser = OneLineParser(
+        prog="trimtab-engine",
+        description="Serve a language model with an OpenAI-compatible API, and re-trim it while it serves.",
+        epilog="Start with: trimtab-engine serve MODEL --device cpu",
+    )
+    parser.add_argument("--version", action="version", version=f"trimtab-engine {version('trimtab')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    serve_command.add_to(commands)
+    inspect_command.add_to(commands)
+    return parser

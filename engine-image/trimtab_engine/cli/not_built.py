@@ -1,0 +1,80 @@
+"""vLLM's flags that are known but not built yet: refused by name, unless their value asks for nothing."""
+
+import argparse
+from collections.abc import Sequence
+
+from trimtab_engine.errors import NotBuiltError
+
+# Flag: values that ask for nothing. None stands for the flag without a value.
+NOT_BUILT: dict[str, tuple[str | None, ...]] = {
+    "--tensor-parallel-size": ("1",),
+    "--pipeline-parallel-size": ("1",),
+    "--data-parallel-size": ("1",),
+    "--enable-expert-parallel": (),
+    "--no-enable-expert-parallel": (None,),
+    "--api-server-count": ("1",),
+    "--async-scheduling": (),
+    "--no-async-scheduling": (None,),
+    "--chat-template": (),
+    "--compilation-config": (),
+    "--config": (),
+    "--cpu-offload-gb": ("0",),
+    "--cudagraph-capture-sizes": (),
+    "--enable-auto-tool-choice": (),
+    "--enable-lora": (),
+    "--enable-prefix-caching": (),
+    "--no-enable-prefix-caching": (None,),
+    "--enable-sleep-mode": (),
+    "--enforce-eager": (None,),  # every step is eager: there are no graphs yet
+    "--kv-cache-dtype": ("auto",),
+    "--kv-offloading-size": ("0",),
+    "--limit-mm-per-prompt": (),
+    "--long-prefill-token-threshold": ("0",),
+    "--max-num-queued-reqs": (),
+    "--max-num-queued-tokens": (),
+    "--mm-processor-cache-gb": (),
+    "--num-speculative-tokens": ("0",),
+    "--optimization-level": ("0",),
+    "--performance-mode": ("balanced",),
+    "--preemption-mode": ("recompute",),
+    "--quantization": (),
+    "--revision": (),
+    "--root-path": (),
+    "--scheduling-policy": ("fcfs",),
+    "--speculative-config": (),
+    "--ssl-certfile": (),
+    "--ssl-keyfile": (),
+    "--swap-space": ("0",),
+    "--tool-call-parser": (),
+    "--trust-remote-code": (),
+    "--uds": (),
+    "--watermark": ("0", "0.0"),
+}
+SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
+SHORT |= {"-ep": "--enable-expert-parallel", "-cc": "--compilation-config", "-O": "--optimization-level"}
+
+
+class _NotBuilt(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[object] | None,
+        option_string: str | None = None,
+    ) -> None:
+        flag = SHORT.get(option_string or "", option_string or "")
+        harmless = NOT_BUILT[flag]
+        if values in harmless:
+            return
+        only = [value for value in harmless if value is not None]
+        hint = f" other than {' or '.join(only)}" if only else ""
+        remedy = "the model's code never runs here" if flag == "--trust-remote-code" else "leave it out"
+        parser.error(str(NotBuiltError(f"{flag}{hint} is not built yet; {remedy}")))
+
+
+def add_not_built(parser: argparse.ArgumentParser) -> None:
+    """Make the parser know them, without showing them in --help."""
+    short_of = {long: short for short, long in SHORT.items()}
+    for flag in NOT_BUILT:
+        names = [flag, short_of[flag]] if flag in short_of else [flag]
+        parser.add_argument(*names, action=_NotBuilt, nargs="?", help=argparse.SUPPRESS, default=argparse.SUPPRESS)

@@ -1,0 +1,85 @@
+"""argparse, with errors of one line that name the nearest flag, and types that say what they want."""
+
+import argparse
+import difflib
+import math
+import re
+import sys
+from typing import NoReturn
+
+QUANTITY_UNITS = {
+    "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
+    "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40,
+}  # fmt: skip
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Errors are one line on stderr and exit code 2. Flags are never abbreviated, so that a new one breaks nothing."""
+
+    def __init__(self, **keywords: object) -> None:
+        super().__init__(allow_abbrev=False, **keywords)  # type: ignore[arg-type]  # argparse's own keywords
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}{self._hint(message)}; see {self.prog} --help", file=sys.stderr)
+        sys.exit(2)
+
+    def _hint(self, message: str) -> str:
+        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        if not unknown:
+            return ""
+        close = difflib.get_close_matches(unknown.group(1), self.all_flags(), n=1)
+        return f"; did you mean {close[0]}?" if close else ""
+
+    def all_flags(self) -> list[str]:
+        """Every long flag of this command and of its subcommands."""
+        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for child in action.choices.values():
+                    flags += child.all_flags()
+        return flags
+
+
+def positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def port(text: str) -> int:
+    number = _integer(text, 0)
+    if number > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port; ports end at 65535")
+    return number
+
+
+def seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
+    return number
+
+
+def quantity(text: str) -> int:
+    """Bytes: a plain number or a Kubernetes quantity such as 1500Mi or 2G."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti|)", text)
+    if not match or not float(match.group(1)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes or a quantity such as 1500Mi or 2G")
+    return int(float(match.group(1)) * QUANTITY_UNITS[match.group(2)])
+
+
+def sha256(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
+        raise argparse.ArgumentTypeError("it must be 64 hexadecimal digits: printf %s TOKEN | sha256sum")
+    return text.lower()
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number} is below {least}")
+    return number

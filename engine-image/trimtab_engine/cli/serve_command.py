@@ -1,0 +1,287 @@
+"""`trimtab-engine serve MODEL`: the flags of docs/contract.md section 1, and what they become."""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from trimtab_engine.cli import parser as types
+from trimtab_engine.cli.not_built import add_not_built
+from trimtab_engine.config import EngineConfig
+from trimtab_engine.errors import ConfigError, ModelError
+
+LARGE_GPU_BYTES = 70 << 30  # from here on vLLM's larger defaults hold
+DEFAULT_LIMITS = {"cpu": (128, 2048), "cuda": (256, 2048), "large": (1024, 8192)}
+"""max_num_seqs and max_num_batched_tokens by kind of device."""
+LOOPBACK = "127.0.0.1"
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model with an OpenAI-compatible API",
+        description="Serve MODEL. SIGTERM drains: running requests finish within --shutdown-timeout.",
+        epilog="Live while serving, through the admin API: max_num_seqs, max_num_batched_tokens, "
+        "gpu_memory_utilization, each up to its cap.",
+    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="folder with safetensors, or a .gguf file")
+    _add_model_flags(parser.add_argument_group("model"))
+    _add_device_flags(parser.add_argument_group("device and memory"))
+    _add_scheduler_flags(parser.add_argument_group("scheduler"))
+    _add_server_flags(parser.add_argument_group("server"))
+    _add_admin_flags(parser.add_argument_group("admin API"))
+    add_not_built(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_model_flags(group: Any) -> None:
+    group.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as the argument MODEL")
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="name(s) that clients use (default: the last part of MODEL)",
+    )
+    group.add_argument(
+        "--tokenizer", metavar="PATH", help="folder with the tokenizer, when it is not beside the weights"
+    )
+    group.add_argument(
+        "--load-format",
+        choices=("auto", "safetensors", "gguf", "dummy"),
+        default="auto",
+        help="dummy: random weights from config.json alone (default: auto)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="auto: float32 on the CPU, the checkpoint's on CUDA (default: auto)",
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=types.positive,
+        metavar="TOKENS",
+        help="longest prompt plus output (default: the model's)",
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, help="seed of dummy weights and of requests that bring none (default: 0)"
+    )
+
+
+def _add_device_flags(group: Any) -> None:
+    group.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA when there is one (default: auto)"
+    )
+    group.add_argument(
+        "--device-memory-bytes",
+        type=types.quantity,
+        metavar="SIZE",
+        help="how large the device is, such as 1500Mi (default: the container's limit; on CUDA the device's)",
+    )
+    group.add_argument(
+        "--cpu-threads",
+        type=types.positive,
+        metavar="N",
+        help="threads of CPU operators (default: the CPUs that the container may use)",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        default="0.9",
+        metavar="SHARE",
+        help="share of the device to use; live (default: 0.9)",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization-cap", metavar="SHARE", help="how far it may be raised live (default: the start value)"
+    )
+    group.add_argument(
+        "--kv-cache-memory-bytes",
+        "--kv-cache-memory",
+        type=types.quantity,
+        metavar="SIZE",
+        help="fix the KV cache's size; the utilisation is then not live",
+    )
+    group.add_argument(
+        "--num-gpu-blocks-override", type=types.positive, metavar="N", help="fix the number of KV blocks, likewise"
+    )
+    group.add_argument(
+        "--block-size",
+        type=types.positive,
+        default=16,
+        metavar="TOKENS",
+        help="tokens in a KV block: 8, 16 or 32 (default: 16)",
+    )
+
+
+def _add_scheduler_flags(group: Any) -> None:
+    group.add_argument(
+        "--max-num-seqs",
+        type=types.positive,
+        metavar="N",
+        help="how many requests run at once; live (default: 128 on the CPU, 256 or 1024 on CUDA)",
+    )
+    group.add_argument(
+        "--max-num-seqs-cap",
+        type=types.positive,
+        metavar="N",
+        help="how far it may be raised live (default: the start value)",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=types.positive,
+        metavar="N",
+        help="token budget of a step; live (default: 2048, on a large GPU 8192)",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens-cap",
+        type=types.positive,
+        metavar="N",
+        help="how far it may be raised live (default: the start value)",
+    )
+    group.add_argument(
+        "--enable-chunked-prefill",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="off: only whole prompts are admitted (default: on)",
+    )
+
+
+def _add_server_flags(group: Any) -> None:
+    group.add_argument("--host", default="0.0.0.0", help="address of the API (default: 0.0.0.0)")
+    group.add_argument(
+        "--port", type=types.port, default=8000, help="port of the API, the probes and /metrics (default: 8000)"
+    )
+    group.add_argument("--api-key", nargs="+", action="extend", metavar="KEY", help="key asked of /v1/*")
+    group.add_argument(
+        "--max-logprobs", type=int, default=20, metavar="N", help="most logprobs a request may ask for (default: 20)"
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=types.seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long SIGTERM lets running requests finish (default: 30)",
+    )
+    group.add_argument("--disable-log-stats", action="store_true", help="no statistics line and no engine metrics")
+
+
+def _add_admin_flags(group: Any) -> None:
+    group.add_argument("--admin-port", type=types.port, help="serve the admin API there (default: off)")
+    group.add_argument(
+        "--admin-token-sha256",
+        type=types.sha256,
+        metavar="HEX",
+        help="SHA-256 of the bearer token; without it the admin port listens on loopback only",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from trimtab_engine.api.server import Listen, run_server
+
+    config, names = engine_config(arguments), served_names(arguments)
+    _check_model_exists(config.model)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are tokenised in threads of our own
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    from trimtab_engine.api.state import ServerOptions
+
+    options = ServerOptions(
+        served_model_names=names,
+        api_keys=tuple(arguments.api_key or ()),
+        admin_token_sha256=arguments.admin_token_sha256,
+        max_logprobs=arguments.max_logprobs,
+        log_stats=not arguments.disable_log_stats,
+    )
+    admin_host = arguments.host if arguments.admin_token_sha256 else LOOPBACK
+    listen = Listen(arguments.host, arguments.port, admin_host, arguments.admin_port)
+    return run_server(config, options, listen, arguments.shutdown_timeout)
+
+
+def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """The core's configuration. Raises ConfigError where values contradict each other."""
+    model = _model_path(arguments)
+    device = _device(arguments.device)
+    kind, gpu_bytes = device
+    limits = DEFAULT_LIMITS["large" if gpu_bytes >= LARGE_GPU_BYTES else kind]
+    num_seqs, num_tokens = _limits(arguments, limits)
+    utilization = arguments.gpu_memory_utilization
+    return EngineConfig(
+        model=model,
+        tokenizer=arguments.tokenizer,
+        load_format=arguments.load_format,
+        dtype=arguments.dtype,
+        device="cuda" if kind == "cuda" else "cpu",
+        device_memory_bytes=arguments.device_memory_bytes,
+        cpu_threads=arguments.cpu_threads,
+        max_model_len=arguments.max_model_len,
+        block_size=arguments.block_size,
+        gpu_memory_utilization=utilization,
+        gpu_memory_utilization_cap=arguments.gpu_memory_utilization_cap or utilization,
+        kv_cache_memory_bytes=arguments.kv_cache_memory_bytes,
+        num_gpu_blocks_override=arguments.num_gpu_blocks_override,
+        max_num_seqs=num_seqs,
+        max_num_seqs_cap=arguments.max_num_seqs_cap or num_seqs,
+        max_num_batched_tokens=num_tokens,
+        max_num_batched_tokens_cap=arguments.max_num_batched_tokens_cap or num_tokens,
+        enable_chunked_prefill=arguments.enable_chunked_prefill,
+        seed=arguments.seed,
+    )
+
+
+def served_names(arguments: argparse.Namespace) -> tuple[str, ...]:
+    if arguments.served_model_name:
+        return tuple(arguments.served_model_name)
+    return (Path(_model_path(arguments)).name.removesuffix(".gguf"),)
+
+
+def _limits(arguments: argparse.Namespace, defaults: tuple[int, int]) -> tuple[int, int]:
+    """Defaults give way to what was written: fewer tokens than the default seats means fewer seats, and so on."""
+    num_seqs, num_tokens = arguments.max_num_seqs, arguments.max_num_batched_tokens
+    if num_tokens is None:
+        cap = arguments.max_num_batched_tokens_cap
+        num_tokens = max(min(defaults[1], cap or defaults[1]), num_seqs or 1)
+    if num_seqs is None:
+        cap = arguments.max_num_seqs_cap
+        num_seqs = min(defaults[0], cap or defaults[0], num_tokens)
+    return num_seqs, num_tokens
+
+
+def _model_path(arguments: argparse.Namespace) -> str:
+    model = arguments.model or arguments.model_flag
+    if not model:
+        raise ConfigError("no model; say which: trimtab-engine serve MODEL")
+    if arguments.model and arguments.model_flag and arguments.model != arguments.model_flag:
+        raise ConfigError(f"two models, {arguments.model} and --model {arguments.model_flag}; give one")
+    path: str = model
+    if path.startswith("file://"):
+        return path.removeprefix("file://")
+    if "://" in path:
+        raise ConfigError(
+            f"{path} is not a path; models are read from folders and .gguf files (file:// or a plain path)"
+        )
+    return path
+
+
+def _check_model_exists(model: str) -> None:
+    if not Path(model).exists():
+        raise ModelError(f"there is no model at {model}; give the path of a folder with safetensors or of a .gguf file")
+
+
+def _device(asked: str) -> tuple[str, int]:
+    """("cpu" or "cuda", bytes of the first GPU). NVML answers without torch, which this process never imports."""
+    gpu_bytes = 0 if asked == "cpu" else _first_gpu_bytes()
+    if asked == "cuda" and not gpu_bytes:
+        raise ConfigError("--device is cuda, but no NVIDIA GPU is visible here; use --device cpu")
+    return ("cuda" if gpu_bytes else "cpu"), gpu_bytes
+
+
+def _first_gpu_bytes() -> int:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        total = int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total)
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return 0
+    return total
