@@ -15,7 +15,9 @@ from . import docker_daemon, images, kind_cluster, model, node_image, target, to
 from .cache import cache_root, locked, remove_tree
 from .errors import ClusterError, UsageError
 from .kind_cluster import Cluster
-from .progress import in_parallel, say, stage
+from .progress import in_parallel, say, stage, wait_until
+
+PATIENCE_SECONDS = 45.0  # for a cluster that exists to show itself healthy: longer than a node's lease lasts
 
 DESCRIPTION = """\
 Bring a real Kubernetes cluster up on this machine, build the images for it, and take it down again.
@@ -123,9 +125,14 @@ def _up(name: str, workers: int | None) -> Cluster:
     )
     cluster = Cluster(name, target.with_tools(docker))
     if kind_cluster.exists(cluster):
-        if kind_cluster.is_healthy(cluster, workers):
-            return cluster
-        say(f"cluster {name}: not healthy, or with another number of nodes: making it anew")
+        # A busy machine may answer late: a cluster with somebody's work in it is not thrown away for that.
+        if wait_until(f"cluster {name}: healthy", PATIENCE_SECONDS, lambda: kind_cluster.is_healthy(cluster)):
+            num_workers = len(kind_cluster.nodes(cluster)) - 1
+            if workers in (None, num_workers):
+                return cluster
+            say(f"cluster {name}: it has {num_workers} worker(s), {workers} are asked for: making it anew")
+        else:
+            say(f"cluster {name}: making it anew")
         kind_cluster.delete(cluster)
     image, own_network = _node_image(docker)
     kind_cluster.create(cluster, image, workers or 0, own_network=own_network)
@@ -194,7 +201,7 @@ def status(arguments: argparse.Namespace) -> int:
     if cluster is None:
         print(f"cluster   {arguments.name}: none")
         return 1
-    healthy = kind_cluster.is_healthy(cluster, None)
+    healthy = kind_cluster.is_healthy(cluster)
     version = kind_cluster.server_version(cluster) if healthy else "does not answer or has a node that is not Ready"
     print(f"cluster   {arguments.name}: {version}\nkubeconfig {cluster.kubeconfig}")
     return 0 if healthy else 1

@@ -74,13 +74,13 @@ def is_ready(node: dict[str, Any]) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in node["status"].get("conditions", []))
 
 
-def is_healthy(cluster: Cluster, workers: int | None) -> bool:
-    """Whether it answers with every node Ready, and has the number of workers asked for (None: any number)."""
+def is_healthy(cluster: Cluster) -> bool:
+    """Whether it answers and every node is Ready."""
     try:
         found = nodes(cluster)
     except ClusterError:
         return False
-    return bool(found) and all(map(is_ready, found)) and workers in (None, len(found) - 1)
+    return bool(found) and all(map(is_ready, found))
 
 
 def server_version(cluster: Cluster) -> str:
@@ -113,7 +113,7 @@ def create(cluster: Cluster, image: str | None, workers: int, *, own_network: bo
         with stage(f"cluster {cluster.name}: nodes Ready", 30):
             if own_network:
                 connect_pods(cluster)
-            if not wait_until("nodes Ready", READY_SECONDS, lambda: is_healthy(cluster, workers)):
+            if not wait_until("nodes Ready", READY_SECONDS, lambda: is_healthy(cluster)):
                 not_ready = [node["metadata"]["name"] for node in nodes(cluster) if not is_ready(node)]
                 raise ClusterError(f"{as_list(not_ready)} not Ready after {READY_SECONDS:g} s")
     except ClusterError as error:
