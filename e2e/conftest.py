@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="longer runs of the same stories")
 
 
+@pytest.hookimpl(trylast=True)  # the reporter is registered by then
 def pytest_configure(config: pytest.Config) -> None:
     """Progress lines go through pytest's own reporter, so they are seen while a story runs."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")

@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from harness.report import say
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLUSTER_TOOL = REPOSITORY / "e2e" / "cluster"
-IMAGES_SECONDS = 1800.0  # the first build compiles nothing but installs torch and a Debian base
 
 
 class NoCluster(Exception):
@@ -58,7 +56,10 @@ def connect() -> Target:
 
 
 def images_in_cluster() -> Images:
-    """Build what is not built yet and bring it to the nodes."""
+    """Build what is not built yet and bring it to the nodes. TRIMTAB_IMAGES="OPERATOR MODEL" names ones they have."""
+    given = os.environ.get("TRIMTAB_IMAGES", "").split()
+    if given:
+        return Images(*given)
     say("images: operator and model (built once, then from the cache)")
     built = json.loads(_tool("images", "-o", "json", "operator", "model"))
     say("images: into the cluster")
@@ -78,22 +79,24 @@ def run_tool(name: str, *arguments: str, kube: Kube, timeout_seconds: float = 30
     return done.stdout
 
 
-def _tool(*arguments: Sequence[str] | str) -> str:
+def _tool(*arguments: str) -> str:
     """One command of e2e/cluster. Its progress goes to stderr and is shown line by line."""
-    process = subprocess.Popen(
-        [sys.executable, str(CLUSTER_TOOL), *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    said: list[str] = []
+    with subprocess.Popen(
+        [sys.executable, str(CLUSTER_TOOL), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "TRIMTAB_PYTHON": sys.executable},
-    )  # fmt: skip
-    assert process.stderr is not None
-    assert process.stdout is not None
-    said = []
-    for line in process.stderr:
-        said.append(line.rstrip())
-        say(f"  cluster: {line.rstrip()}")
-    output = process.stdout.read()
-    if process.wait(timeout=IMAGES_SECONDS) != 0:
-        raise NoCluster(f"`python3 e2e/cluster {' '.join(map(str, arguments))}` failed: {' '.join(said[-3:])}")
+    ) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        for line in process.stderr:
+            said.append(line.rstrip())
+            say(f"  cluster: {line.rstrip()}")
+        output = process.stdout.read()
+    if process.returncode != 0:
+        raise NoCluster(f"`python3 e2e/cluster {' '.join(arguments)}` failed: {' '.join(said[-3:])}")
     return output
 
 
