@@ -1,0 +1,245 @@
+"""The engine as a whole, in one process, with a tiny random model: what is changed while it runs changes no answer."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trimtab_engine.config import EngineConfig
+from trimtab_engine.device import Device
+from trimtab_engine.engine import Engine
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.messages import AddRequest, CoreReady, SamplingParams
+from trimtab_engine.startup import start_engine
+
+VOCABULARY = 97
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 96,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+}
+MAX_MODEL_LEN = 128
+BLOCKS_FOR_ONE = MAX_MODEL_LEN // 8
+BYTES_PER_BLOCK = 2 * 2 * 8 * 2 * 16 * 4
+DEVICE_BYTES = 4 << 30  # 0.0001 of it is 0.43 MB, some 52 blocks
+
+
+class Clock:
+    """Time that moves only when it is looked at."""
+
+    def __init__(self) -> None:
+        self._ticks = itertools.count()
+
+    def __call__(self) -> float:
+        return next(self._ticks) * 0.001
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return tmp_path
+
+
+def an_engine(model: Path, **changes: Any) -> tuple[Engine, CoreReady]:
+    values: dict[str, Any] = {
+        "model": str(model),
+        "load_format": "dummy",
+        "device_memory_bytes": DEVICE_BYTES,
+        "cpu_threads": 1,
+        "max_model_len": MAX_MODEL_LEN,
+        "block_size": 8,
+        "num_gpu_blocks_override": 4 * BLOCKS_FOR_ONE,
+        "max_num_seqs": 8,
+        "max_num_seqs_cap": 16,
+        "max_num_batched_tokens": 64,
+        "max_num_batched_tokens_cap": 256,
+    }
+    return start_engine(EngineConfig(**values | changes), lambda stage, percent: None, Clock())
+
+
+def utilization(steps_above_this_process: int) -> str:
+    """A utilisation that leaves some hundred MB for the engine, whatever this test process has grown to."""
+    used = Device("cpu", memory_bytes=DEVICE_BYTES, cpu_threads=1).used_bytes()
+    return str((used * 10_000 // DEVICE_BYTES + steps_above_this_process) / 10_000)
+
+
+def a_request(number: int, *, prompt: int, output: int, **sampling: Any) -> AddRequest:
+    tokens = [random.Random(number * 7 + i).randrange(VOCABULARY - 1) for i in range(prompt)]
+    params = SamplingParams(**{"max_tokens": output, "temperature": 0.0, "ignore_eos": True, **sampling})
+    return AddRequest(f"r{number}", tokens, params, arrival_time=0.0)
+
+
+def run(engine: Engine, requests: list[AddRequest], between_steps: Any = lambda step: None) -> dict[str, list[int]]:
+    """Serve to the end. The tokens of each request; fails when one does not end by length."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    reasons: dict[str, str] = {}
+    for request in requests:
+        engine.add(request)
+    for step in range(100_000):
+        if not engine.has_work:
+            break
+        for output in engine.step().outputs:
+            tokens[output.request_id] += output.token_ids
+            if output.finish_reason:
+                reasons[output.request_id] = output.finish_reason
+        engine.check_integrity()
+        between_steps(step)
+    assert set(reasons.values()) == {"length"}
+    assert reasons.keys() == tokens.keys()
+    return tokens
+
+
+REQUESTS = [a_request(n, prompt=5 + 7 * (n % 9), output=10 + 5 * (n % 8)) for n in range(24)]
+
+
+def alone(model: Path) -> dict[str, list[int]]:
+    """What each request yields when nothing disturbs it."""
+    engine, _ = an_engine(model, max_num_batched_tokens=256)
+    answers: dict[str, list[int]] = {}
+    for request in REQUESTS:
+        answers |= run(engine, [request])
+    return answers
+
+
+def test_batched_chunked_and_preempted_requests_yield_the_same_tokens_as_alone(model: Path) -> None:
+    expected = alone(model)
+    assert run(an_engine(model)[0], REQUESTS) == expected
+    assert run(an_engine(model, max_num_batched_tokens=16)[0], REQUESTS) == expected
+    tight, _ = an_engine(model, num_gpu_blocks_override=BLOCKS_FOR_ONE + 4)
+    preemptions = 0
+    for request in REQUESTS:
+        tight.add(request)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in REQUESTS}
+    while tight.has_work:
+        outputs = tight.step()
+        preemptions += sum(outputs.stats.preempted.values())
+        for output in outputs.outputs:
+            tokens[output.request_id] += output.token_ids
+        tight.check_integrity()
+    assert tokens == expected
+    assert preemptions > 10
+
+
+def test_a_thousand_random_patches_under_load_fail_no_request_and_change_no_answer(model: Path) -> None:
+    expected = alone(model)
+    engine, _ = an_engine(
+        model,
+        num_gpu_blocks_override=None,
+        gpu_memory_utilization=utilization(200),
+        gpu_memory_utilization_cap=utilization(240),
+    )
+    dice = random.Random(20)
+    least = engine.config()["fields"]["gpu_memory_utilization"]["min"]
+    seen = {200: 0, 412: 0, 422: 0}
+    generation = 1
+    resized = set()
+
+    def patch_at_random(_: int) -> None:
+        nonlocal generation
+        for _ in range(2):
+            values = dice.choice(
+                [
+                    {"max_num_seqs": dice.randint(1, 20)},
+                    {"max_num_batched_tokens": dice.randint(1, 300)},
+                    {"max_num_seqs": dice.randint(1, 16), "max_num_batched_tokens": dice.randint(16, 256)},
+                    {"gpu_memory_utilization": dice.choice([least, float(utilization(dice.randint(-60, 300)))])},
+                ]
+            )
+            if_match = dice.choice([None, generation, generation - 1])
+            status, body = engine.patch_config({"values": values, "if_match": if_match, "dry_run": False})
+            seen[status] += 1
+            if status == 200:
+                generation = int(body["generation"])
+                resized.add(engine.ledger().blocks_total)
+            engine.check_integrity()
+
+    rounds = 0
+    while sum(seen.values()) < 1000:
+        assert run(engine, REQUESTS, patch_at_random) == expected
+        rounds += 1
+    assert seen[200] > 100
+    assert seen[412] > 50
+    assert seen[422] > 100
+    assert len(resized) > 3, "the KV cache really changed its size"
+
+
+def test_a_patch_takes_effect_in_the_very_next_step(model: Path) -> None:
+    engine, _ = an_engine(model)
+    for request in REQUESTS[:8]:
+        engine.add(request)
+    before = engine.step().stats
+    status, body = engine.patch_config({"values": {"max_num_batched_tokens": 8}})
+    after = engine.step().stats
+    assert status == 200
+    assert body["applied_at_step"] == before.step + 1 == after.step
+    assert before.num_scheduled_tokens == 64
+    assert after.num_scheduled_tokens == 8
+    assert after.config_generation == 2
+
+
+def test_shrinking_below_what_is_in_use_preempts_for_resize_and_gives_memory_back(model: Path) -> None:
+    engine, _ = an_engine(
+        model,
+        num_gpu_blocks_override=None,
+        gpu_memory_utilization=utilization(200),
+        gpu_memory_utilization_cap="0.9",
+        max_num_seqs=16,
+    )
+    least = engine.config()["fields"]["gpu_memory_utilization"]["min"]
+    for request in REQUESTS:
+        engine.add(request)
+    for _ in range(12):
+        engine.step()
+    total = engine.ledger().blocks_total
+    status, _ = engine.patch_config({"values": {"gpu_memory_utilization": least}})
+    stats = engine.step().stats
+    assert status == 200
+    assert engine.ledger().blocks_total < total
+    assert stats.preempted["resize"] > 0
+    assert stats.kv_blocks_used <= stats.kv_blocks_total
+    engine.check_integrity()
+
+
+def test_a_drain_aborts_what_is_left_at_its_deadline(model: Path) -> None:
+    engine, _ = an_engine(model)
+    for request in REQUESTS[:4]:
+        engine.add(request)
+    engine.step()
+    report = engine.drain(0.0)
+    outputs = engine.step().outputs
+    assert report["remaining_requests"] == 4
+    assert report["remaining_tokens"] > 0
+    assert {output.finish_reason for output in outputs} == {"abort"}
+    assert not engine.has_work
+
+
+def test_the_ledger_names_an_owner_for_every_kind_and_its_kv_is_what_is_mapped(model: Path) -> None:
+    engine, ready = an_engine(model)
+    ledger = engine.ledger()
+    assert ledger.kinds["kv_mapped"] == ready.num_blocks * BYTES_PER_BLOCK
+    assert sum(ledger.kinds.values()) + ledger.free_bytes == ledger.device_bytes
+    assert ledger.unattributed_bytes == ledger.driver_used_bytes - sum(ledger.kinds.values())
+
+
+def test_a_device_too_small_for_one_request_is_refused_with_the_numbers_and_what_to_set(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max seq len \(128\).*--gpu-memory-utilization|--device-memory-bytes"):
+        an_engine(model, num_gpu_blocks_override=None, device_memory_bytes=200 << 20)
+
+
+def test_unchunked_prefill_needs_a_budget_of_max_model_len(model: Path) -> None:
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens 64 is below max_model_len 128"):
+        an_engine(model, enable_chunked_prefill=False)
