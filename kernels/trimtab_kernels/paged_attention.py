@@ -192,6 +192,27 @@ def paged_attention_reference(
     return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
 
 
+def attend_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    is_causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` in plain torch and float32, for every device."""
+    scores = torch.matmul(query.float(), key.float().transpose(-1, -2)) * scale
+    if mask is not None:
+        scores = scores + mask
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu_(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    lse = scores.logsumexp(dim=-1)
+    output = torch.matmul((scores - lse.unsqueeze(-1)).exp(), value.float())
+    return output.to(query.dtype), lse
+
+
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -203,22 +224,14 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dense attention with its log-sum-exp. query [b, h, rows, d]; key, value [b, h, length, d], any strides.
 
-    Returns ([b, h, rows, d], [b, h, rows] float32). CPU: torch's flash kernel; elsewhere plain torch in float32.
+    Returns ([b, h, rows, d], [b, h, rows] float32). CPU: torch's flash kernel.
     """
     if query.device.type == "cpu":
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
         )
         return output, lse
-    scores = torch.matmul(query.float(), key.float().transpose(-1, -2)) * scale
-    if mask is not None:
-        scores = scores + mask
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu_(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    lse = scores.logsumexp(dim=-1)
-    output = torch.matmul((scores - lse.unsqueeze(-1)).exp(), value.float())
-    return output.to(query.dtype), lse
+    return attend_reference(query, key, value, scale=scale, is_causal=is_causal, mask=mask)
 
 
 def merge_parts(

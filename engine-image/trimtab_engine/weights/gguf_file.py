@@ -47,10 +47,12 @@ class GgufSource:
             reader = GGUFReader(file)
             self._fields = {name: field.contents() for name, field in reader.fields.items() if "tokenizer" not in name}
             self._eos = _field(reader, "tokenizer.ggml.eos_token_id")
-            self._tokens = len(reader.fields["tokenizer.ggml.tokens"].data) if _has_tokens(reader) else None
             tensors = {str(tensor.name): tensor for tensor in reader.tensors}
         except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
             raise ModelError(f"{file}: is truncated or no GGUF file: {_one_line(error)}") from None
+        name = self._fields.get("general.architecture")
+        if name not in ARCHITECTURES:
+            raise ModelError(f"{file}: GGUF architecture {name} is not built; supported: {', '.join(ARCHITECTURES)}")
         if ROPE_FREQUENCIES in tensors:
             raise ModelError(f"{file}: rope scaling by {ROPE_FREQUENCIES} is not built; use the safetensors checkpoint")
         self._tensors = {_transformers_name(name, file): tensor for name, tensor in tensors.items()}
@@ -81,7 +83,7 @@ class GgufSource:
         if scaling not in ("none", ""):
             rope |= {"rope_type": scaling, "factor": float(read("rope.scaling.factor", 1.0))}
         return {
-            "architectures": [ARCHITECTURES.get(name, name)],
+            "architectures": [ARCHITECTURES[name]],
             "hidden_size": hidden,
             "intermediate_size": int(read("feed_forward_length")),
             "num_hidden_layers": int(read("block_count")),
@@ -138,10 +140,6 @@ def _transformers_name(name: str, file: Path) -> str:
     raise ModelError(
         f"{file}: tensor {name} is not one of the Llama architecture; supported: {', '.join(ARCHITECTURES)}"
     )
-
-
-def _has_tokens(reader: Any) -> bool:
-    return "tokenizer.ggml.tokens" in reader.fields
 
 
 def _field(reader: Any, name: str) -> Any:

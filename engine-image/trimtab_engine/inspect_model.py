@@ -1,0 +1,74 @@
+"""Model facts from headers alone (docs/contract.md section 6). Needs no torch and reads no weight."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab_engine.models import SUPPORTED_ARCHITECTURES
+from trimtab_engine.models.model_config import architecture_of, parse_model_config
+from trimtab_engine.weights.source import WeightSource, open_source
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def model_facts(model: str, *, load_format: str = "auto") -> dict[str, Any]:
+    """The facts as a JSON object. An architecture that is not built has `supported: false` and null for what its
+    config.json does not say in the usual words. Raises ModelError when the model cannot be read.
+    """
+    source = open_source(model, load_format)
+    if architecture_of(source.config, source.where) in SUPPORTED_ARCHITECTURES:
+        facts = _supported(source)
+    else:
+        facts = _unsupported(source)
+    return {"model": model, **facts, "format": source.format}
+
+
+def _supported(source: WeightSource) -> dict[str, Any]:
+    config = parse_model_config(source.config, source.generation_config, source.where)
+    return {
+        "architecture": config.architecture,
+        "supported": True,
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_size": config.head_size,
+        "vocab_size": config.vocab_size,
+        "max_model_len": config.max_model_len,
+        "num_parameters": config.num_parameters,
+        "weights_bytes": config.num_parameters * DTYPE_BYTES[config.dtype],
+        "dtype": config.dtype,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "num_experts": 0,
+    }
+
+
+def _unsupported(source: WeightSource) -> dict[str, Any]:
+    config = source.config
+    text = config.get("text_config")
+    words: Mapping[str, Any] = {**config, **text} if isinstance(text, Mapping) else config
+    num_parameters = sum(math.prod(shape) for shape in source.shapes().values())
+    dtype = str(words.get("dtype") or words.get("torch_dtype") or "float32").removeprefix("torch.")
+    heads, hidden = words.get("num_attention_heads"), words.get("hidden_size")
+    head_size = words.get("head_dim")
+    if head_size is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        head_size = hidden // heads
+    return {
+        "architecture": architecture_of(config, source.where),
+        "supported": False,
+        "num_layers": words.get("num_hidden_layers"),
+        "hidden_size": hidden,
+        "intermediate_size": words.get("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_kv_heads": words.get("num_key_value_heads", heads),
+        "head_size": head_size,
+        "vocab_size": words.get("vocab_size"),
+        "max_model_len": words.get("max_position_embeddings"),
+        "num_parameters": num_parameters,
+        "weights_bytes": num_parameters * DTYPE_BYTES.get(dtype, 4),
+        "dtype": dtype,
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "num_experts": next((words[key] for key in EXPERT_KEYS if words.get(key)), 0),
+    }

@@ -1,0 +1,155 @@
+"""paged_attention against one-sequence-at-a-time float32 attention, for any mix of decodes and chunks."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+import trimtab_kernels.paged_attention as kernel
+from trimtab_kernels.paged_attention import (
+    attend,
+    attend_reference,
+    build_attention_metadata,
+    first_of_run,
+    merge_parts,
+    paged_attention,
+    paged_attention_reference,
+    plan_decode_groups,
+)
+
+BLOCK_SIZE = 8
+Sequence = tuple[int, int]  # (tokens before, tokens now)
+
+
+def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, size: int = 16, in_rows: bool = False,
+               dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
+    """Compute a step both ways. Blocks are scattered over the cache, or in rows."""
+    generator = torch.Generator().manual_seed(1)
+    counts = [-(-(before + now) // BLOCK_SIZE) for before, now in sequences]
+    ids = list(range(1, sum(counts) + 1))
+    if not in_rows:
+        random.Random(1).shuffle(ids)
+    tables = [[ids.pop(0) for _ in range(count)] for count in counts]
+    shape = (sum(counts) + 2, BLOCK_SIZE, kv_heads, size)
+    keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    order = sorted(range(len(sequences)), key=lambda i: (sequences[i][1] != 1, -sequences[i][0]))
+    decodes = [(tables[i], sequences[i][0] + 1) for i in order if sequences[i][1] == 1]
+    chunks = [(tables[i], *sequences[i]) for i in order if sequences[i][1] != 1]
+    slots = [
+        tables[i][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+        for i in order
+        for position in range(sequences[i][0], sum(sequences[i]))
+    ]
+    metadata = build_attention_metadata(slots, decodes, chunks, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    query = torch.randn(len(slots), heads, size, generator=generator).to(dtype)
+    new_keys, new_values = keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
+    scale = size**-0.5
+    output = paged_attention(query, new_keys, new_values, keys, values, metadata, scale)
+    first = 0
+    tolerance = 16 * torch.finfo(dtype).eps
+    for i in order:
+        before, now = sequences[i]
+        rows = slice(first, first + now)
+        expected = paged_attention_reference(query[rows], keys, values, tables[i], before, scale)
+        torch.testing.assert_close(output[rows], expected, rtol=tolerance, atol=tolerance)
+        first += now
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 16), (9, 3, 64), (6, 1, 10)])
+@pytest.mark.parametrize(
+    "sequences",
+    [
+        [(0, 1)],
+        [(6, 1)],
+        [(16, 1), (7, 1), (40, 1)],
+        [(0, 7)],
+        [(0, 33), (0, 8)],
+        [(13, 5)],
+        [(300, 20), (16, 16)],
+        [(5, 1), (0, 17), (99, 1), (24, 9), (8, 1)],
+    ],
+)
+def test_any_mix_of_decodes_and_chunks(sequences: list[Sequence], heads: int, kv_heads: int, size: int) -> None:
+    check_step(sequences, heads=heads, kv_heads=kv_heads, size=size)
+
+
+def test_blocks_in_a_row_are_read_in_place() -> None:
+    check_step([(50, 1), (70, 12)], in_rows=True)
+
+
+def test_contexts_longer_than_a_gather_are_merged_from_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "GATHER_TOKENS", 32)
+    check_step([(100, 3), (64, 2), (129, 20)])
+
+
+def test_a_long_decode_can_be_a_chunk_of_one_token() -> None:
+    generator = torch.Generator().manual_seed(2)
+    keys, values = (torch.randn(8, BLOCK_SIZE, 2, 16, generator=generator) for _ in range(2))
+    table = [5, 2, 7, 1]
+    slot = table[27 // BLOCK_SIZE] * BLOCK_SIZE + 27 % BLOCK_SIZE
+    metadata = build_attention_metadata([slot], [], [(table, 27, 1)], block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    query = torch.randn(1, 4, 16, generator=generator)
+    fresh = [cache.flatten(0, 1)[[slot]] for cache in (keys, values)]
+    output = paged_attention(query, fresh[0], fresh[1], keys, values, metadata, 0.25)
+    torch.testing.assert_close(output, paged_attention_reference(query, keys, values, table, 27, 0.25))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    check_step([(20, 1), (9, 1), (12, 10)], dtype=dtype)
+
+
+def test_padding_rows_after_the_tokens_are_zero() -> None:
+    cache = torch.randn(2, BLOCK_SIZE, 1, 4)
+    metadata = build_attention_metadata([8], [([1], 1)], [], block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    query = torch.randn(4, 2, 4)
+    output = paged_attention(query, query[:, :1], query[:, :1], cache, cache, metadata, 0.5)
+    assert torch.equal(output[1:], torch.zeros(3, 2, 4))
+
+
+def test_the_plain_torch_form_gives_the_same_output_and_log_sum_exp() -> None:
+    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    mask = torch.zeros(1, 1, 1, 5)
+    mask[..., 4] = float("-inf")
+    for is_causal, given in ((True, None), (False, mask), (False, None)):
+        output, lse = attend(query, key, key, scale=0.3, is_causal=is_causal, mask=given)
+        expected, expected_lse = attend_reference(query, key, key, scale=0.3, is_causal=is_causal, mask=given)
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(lse, expected_lse)
+
+
+def test_parts_merge_to_the_whole() -> None:
+    query, key, value = (torch.randn(1, 2, 9, 8) for _ in range(3))
+    whole, whole_lse = attend(query, key, value, scale=0.3)
+    parts = [attend(query, key[:, :, part], value[:, :, part], scale=0.3) for part in (slice(0, 4), slice(4, 9))]
+    merged, lse = merge_parts(*parts[0], *parts[1])
+    torch.testing.assert_close(merged, whole)
+    torch.testing.assert_close(lse, whole_lse)
+
+
+def test_decode_groups_bound_padding_and_gather() -> None:
+    counts = [400, 390, 20, 19, 18, 1]
+    boundaries = plan_decode_groups(counts, BLOCK_SIZE)
+    assert boundaries[0] == 0
+    assert boundaries[-1] == len(counts)
+    assert 2 in boundaries, "short sequences are not padded to the long ones"
+    for first, last in pairwise(boundaries):
+        assert last - first == 1 or (last - first) * counts[first] * BLOCK_SIZE <= kernel.GATHER_TOKENS
+
+
+def test_equal_lengths_make_one_group() -> None:
+    assert plan_decode_groups([8] * 32, 16) == [0, 32]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "first"), [([4], 4), ([4, 5, 6], 4), ([4, 6, 5], None), ([4, 6], None), ([6, 5], None)]
+)
+def test_a_run_is_blocks_that_follow_one_another(blocks: list[int], first: int | None) -> None:
+    assert first_of_run(blocks) == first
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    cache = torch.zeros(2, BLOCK_SIZE, 2, 4)
+    metadata = build_attention_metadata([8], [([1], 1)], [], block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="multiple of num_kv_heads"):
+        paged_attention(torch.ones(1, 3, 4), torch.ones(1, 2, 4), torch.ones(1, 2, 4), cache, cache, metadata, 0.5)

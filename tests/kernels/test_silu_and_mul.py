@@ -1,0 +1,25 @@
+"""silu_and_mul against its reference."""
+
+import pytest
+import torch
+from trimtab_kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (7, 1536), (3, 4097)])
+def test_it_matches_the_reference(rows: int, size: int, dtype: torch.dtype) -> None:
+    x = torch.randn(rows, 2 * size).to(dtype)
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(silu_and_mul(x), silu_and_mul_reference(x), rtol=tolerance, atol=tolerance)
+
+
+def test_the_input_is_left_as_it_was() -> None:
+    x = torch.randn(3, 8)
+    before = x.clone()
+    silu_and_mul(x)
+    assert torch.equal(x, before)
+
+
+def test_an_odd_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="gate and up"):
+        silu_and_mul(torch.ones(2, 7))
