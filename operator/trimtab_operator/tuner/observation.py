@@ -102,7 +102,7 @@ class Hold:
     message: str
 
 
-def contradiction(load: EngineLoad, config: EngineConfig, *, now: float) -> str | None:
+def contradiction(load: EngineLoad, *, now: float) -> str | None:
     """Say what is impossible about a sample, or None."""
     numbers = (load.preemptions_total, load.generation_tokens_total, load.running, load.waiting, load.kv_usage)
     if not all(math.isfinite(number) for number in (*numbers, load.at)):
@@ -115,9 +115,16 @@ def contradiction(load: EngineLoad, config: EngineConfig, *, now: float) -> str 
         return "the memory ledger is empty"
     if load.at > now + MAX_CLOCK_AHEAD_SECONDS:
         return "the sample lies in the future"
-    if load.config_generation != config.generation:
-        return "metrics and configuration are of different generations"
     return None
+
+
+def is_out_of_step(reading: GroupReading) -> bool:
+    """Whether metrics and configuration are of different generations, as for a moment after every change."""
+    return (
+        reading.load is not None
+        and reading.config is not None
+        and reading.load.config_generation != reading.config.generation
+    )
 
 
 def hold(readings: Iterable[GroupReading], *, now: float, max_age_seconds: float) -> Hold | None:
@@ -139,8 +146,7 @@ def hold(readings: Iterable[GroupReading], *, now: float, max_age_seconds: float
         return Hold(Doubt.STALE, f"metrics of {_names(stale)} are older than {max_age_seconds:g} s")
     for reading in ready:
         assert reading.load is not None
-        assert reading.config is not None
-        said_wrong = contradiction(reading.load, reading.config, now=now)
+        said_wrong = contradiction(reading.load, now=now)
         if said_wrong is not None:
             return Hold(Doubt.INCONSISTENT, f"metrics of {reading.group} contradict themselves: {said_wrong}")
     return None
@@ -152,10 +158,14 @@ def _names(readings: list[GroupReading]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Samples of one group since its engine started, oldest first, and the pod that they come from."""
+    """Samples of one group since its engine started, oldest first, and the pod that they come from.
+
+    `out_of_step_since` is the time since which its metrics and its configuration have been of different generations.
+    """
 
     samples: tuple[EngineLoad, ...] = ()
     instance: str = ""
+    out_of_step_since: float | None = None
 
     def add(self, load: EngineLoad, *, keep_seconds: float) -> Window:
         """Append a sample. A restart (counter or generation fell) begins anew; a repeated sample changes nothing."""

@@ -24,6 +24,7 @@ from trimtab_operator.tuner.diagnosis import (
 )
 from trimtab_operator.tuner.explanation import explain, explain_bounds, explain_restart, explain_rollback
 from trimtab_operator.tuner.observation import (
+    Doubt,
     GroupReading,
     Hold,
     Knob,
@@ -33,6 +34,7 @@ from trimtab_operator.tuner.observation import (
     Window,
     has_restarted,
     hold,
+    is_out_of_step,
 )
 from trimtab_operator.tuner.state import BadValue, Decision, Mode, Reason, Settings, TunerState, Watch
 
@@ -125,9 +127,9 @@ def tick(state: TunerState, readings: Iterable[GroupReading], settings: Settings
         _keep_bounds(turn)
         _watch_restarts(turn)
     _extend_windows(turn)
-    held = hold(seen, now=now, max_age_seconds=settings.pace.max_age_seconds)
+    held = hold(seen, now=now, max_age_seconds=settings.pace.max_age_seconds) or _hold_out_of_step(turn)
     behind = _groups_behind(turn)
-    if held is None and not behind:
+    if held is None and not behind and not any(is_out_of_step(reading) for reading in seen if reading.ready):
         _judge(turn)
         if not turn.decisions:
             _act(turn)
@@ -217,11 +219,26 @@ def _extend_windows(turn: _Turn) -> None:
         window = turn.state.windows.get(reading.group, Window())
         if window.instance != reading.instance or _restarted(reading, window) or _is_behind(reading, turn):
             window = Window(instance=reading.instance)
+        elif is_out_of_step(reading):
+            since = turn.now if window.out_of_step_since is None else window.out_of_step_since
+            window = replace(window, out_of_step_since=since)
         elif hold((reading,), now=turn.now, max_age_seconds=pace.max_age_seconds) is None:
             assert reading.load is not None
             window = window.add(reading.load, keep_seconds=pace.window_seconds)
+            window = replace(window, out_of_step_since=None)
         windows[reading.group] = window
     turn.state = replace(turn.state, windows=windows)
+
+
+def _hold_out_of_step(turn: _Turn) -> Hold | None:
+    """Metrics trail the configuration for a step after each change; for longer than a sample's age they lie."""
+    limit = turn.settings.pace.max_age_seconds
+    for reading in turn.readings:
+        since = turn.state.windows[reading.group].out_of_step_since
+        if reading.ready and since is not None and turn.now - since > limit:
+            message = f"metrics and configuration of {reading.group} are of different generations for over {limit:g} s"
+            return Hold(Doubt.INCONSISTENT, message)
+    return None
 
 
 def _evidence(turn: _Turn) -> list[Pressure]:

@@ -309,7 +309,6 @@ LIES = {
     "a counter that is not a number": {"preemptions_total": math.nan},
     "a negative count": {"running": -1.0},
     "a usage above one": {"kv_usage": 7.0},
-    "a generation of another configuration": {"config_generation": 99},
     "an endless counter": {"preemptions_total": math.inf},
     "a sample from the future": {"at": 2_000_000.0},
 }

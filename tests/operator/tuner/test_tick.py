@@ -172,6 +172,19 @@ def test_metrics_that_cannot_be_trusted_hold_everything_and_say_so(readings: obj
         assert result.patches == ()
 
 
+def test_metrics_may_trail_the_configuration_for_a_moment_and_no_longer() -> None:
+    pressed = run(TunerState(), preempting(2))[-1].state
+    readings = [a_reading(T0 + 10 + 5 * i, 4 + 9 * i, generation=1) for i in range(8)]
+    trailing = [
+        [replace(r, config=replace(r.config, generation=2))]  # type: ignore[type-var]
+        for r in readings
+    ]
+    results = run(pressed, trailing, start=T0 + 10)
+    assert [result.metrics_available.ok for result in results] == [True] * 7 + [False]
+    assert results[-1].metrics_available.reason == "MetricsInconsistent"
+    assert all(not result.decisions for result in results)
+
+
 def test_a_counter_that_starts_again_is_a_restart_and_not_a_burst() -> None:
     ticks = [[a_reading(T0, 1000)], [a_reading(T0 + 5, 1000)], [a_reading(T0 + 10, 4)], [a_reading(T0 + 15, 4)]]
     results = run(TunerState(), ticks)
