@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trimtab_operator.bounded_http import DEADLINE_SECONDS, Reply, Unreachable, fetch
+from trimtab_operator.bounded_http import Reply, Unreachable, fetch
 from trimtab_operator.tuner import EngineConfig, FieldRange, Knob, Value
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Unreachable",
 ]
 
+ANSWER_SECONDS = 15.0  # the engine answers between two steps, and one on a busy CPU takes seconds
 PATCH_SECONDS = 30.0  # the answer comes when the change is applied: a shrink may move and preempt first
 INTEGER_KNOBS = frozenset({Knob.MAX_NUM_SEQS, Knob.MAX_NUM_BATCHED_TOKENS})
 
@@ -222,7 +223,7 @@ class EngineClient:
         *,
         json: object = None,
         headers: Mapping[str, str] | None = None,
-        deadline_seconds: float = DEADLINE_SECONDS,
+        deadline_seconds: float = ANSWER_SECONDS,
     ) -> Reply | Unreachable:
         return await fetch(
             self._http,
