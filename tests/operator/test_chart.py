@@ -120,9 +120,6 @@ WORKLOADS = {
 }
 WORKLOAD_RIGHTS = {(group, resource, verb, None) for group, resource, verbs in WORKLOADS for verb in verbs}
 CLUSTER_RIGHTS = {
-    ("apiextensions.k8s.io", "customresourcedefinitions", "get", None),
-    ("apiextensions.k8s.io", "customresourcedefinitions", "list", None),
-    ("apiextensions.k8s.io", "customresourcedefinitions", "watch", None),
     ("admissionregistration.k8s.io", "validatingwebhookconfigurations", "get", "trimtab-system-trimtab"),
     ("admissionregistration.k8s.io", "validatingwebhookconfigurations", "patch", "trimtab-system-trimtab"),
 }
@@ -134,8 +131,7 @@ def test_the_cluster_role_holds_exactly_what_the_operator_does() -> None:
 
 def test_with_named_namespaces_the_rights_on_workloads_end_there() -> None:
     manifests = render("watchNamespaces={team-a,team-b}")
-    namespaces = {("", "namespaces", "list", None), ("", "namespaces", "watch", None)}
-    assert rights(one(manifests, "ClusterRole")) == CLUSTER_RIGHTS | namespaces
+    assert rights(one(manifests, "ClusterRole")) == CLUSTER_RIGHTS
     roles = [m for m in manifests if m["kind"] == "Role" and m["metadata"]["namespace"] != NAMESPACE]
     assert {role["metadata"]["namespace"] for role in roles} == {"team-a", "team-b"}
     assert all(rights(role) == WORKLOAD_RIGHTS for role in roles)
@@ -143,6 +139,11 @@ def test_with_named_namespaces_the_rights_on_workloads_end_there() -> None:
     assert {b["metadata"]["namespace"] for b in bindings} == {"team-a", "team-b", NAMESPACE}
     account = {"kind": "ServiceAccount", "name": "trimtab", "namespace": NAMESPACE}
     assert all(binding["subjects"] == [account] for binding in bindings)
+
+
+def test_with_named_namespaces_and_no_webhook_nothing_holds_for_the_whole_cluster() -> None:
+    kinds = {manifest["kind"] for manifest in render("watchNamespaces={a}", "webhook.enabled=false")}
+    assert not kinds & {"ClusterRole", "ClusterRoleBinding"}
 
 
 def test_secrets_and_leases_are_the_operators_own_by_name() -> None:
