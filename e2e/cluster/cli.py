@@ -19,6 +19,8 @@ from .progress import in_parallel, say, stage, wait_until
 
 PATIENCE_SECONDS = 45.0  # for a cluster that exists to show itself healthy: longer than a node's lease lasts
 
+SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
+
 DESCRIPTION = """\
 Bring a real Kubernetes cluster up on this machine, build the images for it, and take it down again.
 
@@ -266,6 +268,9 @@ def show_images(arguments: argparse.Namespace) -> int:
 
 def main(words: Sequence[str]) -> int:
     """Run one command; returns the exit code."""
+    # dockerd, runc, debootstrap and iptables lie where not every PATH looks.
+    searched = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join([*searched, *(each for each in SYSTEM_FOLDERS if each not in searched)])
     try:
         arguments = parser().parse_args(words)
         return int(arguments.action(arguments))

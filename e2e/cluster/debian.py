@@ -92,7 +92,7 @@ def fetch(arguments: Sequence[str], folder: Path, *, log: str) -> None:
 
 
 def install(packages: Sequence[str]) -> None:
-    """Install what is missing with the machine's own apt. Services are not started (RUNLEVEL 1 tells them so)."""
+    """Install what is missing with the machine's own apt; RUNLEVEL 1 asks init scripts to start no service."""
     with locked("apt-install"):
         missing = [package for package in packages if not is_installed(package)]
         if not missing:

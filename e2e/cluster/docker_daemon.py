@@ -64,6 +64,9 @@ def ensure() -> dict[str, str]:
 def _start() -> dict[str, str]:
     if shutil.which("dockerd") is None or shutil.which("docker") is None:
         debian.install(["docker.io", "iptables"])
+        found = find()  # where systemd runs, the package has started one
+        if found is not None:
+            return found
     if os.geteuid() != 0:
         raise ClusterError(
             f"No Docker daemon answers and only root can start one; start Docker, set DOCKER_HOST, "
