@@ -38,7 +38,7 @@ from trimtab_engine.messages import (
     ToCore,
 )
 
-CORE_COMMAND = (sys.executable, "-m", "trimtab_engine.core_process")
+CORE_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.core_process")
 SHUTDOWN_SECONDS = 5.0  # for the core to leave its loop before it is killed
 DEAD_GRACE_SECONDS = 0.5  # for the core's last message, which says why, to arrive after its process has ended
 

@@ -1,5 +1,6 @@
 """The HTTP application on --port: OpenAI's surface, probes and metrics, behind a body limit and an optional key."""
 
+import contextlib
 import hashlib
 import hmac
 from importlib.metadata import version
@@ -17,6 +18,7 @@ from trimtab_engine.api.error_responses import (
     on_api_error,
     on_engine_dead,
     on_http_error,
+    on_internal_error,
     on_validation_error,
 )
 from trimtab_engine.api.openai_routes import openai_router
@@ -45,6 +47,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(EngineDead, on_engine_dead)
     app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(Exception, on_internal_error)
 
 
 async def _on_client_gone(_: Request, __: Exception) -> Response:
@@ -114,7 +117,14 @@ class BodyLimit:
                     raise self._refusal()
             return message
 
-        await self._app(scope, counted, send)
+        async def unless_refused(message: Message) -> None:
+            if num_bytes <= self._max:  # what the framework makes of our error is no answer
+                await send(message)
+
+        with contextlib.suppress(ApiError):
+            await self._app(scope, counted, unless_refused)
+        if num_bytes > self._max:
+            await self._refusal().response()(scope, receive, send)
 
     def _refusal(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max} bytes; send a shorter prompt")

@@ -72,5 +72,10 @@ async def on_engine_dead(_: Request, error: Exception) -> Response:
     return ApiError(500, f"the engine has failed: {error}").response()
 
 
+async def on_internal_error(_: Request, __: Exception) -> Response:
+    """A bug of ours: this request alone ends. The server logs the traceback."""
+    return ApiError(500, "internal error; the server's log has the details").response()
+
+
 def shorten(text: str) -> str:
     return text if len(text) <= MAX_ECHO_CHARACTERS else text[:MAX_ECHO_CHARACTERS] + "..."

@@ -48,6 +48,16 @@ class Generator:
 
     async def run(self, plan: GenerationPlan) -> AsyncGenerator[Piece, None]:
         """All choices' pieces as they come. Leaving early aborts what still runs."""
+        num_tokens = [0] * len(plan.sampling)
+        try:
+            async with aclosing(self._run_choices(plan)) as pieces:
+                async for piece in pieces:
+                    num_tokens[piece.index] += piece.num_tokens
+                    yield piece
+        finally:
+            self._metrics.request_finished(len(plan.sampling), max(num_tokens))
+
+    async def _run_choices(self, plan: GenerationPlan) -> AsyncGenerator[Piece, None]:
         if len(plan.sampling) == 1:
             async with aclosing(self._run_choice(plan, 0)) as pieces:
                 async for piece in pieces:
@@ -90,6 +100,7 @@ class Generator:
             async with aclosing(outputs):
                 async for output in outputs:
                     clock.note(output)
+                    stop.armed = clock.num_tokens > plan.sampling[index].min_tokens
                     piece = _piece(index, output, detokenizer, stop)
                     finish_reason = piece.finish_reason
                     if finish_reason == "error":
@@ -129,7 +140,7 @@ class SequenceClock:
         self._scheduled: float | None = None
         self._first_token: float | None = None
         self._last_token: float | None = None
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._num_preemptions = 0
 
     def note(self, output: RequestOutput) -> None:
@@ -145,7 +156,7 @@ class SequenceClock:
         else:
             self._metrics.next_token(now - self._last_token)
         self._last_token = now
-        self._num_tokens += len(output.token_ids)
+        self.num_tokens += len(output.token_ids)
 
     def finish(self, reason: str) -> None:
         self._metrics.finished(
@@ -157,9 +168,8 @@ class SequenceClock:
                 last_token=self._last_token,
                 end=self._now(),
                 num_prompt_tokens=len(self._plan.prompt_token_ids),
-                num_generation_tokens=self._num_tokens,
+                num_generation_tokens=self.num_tokens,
                 max_tokens=self._max_tokens,
-                n=len(self._plan.sampling),
                 num_preemptions=self._num_preemptions,
             )
         )

@@ -46,7 +46,6 @@ class FinishedSequence:
     num_prompt_tokens: int
     num_generation_tokens: int
     max_tokens: int
-    n: int
     num_preemptions: int
 
 
@@ -136,8 +135,6 @@ class EngineMetrics:
         self._e2e.observe(life.end - life.arrival)
         self._length_prompt.observe(life.num_prompt_tokens)
         self._length_generation.observe(life.num_generation_tokens)
-        self._length_max_generation.observe(life.num_generation_tokens)
-        self._params_n.observe(life.n)
         self._params_max_tokens.observe(life.max_tokens)
         self._num_preemptions.observe(life.num_preemptions)
         if life.scheduled is None or life.first_token is None or life.last_token is None:
@@ -148,6 +145,11 @@ class EngineMetrics:
         self._inference.observe(life.last_token - life.scheduled)
         if life.num_generation_tokens > 1:
             self._tpot.observe((life.last_token - life.first_token) / (life.num_generation_tokens - 1))
+
+    def request_finished(self, n: int, max_num_generation_tokens: int) -> None:
+        """One HTTP request with its n sequences has ended; the second number is that of the longest of them."""
+        self._params_n.observe(n)
+        self._length_max_generation.observe(max_num_generation_tokens)
 
     # --- the families ---------------------------------------------------------------------------------------------
 

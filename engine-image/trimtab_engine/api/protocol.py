@@ -44,6 +44,8 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
     "reasoning_effort": (None,),
     "response_format": (None, {"type": "text"}),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
     "structured_outputs": (None,),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
@@ -55,7 +57,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
 }
 # OpenAI's fields that never change the answer here.
-WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -162,6 +164,10 @@ class TextPart(BaseModel):
     text: str
 
 
+WITHOUT_TEXT = ("audio", "function_call", "refusal", "tool_calls", "tool_call_id")
+"""Fields of messages that clients send back empty from an earlier answer."""
+
+
 class ChatMessage(BaseModel):
     """One message. Content parts other than text (images, audio) and tool calls are not supported yet."""
 
@@ -169,6 +175,22 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_built(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if data.get("role") in ("tool", "function"):
+            raise ValueError(f"messages with role {data['role']} are not supported yet")
+        for name in WITHOUT_TEXT:
+            if data.get(name):
+                raise ValueError(f"{name} in a message is not supported yet; leave it out")
+        for part in data["content"] if isinstance(data.get("content"), list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                raise ValueError(f"content of type {kind[:50]} is not supported yet; send text")
+        return {key: value for key, value in data.items() if key not in WITHOUT_TEXT or value}
 
     @property
     def text(self) -> str:

@@ -17,6 +17,8 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
         """The stop string that ended the text."""
+        self.armed = True
+        """False while min_tokens is not reached: text passes unsearched, and no stop string begins in it."""
 
     def push(self, piece: str) -> str:
         """The text that is safe to send after this piece. Once `matched` is set there is no more."""
@@ -25,6 +27,9 @@ class StopStrings:
         if not self._stop:
             return piece
         text = self._held + piece
+        if not self.armed:
+            self._held = ""
+            return text
         found = [(at, -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:  # the first to begin; of those that begin together, the longest
             at, _, self.matched = min(found)

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +19,8 @@ from trimtab_engine.errors import EngineDead
 Answer = TypeVar("Answer")
 DONE = "data: [DONE]\n\n"
 
+logger = logging.getLogger("trimtab_engine.api")
+
 
 class ClientGone(Exception):
     """The client closed the connection: nobody waits for the answer any more."""
@@ -27,33 +31,42 @@ def event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-async def guarded(events: AsyncIterator[str]) -> AsyncIterator[str]:
+async def guarded(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
     """The events; an error on the way is sent as one, since the status has long gone out."""
     try:
-        async for item in events:
-            yield item
+        async with aclosing(events):
+            async for item in events:
+                yield item
     except ApiError as error:
         yield event(error.body)
     except EngineDead as error:
         yield event(ApiError(500, f"the engine has failed: {error}").body)
+    except Exception:  # a bug of ours: this stream alone ends
+        logger.exception("a stream ended with an error")
+        yield event(ApiError(500, "internal error; the server's log has the details").body)
     yield DONE
 
 
 class EventStream(StreamingResponse):
     """Server-sent events that stop as soon as the client goes away, also while there is nothing to send."""
 
-    def __init__(self, events: AsyncIterator[str]) -> None:
-        super().__init__(guarded(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+        self._events = guarded(events)
+        super().__init__(self._events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with anyio.create_task_group() as group:
+        try:
+            async with anyio.create_task_group() as group:
 
-            async def run(task: Awaitable[None]) -> None:
-                await task
-                group.cancel_scope.cancel()
+                async def run(task: Awaitable[None]) -> None:
+                    await task
+                    group.cancel_scope.cancel()
 
-            group.start_soon(partial(run, self.listen_for_disconnect(receive)))
-            await run(self.stream_response(send))
+                group.start_soon(partial(run, self.listen_for_disconnect(receive)))
+                await run(self.stream_response(send))
+        finally:
+            with anyio.CancelScope(shield=True):  # what still runs is aborted now, not when it is collected
+                await self._events.aclose()
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:

@@ -1,0 +1,125 @@
+"""A core that speaks messages.py and knows no model: it echoes the prompt's tokens, over and over, one per step.
+
+The prompt's first characters (byte-level tokens) steer it:
+    !eos   echo the rest once, then end with finish_reason stop
+    !slow  echo for ever, a step each 10 ms, whatever max_tokens says
+    !die   end the process at once, without a word
+    !fail  end this request with finish_reason error
+Its admin calls answer with what they got, and with the requests that run and were aborted.
+"""
+
+import json
+import os
+import sys
+import time
+
+import msgspec
+import zmq
+from trimtab_engine.messages import (
+    AbortRequests,
+    AddRequest,
+    AdminCall,
+    AdminReply,
+    CoreFailed,
+    CoreReady,
+    LoadProgress,
+    RequestOutput,
+    Shutdown,
+    StepOutputs,
+    StepStats,
+    ToCore,
+    TokenLogprobs,
+)
+
+MAX_MODEL_LEN = 256
+VOCAB_SIZE = 258
+END_TOKEN = 256
+STEP_MILLISECONDS = 10
+COMMANDS = ("!eos", "!slow", "!die", "!fail")
+
+
+class Sequence:
+    def __init__(self, message: AddRequest) -> None:
+        self.message = message
+        text = bytes(token for token in message.prompt_token_ids if token < END_TOKEN)
+        self.command = next((c for c in COMMANDS if text.startswith(c.encode())), "")
+        self.echo = message.prompt_token_ids[len(self.command) :]
+        self.num_sent = 0
+
+    def step(self) -> RequestOutput:
+        sampling = self.message.sampling
+        if self.command == "!die":
+            os._exit(9)
+        if self.command == "!fail":
+            return RequestOutput(self.message.request_id, [], "error")
+        ends = self.command == "!eos" and self.num_sent == len(self.echo)
+        token = END_TOKEN if ends else self.echo[self.num_sent % len(self.echo)]
+        self.num_sent += 1
+        output = RequestOutput(self.message.request_id, [token])
+        if self.num_sent == 1:
+            output.first_scheduled_time = self.message.arrival_time
+        if sampling.logprobs is not None:
+            others = list(range(sampling.logprobs))
+            output.logprobs = [TokenLogprobs([token, *others], [-0.5, *(-1.0 - i for i in others)], 1)]
+        if ends or (token in sampling.stop_token_ids and self.num_sent > sampling.min_tokens):
+            output.finish_reason = "stop"
+            output.stop_token_id = None if ends else token
+        elif self.num_sent >= sampling.max_tokens and self.command != "!slow":
+            output.finish_reason = "length"
+        return output
+
+
+def main() -> None:
+    start = json.loads(sys.stdin.readline())
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    inbox.connect(start["to_core"])
+    outbox.connect(start["from_core"])
+    decoder = msgspec.msgpack.Decoder(ToCore)
+
+    def send(message: object) -> None:
+        outbox.send(msgspec.msgpack.encode(message))
+
+    send(LoadProgress("weights", 40.0))
+    if start["config"]["seed"] == 666:  # a start that fails
+        send(CoreFailed("the stub was told to fail; use another seed", 2))
+        outbox.close(linger=1000)
+        return
+    while start["config"]["seed"] == 777 and os.getppid() > 1:  # a load that never ends
+        time.sleep(0.1)
+    send(CoreReady(MAX_MODEL_LEN, VOCAB_SIZE, [END_TOKEN], 16, 100, {"block_size": "16", "num_gpu_blocks": "100"}))
+    running: dict[str, Sequence] = {}
+    aborted: list[str] = []
+    seen: list[dict[str, object]] = []
+    step = 0
+    while True:
+        while inbox.poll(STEP_MILLISECONDS):
+            match decoder.decode(inbox.recv()):
+                case AddRequest() as message:
+                    running[message.request_id] = Sequence(message)
+                    seen.append(msgspec.to_builtins(message.sampling))
+                case AbortRequests(ids):
+                    aborted += [key for key in ids if running.pop(key, None)]
+                case AdminCall(call_id, method, body):
+                    state = {"method": method, "body": body, "running": len(running), "aborted": len(aborted)}
+                    refused = method == "config_patch" and body["values"] == {"a": 1}
+                    send(AdminReply(call_id, 422 if refused else 200, {**state, "seen": seen}))
+                case Shutdown():
+                    return
+            if running:
+                break
+        outputs = [sequence.step() for sequence in running.values()]
+        step += bool(outputs)
+        for output in outputs:
+            if output.finish_reason is not None:
+                del running[output.request_id]
+        kind = "decode" if outputs else "idle"
+        stats = StepStats(step, time.monotonic(), 0.001, kind, len(running), 0, len(running), 100, 100)
+        stats.num_scheduled_tokens = stats.num_generation_tokens = sum(len(o.token_ids) for o in outputs)
+        stats.preempted = {"capacity": 1} if step == 1 and outputs else {}
+        stats.memory_bytes, stats.config_values = {"weights": 7}, {"max_num_seqs": 128.0}
+        send(StepOutputs(outputs, stats))
+
+
+if __name__ == "__main__":
+    main()

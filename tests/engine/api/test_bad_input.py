@@ -1,0 +1,208 @@
+"""Whatever is wrong with a request, the client gets a 4xx in OpenAI's form, and the server goes on."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "a"}]
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert len(response.content) < 2000
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [""]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": ["a", "b"]}, "list of 2 prompts"),
+        ({"prompt": [[1], [2]]}, "list of 2 prompts"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [258]}, "258"),
+        ({"prompt": [2**70]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": "a" * 256}, "256"),
+        ({"prompt": "a" * 200_000}, "200000"),
+        ({"prompt": "a" * 250, "max_tokens": 7}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 10**9}, "max"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"max_tokens": "7"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"min_tokens": 20}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": float("-inf")}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": "a"}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": 10**12}, "n"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": 21}, "21"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"stop": ["x" * (1 << 20)]}, "stop"),
+        ({"stop": 7}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": [258]}, "258"),
+        ({"stop_token_ids": list(range(257))}, "stop_token_ids"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "s"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"guided_regex": "(a+)+$"}, "guided_regex"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"store": True}, "store"),
+        ({"temprature": 1}, "temprature"),
+        ({"x" * 5000: 1}, "xxx"),
+        ({"model": 7}, "model"),
+    ],
+)
+def test_a_wrong_completion_request_is_400_and_names_what_is_wrong(
+    server: Any, fields: dict[str, Any], word: str
+) -> None:
+    body = json.dumps({"model": "stub", "prompt": "a", **fields})
+    response = server.http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400, response.text
+    assert word in error_of(response)["message"] + str(error_of(response)["param"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "a"}]}, "role"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "tool"),
+        ({"messages": [{"role": "user"}]}, "content"),
+        ({"messages": [{"role": "user", "content": None}]}, "content"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "the user speaks first"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": "a" * 300}]}, "300"),
+        ({"messages": USER * 5000}, "messages"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"audio": {}}, "audio"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "21"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 5, "min_tokens": 6}, "min_tokens"),
+        ({"service_tier": "flex"}, "service_tier"),
+    ],
+)
+def test_a_wrong_chat_request_is_400_and_names_what_is_wrong(server: Any, fields: dict[str, Any], word: str) -> None:
+    response = server.http.post(CHAT, json={"model": "stub", "messages": USER, **fields})
+    assert response.status_code == 400, response.text
+    assert word in error_of(response)["message"] + str(error_of(response)["param"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"prompt"',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"prompt": "a", "n": ' + b"9" * 10_000 + b"}",
+        b'{"prompt": "\xff\xfe"}',
+        b"\x00",
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
+def test_a_body_that_is_no_request_is_400(server: Any, path: str, content: bytes) -> None:
+    response = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400, response.text
+    error_of(response)
+
+
+def test_a_body_too_large_is_413_before_it_is_read(server: Any) -> None:
+    response = server.http.post(COMPLETIONS, content=b'{"prompt": "' + b"a" * (9 << 20) + b'"}')
+    assert response.status_code == 413
+    error_of(response)
+
+
+def test_a_body_without_a_length_is_counted_as_it_comes(server: Any) -> None:
+    def endless() -> Any:
+        for _ in range(20):
+            yield b" " * (1 << 20)
+
+    try:
+        response = server.http.post(COMPLETIONS, content=endless())
+    except httpx.WriteError:  # refused while we were still writing
+        return
+    assert response.status_code == 413
+
+
+def test_an_unknown_model_is_404(server: Any) -> None:
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER}), ("/tokenize", {"prompt": "a"})):
+        response = server.http.post(path, json={"model": "gpt-5" * 50, **body})
+        assert response.status_code == 404
+        assert error_of(response)["code"] == "model_not_found"
+
+
+def test_an_unknown_path_and_method_have_the_same_form(server: Any) -> None:
+    assert error_of(server.http.get("/v1/nothing"))["code"] == 404
+    assert server.http.get(COMPLETIONS).status_code == 405
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"X-Request-Id": "http://127.0.0.1/\t%0d%0aSet-Cookie: a"},
+        {"Authorization": "Bearer"},
+        {"Content-Type": "text/plain"},
+        {"X-Long": "x" * 8000},
+    ],
+)
+def test_headers_are_data(server: Any, headers: dict[str, str]) -> None:
+    response = server.http.post(COMPLETIONS, content=b'{"prompt": "ab", "max_tokens": 1}', headers=headers)
+    assert response.status_code in (200, 400)
+    assert "set-cookie" not in response.headers
+
+
+def test_after_all_that_the_server_serves(server: Any) -> None:
+    assert server.http.post(COMPLETIONS, json={"prompt": "ab", "max_tokens": 1}).json()["choices"][0]["text"] == "a"
+    assert server.core_state()["running"] == 0

@@ -1,0 +1,140 @@
+"""The life of the server process: loading, disconnects, the core's death, draining, keys."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+DEAD_SECONDS = 5.0  # within which the process must have ended after its core died
+SLOW = {"prompt": "!slowab", "max_tokens": 200}
+
+
+@contextmanager
+def a_running_request(server: Any, **fields: Any) -> Iterator[dict[str, Any]]:
+    """A request in a thread of its own; what became of it is in the dictionary after the block."""
+    result: dict[str, Any] = {}
+
+    def ask() -> None:
+        try:
+            with httpx.Client(base_url=server.http.base_url, timeout=30) as client:
+                result["response"] = client.post("/v1/completions", json={**SLOW, **fields})
+        except httpx.TransportError as error:
+            result["error"] = error
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") >= 1, "the request to run")
+        yield result
+    finally:
+        thread.join(30)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_disconnects_frees_its_sequences(server: Any, stream: bool) -> None:
+    before = server.core_state()["aborted"]
+    body = {**SLOW, "n": 2, "stream": stream}
+    with httpx.Client(base_url=server.http.base_url) as client:
+        if stream:
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=body, timeout=0.3)
+    server.wait_for(lambda: server.core_state()["aborted"] == before + 2, "both sequences to be aborted")
+    assert server.core_state()["running"] == 0
+    assert server.metric("vllm:request_success_total", finished_reason="abort") >= 2
+
+
+def test_while_loading_probes_answer_and_requests_are_503(start_server: Any) -> None:
+    server = start_server("--seed", "777", wait=False)
+    server.wait_for(lambda: server.status("/livez") == 200, "the first answer")
+    server.wait_for(lambda: server.http.get("/startupz").json()["stage"] == "weights", "progress")
+    startup = server.http.get("/startupz")
+    assert (startup.status_code, startup.json()) == (503, {"stage": "weights", "percent": 40.0})
+    assert server.status("/readyz") == server.status("/health") == 503
+    assert "loading" in server.http.get("/readyz").json()["reason"]
+    response = server.http.post("/v1/completions", json={"prompt": "a"})
+    assert (response.status_code, "retry-after" in response.headers) == (503, True)
+    assert server.admin.get("/admin/v1/config").status_code == 503
+    assert server.status("/metrics") == 200
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(10) == 0
+
+
+def test_a_core_that_cannot_start_ends_the_server_with_its_line_and_code(start_server: Any) -> None:
+    server = start_server("--seed", "666", wait=False)
+    assert server.process.wait(20) == 2
+    assert "the stub was told to fail; use another seed" in server.log.read_text()
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_a_tokenizer_that_cannot_be_read_ends_the_server(start_server: Any, tmp_path: Path) -> None:
+    server = start_server(model=tmp_path, wait=False)
+    assert server.process.wait(20) == 2
+    assert "cannot read the tokenizer" in server.log.read_text()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_when_the_core_dies_requests_get_an_error_and_the_process_ends(start_server: Any, stream: bool) -> None:
+    server = start_server()
+    with a_running_request(server, stream=stream) as result:
+        killed = time.monotonic()
+        answer = server.http.post("/v1/completions", json={"prompt": "!die"})
+        assert answer.status_code == 500
+        assert server.status("/livez") in (503, None)
+    response = result["response"]
+    if stream:
+        assert '"error"' in response.text
+        assert response.text.endswith("data: [DONE]\n\n")
+    else:
+        assert response.status_code == 500
+    assert server.process.wait(DEAD_SECONDS) == 1
+    assert time.monotonic() - killed < DEAD_SECONDS
+    assert "ended unexpectedly" in server.log.read_text()
+
+
+def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(start_server: Any) -> None:
+    server = start_server("--shutdown-timeout", "20")
+    with a_running_request(server, prompt="ab", max_tokens=200) as result:
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for(lambda: server.status("/readyz") == 503, "the drain to show")
+        assert server.status("/livez") == 200
+        refused = server.http.post("/v1/completions", json={"prompt": "a"})
+        assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+    assert result["response"].json()["usage"]["completion_tokens"] == 200
+    assert server.process.wait(10) == 0
+
+
+def test_what_does_not_finish_in_time_is_aborted(start_server: Any) -> None:
+    server = start_server("--shutdown-timeout", "0.3")
+    with a_running_request(server) as result:
+        server.process.send_signal(signal.SIGTERM)
+    assert result["response"].json()["choices"][0]["finish_reason"] == "abort"
+    assert server.process.wait(10) == 0
+
+
+def test_a_second_signal_ends_at_once(start_server: Any) -> None:
+    server = start_server("--shutdown-timeout", "60")
+    with a_running_request(server):
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for(lambda: server.status("/readyz") == 503, "the drain to show")
+        server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(10) == 0
+
+
+def test_api_keys_guard_v1_only(start_server: Any) -> None:
+    server = start_server("--api-key", "k1", "k2")
+    body = {"prompt": "a", "max_tokens": 1}
+    for header, status in (("Bearer k2", 200), ("Bearer k", 401), ("k1", 401), ("Basic k1", 401)):
+        headers = {"Authorization": header}
+        assert server.http.post("/v1/completions", json=body, headers=headers).status_code == status
+        assert server.http.get("/v1/models", headers=headers).status_code == status
+    assert server.http.get("/v1/models").json()["error"]["type"] == "authentication_error"
+    assert server.status("/readyz") == server.status("/metrics") == 200
