@@ -5,6 +5,7 @@ choice, or temperature → min-p → top-k and top-p → random choice. A seeded
 number of output tokens), so its tokens depend neither on the rest of the batch nor on preemptions.
 """
 
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 
@@ -15,8 +16,6 @@ from trimtab_kernels.keep_likely_tokens import keep_likely_tokens
 from trimtab_engine.messages import SamplingParams, TokenLogprobs
 from trimtab_engine.request import Request
 
-SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: positions of one seed get distant generator seeds
-SEED_MASK = (1 << 63) - 1
 ROWS_AT_ONCE = 16
 """Rows sampled together unless all are plainly greedy: sorting takes several copies of their logits."""
 SMALLEST_EXPONENTIAL = 1e-20  # keeps the division in exponential sampling finite
@@ -136,7 +135,8 @@ def _draw(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
 
 
 def _generator(seed: int, position: int, device: torch.device) -> torch.Generator:
-    return torch.Generator(device=device).manual_seed((seed + position * SEED_STRIDE) & SEED_MASK)
+    """torch's CPU generator uses only the low 32 bits of its seed, so the whole key is hashed into them."""
+    return torch.Generator(device=device).manual_seed(zlib.crc32(f"{seed} {position}".encode()))
 
 
 def _report(raw: torch.Tensor, chosen: torch.Tensor, wanted: list[int | None]) -> list[TokenLogprobs | None]:

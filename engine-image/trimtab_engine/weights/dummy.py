@@ -43,5 +43,5 @@ class DummySource:
             return torch.ones(shape)
         if name.endswith(".bias"):
             return torch.zeros(shape)
-        generator = torch.Generator().manual_seed((self._seed << 32) ^ zlib.crc32(name.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         return torch.empty(shape).normal_(0.0, STANDARD_DEVIATION, generator=generator)

@@ -1,0 +1,73 @@
+"""Model facts from headers alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from trimtab_engine.errors import ModelError
+from trimtab_engine.inspect_model import model_facts
+from trimtab_engine.models.llama import expected_shapes
+from trimtab_engine.models.model_config import parse_model_config
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "attention_bias": True,
+    "torch_dtype": "bfloat16",
+}
+KEYS = {
+    "model", "architecture", "supported", "num_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_kv_heads", "head_size", "vocab_size", "max_model_len", "num_parameters", "weights_bytes", "dtype",
+    "tie_word_embeddings", "num_experts", "format",
+}  # fmt: skip
+
+
+def a_model(folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    shapes = expected_shapes(parse_model_config(CONFIG, {}, "config.json"))
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    return folder
+
+
+def test_facts_of_a_supported_model(tmp_path: Path) -> None:
+    facts = model_facts(str(a_model(tmp_path)))
+    assert facts.keys() == KEYS
+    assert facts["supported"] is True
+    assert (facts["num_layers"], facts["num_kv_heads"], facts["head_size"], facts["format"]) == (2, 1, 4, "safetensors")
+    shapes = expected_shapes(parse_model_config(CONFIG, {}, "config.json")).values()
+    assert facts["num_parameters"] == sum(torch.Size(shape).numel() for shape in shapes)
+    assert facts["weights_bytes"] == 2 * facts["num_parameters"]
+
+
+def test_an_architecture_that_is_not_built_has_facts_too(tmp_path: Path) -> None:
+    config = {"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 3, "num_local_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"a": torch.zeros(5)}, tmp_path / "model.safetensors")
+    facts = model_facts(str(tmp_path))
+    assert facts.keys() == KEYS
+    assert facts["supported"] is False
+    assert (facts["num_layers"], facts["num_experts"], facts["num_parameters"]) == (3, 8, 5)
+
+
+def test_what_cannot_be_read_is_a_model_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such file"):
+        model_facts(str(tmp_path / "missing"))
+
+
+def test_no_torch_is_imported(tmp_path: Path) -> None:
+    a_model(tmp_path)
+    code = (
+        "import sys; from trimtab_engine.inspect_model import model_facts; model_facts(sys.argv[1]); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

@@ -1,0 +1,143 @@
+"""Opening a checkpoint: what is taken, and one clear line for everything that cannot be."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from trimtab_engine.errors import ModelError
+from trimtab_engine.models.llama import check_tensors
+from trimtab_engine.models.model_config import parse_model_config
+from trimtab_engine.weights.source import open_source
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+def a_folder(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    save_file(tensors or {"a": torch.arange(6.0).view(2, 3)}, folder / "model.safetensors")
+    return folder
+
+
+def refusal(path: Path | str, load_format: str = "auto") -> str:
+    with pytest.raises(ModelError) as caught:
+        open_source(str(path), load_format)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_tensors_are_read_from_a_folder_and_from_a_file_uri(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    for model in (str(folder), folder.as_uri()):
+        source = open_source(model)
+        assert source.shapes() == {"a": (2, 3)}
+        assert torch.equal(source.tensor("a"), torch.arange(6.0).view(2, 3))
+
+
+def test_an_index_names_the_files(tmp_path: Path) -> None:
+    a_folder(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    save_file({"a": torch.ones(1)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(1)}, tmp_path / "two.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    assert set(open_source(str(tmp_path)).shapes()) == {"a", "b"}
+    index.write_text(json.dumps({"weight_map": {"a": "../one.safetensors"}}))
+    assert "which is not in" in refusal(tmp_path)
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    assert "no such file or folder" in refusal(tmp_path / "missing")
+    assert "no safetensors or GGUF file" in refusal(tmp_path)
+    assert "only a local path" in refusal("hf://org/model")
+    a_folder(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert "no config.json" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 4, 8, 40, -1])
+def test_a_truncated_file_is_one_clear_line(size: int, tmp_path: Path) -> None:
+    file = a_folder(tmp_path) / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:size])
+    assert "truncated" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header", [b"{}x", b"[1]", b'{"a": 3}', b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}']
+)
+def test_a_damaged_header_is_one_clear_line(header: bytes, tmp_path: Path) -> None:
+    file = a_folder(tmp_path) / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
+    assert "damaged" in refusal(tmp_path)
+
+
+def test_pickle_formats_and_other_dtypes_are_refused_by_name(tmp_path: Path) -> None:
+    pickle = tmp_path / "pytorch_model.bin"
+    pickle.write_bytes(b"x")
+    assert "pickle" in refusal(tmp_path)
+    assert "pickle" in refusal(pickle)
+    a_folder(tmp_path, {"a": torch.ones(3, dtype=torch.int8)})
+    assert "tensor a is I8" in refusal(tmp_path)
+
+
+def test_a_file_that_is_no_gguf_is_one_clear_line(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    for content in (b"", b"GGUF", b"something else entirely"):
+        file.write_bytes(content)
+        assert "no GGUF file" in refusal(file)
+
+
+def test_a_config_that_is_no_json_is_one_clear_line(tmp_path: Path) -> None:
+    (a_folder(tmp_path) / "config.json").write_text("{")
+    assert "is not JSON" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not built; supported: LlamaForCausalLM"),
+        ({"architectures": None}, "no architectures"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"hidden_size": "8"}, "hidden_size is '8'"),
+        ({"num_key_value_heads": 3}, "must be a multiple"),
+        ({"torch_dtype": "int8"}, "dtype 'int8'"),
+    ],
+)
+def test_configurations_that_are_not_built_are_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=r".*") as caught:
+        parse_model_config({**CONFIG, **changes}, {}, "config.json")
+    assert words in str(caught.value)
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
+    from trimtab_engine.models.llama import expected_shapes
+
+    config = parse_model_config(CONFIG, {}, "config.json")
+    good = {name: torch.zeros(shape) for name, shape in expected_shapes(config).items()}
+    name = "model.layers.0.self_attn.q_proj.weight"
+
+    def check(tensors: dict[str, torch.Tensor]) -> None:
+        check_tensors(config, open_source(str(a_folder(tmp_path, tensors))))
+
+    check({**good, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)})
+    with pytest.raises(ModelError, match=f"lack 1 tensors, first {name}"):
+        check({key: value for key, value in good.items() if key != name})
+    with pytest.raises(ModelError, match=r"q_norm.* not built"):
+        check({**good, "model.layers.0.self_attn.q_norm.weight": torch.zeros(4)})
+    with pytest.raises(ModelError, match=r"is \[3, 8\], config.json implies \[8, 8\]"):
+        check({**good, name: torch.zeros(3, 8)})
