@@ -7,6 +7,7 @@ export TRIMTAB_CACHE ?= $(HOME)/.cache/trimtab
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 CLUSTER_TOOL := $(PYTHON) e2e/cluster
+MODEL ?= $(TRIMTAB_CACHE)/models/SmolLM2-135M-Instruct
 SOURCES := operator engine-image kernels tests e2e
 CRD := crds/trimtab.dev_inferencedeployments.yaml
 CHART_CRD := charts/trimtab/files/crds/trimtab.dev_inferencedeployments.yaml
@@ -73,7 +74,7 @@ demo: all-set-up ## from nothing to tokens to trim, and everything removed again
 	@$(BIN)/python e2e/demo.py
 
 bench: setup ## measurements on this machine, into docs/results/
-	$(BIN)/python -m trimtab_engine.bench --output docs/results
+	$(BIN)/python -m trimtab_engine.bench $(MODEL) --output docs/results $(addprefix --only ,$(ONLY))
 
 soak: all-set-up ## longer runs of the same stories
 	$(BIN)/pytest e2e --soak
