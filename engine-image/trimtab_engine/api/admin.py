@@ -5,16 +5,18 @@ import json
 import math
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from trimtab_engine.api.app import BodyLimit, add_error_handlers, bearer_digest
-from trimtab_engine.api.error_responses import ApiError
+from trimtab_engine.api.error_responses import ApiError, shorten
 from trimtab_engine.api.state import ServerState
 from trimtab_engine.errors import EngineDead
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
 MAX_DRAIN_SECONDS = 86_400.0
+MAX_INT64_CHARACTERS = 19  # 9223372036854775807
 
 
 def build_admin_app(state: ServerState) -> FastAPI:
@@ -78,10 +80,27 @@ def _authorized(token_sha256: str | None) -> Any:
 
 
 async def _json(request: Request) -> Any:
+    """The body, with nothing in it that cannot travel to the core: no NaN, no infinity, no broken text."""
     try:
-        return json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+        body = json.loads(await request.body(), parse_constant=_refuse, parse_float=_finite, parse_int=_integer)
+        msgspec.msgpack.encode(body)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {shorten(str(error))}") from error
+    return body
+
+
+def _refuse(text: str) -> float:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(shorten(text))
+
+
+def _integer(text: str) -> int | float:
+    """Integers beyond 64 bits are out of any bounds; as floats they reach the one who says so."""
+    return int(text) if len(text) < MAX_INT64_CHARACTERS else _finite(text)
 
 
 def _if_match(request: Request) -> int | None:
@@ -106,7 +125,7 @@ def _deadline(body: Any) -> float:
     seconds = body.get("deadline_seconds") if isinstance(body, dict) else None
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_DRAIN_SECONDS:
         raise ApiError(400, f'send {{"deadline_seconds": S}}, S between 0 and {MAX_DRAIN_SECONDS:.0f}')
-    return float(seconds) if math.isfinite(seconds) else MAX_DRAIN_SECONDS
+    return float(seconds)
 
 
 async def _on_error(_: Request, error: Exception) -> Response:

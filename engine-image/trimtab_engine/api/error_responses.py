@@ -18,6 +18,8 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0
     ) -> None:
+        message = message.encode("utf-8", "replace").decode()  # it may quote broken text of the client's
+        param = param and param.encode("utf-8", "replace").decode()
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
 

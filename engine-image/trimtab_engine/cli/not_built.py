@@ -50,6 +50,8 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
     "--uds": (),
     "--watermark": ("0", "0.0"),
 }
+HELP = {"--preemption-mode": "what a preempted request's KV cache becomes: recompute (default: recompute)"}
+"""Flags of ours that have one value so far, and are shown."""
 SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
 SHORT |= {"-ep": "--enable-expert-parallel", "-cc": "--compilation-config", "-O": "--optimization-level"}
 
@@ -73,8 +75,9 @@ class _NotBuilt(argparse.Action):
 
 
 def add_not_built(parser: argparse.ArgumentParser) -> None:
-    """Make the parser know them, without showing them in --help."""
+    """Make the parser know them, without showing them in --help (but for HELP's)."""
     short_of = {long: short for short, long in SHORT.items()}
     for flag in NOT_BUILT:
         names = [flag, short_of[flag]] if flag in short_of else [flag]
-        parser.add_argument(*names, action=_NotBuilt, nargs="?", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
+        text = HELP.get(flag, argparse.SUPPRESS)
+        parser.add_argument(*names, action=_NotBuilt, nargs="?", metavar="VALUE", help=text, default=argparse.SUPPRESS)

@@ -89,6 +89,9 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"temprature": 1}, "temprature"),
         ({"x" * 5000: 1}, "xxx"),
         ({"model": 7}, "model"),
+        ({"model": "\ud800"}, "model"),
+        ({"\ud800": 1}, "unicode"),
+        ({"": 1}, "argument"),
     ],
 )
 def test_a_wrong_completion_request_is_400_and_names_what_is_wrong(

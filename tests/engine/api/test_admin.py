@@ -1,0 +1,107 @@
+"""The admin API: who may ask, what reaches the core, and how refusals look."""
+
+import hashlib
+from typing import Any
+
+import pytest
+
+TOKEN = "operator-secret"
+
+
+@pytest.fixture(scope="module")
+def guarded(start_server: Any) -> Any:
+    return start_server("--admin-token-sha256", hashlib.sha256(TOKEN.encode()).hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (f"Bearer {TOKEN}", 200),
+        (f"bearer {TOKEN}", 200),
+        (None, 401),
+        ("Bearer wrong", 401),
+        (TOKEN, 401),
+        (f"Basic {TOKEN}", 401),
+        (f"Bearer {hashlib.sha256(TOKEN.encode()).hexdigest()}", 401),  # the hash is no token
+    ],
+)
+def test_every_call_needs_the_token(guarded: Any, header: str | None, status: int) -> None:
+    headers = {"Authorization": header} if header else {}
+    calls = [("GET", "config"), ("PATCH", "config"), ("GET", "memory"), ("GET", "layout")]
+    answers = [guarded.admin.request(method, f"/admin/v1/{path}", headers=headers, json={}) for method, path in calls]
+    assert {answer.status_code for answer in answers} == {status}
+    if status == 401:
+        assert all(set(answer.json()) == {"message"} for answer in answers)
+
+
+def test_without_the_token_a_drain_changes_nothing(guarded: Any) -> None:
+    assert guarded.admin.post("/admin/v1/drain", json={"deadline_seconds": 1}).status_code == 401
+    assert guarded.status("/readyz") == 200
+
+
+def test_the_admin_api_is_not_on_the_public_port(server: Any) -> None:
+    assert server.http.get("/admin/v1/config").status_code == 404
+    assert server.admin.get("/v1/models").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "if_match", "dry_run"),
+    [
+        ("config", {}, None, False),
+        ("config?dry_run=1", {"If-Match": "3"}, 3, True),
+        ("config?dry_run=true", {"If-Match": '"7"'}, 7, True),
+        ("config?dry_run=0", {"If-Match": "*"}, None, False),
+    ],
+)
+def test_a_patch_reaches_the_core_with_its_conditions(
+    server: Any, path: str, headers: dict[str, str], if_match: int | None, dry_run: bool
+) -> None:
+    answer = server.admin.patch(f"/admin/v1/{path}", json={"max_num_seqs": 4}, headers=headers)
+    assert answer.status_code == 200
+    assert answer.json()["body"] == {"values": {"max_num_seqs": 4}, "if_match": if_match, "dry_run": dry_run}
+
+
+def test_a_number_beyond_64_bits_reaches_the_core_which_knows_the_bounds(server: Any) -> None:
+    answer = server.admin.patch("/admin/v1/config", json={"max_num_seqs": 10**30})
+    assert answer.json()["body"]["values"] == {"max_num_seqs": 1e30}
+
+
+def test_the_cores_refusal_is_the_answer(server: Any) -> None:
+    assert server.admin.patch("/admin/v1/config", json={"a": 1}).status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "content"),
+    [
+        ("config", {}, b"{"),
+        ("config", {}, b'{"\\ud800": 1}'),
+        ("config", {}, b"[" * 60_000),
+        ("config", {}, b'{"gpu_memory_utilization": NaN}'),
+        ("config", {}, b'{"max_num_seqs": 1e999}'),
+        ("config", {"If-Match": "new"}, b"{}"),
+        ("config", {"If-Match": "9" * 40}, b"{}"),
+        ("config?dry_run=maybe", {}, b"{}"),
+    ],
+)
+def test_a_malformed_patch_is_400(server: Any, path: str, headers: dict[str, str], content: bytes) -> None:
+    answer = server.admin.patch(f"/admin/v1/{path}", content=content, headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [{}, [], {"deadline_seconds": -1}, {"deadline_seconds": "5"}, {"deadline_seconds": True}]
+)
+def test_a_malformed_drain_is_400_and_does_not_drain(server: Any, body: Any) -> None:
+    assert server.admin.post("/admin/v1/drain", json=body).status_code == 400
+    assert server.status("/readyz") == 200
+
+
+def test_a_drain_refuses_new_requests_and_may_be_asked_again(start_server: Any) -> None:
+    server = start_server()
+    for _ in range(2):
+        answer = server.admin.post("/admin/v1/drain", json={"deadline_seconds": 5})
+        assert (answer.status_code, answer.json()["body"]) == (200, {"deadline_seconds": 5.0})
+    assert server.status("/readyz") == 503
+    assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == 503
+    assert server.status("/livez") == 200

@@ -1,0 +1,153 @@
+"""The command line: what it accepts, and one line with exit code 2 for what it does not."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trimtab_engine.cli import _parser, main
+from trimtab_engine.cli.serve_command import engine_config, served_names
+from trimtab_engine.config import EngineConfig
+from trimtab_engine.errors import ConfigError
+
+
+def parsed(*flags: str) -> Any:
+    return _parser().parse_args(["serve", "/models/m", "--device", "cpu", *flags])
+
+
+def config(*flags: str) -> EngineConfig:
+    return engine_config(parsed(*flags))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a refusal prints."""
+    try:
+        code: Any = main(list(arguments))
+    except SystemExit as end:
+        code = end.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--max-num-seq", "4"], "--max-num-seqs"),  # the nearest flag
+        (["--gpu-memory-utilisation", "0.9"], "--gpu-memory-utilization"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--max-num-seqs", "many"], "'many' is not an integer"),
+        (["--max-num-seqs", "300", "--max-num-batched-tokens", "200"], "--max-num-batched-tokens"),
+        (["--max-num-seqs", "8", "--max-num-seqs-cap", "4"], "--max-num-seqs-cap"),
+        (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization"),
+        (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization"),
+        (["--block-size", "12"], "8, 16, 32"),
+        (["--device", "tpu"], "tpu"),
+        (["--device-memory-bytes", "12 parsecs"], "1500Mi"),
+        (["--port", "70000"], "70000"),
+        (["--load-format", "pickle"], "pickle"),
+        (["--admin-token-sha256", "abc"], "64 hexadecimal digits"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size other than 1 is not built yet"),
+        (["-tp", "2"], "--tensor-parallel-size"),
+        (["--quantization=awq"], "--quantization is not built yet"),
+        (["--enable-prefix-caching"], "--enable-prefix-caching is not built yet"),
+        (["--trust-remote-code"], "never runs here"),
+        (["--preemption-mode", "swap"], "--preemption-mode"),
+        (["--seed", "x"], "--seed"),
+        (["--model", "/other"], "two models"),
+    ],
+)
+def test_what_is_not_allowed_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], word: str
+) -> None:
+    assert word in refused(capsys, "serve", str(tmp_path), *flags)
+
+
+def test_a_model_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "/no/such/model" in refused(capsys, "serve", "/no/such/model", "--device", "cpu")
+    assert "hf://a/b" in refused(capsys, "serve", "hf://a/b", "--device", "cpu")
+    assert "no model" in refused(capsys, "serve", "--device", "cpu")
+    assert "/no/such/model" in refused(capsys, "inspect", "/no/such/model")
+
+
+def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        flags = ["--host", "127.0.0.1", "--port", port, "--device", "cpu"]
+        assert f"127.0.0.1:{port}" in refused(capsys, "serve", str(tmp_path), *flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--tensor-parallel-size", "1"],
+        ["--tensor-parallel-size=1", "-pp", "1"],
+        ["--enforce-eager"],
+        ["--no-enable-prefix-caching"],
+        ["--preemption-mode", "recompute"],
+    ],
+)
+def test_flags_that_ask_for_nothing_are_accepted(flags: list[str]) -> None:
+    assert config(*flags) == config()
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        ([], "max_num_seqs", 128),
+        ([], "max_num_batched_tokens", 2048),
+        ([], "gpu_memory_utilization", "0.9"),
+        ([], "enable_chunked_prefill", True),
+        (["--no-enable-chunked-prefill"], "enable_chunked_prefill", False),
+        (["--max-num-seqs", "8"], "max_num_seqs_cap", 8),  # a cap defaults to the start value
+        (["--gpu-memory-utilization=0.5"], "gpu_memory_utilization_cap", "0.5"),
+        (["--device-memory-bytes", "1500Mi"], "device_memory_bytes", 1500 << 20),
+        (["--device-memory-bytes", "2G"], "device_memory_bytes", 2_000_000_000),
+        (["--device-memory-bytes", "12345"], "device_memory_bytes", 12345),
+        (["--kv-cache-memory-bytes", "1.5Gi"], "kv_cache_memory_bytes", 3 << 29),
+        (["--max-num-batched-tokens", "64"], "max_num_seqs", 64),  # the default gives way
+        (["--max-num-seqs", "4096"], "max_num_batched_tokens", 4096),
+        (["--max-num-seqs-cap", "32"], "max_num_seqs", 32),
+        (["--model", "/models/m"], "model", "/models/m"),
+    ],
+)
+def test_flags_become_the_configuration(flags: list[str], field: str, value: object) -> None:
+    assert getattr(config(*flags), field) == value
+
+
+def test_the_served_name_is_the_last_part_of_the_model_unless_given() -> None:
+    assert served_names(parsed()) == ("m",)
+    assert served_names(_parser().parse_args(["serve", "file:///a/b.gguf"])) == ("b",)
+    assert served_names(parsed("--served-model-name", "x", "y")) == ("x", "y")
+
+
+def test_a_model_may_be_a_file_uri() -> None:
+    assert engine_config(_parser().parse_args(["serve", "file:///a/b", "--device", "cpu"])).model == "/a/b"
+    with pytest.raises(ConfigError, match="s3://b/k is not a path"):
+        engine_config(_parser().parse_args(["serve", "s3://b/k", "--device", "cpu"]))
+
+
+def test_help_shows_every_flag_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    contract = (Path(__file__).parents[3] / "docs" / "contract.md").read_text()
+    table = contract.split("## 1.")[1].split("## 2.")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `--")]
+    flags = {word.strip("`, ") for row in rows for word in row.replace("[no-]", "").split()}
+    assert {flag for flag in flags if flag not in shown} == set()
+
+
+def test_the_command_line_imports_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys, trimtab_engine.api.server, trimtab_engine.cli.serve_command as s\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
