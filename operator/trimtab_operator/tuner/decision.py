@@ -91,11 +91,10 @@ def lower_max_num_seqs(situation: Situation) -> Move | None:
 
 
 def requests_held(situation: Situation) -> int:
-    """How many requests of the observed size the KV cache holds, at least 1."""
+    """How many requests of the observed size the KV cache holds: no fewer than it was seen to hold, and at least 1."""
     seen = situation.worst
-    if seen.blocks_per_request <= 0:
-        return max(1, math.ceil(seen.running))
-    return max(1, math.floor(seen.latest.blocks_total / seen.blocks_per_request))
+    fit = seen.latest.blocks_total / seen.blocks_per_request if seen.blocks_per_request > 0 else seen.running
+    return max(1, math.floor(fit), math.floor(seen.running_when_full))
 
 
 def requests_that_always_fit(situation: Situation) -> int:

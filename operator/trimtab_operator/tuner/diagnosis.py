@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from trimtab_operator.tuner.observation import (
+    KV_USED_AT_LEAST,
     EngineConfig,
     GroupReading,
     Knob,
@@ -18,8 +19,6 @@ from trimtab_operator.tuner.observation import (
 )
 from trimtab_operator.tuner.state import BadValue, Bounds, Pace, Settings, Watch
 
-# A KV cache that was never half full does not preempt for want of room: such a counter lies or counts something else.
-KV_USED_AT_LEAST = 0.5
 WORSE_FACTOR = 1.5  # a change made things worse when preemptions grew by half for the same work …
 WORSE_DEVIATIONS = 3.0  # … and by more than chance: three deviations of a Poisson count
 COMPARABLE_DEMAND = 1.25  # loads within this factor of each other are comparable

@@ -11,7 +11,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from statistics import median
 
+# A KV cache that was never half full does not preempt for want of room: such a counter lies or counts something else.
+KV_USED_AT_LEAST = 0.5
 MAX_CLOCK_AHEAD_SECONDS = 5.0  # a sample further in the future than this was stamped by a clock that jumped
 
 
@@ -195,7 +198,11 @@ def has_restarted(before: EngineLoad, after: EngineLoad) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """What a window of one group says. Rates are per second, `demand` is running plus waiting requests on average."""
+    """What a window of one group says. Rates are per second, `demand` is running plus waiting requests on average.
+
+    `running_when_full` and `blocks_per_request` are medians over the samples in which the KV cache was well used, 0 when
+    there was none: requests that have just begun hold few blocks, and a single odd sample must not count.
+    """
 
     group: str
     seconds: float
@@ -207,6 +214,7 @@ class Pressure:
     running: float
     waiting: float
     kv_usage_peak: float
+    running_when_full: float
     blocks_per_request: float
     latest: EngineLoad
 
@@ -221,7 +229,7 @@ def pressure(group: str, window: Window) -> Pressure | None:
     if len(samples) < 2:
         return None
     deltas = [b.preemptions_total - a.preemptions_total for a, b in itertools.pairwise(samples)]
-    busy = [s for s in samples if s.running >= 1]
+    full = [s for s in samples if s.running >= 1 and s.kv_usage >= KV_USED_AT_LEAST]
     running = _mean(s.running for s in samples)
     waiting = _mean(s.waiting for s in samples)
     return Pressure(
@@ -235,7 +243,8 @@ def pressure(group: str, window: Window) -> Pressure | None:
         running=running,
         waiting=waiting,
         kv_usage_peak=max(s.kv_usage for s in samples),
-        blocks_per_request=max((s.blocks_used / s.running for s in busy), default=0.0),
+        running_when_full=median(s.running for s in full) if full else 0.0,
+        blocks_per_request=median(s.kv_usage * s.blocks_total / s.running for s in full) if full else 0.0,
         latest=samples[-1],
     )
 

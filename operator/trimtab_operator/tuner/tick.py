@@ -280,6 +280,8 @@ def _act(turn: _Turn) -> None:
     _settle_recommendation(turn, worst, current)
     if worst is None or turn.state.watch is not None or not is_pressed(worst, turn.settings.pace):
         return
+    if _is_draining_down(turn, current):
+        return
     configs = [r.config for r in turn.readings if r.ready and r.config is not None]
     worst_config = next(r.config for r in turn.readings if r.group == worst.group)
     assert worst_config is not None
@@ -290,6 +292,13 @@ def _act(turn: _Turn) -> None:
         _recommend(turn, move, situation)
     elif turn.now - turn.state.changed_at.get(move.knob, -math.inf) >= turn.settings.pace.cool_down_seconds[move.knob]:
         _apply(turn, move, situation)
+
+
+def _is_draining_down(turn: _Turn, current: Values) -> bool:
+    """Whether more requests run than max_num_seqs allows: a lowered value is not in force before they have ended."""
+    seats = current.get(Knob.MAX_NUM_SEQS)
+    loads = (reading.load for reading in turn.readings if reading.ready)
+    return seats is not None and any(load is not None and load.running > seats for load in loads)
 
 
 def _current(turn: _Turn, worst: Pressure | None) -> dict[Knob, Value]:

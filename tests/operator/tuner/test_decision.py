@@ -38,6 +38,7 @@ def a_situation(
         running=running,
         waiting=waiting,
         kv_usage_peak=0.98,
+        running_when_full=running,
         blocks_per_request=blocks_per_request,
         latest=latest,
     )

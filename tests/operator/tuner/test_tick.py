@@ -376,3 +376,11 @@ def test_every_decision_has_an_id_of_its_own() -> None:
     settings = replace(AUTO, bounds={SEQS: Bounds(2, 32), TOKENS: Bounds(64, 512)})
     made = tick(state, [a_reading(T0)], settings, T0).decisions
     assert len({decision.id for decision in made}) == 2
+
+
+def test_a_lowered_limit_is_given_time_to_drain_down_before_the_next_decision() -> None:
+    state = replace(TunerState(), applied={UTILIZATION: 0.95, SEQS: 6}, starts=STARTS)
+    values = {**STARTS, UTILIZATION: 0.95, SEQS: 6}
+    assert all(not result.decisions for result in run(state, preempting(10, values=values, running=8)))
+    drained = run(state, preempting(10, values=values, running=6))
+    assert next(d.knob for result in drained for d in result.decisions) is SEQS
