@@ -106,7 +106,7 @@ class Engine:
         sampling = [sequence.request for sequence in batch.sequences if sequence.samples]
         if not sampling:
             return []
-        tokens = sample(logits, sampling)
+        tokens = sample(logits, sampling, eos_token_ids=self._runner.facts.eos_token_ids)
         sampled = self._scheduler.update(batch, tokens.token_ids, self._clock())
         logprobs = tokens.logprobs or [None] * len(sampled)
         return [self._output(entry, positions) for entry, positions in zip(sampled, logprobs, strict=True)]

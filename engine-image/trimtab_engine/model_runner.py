@@ -24,6 +24,8 @@ from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.weights.source import open_source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GREEDY = SamplingParams(temperature=0.0)
+COSTLIEST_SAMPLING = SamplingParams(top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1)
 Progress = Callable[[str, float], None]
 
 
@@ -94,16 +96,17 @@ class ModelRunner:
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
         """Run the largest step of the envelope and every row size once; returns the peak it added, in bytes.
 
-        It includes what stays: code that oneDNN compiles per row size, and the allocator's reserve.
+        It includes what stays: code that oneDNN compiles per row size, and the allocator's reserve. The largest come
+        first, so that the smaller ones fit into memory that the allocator already has.
         """
         max_len = self.facts.max_model_len
         longest_decode = min(max_len, GATHER_TOKENS) - 1
         with self._device.measure_peak() as peak:
-            for rows in row_sizes() if self._model.pads_rows else ():
-                self._dummy_step([(0, 1)] * rows)
-            self._dummy_step(_envelope_spans(max_num_batched_tokens, max_len))
-            self._dummy_step([(longest_decode, 1)] * min(2, max_num_seqs))
-            self._dummy_step([(0, 1)] * max_num_seqs)
+            self._dummy_step([(0, 1)] * max_num_seqs, COSTLIEST_SAMPLING)
+            self._dummy_step(_envelope_spans(max_num_batched_tokens, max_len), GREEDY)
+            self._dummy_step([(longest_decode, 1)] * min(2, max_num_seqs), GREEDY)
+            for rows in reversed(row_sizes() if self._model.pads_rows else []):
+                self._dummy_step([(0, 1)] * rows, GREEDY)
         return peak.bytes
 
     def init_kv_cache(self, cap_blocks: int) -> None:
@@ -178,13 +181,12 @@ class ModelRunner:
             device=self._device,
         )
 
-    def _dummy_step(self, spans: list[tuple[int, int]]) -> None:
-        """One step of sequences (tokens before, tokens now) that all share one KV block, with the costliest sampling.
+    def _dummy_step(self, spans: list[tuple[int, int]], sampling: SamplingParams) -> None:
+        """One step of sequences (tokens before, tokens now) that all share one KV block.
 
         One layer only: every layer has the same shapes and reuses the same memory.
         """
         longest = max(before + now for before, now in spans)
-        sampling = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1)
         sequences = []
         for index, (before, now) in enumerate(spans):
             request = Request.of(f"profile-{index}", [0] * (before + now), sampling, arrival_time=0.0)
