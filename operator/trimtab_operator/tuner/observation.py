@@ -200,7 +200,7 @@ def has_restarted(before: EngineLoad, after: EngineLoad) -> bool:
 class Pressure:
     """What a window of one group says. Rates are per second, `demand` is running plus waiting requests on average.
 
-    `running_when_full` and `blocks_per_request` are medians over the samples in which the KV cache was well used, 0 when
+    `running_when_full` and `blocks_per_request` are medians over samples in which the KV cache was well used, 0 when
     there was none: requests that have just begun hold few blocks, and a single odd sample must not count.
     """
 
