@@ -25,6 +25,7 @@ from trimtab_operator.tuner.diagnosis import (
 from trimtab_operator.tuner.explanation import explain, explain_bounds, explain_restart, explain_rollback
 from trimtab_operator.tuner.observation import (
     Doubt,
+    FieldRange,
     GroupReading,
     Hold,
     Knob,
@@ -371,11 +372,16 @@ def _differences(reading: GroupReading, applied: Values) -> dict[Knob, Value]:
     if reading.config is None:
         return {}
     runs, fields = reading.config.applied, reading.config.fields
-    return {
-        knob: value
-        for knob, value in applied.items()
-        if knob in runs and abs(runs[knob] - value) > SAME_VALUE and knob in fields and fields[knob].live
-    }
+    wanted = {k: _possible(k, v, fields[k]) for k, v in applied.items() if k in runs and k in fields and fields[k].live}
+    return {knob: value for knob, value in wanted.items() if abs(runs[knob] - value) > SAME_VALUE}
+
+
+def _possible(knob: Knob, value: Value, limits: FieldRange) -> Value:
+    """The nearest utilisation that this engine can take: what one request needs differs a little from start to start.
+
+    The bounds of the counts depend on each other; they are judged by the engine when all fields arrive together.
+    """
+    return min(max(value, limits.minimum), limits.maximum) if knob is Knob.GPU_MEMORY_UTILIZATION else value
 
 
 def _is_behind(reading: GroupReading, turn: _Turn) -> bool:

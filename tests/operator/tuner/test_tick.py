@@ -28,6 +28,7 @@ from trimtab_operator.tuner import (
 UTILIZATION, SEQS, TOKENS = Knob.GPU_MEMORY_UTILIZATION, Knob.MAX_NUM_SEQS, Knob.MAX_NUM_BATCHED_TOKENS
 STARTS: dict[Knob, Value] = {UTILIZATION: 0.74, SEQS: 32, TOKENS: 512}
 AUTO = Settings(Mode.AUTO, {UTILIZATION: Bounds(0.5, 0.95), SEQS: Bounds(2, 64), TOKENS: Bounds(64, 1024)}, STARTS)
+AUTO_WITHOUT_BOUNDS = Settings(Mode.AUTO, {}, STARTS)
 T0 = 1_000_000.0
 
 
@@ -301,6 +302,13 @@ def test_engines_that_run_other_values_are_patched_again_ready_or_not_and_that_i
     assert result.patches == (EnginePatch("b", {UTILIZATION: 0.86, SEQS: 16}), EnginePatch("c", {UTILIZATION: 0.86}))
     assert result.decisions == ()
     assert result.tuning_active.reason == "NotYetApplied"
+
+
+def test_an_engine_that_cannot_take_the_applied_utilisation_gets_the_nearest_and_is_then_left_alone() -> None:
+    state = replace(TunerState(), applied={UTILIZATION: 0.45}, starts=STARTS)
+    assert tick(state, [a_reading(T0)], AUTO_WITHOUT_BOUNDS, T0).patches == (EnginePatch("a", {UTILIZATION: 0.5}),)
+    at_its_limit = a_reading(T0, values={**STARTS, UTILIZATION: 0.5})
+    assert tick(state, [at_its_limit], AUTO_WITHOUT_BOUNDS, T0).patches == ()
 
 
 def test_values_are_applied_again_even_while_the_metrics_are_missing() -> None:
