@@ -5,6 +5,7 @@ the core sends in one task. It never imports torch.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import shutil
@@ -82,8 +83,9 @@ class CoreClient:
         start = {"config": msgspec.to_builtins(self._config), "to_core": to_core, "from_core": from_core}
         self._process = await asyncio.create_subprocess_exec(*CORE_COMMAND, stdin=asyncio.subprocess.PIPE)
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(start).encode() + b"\n")
-        await self._process.stdin.drain()
+        with contextlib.suppress(ConnectionError):  # it has ended already: the watch says so
+            self._process.stdin.write(json.dumps(start).encode() + b"\n")
+            await self._process.stdin.drain()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
     @property
@@ -106,7 +108,7 @@ class CoreClient:
         finished = False
         try:
             self._raise_if_dead()
-            await self._send(AddRequest(request_id, prompt_token_ids, sampling, arrival_time))
+            self._send(AddRequest(request_id, prompt_token_ids, sampling, arrival_time))
             while not finished:
                 output = await queue.get()
                 if output is None:
@@ -122,7 +124,7 @@ class CoreClient:
     def abort(self, request_ids: list[str]) -> None:
         """Free these requests at the next step boundary. Never waits, so that it is safe while being cancelled."""
         if self.is_alive and not self._closing:
-            self._outbox.send(self._encoder.encode(AbortRequests(request_ids)))
+            self._send(AbortRequests(request_ids))
 
     def abort_all(self) -> None:
         """End everything that runs: the waiting handlers see finish_reason abort."""
@@ -138,7 +140,7 @@ class CoreClient:
         future: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            await self._send(AdminCall(call_id, method, body))
+            self._send(AdminCall(call_id, method, body))
             return await future
         finally:
             self._calls.pop(call_id, None)
@@ -151,7 +153,7 @@ class CoreClient:
         process = self._process
         if process is not None and process.returncode is None:
             if self.ready is not None and self.failure is None:
-                await self._send(Shutdown())
+                self._send(Shutdown())
             else:
                 process.terminate()
             try:
@@ -167,16 +169,23 @@ class CoreClient:
 
     # --- the inside -----------------------------------------------------------------------------------------------
 
-    async def _send(self, message: ToCore) -> None:
-        await self._outbox.send(self._encoder.encode(message))
+    def _send(self, message: ToCore) -> None:
+        """Hand a message to the socket, in order. It is not waited for: when the core has just died there is nobody to
+        take it, and what tells the waiting is its end, not this socket.
+        """
+        self._outbox.send(self._encoder.encode(message))
 
     def _raise_if_dead(self) -> None:
         if not self.is_alive:
             raise EngineDead(self.failure.message if self.failure else "the engine core has ended")
 
     async def _read(self) -> None:
-        while True:
-            self._handle(self._decoder.decode(await self._inbox.recv()))
+        try:
+            while True:
+                self._handle(self._decoder.decode(await self._inbox.recv()))
+        except Exception as error:  # a defect of ours; without this every request would wait for ever
+            logger.exception("cannot read what the engine core sends")
+            self._fail(CoreFailed(f"cannot read what the engine core sends: {type(error).__name__}: {error}", 1))
 
     def _handle(self, message: FromCore) -> None:
         match message:
@@ -211,6 +220,8 @@ class CoreClient:
             self._fail(CoreFailed(f"the engine core ended unexpectedly ({cause})", exit_code=1))
 
     def _fail(self, failure: CoreFailed) -> None:
+        if self.failure is not None:
+            return  # the first one is the cause
         self.failure = failure
         self.ended.set()
         self.loaded.set()

@@ -58,6 +58,8 @@ def validation_error(findings: Any) -> ApiError:
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         return invalid(f"the body is not valid JSON: {first.get('ctx', {}).get('error', message)}")
+    if first["loc"] in (("body",), ()) and first["type"] in ("missing", "model_attributes_type", "model_type"):
+        return invalid("the body must be a JSON object, sent with Content-Type: application/json")
     if first["type"] == "extra_forbidden":
         return invalid(f"unrecognized request argument: {shorten(field or '')}", shorten(field or ""))
     return invalid(f"{shorten(field)}: {message}" if field else message, shorten(field) if field else None)

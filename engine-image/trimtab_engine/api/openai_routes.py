@@ -76,9 +76,9 @@ def openai_router(state: ServerState) -> APIRouter:
         if body.messages is not None:
             messages = [message.for_template() for message in body.messages]
             text = _rendered(serving, messages, add_generation_prompt=body.add_generation_prompt)
-            ids = await serving.tokenizer.encode_async(text, add_special_tokens=False)
+            ids = await _bounded(serving, text, "messages", add_special_tokens=False)
         else:
-            ids = await serving.tokenizer.encode_async(body.prompt or "", add_special_tokens=body.add_special_tokens)
+            ids = await _bounded(serving, body.prompt or "", "prompt", add_special_tokens=body.add_special_tokens)
         names = [serving.tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None
         return {
             "count": len(ids),
@@ -100,7 +100,8 @@ def _rendered(serving: Serving, messages: list[dict[str, str]], *, add_generatio
         raise invalid(str(error), "messages") from error
 
 
-async def _encode(serving: Serving, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
+async def _bounded(serving: Serving, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+    """Tokens of a text that is not absurdly long."""
     limit = serving.facts.max_model_len
     if len(text) > limit * MAX_CHARACTERS_PER_TOKEN:
         raise invalid(
@@ -108,7 +109,11 @@ async def _encode(serving: Serving, text: str, param: str, *, add_special_tokens
             f"cannot be fewer tokens than that; shorten it",
             param,
         )
-    ids = await serving.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+    return await serving.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+
+
+async def _encode(serving: Serving, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
+    ids = await _bounded(serving, text, param, add_special_tokens=add_special_tokens)
     if not ids:
         raise invalid(f"{param} has no tokens; send at least one", param)
     return ids

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from trimtab_engine.api.admin import build_admin_app
 from trimtab_engine.api.app import build_app
 from trimtab_engine.api.generation import Generator
+from trimtab_engine.api.http_protocol import BoundedHeadProtocol
 from trimtab_engine.api.metrics import EngineMetrics, Interval, statistics_line
 from trimtab_engine.api.state import ServerOptions, ServerState, Serving
 from trimtab_engine.config import EngineConfig
@@ -120,7 +121,7 @@ class _Server:
     async def _after_failure(self) -> int:
         failure = self._core.failure
         assert failure is not None
-        print(f"trimtab-engine: {failure.message}", file=sys.stderr, flush=True)
+        print(f"trimtab-engine: {' '.join(failure.message.split())}", file=sys.stderr, flush=True)
         await asyncio.sleep(DEAD_ANSWER_SECONDS if self._state.num_http_requests else 0)
         return failure.exit_code or 1
 
@@ -192,6 +193,7 @@ def _uvicorn(app: FastAPI) -> _Uvicorn:
         lifespan="off",
         timeout_graceful_shutdown=CLOSE_SECONDS,
         server_header=False,
+        http=BoundedHeadProtocol,
     )
     return _Uvicorn(config)
 

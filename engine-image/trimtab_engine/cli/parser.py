@@ -13,6 +13,9 @@ QUANTITY_UNITS = {
 }  # fmt: skip
 
 
+MAX_INT64 = 2**63 - 1
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Errors are one line on stderr and exit code 2. Flags are never abbreviated, so that a new one breaks nothing."""
 
@@ -42,6 +45,10 @@ class OneLineParser(argparse.ArgumentParser):
 
 def positive(text: str) -> int:
     return _integer(text, 1)
+
+
+def not_negative(text: str) -> int:
+    return _integer(text, 0)
 
 
 def port(text: str) -> int:
@@ -82,4 +89,6 @@ def _integer(text: str, least: int) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
     if number < least:
         raise argparse.ArgumentTypeError(f"{number} is below {least}")
+    if number > MAX_INT64:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is beyond 64 bits")
     return number

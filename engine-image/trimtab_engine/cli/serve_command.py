@@ -66,7 +66,10 @@ def _add_model_flags(group: Any) -> None:
         help="longest prompt plus output (default: the model's)",
     )
     group.add_argument(
-        "--seed", type=int, default=0, help="seed of dummy weights and of requests that bring none (default: 0)"
+        "--seed",
+        type=types.not_negative,
+        default=0,
+        help="seed of dummy weights and of requests that bring none (default: 0)",
     )
 
 
@@ -154,7 +157,11 @@ def _add_server_flags(group: Any) -> None:
     )
     group.add_argument("--api-key", nargs="+", action="extend", metavar="KEY", help="key asked of /v1/*")
     group.add_argument(
-        "--max-logprobs", type=int, default=20, metavar="N", help="most logprobs a request may ask for (default: 20)"
+        "--max-logprobs",
+        type=types.not_negative,
+        default=20,
+        metavar="N",
+        help="most logprobs a request may ask for (default: 20)",
     )
     group.add_argument(
         "--shutdown-timeout",

@@ -1,6 +1,8 @@
 """Whatever is wrong with a request, the client gets a 4xx in OpenAI's form, and the server goes on."""
 
+import contextlib
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -204,6 +206,40 @@ def test_headers_are_data(server: Any, headers: dict[str, str]) -> None:
     response = server.http.post(COMPLETIONS, content=b'{"prompt": "ab", "max_tokens": 1}', headers=headers)
     assert response.status_code in (200, 400)
     assert "set-cookie" not in response.headers
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"".join(b"X-%d: %s\r\n" % (i, b"x" * 1000) for i in range(2000)),
+        b"X-Long: " + b"x" * (2 << 20),
+        b"",
+    ],
+)
+def test_headers_without_end_close_the_connection(server: Any, head: bytes) -> None:
+    line = b"GET /livez HTTP/1.1\r\nHost: a\r\n" if head else b"GET /" + b"x" * (2 << 20)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(line + head)
+            answer = connection.recv(100)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
+    assert server.status("/livez") == 200
+
+
+def test_large_bodies_on_one_connection_are_no_large_headers(server: Any) -> None:
+    for _ in range(3):
+        response = server.http.post("/tokenize", json={"prompt": "a" * 15_000, "add_special_tokens": False})
+        assert response.json()["count"] == 15_000
+    body = {"prompt": "a", "max_tokens": 1, "metadata": {"padding": "x" * 500_000}}
+    for _ in range(3):
+        assert server.http.post(COMPLETIONS, json=body).status_code == 200
+
+
+def test_json_under_another_content_type_says_what_to_send(server: Any) -> None:
+    response = server.http.post(COMPLETIONS, data={"prompt": "a"})
+    assert response.status_code == 400
+    assert "Content-Type: application/json" in error_of(response)["message"]
 
 
 def test_after_all_that_the_server_serves(server: Any) -> None:

@@ -59,6 +59,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--trust-remote-code"], "never runs here"),
         (["--preemption-mode", "swap"], "--preemption-mode"),
         (["--seed", "x"], "--seed"),
+        (["--seed", "9" * 30], "64 bits"),
+        (["--max-logprobs", "-1"], "--max-logprobs"),
         (["--model", "/other"], "two models"),
     ],
 )

@@ -1,0 +1,33 @@
+"""uvicorn's fast HTTP/1.1 parser, with a bound on the size of a request's head, which httptools itself lacks."""
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 << 10  # request line and headers; uvicorn's other parser has the same bound
+
+
+class BoundedHeadProtocol(HttpToolsProtocol):
+    """Closes a connection whose request line and headers never end, with 400."""
+
+    _num_head_bytes = 0
+    """Bytes that came without completing a head or belonging to a body."""
+    _reads_body = False
+    _completed = False
+    """Whether the bytes at hand completed a head or a message."""
+
+    def data_received(self, data: bytes) -> None:
+        self._completed = False
+        super().data_received(data)
+        if self._reads_body or self._completed:
+            self._num_head_bytes = 0
+            return
+        self._num_head_bytes += len(data)
+        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The request's headers are larger than {MAX_HEAD_BYTES} bytes.")
+
+    def on_headers_complete(self) -> None:
+        self._reads_body = self._completed = True
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._reads_body, self._completed = False, True
