@@ -4,6 +4,7 @@ The template is the model's own, rendered in transformers' sandbox; requests bri
 """
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers.decoders import DecodeStream
 from trimtab_engine.errors import InvalidRequest, ModelError
 
 LONG_TEXT_CHARACTERS = 4096  # from here on tokenising leaves the event loop: it takes about a millisecond
+MAX_TEMPLATE_CHARACTERS = 1 << 20  # the largest known are a tenth of it
 
 
 class Tokenizer:
@@ -35,6 +37,8 @@ class Tokenizer:
             ) from None
         if not hasattr(loaded, "backend_tokenizer"):
             raise ModelError(f"the tokenizer of {path} is not a fast one (tokenizer.json); only those are supported")
+        if len(str(loaded.chat_template or "")) > MAX_TEMPLATE_CHARACTERS:
+            raise ModelError(f"the chat template of {path} has more than {MAX_TEMPLATE_CHARACTERS} characters")
         self._tokenizer = loaded
         self.fast: FastTokenizer = loaded.backend_tokenizer
         self.has_chat_template = bool(loaded.chat_template)
@@ -62,6 +66,13 @@ class Tokenizer:
         except Exception as error:  # jinja errors and whatever the template itself raises
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
         return text
+
+    async def render_chat_async(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+        """Long conversations are rendered in a thread, so that other requests' streams go on."""
+        render = partial(self.render_chat, messages, add_generation_prompt=add_generation_prompt)
+        if sum(len(message["content"]) for message in messages) < LONG_TEXT_CHARACTERS:
+            return render()
+        return await asyncio.to_thread(render)
 
     def token_text(self, token_id: int) -> str:
         """One token's text as it stands alone; bytes of a broken character become U+FFFD."""

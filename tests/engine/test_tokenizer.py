@@ -96,3 +96,18 @@ def test_reading_a_tokenizer_imports_no_torch(folder: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_a_chat_template_of_absurd_size_is_refused(folder: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("x" * (1 << 21))
+    with pytest.raises(ModelError, match="chat template"):
+        Tokenizer(str(tmp_path))
+
+
+async def test_long_conversations_give_the_same_text(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "word " * 2000}]
+    assert await tokenizer.render_chat_async(messages) == tokenizer.render_chat(messages)
+    text = messages[0]["content"]
+    assert await tokenizer.encode_async(text) == tokenizer.encode(text)

@@ -44,7 +44,7 @@ def openai_router(state: ServerState) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         arrival, serving = time.monotonic(), state.require_serving()
         form = ChatForm(state.check_model(body.model), serving.tokenizer)
-        text = _rendered(serving, [message.for_template() for message in body.messages])
+        text = await _rendered(serving, [message.for_template() for message in body.messages])
         ids = await _encode(serving, text, "messages", add_special_tokens=False)
         max_tokens = body.max_completion_tokens or body.max_tokens
         if max_tokens is not None and body.min_tokens > max_tokens:
@@ -75,7 +75,7 @@ def openai_router(state: ServerState) -> APIRouter:
         state.check_model(body.model)
         if body.messages is not None:
             messages = [message.for_template() for message in body.messages]
-            text = _rendered(serving, messages, add_generation_prompt=body.add_generation_prompt)
+            text = await _rendered(serving, messages, add_generation_prompt=body.add_generation_prompt)
             ids = await _bounded(serving, text, "messages", add_special_tokens=False)
         else:
             ids = await _bounded(serving, body.prompt or "", "prompt", add_special_tokens=body.add_special_tokens)
@@ -93,9 +93,9 @@ def openai_router(state: ServerState) -> APIRouter:
 # --- from a request to a plan -------------------------------------------------------------------------------------
 
 
-def _rendered(serving: Serving, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+async def _rendered(serving: Serving, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
     try:
-        return serving.tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        return await serving.tokenizer.render_chat_async(messages, add_generation_prompt=add_generation_prompt)
     except InvalidRequest as error:
         raise invalid(str(error), "messages") from error
 
