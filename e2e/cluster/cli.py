@@ -149,7 +149,7 @@ def _node_image(docker: dict[str, str]) -> tuple[str | None, bool]:
     if docker_daemon.reaches_registry(docker):
         say("node image: kind's own, from the image registry")
         return None, False
-    say("node image: no image registry can be reached, so it is built from Debian's packages (once)")
+    say("node image: no image registry can be reached, so one of Debian's packages (built once)")
     return node_image.ensure(docker), True
 
 

@@ -120,6 +120,13 @@ def requirements(pyproject: str, extra: str) -> list[str]:
     return list(found)
 
 
+def distribution_metadata(pyproject: str) -> tuple[str, str]:
+    """The name and METADATA of the folder in which importlib.metadata finds the project's version."""
+    project = tomllib.loads(pyproject)["project"]
+    name, version = project["name"], project["version"]
+    return f"{name}-{version}.dist-info", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+
+
 def pins(constraints: str) -> list[str]:
     """The lines of constraints.txt that pin something, in order, so that a comment changes no hash."""
     return sorted(line.strip() for line in constraints.splitlines() if re.match(r"^[A-Za-z0-9]", line))
@@ -127,21 +134,28 @@ def pins(constraints: str) -> list[str]:
 
 def _product(docker: dict[str, str], product: Product, base: str, version: str) -> str:
     packages_image = _packages_image(docker, product, base, version)
-    sources = [REPOSITORY / source for source in product.sources]
-    recipe = [RECIPES / f"Dockerfile.{product.name}", RECIPES / "bin" / f"trimtab-{product.name}"]
-    image = f"trimtab-{product.name}:{tree_key([*sources, *recipe], extra=(packages_image,))}"
-    if docker_daemon.has_image(docker, image):
-        return image
-    with stage(f"images: {image}", 5):
-        context = debian.scratch_folder(f"image-{product.name}")
-        for source in sources:
-            shutil.copytree(source, context / "app" / source.name, ignore=shutil.ignore_patterns("__pycache__"))
-        (context / "bin").mkdir()
-        shutil.copy2(recipe[1], context / "bin")
-        _make_readable(context)
-        build(docker, image, context, recipe[0], {"BASE_IMAGE": packages_image})
-        remove_tree(context)
+    dockerfile = RECIPES / f"Dockerfile.{product.name}"
+    context = debian.scratch_folder(f"image-{product.name}")
+    _copy_own_code(product, context)
+    # The copy is what is hashed: an edit of the sources meanwhile cannot get under a name that it does not belong to.
+    image = f"trimtab-{product.name}:{tree_key([context, dockerfile], extra=(packages_image,))}"
+    if not docker_daemon.has_image(docker, image):
+        with stage(f"images: {image}", 5):
+            build(docker, image, context, dockerfile, {"BASE_IMAGE": packages_image})
+    remove_tree(context)
     return image
+
+
+def _copy_own_code(product: Product, context: Path) -> None:
+    for source in product.sources:
+        target = context / "app" / Path(source).name
+        shutil.copytree(REPOSITORY / source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    folder, text = distribution_metadata((REPOSITORY / "pyproject.toml").read_text())
+    (context / "app" / folder).mkdir()
+    (context / "app" / folder / "METADATA").write_text(text)
+    (context / "bin").mkdir()
+    shutil.copy2(RECIPES / "bin" / f"trimtab-{product.name}", context / "bin")
+    _make_readable(context)
 
 
 def _packages_image(docker: dict[str, str], product: Product, base: str, version: str) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
 from cluster.errors import ClusterError
-from cluster.images import PRODUCTS, REPOSITORY, pins, requirements, strip
+from cluster.images import PRODUCTS, REPOSITORY, distribution_metadata, pins, requirements, strip
 
 PYPROJECT = """
 [project.optional-dependencies]
@@ -21,6 +22,14 @@ def test_an_image_s_packages_are_its_extra() -> None:
 def test_an_extra_that_is_missing_is_named() -> None:
     with pytest.raises(ClusterError, match="engine"):
         requirements(PYPROJECT, "engine")
+
+
+def test_the_project_s_version_is_found_as_pip_would_have_left_it(tmp_path: Path) -> None:
+    folder, text = distribution_metadata('[project]\nname = "trimtab"\nversion = "1.2.3"\n')
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "METADATA").write_text(text)
+    (found,) = importlib.metadata.distributions(name="trimtab", path=[str(tmp_path)])
+    assert found.version == "1.2.3"
 
 
 def test_comments_and_order_of_the_constraints_change_no_hash() -> None:
