@@ -160,7 +160,7 @@ def down(arguments: argparse.Namespace) -> int:
     with locked(f"cluster-{arguments.name}"):
         cluster = target.existing(arguments.name)
         if cluster is not None:
-            with stage(f"cluster {arguments.name}: deleting", 5):
+            with stage(f"cluster {arguments.name}: deleting", 20):
                 kind_cluster.delete(cluster)
         else:
             say(f"cluster {arguments.name}: there is none")

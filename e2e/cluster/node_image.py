@@ -37,6 +37,7 @@ REGISTRY = "k8s.gcr.io"
 STATIC_COMPONENTS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
 ETCD_TAG = "3.4.13-0"
 PAUSE_TAG = "3.2"
+KEPT_TAGS = 2  # of the node image, 1 GB each
 NODE_BINARIES = ("kubelet", "kubeadm", "kubectl")
 
 
@@ -48,6 +49,7 @@ def ensure(docker: dict[str, str]) -> str:
         if not docker_daemon.has_image(docker, image):
             _require_cgroup_v1()
             _build(docker, image)
+            docker_daemon.forget_old_tags(docker, image, keep=KEPT_TAGS)
     return image
 
 
