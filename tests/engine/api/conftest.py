@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0  # generous: machines are slow when much is built on them
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' and loop.first %}"
     "{{ raise_exception('the user speaks first') }}{% endif %}{{ message['content'] }}{% endfor %}"

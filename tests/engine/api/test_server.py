@@ -46,7 +46,7 @@ def test_a_client_that_disconnects_frees_its_sequences(server: Any, stream: bool
                 next(response.iter_lines())
         else:
             with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/completions", json=body, timeout=0.3)
+                client.post("/v1/completions", json=body, timeout=2.0)
     server.wait_for(lambda: server.core_state()["aborted"] == before + 2, "both sequences to be aborted")
     assert server.core_state()["running"] == 0
     assert server.metric("vllm:request_success_total", finished_reason="abort") >= 2
@@ -65,19 +65,19 @@ def test_while_loading_probes_answer_and_requests_are_503(start_server: Any) -> 
     assert server.admin.get("/admin/v1/config").status_code == 503
     assert server.status("/metrics") == 200
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(10) == 0
+    assert server.process.wait(30) == 0
 
 
 def test_a_core_that_cannot_start_ends_the_server_with_its_line_and_code(start_server: Any) -> None:
     server = start_server("--seed", "666", wait=False)
-    assert server.process.wait(20) == 2
+    assert server.process.wait(60) == 2
     assert "the stub was told to fail; use another seed" in server.log.read_text()
     assert "Traceback" not in server.log.read_text()
 
 
 def test_a_tokenizer_that_cannot_be_read_ends_the_server(start_server: Any, tmp_path: Path) -> None:
     server = start_server(model=tmp_path, wait=False)
-    assert server.process.wait(20) == 2
+    assert server.process.wait(60) == 2
     assert "cannot read the tokenizer" in server.log.read_text()
 
 
@@ -109,7 +109,7 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(start_server:
         refused = server.http.post("/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
     assert result["response"].json()["usage"]["completion_tokens"] == 200
-    assert server.process.wait(10) == 0
+    assert server.process.wait(30) == 0
 
 
 def test_what_does_not_finish_in_time_is_aborted(start_server: Any) -> None:
@@ -117,7 +117,7 @@ def test_what_does_not_finish_in_time_is_aborted(start_server: Any) -> None:
     with a_running_request(server) as result:
         server.process.send_signal(signal.SIGTERM)
     assert result["response"].json()["choices"][0]["finish_reason"] == "abort"
-    assert server.process.wait(10) == 0
+    assert server.process.wait(30) == 0
 
 
 def test_a_second_signal_ends_at_once(start_server: Any) -> None:
@@ -126,7 +126,7 @@ def test_a_second_signal_ends_at_once(start_server: Any) -> None:
         server.process.send_signal(signal.SIGTERM)
         server.wait_for(lambda: server.status("/readyz") == 503, "the drain to show")
         server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(10) == 0
+    assert server.process.wait(30) == 0
 
 
 def test_api_keys_guard_v1_only(start_server: Any) -> None:

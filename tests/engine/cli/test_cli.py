@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trimtab_engine.api.server import Listen
 from trimtab_engine.cli import _parser, main
 from trimtab_engine.cli.serve_command import engine_config, served_names
 from trimtab_engine.config import EngineConfig
@@ -134,6 +135,21 @@ def test_a_model_may_be_a_file_uri() -> None:
     assert engine_config(_parser().parse_args(["serve", "file:///a/b", "--device", "cpu"])).model == "/a/b"
     with pytest.raises(ConfigError, match="s3://b/k is not a path"):
         engine_config(_parser().parse_args(["serve", "s3://b/k", "--device", "cpu"]))
+
+
+@pytest.mark.parametrize(("flags", "host"), [([], "127.0.0.1"), (["--admin-token-sha256", "a" * 64], "0.0.0.0")])
+def test_the_admin_port_is_on_loopback_without_a_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str], host: str
+) -> None:
+    seen: list[Listen] = []
+
+    def record(_config: object, _options: object, listen: Listen, _timeout: float) -> int:
+        seen.append(listen)
+        return 0
+
+    monkeypatch.setattr("trimtab_engine.api.server.run_server", record)
+    assert main(["serve", str(tmp_path), "--device", "cpu", "--admin-port", "8001", *flags]) == 0
+    assert seen == [Listen("0.0.0.0", 8000, host, 8001)]
 
 
 def test_help_shows_every_flag_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
