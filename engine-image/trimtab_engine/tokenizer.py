@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
 from trimtab_engine.errors import InvalidRequest, ModelError
+from trimtab_engine.gguf_tokenizer import read_gguf_tokenizer
 
 LONG_TEXT_CHARACTERS = 4096  # from here on tokenising leaves the event loop: it takes about a millisecond
 MAX_TEMPLATE_CHARACTERS = 1 << 20  # the largest known are a tenth of it
@@ -21,22 +22,13 @@ class Tokenizer:
     """The model's tokenizer. Raises ModelError when it cannot be read."""
 
     def __init__(self, path: str) -> None:
-        # Imported here: the command line's --help does not need it. Not AutoTokenizer, which imports torch: that would
-        # cost this process three seconds and 280 MB.
-        from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
-
-        where = Path(path)
-        folder, gguf_file = (where.parent, where.name) if where.suffix == ".gguf" else (where, _only_gguf(where))
-        keywords: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
         try:
-            loaded = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True, **keywords)
+            loaded = _load(Path(path))
         except Exception as error:  # transformers raises many kinds, json and rust errors among them
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ModelError(
                 f"cannot read the tokenizer of {path}: {reason}; give --tokenizer a folder with one"
             ) from None
-        if not hasattr(loaded, "backend_tokenizer"):
-            raise ModelError(f"the tokenizer of {path} is not a fast one (tokenizer.json); only those are supported")
         if len(str(loaded.chat_template or "")) > MAX_TEMPLATE_CHARACTERS:
             raise ModelError(f"the chat template of {path} has more than {MAX_TEMPLATE_CHARACTERS} characters")
         self._tokenizer = loaded
@@ -110,12 +102,24 @@ class Detokenizer:
         return text
 
 
-def _only_gguf(folder: Path) -> str | None:
+def _load(path: Path) -> Any:
+    """From tokenizer.json where there is one, else from the GGUF file; torch is imported for neither."""
+    # Imported here: the command line's --help does not need it. Not AutoTokenizer, which imports torch: that would
+    # cost this process three seconds and 280 MB.
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+
+    file = path if path.suffix == ".gguf" else _only_gguf(path)
+    if file is not None:
+        return read_gguf_tokenizer(file)
+    return PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+
+
+def _only_gguf(folder: Path) -> Path | None:
     """The GGUF file to take the tokenizer from, in a folder that has no tokenizer.json."""
     if (folder / "tokenizer.json").exists():
         return None
     files = sorted(folder.glob("*.gguf"))
-    return files[0].name if len(files) == 1 else None
+    return files[0] if len(files) == 1 else None
 
 
 def _well_formed(text: str) -> str:
