@@ -79,7 +79,8 @@ class Server:
             time.sleep(0.01)
 
     def wait_until_ready(self) -> "Server":
-        self.wait_for(lambda: self.status("/readyz") == 200, "readiness")
+        self.wait_for(lambda: self.status("/readyz") == 200 or self.process.poll() is not None, "readiness")
+        assert self.process.poll() is None, self.log.read_text()[-1000:]
         return self
 
     def core_state(self, **headers: str) -> dict[str, Any]:
