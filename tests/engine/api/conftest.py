@@ -101,9 +101,13 @@ class Server:
     def end(self) -> None:
         self.http.close()
         self.admin.close()
-        if self.process.poll() is None:
+        self.process.terminate()  # twice: what still runs is aborted at once
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
             self.process.kill()
-        self.process.wait()
+            self.process.wait()
 
 
 Start = Callable[..., Server]

@@ -8,8 +8,10 @@ The prompt's first characters (byte-level tokens) steer it:
 Its admin calls answer with what they got, and with the requests that run and were aborted.
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 
@@ -35,6 +37,7 @@ MAX_MODEL_LEN = 256
 VOCAB_SIZE = 258
 END_TOKEN = 256
 STEP_MILLISECONDS = 10
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 COMMANDS = ("!eos", "!slow", "!die", "!fail")
 
 
@@ -70,6 +73,7 @@ class Sequence:
 
 
 def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # as the real core: it never outlives its server
     start = json.loads(sys.stdin.readline())
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
