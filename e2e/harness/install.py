@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from harness.kube import CRD_KIND, Kube, Manifest
@@ -14,8 +13,6 @@ CHART = REPOSITORY / "charts" / "trimtab"
 NAMESPACE = "trimtab-system"
 RELEASE = "trimtab"
 OPERATOR_SECONDS = 120.0
-# Kubernetes before 1.25 does not know the CRD's `x-kubernetes-validations` and drops them; helm must let it.
-OLD_SERVER_OPTIONS = ["--disable-openapi-validation", "--server-side=false"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,6 @@ class Installation:
             **values,
         }
         options = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-        options += [] if knows_cel(self.kube.server_version()) else OLD_SERVER_OPTIONS
         return ["upgrade", "--install", RELEASE, str(CHART), "-n", NAMESPACE, "--create-namespace", *options]
 
     def install(self, **values: str) -> None:
@@ -73,12 +69,6 @@ class Installation:
         say("helm uninstall trimtab")
         run_tool("helm", "uninstall", RELEASE, "-n", NAMESPACE, "--ignore-not-found", "--wait", kube=self.kube)
         self.kube.delete("namespace", NAMESPACE, wait=True)
-
-
-def knows_cel(version: str) -> bool:
-    """Whether the server knows `x-kubernetes-validations` (1.25). Helm refuses a CRD that has them on an older one."""
-    major, minor = (int(re.sub(r"\D.*", "", part)) for part in version.removeprefix("v").split(".")[:2])
-    return (major, minor) >= (1, 25)
 
 
 def image_values(prefix: str, name: str) -> dict[str, str]:

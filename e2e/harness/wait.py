@@ -17,6 +17,8 @@ POLL_SECONDS = 1.0
 SAY_AGAIN_SECONDS = 20.0  # an unchanged state is repeated this often, as a sign of life
 LOG_LINES = 25  # of each pod, in the evidence
 EVENTS_SHOWN = 30
+OPERATOR = "app.kubernetes.io/part-of=trimtab,app.kubernetes.io/component=operator"
+LIST_PODS = 'jsonpath={range .items[*]}{.metadata.namespace} {.metadata.name}{"\\n"}{end}'
 
 
 class NotYet(Exception):
@@ -77,7 +79,7 @@ class Waiter:
     def evidence(self) -> str:
         """The namespace's resources, events and log tails, as text; never raises."""
         parts = [f"--- evidence from namespace {self.namespace}"]
-        for gather in (self._resources, self._pods, self._events):
+        for gather in (self._resources, self._pods, self._events, self._operator):
             try:
                 parts.append(gather())
             except (KubectlError, KeyError, ValueError) as error:
@@ -105,6 +107,13 @@ class Waiter:
                     continue
                 lines.append(f"log of {name}{' (previous container)' if previous else ''}:\n{text}")
         return "\n".join(lines)
+
+    def _operator(self) -> str:
+        """What the operator said last, wherever it is installed."""
+        pods = self.kube.run("get", "pods", "-A", "-l", OPERATOR, "-o", LIST_PODS)
+        named = [line.split() for line in pods.splitlines() if line.strip()]
+        logs = [f"log of {name}:\n{self.kube.logs(space, name, tail=LOG_LINES)}" for space, name in named]
+        return "\n".join(logs) or "(no operator pod runs)"
 
     def _events(self) -> str:
         events = self.kube.events(self.namespace)[-EVENTS_SHOWN:]
