@@ -4,6 +4,7 @@ Nothing outside this file reads the environment. Checks that need only the value
 what needs the model or the device is checked where those are read.
 """
 
+import os
 from typing import Any, Literal
 
 import msgspec
@@ -11,6 +12,10 @@ import msgspec
 from trimtab_engine.errors import ConfigError
 
 BLOCK_SIZES = (8, 16, 32)
+CORE_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
+"""Rounds that the model's threads spin before they sleep, where the container sets nothing. By default they spin so
+long that decode all but stops when other processes want the same CPUs; this costs about an eighth when none do.
+"""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,3 +81,8 @@ def _check_fraction(name: str, value: str) -> None:
 
 def _above_cap(flag: str, value: Any, cap: Any) -> ConfigError:
     return ConfigError(f"--{flag} is {value}, above --{flag}-cap {cap}; raise the cap or lower the value")
+
+
+def core_environment() -> dict[str, str]:
+    """The engine core's environment: this process's, and what only the core needs where it says nothing."""
+    return {**CORE_ENVIRONMENT, **os.environ}

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import shutil
 import sys
 import tempfile
@@ -21,7 +20,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from trimtab_engine.config import EngineConfig
+from trimtab_engine.config import EngineConfig, core_environment
 from trimtab_engine.errors import EngineDead
 from trimtab_engine.messages import (
     AbortRequests,
@@ -41,10 +40,6 @@ from trimtab_engine.messages import (
 )
 
 CORE_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.core_process")
-CORE_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
-"""How long the model's threads spin before they sleep, where the container sets nothing. The default (forever, in
-effect) makes a decode step 25 times as slow when other processes want the same CPUs; this costs an eighth when none do.
-"""
 SHUTDOWN_SECONDS = 5.0  # for the core to leave its loop before it is killed
 DEAD_GRACE_SECONDS = 0.5  # for the core's last message, which says why, to arrive after its process has ended
 
@@ -87,7 +82,7 @@ class CoreClient:
         self._inbox.bind(from_core)
         start = {"config": msgspec.to_builtins(self._config), "to_core": to_core, "from_core": from_core}
         self._process = await asyncio.create_subprocess_exec(
-            *CORE_COMMAND, stdin=asyncio.subprocess.PIPE, env={**CORE_ENVIRONMENT, **os.environ}
+            *CORE_COMMAND, stdin=asyncio.subprocess.PIPE, env=core_environment()
         )
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):  # it has ended already: the watch says so

@@ -208,6 +208,7 @@ class Engine:
                 "graphs": formula.graphs_bytes,
                 "communicator": formula.communicator_bytes,
             },
+            untouched_bytes=max(0, kv_cache.mapped_bytes - kv_cache.resident_bytes()),
             block_size=formula.block_size,
             bytes_per_block=formula.bytes_per_block,
             blocks_total=kv_cache.num_blocks,

@@ -4,8 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab_engine.models import SUPPORTED_ARCHITECTURES
-from trimtab_engine.models.model_config import architecture_of, parse_model_config
+from trimtab_engine.model_config import SUPPORTED_ARCHITECTURES, architecture_of, parse_model_config
 from trimtab_engine.weights.source import WeightSource, open_source
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -166,6 +166,8 @@ class Ledger:
     driver_used_bytes: int
     """What the driver, on the CPU the container's memory accounting, counts as used."""
     kinds: Mapping[str, int]
+    untouched_bytes: int
+    """Of the owners' bytes, those that the driver does not count yet: mapped KV pages that nobody has written."""
     block_size: int
     bytes_per_block: int
     blocks_total: int
@@ -178,8 +180,8 @@ class Ledger:
 
     @property
     def unattributed_bytes(self) -> int:
-        """What the driver counts beyond the owners. Negative: owners hold pages that were never touched."""
-        return self.driver_used_bytes - sum(self.kinds.values())
+        """What the driver counts beyond what the owners have touched: near 0 unless something is not accounted for."""
+        return self.driver_used_bytes - (sum(self.kinds.values()) - self.untouched_bytes)
 
     @property
     def free_bytes(self) -> int:
@@ -196,6 +198,7 @@ class Ledger:
             "device_bytes": self.device_bytes,
             "driver_used_bytes": self.driver_used_bytes,
             "kinds": self.by_kind(),
+            "untouched_bytes": self.untouched_bytes,
             "unattributed_bytes": self.unattributed_bytes,
             "kv": {
                 "block_size": self.block_size,

@@ -16,8 +16,8 @@ from trimtab_engine.errors import ConfigError
 from trimtab_engine.kv_cache import KVCache
 from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.messages import SamplingParams
+from trimtab_engine.model_config import ModelConfig, parse_model_config
 from trimtab_engine.models.llama import LlamaForCausalLM, check_tensors, expected_shapes
-from trimtab_engine.models.model_config import ModelConfig, parse_model_config
 from trimtab_engine.request import Request
 from trimtab_engine.sampler import sample
 from trimtab_engine.weights.dummy import DummySource

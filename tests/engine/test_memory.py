@@ -112,6 +112,7 @@ def a_ledger(driver: int = 1000) -> Ledger:
         device_bytes=2000,
         driver_used_bytes=driver,
         kinds={"other": 300, "weights": 400, "kv_mapped": 200},
+        untouched_bytes=60,
         block_size=16,
         bytes_per_block=20,
         blocks_total=10,
@@ -120,7 +121,7 @@ def a_ledger(driver: int = 1000) -> Ledger:
     )
 
 
-@pytest.mark.parametrize(("driver", "unattributed"), [(1000, 100), (900, 0), (850, -50)])
+@pytest.mark.parametrize(("driver", "unattributed"), [(1000, 160), (840, 0), (800, -40)])
 def test_the_ledger_says_what_no_owner_explains(driver: int, unattributed: int) -> None:
     assert a_ledger(driver).unattributed_bytes == unattributed
 
@@ -130,7 +131,8 @@ def test_the_ledger_reads_as_the_contract_has_it() -> None:
         "device_bytes": 2000,
         "driver_used_bytes": 1000,
         "kinds": {"other": 300, "weights": 400, "kv_mapped": 200, "kv_used": 80, "free": 1100},
-        "unattributed_bytes": 100,
+        "untouched_bytes": 60,
+        "unattributed_bytes": 160,
         "kv": {
             "block_size": 16,
             "bytes_per_block": 20,

@@ -61,6 +61,8 @@ WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+# The first wrong element is enough: a report on each of a million would take minutes and gigabytes.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
@@ -143,7 +145,9 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions. One prompt: text or token ids (a list of one of either is the same)."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: (
+        str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
 
     def single_prompt(self) -> str | list[int]:
@@ -173,7 +177,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
 
     @model_validator(mode="before")
@@ -204,7 +208,7 @@ class ChatMessage(BaseModel):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT64)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
@@ -227,7 +231,7 @@ class TokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     model: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False

@@ -23,7 +23,7 @@ from rich.table import Table
 from trimtab_engine.bench.machine_bench import MachineRates, measure_machine
 from trimtab_engine.bench.parity import greedy_generator, load_runner
 from trimtab_engine.layers.linear import padded_rows
-from trimtab_engine.models.model_config import ModelConfig, parse_model_config
+from trimtab_engine.model_config import ModelConfig, parse_model_config
 from trimtab_engine.weights.source import open_source
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trimtab_engine.layers.linear import Linear
-from trimtab_engine.models.model_config import ModelConfig, parse_model_config
+from trimtab_engine.model_config import ModelConfig, parse_model_config
 from trimtab_engine.weights.source import open_source
 
 READ_BYTES = 512 << 20  # far beyond any last-level cache

@@ -1,3 +1,1 @@
-"""Architectures: one file each. This module only says which exist, so that it can be read without torch."""
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
+"""Architectures: one file each. Which exist is said in model_config.py, which can be read without torch."""

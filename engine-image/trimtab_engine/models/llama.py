@@ -20,7 +20,7 @@ from trimtab_engine.errors import ModelError
 from trimtab_engine.kv_cache import KVCache
 from trimtab_engine.layers.linear import MAX_ROWS, Linear, can_pack
 from trimtab_engine.layers.rotary import RotaryAngles
-from trimtab_engine.models.model_config import ModelConfig
+from trimtab_engine.model_config import ModelConfig
 from trimtab_engine.weights.source import WeightSource
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints store what the configuration says

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from trimtab_engine.errors import ModelError
+from trimtab_engine.model_config import parse_model_config
 from trimtab_engine.models.llama import check_tensors
-from trimtab_engine.models.model_config import parse_model_config
 from trimtab_engine.weights.source import open_source
 
 CONFIG: dict[str, Any] = {

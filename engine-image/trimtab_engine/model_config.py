@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_engine.errors import ModelError
-from trimtab_engine.models import SUPPORTED_ARCHITECTURES
 
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
+"""Those that models/ has a file for."""
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
 
