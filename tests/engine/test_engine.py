@@ -173,7 +173,7 @@ def test_a_thousand_random_patches_under_load_fail_no_request_and_change_no_answ
         rounds += 1
     assert seen[200] > 100
     assert seen[412] > 50
-    assert seen[422] > 100
+    assert seen[422] > 50
     assert len(resized) > 3, "the KV cache really changed its size"
 
 
