@@ -1,7 +1,7 @@
 """The CustomResourceDefinition, made from `spec.py` and `status_schema.py`.
 
-`python -m trimtab_operator.crd --write` writes crds/, `--check` fails when the file differs. Kubernetes wants a *structural*
-schema: no `$ref`, no `anyOf` of types, no titles; pydantic's JSON schema is flattened accordingly.
+`python -m trimtab_operator.crd --write` writes crds/, `--check` fails when the file differs. Kubernetes wants a
+*structural* schema: no `$ref`, no `anyOf` of types, no titles; pydantic's JSON schema is flattened accordingly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from trimtab_operator.spec import GROUP, KIND, MAX_NAME_LENGTH, PLURAL, VERSION,
 from trimtab_operator.status_schema import Status
 
 DEFAULT_PATH = Path("crds") / f"{GROUP}_{PLURAL}.yaml"
-HEADER = "# Written by `python -m trimtab_operator.crd --write` from operator/trimtab_operator/spec.py: change it there.\n"
+HEADER = (
+    "# Written by `python -m trimtab_operator.crd --write` from operator/trimtab_operator/spec.py: change it there.\n"
+)
 MAX_MAP_ENTRIES = 64  # of labels, selectors, annotations: bounds the cost of CEL rules
 MAX_VALUE_LENGTH = 1024  # of the strings in such maps
 MAX_FREE_LIST = 128  # items of a list that states no bound of its own

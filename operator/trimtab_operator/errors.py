@@ -1,4 +1,4 @@
-"""The operator's errors. The name says who acts next; translation for Kopf and for condition reasons happens at the edge."""
+"""The operator's errors. The name says who acts next; translation happens at the edge."""
 
 from __future__ import annotations
 

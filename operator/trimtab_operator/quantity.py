@@ -19,7 +19,7 @@ def parse_quantity(text: str | int) -> Decimal:
         raise ValueError(f"{text!r} is not a Kubernetes quantity such as 500m, 4Gi or 1500Mi")
     number, suffix = Decimal(found[1]), found[2] or ""
     if suffix in _BINARY:
-        return number * 1024 ** _BINARY[suffix]
+        return number * Decimal(1024) ** _BINARY[suffix]
     if suffix in _DECIMAL:
         return number * Decimal(1000) ** _DECIMAL[suffix]
     return number * Decimal(10) ** int(suffix[1:])

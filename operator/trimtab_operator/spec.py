@@ -1,7 +1,7 @@
 """The typed view of an InferenceDeployment's `spec`: the single source of the CRD (see `crd.py`).
 
-Field names are the CRD's, in snake case; bounds and descriptions written here are the ones that the API server enforces and
-that `kubectl explain` prints. What a field may be in combination with others is the business of `validation.py`.
+Field names are the CRD's, in snake case; bounds and descriptions written here are those that the API server enforces
+and that `kubectl explain` prints. What a field may be in combination with others is the business of `validation.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Model(BaseModel):
 class SecretKeyRef(Model):
     """One key of a Secret in the namespace of the resource."""
 
-    name: str = Field(pattern=DNS_LABEL, max_length=63, description="Name of the Secret, in the namespace of the resource.")
+    name: str = Field(
+        pattern=DNS_LABEL, max_length=63, description="Name of the Secret, in the namespace of the resource."
+    )
     key: str = Field(default="token", min_length=1, max_length=253, description="Key within the Secret.")
 
 
@@ -96,20 +98,25 @@ class Runtime(Model):
         default=None, min_length=1, max_length=512, description="Engine image. Default: the one the operator is set to."
     )
     device: Literal["cuda", "cpu"] = Field(
-        default="cuda", description="Device of the engine. cpu asks for no GPU; cuda asks for as many as the layout needs."
+        default="cuda",
+        description="Device of the engine. cpu asks for no GPU; cuda asks for as many as the layout needs.",
     )
     args: tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...] = Field(
         default=(),
         max_length=64,
-        description="Further flags of the engine, passed on as they are. A flag that repeats a field of this resource is refused.",
+        description="Further flags of the engine, passed on as they are. One that repeats a field is refused.",
     )
 
 
 class Parallelism(Model):
     """How one replica is spread over devices."""
 
-    tensor: int = Field(default=1, ge=1, le=1024, description="Tensor parallel degree: every layer is split over so many devices.")
-    pipeline: int = Field(default=1, ge=1, le=128, description="Pipeline parallel degree: layers are spread over so many stages.")
+    tensor: int = Field(
+        default=1, ge=1, le=1024, description="Tensor parallel degree: every layer is split over so many devices."
+    )
+    pipeline: int = Field(
+        default=1, ge=1, le=128, description="Pipeline parallel degree: layers are spread over so many stages."
+    )
     data: int = Field(default=1, ge=1, le=1024, description="Data parallel ranks within one replica.")
     expert: bool = Field(default=False, description="Spread the experts of a mixture-of-experts model over the ranks.")
     gpus_per_node: int | None = Field(
@@ -129,7 +136,8 @@ class Engine(Model):
     """Where each engine parameter starts. An omitted one starts at the engine's default."""
 
     gpu_memory_utilization: Fraction | None = Field(
-        default=None, description='Share of the device that the engine may use, as a decimal string such as "0.90". Live.'
+        default=None,
+        description='Share of the device that the engine may use, as a decimal string such as "0.90". Live.',
     )
     max_num_seqs: int | None = Field(default=None, ge=1, le=65536, description="Requests that run at once. Live.")
     max_num_batched_tokens: int | None = Field(
@@ -166,7 +174,9 @@ class ScalingPolicy(Model):
     """One rate limit of a scaling direction, as in autoscaling/v2."""
 
     type: Literal["Pods", "Percent"] = Field(description="Unit of `value`.")
-    value: int = Field(ge=1, le=1000, description="Most replicas, or percent, by which the count may change in a period.")
+    value: int = Field(
+        ge=1, le=1000, description="Most replicas, or percent, by which the count may change in a period."
+    )
     period_seconds: int = Field(ge=1, le=1800, description="Length of the period in seconds.")
 
 
@@ -222,10 +232,14 @@ class IntBounds(Model):
     """Bounds of a knob that is a count."""
 
     min: int | None = Field(default=None, ge=1, le=1048576, description="Lowest value that tuning may set.")
-    max: int | None = Field(default=None, ge=1, le=1048576, description="Highest value that tuning may set; the engine's cap.")
+    max: int | None = Field(
+        default=None, ge=1, le=1048576, description="Highest value that tuning may set; the engine's cap."
+    )
 
 
-MIN_MAX_FRACTION = cel("!has(self.min) || !has(self.max) || double(self.min) <= double(self.max)", "min must not exceed max")
+MIN_MAX_FRACTION = cel(
+    "!has(self.min) || !has(self.max) || double(self.min) <= double(self.max)", "min must not exceed max"
+)
 MIN_MAX_INT = cel("!has(self.min) || !has(self.max) || self.min <= self.max", "min must not exceed max")
 
 
@@ -338,9 +352,7 @@ class PodOverlay(BaseModel):
     tolerations: tuple[dict[str, Any], ...] = Field(
         default=(), max_length=64, description="Taints that the pods tolerate.", json_schema_extra=_free_form()
     )
-    affinity: dict[str, Any] | None = Field(
-        default=None, description="Affinity rules.", json_schema_extra=_free_form()
-    )
+    affinity: dict[str, Any] | None = Field(default=None, description="Affinity rules.", json_schema_extra=_free_form())
     topology_spread_constraints: tuple[dict[str, Any], ...] = Field(
         default=(), max_length=16, description="How pods are spread.", json_schema_extra=_free_form()
     )
@@ -359,7 +371,10 @@ class PodOverlay(BaseModel):
         json_schema_extra=_free_form(),
     )
     termination_grace_period_seconds: int | None = Field(
-        default=None, ge=1, le=86400, description="Must exceed rollout.drainTimeout. Default: the drain timeout plus 15 s."
+        default=None,
+        ge=1,
+        le=86400,
+        description="Must exceed rollout.drainTimeout. Default: the drain timeout plus 15 s.",
     )
 
 

@@ -82,7 +82,9 @@ class DecisionStatus(Model):
 
     id: str = Field(max_length=64, description="Identifies the decision in Events, logs and here.")
     time: str = Field(max_length=64, description="When it was taken.", json_schema_extra=schema(format="date-time"))
-    knob: str | None = Field(default=None, max_length=64, description="The engine field that moves; absent: none helps.")
+    knob: str | None = Field(
+        default=None, max_length=64, description="The engine field that moves; absent: none helps."
+    )
     from_: str | None = Field(default=None, alias="from", max_length=64, description="Value before.")
     to: str | None = Field(default=None, max_length=64, description="Value after.")
     reason: str = Field(max_length=64, description="Machine-readable reason; docs/resource.md lists every one.")
@@ -121,7 +123,9 @@ class Status(Model):
     ready_replicas: int | None = Field(default=None, ge=0, description="Replicas that take requests.")
     updated_replicas: int | None = Field(default=None, ge=0, description="Replicas that run the current template.")
     desired_replicas: int | None = Field(default=None, ge=0, description="Replicas that are wanted.")
-    selector: str | None = Field(default=None, max_length=512, description="Selector of the leader pods, for autoscalers.")
+    selector: str | None = Field(
+        default=None, max_length=512, description="Selector of the leader pods, for autoscalers."
+    )
     url: str | None = Field(default=None, max_length=512, description="Base URL of the OpenAI-compatible API.")
     model: str | None = Field(default=None, max_length=128, description="Name that clients send as `model`.")
     layout: LayoutStatus | None = Field(default=None, description="Where ranks run.")

@@ -1,7 +1,7 @@
-"""What a resource may ask for: one table of rules, used by the admission webhook, by the loop and by `trimtab-operator validate`.
+"""What a resource may ask for: one table of rules, for webhook, loop and `trimtab-operator validate`.
 
-The CRD's schema says what each field may be alone. The rules here say what fields may be together, and refuse by name what
-the schema knows but this version does not do yet: a field is either carried out or refused, never accepted and ignored.
+The CRD's schema says what each field may be alone. The rules here say what fields may be together, and
+refuse by name what the schema knows but this version does not do yet: a field is either carried out or refused, never accepted and ignored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def name_leaves_room_for_child_names(deployment: InferenceDeployment) -> Iterato
     if len(deployment.name) > MAX_NAME_LENGTH:
         yield Refusal(
             "metadata.name",
-            f"has {len(deployment.name)} characters; use at most {MAX_NAME_LENGTH}: names of pods and Services are made from it",
+            f"has {len(deployment.name)} characters; use at most {MAX_NAME_LENGTH}: "
+            "names of pods and Services are made from it",
         )
     elif deployment.name and not re.match(r"^[a-z]", deployment.name):
         yield Refusal("metadata.name", "must begin with a letter: Services are named after it")
@@ -210,16 +211,38 @@ NOT_BUILT_ENGINE_FIELDS = (
     NotBuilt("kv_cache_dtype", "kvCacheDtype", lambda v: v == "auto", "only auto is built yet; set auto or remove it"),
     NotBuilt("quantization", "quantization", lambda v: False, "quantization is not built yet; remove it"),
     NotBuilt(
-        "preemption_mode", "preemptionMode", lambda v: v == "recompute", "only recompute is built yet; set it or remove it"
+        "preemption_mode",
+        "preemptionMode",
+        lambda v: v == "recompute",
+        "only recompute is built yet; set it or remove it",
     ),
     NotBuilt("swap_space", "swapSpace", lambda v: parse_quantity(v) == 0, "swapping is not built yet; remove it"),
-    NotBuilt("enable_prefix_caching", "enablePrefixCaching", lambda v: not v, "prefix caching is not built yet; set false"),
+    NotBuilt(
+        "enable_prefix_caching", "enablePrefixCaching", lambda v: not v, "prefix caching is not built yet; set false"
+    ),
     NotBuilt("speculative", "speculative", lambda v: False, "speculative decoding is not built yet; remove it"),
     NotBuilt("api_server_count", "apiServerCount", lambda v: v == 1, "only one API server is built yet; set 1"),
-    NotBuilt("mm_processor_cache", "mmProcessorCache", lambda v: parse_quantity(v) == 0, "multimodal input is not built yet; remove it"),
-    NotBuilt("limit_mm_per_prompt", "limitMmPerPrompt", lambda v: not any(v.values()), "multimodal input is not built yet; remove it"),
-    NotBuilt("enforce_eager", "enforceEager", lambda v: False, "CUDA graphs are not built yet, every step runs eagerly; remove it"),
-    NotBuilt("cudagraph_capture_sizes", "cudagraphCaptureSizes", lambda v: not v, "CUDA graphs are not built yet; remove it"),
+    NotBuilt(
+        "mm_processor_cache",
+        "mmProcessorCache",
+        lambda v: parse_quantity(v) == 0,
+        "multimodal input is not built yet; remove it",
+    ),
+    NotBuilt(
+        "limit_mm_per_prompt",
+        "limitMmPerPrompt",
+        lambda v: not any(v.values()),
+        "multimodal input is not built yet; remove it",
+    ),
+    NotBuilt(
+        "enforce_eager",
+        "enforceEager",
+        lambda v: False,
+        "CUDA graphs are not built yet, every step runs eagerly; remove it",
+    ),
+    NotBuilt(
+        "cudagraph_capture_sizes", "cudagraphCaptureSizes", lambda v: not v, "CUDA graphs are not built yet; remove it"
+    ),
 )
 
 
@@ -267,9 +290,10 @@ def bounds_hold_the_start(deployment: InferenceDeployment) -> Iterator[Refusal]:
             yield Refusal(where, f"min {bounds.min} exceeds max {bounds.max}; lower min or raise max")
         elif knob.start is None:
             yield Refusal(
-                f"spec.engine.{field}", f"is missing: its default depends on the GPU; write it, so that {where} can hold it"
+                f"spec.engine.{field}",
+                f"is missing: its default depends on the GPU; write it, so that {where} can hold it",
             )
-        elif low is not None and knob.start < low or high is not None and knob.start > high:
+        elif (low is not None and knob.start < low) or (high is not None and knob.start > high):
             yield Refusal(
                 f"spec.engine.{field}",
                 f"starts at {knob.start}{'' if knob.is_start_given else ' (the default)'}, outside "
@@ -309,7 +333,9 @@ def drain_fits_the_grace_period(deployment: InferenceDeployment) -> Iterator[Ref
         yield Refusal("spec.rollout.drainTimeout", str(error))
         return
     if not 0 < seconds <= MAX_DRAIN_SECONDS:
-        yield Refusal("spec.rollout.drainTimeout", f"is {seconds:g} s; set more than 0 s and at most {MAX_DRAIN_SECONDS:g} s")
+        yield Refusal(
+            "spec.rollout.drainTimeout", f"is {seconds:g} s; set more than 0 s and at most {MAX_DRAIN_SECONDS:g} s"
+        )
     grace = deployment.spec.template.spec.termination_grace_period_seconds
     if grace is not None and grace <= seconds:
         yield Refusal(

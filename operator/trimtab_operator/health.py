@@ -1,0 +1,133 @@
+"""Is the operator alive? Every loop leaves a mark when it ticks; a mark that grows old means restart. Plus `/metrics`.
+
+The process also compares what the API server lists with the loops it runs: a watch that died without a word leaves
+resources without a loop, and no other sign.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+LAG_PERIOD_SECONDS = 1.0  # how often the event loop's own delay is measured
+MAX_LAG_SECONDS = 60.0  # a loop that is blocked for so long serves nobody
+UNSERVED_SECONDS = 180.0  # a resource that had no loop for so long was missed by the watch
+
+
+@dataclass(slots=True)
+class Heartbeats:
+    """When each loop last ticked, by the monotonic clock, and what is being missed."""
+
+    max_age_seconds: float
+    clock: Callable[[], float] = time.monotonic
+    _ticks: dict[str, float] = field(default_factory=dict)
+    _unserved_since: dict[str, float] = field(default_factory=dict)
+    lag_seconds: float = 0.0
+
+    def beat(self, name: str) -> None:
+        self._ticks[name] = self.clock()
+
+    def forget(self, name: str) -> None:
+        self._ticks.pop(name, None)
+
+    def compare(self, listed: Iterable[str]) -> None:
+        """Note which of the resources that the API server lists have no loop."""
+        now = self.clock()
+        missing = {name for name in listed if name not in self._ticks}
+        self._unserved_since = {name: self._unserved_since.get(name, now) for name in missing}
+
+    def problems(self) -> list[str]:
+        """What is wrong, as lines; empty when all is well."""
+        now = self.clock()
+        found = [
+            f"{name} has not ticked for {now - at:.0f} s"
+            for name, at in self._ticks.items()
+            if now - at > self.max_age_seconds
+        ]
+        found += [
+            f"{name} has had no loop for {now - since:.0f} s: the watch is dead"
+            for name, since in self._unserved_since.items()
+            if now - since > UNSERVED_SECONDS
+        ]
+        if self.lag_seconds > MAX_LAG_SECONDS:
+            found.append(f"the event loop was blocked for {self.lag_seconds:.0f} s")
+        return found
+
+
+class OperatorMetrics:
+    """What the operator says of itself."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.reconcile_seconds = Histogram(
+            "trimtab_operator_reconcile_seconds",
+            "Time of one tick of one resource",
+            registry=self.registry,
+            buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+        )
+        self.reconcile_errors = Counter(
+            "trimtab_operator_reconcile_errors_total", "Ticks that failed", ["error"], registry=self.registry
+        )
+        self.writes = Counter(
+            "trimtab_operator_writes_total", "Writes to the API server", ["verb", "kind"], registry=self.registry
+        )
+        self.decisions = Counter(
+            "trimtab_operator_decisions_total",
+            "Decisions of the tuner",
+            ["namespace", "name", "knob", "reason", "mode"],
+            registry=self.registry,
+        )
+        self.desired_replicas = Gauge(
+            "trimtab_desired_replicas", "Replicas that are wanted", ["namespace", "name"], registry=self.registry
+        )
+        self.loop_lag = Gauge(
+            "trimtab_operator_loop_lag_seconds", "Delay of the event loop, latest", registry=self.registry
+        )
+        self.leader = Gauge("trimtab_operator_leader", "1 while this process holds the Lease", registry=self.registry)
+
+
+async def measure_lag(heartbeats: Heartbeats, metrics: OperatorMetrics) -> None:
+    """Sleep, and see how much later than asked we wake."""
+    while True:
+        before = time.monotonic()
+        await asyncio.sleep(LAG_PERIOD_SECONDS)
+        heartbeats.lag_seconds = max(0.0, time.monotonic() - before - LAG_PERIOD_SECONDS)
+        metrics.loop_lag.set(heartbeats.lag_seconds)
+
+
+async def serve_health(port: int, heartbeats: Heartbeats, *, is_ready: Callable[[], bool]) -> web.AppRunner:
+    """`/healthz` for liveness, `/readyz` for the webhook's Service."""
+
+    async def healthz(_: web.Request) -> web.Response:
+        problems = heartbeats.problems()
+        return web.Response(status=500 if problems else 200, text="\n".join(problems) or "ok")
+
+    async def readyz(_: web.Request) -> web.Response:
+        return web.Response(text="ok") if is_ready() else web.Response(status=503, text="starting")
+
+    return await _serve(port, {"/healthz": healthz, "/readyz": readyz})
+
+
+async def serve_metrics(port: int, metrics: OperatorMetrics) -> web.AppRunner:
+    """`/metrics` in Prometheus' text format."""
+
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    return await _serve(port, {"/metrics": page})
+
+
+async def _serve(port: int, routes: dict[str, Callable[[web.Request], object]]) -> web.AppRunner:
+    application = web.Application()
+    for path, handler in routes.items():
+        application.router.add_get(path, handler)  # type: ignore[arg-type]
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, port=port).start()
+    return runner
