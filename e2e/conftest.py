@@ -29,10 +29,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # the reporter is registered by then
 def pytest_configure(config: pytest.Config) -> None:
-    """Progress lines go through pytest's own reporter, so they are seen while a story runs."""
+    """Progress lines go past pytest's capture, so they are seen while a story runs."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        speak_to(reporter.write_line)
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    if reporter is None or capture is None:
+        return
+
+    def show(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            reporter.ensure_newline()
+            reporter.write_line(line)
+
+    speak_to(show)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,8 +15,8 @@ from harness.trim import (
     SEQS,
     UTILIZATION,
     calm_probe,
-    decision_of,
     load_options,
+    moved,
     pinned_utilization,
     start_utilization,
 )
@@ -52,7 +52,7 @@ def test_preemptions_are_recommended_away_then_trimmed_away(
         kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"tuning": {"mode": "Auto"}}})
         decision = deployment.waiter.until(
             "the operator raises the utilisation",
-            lambda: _applied(deployment, UTILIZATION, before.values[UTILIZATION]),
+            moved(deployment, UTILIZATION, before.values[UTILIZATION]),
             deadline_seconds=DECISION_SECONDS,
         )
         say(f"decided: {decision['message']}")
@@ -87,7 +87,7 @@ def test_without_headroom_fewer_requests_run_at_once(
     with load(kube, namespace, installation.images.operator, load_options(deployment)) as running:
         decision = deployment.waiter.until(
             "the operator lowers max_num_seqs",
-            lambda: _applied(deployment, SEQS, before.values[SEQS]),
+            moved(deployment, SEQS, before.values[SEQS]),
             deadline_seconds=DECISION_SECONDS,
         )
         say(f"decided: {decision['message']}")
@@ -117,16 +117,6 @@ def _recommendation(deployment: Deployment) -> dict[str, str]:
         metrics = condition(deployment.get(), "MetricsAvailable")
         raise NotYet(f"no recommendation yet: {reading.preemptions:.0f} preemptions; MetricsAvailable: {metrics}")
     return dict(found)
-
-
-def _applied(deployment: Deployment, knob: str, start: float) -> dict[str, str]:
-    """The first decision of mode Auto on `knob`, once status and engine agree on what is applied."""
-    applied = deployment.status().get("tuning", {}).get("applied", {}).get(knob)
-    decision = decision_of(deployment, knob)
-    value = deployment.engine().values[knob]
-    if applied is None or value == start or float(applied) != value:
-        raise NotYet(f"decided {decision['to']}, status.tuning.applied says {applied}, the engine runs {value}")
-    return decision
 
 
 def _is_told_everywhere(

@@ -66,6 +66,24 @@ def decision_of(deployment: Deployment, knob: str) -> dict[str, Any]:
     )
 
 
+def moved(
+    deployment: Deployment, knob: str, start: float, show: Callable[[EngineReading], None] = lambda reading: None
+) -> Callable[[], dict[str, Any]]:
+    """A probe that returns the newest decision on `knob` once status and engine agree on another value than `start`."""
+
+    def probe() -> dict[str, Any]:
+        reading = deployment.engine()
+        show(reading)
+        applied = deployment.status().get("tuning", {}).get("applied", {}).get(knob)
+        decision = decision_of(deployment, knob)
+        value = reading.values[knob]
+        if applied is None or value == start or float(applied) != value:
+            raise NotYet(f"decided {decision['to']}, status.tuning.applied says {applied}, the engine runs {value}")
+        return decision
+
+    return probe
+
+
 def calm_probe(
     deployment: Deployment, show: Callable[[EngineReading], None] = lambda reading: None
 ) -> Callable[[], EngineReading]:

@@ -1,0 +1,284 @@
+"""`make demo`: from nothing to tokens to trim, told on the terminal, on a real Kubernetes node.
+
+Two scenes with one real model under one load. With headroom on the device, the operator sees preemptions and raises
+`gpu_memory_utilization`; without headroom it lowers `max_num_seqs`. Exit code 0 only when everything was seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.answer import EXPECTED, QUESTION, ask
+from harness.deployment import Deployment, sample
+from harness.engine import EngineReading
+from harness.install import Installation
+from harness.kube import CRD_KIND, KubectlError
+from harness.report import speak_to
+from harness.service import NoForward
+from harness.stage import Stage
+from harness.target import CLUSTER_TOOL, NoCluster, Target, connect, images_in_cluster
+from harness.traffic import Load, LoadReport, load
+from harness.trim import (
+    CALM_DEADLINE_SECONDS,
+    CONCURRENCY,
+    DECISION_SECONDS,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    SEQS,
+    UTILIZATION,
+    calm_probe,
+    load_options,
+    moved,
+    pinned_utilization,
+    start_utilization,
+)
+from harness.watch import watch
+from rich.console import Console
+from rich.table import Table
+
+NAMESPACE = "trimtab-demo"
+FAILURES = (AssertionError, KubectlError, NoForward, NoCluster, RuntimeError, KeyError, OSError)
+
+
+@dataclass(slots=True)
+class Scene:
+    """What one scene showed: before, at the decision, after."""
+
+    title: str
+    decision: dict[str, Any]
+    before: EngineReading
+    after: EngineReading
+    report: LoadReport
+    restarted: bool
+
+
+@dataclass(slots=True)
+class Demo:
+    """The story so far."""
+
+    stage: Stage
+    target: Target
+    installation: Installation
+    numbers: dict[str, Any] = field(default_factory=dict)
+    scenes: list[Scene] = field(default_factory=list)
+
+    # --- chapters -----------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        self.stage.chapter("The operator is installed with helm", 15)
+        self.stage.dim("$ helm " + " ".join(self.installation.helm_arguments()))
+        self.installation.install()
+        self.target.kube.delete("namespace", NAMESPACE, wait=True)
+        self.target.kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
+
+    def serve(self, name: str, **changes: Any) -> Deployment:
+        """Apply the sample and follow its load progress until it is Ready."""
+        deployment = Deployment(self.target.kube, NAMESPACE, name)
+        manifest = sample(name, image=self.installation.images.model, **changes)
+        self.stage.dim(f"$ kubectl apply -f config/samples/smollm2-cpu.yaml   # as {name}")
+        begin = time.monotonic()
+        self.target.kube.apply(manifest, namespace=NAMESPACE)
+        with watch(self.target.kube, CRD_KIND, name, NAMESPACE) as watched, self.stage.loading(watched):
+            deployment.ready()
+        self.stage.line(f"  Ready after {time.monotonic() - begin:.0f} s")
+        self.stage.dim(self.target.kube.run("get", "infd", "-n", NAMESPACE).rstrip())
+        return deployment
+
+    def answer(self, deployment: Deployment, applied_at: float) -> None:
+        self.stage.chapter("The official openai client asks through the Service", 5)
+        self.stage.line(f"  {QUESTION}")
+        answer = ask(deployment, show=self.stage.piece)
+        self.stage.line("")
+        assert EXPECTED in answer.text, f"the answer does not hold {EXPECTED}: {answer.text!r}"
+        assert answer.chunks > 1, "the answer was not streamed"
+        self.numbers["answer"] = answer.text
+        self.numbers["apply_to_first_token_seconds"] = round(answer.first_token_at - applied_at, 1)
+        self.stage.line(f"  streamed in {answer.chunks} pieces")
+
+    def trim(self, title: str, deployment: Deployment, knob: str) -> Scene:
+        """Load until the operator has moved `knob`, then on until preemptions are gone."""
+        before, restarts = deployment.engine(), deployment.restarts()
+        self.stage.line(
+            f"  {CONCURRENCY} clients ask for {OUTPUT_TOKENS} tokens after a prompt of {PROMPT_TOKENS}, over and over. "
+            f"The KV cache holds {before.kv_tokens:,} tokens, and {before.kv_tokens_cap:,} at its bound."
+        )
+        options = load_options(deployment)
+        with load(self.target.kube, NAMESPACE, self.installation.images.operator, options) as running:
+            decision = self._until_moved(deployment, knob, before)
+            self._explain(decision, before, deployment.engine(), restarted=deployment.restarts() != restarts)
+            after = self._until_calm(deployment)
+            report = self._stop(running)
+        restarted = deployment.restarts() != restarts
+        assert not restarted, "a pod or a container was restarted"
+        assert report.failed == [], f"requests failed: {report.failed[:3]}"
+        assert report.completed > 0, "no request was completed"
+        return Scene(title, decision, before, after, report, restarted)
+
+    def _until_moved(self, deployment: Deployment, knob: str, before: EngineReading) -> dict[str, Any]:
+        with self.stage.meter() as meter:
+            probe = moved(deployment, knob, before.values[knob], meter.show)
+            return deployment.waiter.until(f"the operator moves {knob}", probe, deadline_seconds=DECISION_SECONDS)
+
+    def _explain(self, decision: dict[str, Any], before: EngineReading, now: EngineReading, *, restarted: bool) -> None:
+        assert now.preemptions > before.preemptions, "no preemption was counted"
+        self.stage.line(f"  [bold red]{now.preemptions - before.preemptions:.0f} preemptions[/bold red] were counted.")
+        self.stage.quote(f"The operator's decision {decision['id']} ({decision['reason']})", decision["message"])
+        self.stage.line(
+            f"  Live in the engine: configuration generation {before.config_generation} → {now.config_generation}, "
+            f"KV cache {before.kv_tokens:,} → {now.kv_tokens:,} tokens, max_num_seqs {before.values[SEQS]:.0f} → "
+            f"{now.values[SEQS]:.0f}; {'RESTARTED' if restarted else 'nothing was restarted'}."
+        )
+
+    def _until_calm(self, deployment: Deployment) -> EngineReading:
+        self.stage.line("  The same load goes on:")
+        with self.stage.meter() as meter:
+            after = deployment.waiter.until(
+                "preemptions are gone", calm_probe(deployment, meter.show), deadline_seconds=CALM_DEADLINE_SECONDS
+            )
+        further = deployment.history()
+        if len(further) > 1:
+            self.stage.dim("  decisions in all, newest first:")
+            for entry in further:
+                self.stage.dim(f"    {entry['message']}")
+        self.stage.line("  [bold green]No more preemptions under the same load.[/bold green]")
+        return after
+
+    def _stop(self, running: Load) -> LoadReport:
+        report = running.stop()
+        self.stage.line(f"  What the clients saw: {report}")
+        return report
+
+    def play(self) -> None:
+        self.install()
+        self.stage.chapter("A model is applied and becomes Ready", 30)
+        applied_at = time.monotonic()
+        first = self.serve("smollm2")
+        self.answer(first, applied_at)
+        self.stage.chapter("Scene one: load on a small KV cache, with headroom on the device", 120)
+        self.scenes.append(self.trim("with headroom", first, UTILIZATION))
+        self.stage.chapter("Scene two: the same load without headroom (the utilisation is pinned)", 150)
+        self.target.kube.delete(CRD_KIND, first.name, NAMESPACE, wait=True)
+        first.gone()
+        second = self.serve("smollm2-pinned", **pinned_utilization(start_utilization()))
+        self.scenes.append(self.trim("without headroom", second, SEQS))
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def summary(self) -> None:
+        self.stage.chapter("Summary", 0)
+        table = Table(title=f"Kubernetes {self.target.version}, SmolLM2-135M in float32 on the CPU")
+        for column in ("", *(scene.title for scene in self.scenes)):
+            table.add_column(column)
+        for name, values in self._rows():
+            table.add_row(name, *values)
+        self.stage.console.print(table)
+        self.stage.line(f"  kubectl apply to first token: {self.numbers['apply_to_first_token_seconds']} s")
+        self.stage.line(f"  the whole story: {self.stage.elapsed():.0f} s")
+
+    def _rows(self) -> list[tuple[str, list[str]]]:
+        scenes = self.scenes
+        return [
+            ("decision", [f"{s.decision['knob']} {s.decision['from']} → {s.decision['to']}" for s in scenes]),
+            ("KV tokens", [f"{s.before.kv_tokens:,} → {s.after.kv_tokens:,}" for s in scenes]),
+            ("max_num_seqs", [f"{s.before.values[SEQS]:.0f} → {s.after.values[SEQS]:.0f}" for s in scenes]),
+            ("preemptions until calm", [f"{s.after.preemptions:.0f}" for s in scenes]),
+            ("requests completed", [str(s.report.completed) for s in scenes]),
+            ("requests failed", [str(len(s.report.failed)) for s in scenes]),
+            ("restarts", ["yes" if s.restarted else "none" for s in scenes]),
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "server_version": self.target.version,
+            "seconds": round(self.stage.elapsed(), 1),
+            **self.numbers,
+            "scenes": [
+                {
+                    "title": scene.title,
+                    "decision": scene.decision,
+                    "kv_tokens": [scene.before.kv_tokens, scene.after.kv_tokens],
+                    "max_num_seqs": [scene.before.values[SEQS], scene.after.values[SEQS]],
+                    "gpu_memory_utilization": [scene.before.values[UTILIZATION], scene.after.values[UTILIZATION]],
+                    "config_generation": [scene.before.config_generation, scene.after.config_generation],
+                    "preemptions": scene.after.preemptions - scene.before.preemptions,
+                    "completed": scene.report.completed,
+                    "failed": len(scene.report.failed),
+                    "restarted": scene.restarted,
+                    "ttft_seconds": scene.report.ttft_seconds,
+                    "latency_seconds": scene.report.latency_seconds,
+                }
+                for scene in self.scenes
+            ],
+        }
+
+
+def clean_up(stage: Stage, target: Target, installation: Installation) -> None:
+    """Nothing is left running."""
+    stage.chapter("Cleaning up (KEEP=1 leaves everything up)", 20)
+    target.kube.delete("namespace", NAMESPACE, wait=True)
+    installation.uninstall()
+    if target.is_own:
+        subprocess.run([sys.executable, str(CLUSTER_TOOL), "down"], check=True, timeout=300.0)
+
+
+def look_around(stage: Stage, target: Target) -> None:
+    stage.chapter("Everything is left up (KEEP=1)", 0)
+    if target.is_own:
+        stage.line('  eval "$(python3 e2e/cluster env)"')
+    for command in (
+        f"kubectl -n {NAMESPACE} get infd,pods",
+        f"kubectl -n {NAMESPACE} get infd smollm2-pinned -o yaml",
+        f"kubectl -n {NAMESPACE} get events --sort-by=.lastTimestamp",
+        "kubectl -n trimtab-system logs deploy/trimtab-operator",
+        f"kubectl -n {NAMESPACE} port-forward svc/smollm2-pinned 8000:8000",
+    ):
+        stage.line(f"  {command}")
+    stage.line(f"  kubectl delete ns {NAMESPACE}; helm uninstall trimtab -n trimtab-system")
+    if target.is_own:
+        stage.line("  make cluster-down")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="From nothing to tokens to trim, on a real Kubernetes node.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--keep", action="store_true", default=os.environ.get("KEEP", "") not in ("", "0"))
+    arguments = parser.parse_args()
+    stage = Stage(Console(soft_wrap=False))
+    speak_to(stage.dim)
+    stage.chapter("A Kubernetes node", 60)
+    try:
+        target = connect()
+        stage.dim(target.kube.run("get", "nodes", "-o", "wide").rstrip())
+        stage.line(f"  {target.describe()}")
+        installation = Installation(target.kube, images_in_cluster())
+    except FAILURES as error:
+        stage.line(f"[bold red]The demo cannot begin:[/bold red] {error}")
+        return 2
+    demo = Demo(stage, target, installation)
+    code = 0
+    try:
+        demo.play()
+        demo.summary()
+    except FAILURES as error:
+        stage.console.print(f"The demo did not show what it should: {error}", markup=False, style="bold red")
+        code = 1
+    finally:
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(demo.as_json(), indent=2) + "\n")
+        if arguments.keep:
+            look_around(stage, target)
+        else:
+            clean_up(stage, target, installation)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
