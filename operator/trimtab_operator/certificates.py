@@ -65,7 +65,7 @@ def fresh(names: list[str], *, now: datetime) -> Certificates:
 
 
 def renewed(current: Certificates, names: list[str], *, now: datetime) -> Certificates | None:
-    """What replaces `current`, or None while it is good. Names that changed, or an unreadable part, are a reason too."""
+    """What replaces `current`, or None while it is good. Changed names and unreadable parts are reasons too."""
     try:
         ca = x509.load_pem_x509_certificate(current.ca)
         leaf = x509.load_pem_x509_certificate(current.leaf)

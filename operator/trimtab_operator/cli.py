@@ -71,14 +71,14 @@ def run(
     lease_name: Annotated[str, typer.Option(help="Name of the Lease.")] = "trimtab-operator",
     secret_name: Annotated[
         str, typer.Option(help="Secret from which admin tokens are derived; created if absent.")
-    ] = "trimtab-operator",
+    ] = "trimtab-operator",  # noqa: S107 - a name, not a password
     webhook_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the webhook; 0 serves none.")] = 9443,
     webhook_config_name: Annotated[
         str | None, typer.Option(help="ValidatingWebhookConfiguration whose caBundle is kept up to date.")
     ] = None,
     webhook_secret_name: Annotated[
         str, typer.Option(help="Secret with the webhook's certificates; created if absent.")
-    ] = "trimtab-operator-webhook",
+    ] = "trimtab-operator-webhook",  # noqa: S107 - a name, not a password
     service_name: Annotated[str, typer.Option(help="Service through which the API server calls the webhook.")] = (
         "trimtab-operator"
     ),

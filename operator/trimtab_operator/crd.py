@@ -127,7 +127,7 @@ def definition() -> dict[str, Any]:
     status = structural(Status)
     root = {
         "type": "object",
-        "description": "Runs a large language model and keeps it in trim: replicas, layout, latency and live engine knobs.",
+        "description": "Runs a large language model and keeps it in trim: replicas, layout, live engine knobs.",
         "required": ["spec"],
         "x-kubernetes-validations": ROOT_RULES,
         "properties": {

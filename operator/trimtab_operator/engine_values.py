@@ -1,8 +1,8 @@
 """Start values and caps of the live knobs: what the pod template renders and what tuning starts from.
 
-Caps follow three rules: `tuning.bounds.X.max` where it is given; else the start value with mode Off; else 0.95 for the utilisation
-and twice the start for the counts. On CUDA the engine's own starts depend on the GPU, so a count that the spec leaves
-out gets no cap from us: the engine then caps it at its start value.
+Caps follow three rules: `tuning.bounds.X.max` where it is given; else the start value with mode Off; else 0.95 for the
+utilisation and twice the start for the counts. On CUDA the engine's own starts depend on the GPU, so a count that the
+spec leaves out gets no cap from us: the engine then caps it at its start value.
 """
 
 from __future__ import annotations

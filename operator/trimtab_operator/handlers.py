@@ -52,7 +52,7 @@ def build_registry(reconciler: Reconciler) -> kopf.OperatorRegistry:
 
 
 def _by_address(inside: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
-    """The API server by the address that every pod is given: Kopf's own choice is a name, and not every cluster has DNS."""
+    """The API server by the address that every pod is given: Kopf's choice is a name, and not every cluster has DNS."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         return inside

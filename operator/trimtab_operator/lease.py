@@ -1,4 +1,4 @@
-"""Leader by Lease: one operator works, others stand by. Why not the client library's own: docs/decisions/leader-lease.md.
+"""Leader by Lease: one operator works, others stand by. Why our own: docs/decisions/leader-lease.md.
 
 A holder that cannot renew in time must stop before anybody else may start: `held` ends RENEW_SECONDS after the last
 renewal, others take over LEASE_SECONDS after the last renewal that they saw, by their own clock.

@@ -6,7 +6,6 @@ import logging
 import sys
 
 from pythonjsonlogger.core import RESERVED_ATTRS
-from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
 
 QUIET = ("httpx", "httpcore", "kopf._core.reactor.running", "kopf.objects", "aiohttp.access")

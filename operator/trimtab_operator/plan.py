@@ -1,8 +1,8 @@
 """From what is wanted and what is there to what must be done. Pure: no clock, no cluster.
 
-Groups take the lowest free ordinal. Scale-in takes the group that is worth least: not ready first, then the highest ordinal.
-A new revision reaches the groups one after another within rollout.maxUnavailable. What is as wanted is left alone, so an
-idle tick writes nothing.
+Groups take the lowest free ordinal. Scale-in takes the group that is worth least: not ready first, then the highest
+ordinal. A new revision reaches the groups one after another within rollout.maxUnavailable. What is as wanted is left
+alone, so an idle tick writes nothing.
 """
 
 from __future__ import annotations
@@ -182,9 +182,9 @@ def _removals(
     for service in observed.services:
         metadata = service["metadata"]
         is_group_service = ROLE_LABEL in (metadata.get("labels") or {})
-        if is_group_service and metadata["name"] not in needed and ordinal_of(service) not in draining:
-            if not is_terminating(service):
-                yield Delete("Service", metadata["name"], _uid(service), "its replica is gone")
+        is_needed = metadata["name"] in needed or ordinal_of(service) in draining
+        if is_group_service and not is_needed and not is_terminating(service):
+            yield Delete("Service", metadata["name"], _uid(service), "its replica is gone")
 
 
 def _uid(manifest: Manifest) -> str:

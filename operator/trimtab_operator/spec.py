@@ -297,7 +297,7 @@ class Rollout(Model):
 
     max_unavailable: IntOrString = Field(
         default=1,
-        description="Replicas that may be down during a rollout: a number, or a percentage such as 25% (rounded down, at least 1).",
+        description="Replicas that may be down during a rollout: a number or a percentage (rounded down, at least 1).",
         json_schema_extra=schema(maximum=1000, minimum=1, maxLength=4, pattern="^[0-9]{1,3}%$"),
     )
     drain_timeout: Duration = Field(

@@ -1,7 +1,8 @@
 """What a resource may ask for: one table of rules, for webhook, loop and `trimtab-operator validate`.
 
 The CRD's schema says what each field may be alone. The rules here say what fields may be together, and
-refuse by name what the schema knows but this version does not do yet: a field is either carried out or refused, never accepted and ignored.
+refuse by name what the schema knows but this version does not do yet: a field is either carried out or refused,
+never accepted and ignored.
 """
 
 from __future__ import annotations
