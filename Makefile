@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 export TRIMTAB_CACHE ?= $(HOME)/.cache/trimtab
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# The model's threads sleep soon instead of spinning, as the server's do (engine-image/trimtab_engine/config.py).
+export GOMP_SPINCOUNT ?= 1000
 CLUSTER_TOOL := $(PYTHON) e2e/cluster
 MODEL ?= $(TRIMTAB_CACHE)/models/SmolLM2-135M-Instruct
 SOURCES := operator engine-image kernels tests e2e
@@ -38,6 +40,8 @@ check: venv ## format, lint, types, import contracts, CRD and chart drift (4 min
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests e2e/*.py
+	$(BIN)/mypy -p cluster -p harness
 	$(BIN)/lint-imports
 	$(BIN)/python -m trimtab_operator.crd --check
 	diff -u $(CRD) $(CHART_CRD)
@@ -51,7 +55,7 @@ crds: venv ## write the CRD and the chart's copy of it from spec.py
 	cp $(CRD) $(CHART_CRD)
 
 test: setup ## unit tests with the real model: no cluster, no network (20 min at most)
-	$(BIN)/pytest tests
+	$(BIN)/pytest tests --durations=10
 
 cluster-up: ## a real Kubernetes node with kind (12 min the first time, about 1 min later)
 	@$(CLUSTER_TOOL) up
