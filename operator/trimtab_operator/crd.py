@@ -133,7 +133,7 @@ def definition() -> dict[str, Any]:
         "properties": {
             "apiVersion": {"type": "string", "description": "Version of this schema: trimtab.dev/v1alpha1."},
             "kind": {"type": "string", "description": "Always InferenceDeployment."},
-            "metadata": {"type": "object", "description": "Standard object metadata."},
+            "metadata": {"type": "object"},  # the API server forbids anything more here, a description too
             "spec": spec,
             "status": status,
         },
