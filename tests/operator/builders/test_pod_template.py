@@ -1,0 +1,127 @@
+"""The manifests: equal specs give equal ones, tuned values never enter them, and nothing gains power over the node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from trimtab_operator.builders.service import client_service, rendezvous_service
+from trimtab_operator.builders.stateful_set import leader_stateful_set, pod_template, revision_of
+from trimtab_operator.spec import InferenceDeployment
+
+HASH = "b" * 64
+
+
+def a_deployment(*, status: dict[str, Any] | None = None, **spec: Any) -> InferenceDeployment:
+    base: dict[str, Any] = {"model": {"uri": "file:///models/m"}, "runtime": {"device": "cpu", "image": "engine:1"}}
+    metadata = {"name": "m", "namespace": "models", "uid": "u-1", "generation": 1}
+    return InferenceDeployment.parse({"metadata": metadata, "spec": {**base, **spec}, "status": status or {}})
+
+
+def a_template(**spec: Any) -> dict[str, Any]:
+    return pod_template(a_deployment(**spec), admin_token_sha256=HASH)
+
+
+def args(**spec: Any) -> list[str]:
+    (main,) = a_template(**spec)["spec"]["containers"]
+    found: list[str] = main["args"]
+    return found
+
+
+def test_equal_specs_give_equal_manifests() -> None:
+    assert a_template() == a_template()
+    assert revision_of(a_template()) == revision_of(a_template())
+
+
+def test_tuned_values_never_enter_the_template() -> None:
+    tuned = a_deployment(status={"tuning": {"applied": {"max_num_seqs": "7"}}})
+    assert pod_template(tuned, admin_token_sha256=HASH) == a_template()
+
+
+def test_a_number_of_replicas_rolls_nothing() -> None:
+    assert revision_of(a_template(replicas=1)) == revision_of(a_template(replicas=5))
+
+
+def test_respelling_a_value_rolls_nothing() -> None:
+    assert args(engine={"gpuMemoryUtilization": "0.5"}) == args(engine={"gpuMemoryUtilization": "0.50"})
+
+
+@pytest.mark.parametrize(
+    ("tuning", "cap"),
+    [
+        ({"mode": "Off"}, "0.5"),
+        ({"mode": "Auto"}, "0.95"),
+        ({"mode": "Off", "bounds": {"gpuMemoryUtilization": {"max": "0.80"}}}, "0.8"),
+    ],
+)
+def test_the_cap_is_the_bound_else_the_start_when_off_else_95_percent(tuning: dict[str, Any], cap: str) -> None:
+    assert f"--gpu-memory-utilization-cap={cap}" in args(engine={"gpuMemoryUtilization": "0.50"}, tuning=tuning)
+
+
+def test_counts_are_capped_at_twice_their_start() -> None:
+    found = args(engine={"maxNumSeqs": 64})
+    assert {"--max-num-seqs=64", "--max-num-seqs-cap=128", "--max-num-batched-tokens-cap=4096"} <= set(found)
+    assert not any(argument.startswith("--max-num-batched-tokens=") for argument in found)
+
+
+def test_on_cuda_a_count_that_is_left_out_gets_no_cap_and_gpus_are_asked_for() -> None:
+    template = a_template(runtime={"device": "cuda", "image": "engine:1"})
+    (main,) = template["spec"]["containers"]
+    assert not any(argument.startswith("--max-num-seqs") for argument in main["args"])
+    assert main["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+
+
+def test_further_args_are_passed_on_last() -> None:
+    runtime = {"device": "cpu", "image": "engine:1", "args": ["--device-memory-bytes=1500Mi"]}
+    assert args(runtime=runtime)[-1] == "--device-memory-bytes=1500Mi"
+
+
+def test_a_claim_is_mounted_read_only() -> None:
+    template = a_template(model={"uri": "pvc://claim/a/b"})
+    claim = {"claimName": "claim", "readOnly": True}
+    assert {"name": "model", "persistentVolumeClaim": claim} in template["spec"]["volumes"]
+    assert args(model={"uri": "pvc://claim/a/b"})[1].endswith("/a/b")
+
+
+def test_the_pod_is_restricted() -> None:
+    pod = a_template()["spec"]
+    (main,) = pod["containers"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert main["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert main["securityContext"]["allowPrivilegeEscalation"] is False
+
+
+def test_the_grace_period_outlasts_the_drain() -> None:
+    assert a_template(rollout={"drainTimeout": "1m30s"})["spec"]["terminationGracePeriodSeconds"] == 105
+    assert "--shutdown-timeout=90" in args(rollout={"drainTimeout": "1m30s"})
+
+
+def test_the_overlay_is_laid_over_and_leaves_our_labels_alone() -> None:
+    template = a_template(
+        template={
+            "metadata": {"labels": {"team": "a"}, "annotations": {"note": "b"}},
+            "spec": {
+                "nodeSelector": {"disk": "ssd"},
+                "containers": [{"name": "main", "resources": {"limits": {"memory": "2Gi"}}, "env": [{"name": "A"}]}],
+            },
+        }
+    )
+    (main,) = template["spec"]["containers"]
+    assert template["metadata"]["labels"]["team"] == "a"
+    assert template["metadata"]["labels"]["trimtab.dev/deployment"] == "m"
+    assert template["spec"]["nodeSelector"] == {"disk": "ssd"}
+    assert main["resources"] == {"limits": {"memory": "2Gi"}}
+    assert [variable["name"] for variable in main["env"]] == ["HOME", "A"]
+
+
+def test_services_select_leaders_only() -> None:
+    deployment = a_deployment()
+    selector = client_service(deployment)["spec"]["selector"]
+    labels = leader_stateful_set(deployment, 0, a_template())["spec"]["template"]["metadata"]["labels"]
+    assert selector.items() <= labels.items()
+    assert selector["trimtab.dev/role"] == "leader"
+    rendezvous = rendezvous_service(deployment, 0)
+    assert rendezvous["spec"]["publishNotReadyAddresses"] is True
+    assert rendezvous["spec"]["selector"].items() <= labels.items()

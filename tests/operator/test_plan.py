@@ -1,0 +1,260 @@
+"""The plan: what is missing is made, what is too much goes, what changed is rolled, and what is right is left alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, common_labels, group_selector
+from trimtab_operator.plan import (
+    Action,
+    Apply,
+    Delete,
+    Observed,
+    allowed_down,
+    first_difference,
+    groups_of,
+    is_pod_ready,
+    plan,
+    plan_tuning_state,
+)
+from trimtab_operator.spec import InferenceDeployment
+
+HASH = "a" * 64
+
+
+def a_deployment(**spec: Any) -> InferenceDeployment:
+    base: dict[str, Any] = {"model": {"uri": "file:///models/m"}, "runtime": {"device": "cpu", "image": "engine:1"}}
+    metadata = {"name": "m", "namespace": "models", "uid": "u-1", "generation": 1}
+    return InferenceDeployment.parse({"metadata": metadata, "spec": {**base, **spec}})
+
+
+class Plant:
+    """A cluster in memory: what is applied exists; StatefulSets make pods, which become ready when told to."""
+
+    def __init__(self, deployment: InferenceDeployment) -> None:
+        self.deployment = deployment
+        self.objects: dict[tuple[str, str], dict[str, Any]] = {}
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.uids = 0
+
+    def observed(self) -> Observed:
+        def of(kind: str) -> tuple[dict[str, Any], ...]:
+            return tuple(copy.deepcopy(m) for (k, _), m in sorted(self.objects.items()) if k == kind)
+
+        pods = tuple(copy.deepcopy(list(self.pods.values())))
+        return Observed(of("Service"), of("StatefulSet"), of("ConfigMap"), pods)
+
+    def plan(self) -> tuple[Action, ...]:
+        return plan(self.deployment, self.observed(), admin_token_sha256=HASH)
+
+    def execute(self, actions: tuple[Action, ...]) -> None:
+        for action in actions:
+            if isinstance(action, Delete):
+                gone = self.objects.pop((action.kind, action.name))
+                assert gone["metadata"]["uid"] == action.uid
+            else:
+                manifest = copy.deepcopy(dict(action.manifest))
+                key = (manifest["kind"], manifest["metadata"]["name"])
+                self.uids += 1
+                manifest["metadata"]["uid"] = self.objects.get(key, {}).get("metadata", {}).get("uid", f"o-{self.uids}")
+                self.objects[key] = manifest
+
+    def controllers(self) -> None:
+        """StatefulSets and garbage collection take one step."""
+        sets = {name: m for (kind, name), m in self.objects.items() if kind == "StatefulSet"}
+        for name in [n for n in self.pods if n.rsplit("-", 1)[0] not in sets]:
+            del self.pods[name]
+        for name, stateful_set in sets.items():
+            template = stateful_set["spec"]["template"]
+            pod = self.pods.get(f"{name}-0")
+            labels = template["metadata"]["labels"]
+            if pod is None or pod["metadata"]["labels"] != labels:
+                metadata = {"name": f"{name}-0", "labels": dict(labels)}
+                self.pods[f"{name}-0"] = {"metadata": metadata, "status": {}}
+
+    def set_ready(self, name: str, ready: bool = True) -> None:
+        self.pods[name]["status"] = {"conditions": [{"type": "Ready", "status": "True" if ready else "False"}]}
+
+    def settle(self) -> None:
+        for _ in range(50):
+            actions = self.plan()
+            self.execute(actions)
+            self.controllers()
+            for name in self.pods:
+                self.set_ready(name)
+            if not actions and not self.plan():
+                return
+        raise AssertionError("the plan does not come to rest")
+
+    def groups(self) -> list[int]:
+        return [group.ordinal for group in groups_of(self.observed())]
+
+
+def test_a_new_resource_gets_services_before_its_replicas() -> None:
+    actions = Plant(a_deployment(replicas=2)).plan()
+    kinds = [(a.manifest["kind"], a.manifest["metadata"]["name"]) for a in actions if isinstance(a, Apply)]
+    assert kinds == [
+        ("Service", "m"),
+        ("Service", "m-g0"),
+        ("Service", "m-g1"),
+        ("StatefulSet", "m-g0"),
+        ("StatefulSet", "m-g1"),
+    ]
+
+
+def test_an_idle_tick_does_nothing() -> None:
+    plant = Plant(a_deployment(replicas=2))
+    plant.settle()
+    assert plant.plan() == ()
+
+
+def test_replicas_absent_means_one_and_zero_means_none() -> None:
+    for replicas, expected in ((None, [0]), (0, [])):
+        plant = Plant(a_deployment(replicas=replicas))
+        plant.settle()
+        assert plant.groups() == expected
+
+
+def test_groups_take_the_lowest_free_ordinal() -> None:
+    plant = Plant(a_deployment(replicas=3))
+    plant.settle()
+    del plant.objects["StatefulSet", "m-g1"], plant.pods["m-g1-0"]
+    plant.settle()
+    assert plant.groups() == [0, 1, 2]
+
+
+def test_an_ordinal_whose_pod_still_drains_is_not_taken() -> None:
+    plant = Plant(a_deployment(replicas=2))
+    plant.settle()
+    del plant.objects["StatefulSet", "m-g0"]
+    created = {a.manifest["metadata"]["name"] for a in plant.plan() if isinstance(a, Apply)}
+    assert "m-g2" in created
+
+
+def test_scale_in_takes_the_one_that_is_not_ready_then_the_highest() -> None:
+    plant = Plant(a_deployment(replicas=4))
+    plant.settle()
+    plant.set_ready("m-g1-0", False)
+    plant.deployment = a_deployment(replicas=2)
+    deleted = [a.name for a in plant.plan() if isinstance(a, Delete) and a.kind == "StatefulSet"]
+    assert deleted == ["m-g3", "m-g1"]
+
+
+def test_scale_in_leaves_nothing_of_the_group() -> None:
+    plant = Plant(a_deployment(replicas=3))
+    plant.settle()
+    plant.deployment = a_deployment(replicas=1)
+    plant.settle()
+    assert sorted(name for _, name in plant.objects) == ["m", "m-g0", "m-g0"]
+
+
+def test_a_rollout_goes_group_by_group() -> None:
+    plant = Plant(a_deployment(replicas=3))
+    plant.settle()
+    plant.deployment = a_deployment(replicas=3, engine={"maxNumSeqs": 32})
+    for _ in range(3):
+        actions = plant.plan()
+        assert len(actions) == 1
+        plant.execute(actions)
+        assert plant.plan() == ()  # the updated one is down until its new pod is ready
+        plant.controllers()
+        for name in plant.pods:
+            plant.set_ready(name)
+    assert plant.plan() == ()
+
+
+@pytest.mark.parametrize(("max_unavailable", "replicas", "down"), [(1, 4, 1), (2, 4, 2), ("50%", 4, 2), ("10%", 4, 1)])
+def test_a_rollout_respects_max_unavailable(max_unavailable: int | str, replicas: int, down: int) -> None:
+    rollout = {"maxUnavailable": max_unavailable}
+    assert allowed_down(a_deployment(replicas=replicas, rollout=rollout)) == down
+    plant = Plant(a_deployment(replicas=replicas, rollout=rollout))
+    plant.settle()
+    plant.deployment = a_deployment(replicas=replicas, rollout=rollout, engine={"maxNumSeqs": 32})
+    assert len(plant.plan()) == down
+
+
+def test_a_broken_rollout_is_replaced_by_a_better_one_at_once() -> None:
+    plant = Plant(a_deployment())
+    plant.settle()
+    plant.deployment = a_deployment(runtime={"device": "cpu", "image": "broken:1"})
+    plant.execute(plant.plan())
+    plant.controllers()
+    plant.deployment = a_deployment()
+    assert [a.reason for a in plant.plan() if isinstance(a, Apply)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "path", "value"),
+    [
+        ("Service", "m", ("spec", "selector", "trimtab.dev/role"), "other"),
+        ("Service", "m", ("spec", "ports"), []),
+        ("StatefulSet", "m-g0", ("spec", "replicas"), 3),
+        ("StatefulSet", "m-g0", ("spec", "template", "spec", "containers", 0, "image"), "evil:1"),
+        ("StatefulSet", "m-g0", ("spec", "template", "spec", "automountServiceAccountToken"), True),
+    ],
+)
+def test_drift_is_repaired(kind: str, name: str, path: tuple[str | int, ...], value: Any) -> None:
+    plant = Plant(a_deployment())
+    plant.settle()
+    node: Any = plant.objects[kind, name]
+    for part in path[:-1]:
+        node = node[part]
+    node[path[-1]] = value
+    (action,) = plant.plan()
+    assert isinstance(action, Apply)
+    assert action.manifest["metadata"]["name"] == name
+    assert str(path[0]) in action.reason
+
+
+def test_what_the_api_server_adds_is_no_drift() -> None:
+    wanted = {"limits": {"cpu": "1000m", "memory": "1024Mi"}, "env": [{"name": "A", "value": ""}], "list": []}
+    present = {"limits": {"cpu": "1", "memory": "1Gi"}, "env": [{"name": "A"}, {"name": "B"}], "uid": "x"}
+    assert first_difference({"resources": wanted}, {"resources": present}) is None
+
+
+def test_the_tuners_memory_is_written_only_when_it_changed() -> None:
+    plant = Plant(a_deployment())
+    actions = plan_tuning_state(plant.deployment, plant.observed(), "{}")
+    plant.execute(actions)
+    assert len(actions) == 1
+    assert plan_tuning_state(plant.deployment, plant.observed(), "{}") == ()
+    assert len(plan_tuning_state(plant.deployment, plant.observed(), '{"a":1}')) == 1
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_happens_it_comes_to_rest_and_never_exceeds_the_replicas(seed: int) -> None:
+    chance = random.Random(seed)
+    plant = Plant(a_deployment(replicas=2))
+    for _ in range(60):
+        move = chance.random()
+        if move < 0.15:
+            plant.deployment = a_deployment(
+                replicas=chance.randrange(5), engine={"maxNumSeqs": chance.choice([16, 32])}
+            )
+        elif move < 0.3 and plant.pods:
+            plant.set_ready(chance.choice(sorted(plant.pods)), chance.random() < 0.7)
+        elif move < 0.4 and plant.pods:
+            del plant.pods[chance.choice(sorted(plant.pods))]
+        elif move < 0.5 and plant.objects:
+            del plant.objects[chance.choice(sorted(plant.objects))]
+        elif move < 0.8:
+            before = len(plant.groups())
+            plant.execute(plant.plan())
+            assert len(plant.groups()) <= max(before, plant.deployment.replicas)
+        else:
+            plant.controllers()
+    plant.settle()
+    assert len(plant.groups()) == plant.deployment.replicas
+    assert all(is_pod_ready(pod) for pod in plant.pods.values())
+    revisions = {pod["metadata"]["labels"][REVISION_LABEL] for pod in plant.pods.values()}
+    assert len(revisions) <= 1
+
+
+def test_pods_of_other_kinds_are_not_counted_as_groups() -> None:
+    deployment = a_deployment()
+    pod = {"metadata": {"name": "stray", "labels": common_labels(deployment)}, "status": {}}
+    assert groups_of(Observed(pods=(pod,))) == ()
+    assert group_selector(deployment, 3)[GROUP_LABEL] == "3"

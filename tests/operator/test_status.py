@@ -1,0 +1,161 @@
+"""The status: true, documented, and still when nothing happens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL
+from trimtab_operator.plan import Group
+from trimtab_operator.spec import InferenceDeployment
+from trimtab_operator.status import EngineView, Facts, Reason, applied_values, changed_conditions, status_of
+from trimtab_operator.validation import Refusal
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+DOCUMENT = Path(__file__).parents[2] / "docs/resource.md"
+
+
+def a_deployment(replicas: int = 1, status: dict[str, Any] | None = None) -> InferenceDeployment:
+    spec = {
+        "model": {"uri": "file:///models/m"},
+        "runtime": {"device": "cpu", "image": "e"},
+        "replicas": replicas,
+    }
+    metadata = {"name": "m", "namespace": "models", "uid": "u", "generation": 3}
+    return InferenceDeployment.parse({"metadata": metadata, "spec": spec, "status": status or {}})
+
+
+def a_group(ordinal: int = 0, *, pod_status: dict[str, Any] | None = None) -> Group:
+    labels = {GROUP_LABEL: str(ordinal), REVISION_LABEL: "r1"}
+    name = f"m-g{ordinal}"
+    pod = {"metadata": {"name": f"{name}-0", "uid": f"p{ordinal}", "labels": labels}, "status": pod_status or {}}
+    return Group(ordinal, {"metadata": {"name": name, "labels": labels}}, pod)
+
+
+READY = {"conditions": [{"type": "Ready", "status": "True"}], "containerStatuses": [{"state": {"running": {}}}]}
+RUNNING = {"containerStatuses": [{"state": {"running": {}}}]}
+UNSCHEDULABLE = {"conditions": [{"type": "PodScheduled", "status": "False", "message": "0/1 nodes: Insufficient cpu"}]}
+CRASHING = {
+    "containerStatuses": [
+        {
+            "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+            "lastState": {"terminated": {"exitCode": 2, "message": "line\nmodel not found"}},
+        }
+    ]
+}
+NO_IMAGE = {"containerStatuses": [{"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}]}
+
+
+def facts(*groups: Group, **engine: EngineView) -> Facts:
+    return Facts(groups=groups, revision="r1", engines={name.replace("_", "-"): view for name, view in engine.items()})
+
+
+def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
+    return next(c for c in status["conditions"] if c["type"] == kind)
+
+
+@pytest.mark.parametrize(
+    ("pod_status", "ready", "reason", "phase", "degraded"),
+    [
+        (READY, "True", Reason.READY, "Ready", "False"),
+        (RUNNING, "False", Reason.LOADING, "Loading", "False"),
+        (UNSCHEDULABLE, "False", Reason.PENDING, "Pending", "False"),
+        (CRASHING, "False", Reason.FAILING, "Failed", "True"),
+        (NO_IMAGE, "False", Reason.FAILING, "Failed", "True"),
+    ],
+)
+def test_ready_says_what_keeps_a_replica(
+    pod_status: dict[str, Any], ready: str, reason: Reason, phase: str, degraded: str
+) -> None:
+    status = status_of(a_deployment(), facts(a_group(pod_status=pod_status)), now=NOW)
+    assert (condition(status, "Ready")["status"], condition(status, "Ready")["reason"]) == (ready, reason)
+    assert status["groups"][0]["phase"] == phase
+    assert condition(status, "Degraded")["status"] == degraded
+
+
+def test_a_crash_is_told_in_the_engines_own_last_line() -> None:
+    status = status_of(a_deployment(), facts(a_group(pod_status=CRASHING)), now=NOW)
+    assert "model not found (exit code 2)" in condition(status, "Degraded")["message"]
+
+
+def test_load_progress_is_shown_while_loading() -> None:
+    view = EngineView(load=("weights", 43))
+    status = status_of(a_deployment(), facts(a_group(pod_status=RUNNING), m_g0=view), now=NOW)
+    assert status["groups"][0]["load"] == {"stage": "weights", "percent": 43}
+
+
+def test_nothing_changes_when_nothing_changed() -> None:
+    first = status_of(a_deployment(), facts(a_group(pod_status=READY)), now=NOW)
+    later = status_of(a_deployment(status=first), facts(a_group(pod_status=READY)), now=NOW + timedelta(hours=1))
+    assert later == first
+
+
+def test_the_transition_time_moves_only_with_the_status() -> None:
+    first = status_of(a_deployment(), facts(a_group(pod_status=RUNNING)), now=NOW)
+    pending = facts(a_group(pod_status=UNSCHEDULABLE))
+    still_not = status_of(a_deployment(status=first), pending, now=NOW + timedelta(hours=1))
+    ready = status_of(a_deployment(status=first), facts(a_group(pod_status=READY)), now=NOW + timedelta(hours=1))
+    assert condition(still_not, "Ready")["lastTransitionTime"] == condition(first, "Ready")["lastTransitionTime"]
+    assert condition(still_not, "Ready")["reason"] != condition(first, "Ready")["reason"]
+    assert condition(ready, "Ready")["lastTransitionTime"] == "2026-01-01T01:00:00Z"
+
+
+def test_a_refused_spec_is_not_ready_and_says_every_reason() -> None:
+    refusals = (Refusal("spec.model.uri", "hf:// is not built yet"), Refusal("spec.scaling", "not built yet"))
+    status = status_of(a_deployment(), Facts(refusals=refusals), now=NOW)
+    assert condition(status, "Ready")["reason"] == Reason.INVALID
+    assert "hf://" in condition(status, "Ready")["message"]
+    assert "spec.scaling" in condition(status, "Ready")["message"]
+    assert status["observedGeneration"] == 3
+
+
+def test_zero_replicas_are_ready_as_asked() -> None:
+    status = status_of(a_deployment(replicas=0), facts(), now=NOW)
+    assert condition(status, "Ready")["reason"] == Reason.SCALED_TO_ZERO
+    assert status["ready"] == "0/0"
+
+
+def test_a_wrong_world_size_is_told() -> None:
+    view = EngineView(world_size=2)
+    status = status_of(a_deployment(), facts(a_group(pod_status=READY), m_g0=view), now=NOW)
+    assert condition(status, "LayoutValid")["reason"] == Reason.LAYOUT_DIFFERS
+
+
+def test_pods_without_a_node_limit_scaling() -> None:
+    status = status_of(a_deployment(), facts(a_group(pod_status=UNSCHEDULABLE)), now=NOW)
+    assert condition(status, "ScalingLimited")["status"] == "True"
+    assert "Insufficient cpu" in condition(status, "ScalingLimited")["message"]
+
+
+def test_effective_is_what_most_report_and_exceptions_stand_with_their_group() -> None:
+    common, other = EngineView(applied={"max_num_seqs": 64}), EngineView(applied={"max_num_seqs": 8})
+    groups = [a_group(n, pod_status=READY) for n in range(3)]
+    status = status_of(a_deployment(replicas=3), facts(*groups, m_g0=common, m_g1=common, m_g2=other), now=NOW)
+    assert status["engine"]["effective"] == {"maxNumSeqs": "64"}
+    assert [g.get("effective") for g in status["groups"]] == [None, None, {"maxNumSeqs": "8"}]
+
+
+def test_only_turns_are_reported() -> None:
+    before = status_of(a_deployment(), facts(a_group(pod_status=RUNNING)), now=NOW)
+    after = status_of(a_deployment(status=before), facts(a_group(pod_status=READY)), now=NOW)
+    assert [c["type"] for c in changed_conditions(before, after, ("Ready", "Degraded"))] == ["Ready"]
+    assert changed_conditions(after, after, ("Ready", "Degraded")) == []
+
+
+def test_applied_values_survive_the_way_through_status() -> None:
+    status = {"tuning": {"applied": {"max_num_seqs": "64", "gpu_memory_utilization": "0.85", "x": "?"}}}
+    assert applied_values(status) == {"max_num_seqs": 64, "gpu_memory_utilization": 0.85}
+
+
+def test_a_problem_of_the_loop_is_shown() -> None:
+    blocked = replace(facts(a_group(pod_status=READY)), problem=(Reason.NAME_TAKEN, "Service m exists"))
+    status = status_of(a_deployment(), blocked, now=NOW)
+    assert condition(status, "Degraded")["reason"] == Reason.NAME_TAKEN
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_every_reason_is_documented(reason: Reason) -> None:
+    assert f"`{reason.value}`" in DOCUMENT.read_text(encoding="utf-8")
