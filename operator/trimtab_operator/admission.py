@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab_operator.errors import InvalidSpec
-from trimtab_operator.spec import InferenceDeployment
+from trimtab_operator.spec import KIND, InferenceDeployment
 from trimtab_operator.validation import refusals
 
 
@@ -23,13 +23,17 @@ def review(request: Mapping[str, Any], *, default_image: str | None) -> dict[str
     """Answer an AdmissionReview v1. Raises KeyError or TypeError when it is none.
 
     An update that leaves the spec alone is allowed whatever the spec says: labels and finalizers of a resource that an
-    older version accepted must stay editable. So is everything on a resource that is being deleted.
+    older version accepted must stay editable. So is everything on a resource that is being deleted. A write to /scale carries
+    a number alone, which the schema bounds; it is allowed: refusing `spec.scaling` keeps the two from meeting.
     """
     asked = request["request"]
     verdict: dict[str, Any] = {"uid": str(asked["uid"]), "allowed": True}
     new, old = asked.get("object") or {}, asked.get("oldObject") or {}
-    is_checked = asked.get("operation") in ("CREATE", "UPDATE") and not (new.get("metadata") or {}).get(
-        "deletionTimestamp"
+    is_ours = not asked.get("subResource") and new.get("kind") == KIND
+    is_checked = (
+        is_ours
+        and asked.get("operation") in ("CREATE", "UPDATE")
+        and not (new.get("metadata") or {}).get("deletionTimestamp")
     )
     if is_checked and (asked["operation"] == "CREATE" or new.get("spec") != old.get("spec")):
         wrong = refusals_of(new, default_image=default_image)

@@ -55,7 +55,7 @@ PRINTER_COLUMNS = [
     ("Ready", "string", ".status.ready", 0, "Ready replicas of wanted ones."),
     ("Desired", "integer", ".status.desiredReplicas", 0, "Replicas that are wanted."),
     ("Phase", "string", ".status.phase", 0, "Reason of the Ready condition."),
-    ("Tuning", "string", ".spec.tuning.mode", 0, "Tuning mode."),
+    ("Tuning", "string", ".status.tuning.mode", 0, "Tuning mode."),
     ("Load", "string", ".status.groups[*].load.percent", 1, "Load progress of the replicas, in percent."),
     ("URL", "string", ".status.url", 1, "Base URL of the OpenAI-compatible API."),
     ("Age", "date", ".metadata.creationTimestamp", 0, "Time since creation."),

@@ -59,7 +59,10 @@ async def test_a_lease_that_was_given_back_is_taken_at_once() -> None:
 
 
 def test_a_lease_expires_by_our_own_clock_after_it_was_last_seen_to_change() -> None:
-    lease = {"metadata": {"resourceVersion": "1"}, "spec": {"holderIdentity": "a", "leaseDurationSeconds": 15}}
+    lease: dict[str, Any] = {
+        "metadata": {"resourceVersion": "1"},
+        "spec": {"holderIdentity": "a", "leaseDurationSeconds": 15},
+    }
     sighting = Sighting()
     assert not sighting.is_expired(lease, now=1000.0)
     assert not sighting.is_expired(lease, now=1000.0 + LEASE_SECONDS)

@@ -36,7 +36,7 @@ def a_group(ordinal: int = 0, *, pod_status: dict[str, Any] | None = None) -> Gr
 
 
 READY = {"conditions": [{"type": "Ready", "status": "True"}], "containerStatuses": [{"state": {"running": {}}}]}
-RUNNING = {"containerStatuses": [{"state": {"running": {}}}]}
+RUNNING: dict[str, Any] = {"containerStatuses": [{"state": {"running": {}}}]}
 UNSCHEDULABLE = {"conditions": [{"type": "PodScheduled", "status": "False", "message": "0/1 nodes: Insufficient cpu"}]}
 CRASHING = {
     "containerStatuses": [

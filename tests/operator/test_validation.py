@@ -273,3 +273,10 @@ def test_the_webhook_never_stands_in_the_way_of_a_deletion() -> None:
     new = changed("spec.model.uri", "hf://a/b")
     new["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert a_review(new, BASE)["allowed"]
+
+
+def test_a_write_to_scale_is_allowed() -> None:
+    """kubectl scale and autoscalers send a Scale, which has no model."""
+    scale = {"apiVersion": "autoscaling/v1", "kind": "Scale", "metadata": {"name": "m"}, "spec": {"replicas": 3}}
+    request = {"uid": "r", "operation": "UPDATE", "subResource": "scale", "object": scale, "oldObject": {}}
+    assert review({"request": request}, default_image=None)["response"]["allowed"]
