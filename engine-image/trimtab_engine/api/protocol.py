@@ -17,6 +17,7 @@ MAX_STOP_CHARACTERS = 1024  # each stop string is looked for at every token
 MAX_STOP_TOKEN_IDS = 256
 MAX_MESSAGES = 4096
 MAX_NAME_CHARACTERS = 512
+MAX_FIELDS = 256  # of one JSON object: each unknown one is reported, and many would hold up other requests
 MAX_INT64 = 2**63 - 1
 
 # Field: values that ask for nothing and are therefore fine.
@@ -102,6 +103,7 @@ class GenerationRequest(BaseModel):
     def _refuse_what_is_not_built(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        _check_number_of_fields(data)
         for name in data.keys() & NOT_BUILT.keys():
             if not any(_same(data[name], harmless) for harmless in NOT_BUILT[name]):
                 raise ValueError(f"{name} is not supported yet; leave it out")
@@ -167,6 +169,11 @@ class TextPart(BaseModel):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, data: Any) -> Any:
+        return _check_number_of_fields(data)
+
 
 WITHOUT_TEXT = ("audio", "function_call", "refusal", "tool_calls", "tool_call_id")
 """Fields of messages that clients send back empty from an earlier answer."""
@@ -185,6 +192,7 @@ class ChatMessage(BaseModel):
     def _refuse_what_is_not_built(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        _check_number_of_fields(data)
         if data.get("role") in ("tool", "function"):
             raise ValueError(f"messages with role {data['role']} are not supported yet")
         for name in WITHOUT_TEXT:
@@ -236,11 +244,22 @@ class TokenizeRequest(BaseModel):
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, data: Any) -> Any:
+        return _check_number_of_fields(data)
+
     @model_validator(mode="after")
     def _one_of_both(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("send either prompt or messages")
         return self
+
+
+def _check_number_of_fields(data: Any) -> Any:
+    if isinstance(data, dict) and len(data) > MAX_FIELDS:
+        raise ValueError(f"a JSON object here has {len(data)} fields; at most {MAX_FIELDS} are read")
+    return data
 
 
 def _same(value: Any, harmless: Any) -> bool:

@@ -66,7 +66,7 @@ class _NotBuilt(argparse.Action):
     ) -> None:
         flag = SHORT.get(option_string or "", option_string or "")
         harmless = NOT_BUILT[flag]
-        if values in harmless:
+        if (values or None) in harmless:
             return
         only = [value for value in harmless if value is not None]
         hint = f" other than {' or '.join(only)}" if only else ""
@@ -80,4 +80,7 @@ def add_not_built(parser: argparse.ArgumentParser) -> None:
     for flag in NOT_BUILT:
         names = [flag, short_of[flag]] if flag in short_of else [flag]
         text = HELP.get(flag, argparse.SUPPRESS)
+        if NOT_BUILT[flag] == (None,):  # a switch: what follows it is not its value but, perhaps, MODEL
+            parser.add_argument(*names, action=_NotBuilt, nargs=0, help=text, default=argparse.SUPPRESS)
+            continue
         parser.add_argument(*names, action=_NotBuilt, nargs="?", metavar="VALUE", help=text, default=argparse.SUPPRESS)

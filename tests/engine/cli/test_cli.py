@@ -125,6 +125,11 @@ def test_flags_become_the_configuration(flags: list[str], field: str, value: obj
     assert getattr(config(*flags), field) == value
 
 
+def test_a_switch_that_asks_for_nothing_does_not_take_the_model_for_its_value() -> None:
+    arguments = _parser().parse_args(["serve", "--enforce-eager", "/models/m", "--device", "cpu"])
+    assert engine_config(arguments).model == "/models/m"
+
+
 def test_the_served_name_is_the_last_part_of_the_model_unless_given() -> None:
     assert served_names(parsed()) == ("m",)
     assert served_names(_parser().parse_args(["serve", "file:///a/b.gguf"])) == ("b",)
