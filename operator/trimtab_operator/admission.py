@@ -23,8 +23,8 @@ def review(request: Mapping[str, Any], *, default_image: str | None) -> dict[str
     """Answer an AdmissionReview v1. Raises KeyError or TypeError when it is none.
 
     An update that leaves the spec alone is allowed whatever the spec says: labels and finalizers of a resource that an
-    older version accepted must stay editable. So is everything on a resource that is being deleted. A write to /scale carries
-    a number alone, which the schema bounds; it is allowed: refusing `spec.scaling` keeps the two from meeting.
+    older version accepted must stay editable. So is everything on a resource that is being deleted. A write to /scale
+    carries a number alone, which the schema bounds; it is allowed.
     """
     asked = request["request"]
     verdict: dict[str, Any] = {"uid": str(asked["uid"]), "allowed": True}

@@ -1,0 +1,138 @@
+"""The loop: it writes what differs, is still when nothing does, survives failures and ends with its resource."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator, Mapping
+from datetime import datetime
+from typing import Any, cast
+
+import httpx
+import pytest
+from trimtab_operator.bounded_http import new_client
+from trimtab_operator.cluster import Cluster
+from trimtab_operator.health import Heartbeats, OperatorMetrics
+from trimtab_operator.plan import Observed
+from trimtab_operator.reconciler import BUSY_TICK_SECONDS, Gone, LoopMemory, Reconciler, WakeUps
+from trimtab_operator.spec import InferenceDeployment
+
+
+class FakeCluster:
+    """Keeps what is applied; no controllers, so no pods. `failures` are raised by the next observations."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        metadata = {"name": "m", "namespace": "models", "uid": "u-1", "generation": 1}
+        self.body: dict[str, Any] | None = {"metadata": metadata, "spec": spec}
+        self.children: dict[tuple[str, str], dict[str, Any]] = {}
+        self.writes = 0
+        self.events: list[str] = []
+        self.failures: list[Exception] = []
+
+    async def get(self, _kind: str, _namespace: str, _name: str) -> dict[str, Any] | None:
+        return copy.deepcopy(self.body)
+
+    async def observe(self, _deployment: InferenceDeployment) -> Observed:
+        if self.failures:
+            raise self.failures.pop(0)
+
+        def of(kind: str) -> tuple[dict[str, Any], ...]:
+            return tuple(m for (k, _), m in sorted(self.children.items()) if k == kind)
+
+        return Observed(of("Service"), of("StatefulSet"), of("ConfigMap"), ())
+
+    async def apply(self, manifest: Mapping[str, Any], _owner: InferenceDeployment, *, is_new: bool) -> None:
+        key = (manifest["kind"], manifest["metadata"]["name"])
+        assert is_new == (key not in self.children)
+        self.children[key] = copy.deepcopy(dict(manifest))
+        self.writes += 1
+
+    async def apply_status(self, _deployment: InferenceDeployment, status: Mapping[str, Any]) -> None:
+        assert self.body is not None
+        self.body["status"] = copy.deepcopy(dict(status))
+        self.writes += 1
+
+    async def event(
+        self, _deployment: InferenceDeployment, *, kind: str, reason: str, message: str, now: datetime, key: str
+    ) -> None:
+        self.events.append(reason)
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with new_client() as client:
+        yield client
+
+
+def a_reconciler(cluster: FakeCluster, http: httpx.AsyncClient) -> Reconciler:
+    return Reconciler(
+        cluster=cast("Cluster", cluster),
+        http=http,
+        secret=b"s",
+        default_image="engine:1",
+        tick_seconds=15.0,
+        heartbeats=Heartbeats(max_age_seconds=60.0),
+        metrics=OperatorMetrics(),
+        wake_ups=WakeUps(),
+        clock=lambda: 1_000_000.0,
+    )
+
+
+GOOD = {"model": {"uri": "file:///models/m"}, "runtime": {"device": "cpu"}}
+
+
+async def test_the_first_tick_creates_and_the_second_writes_nothing(http: httpx.AsyncClient) -> None:
+    cluster, memory = FakeCluster(GOOD), LoopMemory()
+    reconciler = a_reconciler(cluster, http)
+    assert await reconciler.tick("models", "m", "u-1", memory) == BUSY_TICK_SECONDS
+    kinds = sorted(kind for kind, _ in cluster.children)
+    assert kinds == ["ConfigMap", "Service", "Service", "StatefulSet"]
+    assert cluster.events == ["ReplicaCreated"]
+    written = cluster.writes
+    await reconciler.tick("models", "m", "u-1", memory)
+    assert cluster.writes == written
+
+
+async def test_a_refused_spec_creates_nothing_and_says_so(http: httpx.AsyncClient) -> None:
+    cluster = FakeCluster({**GOOD, "model": {"uri": "hf://a/b"}})
+    await a_reconciler(cluster, http).tick("models", "m", "u-1", LoopMemory())
+    assert cluster.children == {}
+    assert cluster.body is not None
+    assert cluster.body["status"]["phase"] == "InvalidSpec"
+    assert "hf://" in cluster.body["status"]["conditions"][0]["message"]
+
+
+async def test_a_spec_that_cannot_be_read_is_told_field_by_field(http: httpx.AsyncClient) -> None:
+    cluster = FakeCluster({**GOOD, "replicas": "many"})
+    await a_reconciler(cluster, http).tick("models", "m", "u-1", LoopMemory())
+    assert cluster.body is not None
+    assert "spec.replicas" in cluster.body["status"]["conditions"][0]["message"]
+
+
+@pytest.mark.parametrize("change", ["deleted", "deleting", "namesake"])
+async def test_the_loop_ends_with_its_resource(change: str, http: httpx.AsyncClient) -> None:
+    cluster = FakeCluster(GOOD)
+    assert cluster.body is not None
+    if change == "deleted":
+        cluster.body = None
+    elif change == "deleting":
+        cluster.body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    else:
+        cluster.body["metadata"]["uid"] = "u-2"
+    reconciler = a_reconciler(cluster, http)
+    with pytest.raises(Gone):
+        await reconciler.tick("models", "m", "u-1", LoopMemory())
+    await reconciler.run("models", "m", "u-1")
+    assert reconciler.heartbeats.problems() == []
+
+
+async def test_a_failing_tick_is_tried_again_and_shown_when_it_keeps_failing(http: httpx.AsyncClient) -> None:
+    cluster, memory = FakeCluster(GOOD), LoopMemory()
+    reconciler = a_reconciler(cluster, http)
+    cluster.failures = [OSError("no route")] * 3
+    delays = [await reconciler._guarded_tick("models", "m", "u-1", memory) for _ in range(3)]
+    assert delays == [5.0, 10.0, 20.0]
+    assert cluster.body is not None
+    assert cluster.body["status"]["phase"] == "ReconcileError"
+    await reconciler._guarded_tick("models", "m", "u-1", memory)
+    assert memory.failures == 0
+    assert cluster.body["status"]["phase"] == "Pending"
