@@ -87,10 +87,22 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         self._held.append(token_id)
-        text: str | None = self._stream.step(self._fast, token_id)
+        try:
+            text: str | None = self._stream.step(self._fast, token_id)
+        except Exception:  # its only kind; bytes that are no character shrink what byte-fallback decoders gave before
+            return self._begin_anew(token_id)
         if text is None:
             return ""
         self._held.clear()
+        return text
+
+    def _begin_anew(self, token_id: int) -> str:
+        """What is held back as it stands, broken bytes as U+FFFD; a character that begins now is still waited for."""
+        self._stream = DecodeStream(skip_special_tokens=self._skip)
+        is_whole = self._stream.step(self._fast, token_id) is not None
+        ready = self._held if is_whole else self._held[:-1]
+        self._held = [] if is_whole else [token_id]
+        text: str = self._fast.decode(ready, skip_special_tokens=self._skip)
         return text
 
     def flush(self) -> str:

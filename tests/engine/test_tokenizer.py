@@ -55,6 +55,34 @@ def test_any_tokens_give_the_text_that_decoding_them_at_once_gives(
     assert text == tokenizer.fast.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """SentencePiece's way, as Llama 2 has it: id = byte for single bytes, then a few pieces."""
+    folder = tmp_path_factory.mktemp("byte-fallback")
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "b": 257, "▁": 258, "é": 259}
+    fast = FastTokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    fast.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
+    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return Tokenizer(str(folder))
+
+
+@given(ids=st.lists(st.integers(0, 259), max_size=20))
+def test_bytes_that_are_no_character_break_no_request(byte_fallback: Tokenizer, ids: list[int]) -> None:
+    detokenizer = Detokenizer(byte_fallback, skip_special_tokens=True)
+    text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.flush()
+    assert text.count("b") == ids.count(257) + ids.count(ord("b"))
+    assert text.count("a") >= ids.count(256)
+
+
+def test_after_broken_bytes_characters_are_whole_again(byte_fallback: Tokenizer) -> None:
+    detokenizer = Detokenizer(byte_fallback, skip_special_tokens=True)
+    ids = [256, 0xE2, 257, 256, *"日".encode(), 256]
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    assert "".join(pieces).endswith("b a日 a")
+
+
 def test_special_tokens_are_text_only_when_asked_for(tokenizer: Tokenizer) -> None:
     (end,) = tokenizer.encode("<|end|>")
     assert Detokenizer(tokenizer, skip_special_tokens=True).push(end) == ""
