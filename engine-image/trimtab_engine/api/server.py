@@ -49,6 +49,8 @@ def run_server(config: EngineConfig, options: ServerOptions, listen: Listen, shu
     sockets = [_bind(listen.host, listen.port, "--port")]
     if listen.admin_port is not None:
         sockets.append(_bind(listen.admin_host, listen.admin_port, "--admin-port"))
+    for name, bound in zip(("API", "admin API"), sockets, strict=False):  # port 0: the kernel has chosen one
+        logger.info("the %s listens on %s port %d", name, *bound.getsockname()[:2])
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_Server(config, options, sockets, shutdown_timeout).run())
 

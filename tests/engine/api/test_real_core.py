@@ -1,0 +1,187 @@
+"""The whole engine as it is installed: the command, the API server, the real core on a tiny random model."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+DEADLINE_SECONDS = 30.0
+PROMPT = "the quick brown fox"
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 258,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "eos_token_id": 256,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+}
+
+
+class Engine:
+    """A running `trimtab-engine serve` on ports that the kernel chose."""
+
+    def __init__(self, model: Path, log: Path) -> None:
+        command = [sys.executable, "-m", "trimtab_engine.cli", "serve", str(model), "--served-model-name", "tiny"]
+        command += ["--load-format", "dummy", "--device", "cpu", "--cpu-threads", "1", "--max-model-len", "256"]
+        command += ["--num-gpu-blocks-override", "40", "--max-num-seqs", "16", "--max-num-batched-tokens", "128"]
+        command += ["--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--shutdown-timeout", "10"]
+        self.log = log
+        with log.open("wb") as stream:
+            self.process = subprocess.Popen(command, stderr=stream)
+        self.wait_for(lambda: len(self._ports()) == 2, "two listening ports")
+        self.http, self.admin = (
+            httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_SECONDS) for port in self._ports()
+        )
+        self.wait_for(lambda: self.http.get("/readyz").status_code == 200, "readiness")
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not condition():
+            text = self.log.read_text()[-1000:]
+            assert self.process.poll() is None, f"ended while waiting for {what}: {text}"
+            assert time.monotonic() < deadline, f"waited for {what}: {text}"
+            time.sleep(0.01)
+
+    def _ports(self) -> list[str]:
+        return re.findall(r"listens on 127\.0\.0\.1 port (\d+)\n", self.log.read_text())
+
+    def memory(self) -> dict[str, Any]:
+        ledger: dict[str, Any] = self.admin.get("/admin/v1/memory").json()
+        return ledger
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("tiny")
+    for file in tokenizer_folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    engine = Engine(folder, folder / "log")
+    yield engine
+    if engine.process.poll() is None:
+        engine.process.kill()
+    engine.process.wait()
+
+
+@pytest.fixture
+def client(engine: Engine) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{engine.http.base_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def complete(client: openai.OpenAI, **fields: Any) -> Any:
+    given = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    return client.completions.create(**{**given, **fields})
+
+
+def test_greedy_text_is_the_same_streamed_and_not_and_again(client: openai.OpenAI) -> None:
+    whole = complete(client)
+    streamed = complete(client, stream=True, stream_options={"include_usage": True})
+    chunks = list(streamed)
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage.completion_tokens == 40
+    assert complete(client).choices[0].text == whole.choices[0].text
+
+
+def test_logprobs_of_the_real_model_are_sorted_and_begin_with_the_chosen_token(client: openai.OpenAI) -> None:
+    logprobs = complete(client, max_tokens=3, logprobs=3).choices[0].logprobs
+    assert len(logprobs.tokens) == 3
+    for chosen, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert chosen == max(top.values()) <= 0
+
+
+def test_a_seed_gives_the_same_choices_again(client: openai.OpenAI) -> None:
+    first, again = (complete(client, temperature=1, seed=7, n=3) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in again.choices]
+    assert len(set(texts)) == 3
+
+
+def test_more_requests_than_blocks_preempt_and_yield_the_same_text(engine: Engine, client: openai.OpenAI) -> None:
+    alone = complete(client, max_tokens=200).choices[0].text
+    texts: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: texts.append(complete(client, max_tokens=200).choices[0].text))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_SECONDS)
+    assert texts == [alone] * 8
+    lines = engine.http.get("/metrics").text.splitlines()
+    preempted = [line for line in lines if line.startswith("vllm:num_preemptions_total{")]
+    assert float(preempted[0].split()[-1]) > 0
+
+
+def test_bad_requests_disturb_no_neighbour(engine: Engine, client: openai.OpenAI) -> None:
+    expected = complete(client, max_tokens=200).choices[0].text
+    stream = complete(client, max_tokens=200, stream=True)
+    text = next(stream).choices[0].text
+    faults: list[Any] = [
+        {"prompt": "a" * 600},
+        {"prompt": ""},
+        {"temperature": "x"},
+        {"n": 10**9},
+        {"stop": ["x"] * 999},
+    ]
+    for fault in faults:
+        answer = engine.http.post("/v1/completions", json={"prompt": "a", **fault})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"]
+    assert text + "".join(chunk.choices[0].text for chunk in stream) == expected
+
+
+@pytest.mark.parametrize("num_requests", [1, 6])  # six of 200 tokens do not fit: some wait in the queue
+def test_clients_that_go_away_free_their_blocks(engine: Engine, client: openai.OpenAI, num_requests: int) -> None:
+    streams = [complete(client, max_tokens=230, stream=True) for _ in range(num_requests)]
+    for stream in streams:
+        stream.close()
+    engine.wait_for(lambda: engine.memory()["kv"]["blocks_used"] == 0, "free blocks")
+    assert engine.memory()["kv"]["blocks_free"] == 40
+
+
+def test_a_live_change_under_load_takes_effect_and_fails_nothing(engine: Engine, client: openai.OpenAI) -> None:
+    with closing(complete(client, max_tokens=200, stream=True)) as stream:
+        next(stream)
+        before = engine.admin.get("/admin/v1/config").json()
+        answer = engine.admin.patch("/admin/v1/config", json={"max_num_seqs": 2})
+        assert answer.status_code == 200
+        assert answer.json()["generation"] == before["generation"] + 1
+        stale = engine.admin.patch("/admin/v1/config", json={"max_num_seqs": 3}, headers={"If-Match": "1"})
+        assert stale.status_code == 412
+        beyond = engine.admin.patch("/admin/v1/config", json={"max_num_seqs": 10**30})
+        assert (beyond.status_code, beyond.json()["nearest"]) == (422, 16)
+        trial = engine.admin.patch("/admin/v1/config?dry_run=1", json={"max_num_seqs": 4}).json()
+        assert (trial["desired"]["max_num_seqs"], trial["applied_at_step"]) == (4, None)
+        assert engine.admin.get("/admin/v1/config").json()["applied"]["max_num_seqs"] == 2
+        assert len(list(stream)) >= 1
+
+
+def test_sigterm_finishes_what_runs_and_ends_with_0(engine: Engine, client: openai.OpenAI) -> None:
+    """The last test: it ends the engine."""
+    stream = complete(client, max_tokens=200, stream=True)
+    next(stream)
+    engine.process.terminate()
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+    assert engine.process.wait(DEADLINE_SECONDS) == 0
+    assert "Traceback" not in engine.log.read_text()
