@@ -79,18 +79,28 @@ def installation(target: Target) -> Iterator[Installation]:
     installed.uninstall()
 
 
+@pytest.fixture(scope="session")
+def used_namespaces(kube: Kube) -> Iterator[list[str]]:
+    """The stories' namespaces. They go while the next story runs; at the end of all, nothing may be left."""
+    names: list[str] = []
+    yield names
+    for name in names:
+        try:
+            kube.delete("namespace", name, wait=True)
+        except KubectlError as error:
+            pytest.fail(f"namespace {name} could not be deleted: {error}\n{Waiter(kube, name).evidence()}")
+
+
 @pytest.fixture(scope="module")
-def namespace(request: pytest.FixtureRequest, kube: Kube) -> Iterator[str]:
+def namespace(request: pytest.FixtureRequest, kube: Kube, used_namespaces: list[str]) -> Iterator[str]:
     """`trimtab-e2e-STORY`, empty, deleted after the story."""
     story = re.sub(r"^.*test_", "", request.module.__name__).replace("_", "-")
     name = f"trimtab-e2e-{story}"
     kube.delete("namespace", name, wait=True)
     kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    used_namespaces.append(name)
     yield name
-    try:
-        kube.delete("namespace", name, wait=True)
-    except KubectlError as error:
-        pytest.fail(f"the story's namespace could not be deleted: {error}\n{Waiter(kube, name).evidence()}")
+    kube.delete("namespace", name)
 
 
 @pytest.fixture(scope="module")

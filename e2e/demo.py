@@ -45,6 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 NAMESPACE = "trimtab-demo"
+LOG_WIDTH = 140  # columns where the output is no terminal: long enough for sentences, short enough for a CI log
 FAILURES = (AssertionError, KubectlError, NoForward, NoCluster, RuntimeError, KeyError, OSError)
 
 
@@ -251,7 +252,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     parser.add_argument("--keep", action="store_true", default=os.environ.get("KEEP", "") not in ("", "0"))
     arguments = parser.parse_args()
-    stage = Stage(Console(soft_wrap=False))
+    stage = Stage(Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH))
     speak_to(stage.dim)
     stage.chapter("A Kubernetes node", 60)
     try:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 
 from harness.deployment import Deployment
 from harness.kube import CRD_KIND, Kube, Manifest
 from harness.wait import NotYet
 
 IDLE_SECONDS = 30.0
+LOOKS_APART_SECONDS = 10.0  # two ticks of the operator
 
 
 def _scale_path(deployment: Deployment) -> str:
@@ -34,9 +37,10 @@ def _await_replicas(deployment: Deployment, count: int) -> None:
 
 
 def _selected(deployment: Deployment) -> list[str]:
-    """The pods that an autoscaler would average over."""
+    """The pods that an autoscaler would average over: it leaves out those that are being deleted."""
     selector = str(_scale(deployment)["status"]["selector"])
-    return [pod["metadata"]["name"] for pod in deployment.kube.items("pods", deployment.namespace, selector)]
+    found = deployment.kube.items("pods", deployment.namespace, selector)
+    return [pod["metadata"]["name"] for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
 
 def test_kubectl_scale_adds_a_replica_and_leaves_the_first_alone(ready: Deployment, kube: Kube) -> None:
@@ -72,13 +76,10 @@ def test_nothing_is_written_when_nothing_happens(ready: Deployment, kube: Kube) 
     assert settled == ready.waiter.stays("no resourceVersion changes", versions, seconds=IDLE_SECONDS)
 
 
-def _equal_looks(versions: object) -> dict[str, str]:
-    import time
-
-    assert callable(versions)
-    first: dict[str, str] = versions()
-    time.sleep(10.0)
-    second: dict[str, str] = versions()
+def _equal_looks(versions: Callable[[], dict[str, str]]) -> dict[str, str]:
+    first = versions()
+    time.sleep(LOOKS_APART_SECONDS)
+    second = versions()
     if first != second:
         raise NotYet(f"still changing: {sorted(set(first.items()) ^ set(second.items()))}")
     return second
