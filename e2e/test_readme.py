@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -48,20 +49,27 @@ def test_readmes_commands_for_ones_own_cluster_work(installation: Installation) 
         "OPERATOR_IMAGE": installation.images.operator,
         "ENGINE_IMAGE": installation.images.model,
     }
-    process = subprocess.Popen(
-        ["bash", "-c", script], cwd=REPOSITORY, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=COMMAND_SECONDS)
-    finally:
-        _end_group(process)
+    with tempfile.TemporaryFile("w+") as said:  # a pipe would stay open as long as README's port-forward
+        process = subprocess.Popen(
+            ["bash", "-c", script],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout=COMMAND_SECONDS)
+        finally:
+            _end_group(process)
+        said.seek(0)
+        output = said.read()
     say(output)
     assert process.returncode == 0, output
     assert "Paris" in output, output
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
+def _end_group(process: subprocess.Popen[bytes]) -> None:
     """README starts a port-forward in the background; it ends with the shell."""
     try:
         os.killpg(process.pid, signal.SIGTERM)
