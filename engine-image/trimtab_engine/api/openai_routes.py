@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -31,26 +31,28 @@ def openai_router(state: ServerState) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         arrival, serving = time.monotonic(), state.require_serving()
-        form = CompletionForm(state.check_model(body.model), serving.tokenizer)
-        try:
-            prompt = body.single_prompt()
-        except ValueError as error:
-            raise invalid(str(error), "prompt") from error
-        ids = await _encode(serving, prompt, "prompt") if isinstance(prompt, str) else _known(serving, prompt)
-        plan = _plan(state, serving, body, form, ids, body.max_tokens or 16, body.logprobs, arrival)
-        return await _answer(state, request, body, form, plan)
+        with state.answering() as until:
+            form = CompletionForm(state.check_model(body.model), serving.tokenizer)
+            try:
+                prompt = body.single_prompt()
+            except ValueError as error:
+                raise invalid(str(error), "prompt") from error
+            ids = await _encode(serving, prompt, "prompt") if isinstance(prompt, str) else _known(serving, prompt)
+            plan = _plan(state, serving, body, form, ids, body.max_tokens or 16, body.logprobs, arrival)
+            return await _answer(state, request, body, form, plan, until)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         arrival, serving = time.monotonic(), state.require_serving()
-        form = ChatForm(state.check_model(body.model), serving.tokenizer)
-        text = await _rendered(serving, [message.for_template() for message in body.messages])
-        ids = await _encode(serving, text, "messages", add_special_tokens=False)
         max_tokens = body.max_completion_tokens or body.max_tokens
         if max_tokens is not None and body.min_tokens > max_tokens:
             raise invalid(f"min_tokens is {body.min_tokens}, above max_completion_tokens {max_tokens}", "min_tokens")
-        plan = _plan(state, serving, body, form, ids, max_tokens, body.num_logprobs, arrival)
-        return await _answer(state, request, body, form, plan)
+        with state.answering() as until:
+            form = ChatForm(state.check_model(body.model), serving.tokenizer)
+            text = await _rendered(serving, [message.for_template() for message in body.messages])
+            ids = await _encode(serving, text, "messages", add_special_tokens=False)
+            plan = _plan(state, serving, body, form, ids, max_tokens, body.num_logprobs, arrival)
+            return await _answer(state, request, body, form, plan, until)
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -176,10 +178,16 @@ def _plan(
 
 
 async def _answer(
-    state: ServerState, request: Request, body: GenerationRequest, form: AnswerForm, plan: GenerationPlan
+    state: ServerState,
+    request: Request,
+    body: GenerationRequest,
+    form: AnswerForm,
+    plan: GenerationPlan,
+    until: ExitStack,
 ) -> Response:
+    """A whole answer, or a stream; that takes over `until`, so the request counts as being answered to its end."""
     if body.stream:
-        return EventStream(_stream(state, body, form, plan))
+        return EventStream(_stream(state, body, form, plan), until.pop_all())
     return JSONResponse(await unless_gone(request, _whole(state, form, plan)))
 
 
@@ -188,13 +196,12 @@ async def _whole(state: ServerState, form: AnswerForm, plan: GenerationPlan) -> 
     logprobs: list[list[TokenLogprobs]] = [[] for _ in plan.sampling]
     last: list[Piece | None] = [None] * len(plan.sampling)
     num_tokens = 0
-    with state.answering():
-        async with aclosing(_require(state).generator.run(plan)) as pieces:
-            async for piece in pieces:
-                texts[piece.index] += piece.text
-                logprobs[piece.index] += piece.logprobs
-                num_tokens += piece.num_tokens
-                last[piece.index] = piece
+    async with aclosing(_require(state).generator.run(plan)) as pieces:
+        async for piece in pieces:
+            texts[piece.index] += piece.text
+            logprobs[piece.index] += piece.logprobs
+            num_tokens += piece.num_tokens
+            last[piece.index] = piece
     wants_logprobs = plan.sampling[0].logprobs is not None
     choices = [
         form.choice(piece, text, positions if wants_logprobs else None)
@@ -211,22 +218,21 @@ async def _stream(
     held: list[list[TokenLogprobs]] = [[] for _ in plan.sampling]
     offsets = [0] * len(plan.sampling)
     num_tokens = 0
-    with state.answering():
-        for index in range(len(plan.sampling)):
-            for chunk in form.opening(index):
-                yield event(chunk)
-        async with aclosing(_require(state).generator.run(plan)) as pieces:
-            async for piece in pieces:
-                num_tokens += piece.num_tokens
-                held[piece.index] += piece.logprobs
-                if not piece.text and piece.finish_reason is None:
-                    continue  # characters or a possible stop string are held back
-                positions = held[piece.index] if wants_logprobs else None
-                yield event(form.chunk(piece, positions, offsets[piece.index]))
-                held[piece.index] = []
-                offsets[piece.index] += len(piece.text)
-        if body.includes_usage:
-            yield event(form.usage_chunk(usage(len(plan.prompt_token_ids), num_tokens)))
+    for index in range(len(plan.sampling)):
+        for chunk in form.opening(index):
+            yield event(chunk)
+    async with aclosing(_require(state).generator.run(plan)) as pieces:
+        async for piece in pieces:
+            num_tokens += piece.num_tokens
+            held[piece.index] += piece.logprobs
+            if not piece.text and piece.finish_reason is None:
+                continue  # characters or a possible stop string are held back
+            positions = held[piece.index] if wants_logprobs else None
+            yield event(form.chunk(piece, positions, offsets[piece.index]))
+            held[piece.index] = []
+            offsets[piece.index] += len(piece.text)
+    if body.includes_usage:
+        yield event(form.usage_chunk(usage(len(plan.prompt_token_ids), num_tokens)))
 
 
 def _require(state: ServerState) -> Serving:

@@ -21,7 +21,7 @@ from trimtab_engine.api.metrics import EngineMetrics, Interval, statistics_line
 from trimtab_engine.api.state import ServerOptions, ServerState, Serving
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_client import CoreClient
-from trimtab_engine.errors import ConfigError
+from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.messages import StepStats
 from trimtab_engine.tokenizer import Tokenizer
 
@@ -74,19 +74,25 @@ class _Server:
             asyncio.create_task(server.serve(sockets=[bound]))
             for server, bound in zip(servers, self._sockets, strict=True)
         ]
-        await self._core.start()
-        load = asyncio.create_task(self._load())
-        stats = asyncio.create_task(self._log_statistics())
+        background: list[asyncio.Task[None]] = []
         try:
-            code = await self._until_the_end(load)
+            await self._start_core()
+            load = asyncio.create_task(self._load())
+            background = [load, asyncio.create_task(self._log_statistics())]
+            return await self._until_the_end(load)
         finally:
-            for task in (load, stats):
+            for task in background:
                 task.cancel()
             for server in servers:
                 server.should_exit = True
-            await asyncio.gather(load, stats, *serving, return_exceptions=True)
+            await asyncio.gather(*background, *serving, return_exceptions=True)
             await self._core.close()
-        return code
+
+    async def _start_core(self) -> None:
+        try:
+            await self._core.start()
+        except OSError as error:
+            raise EngineDead(f"the engine core's process cannot be started: {error}") from error
 
     async def _load(self) -> None:
         """The tokenizer is read while the core reads the weights. Raises ConfigError when it cannot be."""

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from trimtab_engine.api.error_responses import ApiError
@@ -55,16 +55,19 @@ class ServerState:
         self.idle.set()
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
-        """One generation request is being answered: what a drain waits for."""
+    def answering(self) -> Iterator[ExitStack]:
+        """One generation request is being answered: what a drain waits for. It counts until the stack is closed: at the
+        end of the block, or by whoever takes it over with pop_all()."""
         self.num_http_requests += 1
         self.idle.clear()
-        try:
-            yield
-        finally:
-            self.num_http_requests -= 1
-            if self.num_http_requests == 0:
-                self.idle.set()
+        with ExitStack() as until:
+            until.callback(self._answered)
+            yield until
+
+    def _answered(self) -> None:
+        self.num_http_requests -= 1
+        if self.num_http_requests == 0:
+            self.idle.set()
 
     @property
     def not_ready_reason(self) -> str | None:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Coroutine
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -48,10 +48,13 @@ async def guarded(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events that stop as soon as the client goes away, also while there is nothing to send."""
+    """Server-sent events that stop as soon as the client goes away, also while there is nothing to send.
 
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
-        self._events = guarded(events)
+    `until` is closed when the stream has ended, however it ends.
+    """
+
+    def __init__(self, events: AsyncGenerator[str, None], until: ExitStack) -> None:
+        self._events, self._until = guarded(events), until
         super().__init__(self._events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,6 +70,7 @@ class EventStream(StreamingResponse):
         finally:
             with anyio.CancelScope(shield=True):  # what still runs is aborted now, not when it is collected
                 await self._events.aclose()
+            self._until.close()
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:

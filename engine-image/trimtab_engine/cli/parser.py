@@ -71,9 +71,10 @@ def seconds(text: str) -> float:
 def quantity(text: str) -> int:
     """Bytes: a plain number or a Kubernetes quantity such as 1500Mi or 2G."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti|)", text)
-    if not match or not float(match.group(1)):
+    size = int(float(match.group(1)) * QUANTITY_UNITS[match.group(2)]) if match else 0
+    if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes or a quantity such as 1500Mi or 2G")
-    return int(float(match.group(1)) * QUANTITY_UNITS[match.group(2)])
+    return size
 
 
 def sha256(text: str) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,8 @@ def _add_admin_flags(group: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    # Until the server drains on it: a container's first process ignores what it has no handler for.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     from trimtab_engine.api.server import Listen, run_server
 
     config, names = engine_config(arguments), served_names(arguments)
@@ -238,7 +241,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
 def served_names(arguments: argparse.Namespace) -> tuple[str, ...]:
     if arguments.served_model_name:
         return tuple(arguments.served_model_name)
-    return (Path(_model_path(arguments)).name.removesuffix(".gguf"),)
+    return (Path(_model_path(arguments)).resolve().name.removesuffix(".gguf"),)
 
 
 def _limits(arguments: argparse.Namespace, defaults: tuple[int, int]) -> tuple[int, int]:

@@ -76,6 +76,8 @@ def engine(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     (folder / "config.json").write_text(json.dumps(MODEL))
     engine = Engine(folder, folder / "log")
     yield engine
+    engine.http.close()
+    engine.admin.close()
     if engine.process.poll() is None:
         engine.process.kill()
     engine.process.wait()
