@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from harness.deployment import Deployment, sample
-from harness.install import Installation
+from harness.install import Installation, leave_others_alone
 from harness.kube import Kube, KubectlError
 from harness.report import facts, say, speak_to
 from harness.target import NoCluster, Target, connect, images_in_cluster
@@ -59,6 +59,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def target() -> Target:
     try:
         found = connect()
+        leave_others_alone(found)
     except NoCluster as error:
         pytest.exit(f"{error}\nbring one up with `python3 e2e/cluster up`, or set CLUSTER=current", returncode=2)
     say(f"running on {found.describe()}")

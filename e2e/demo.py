@@ -19,7 +19,7 @@ from typing import Any
 from harness.answer import EXPECTED, QUESTION, ask
 from harness.deployment import Deployment, sample
 from harness.engine import EngineReading
-from harness.install import Installation
+from harness.install import Installation, leave_others_alone
 from harness.kube import CRD_KIND, KubectlError
 from harness.report import speak_to
 from harness.service import NoForward
@@ -257,6 +257,7 @@ def main() -> int:
     stage.chapter("A Kubernetes node", 60)
     try:
         target = connect()
+        leave_others_alone(target)
         stage.dim(target.kube.run("get", "nodes", "-o", "wide").rstrip())
         stage.line(f"  {target.describe()}")
         installation = Installation(target.kube, images_in_cluster())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from harness.kube import CRD_KIND, Kube, Manifest
 from harness.report import say
-from harness.target import REPOSITORY, Images, run_tool
+from harness.target import REPOSITORY, Images, NoCluster, Target, run_tool
 from harness.wait import NotYet, Waiter
 
 CHART = REPOSITORY / "charts" / "trimtab"
@@ -69,6 +70,18 @@ class Installation:
         say("helm uninstall trimtab")
         run_tool("helm", "uninstall", RELEASE, "-n", NAMESPACE, "--ignore-not-found", "--wait", kube=self.kube)
         self.kube.delete("namespace", NAMESPACE, wait=True)
+
+
+def leave_others_alone(target: Target) -> None:
+    """Raise NoCluster when a cluster that is not ours runs Trimtab already: installing here would replace it."""
+    if target.is_own:
+        return
+    for release in json.loads(run_tool("helm", "list", "-A", "-o", "json", kube=target.kube)):
+        if str(release["chart"]).startswith("trimtab-"):
+            raise NoCluster(
+                f"CLUSTER=current: release {release['name']} in namespace {release['namespace']} is Trimtab already, "
+                "and this would replace it; uninstall it first, or use another cluster"
+            )
 
 
 def image_values(prefix: str, name: str) -> dict[str, str]:
