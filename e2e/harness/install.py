@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from harness.kube import CRD_KIND, Kube, Manifest
+from harness.kube import Kube, Manifest
 from harness.report import say
 from harness.target import REPOSITORY, Images, NoCluster, Target, run_tool
 from harness.wait import NotYet, Waiter
@@ -13,6 +13,7 @@ from harness.wait import NotYet, Waiter
 CHART = REPOSITORY / "charts" / "trimtab"
 NAMESPACE = "trimtab-system"
 RELEASE = "trimtab"
+SAMPLE = REPOSITORY / "config" / "samples" / "smollm2-cpu.yaml"
 OPERATOR_SECONDS = 120.0
 
 
@@ -42,7 +43,10 @@ class Installation:
         self.ready()
 
     def ready(self) -> None:
-        """Wait until every operator pod is Ready and the resource kind is served."""
+        """Wait until every operator pod is Ready and a resource is accepted: through the webhook, where there is one.
+
+        A Service is routed a moment after its pod is Ready; until then the API server finds nobody to ask.
+        """
         self.waiter.until("the operator is Ready", self._ready, deadline_seconds=OPERATOR_SECONDS)
 
     def _ready(self) -> None:
@@ -51,7 +55,7 @@ class Installation:
         current = status.get("observedGeneration", 0) >= deployment["metadata"]["generation"]
         if not current or status.get("readyReplicas", 0) != wanted or status.get("replicas", 0) != wanted:
             raise NotYet(f"{status.get('readyReplicas', 0)} of {wanted} operator pods are ready")
-        self.kube.items(CRD_KIND)
+        self.kube.run("apply", "--dry-run=server", "--validate=false", "-n", "default", "-f", str(SAMPLE))
 
     def deployment(self) -> Manifest:
         found = self.kube.items("deployments", NAMESPACE, f"app.kubernetes.io/instance={RELEASE}")
