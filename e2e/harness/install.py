@@ -53,8 +53,9 @@ class Installation:
         deployment = self.deployment()
         wanted, status = deployment["spec"]["replicas"], deployment.get("status", {})
         current = status.get("observedGeneration", 0) >= deployment["metadata"]["generation"]
-        if not current or status.get("readyReplicas", 0) != wanted or status.get("replicas", 0) != wanted:
-            raise NotYet(f"{status.get('readyReplicas', 0)} of {wanted} operator pods are ready")
+        counts = [status.get(name, 0) for name in ("availableReplicas", "replicas", "updatedReplicas")]
+        if not current or counts != [wanted] * 3:
+            raise NotYet(f"{counts[0]} of {wanted} operator pods are available, {counts[2]} of them are up to date")
         self.kube.run("apply", "--dry-run=server", "--validate=false", "-n", "default", "-f", str(SAMPLE))
 
     def deployment(self) -> Manifest:
