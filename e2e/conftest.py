@@ -15,16 +15,23 @@ from harness.install import Installation, leave_others_alone
 from harness.kube import Kube, KubectlError
 from harness.report import facts, say, speak_to
 from harness.target import NoCluster, Target, connect, images_in_cluster
+from harness.trim import CALM_SECONDS, SOAK_CALM_SECONDS
 from harness.wait import Waiter
 
-STORY_SECONDS = 900.0  # far above any story's own deadlines: pytest-timeout is the last resort
+STORY_SECONDS = 3600.0  # far above any deadline of a story, soaking or not: pytest-timeout is the last resort
 LAST = "test_readme"  # it installs the chart itself, so it comes after the stories that share one
 
 Apply = Callable[..., Deployment]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", action="store_true", help="longer runs of the same stories")
+    parser.addoption("--soak", action="store_true", help="stay under load far longer where that shows something")
+
+
+@pytest.fixture(scope="session")
+def calm_seconds(request: pytest.FixtureRequest) -> float:
+    """How long the load must go on without a preemption after the operator has acted."""
+    return SOAK_CALM_SECONDS if request.config.getoption("--soak") else CALM_SECONDS
 
 
 @pytest.hookimpl(trylast=True)  # the reporter is registered by then

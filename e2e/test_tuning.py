@@ -32,7 +32,7 @@ def recommending(apply: Apply) -> Deployment:
 
 
 def test_preemptions_are_recommended_away_then_trimmed_away(
-    recommending: Deployment, installation: Installation, kube: Kube, namespace: str
+    recommending: Deployment, installation: Installation, kube: Kube, namespace: str, calm_seconds: float
 ) -> None:
     """One load throughout: mode Recommend says what would help and changes nothing; mode Auto does it."""
     deployment = recommending
@@ -57,7 +57,9 @@ def test_preemptions_are_recommended_away_then_trimmed_away(
         )
         say(f"decided: {decision['message']}")
         after = deployment.waiter.until(
-            "no preemptions under the same load", calm_probe(deployment), deadline_seconds=CALM_DEADLINE_SECONDS
+            "no preemptions under the same load",
+            calm_probe(deployment, calm_seconds=calm_seconds),
+            deadline_seconds=CALM_DEADLINE_SECONDS + calm_seconds,
         )
         report = running.stop()
     say(str(report))
@@ -76,7 +78,7 @@ def test_preemptions_are_recommended_away_then_trimmed_away(
 
 
 def test_without_headroom_fewer_requests_run_at_once(
-    recommending: Deployment, apply: Apply, installation: Installation, kube: Kube, namespace: str
+    recommending: Deployment, apply: Apply, installation: Installation, kube: Kube, namespace: str, calm_seconds: float
 ) -> None:
     kube.delete(CRD_KIND, recommending.name, namespace, wait=True)
     recommending.gone()
@@ -92,7 +94,9 @@ def test_without_headroom_fewer_requests_run_at_once(
         )
         say(f"decided: {decision['message']}")
         after = deployment.waiter.until(
-            "no preemptions under the same load", calm_probe(deployment), deadline_seconds=CALM_DEADLINE_SECONDS
+            "no preemptions under the same load",
+            calm_probe(deployment, calm_seconds=calm_seconds),
+            deadline_seconds=CALM_DEADLINE_SECONDS + calm_seconds,
         )
         report = running.stop()
     say(str(report))

@@ -20,6 +20,7 @@ PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 192
 DECISION_SECONDS = 180.0
 CALM_SECONDS = 25.0  # without a preemption under the same load: longer than the time between two before
+SOAK_CALM_SECONDS = 600.0  # the same for `make soak`
 CALM_DEADLINE_SECONDS = 300.0  # several moves may be needed
 
 UTILIZATION = "gpu_memory_utilization"
@@ -85,9 +86,12 @@ def moved(
 
 
 def calm_probe(
-    deployment: Deployment, show: Callable[[EngineReading], None] = lambda reading: None
+    deployment: Deployment,
+    show: Callable[[EngineReading], None] = lambda reading: None,
+    *,
+    calm_seconds: float = CALM_SECONDS,
 ) -> Callable[[], EngineReading]:
-    """A probe that returns once no preemption was counted for CALM_SECONDS while requests ran; raises NotYet."""
+    """A probe that returns once no preemption was counted for `calm_seconds` while requests ran; raises NotYet."""
     state: dict[str, Calm] = {}
 
     def probe() -> EngineReading:
@@ -99,7 +103,7 @@ def calm_probe(
         if calm is None or reading.preemptions != calm.preemptions or not is_busy:
             state["calm"] = calm = Calm(reading.preemptions, now)
         quiet = now - calm.since
-        if quiet < CALM_SECONDS:
+        if quiet < calm_seconds:
             raise NotYet(
                 f"{reading.preemptions:.0f} preemptions, none for {quiet:.0f} s ({reading.running:.0f} running, "
                 f"{reading.waiting:.0f} waiting, {reading.kv_usage:.0%} of {reading.kv_tokens} KV tokens used)"
