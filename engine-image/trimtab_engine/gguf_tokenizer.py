@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from trimtab_engine.errors import ModelError
+
 SPECIAL_TOKENS = {
     "bos_token": "ggml.bos_token_id",
     "eos_token": "ggml.eos_token_id",
@@ -12,12 +14,17 @@ SPECIAL_TOKENS = {
 
 
 def read_gguf_tokenizer(file: Path) -> Any:
-    """A transformers fast tokenizer. Raises what gguf and transformers raise for files that they cannot read."""
+    """A transformers fast tokenizer. Raises ModelError for a file that is cut or is none, and what transformers raises
+    for a vocabulary that it cannot read."""
     from gguf import GGUFReader
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-    fields = GGUFReader(file).fields
+    try:
+        fields = GGUFReader(file).fields
+    except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(f"{file}: is truncated or no GGUF file: {reason}; download the file again") from None
     metadata = {
         name.removeprefix("tokenizer."): field.contents()
         for name, field in fields.items()

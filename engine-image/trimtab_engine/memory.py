@@ -123,11 +123,19 @@ def check_one_request_fits(formula: MemoryFormula) -> None:
 
 
 def check_one_request_fits_fixed(formula: MemoryFormula, num_blocks: int, flag: str) -> None:
-    """The same where `flag` fixes the number of blocks and the utilisation has no say.
+    """The same where `flag` fixes the number of blocks and the utilisation has no say. Nor may it exceed the device.
 
     `flag` is --kv-cache-memory-bytes or --num-gpu-blocks-override.
     """
     needed = formula.blocks_per_request
+    # Without what others hold: they may let go of it, weights and KV cache never do.
+    room = formula.device_bytes - formula.weights_bytes
+    if num_blocks * formula.bytes_per_block > max(room, needed * formula.bytes_per_block):
+        most = room // formula.bytes_per_block if flag == "--num-gpu-blocks-override" else room
+        raise ConfigError(
+            f"{flag} asks for a KV cache of {_gib(num_blocks * formula.bytes_per_block)}, but beside the weights the "
+            f"device of {_gib(formula.device_bytes)} has {_gib(max(0, room))} left; lower it to {max(0, most)} or less"
+        )
     if num_blocks >= needed:
         return
     least = needed if flag == "--num-gpu-blocks-override" else needed * formula.bytes_per_block

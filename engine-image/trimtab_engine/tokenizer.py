@@ -24,6 +24,8 @@ class Tokenizer:
     def __init__(self, path: str) -> None:
         try:
             loaded = _load(Path(path))
+        except ModelError:
+            raise
         except Exception as error:  # transformers raises many kinds, json and rust errors among them
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ModelError(

@@ -107,6 +107,15 @@ def test_a_fixed_kv_cache_that_is_too_small_names_its_own_flag(flag: str, least:
     assert "utilization" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("flag", "most"), [("--num-gpu-blocks-override", 1261), ("--kv-cache-memory-bytes", 887 << 20)]
+)
+def test_a_fixed_kv_cache_larger_than_the_device_is_refused_with_what_would_fit(flag: str, most: int) -> None:
+    check_one_request_fits_fixed(a_formula(), 1261, flag)
+    with pytest.raises(ConfigError, match=f"{flag} asks for a KV cache of .* lower it to {most} or less"):
+        check_one_request_fits_fixed(a_formula(), 1262, flag)
+
+
 def a_ledger(driver: int = 1000) -> Ledger:
     return Ledger(
         device_bytes=2000,

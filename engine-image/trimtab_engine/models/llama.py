@@ -59,7 +59,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def check_tensors(config: ModelConfig, source: WeightSource) -> None:
     """Raise ModelError unless the checkpoint has exactly the tensors that this architecture uses."""
-    expected, found = expected_shapes(config), source.shapes()
+    found = source.shapes()
+    if config.num_layers > len(found):  # before the names of so many layers are listed
+        raise ModelError(
+            f"{source.where}: implies {config.num_layers} layers, but there are {len(found)} tensors in all"
+        )
+    expected = expected_shapes(config)
     missing = sorted(expected.keys() - found.keys())
     extra = sorted(
         name

@@ -1,5 +1,6 @@
 """Llama against transformers on tiny random checkpoints: every variant of the architecture, alone, batched, chunked."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers import LlamaForCausalLM as Reference
 from trimtab_engine.bench.parity import compare, greedy_generator, load_runner, reference_tokens
+from trimtab_engine.errors import ModelError
 
 VOCABULARY = 257
 PROMPT_LENGTHS = (1, 2, 7, 16, 31, 40)
@@ -111,3 +113,11 @@ def test_half_precision_is_close(dtype: str, tmp_path: Path) -> None:
         expected = reference(torch.tensor([request.token_ids])).logits[0, -1:]
     error = (logits - expected).abs().max() / expected.abs().max()
     assert float(error) < 0.05
+
+
+def test_a_configuration_of_absurdly_many_layers_is_refused_before_their_names_are_listed(tmp_path: Path) -> None:
+    a_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12}))
+    with pytest.raises(ModelError, match="implies 1000000000000 layers, but there are"):
+        load_runner(str(tmp_path))
