@@ -43,8 +43,18 @@ class OneLineParser(argparse.ArgumentParser):
         return flags
 
 
+MAX_THREADS = 4096  # beyond any machine; OpenMP crashes when it cannot start as many as it is told to
+
+
 def positive(text: str) -> int:
     return _integer(text, 1)
+
+
+def threads(text: str) -> int:
+    number = _integer(text, 1)
+    if number > MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"{text} is above {MAX_THREADS}; more threads than CPUs only slow it down")
+    return number
 
 
 def not_negative(text: str) -> int:

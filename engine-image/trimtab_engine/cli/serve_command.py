@@ -86,7 +86,7 @@ def _add_device_flags(group: Any) -> None:
     )
     group.add_argument(
         "--cpu-threads",
-        type=types.positive,
+        type=types.threads,
         metavar="N",
         help="threads of CPU operators (default: the CPUs that the container may use)",
     )
@@ -193,6 +193,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_model_exists(config.model)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are tokenised in threads of our own
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the last line of a log should be why it ended
     from trimtab_engine.api.state import ServerOptions
 
     options = ServerOptions(
