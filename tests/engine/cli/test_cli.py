@@ -1,5 +1,6 @@
 """The command line: what it accepts, and one line with exit code 2 for what it does not."""
 
+import argparse
 import socket
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 from trimtab_engine.api.server import Listen
-from trimtab_engine.cli import _parser, main
+from trimtab_engine.cli import _parser, main, parser
 from trimtab_engine.cli.serve_command import engine_config, served_names
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.errors import ConfigError
@@ -174,3 +175,9 @@ def test_the_command_line_imports_no_torch(tmp_path: Path) -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_more_threads_than_any_machine_has_are_refused() -> None:
+    assert parser.threads("4096") == 4096
+    with pytest.raises(argparse.ArgumentTypeError, match="100000 is above 4096"):
+        parser.threads("100000")
