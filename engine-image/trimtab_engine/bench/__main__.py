@@ -133,7 +133,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     axes.set_xticks([i + 0.25 for i in range(len(rows))], [f"batch {row['batch']}" for row in rows])
     axes.set_ylabel("tokens/s")
     axes.set_title("Decode on the CPU, SmolLM2-135M float32")
-    axes.legend()
+    axes.legend(loc="upper left")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
 
