@@ -241,7 +241,7 @@ def first_difference(wanted: Any, present: Any, path: str = "") -> str | None:
         return None
     if isinstance(wanted, (list, tuple)) and isinstance(present, list):
         return _first_list_difference(list(wanted), present, path)
-    if isinstance(wanted, (str, int)) and isinstance(present, (str, int)) and _holds_quantities(path):
+    if isinstance(wanted, (str, int, float)) and isinstance(present, (str, int, float)) and _holds_quantities(path):
         return None if is_same_quantity(wanted, present) else path
     return path
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-_QUANTITY = re.compile(r"^([+-]?(?:\d+\.?\d*|\.\d+))(Ki|Mi|Gi|Ti|Pi|Ei|[numkMGTPE]|[eE][+-]?\d+)?$")
+_QUANTITY = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))(Ki|Mi|Gi|Ti|Pi|Ei|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?")
 _BINARY = {"Ki": 1, "Mi": 2, "Gi": 3, "Ti": 4, "Pi": 5, "Ei": 6}  # powers of 1024
 _DECIMAL = {"n": -3, "u": -2, "m": -1, "": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}  # powers of 1000
 _DURATION = re.compile(r"^(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
 _MILLIS = re.compile(r"^(\d+)ms$")
 
 
-def parse_quantity(text: str | int) -> Decimal:
+def parse_quantity(text: str | float) -> Decimal:
     """`1500Mi` → 1572864000. Raises ValueError when it is not a Kubernetes quantity."""
-    found = _QUANTITY.match(str(text))
+    found = _QUANTITY.fullmatch(str(text))
     if not found:
         raise ValueError(f"{text!r} is not a Kubernetes quantity such as 500m, 4Gi or 1500Mi")
     number, suffix = Decimal(found[1]), found[2] or ""
@@ -25,7 +25,7 @@ def parse_quantity(text: str | int) -> Decimal:
     return number * Decimal(10) ** int(suffix[1:])
 
 
-def is_same_quantity(a: str | int, b: str | int) -> bool:
+def is_same_quantity(a: str | float, b: str | float) -> bool:
     """`1000m` and `1` are one quantity, written twice. Anything that is no quantity equals nothing."""
     try:
         return parse_quantity(a) == parse_quantity(b)

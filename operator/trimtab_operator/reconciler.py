@@ -63,15 +63,19 @@ class WakeUps:
         self._alarms: dict[tuple[str, str], asyncio.Event] = {}
 
     def of(self, namespace: str, name: str) -> asyncio.Event:
-        return self._alarms.setdefault((namespace, name), asyncio.Event())
+        """A new alarm; it replaces that of a namesake, whose loop is about to end."""
+        alarm = self._alarms[namespace, name] = asyncio.Event()
+        return alarm
 
     def ring(self, namespace: str, name: str) -> None:
         alarm = self._alarms.get((namespace, name))
         if alarm is not None:
             alarm.set()
 
-    def forget(self, namespace: str, name: str) -> None:
-        self._alarms.pop((namespace, name), None)
+    def forget(self, namespace: str, name: str, alarm: asyncio.Event) -> None:
+        """Drop an alarm, unless a resource of the same name has put its own in its place."""
+        if self._alarms.get((namespace, name)) is alarm:
+            del self._alarms[namespace, name]
 
 
 @dataclass(slots=True)
@@ -112,7 +116,7 @@ class Reconciler:
             logger.info("resource is gone; its children follow by ownership", extra={"resource": key})
         finally:
             self.heartbeats.forget(key)
-            self.wake_ups.forget(namespace, name)
+            self.wake_ups.forget(namespace, name, alarm)
 
     async def _guarded_tick(self, namespace: str, name: str, uid: str, memory: LoopMemory) -> float:
         """One tick; seconds until the next. Errors end here."""
@@ -147,7 +151,7 @@ class Reconciler:
             observed = await self.cluster.observe(deployment)
             facts = _facts(deployment, observed, self._token(deployment))
             await self._write_status(deployment, replace(facts, problem=(reason, _one_line(error))))
-        except (*CONNECTION_ERRORS, InvalidSpec, Gone) as second:
+        except Exception as second:  # whatever failed once may fail here again; the loop must go on
             logger.warning(
                 "the failure could not be shown",
                 extra={"resource": f"{namespace}/{name}", "error": _one_line(second)},
@@ -242,8 +246,8 @@ class Reconciler:
         readings = [observation.reading for observation in seen.values()]
         settings = replace(settings_of(deployment.spec), pace=Pace.for_tick(self.tick_seconds))
         result = tick(memory.tuner, readings, settings, self.clock())
-        memory.tuner = result.state
         await self._execute(deployment, plan_tuning_state(deployment, observed, result.state.to_json()))
+        memory.tuner = result.state  # only now: a decision that could not be written is made again, and told
         for decision in result.decisions:
             await self._announce(deployment, decision)
         await self._patch_engines(deployment, targets, seen, result, token)

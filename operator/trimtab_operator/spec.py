@@ -27,6 +27,8 @@ QUANTITY = r"^[0-9]{1,15}(\.[0-9]{1,6})?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
 FRACTION = r"^(0\.[0-9]{1,4}|1(\.0{1,4})?)$"
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 
+SERVED_NAME = r"^[A-Za-z0-9][-A-Za-z0-9_./:]*$"
+
 Fraction = Annotated[str, Field(pattern=FRACTION, max_length=6)]
 Quantity = Annotated[str, Field(pattern=QUANTITY, max_length=24)]
 Duration = Annotated[str, Field(pattern=DURATION, min_length=2, max_length=24)]
@@ -80,7 +82,7 @@ class ModelSource(Model):
     )
     served_name: str | None = Field(
         default=None,
-        pattern=r"^[A-Za-z0-9][-A-Za-z0-9_./:]*$",
+        pattern=SERVED_NAME,
         max_length=128,
         description="Name that clients send as `model`. Default: the last part of the uri.",
     )
@@ -88,6 +90,11 @@ class ModelSource(Model):
         default=None, description="Secret with the token that a download needs."
     )
     cache: ModelCache | None = Field(default=None, description="Where downloaded weights are kept.")
+
+    @property
+    def name_for_clients(self) -> str:
+        """servedName, else the last part of the uri."""
+        return self.served_name or self.uri.partition("://")[2].rstrip("/").rsplit("/", 1)[-1]
 
 
 class Runtime(Model):
@@ -442,7 +449,9 @@ class InferenceDeployment:
         """Read a resource as the API server gives it. Raises InvalidSpec with every field that is wrong."""
         metadata = body.get("metadata") or {}
         try:
-            spec = Spec.model_validate_json(json.dumps(body.get("spec") or {}), strict=True)
+            spec = Spec.model_validate_json(
+                json.dumps(body.get("spec") or {}), strict=True, by_alias=True, by_name=False
+            )
         except ValidationError as error:
             raise InvalidSpec("; ".join(f"{field}: {message}" for field, message in schema_errors(error))) from error
         return cls(
@@ -464,7 +473,7 @@ def schema_errors(error: ValidationError) -> list[tuple[str, str]]:
         for part in entry["loc"]:
             path += f"[{part}]" if isinstance(part, int) else f".{part}"
         if entry["type"] == "extra_forbidden":
-            found.append((path, "there is no such field; see `kubectl explain infd.spec --recursive`"))
+            found.append((path, "there is no such field: `kubectl explain infd.spec --recursive` lists them"))
         else:
             found.append((path, entry["msg"]))
     return found

@@ -315,6 +315,8 @@ def layout_claim(deployment: InferenceDeployment, facts: Facts) -> Claim:
 
 
 def tuning_claims(facts: Facts) -> list[Claim]:
+    if facts.tuning is None and facts.groups and (blocked := _blocked(facts)):
+        return [Claim("MetricsAvailable", "Unknown", *blocked), Claim("TuningActive", "False", *blocked)]
     if facts.tuning is None:
         message = "nothing runs that could be measured"
         return [

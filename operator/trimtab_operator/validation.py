@@ -15,7 +15,7 @@ from typing import Any
 
 from trimtab_operator.engine_values import knobs
 from trimtab_operator.quantity import parse_quantity, parse_seconds
-from trimtab_operator.spec import DNS_LABEL, MAX_NAME_LENGTH, InferenceDeployment, Spec
+from trimtab_operator.spec import DNS_LABEL, MAX_NAME_LENGTH, SERVED_NAME, InferenceDeployment, PodOverlay, Spec
 
 MAX_DRAIN_SECONDS = 3600.0  # a pod that takes longer to stop holds its node for ever
 
@@ -51,8 +51,11 @@ def name_leaves_room_for_child_names(deployment: InferenceDeployment) -> Iterato
         )
     elif deployment.name and not re.match(r"^[a-z]", deployment.name):
         yield Refusal("metadata.name", "must begin with a letter: Services are named after it")
-    elif "." in deployment.name:
-        yield Refusal("metadata.name", "must not contain dots: Services are named after it; use dashes")
+    elif deployment.name and not re.fullmatch(DNS_LABEL, deployment.name):
+        yield Refusal(
+            "metadata.name",
+            f"is {deployment.name!r}: Services are named after it; use lower-case letters, digits and dashes, no dots",
+        )
 
 
 def replicas_or_scaling_not_both(deployment: InferenceDeployment) -> Iterator[Refusal]:
@@ -91,12 +94,18 @@ def model_scheme_is_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
 
 def model_path_is_plain(deployment: InferenceDeployment) -> Iterator[Refusal]:
     scheme, _, rest = deployment.spec.model.uri.partition("://")
-    if scheme == "file" and not rest.startswith("/"):
+    if scheme == "file" and not (rest.startswith("/") and rest.strip("/")):
         yield Refusal("spec.model.uri", f"{deployment.spec.model.uri} has no absolute path; write file:///path")
     if scheme == "pvc" and not re.match(DNS_LABEL, rest.split("/", 1)[0]):
         yield Refusal("spec.model.uri", f"{rest.split('/', 1)[0]!r} is no name of a claim; write pvc://CLAIM/path")
-    if scheme in ("file", "pvc") and (".." in rest.split("/") or re.search(r"[\s\x00]", rest)):
-        yield Refusal("spec.model.uri", "the path must hold neither '..' nor white space; write it out")
+    if scheme in ("file", "pvc") and (".." in rest.split("/") or re.search(r"[\s\x00?#$]", rest)):
+        yield Refusal("spec.model.uri", "the path must hold neither '..' nor white space nor ?, #, $; write it out")
+    elif rest.strip("/") and not re.fullmatch(SERVED_NAME, deployment.spec.model.name_for_clients):
+        yield Refusal(
+            "spec.model.servedName",
+            f"is missing, and {deployment.spec.model.name_for_clients!r}, the last part of the uri, is no name "
+            "that clients can send; set it to letters, digits and -_./:",
+        )
 
 
 DOWNLOAD_FIELDS = ("revision", "token_secret_ref", "cache")
@@ -155,6 +164,10 @@ OWNED_FLAGS: Mapping[str, str] = {
     "--data-parallel-size": "spec.parallelism.data",
     "--enable-expert-parallel": "spec.parallelism.expert",
     "--shutdown-timeout": "spec.rollout.drainTimeout",
+    "-q": "spec.engine.quantization",
+    "-tp": "spec.parallelism.tensor",
+    "-pp": "spec.parallelism.pipeline",
+    "-dp": "spec.parallelism.data",
 }
 OPERATOR_FLAGS = ("--host", "--port", "--admin-port", "--admin-token-sha256")
 
@@ -162,6 +175,11 @@ OPERATOR_FLAGS = ("--host", "--port", "--admin-port", "--admin-token-sha256")
 def args_repeat_no_field(deployment: InferenceDeployment) -> Iterator[Refusal]:
     for index, argument in enumerate(deployment.spec.runtime.args):
         flag = argument.split("=", 1)[0].replace("_", "-")
+        where = f"spec.runtime.args[{index}]"
+        if argument.startswith("$(") or (index == 0 and not argument.startswith("-")):
+            yield Refusal(where, f"{argument!r} is no flag; write --flag=value (a variable as --flag=$(NAME))")
+        elif flag.lstrip().startswith("-") and re.search(r"\s", flag):
+            yield Refusal(where, f"{argument!r} holds white space; write --flag=value, or flag and value as two items")
         if flag in OWNED_FLAGS:
             yield Refusal(f"spec.runtime.args[{index}]", f"{flag} repeats {OWNED_FLAGS[flag]}; set that field instead")
         elif flag in OPERATOR_FLAGS:
@@ -364,6 +382,13 @@ RESERVED_VOLUMES = ("model", "shm", "tmp")
 RESERVED_MOUNTS = ("/dev/shm", "/tmp", "/models")  # noqa: S108 - paths in the pod, not here
 SECURITY_FIELDS = ("runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy", "supplementalGroups")
 RESERVED_LABEL_PREFIXES = ("trimtab.dev/", "app.kubernetes.io/")
+CONFINEMENT_ANNOTATIONS = (  # older Kubernetes takes the place of securityContext from these
+    "container.apparmor.security.beta.kubernetes.io/",
+    "container.seccomp.security.alpha.kubernetes.io/",
+    "seccomp.security.alpha.kubernetes.io/",
+)
+LABEL_VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
+LABEL_KEY = r"([a-z0-9][-a-z0-9.]{0,252}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 
 
 def overlay_pod_fields_are_allowed(deployment: InferenceDeployment) -> Iterator[Refusal]:
@@ -395,8 +420,10 @@ def overlay_gives_no_power_over_the_node(deployment: InferenceDeployment) -> Ite
         sources = [key for key in volume if key != "name"]
         if volume.get("name") in RESERVED_VOLUMES:
             yield Refusal(f"{where}.name", f"{volume['name']} is the operator's; choose another name")
-        if "name" not in volume or len(sources) != 1:
-            yield Refusal(where, "needs a name and exactly one source")
+        if not re.fullmatch(DNS_LABEL, str(volume.get("name", ""))) or len(sources) != 1:
+            yield Refusal(where, "needs a name of lower-case letters, digits and dashes, and exactly one source")
+        if volume.get("name") in [other.get("name") for other in overlay.volumes[:index]]:
+            yield Refusal(f"{where}.name", f"{volume.get('name')!r} is there twice; choose another name")
         for source in sources:
             if source not in VOLUME_SOURCES:
                 yield Refusal(f"{where}.{source}", f"is not allowed; use one of {', '.join(VOLUME_SOURCES)}")
@@ -404,25 +431,62 @@ def overlay_gives_no_power_over_the_node(deployment: InferenceDeployment) -> Ite
         where = f"spec.template.spec.securityContext.{name}"
         if name not in SECURITY_FIELDS:
             yield Refusal(where, f"cannot be laid over; allowed are {', '.join(SECURITY_FIELDS)}")
-        elif name == "runAsUser" and value == 0:
+        elif name == "runAsUser" and value in (0, "0"):
             yield Refusal(where, "engine pods never run as root; use another user")
+        elif name in ("runAsUser", "runAsGroup", "fsGroup") and (type(value) is not int or not 0 <= value < 2**31):
+            yield Refusal(where, f"is {value!r}; write a number from 0 to 2147483647")
 
 
 def overlay_leaves_the_operators_parts_alone(deployment: InferenceDeployment) -> Iterator[Refusal]:
     template = deployment.spec.template
+    for name in template.metadata.annotations:
+        if name.startswith(CONFINEMENT_ANNOTATIONS):
+            yield Refusal(
+                f"spec.template.metadata.annotations[{name}]", "would loosen the pod's confinement; remove it"
+            )
     for kind, names in (("labels", template.metadata.labels), ("annotations", template.metadata.annotations)):
         for name in names:
             if name.startswith(RESERVED_LABEL_PREFIXES):
                 yield Refusal(f"spec.template.metadata.{kind}[{name}]", "is the operator's; choose another name")
     for container in template.spec.containers:
         for index, mount in enumerate(container.volume_mounts):
-            where = f"spec.template.spec.containers[0].volumeMounts[{index}]"
-            path = posixpath.normpath(str(mount.get("mountPath", "")))
-            if any(path == taken or path.startswith(f"{taken}/") for taken in RESERVED_MOUNTS):
-                yield Refusal(f"{where}.mountPath", f"{path} is the operator's; mount it elsewhere")
+            yield from _mount_refusals(f"spec.template.spec.containers[0].volumeMounts[{index}]", mount, template.spec)
         for index, variable in enumerate(container.env):
-            if not variable.get("name"):
-                yield Refusal(f"spec.template.spec.containers[0].env[{index}]", "needs a name")
+            where = f"spec.template.spec.containers[0].env[{index}]"
+            if not variable.get("name") or not isinstance(variable["name"], str):
+                yield Refusal(where, "needs a name")
+            elif not isinstance(variable.get("value", ""), str | None):
+                yield Refusal(f"{where}.value", f"is {variable['value']!r}, which is no text; put it in quotes")
+
+
+def _mount_refusals(where: str, mount: Mapping[str, Any], overlay: PodOverlay) -> Iterator[Refusal]:
+    path, volumes = mount.get("mountPath"), [volume.get("name") for volume in overlay.volumes]
+    if not isinstance(path, str) or not path.startswith("/"):
+        yield Refusal(f"{where}.mountPath", f"is {path!r}; write an absolute path")
+        return
+    path = "/" + posixpath.normpath(path).lstrip("/")  # normpath leaves a double slash in front
+    if any(
+        f"{path.rstrip('/')}/".startswith(f"{taken}/") or f"{taken}/".startswith(f"{path.rstrip('/')}/")
+        for taken in RESERVED_MOUNTS
+    ):
+        yield Refusal(f"{where}.mountPath", f"{path} is, or holds, a path of the operator's; mount it elsewhere")
+    if mount.get("name") not in volumes:
+        yield Refusal(
+            f"{where}.name", f"is {mount.get('name')!r}, which is no volume of spec.template.spec.volumes; add it there"
+        )
+
+
+def overlay_labels_are_labels(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    template = deployment.spec.template
+    places = (("metadata.labels", template.metadata.labels), ("spec.nodeSelector", template.spec.node_selector))
+    for place, labels in places:
+        for name, value in labels.items():
+            if not re.fullmatch(LABEL_KEY, name) or not re.fullmatch(LABEL_VALUE, value):
+                yield Refusal(
+                    f"spec.template.{place}[{name}]",
+                    f"{name!r}: {value!r} is no label; use at most 63 letters, digits and -_. on either side, "
+                    "with a letter or digit at both ends",
+                )
 
 
 def overlay_resources_are_quantities(deployment: InferenceDeployment) -> Iterator[Refusal]:
@@ -438,7 +502,8 @@ def overlay_resources_are_quantities(deployment: InferenceDeployment) -> Iterato
 
 def _resource_refusals(spec: Spec, where: str, name: str, amount: Any) -> Iterator[Refusal]:
     try:
-        parse_quantity(amount)
+        if parse_quantity(amount) < 0:
+            yield Refusal(f"{where}.{name}", f"is {amount}; an amount is never negative")
     except ValueError as error:
         yield Refusal(f"{where}.{name}", str(error))
     if name == "nvidia.com/gpu":
@@ -470,5 +535,6 @@ RULES: tuple[Rule, ...] = (
     overlay_pod_fields_are_allowed,
     overlay_gives_no_power_over_the_node,
     overlay_leaves_the_operators_parts_alone,
+    overlay_labels_are_labels,
     overlay_resources_are_quantities,
 )

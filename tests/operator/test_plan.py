@@ -215,6 +215,22 @@ def test_what_the_api_server_adds_is_no_drift() -> None:
     assert first_difference({"resources": wanted}, {"resources": present}) is None
 
 
+def test_an_amount_that_is_written_as_a_number_is_no_drift() -> None:
+    """`cpu: 0.5` without quotes is a number in YAML; the API server stores 500m."""
+    wanted, present = {"limits": {"cpu": 0.5}}, {"limits": {"cpu": "500m"}}
+    assert first_difference({"resources": wanted}, {"resources": present}) is None
+
+
+def test_a_claim_that_may_be_written_is_no_drift() -> None:
+    """The API server leaves `readOnly: false` out of what it stores."""
+    claim = {"claimName": "c", "readOnly": False}
+    template = {"spec": {"volumes": [{"name": "v", "persistentVolumeClaim": claim}]}}
+    actions = plan(a_deployment(template=template), Observed(), admin_token_sha256=HASH)
+    stateful_set = next(a.manifest for a in actions if isinstance(a, Apply) and a.manifest["kind"] == "StatefulSet")
+    (volume,) = (v for v in stateful_set["spec"]["template"]["spec"]["volumes"] if v["name"] == "v")
+    assert volume["persistentVolumeClaim"] == {"claimName": "c"}
+
+
 def test_the_tuners_memory_is_written_only_when_it_changed() -> None:
     plant = Plant(a_deployment())
     actions = plan_tuning_state(plant.deployment, plant.observed(), "{}")

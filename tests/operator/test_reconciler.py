@@ -15,6 +15,7 @@ from trimtab_operator.health import Heartbeats, OperatorMetrics
 from trimtab_operator.plan import Observed
 from trimtab_operator.reconciler import BUSY_TICK_SECONDS, Gone, LoopMemory, Reconciler, WakeUps
 from trimtab_operator.spec import InferenceDeployment
+from trimtab_operator.tuner import Decision, Reason, TickResult, TunerState, Verdict
 
 
 class FakeCluster:
@@ -136,3 +137,44 @@ async def test_a_failing_tick_is_tried_again_and_shown_when_it_keeps_failing(htt
     await reconciler._guarded_tick("models", "m", "u-1", memory)
     assert memory.failures == 0
     assert cluster.body["status"]["phase"] == "Pending"
+
+
+async def test_a_failure_that_cannot_even_be_shown_does_not_end_the_loop(http: httpx.AsyncClient) -> None:
+    cluster, memory = FakeCluster(GOOD), LoopMemory()
+    cluster.failures = [KeyError("a bug")] * 6
+    reconciler = a_reconciler(cluster, http)
+    delays = [await reconciler._guarded_tick("models", "m", "u-1", memory) for _ in range(3)]
+    assert delays == [5.0, 10.0, 20.0]
+
+
+def test_a_namesake_keeps_its_alarm_when_the_old_loop_ends() -> None:
+    wake_ups = WakeUps()
+    old = wake_ups.of("models", "m")
+    new = wake_ups.of("models", "m")
+    wake_ups.forget("models", "m", old)
+    wake_ups.ring("models", "m")
+    assert new.is_set()
+
+
+async def test_a_decision_whose_memory_could_not_be_written_is_told_on_the_next_tick(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, memory = FakeCluster(GOOD), LoopMemory()
+    reconciler, apply, refusing = a_reconciler(cluster, http), cluster.apply, [OSError("no route")]
+
+    async def refuses_a_config_map_once(m: Mapping[str, Any], owner: InferenceDeployment, *, is_new: bool) -> None:
+        if m["kind"] == "ConfigMap" and refusing:
+            raise refusing.pop()
+        await apply(m, owner, is_new=is_new)
+
+    def decides_once(state: TunerState, *_: object) -> TickResult:
+        made = Decision("id", 1.0, Reason.SATURATED, None, None, None, "Every knob is at its bound.", {})
+        decisions = () if state.history else (made,)
+        ok = Verdict(True, "Tuning", "")
+        return TickResult(state if state.history else state.with_decision(made), ok, ok, (), decisions)
+
+    monkeypatch.setattr(cluster, "apply", refuses_a_config_map_once)
+    monkeypatch.setattr("trimtab_operator.reconciler.tick", decides_once)
+    for _ in range(3):
+        await reconciler._guarded_tick("models", "m", "u-1", memory)
+    assert cluster.events.count("Saturated") == 1

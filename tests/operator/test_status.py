@@ -150,6 +150,13 @@ def test_applied_values_survive_the_way_through_status() -> None:
     assert applied_values(status) == {"max_num_seqs": 64, "gpu_memory_utilization": 0.85}
 
 
+def test_while_a_problem_keeps_the_loop_from_looking_it_does_not_say_that_nothing_runs() -> None:
+    blocked = replace(facts(a_group(pod_status=READY)), tuning=None, problem=(Reason.RECONCILE_ERROR, "no route"))
+    status = status_of(a_deployment(), blocked, now=NOW)
+    assert condition(status, "MetricsAvailable")["reason"] == Reason.RECONCILE_ERROR
+    assert condition(status, "TuningActive")["status"] == "False"
+
+
 def test_a_problem_of_the_loop_is_shown() -> None:
     blocked = replace(facts(a_group(pod_status=READY)), problem=(Reason.NAME_TAKEN, "Service m exists"))
     status = status_of(a_deployment(), blocked, now=NOW)

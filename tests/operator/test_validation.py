@@ -125,6 +125,49 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("spec.template.spec.securityContext", {"runAsUser": 0}, "spec.template.spec.securityContext.runAsUser", "root"),
     ("spec.template.metadata.labels", {"trimtab.dev/role": "x"}, "spec.template.metadata.labels", "another name"),
     ("spec.nonsense", 1, "spec.nonsense", "no such field"),
+    ("spec.engine.max_num_seqs", 4, "spec.engine.max_num_seqs", "no such field"),
+    ("metadata.name", "Upper", "metadata.name", "letter"),
+    ("metadata.name", "a_b", "metadata.name", "lower-case"),
+    ("spec.model.uri", "file:///", "spec.model.uri", "no absolute path"),
+    ("spec.model.uri", "file:///m?revision=1", "spec.model.uri", "?"),
+    ("spec.model.uri", "pvc://claim/$(HOME)", "spec.model.uri", "$"),
+    ("spec.model", {"uri": "file:///models/modèle"}, "spec.model.servedName", "is missing"),
+    ("spec.runtime.args", ["$(FLAGS)"], "spec.runtime.args[0]", "is no flag"),
+    ("spec.runtime.args", ["/another/model"], "spec.runtime.args[0]", "is no flag"),
+    ("spec.runtime.args", ["--dtype=auto", " --max-num-seqs=4"], "spec.runtime.args[1]", "white space"),
+    ("spec.runtime.args", ["--max-num-seqs 4"], "spec.runtime.args[0]", "white space"),
+    ("spec.runtime.args", ["-tp", "2"], "spec.runtime.args[0]", "spec.parallelism.tensor"),
+    ("spec.template.spec.volumes", [{"emptyDir": {}}], "spec.template.spec.volumes[0]", "needs a name"),
+    ("spec.template.spec.volumes", [{"name": ["v"], "emptyDir": {}}], "spec.template.spec.volumes[0]", "needs a name"),
+    ("spec.template.spec.volumes", [{"name": "v", "emptyDir": {}}] * 2, "spec.template.spec.volumes[1]", "twice"),
+    ("spec.template.spec.securityContext", {"runAsUser": "0"}, "spec.template.spec.securityContext.runAsUser", "root"),
+    ("spec.template.spec.securityContext", {"fsGroup": "x"}, "spec.template.spec.securityContext.fsGroup", "a number"),
+    ("spec.template.spec.nodeSelector", {"a b": "c"}, "spec.template.spec.nodeSelector[a b]", "is no label"),
+    ("spec.template.metadata.labels", {"a": "x y"}, "spec.template.metadata.labels[a]", "is no label"),
+    ("spec.template.metadata.labels", {"a": "x" * 64}, "spec.template.metadata.labels[a]", "is no label"),
+    (
+        "spec.template.metadata.annotations",
+        {"container.apparmor.security.beta.kubernetes.io/main": "unconfined"},
+        "spec.template.metadata.annotations",
+        "confinement",
+    ),
+    *(
+        (MAIN, [{"name": "main", "volumeMounts": [mount]}], f"{MAIN}[0].volumeMounts[0].{field}", words)
+        for mount, field, words in (
+            ({"name": "v"}, "mountPath", "absolute"),
+            ({"name": "v", "mountPath": ["/a"]}, "mountPath", "absolute"),
+            ({"name": "v", "mountPath": "tmp"}, "mountPath", "absolute"),
+            ({"name": "v", "mountPath": "//tmp"}, "mountPath", "the operator's"),
+            ({"name": "v", "mountPath": "/"}, "mountPath", "the operator's"),
+            ({"name": "absent", "mountPath": "/data"}, "name", "no volume of"),
+        )
+    ),
+    (MAIN, [{"name": "main", "env": [{"name": ["A"]}]}], f"{MAIN}[0].env[0]", "needs a name"),
+    (MAIN, [{"name": "main", "env": [{"name": "A", "value": 1}]}], f"{MAIN}[0].env[0].value", "quotes"),
+    *(
+        (MAIN, [{"name": "main", "resources": {"limits": {"memory": amount}}}], f"{MAIN}[0].resources.limits", words)
+        for amount, words in (("-1", "never negative"), ("1e999999999", "quantity"), ("1Gi\n", "quantity"))
+    ),
 ]
 
 
@@ -152,6 +195,16 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("spec.template.spec.tolerations", [{"key": "gpu", "operator": "Exists"}]),
     (MAIN, [{"name": "main", "resources": {"limits": {"memory": "2Gi", "cpu": 2}}, "env": [{"name": "A"}]}]),
     ("spec.template.spec.volumes", [{"name": "v", "configMap": {"name": "c"}}]),
+    ("spec.template.spec.nodeSelector", {"kubernetes.io/arch": "amd64", "gpu": ""}),
+    ("spec.template.metadata.annotations", {"example.com/a": "b"}),
+    ("spec.runtime.args", ["--api-key=$(API_KEY)"]),
+    (
+        "spec.template.spec",
+        {
+            "volumes": [{"name": "v", "emptyDir": {}}],
+            "containers": [{"name": "main", "volumeMounts": [{"name": "v", "mountPath": "/data"}]}],
+        },
+    ),
 ]
 
 

@@ -22,10 +22,8 @@ def model_path(spec: Spec) -> str:
 
 
 def served_name(spec: Spec) -> str:
-    """The name clients send as `model`: servedName, else the last part of the uri."""
-    if spec.model.served_name is not None:
-        return spec.model.served_name
-    return spec.model.uri.partition("://")[2].rstrip("/").rsplit("/", 1)[-1]
+    """The name clients send as `model`."""
+    return spec.model.name_for_clients
 
 
 def engine_args(deployment: InferenceDeployment, *, admin_token_sha256: str) -> list[str]:

@@ -40,7 +40,7 @@ def _pod(pod: Mapping[str, Any], overlay: PodOverlay) -> dict[str, Any]:
         if value not in (None, (), {}):
             merged[field] = list(value) if isinstance(value, tuple) else value
     if overlay.volumes:
-        merged["volumes"] = [*pod["volumes"], *overlay.volumes]
+        merged["volumes"] = [*pod["volumes"], *map(_volume, overlay.volumes)]
     if overlay.security_context:
         merged["securityContext"] = {**pod["securityContext"], **overlay.security_context}
     (main,) = pod["containers"]
@@ -48,6 +48,14 @@ def _pod(pod: Mapping[str, Any], overlay: PodOverlay) -> dict[str, Any]:
         main = _container(main, container)
     merged["containers"] = [main]
     return merged
+
+
+def _volume(volume: Mapping[str, Any]) -> dict[str, Any]:
+    """The API server leaves `readOnly: false` out: rendering it would differ from what is there for ever."""
+    claim = volume.get("persistentVolumeClaim")
+    if not isinstance(claim, Mapping):
+        return dict(volume)
+    return {**volume, "persistentVolumeClaim": {k: v for k, v in claim.items() if v is not False}}
 
 
 def _container(container: Mapping[str, Any], overlay: ContainerOverlay) -> dict[str, Any]:
