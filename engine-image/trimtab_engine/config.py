@@ -12,6 +12,7 @@ import msgspec
 from trimtab_engine.errors import ConfigError
 
 BLOCK_SIZES = (8, 16, 32)
+MAX_BATCHED_TOKENS = 1 << 20  # tokens in a step; 64 times the largest default in the field
 CORE_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
 """Rounds that the model's threads spin before they sleep, where the container sets nothing. By default they spin so
 long that decode all but stops when other processes want the same CPUs; this costs about an eighth when none do.
@@ -62,6 +63,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"--{flag} is {value}; it must be 1 or more")
             if value > cap:
                 raise _above_cap(flag, value, cap)
+        if self.max_num_batched_tokens_cap > MAX_BATCHED_TOKENS:
+            raise ConfigError(
+                f"--max-num-batched-tokens (or its cap) is {self.max_num_batched_tokens_cap}; start-up runs one step of "
+                f"that size, and more than {MAX_BATCHED_TOKENS} is not meant; set {MAX_BATCHED_TOKENS} or less"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, below --max-num-seqs {self.max_num_seqs}: "

@@ -1,0 +1,29 @@
+"""What contradicts itself in the configuration is refused with the flag, the value and what to do."""
+
+from typing import Any
+
+import pytest
+from trimtab_engine.config import MAX_BATCHED_TOKENS, EngineConfig
+from trimtab_engine.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"block_size": 12}, "--block-size is 12; it must be one of 8, 16, 32"),
+        ({"gpu_memory_utilization": "1.2"}, "--gpu-memory-utilization is 1.2; it must be above 0 and up to 1"),
+        ({"gpu_memory_utilization": "much"}, "--gpu-memory-utilization is 'much'"),
+        ({"gpu_memory_utilization": "nan"}, "--gpu-memory-utilization is nan"),
+        ({"gpu_memory_utilization": "0.95"}, "is 0.95, above --gpu-memory-utilization-cap 0.9; raise the cap"),
+        ({"max_num_seqs": 200}, "--max-num-seqs is 200, above --max-num-seqs-cap 128"),
+        ({"max_num_batched_tokens": 64}, "--max-num-batched-tokens is 64, below --max-num-seqs 128"),
+        (
+            {"max_num_batched_tokens": 10**11, "max_num_batched_tokens_cap": 10**11},
+            f"set {MAX_BATCHED_TOKENS} or less",
+        ),
+    ],
+)
+def test_a_contradiction_is_refused_with_what_to_do(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(model="m", **values)
+    assert message in str(error.value)
