@@ -173,7 +173,18 @@ def _resources(file: Path) -> list[dict[str, Any]]:
             _refuse(f"{_name(body)}: apiVersion is {body.get('apiVersion')!r}; write {GROUP}/{VERSION}")
         if not isinstance(body.get("metadata"), dict) or not isinstance(body.get("spec"), dict):
             _refuse(f"{_name(body)}: needs metadata and spec")
-    return found
+        if not body["metadata"].get("name"):
+            _refuse("metadata.name is missing; give the resource a name")
+    return [_as_sent(body) for body in found]
+
+
+def _as_sent(body: dict[str, Any]) -> dict[str, Any]:
+    """As kubectl sends it: JSON, where a date is a text. What only the API server sets is left out."""
+    names = {key: body["metadata"][key] for key in ("name", "namespace") if body["metadata"].get(key)}
+    try:
+        return json.loads(json.dumps({**body, "metadata": names}, default=str))  # type: ignore[no-any-return]
+    except (ValueError, TypeError, RecursionError) as error:
+        return _refuse(f"{_name(body)}: cannot be sent as JSON ({error}); write no aliases to what encloses them")  # type: ignore[no-any-return]
 
 
 def _name(body: dict[str, Any]) -> str:

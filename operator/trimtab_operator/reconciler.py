@@ -113,6 +113,7 @@ class Reconciler:
                 delay = await self._guarded_tick(namespace, name, uid, memory)
                 await _wait(alarm, delay)
         except Gone:
+            self.metrics.desired_replicas.remove(namespace, name)
             logger.info("resource is gone; its children follow by ownership", extra={"resource": key})
         finally:
             self.heartbeats.forget(key)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from prometheus_client import generate_latest
 from trimtab_operator.bounded_http import new_client
 from trimtab_operator.cluster import Cluster
 from trimtab_operator.health import Heartbeats, OperatorMetrics
@@ -145,6 +146,15 @@ async def test_a_failure_that_cannot_even_be_shown_does_not_end_the_loop(http: h
     reconciler = a_reconciler(cluster, http)
     delays = [await reconciler._guarded_tick("models", "m", "u-1", memory) for _ in range(3)]
     assert delays == [5.0, 10.0, 20.0]
+
+
+async def test_a_resource_that_is_gone_is_no_longer_counted(http: httpx.AsyncClient) -> None:
+    cluster = FakeCluster(GOOD)
+    reconciler = a_reconciler(cluster, http)
+    await reconciler.tick("models", "m", "u-1", LoopMemory())
+    cluster.body = None
+    await reconciler.run("models", "m", "u-1")
+    assert b"trimtab_desired_replicas{" not in generate_latest(reconciler.metrics.registry)
 
 
 def test_a_namesake_keeps_its_alarm_when_the_old_loop_ends() -> None:

@@ -1,0 +1,46 @@
+"""`validate` and `render`: a file is judged as the API server would get it, with a line for each fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from trimtab_operator.cli import app
+from typer.testing import CliRunner
+
+HEAD = "apiVersion: trimtab.dev/v1alpha1\nkind: InferenceDeployment\n"
+SPEC = "model: {uri: 'file:///models/m'}, runtime: {device: cpu, image: 'engine:1'}"
+
+
+def run(command: str, text: str, folder: Path) -> tuple[int, str]:
+    file = folder / "resource.yaml"
+    file.write_text(text, encoding="utf-8")
+    result = CliRunner().invoke(app, [command, "-f", str(file)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kind: [", "is not YAML"),
+        ("kind: ConfigMap", "holds no InferenceDeployment"),
+        (f"{HEAD}metadata: {{}}\nspec: {{{SPEC}}}", "metadata.name is missing"),
+        (f"{HEAD}metadata: {{name: m}}\nspec: {{{SPEC}, when: 2020-01-01}}", "spec.when: there is no such field"),
+        (f"{HEAD}metadata: {{name: m}}\nspec: &a {{{SPEC}, x: *a}}", "cannot be sent as JSON"),
+        (f"{HEAD}metadata: {{name: m}}\nspec: {{{SPEC}, replicas: .nan}}", "spec.replicas"),
+    ],
+)
+@pytest.mark.parametrize("command", ["validate", "render"])
+def test_a_faulty_file_is_refused_in_words(command: str, text: str, words: str, tmp_path: Path) -> None:
+    code, said = run(command, text, tmp_path)
+    assert code == 2
+    assert words in said
+
+
+def test_a_good_file_is_accepted_and_rendered(tmp_path: Path) -> None:
+    text = f"{HEAD}metadata: {{name: m, generation: x}}\nspec: {{{SPEC}}}"
+    assert run("validate", text, tmp_path) == (0, "m: accepted\n")
+    code, said = run("render", text, tmp_path)
+    assert code == 0
+    assert "kind: StatefulSet" in said
