@@ -123,7 +123,8 @@ def tick(state: TunerState, readings: Iterable[GroupReading], settings: Settings
     seen = tuple(sorted(readings, key=lambda reading: reading.group))
     if settings.mode is Mode.OFF:
         return _off(state, seen, settings, now)
-    turn = _Turn(_owner_changes(state, settings, now), seen, settings, now)
+    is_down = _is_down_since_it_served(state, seen)
+    turn = _Turn(_owner_changes(state, settings, now, is_down=is_down), seen, settings, now)
     if settings.mode is Mode.AUTO:
         _keep_bounds(turn)
         _watch_restarts(turn)
@@ -131,7 +132,8 @@ def tick(state: TunerState, readings: Iterable[GroupReading], settings: Settings
     held = hold(seen, now=now, max_age_seconds=settings.pace.max_age_seconds) or _hold_out_of_step(turn)
     behind = _groups_behind(turn)
     if held is None and not behind and not any(is_out_of_step(reading) for reading in seen if reading.ready):
-        _judge(turn)
+        if not is_down:
+            _judge(turn)
         if not turn.decisions:
             _act(turn)
     return TickResult(
@@ -154,16 +156,17 @@ def _off(state: TunerState, readings: Sequence[GroupReading], settings: Settings
     return TickResult(kept, _metrics_verdict(held), Verdict(False, "Off", "spec.tuning.mode is Off"))
 
 
-def _owner_changes(state: TunerState, settings: Settings, now: float) -> TunerState:
+def _owner_changes(state: TunerState, settings: Settings, now: float, *, is_down: bool) -> TunerState:
     """A new start value is the owner's word: the tuned value of that knob is forgotten. Expired memories go too."""
     fresh = {knob for knob, start in settings.starts.items() if state.starts.get(knob, start) != start}
     in_auto = settings.mode is Mode.AUTO
+    watch_seconds = settings.pace.bad_value_seconds if is_down else settings.pace.watch_seconds
     watch = state.watch if in_auto and state.watch is not None and state.watch.knob not in fresh else None
     return replace(
         state,
         starts=dict(settings.starts),
         applied={k: v for k, v in state.applied.items() if in_auto and k not in fresh},
-        watch=watch if watch is not None and now - watch.at <= settings.pace.watch_seconds else None,
+        watch=watch if watch is not None and now - watch.at <= watch_seconds else None,
         bad_values=tuple(bad for bad in state.bad_values if bad.until > now and bad.knob not in fresh),
     )
 
@@ -201,6 +204,21 @@ def _watch_restarts(turn: _Turn) -> None:
             sentence = explain_restart(watch, reading.group, after_seconds=turn.now - watch.at, avoid_seconds=avoid)
             _roll_back(turn, watch, Reason.RESTARTED_AFTER, sentence, {})
             return
+
+
+def _is_down_since_it_served(state: TunerState, readings: Iterable[GroupReading]) -> bool:
+    """Whether an engine that was measured before is away, or is just back from a restart.
+
+    A large model loads for longer than a change is watched: until it is back, whether it crashed cannot be seen.
+    """
+    windows = ((reading, state.windows.get(reading.group)) for reading in readings)
+    return any(
+        window is not None
+        and bool(window.samples)
+        and window.instance == reading.instance
+        and (not reading.ready or _restarted(reading, window))
+        for reading, window in windows
+    )
 
 
 def _restarted(reading: GroupReading, window: Window) -> bool:

@@ -254,6 +254,21 @@ def test_an_engine_that_restarts_right_after_a_raise_gets_the_old_value_back() -
     assert result.patches == ()  # it started with that value
 
 
+@pytest.mark.parametrize("with_another_replica", [False, True])
+def test_a_crash_after_a_raise_is_seen_however_long_the_model_loads(with_another_replica: bool) -> None:
+    raised = {**STARTS, UTILIZATION: 0.86}
+
+    def others(at: float) -> list[GroupReading]:
+        return [a_reading(at, 0, group="b", values=raised, generation=2)] if with_another_replica else []
+
+    serving = [[a_reading(T0 + 15, 6, values=raised, generation=2), *others(T0 + 15)]]
+    loading = [[GroupReading("a", False, problem="not ready"), *others(T0 + 20 + 5 * i)] for i in range(60)]
+    state = run(after_a_raise(), serving + loading, start=T0 + 15)[-1].state
+    result = tick(state, [a_reading(T0 + 320, 0, tokens=0), *others(T0 + 320)], AUTO, T0 + 320)
+    assert [d.reason for d in result.decisions] == [Reason.RESTARTED_AFTER]
+    assert result.applied == {UTILIZATION: 0.74}
+
+
 def test_a_pod_that_was_replaced_after_a_raise_has_not_crashed() -> None:
     values = {**STARTS, UTILIZATION: 0.86}
     before = replace(a_reading(T0 + 15, 6, values=values, generation=2), instance="uid-1")
