@@ -71,9 +71,16 @@ def test_nothing_is_written_when_nothing_happens(ready: Deployment, kube: Kube) 
             for item in kube.items(kinds, ready.namespace)
         }
 
-    ready.waiter.until("the last status is written", lambda: _has_replicas(ready, 1), deadline_seconds=30.0)
+    ready.waiter.until("the replica that was removed has drained", lambda: _has_settled(ready), deadline_seconds=90.0)
     settled = ready.waiter.until("two equal looks, 10 s apart", lambda: _equal_looks(versions), deadline_seconds=60.0)
     assert settled == ready.waiter.stays("no resourceVersion changes", versions, seconds=IDLE_SECONDS)
+
+
+def _has_settled(deployment: Deployment) -> None:
+    _has_replicas(deployment, 1)
+    progressing = next(c for c in deployment.status()["conditions"] if c["type"] == "Progressing")
+    if progressing["status"] != "False":
+        raise NotYet(f"Progressing: {progressing['reason']}: {progressing['message']}")
 
 
 def _equal_looks(versions: Callable[[], dict[str, str]]) -> dict[str, str]:
