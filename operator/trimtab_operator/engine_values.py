@@ -17,6 +17,7 @@ DEFAULT_UTILIZATION_CAP = Decimal("0.95")  # the rest is for what the ledger can
 CPU_MAX_NUM_SEQS = 128  # docs/contract.md, section 1
 CPU_MAX_NUM_BATCHED_TOKENS = 2048  # docs/contract.md, section 1
 CAP_FACTOR = 2  # of a count, over its start
+MAX_COUNT = Decimal(1048576)  # no bound in the CRD is higher, and the engine refuses more
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +71,4 @@ def _cap(spec: Spec, field: str, start: Decimal | None, bounds: FractionBounds |
         return start
     if field == "gpu_memory_utilization":
         return max(start, DEFAULT_UTILIZATION_CAP)
-    return start * CAP_FACTOR
+    return min(start * CAP_FACTOR, MAX_COUNT)

@@ -496,8 +496,25 @@ def overlay_resources_are_quantities(deployment: InferenceDeployment) -> Iterato
             if kind not in ("requests", "limits") or not isinstance(amounts, Mapping):
                 yield Refusal(where, "is not a set of amounts; write requests and limits")
                 continue
-            for name, amount in amounts.items():
-                yield from _resource_refusals(deployment.spec, where, name, amount)
+            found = [
+                r for name, amount in amounts.items() for r in _resource_refusals(deployment.spec, where, name, amount)
+            ]
+            yield from found
+            limits = (container.resources or {}).get("limits")
+            if kind == "requests" and not found and isinstance(limits, Mapping):
+                yield from _above_limit(where, amounts, limits)
+
+
+def _above_limit(where: str, requests: Mapping[str, Any], limits: Mapping[str, Any]) -> Iterator[Refusal]:
+    for name in sorted(requests.keys() & limits.keys()):
+        try:
+            is_above = parse_quantity(requests[name]) > parse_quantity(limits[name])
+        except ValueError:
+            continue  # the limit is refused for itself
+        if is_above:
+            yield Refusal(
+                f"{where}.{name}", f"is {requests[name]}, above the limit {limits[name]}; lower it or raise the limit"
+            )
 
 
 def _resource_refusals(spec: Spec, where: str, name: str, amount: Any) -> Iterator[Refusal]:

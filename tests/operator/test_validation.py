@@ -164,6 +164,12 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ),
     (MAIN, [{"name": "main", "env": [{"name": ["A"]}]}], f"{MAIN}[0].env[0]", "needs a name"),
     (MAIN, [{"name": "main", "env": [{"name": "A", "value": 1}]}], f"{MAIN}[0].env[0].value", "quotes"),
+    (
+        MAIN,
+        [{"name": "main", "resources": {"requests": {"memory": "2Gi"}, "limits": {"memory": "1500Mi"}}}],
+        f"{MAIN}[0].resources.requests.memory",
+        "above the limit 1500Mi",
+    ),
     *(
         (MAIN, [{"name": "main", "resources": {"limits": {"memory": amount}}}], f"{MAIN}[0].resources.limits", words)
         for amount, words in (("-1", "never negative"), ("1e999999999", "quantity"), ("1Gi\n", "quantity"))
