@@ -65,8 +65,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise _above_cap(flag, value, cap)
         if self.max_num_batched_tokens_cap > MAX_BATCHED_TOKENS:
             raise ConfigError(
-                f"--max-num-batched-tokens (or its cap) is {self.max_num_batched_tokens_cap}; start-up runs one step of "
-                f"that size, and more than {MAX_BATCHED_TOKENS} is not meant; set {MAX_BATCHED_TOKENS} or less"
+                f"--max-num-batched-tokens (or its cap) is {self.max_num_batched_tokens_cap}; start-up runs one step "
+                f"of that size, and more than {MAX_BATCHED_TOKENS} is not meant; set {MAX_BATCHED_TOKENS} or less"
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
