@@ -198,10 +198,11 @@ def test_shrinking_below_what_is_in_use_preempts_for_resize_and_gives_memory_bac
         gpu_memory_utilization=utilization(200),
         gpu_memory_utilization_cap="0.9",
         max_num_seqs=16,
+        max_num_batched_tokens=256,
     )
     least = engine.config()["fields"]["gpu_memory_utilization"]["min"]
-    for request in REQUESTS:
-        engine.add(request)
+    for number in range(16):  # more blocks in all than the smallest cache can have, whose size is rounded up
+        engine.add(a_request(number, prompt=80, output=40))
     for _ in range(12):
         engine.step()
     total = engine.ledger().blocks_total
