@@ -45,7 +45,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens_cap: int = 2048
     enable_chunked_prefill: bool = True
     seed: int = 0
-    max_logprobs: int = 20
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:

@@ -66,6 +66,7 @@ class ModelRunner:
     @classmethod
     def load(cls, config: EngineConfig, device: Device, progress: Progress) -> "ModelRunner":
         """Read the weights. progress gets ("weights", percent of the weights). Raises ModelError or ConfigError."""
+        torch.manual_seed(config.seed)  # requests that bring no seed of their own draw from this generator
         source = open_source(config.model, config.load_format, seed=config.seed)
         model_config = parse_model_config(source.config, source.generation_config, source.where)
         max_model_len = _max_model_len(config, model_config)

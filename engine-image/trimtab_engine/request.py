@@ -72,8 +72,3 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether more than the newest token is still to be computed."""
-        return self.num_computed_tokens < len(self.token_ids) - 1
