@@ -26,7 +26,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	    $$($(PYTHON) -c 'import re; print(*re.findall(r"^torch==\S+", open("constraints.txt").read(), re.M))')
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[operator,engine,dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[operator,engine,tracing,dev]'
 	@touch $@
 
 venv: $(VENV)/.ready ## the virtual environment with everything that development needs
