@@ -9,11 +9,13 @@ exact. CUDA: one allocation at the cap with a logical limit; mapping it page by 
 range    | layer 0 keys: block 0 | 1 | 2 | … | cap | pad | layer 0 values: … | layer 1 keys: …
                        |-- num_blocks --|-- reserved --|
 ```
-A region (one layer's keys, or values) starts on a page, so regions share none.
+A region (one layer's keys, or values) starts on a page, so regions share none. A draft model's layers follow the
+target's, under the same block ids: what happens to a block happens to both.
 """
 
 import ctypes
 import mmap
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +23,29 @@ from trimtab_engine.device import Device
 
 MAP_NORESERVE = 0x4000  # <asm/mman.h>; the mmap module names it only in later Pythons
 MADV_NOHUGEPAGE = 15  # likewise: a huge page would make blocks resident that nobody wrote
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayers:
+    """The layers of one model: how many, and one token's keys (and values) in each."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one layer's keys, or values."""
+        return self.num_kv_heads * self.head_size * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """One model's part of a KV cache, per layer [cap_blocks, block_size, num_kv_heads, head_size]."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
 
 
 class KVCache:
@@ -36,18 +61,17 @@ class KVCache:
         head_size: int,
         dtype: torch.dtype,
         device: Device,
+        draft: KVLayers | None = None,
     ) -> None:
         if cap_blocks < 1:
             raise ValueError(f"cap_blocks is {cap_blocks}; a KV cache has 1 block or more")
-        self.num_layers = num_layers
         self.cap_blocks = cap_blocks
         self.block_size = block_size
         self.num_blocks = 0
-        self.bytes_per_region_block = block_size * num_kv_heads * head_size * dtype.itemsize
-        self._region_bytes = _round_up(cap_blocks * self.bytes_per_region_block, mmap.PAGESIZE)
+        models = [KVLayers(num_layers, num_kv_heads, head_size, dtype), *([draft] if draft else [])]
+        self._regions = _lay_out(models, cap_blocks, block_size)
         self._mapping: mmap.mmap | None = None
-        shape = (cap_blocks, block_size, num_kv_heads, head_size)
-        total = 2 * num_layers * self._region_bytes
+        total = self.reserved_bytes
         if device.kind == "cpu":
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
             self._mapping = mmap.mmap(-1, total, flags=flags)
@@ -55,23 +79,29 @@ class KVCache:
             whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         else:
             whole = torch.zeros(total, dtype=torch.uint8, device=device.torch)
-        used = cap_blocks * self.bytes_per_region_block
-        regions = [whole[start : start + used].view(dtype).view(shape) for start in range(0, total, self._region_bytes)]
         self._address = whole.data_ptr()
-        self.keys = regions[0::2]
-        """Per layer: [cap_blocks, block_size, num_kv_heads, head_size]."""
-        self.values = regions[1::2]
+        tensors = [
+            whole[r.start : r.start + cap_blocks * r.block_bytes]
+            .view(r.layer.dtype)
+            .view(cap_blocks, block_size, r.layer.num_kv_heads, r.layer.head_size)
+            for r in self._regions
+        ]
+        self.keys = tensors[0::2]
+        """Per layer, the target's and then the draft's: [cap_blocks, block_size, num_kv_heads, head_size]."""
+        self.values = tensors[1::2]
         """Like keys."""
+        self.draft = LayerTensors(self.keys[num_layers:], self.values[num_layers:])
+        """The draft model's layers; none without one."""
 
     @property
     def bytes_per_block(self) -> int:
         """Of one block over all layers: keys and values."""
-        return 2 * self.num_layers * self.bytes_per_region_block
+        return sum(region.block_bytes for region in self._regions)
 
     @property
     def reserved_bytes(self) -> int:
         """Size of the address range."""
-        return 2 * self.num_layers * self._region_bytes
+        return self._regions[-1].end
 
     @property
     def mapped_bytes(self) -> int:
@@ -96,11 +126,10 @@ class KVCache:
         self.num_blocks = num_blocks
         if self._mapping is None:
             return
-        kept = _round_up(num_blocks * self.bytes_per_region_block, mmap.PAGESIZE)
-        if kept == self._region_bytes:
-            return
-        for region in range(0, self.reserved_bytes, self._region_bytes):
-            self._mapping.madvise(mmap.MADV_DONTNEED, region + kept, self._region_bytes - kept)
+        for region in self._regions:
+            first = region.start + _round_up(num_blocks * region.block_bytes, mmap.PAGESIZE)
+            if first < region.end:
+                self._mapping.madvise(mmap.MADV_DONTNEED, first, region.end - first)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer. No destination is also a source."""
@@ -121,6 +150,29 @@ class KVCache:
         if mincore(ctypes.c_void_p(self._address), ctypes.c_size_t(self.reserved_bytes), pages) != 0:
             raise OSError(ctypes.get_errno(), "mincore failed on the KV cache's range")
         return int(torch.frombuffer(pages, dtype=torch.uint8).bitwise_and(1).sum().item()) * mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """One layer's keys, or values: bytes [start, end) of the range."""
+
+    layer: KVLayers
+    block_bytes: int
+    start: int
+    end: int
+
+
+def _lay_out(models: list[KVLayers], cap_blocks: int, block_size: int) -> list[_Region]:
+    """Regions in a row: keys and values of each layer of each model."""
+    regions: list[_Region] = []
+    end = 0
+    for model in models:
+        block_bytes = block_size * model.bytes_per_token
+        size = _round_up(cap_blocks * block_bytes, mmap.PAGESIZE)
+        for _ in range(2 * model.num_layers):
+            regions.append(_Region(model, block_bytes, end, end + size))
+            end += size
+    return regions
 
 
 def _round_up(size: int, unit: int) -> int:

@@ -38,6 +38,8 @@ class MemoryFormula:
     kv_dtype_bytes: int
     block_size: int
     max_model_len: int
+    draft_kv_bytes_per_token: int = 0
+    """Keys and values of one token in all layers of a draft model, which has the same blocks."""
 
     def at(self, gpu_memory_utilization: str) -> "MemoryFormula":
         """The same at another utilisation."""
@@ -65,7 +67,8 @@ class MemoryFormula:
 
     @property
     def bytes_per_block(self) -> int:
-        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_size * self.kv_dtype_bytes
+        own = 2 * self.num_layers * self.num_kv_heads * self.head_size * self.kv_dtype_bytes
+        return self.block_size * (own + self.draft_kv_bytes_per_token)
 
     @property
     def num_blocks(self) -> int:

@@ -31,6 +31,8 @@ class MemoryShape:
     kv_dtype_bytes: int
     block_size: int
     max_model_len: int
+    draft_kv_bytes_per_token: int = 0
+    """Keys and values of one token in all layers of a draft model, which has the same blocks."""
 
     @property
     def fixed_bytes(self) -> int:
@@ -47,7 +49,8 @@ class MemoryShape:
     @property
     def bytes_per_block(self) -> int:
         """Keys and values of `block_size` tokens in every layer."""
-        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_size * self.kv_dtype_bytes
+        own = 2 * self.num_layers * self.num_kv_heads * self.head_size * self.kv_dtype_bytes
+        return self.block_size * (own + self.draft_kv_bytes_per_token)
 
     @property
     def blocks_per_request(self) -> int:

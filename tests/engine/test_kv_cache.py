@@ -3,7 +3,7 @@
 import pytest
 import torch
 from trimtab_engine.device import Device
-from trimtab_engine.kv_cache import KVCache
+from trimtab_engine.kv_cache import KVCache, KVLayers
 
 MIB = 1 << 20
 
@@ -95,3 +95,29 @@ def test_limits_are_checked() -> None:
         cache.unmap_above(9)
     with pytest.raises(ValueError, match="1 block or more"):
         a_cache(cap_blocks=0)
+
+
+def test_a_draft_models_layers_share_the_block_ids_and_what_happens_to_them() -> None:
+    draft = KVLayers(num_layers=2, num_kv_heads=1, head_size=10, dtype=torch.bfloat16)
+    cache = KVCache(
+        num_layers=3,
+        cap_blocks=200,
+        block_size=16,
+        num_kv_heads=2,
+        head_size=64,
+        dtype=torch.float32,
+        device=Device("cpu"),
+        draft=draft,
+    )
+    cache.map_blocks(200)
+    assert cache.bytes_per_block == 2 * 16 * (3 * 2 * 64 * 4 + 2 * 1 * 10 * 2)
+    assert [tuple(keys.shape) for keys in cache.draft.keys] == [(200, 16, 1, 10)] * 2
+    for number, region in enumerate((*cache.keys, *cache.values)):
+        region.fill_(float(number))
+    for number, region in enumerate((*cache.keys, *cache.values)):
+        assert float(region.float().mean()) == float(number), "no two regions overlap"
+    cache.draft.keys[1][7] = 99.0
+    cache.copy_blocks([(7, 3)])
+    assert float(cache.draft.keys[1][3].float().mean()) == 99.0
+    cache.unmap_above(0)
+    assert cache.resident_bytes() == 0
