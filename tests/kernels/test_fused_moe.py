@@ -1,0 +1,59 @@
+"""fused_moe against a plain sum over tokens and their experts."""
+
+import pytest
+import torch
+from trimtab_kernels.fused_moe import fused_moe
+from trimtab_kernels.silu_and_mul import silu_and_mul_reference
+
+NUM_EXPERTS, TOP_K, HIDDEN, WIDE = 6, 2, 12, 20
+
+
+def an_input(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    shapes = (
+        (num_tokens, HIDDEN),
+        (num_tokens, NUM_EXPERTS),
+        (NUM_EXPERTS, 2 * WIDE, HIDDEN),
+        (NUM_EXPERTS, HIDDEN, WIDE),
+    )
+    x, logits, w13, w2 = (torch.randn(shape, generator=generator) for shape in shapes)
+    return x, logits, w13, w2
+
+
+def by_token(
+    x: torch.Tensor, logits: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, renormalize: bool
+) -> torch.Tensor:
+    rows = []
+    for token, scores in zip(x, logits.softmax(dim=-1), strict=True):
+        best = scores.topk(TOP_K)
+        total = best.values.sum() if renormalize else 1.0
+        outputs = [w2[e] @ silu_and_mul_reference((w13[e] @ token)[None])[0] for e in best.indices]
+        rows.append(sum((w / total * y for w, y in zip(best.values, outputs, strict=True)), torch.zeros(HIDDEN)))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 7, 65])
+def test_each_token_gets_the_weighted_sum_of_its_experts(num_tokens: int, renormalize: bool) -> None:
+    inputs = an_input(num_tokens)
+    output = fused_moe(*inputs, TOP_K, renormalize)
+    torch.testing.assert_close(output, by_token(*inputs, renormalize), rtol=1e-5, atol=1e-4)
+
+
+def test_the_parts_of_two_ranks_sum_to_the_whole() -> None:
+    x, logits, w13, w2 = an_input(9)
+    whole = fused_moe(x, logits, w13, w2, TOP_K, True)
+    parts = torch.zeros_like(whole)
+    for held in ([0, 2, 5], [4, 1, 3]):  # in any order
+        expert_map = torch.full((NUM_EXPERTS,), -1)
+        expert_map[held] = torch.arange(len(held))
+        parts += fused_moe(x, logits, w13[held], w2[held], TOP_K, True, expert_map)
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-4)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    x, logits, w13, w2 = an_input(2)
+    with pytest.raises(ValueError, match="do not fit together"):
+        fused_moe(x, logits, w13, w2[:, :, 1:], TOP_K, True)
+    with pytest.raises(ValueError, match="top_k 7"):
+        fused_moe(x, logits, w13, w2, NUM_EXPERTS + 1, True)
