@@ -6,7 +6,7 @@ x              [num_tokens, hidden_size]                          fp32 | bf16 | 
 router_logits  [num_tokens, num_experts]                          dtype of x
 w13            [num_local_experts, 2 * intermediate_size, hidden_size]  gate rows, then up rows
 w2             [num_local_experts, hidden_size, intermediate_size]
-expert_map     [num_experts] int64: the local index of an expert, below 0 for one that another rank holds; None: all local
+expert_map     [num_experts] int64: an expert's local index, below 0 where another rank holds it; None: all are local
 y              like x: with an expert_map the local experts' part of the sum
 The softmax over all experts is taken in fp32 before the top_k are chosen; `renormalize` divides by their sum.
 Bound by memory for few tokens: the weights of the experts that are hit. Source: own.
