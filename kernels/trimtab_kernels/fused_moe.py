@@ -41,7 +41,7 @@ def fused_moe_reference(
     if expert_map is not None:
         experts = expert_map[experts]
     y = torch.zeros_like(x)
-    for expert in experts.unique().tolist():
+    for expert in sorted(set(experts.flatten().tolist())):
         if expert < 0:
             continue
         tokens, places = torch.where(experts == expert)
