@@ -10,9 +10,15 @@ from typing import Any, Literal
 import msgspec
 
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.scheduling_policy import PreemptionMode, QueueOrder
 
 BLOCK_SIZES = (8, 16, 32)
 MAX_BATCHED_TOKENS = 1 << 20  # tokens in a step; 64 times the largest default in the field
+FLAGS = {"swap_space_bytes": "swap-space"}
+"""The flag of a field where it is not the field's name."""
+MIN_STATS_INTERVAL_SECONDS = 1.0  # below, the line would say little and cost much
+MAX_STATS_INTERVAL_SECONDS = 3600.0
+LogLevel = Literal["debug", "info", "warning", "error"]
 CORE_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
 """Rounds that the model's threads spin before they sleep, where the container sets nothing. By default they spin so
 long that decode all but stops when other processes want the same CPUs; this costs about an eighth when none do.
@@ -33,8 +39,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"] = "cpu"
     device_memory_bytes: int | None = None
     cpu_threads: int | None = None
-    max_model_len: int | None = None
+    max_model_len: int | Literal["auto"] | None = None
+    """None: the model's. auto: the longest of which one request fits into the KV cache."""
     block_size: int = 16
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: the model's dtype."""
     gpu_memory_utilization: str = "0.9"
     gpu_memory_utilization_cap: str = "0.9"
     kv_cache_memory_bytes: int | None = None
@@ -44,6 +53,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     max_num_batched_tokens_cap: int = 2048
     enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    watermark: float = 0.0
+    scheduling_policy: QueueOrder = "fcfs"
+    preemption_mode: PreemptionMode = "recompute"
+    swap_space_bytes: int = 0
+    swap_space_bytes_cap: int = 0
+    enable_prefix_caching: bool = True
+    num_speculative_tokens: int = 0
+    num_speculative_tokens_cap: int = 0
+    max_num_queued_reqs: int = 0
+    """0: no limit; likewise for the tokens."""
+    max_num_queued_tokens: int = 0
+    disable_log_stats: bool = False
+    stats_interval_seconds: float = 10.0
+    log_level: LogLevel = "info"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -62,6 +86,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"--{flag} is {value}; it must be 1 or more")
             if value > cap:
                 raise _above_cap(flag, value, cap)
+        for name in ("swap_space_bytes", "num_speculative_tokens"):
+            value, cap = getattr(self, name), getattr(self, name + "_cap")
+            flag = FLAGS.get(name, name.replace("_", "-"))
+            if value < 0:
+                raise ConfigError(f"--{flag} is {value}; it must be 0 or more")
+            if value > cap:
+                raise _above_cap(flag, value, cap)
+        for name in ("long_prefill_token_threshold", "max_num_queued_reqs", "max_num_queued_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be 0 or more")
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"--watermark is {self.watermark}; it must be 0 or more and below 1")
+        if not MIN_STATS_INTERVAL_SECONDS <= self.stats_interval_seconds <= MAX_STATS_INTERVAL_SECONDS:
+            raise ConfigError(
+                f"--stats-interval-seconds is {self.stats_interval_seconds}; it must be between "
+                f"{MIN_STATS_INTERVAL_SECONDS:g} and {MAX_STATS_INTERVAL_SECONDS:g}"
+            )
         if self.max_num_batched_tokens_cap > MAX_BATCHED_TOKENS:
             raise ConfigError(
                 f"--max-num-batched-tokens (or its cap) is {self.max_num_batched_tokens_cap}; start-up runs one step "

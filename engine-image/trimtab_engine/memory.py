@@ -83,6 +83,13 @@ class MemoryFormula:
         """Blocks that one request of max_model_len needs."""
         return -(-self.max_model_len // self.block_size)
 
+    def longest_model_len(self, num_blocks: int) -> int:
+        """The longest request that so many blocks hold, up to max_model_len; 0: not even one token fits.
+
+        Closed form of a search: a request of n tokens needs ceil(n / block_size) blocks, and only that depends on n.
+        """
+        return min(self.max_model_len, num_blocks * self.block_size)
+
     @property
     def max_concurrency(self) -> float:
         """How many requests of max_model_len run at once."""

@@ -4,7 +4,7 @@ Start-up order: device.used_bytes() → ModelRunner.load → profile → (the en
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from trimtab_kernels.paged_attention import GATHER_TOKENS, build_attention_metadata
@@ -114,6 +114,10 @@ class ModelRunner:
         """Reserve the KV cache's address range; map_blocks is the engine's."""
         self.kv_cache = self._new_kv_cache(cap_blocks)
 
+    def limit_model_len(self, max_model_len: int) -> None:
+        """Serve shorter requests than the model could; nothing that was measured grows by it."""
+        self.facts = replace(self.facts, max_model_len=max_model_len)
+
     def execute(self, sequences: list[ScheduledSequence]) -> torch.Tensor:
         """Compute a batch. Returns logits [sequences with samples=True, vocab_size] float32, in their order."""
         return self._run(sequences, self.kv_cache)
@@ -219,8 +223,9 @@ def _envelope_spans(max_num_batched_tokens: int, max_len: int) -> list[tuple[int
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    if config.max_model_len is None:
+    if config.max_model_len in (None, "auto"):  # auto is cut to what fits once that is known (startup.py)
         return model.max_model_len
+    assert isinstance(config.max_model_len, int)
     if not 1 <= config.max_model_len <= model.max_model_len:
         raise ConfigError(
             f"--max-model-len is {config.max_model_len}; the model's positions allow 1 to {model.max_model_len}"

@@ -6,7 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab_engine.block_manager import BlockManager
@@ -51,6 +51,9 @@ def start_engine(config: EngineConfig, progress: Progress, clock: Callable[[], f
     )
     progress("profile", PROFILE_PERCENT)
     formula = _measure(config, device, runner, other_bytes)
+    if config.max_model_len == "auto":
+        formula = _longest_that_fits(config, formula)
+        runner.limit_model_len(formula.max_model_len)
     size = size_kv_cache(config, formula)
     progress("kv_cache", KV_CACHE_PERCENT)
     runner.init_kv_cache(size.cap_blocks)
@@ -89,17 +92,36 @@ def _measure(config: EngineConfig, device: Device, runner: ModelRunner, other_by
     )
 
 
+def _longest_that_fits(config: EngineConfig, formula: MemoryFormula) -> MemoryFormula:
+    """--max-model-len auto. Where not one block fits, the length stays, and size_kv_cache says what is missing."""
+    num_blocks, _ = _fixed_blocks(config, formula) or (formula.num_blocks, "")
+    longest = formula.longest_model_len(num_blocks)
+    if not config.enable_chunked_prefill:
+        longest = min(longest, config.max_num_batched_tokens)  # a prompt must fit into one step
+    if longest < 1:
+        return formula
+    logger.info("max_model_len auto: %d tokens fit, of the model's %d", longest, formula.max_model_len)
+    return replace(formula, max_model_len=longest)
+
+
 def size_kv_cache(config: EngineConfig, formula: MemoryFormula) -> KVSize:
     """How large the KV cache starts and may become. Raises ConfigError when not one request would fit."""
-    if config.num_gpu_blocks_override is not None:
-        fixed, flag = config.num_gpu_blocks_override, "--num-gpu-blocks-override"
-    elif config.kv_cache_memory_bytes is not None:
-        fixed, flag = config.kv_cache_memory_bytes // formula.bytes_per_block, "--kv-cache-memory-bytes"
-    else:
+    fixed = _fixed_blocks(config, formula)
+    if fixed is None:
         check_one_request_fits(formula)
         return KVSize(formula.num_blocks, formula.at(config.gpu_memory_utilization_cap).num_blocks, None)
-    check_one_request_fits_fixed(formula, fixed, flag)
-    return KVSize(fixed, fixed, flag)
+    num_blocks, flag = fixed
+    check_one_request_fits_fixed(formula, num_blocks, flag)
+    return KVSize(num_blocks, num_blocks, flag)
+
+
+def _fixed_blocks(config: EngineConfig, formula: MemoryFormula) -> tuple[int, str] | None:
+    """The number of blocks and the flag that fixes it, where one does."""
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override, "--num-gpu-blocks-override"
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes // formula.bytes_per_block, "--kv-cache-memory-bytes"
+    return None
 
 
 def _scheduler(config: EngineConfig, runner: ModelRunner, size: KVSize) -> Scheduler:

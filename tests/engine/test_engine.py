@@ -245,3 +245,26 @@ def test_a_device_too_small_for_one_request_is_refused_with_the_numbers_and_what
 def test_unchunked_prefill_needs_a_budget_of_max_model_len(model: Path) -> None:
     with pytest.raises(ConfigError, match="--max-num-batched-tokens 64 is below max_model_len 128"):
         an_engine(model, enable_chunked_prefill=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        ({"num_gpu_blocks_override": 20}, 160),
+        ({"num_gpu_blocks_override": 1000}, 256),  # the model's
+        ({"num_gpu_blocks_override": 20, "enable_chunked_prefill": False}, 64),  # a prompt must fit into one step
+        ({"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 9 * BYTES_PER_BLOCK}, 72),
+    ],
+)
+def test_max_model_len_auto_is_the_longest_that_fits_one_request(
+    model: Path, changes: dict[str, Any], longest: int
+) -> None:
+    engine, ready = an_engine(model, max_model_len="auto", **changes)
+    assert ready.max_model_len == engine.config()["envelope"]["max_model_len"] == longest
+    prompt = min(longest, 64) - 2
+    run(engine, [a_request(1, prompt=prompt, output=min(longest - prompt, 40))])
+
+
+def test_max_model_len_auto_says_what_is_missing_where_nothing_fits(model: Path) -> None:
+    with pytest.raises(ConfigError, match="To serve at least one request"):
+        an_engine(model, max_model_len="auto", num_gpu_blocks_override=None, device_memory_bytes=200 << 20)

@@ -69,6 +69,14 @@ def test_the_least_utilisation_suffices_and_one_step_less_does_not(
         assert formula.at(f"{below / 10_000:.4f}").num_blocks < formula.blocks_per_request
 
 
+@given(num_blocks=st.integers(0, 300), block_size=st.sampled_from([8, 16, 32]), length=st.integers(1, 4096))
+def test_the_longest_length_fits_and_one_token_more_does_not(num_blocks: int, block_size: int, length: int) -> None:
+    formula = a_formula(block_size=block_size, max_model_len=length)
+    longest = formula.longest_model_len(num_blocks)
+    assert -(-longest // block_size) <= num_blocks
+    assert longest == length or -(-(longest + 1) // block_size) > num_blocks
+
+
 def test_a_kv_cache_that_holds_one_request_is_accepted() -> None:
     check_one_request_fits(a_formula())
     check_one_request_fits_fixed(a_formula(), 128, "--num-gpu-blocks-override")

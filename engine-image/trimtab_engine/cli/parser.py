@@ -5,7 +5,8 @@ import difflib
 import math
 import re
 import sys
-from typing import NoReturn
+from fractions import Fraction
+from typing import Literal, NoReturn
 
 QUANTITY_UNITS = {
     "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
@@ -13,6 +14,8 @@ QUANTITY_UNITS = {
 }  # fmt: skip
 
 
+LENGTH_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+"""vLLM's: lower case decimal, upper case binary."""
 MAX_INT64 = 2**63 - 1
 
 
@@ -85,6 +88,19 @@ def quantity(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes or a quantity such as 1500Mi or 2G")
     return size
+
+
+def model_len(text: str) -> int | Literal["auto"]:
+    """Tokens as vLLM reads them: 8192, 8k (8000), 8K (8192), 1.5M; auto or -1: the longest that fits."""
+    if text in ("auto", "-1"):
+        return "auto"
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", text)
+    length = Fraction(match.group(1)) * LENGTH_UNITS[match.group(2)] if match else Fraction(0)
+    if length < 1 or length.denominator != 1 or length > MAX_INT64:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is no number of tokens; write 8192, 8k (8000), 8K (8192), or auto for the longest that fits"
+        )
+    return int(length)
 
 
 def sha256(text: str) -> str:

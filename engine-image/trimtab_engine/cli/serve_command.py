@@ -62,9 +62,9 @@ def _add_model_flags(group: Any) -> None:
     )
     group.add_argument(
         "--max-model-len",
-        type=types.positive,
+        type=types.model_len,
         metavar="TOKENS",
-        help="longest prompt plus output (default: the model's)",
+        help="longest prompt plus output, such as 8192, 8k or auto, the longest that fits (default: the model's)",
     )
     group.add_argument(
         "--seed",

@@ -61,6 +61,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--trust-remote-code"], "never runs here"),
         (["--preemption-mode", "swap"], "--preemption-mode"),
         (["--seed", "x"], "--seed"),
+        (["--max-model-len", "0"], "--max-model-len"),
+        (["--max-model-len", "1.2345k"], "is no number of tokens"),
+        (["--max-model-len", "long"], "auto for the longest that fits"),
         (["--seed", "9" * 30], "64 bits"),
         (["--max-logprobs", "-1"], "--max-logprobs"),
         (["--model", "/other"], "two models"),
@@ -120,6 +123,13 @@ def test_flags_that_ask_for_nothing_are_accepted(flags: list[str]) -> None:
         (["--max-num-seqs", "4096"], "max_num_batched_tokens", 4096),
         (["--max-num-seqs-cap", "32"], "max_num_seqs", 32),
         (["--model", "/models/m"], "model", "/models/m"),
+        ([], "max_model_len", None),
+        (["--max-model-len", "4096"], "max_model_len", 4096),
+        (["--max-model-len", "8k"], "max_model_len", 8000),
+        (["--max-model-len", "8K"], "max_model_len", 8192),
+        (["--max-model-len", "1.5M"], "max_model_len", 3 << 19),
+        (["--max-model-len", "auto"], "max_model_len", "auto"),
+        (["--max-model-len", "-1"], "max_model_len", "auto"),
     ],
 )
 def test_flags_become_the_configuration(flags: list[str], field: str, value: object) -> None:
