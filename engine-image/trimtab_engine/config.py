@@ -132,3 +132,9 @@ def _above_cap(flag: str, value: Any, cap: Any) -> ConfigError:
 def core_environment() -> dict[str, str]:
     """The engine core's environment: this process's, and what only the core needs where it says nothing."""
     return {**CORE_ENVIRONMENT, **os.environ}
+
+
+def set_core_environment() -> None:
+    """The same for an engine that runs in this process. It has an effect only before torch is first imported."""
+    for name, value in CORE_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)

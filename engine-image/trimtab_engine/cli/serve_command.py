@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -208,13 +209,15 @@ def run(arguments: argparse.Namespace) -> int:
     return run_server(config, options, listen, arguments.shutdown_timeout)
 
 
-def engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    """The core's configuration. Raises ConfigError where values contradict each other."""
+def engine_config(
+    arguments: argparse.Namespace, limits: Mapping[str, tuple[int, int]] = DEFAULT_LIMITS
+) -> EngineConfig:
+    """The core's configuration. Raises ConfigError where values contradict each other. `limits`: as DEFAULT_LIMITS."""
     model = _model_path(arguments)
     device = _device(arguments.device)
     kind, gpu_bytes = device
-    limits = DEFAULT_LIMITS["large" if gpu_bytes >= LARGE_GPU_BYTES else kind]
-    num_seqs, num_tokens = _limits(arguments, limits)
+    defaults = limits["large" if gpu_bytes >= LARGE_GPU_BYTES else kind]
+    num_seqs, num_tokens = _limits(arguments, defaults)
     utilization = arguments.gpu_memory_utilization
     return EngineConfig(
         model=model,

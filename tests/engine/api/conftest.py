@@ -1,6 +1,5 @@
-"""A real server process on the stub core, and a byte-level tokenizer of 258 tokens."""
+"""A real server process on the stub core."""
 
-import json
 import socket
 import subprocess
 import sys
@@ -12,36 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
 DEADLINE_SECONDS = 60.0  # generous: machines are slow when much is built on them
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' and loop.first %}"
-    "{{ raise_exception('the user speaks first') }}{% endif %}{{ message['content'] }}{% endfor %}"
-)
-
-
-def byte_alphabet() -> dict[int, str]:
-    """The printable character that byte-level tokenizers write for each byte (GPT-2's table)."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in plain]
-    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
-
-
-@pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One token per byte (its id is the byte), then <|end|> and <|pad|>; the chat template joins the contents."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    vocab = {character: byte for byte, character in byte_alphabet().items()}
-    fast = FastTokenizer(models.BPE(vocab=vocab, merges=[]))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens(["<|end|>", "<|pad|>"])
-    fast.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def free_port() -> int:

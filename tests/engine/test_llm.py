@@ -1,0 +1,178 @@
+"""The offline LLM class on a tiny random model: what vLLM's users expect of it."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trimtab_engine import LLM, SamplingParams
+from trimtab_engine.errors import ConfigError, EngineDead, InvalidRequest
+from trimtab_engine.messages import StepStats
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+TINY: dict[str, Any] = {
+    "load_format": "dummy",
+    "device": "cpu",
+    "device_memory_bytes": 4 << 30,
+    "cpu_threads": 1,
+    "max_model_len": 128,
+    "num_gpu_blocks_override": 40,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(str(tiny_model), **TINY) as llm:
+        yield llm
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = "import sys, trimtab_engine; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_outputs_come_in_the_order_of_the_prompts_with_text_and_tokens(llm: LLM) -> None:
+    prompts = ["one", "two and more", "three"]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.prompt_token_ids == list(prompt.encode())
+        assert output.finished
+        (completion,) = output.outputs
+        assert (len(completion.token_ids), completion.finish_reason, completion.index) == (12, "length", 0)
+        assert completion.logprobs is None
+
+
+def test_a_batch_yields_what_each_prompt_yields_alone(llm: LLM) -> None:
+    prompts = ["a", "bb", "ccc " * 8]
+    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+    together = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    assert together == alone
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [list(b"abc"), {"prompt_token_ids": list(b"abc")}, {"prompt": "abc"}, [list(b"abc")], ["abc"], [{"prompt": "abc"}]],
+)
+def test_every_form_of_a_prompt_is_the_same_prompt(llm: LLM, prompt: Any) -> None:
+    expected = llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == expected
+
+
+def test_n_choices_with_a_seed_differ_and_come_again(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=8)
+    first, again = (
+        [completion.token_ids for completion in llm.generate("x", params, use_tqdm=False)[0].outputs] for _ in range(2)
+    )
+    assert first == again
+    assert len({tuple(tokens) for tokens in first}) == 3
+
+
+def test_each_prompt_can_have_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (2, 5)]
+    outputs = llm.generate(["a", "b"], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 5]
+    with pytest.raises(InvalidRequest, match="2 prompts and 1 sampling_params"):
+        llm.generate(["a", "b"], params[:1], use_tqdm=False)
+
+
+def test_a_stop_string_ends_a_choice_and_frees_its_blocks(llm: LLM) -> None:
+    text = llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].text
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, stop=text[2:4])
+    (completion,) = llm.generate("a", params, use_tqdm=False)[0].outputs
+    assert (completion.text, completion.stop_reason) == (text[: text.find(text[2:4])], text[2:4])
+    assert not llm.engine.has_work
+
+
+def test_chat_writes_what_the_template_writes(llm: LLM) -> None:
+    (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
+    assert output.prompt == "hi"
+    several = llm.chat(
+        [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]], GREEDY, use_tqdm=False
+    )
+    assert [one.prompt for one in several] == ["hi", "ho"]
+    assert several[0].outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_more_prompts_than_fit_are_preempted_and_yield_the_same(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    alone = llm.generate("q", params, use_tqdm=False)[0].outputs[0].token_ids
+    outputs = llm.generate(["q"] * 8, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [alone] * 8
+    assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
+
+
+def test_logprobs_come_for_every_token(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=2, ignore_eos=True)
+    (completion,) = llm.generate("a", params, use_tqdm=False)[0].outputs
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == 3
+    for token, entries in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert entries[token].rank == 1
+    assert completion.cumulative_logprob == pytest.approx(
+        sum(entries[token].logprob for token, entries in zip(completion.token_ids, completion.logprobs, strict=True))
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("a" * 128, "max_model_len is 128"),
+        ([], "no tokens"),
+        ([999], "outside the vocabulary"),
+        ({"multi_modal_data": 1}, "multi_modal_data"),
+    ],
+)
+def test_a_prompt_that_cannot_run_is_refused_before_anything_does(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        llm.generate(["fine", prompt], GREEDY, use_tqdm=False)
+    assert not llm.engine.has_work
+
+
+def test_logprobs_beyond_the_limit_are_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="max_logprobs=20"):
+        llm.generate("a", SamplingParams(logprobs=21), use_tqdm=False)
+
+
+def test_live_values_change_between_two_calls(llm: LLM) -> None:
+    assert llm.patch_config(max_num_seqs=2)["desired"]["max_num_seqs"] == 2
+    assert llm.config()["applied"]["max_num_seqs"] == 2
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        llm.patch_config(max_num_seqs=10**6)
+    llm.patch_config(max_num_seqs=8)
+
+
+def test_ctrl_c_ends_between_two_steps_and_leaves_it_usable(tiny_model: Path) -> None:
+    steps: list[StepStats] = []
+
+    def interrupt(stats: StepStats) -> None:
+        steps.append(stats)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    with LLM(str(tiny_model), on_step=interrupt, **TINY) as llm:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b"], SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
+        assert len(steps) == 3
+        assert not llm.engine.has_work
+        llm.engine.check_integrity()
+        assert len(llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
+
+
+def test_after_shutdown_it_says_so(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), **TINY)
+    llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(EngineDead, match="was shut down"):
+        llm.generate("a")
+
+
+def test_a_faulty_keyword_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        LLM("/nowhere", tensor_parallel_size=4096)
