@@ -2,11 +2,15 @@
 
 Order, as in vLLM V1: log-probabilities of the unmodified logits (when asked for) → min_tokens → penalties → greedy
 choice, or temperature → min-p → top-k and top-p → random choice. A seeded request draws from a generator of (seed,
-number of output tokens), so its tokens depend neither on the rest of the batch nor on preemptions.
+number of output tokens), so its tokens depend neither on the rest of the batch nor on preemptions nor on speculation.
+
+A row of logits belongs to a request, or to a request with some of its drafts taken for output (speculative/), whose
+next token is judged as if they were.
 """
 
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +18,7 @@ from trimtab_kernels.apply_penalties import apply_penalties
 from trimtab_kernels.keep_likely_tokens import keep_likely_tokens
 
 from trimtab_engine.messages import SamplingParams, TokenLogprobs
-from trimtab_engine.request import Request
+from trimtab_engine.speculative.drafted_request import SampledRow
 
 ROWS_AT_ONCE = 16
 """Rows sampled together unless all are plainly greedy: sorting takes several copies of their logits."""
@@ -30,7 +34,9 @@ class SampledTokens:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, requests: list[Request], *, eos_token_ids: tuple[int, ...] = ()) -> SampledTokens:
+def sample(
+    logits: torch.Tensor, requests: Sequence[SampledRow], *, eos_token_ids: tuple[int, ...] = ()
+) -> SampledTokens:
     """logits [len(requests), vocab_size] float32, changed in place. `eos_token_ids` are masked below min_tokens."""
     if all(_is_plain_greedy(request) for request in requests):
         return SampledTokens(logits.argmax(dim=-1).tolist(), [None] * len(requests))
@@ -43,7 +49,39 @@ def sample(logits: torch.Tensor, requests: list[Request], *, eos_token_ids: tupl
     return SampledTokens(token_ids, logprobs)
 
 
-def _is_plain_greedy(request: Request) -> bool:
+def choose(logits: torch.Tensor, requests: Sequence[SampledRow], *, eos_token_ids: tuple[int, ...] = ()) -> list[int]:
+    """The tokens alone, as `sample` chooses them."""
+    token_ids: list[int] = []
+    for first in range(0, len(requests), ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
+        token_ids += _choose_rows(logits[part], requests[part], eos_token_ids).tolist()
+    return token_ids
+
+
+def target_probabilities(
+    logits: torch.Tensor, requests: Sequence[SampledRow], *, eos_token_ids: tuple[int, ...] = ()
+) -> torch.Tensor:
+    """What rows of random requests are drawn from, [rows, vocab_size] float64. Changes logits in place."""
+    _adjust(logits, requests, eos_token_ids)
+    _limit(logits, requests)
+    return logits.softmax(dim=-1, dtype=torch.float64)
+
+
+def draw(probabilities: torch.Tensor) -> torch.Tensor:
+    """A random token per row, [rows] int64. probabilities [rows, vocab_size] need not be normalised.
+
+    Exponential sampling: argmax of p / Exp(1) is a draw from p.
+    """
+    noise = torch.empty_like(probabilities).exponential_().clamp_min_(SMALLEST_EXPONENTIAL)
+    return (probabilities / noise).argmax(dim=-1)
+
+
+def report_logprobs(raw: torch.Tensor, chosen: torch.Tensor, wanted: int) -> list[TokenLogprobs]:
+    """For rows of one request that wants `wanted` logprobs; raw [rows, vocab_size] are the unmodified ones."""
+    return [entry for entry in _report(raw, chosen, [wanted] * len(chosen)) if entry is not None]
+
+
+def _is_plain_greedy(request: SampledRow) -> bool:
     p = request.sampling
     return (
         p.temperature == 0
@@ -57,19 +95,12 @@ def _has_penalties(p: SamplingParams) -> bool:
     return p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
 
 
-def _sample_rows(logits: torch.Tensor, requests: list[Request], eos_token_ids: tuple[int, ...]) -> SampledTokens:
+def _sample_rows(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> SampledTokens:
     """`sample` for a few rows."""
     params = [request.sampling for request in requests]
     wants_logprobs = any(p.logprobs is not None for p in params)
     raw = logits.log_softmax(dim=-1) if wants_logprobs else None
-    _mask_below_min_tokens(logits, requests, eos_token_ids)
-    _penalise(logits, requests)
-    chosen = logits.argmax(dim=-1)
-    random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
-    if random_rows:
-        index = torch.tensor(random_rows, dtype=torch.int64, device=logits.device)
-        picked = _draw(logits.index_select(0, index), [requests[row] for row in random_rows])
-        chosen.index_copy_(0, index, picked)
+    chosen = _choose_rows(logits, requests, eos_token_ids)
     token_ids: list[int] = chosen.tolist()
     logprobs: list[TokenLogprobs | None] = [None] * len(requests)
     if raw is not None:
@@ -77,7 +108,27 @@ def _sample_rows(logits: torch.Tensor, requests: list[Request], eos_token_ids: t
     return SampledTokens(token_ids, logprobs)
 
 
-def _mask_below_min_tokens(logits: torch.Tensor, requests: list[Request], eos_token_ids: tuple[int, ...]) -> None:
+def _choose_rows(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> torch.Tensor:
+    """A token per row, [rows] int64."""
+    _adjust(logits, requests, eos_token_ids)
+    chosen = logits.argmax(dim=-1)
+    random_rows = [row for row, request in enumerate(requests) if request.sampling.temperature > 0]
+    if random_rows:
+        index = torch.tensor(random_rows, dtype=torch.int64, device=logits.device)
+        picked = _draw(logits.index_select(0, index), [requests[row] for row in random_rows])
+        chosen.index_copy_(0, index, picked)
+    return chosen
+
+
+def _adjust(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> None:
+    """What changes the logits themselves, whether the choice is greedy or random."""
+    _mask_below_min_tokens(logits, requests, eos_token_ids)
+    _penalise(logits, requests)
+
+
+def _mask_below_min_tokens(
+    logits: torch.Tensor, requests: Sequence[SampledRow], eos_token_ids: tuple[int, ...]
+) -> None:
     """A request below its min_tokens can choose no token that would end it."""
     rows: list[int] = []
     columns: list[int] = []
@@ -92,7 +143,7 @@ def _mask_below_min_tokens(logits: torch.Tensor, requests: list[Request], eos_to
         logits[rows, columns] = float("-inf")
 
 
-def _penalise(logits: torch.Tensor, requests: list[Request]) -> None:
+def _penalise(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:
     """Presence, frequency and repetition penalties, for the rows that have any."""
     for row, request in enumerate(requests):
         p = request.sampling
@@ -111,11 +162,27 @@ def _penalise(logits: torch.Tensor, requests: list[Request]) -> None:
         )
 
 
-def _draw(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, requests: Sequence[SampledRow]) -> torch.Tensor:
     """A random token per row, [rows] int64."""
+    _limit(logits, requests)
+    probabilities = logits.softmax(dim=-1)
+    # Exponential sampling: argmax of p / Exp(1) is a draw from p; each row can have its own generator.
+    noise = torch.empty_like(probabilities)
+    if any(request.sampling.seed is None for request in requests):
+        noise.exponential_()
+    for row, request in enumerate(requests):
+        if request.sampling.seed is not None:
+            noise[row].exponential_(
+                generator=_generator(request.sampling.seed, request.num_output_tokens, logits.device)
+            )
+    return probabilities.div_(noise.clamp_min_(SMALLEST_EXPONENTIAL)).argmax(dim=-1)
+
+
+def _limit(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:
+    """Temperature, then min-p, top-k and top-p: what a random choice is left with, -inf elsewhere."""
     params = [request.sampling for request in requests]
     device = logits.device
-    logits = logits.div_(torch.tensor([p.temperature for p in params], device=device).unsqueeze(1))
+    logits.div_(torch.tensor([p.temperature for p in params], device=device).unsqueeze(1))
     if any(p.top_k or p.top_p < 1 or p.min_p for p in params):
         keep_likely_tokens(
             logits,
@@ -123,15 +190,6 @@ def _draw(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
             top_p=torch.tensor([p.top_p for p in params], device=device),
             min_p=torch.tensor([p.min_p for p in params], device=device),
         )
-    probabilities = logits.softmax(dim=-1)
-    # Exponential sampling: argmax of p / Exp(1) is a draw from p; each row can have its own generator.
-    noise = torch.empty_like(probabilities)
-    if any(p.seed is None for p in params):
-        noise.exponential_()
-    for row, request in enumerate(requests):
-        if request.sampling.seed is not None:
-            noise[row].exponential_(generator=_generator(request.sampling.seed, request.num_output_tokens, device))
-    return probabilities.div_(noise.clamp_min_(SMALLEST_EXPONENTIAL)).argmax(dim=-1)
 
 
 def _generator(seed: int, position: int, device: torch.device) -> torch.Generator:
