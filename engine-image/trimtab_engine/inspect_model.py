@@ -40,7 +40,7 @@ def _supported(source: WeightSource) -> dict[str, Any]:
         "weights_bytes": config.num_parameters * DTYPE_BYTES[config.dtype],
         "dtype": config.dtype,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "num_experts": 0,
+        "num_experts": 0 if config.moe is None else config.moe.num_experts,
     }
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 from trimtab_engine.errors import ModelError
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
-"""Those that models/ has a file for."""
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+"""Those that models/llama.py computes."""
+MAX_LAYERS = 10_000  # of which a set is made; ten times the deepest model there is
+QK_NORM_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -27,9 +29,20 @@ class RopeConfig:
     original_max_position_embeddings: int = 8192
 
 
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """The mixtures of experts. `dense_layers` have a plain MLP instead; `renormalize`: the top weights sum to 1."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    renormalize: bool
+    dense_layers: frozenset[int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What the model's code needs. `dtype` is the checkpoint's."""
+    """What the model's code needs. `dtype` is the checkpoint's. `intermediate_size` is that of dense layers."""
 
     architecture: str
     hidden_size: int
@@ -43,21 +56,40 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    output_bias: bool
     mlp_bias: bool
+    qk_norm: bool
+    """Each head of q and k is normalised before it is rotated."""
+    moe: MoeConfig | None
     dtype: str
     eos_token_ids: tuple[int, ...]
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.moe is not None and layer not in self.moe.dense_layers
+
+    @property
+    def has_dense_layers(self) -> bool:
+        return self.moe is None or bool(self.moe.dense_layers)
 
     @property
     def num_parameters(self) -> int:
         """Weights of the model; tied embeddings count once."""
         heads = self.num_attention_heads * self.head_size
         kv = 2 * self.num_kv_heads * self.head_size
-        attention = self.hidden_size * (2 * heads + kv) + (heads + kv + self.hidden_size) * self.attention_bias
+        attention = self.hidden_size * (2 * heads + kv) + (heads + kv) * self.qkv_bias
+        attention += self.hidden_size * self.output_bias + 2 * self.head_size * self.qk_norm
         mlp = 3 * self.hidden_size * self.intermediate_size
         mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        mixtures = 0
+        num_dense = self.num_layers
+        if self.moe is not None:
+            num_dense = len(self.moe.dense_layers)
+            mixture = self.moe.num_experts * (3 * self.hidden_size * self.moe.intermediate_size + self.hidden_size)
+            mixtures = (self.num_layers - num_dense) * mixture
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.hidden_size + self.num_layers * (attention + mlp + 2 * self.hidden_size)
+        layers = self.num_layers * (attention + 2 * self.hidden_size) + num_dense * mlp + mixtures
+        return embeddings + self.hidden_size + layers
 
 
 def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -85,11 +117,15 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
             f"and head_dim {head_size} even"
         )
     max_len = _positive(config, "max_position_embeddings", where)
+    if config.get("use_sliding_window"):
+        raise ModelError(f"{where}: use_sliding_window is not built for {architecture}; every layer sees all tokens")
+    attention_bias = bool(config.get("attention_bias", False))
+    num_layers = _positive(config, "num_hidden_layers", where)
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
         intermediate_size=_positive(config, "intermediate_size", where),
-        num_layers=_positive(config, "num_hidden_layers", where),
+        num_layers=num_layers,
         num_attention_heads=heads,
         num_kv_heads=kv_heads,
         head_size=head_size,
@@ -98,10 +134,33 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
         rms_norm_eps=_number(config, "rms_norm_eps", where, default=1e-6),
         rope=_rope(config, max_len, where),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",  # Qwen2 has these, and says nothing
+        output_bias=attention_bias and architecture != "Qwen2ForCausalLM",
+        mlp_bias=bool(config.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
+        qk_norm=architecture in QK_NORM_ARCHITECTURES,
+        moe=_moe(config, num_layers, where) if architecture == "Qwen3MoeForCausalLM" else None,
         dtype=_dtype(config, where),
         eos_token_ids=_eos(config, generation),
+    )
+
+
+def _moe(config: Mapping[str, Any], num_layers: int, where: str) -> MoeConfig:
+    """Qwen3-MoE's words; transformers 5 writes num_local_experts."""
+    key = "num_experts" if "num_experts" in config else "num_local_experts"
+    num_experts = _positive(config, key, where)
+    per_token = _positive(config, "num_experts_per_tok", where)
+    if per_token > num_experts:
+        raise ModelError(f"{where}: num_experts_per_tok {per_token} is above {key} {num_experts}")
+    step = _positive(config, "decoder_sparse_step", where, default=1)
+    listed = {int(layer) for layer in config.get("mlp_only_layers") or ()}
+    # A configuration of absurdly many layers is refused later, by the number of tensors: no set of that size here.
+    dense = listed if step == 1 else listed | {n for n in range(min(num_layers, MAX_LAYERS)) if (n + 1) % step}
+    return MoeConfig(
+        num_experts=num_experts,
+        num_experts_per_token=per_token,
+        intermediate_size=_positive(config, "moe_intermediate_size", where),
+        renormalize=bool(config.get("norm_topk_prob", False)),
+        dense_layers=frozenset(n for n in dense if n < num_layers),
     )
 
 

@@ -17,13 +17,19 @@ from trimtab_engine.kv_cache import KVCache
 from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.messages import SamplingParams
 from trimtab_engine.model_config import ModelConfig, parse_model_config
-from trimtab_engine.models.llama import LlamaForCausalLM, check_tensors, expected_shapes
+from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
+from trimtab_engine.models.llama import LlamaForCausalLM
+from trimtab_engine.parallel.groups import ALONE, RankGroups
+from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.parallel.shard import ModelShard, shard_model
 from trimtab_engine.request import Request
 from trimtab_engine.sampler import sample
+from trimtab_engine.step_inputs import StepInputs, flatten
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.weights.source import open_source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ONE_RANK = Layout()
 GREEDY = SamplingParams(temperature=0.0)
 COSTLIEST_SAMPLING = SamplingParams(top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1)
 Progress = Callable[[str, float], None]
@@ -31,7 +37,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the engine needs to know of the loaded model. Heads are per rank."""
+    """What the engine needs to know of the loaded model. Layers and heads are this rank's."""
 
     vocab_size: int
     max_model_len: int
@@ -46,26 +52,36 @@ class ModelFacts:
     """Measured on the device."""
 
 
-@dataclass(slots=True)
-class _Span:
-    """A scheduled sequence in the order of the batch's tokens, and its row among those that sample (None: none)."""
-
-    sequence: ScheduledSequence
-    row: int | None
-
-
 class ModelRunner:
     """One rank's model and KV cache."""
 
     kv_cache: KVCache
 
-    def __init__(self, model: LlamaForCausalLM, facts: ModelFacts, device: Device, block_size: int, dtype: torch.dtype):
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        facts: ModelFacts,
+        shard: ModelShard,
+        device: Device,
+        block_size: int,
+        dtype: torch.dtype,
+    ) -> None:
         self.facts = facts
-        self._model, self._device, self._block_size, self._dtype = model, device, block_size, dtype
+        self._model, self._shard = model, shard
+        self._device, self._block_size, self._dtype = device, block_size, dtype
 
     @classmethod
-    def load(cls, config: EngineConfig, device: Device, progress: Progress) -> "ModelRunner":
-        """Read the weights. progress gets ("weights", percent of the weights). Raises ModelError or ConfigError."""
+    def load(
+        cls,
+        config: EngineConfig,
+        device: Device,
+        progress: Progress,
+        *,
+        layout: Layout = ONE_RANK,
+        rank: int = 0,
+        groups: RankGroups = ALONE,
+    ) -> "ModelRunner":
+        """Read one rank's weights. progress gets ("weights", percent of them). Raises ModelError or ConfigError."""
         torch.manual_seed(config.seed)  # requests that bring no seed of their own draw from this generator
         source = open_source(config.model, config.load_format, seed=config.seed)
         model_config = parse_model_config(source.config, source.generation_config, source.where)
@@ -73,26 +89,28 @@ class ModelRunner:
         if isinstance(source, DummySource):
             source.expect(expected_shapes(model_config))
         check_tensors(model_config, source)
+        shard = shard_model(model_config, layout, rank)
         dtype = DTYPES[_dtype_name(config, model_config, device)]
         device.before_weights()
         before = device.used_bytes()
         with torch.inference_mode():
-            report = _percent("weights", model_config.num_parameters, progress)
-            model = LlamaForCausalLM(model_config, source, dtype, device.torch, report)
+            total = -(-model_config.num_parameters // layout.ranks_per_engine)  # about: ranks are not quite equal
+            report = _percent("weights", total, progress)
+            model = LlamaForCausalLM(model_config, source, dtype, device.torch, report, shard, groups)
         device.after_weights()
         facts = ModelFacts(
             vocab_size=model_config.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=model_config.eos_token_ids,
-            num_layers=model_config.num_layers,
-            num_attention_heads=model_config.num_attention_heads,
-            num_kv_heads=model_config.num_kv_heads,
+            num_layers=shard.num_layers,
+            num_attention_heads=shard.num_heads,
+            num_kv_heads=shard.num_kv_heads,
             head_size=model_config.head_size,
             dtype=str(dtype).removeprefix("torch."),
             kv_dtype_bytes=dtype.itemsize,
             weights_bytes=max(0, device.used_bytes() - before),
         )
-        return cls(model, facts, device, config.block_size, dtype)
+        return cls(model, facts, shard, device, config.block_size, dtype)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
         """Run the largest step of the envelope and every row size once; returns the peak it added, in bytes.
@@ -120,60 +138,41 @@ class ModelRunner:
 
     def execute(self, sequences: list[ScheduledSequence]) -> torch.Tensor:
         """Compute a batch. Returns logits [sequences with samples=True, vocab_size] float32, in their order."""
-        return self._run(sequences, self.kv_cache)
+        logits = self.run(self.flatten(sequences))
+        assert logits is not None  # the engine holds a rank of the last stage
+        return logits
+
+    def flatten(self, sequences: list[ScheduledSequence]) -> StepInputs:
+        """The batch as plain values."""
+        return flatten(sequences, block_size=self._block_size, max_decode_tokens=GATHER_TOKENS)
+
+    def run(self, inputs: StepInputs) -> torch.Tensor | None:
+        """Compute a step. Logits of the sampled tokens on the rank that samples, None on the others."""
+        return self._run(inputs, self.kv_cache)
 
     @torch.inference_mode()
-    def _run(
-        self, sequences: list[ScheduledSequence], kv_cache: KVCache, num_layers: int | None = None
-    ) -> torch.Tensor:
-        decodes, chunks, num_rows = _in_token_order(sequences)
-        token_ids, positions, slots, sampled = self._flatten([*decodes, *chunks], num_rows)
-        num_tokens = len(token_ids)
-        padding = padded_rows(num_tokens) - num_tokens if self._model.pads_rows else 0
-        token_ids += [0] * padding
-        positions += [0] * padding
+    def _run(self, inputs: StepInputs, kv_cache: KVCache, num_layers: int | None = None) -> torch.Tensor | None:
+        num_tokens, num_rows = len(inputs.token_ids), len(inputs.sampled)
+        padding = [0] * (padded_rows(num_tokens) - num_tokens if self._model.pads_rows else 0)
         device = self._device.torch
         metadata = build_attention_metadata(
-            slots,
-            [(d.sequence.request.block_ids, d.sequence.start + 1) for d in decodes],
-            [(c.sequence.request.block_ids, c.sequence.start, c.sequence.num_tokens) for c in chunks],
-            block_size=self._block_size,
-            device=device,
+            inputs.slots, inputs.decodes, inputs.chunks, block_size=self._block_size, device=device
         )
         hidden = self._model.forward(
-            torch.tensor(token_ids, dtype=torch.int64, device=device),
-            torch.tensor(positions, dtype=torch.int64, device=device),
+            torch.tensor(inputs.token_ids + padding, dtype=torch.int64, device=device),
+            torch.tensor(inputs.positions + padding, dtype=torch.int64, device=device),
             kv_cache,
             metadata,
             num_layers=num_layers,
         )
-        if not sampled:
+        if not self._shard.is_last_stage:
+            return None
+        if not num_rows:
             return torch.empty(0, self.facts.vocab_size, device=device)
         rows = padded_rows(num_rows) if self._model.pads_rows else num_rows
-        wanted = torch.tensor(sampled + [0] * (rows - num_rows), dtype=torch.int64, device=device)
-        return self._model.logits(hidden.index_select(0, wanted))[:num_rows]
-
-    def _flatten(self, spans: list[_Span], num_rows: int) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Token ids, positions and KV slots of all tokens, and the token index of each sampling row."""
-        size = self._block_size
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        sampled = [0] * num_rows
-        for span in spans:
-            request, start, count = span.sequence.request, span.sequence.start, span.sequence.num_tokens
-            blocks = request.block_ids
-            if count == 1:
-                token_ids.append(request.token_ids[start])
-                positions.append(start)
-                slots.append(blocks[start // size] * size + start % size)
-            else:
-                token_ids += request.token_ids[start : start + count]
-                positions += range(start, start + count)
-                slots += [blocks[p // size] * size + p % size for p in range(start, start + count)]
-            if span.row is not None:
-                sampled[span.row] = len(token_ids) - 1
-        return token_ids, positions, slots, sampled
+        wanted = torch.tensor(inputs.sampled + [0] * (rows - num_rows), dtype=torch.int64, device=device)
+        logits = self._model.logits(hidden.index_select(0, wanted))
+        return None if logits is None else logits[:num_rows]
 
     def _new_kv_cache(self, cap_blocks: int, *, num_layers: int | None = None) -> KVCache:
         return KVCache(
@@ -198,22 +197,9 @@ class ModelRunner:
             request.block_ids = [0] * -(-longest // self._block_size)
             sequences.append(ScheduledSequence(request, before, now, samples=True))
         scratch = self._new_kv_cache(1, num_layers=1)
-        sample(self._run(sequences, scratch, num_layers=1), [s.request for s in sequences])
-
-
-def _in_token_order(sequences: list[ScheduledSequence]) -> tuple[list[_Span], list[_Span], int]:
-    """(decodes, longest first; everything else; number of rows that sample). A decode too long for one gather is a
-    chunk of one token."""
-    decodes: list[_Span] = []
-    chunks: list[_Span] = []
-    num_rows = 0
-    for sequence in sequences:
-        row = num_rows if sequence.samples else None
-        num_rows += sequence.samples
-        is_decode = sequence.num_tokens == 1 and sequence.start < GATHER_TOKENS
-        (decodes if is_decode else chunks).append(_Span(sequence, row))
-    decodes.sort(key=lambda span: -span.sequence.start)
-    return decodes, chunks, num_rows
+        logits = self._run(self.flatten(sequences), scratch, num_layers=1)
+        if logits is not None:
+            sample(logits, [s.request for s in sequences])
 
 
 def _envelope_spans(max_num_batched_tokens: int, max_len: int) -> list[tuple[int, int]]:

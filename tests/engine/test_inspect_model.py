@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from trimtab_engine.errors import ModelError
 from trimtab_engine.inspect_model import model_facts
 from trimtab_engine.model_config import parse_model_config
-from trimtab_engine.models.llama import expected_shapes
+from trimtab_engine.models.checkpoint import expected_shapes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -10,6 +10,8 @@ the cache between slices.
 import torch
 import torch.nn.functional as F
 
+from trimtab_engine.parallel.groups import RankGroup
+
 MAX_ROWS = 128  # of one product: beyond this a product gets no faster, only its workspace larger
 PACK_ROWS = 32  # the layout hint: the layout chosen for 32 rows is the fastest for 1 and for 256 rows as well
 ROW_STEPS = ((8, 0), (64, 8), (128, 16))  # up to .0 rows are padded to a multiple of .1 (0: to a power of two)
@@ -66,3 +68,18 @@ class Linear:
             y = torch.matmul(x, self._weight)
             return y if self._bias is None else y.add_(self._bias)
         return F.linear(x, self._weight, self._bias)
+
+
+class RowParallelLinear(Linear):
+    """A projection whose inputs are split among the ranks of a group: the ranks' products sum to the whole's.
+
+    The bias is that of one rank only, or it would be added once per rank.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, group: RankGroup) -> None:
+        super().__init__(weight, bias if group.index == 0 else None)
+        self._group = group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in_features / ranks] -> [rows, out_features], the same on every rank."""
+        return self._group.all_reduce(super().__call__(x))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab_engine.weights.source import CONFIG_FILE, GENERATION_FILE, read_json
+from trimtab_engine.weights.source import CONFIG_FILE, GENERATION_FILE, Span, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,14 @@ class DummySource:
         """What `expect` was given."""
         return self._shapes
 
-    def tensor(self, name: str) -> "torch.Tensor":
-        """float32; norm weights are 1, biases 0, the rest normally distributed."""
+    def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
+        """float32; norm weights are 1, biases 0, the rest normally distributed. A part is that part of the whole."""
+        whole = self._whole(name)
+        if rows is not None:
+            whole = whole[rows[0] : rows[1]]
+        return whole if columns is None else whole[:, columns[0] : columns[1]]
+
+    def _whole(self, name: str) -> "torch.Tensor":
         import torch
 
         shape = self._shapes[name]

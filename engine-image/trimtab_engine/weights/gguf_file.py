@@ -1,7 +1,7 @@
 """One GGUF file, dequantised to float32 as it is read. Configuration comes from its metadata.
 
-llama.cpp stores q and k projections with adjacent rotary pairs; `tensor` undoes that, so that both formats give the
-same tensors (transformers: halves).
+llama.cpp stores the q and k projections of Llama with adjacent rotary pairs; `tensor` undoes that, so that both formats
+give the same tensors (transformers: halves).
 """
 
 from collections.abc import Mapping
@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab_engine.errors import ModelError
+from trimtab_engine.weights.source import Span
 
 if TYPE_CHECKING:
     import torch
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+PAIRED = ("llama",)  # whose q and k rows are permuted
 GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -24,6 +26,8 @@ LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -104,25 +108,27 @@ class GgufSource:
         """GGUF writes the fastest dimension first; here it is last, as in torch."""
         return {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
 
-    def tensor(self, name: str) -> "torch.Tensor":
-        """Dequantised to float32."""
+    def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
+        """Dequantised to float32. Of a part only the rows are dequantised."""
         import torch
         from gguf.quants import dequantize
 
         if name not in self._tensors:
             raise ModelError(f"{self.where}: tensor {name} is missing")
         tensor = self._tensors[name]
+        data = tensor.data if rows is None else tensor.data[rows[0] : rows[1]]
+        shape = self.shapes()[name]
+        if rows is not None:
+            shape = (rows[1] - rows[0], *shape[1:])
         try:
-            values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+            values = torch.from_numpy(dequantize(data, tensor.tensor_type).copy())
         except NotImplementedError as error:
             kind = tensor.tensor_type.name
             raise ModelError(f"{self.where}: tensor {name} is {kind}, which cannot be dequantised: {error}") from None
-        values = values.view(self.shapes()[name]).float()
-        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-        for part, key in heads.items():
-            if part in name:
-                return halves_from_pairs(values, self.config[key])
-        return values
+        values = values.view(shape).float()
+        if str(self._fields.get("general.architecture")) in PAIRED and name.split(".")[-2] in ("q_proj", "k_proj"):
+            values = halves_from_pairs(values, values.shape[0] // int(self.config["head_dim"]))
+        return values if columns is None else values[:, columns[0] : columns[1]]
 
 
 def halves_from_pairs(rows: "torch.Tensor", num_heads: int) -> "torch.Tensor":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab_engine.errors import ModelError
-from trimtab_engine.weights.source import CONFIG_FILE, GENERATION_FILE, read_json
+from trimtab_engine.weights.source import CONFIG_FILE, GENERATION_FILE, Span, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +41,8 @@ class SafetensorsSource:
         """Shape of every tensor."""
         return self._shapes
 
-    def tensor(self, name: str) -> "torch.Tensor":
-        """A read-only view of the memory-mapped file."""
+    def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
+        """A read-only view of the memory-mapped file; a part is read alone."""
         from safetensors import SafetensorError, safe_open
 
         file = self._file_of.get(name)
@@ -51,10 +51,21 @@ class SafetensorsSource:
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
-            tensor: torch.Tensor = self._open[file].get_tensor(name)
+            opened = self._open[file]
+            tensor: torch.Tensor
+            if rows is None and columns is None:
+                tensor = opened.get_tensor(name)
+            elif columns is None:
+                tensor = opened.get_slice(name)[_slice(rows)]
+            else:
+                tensor = opened.get_slice(name)[_slice(rows), _slice(columns)]
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file}: tensor {name} cannot be read: {error}") from None
         return tensor
+
+
+def _slice(span: Span | None) -> slice:
+    return slice(None) if span is None else slice(*span)
 
 
 def _files(folder: Path) -> list[Path]:

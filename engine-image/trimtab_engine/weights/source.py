@@ -15,6 +15,10 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 
 
+Span = tuple[int, int]
+"""[first, last)."""
+
+
 class WeightSource(Protocol):
     """A checkpoint that was opened: its headers are read and found complete."""
 
@@ -40,8 +44,12 @@ class WeightSource(Protocol):
         """Shape of every tensor, by its transformers name."""
         ...
 
-    def tensor(self, name: str) -> "torch.Tensor":
-        """The tensor, perhaps a read-only view of the file. Raises ModelError when it is absent."""
+    def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
+        """The tensor, perhaps a read-only view of the file. Raises ModelError when it is absent.
+
+        `rows` and `columns` cut out a part; where the format allows it only that part is read. Rows of q and k are cut
+        between heads.
+        """
         ...
 
 

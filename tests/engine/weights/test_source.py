@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from trimtab_engine.errors import ModelError
 from trimtab_engine.model_config import parse_model_config
-from trimtab_engine.models.llama import check_tensors
+from trimtab_engine.models.checkpoint import check_tensors
 from trimtab_engine.weights.source import open_source
 
 CONFIG: dict[str, Any] = {
@@ -125,7 +125,7 @@ def test_configurations_that_are_not_built_are_refused_by_name(changes: dict[str
 
 
 def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
-    from trimtab_engine.models.llama import expected_shapes
+    from trimtab_engine.models.checkpoint import expected_shapes
 
     config = parse_model_config(CONFIG, {}, "config.json")
     good = {name: torch.zeros(shape) for name, shape in expected_shapes(config).items()}

@@ -1,0 +1,51 @@
+"""A mixture of experts on one rank: routing, the experts that are held here, and the sum over the ranks of the group.
+
+Data-parallel ranks have different tokens and one set of experts: each rank gathers the tokens of all, computes its
+experts' (or its slice of every expert's) part for all of them, and the parts are summed and handed back:
+```
+tokens of DP 0 |    -- all-gather -->  | 0 | 1 |  -- experts held here -->  | 0 | 1 |  -- reduce-scatter -->  own rows
+tokens of DP 1 |                         (on every rank)                      (parts)     then all-reduce over TP
+```
+All data-parallel ranks therefore have the same number of rows, which the step sees to.
+"""
+
+import torch
+from trimtab_kernels.fused_moe import fused_moe
+
+from trimtab_engine.layers.linear import Linear
+from trimtab_engine.parallel.groups import RankGroups
+
+MAX_TOKENS = 1024  # of one call: the wide intermediate of more would set the activations' peak
+
+
+class MixtureOfExperts:
+    """w13 [experts held, 2 * intermediate, hidden], w2 [experts held, hidden, intermediate] of this rank."""
+
+    def __init__(
+        self,
+        router: Linear,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        *,
+        top_k: int,
+        renormalize: bool,
+        expert_map: torch.Tensor | None,
+        groups: RankGroups,
+    ) -> None:
+        self._router, self._w13, self._w2 = router, w13, w2
+        self._top_k, self._renormalize, self._expert_map = top_k, renormalize, expert_map
+        self._tensor, self._data = groups.tensor, groups.data
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, hidden_size] -> the same shape."""
+        logits = self._router(x)
+        if self._data is not None:
+            x, logits = self._data.all_gather(x), self._data.all_gather(logits)
+        parts = [
+            fused_moe(rows, scores, self._w13, self._w2, self._top_k, self._renormalize, self._expert_map)
+            for rows, scores in zip(torch.split(x, MAX_TOKENS), torch.split(logits, MAX_TOKENS), strict=True)
+        ]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self._data is not None:
+            y = self._data.reduce_scatter(y)
+        return y if self._tensor is None else self._tensor.all_reduce(y)

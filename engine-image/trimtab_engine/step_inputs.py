@@ -1,0 +1,59 @@
+"""One step as plain values: what every rank of an engine computes from. Pure, so that it can be sent as it is."""
+
+import msgspec
+
+from trimtab_engine.batch import ScheduledSequence
+
+
+class StepInputs(msgspec.Struct, array_like=True):
+    """The batch in the order of its tokens: decodes first, longest first, then one chunk after another.
+
+    token_ids, positions and slots (of the KV cache) have one entry per token. `sampled` are the tokens whose logits are
+    wanted, in the order of the scheduled sequences. decodes: (block table, context length with the new token); chunks:
+    (block table, tokens before, tokens now). Block tables may be longer than needed.
+    """
+
+    token_ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    sampled: list[int]
+    decodes: list[tuple[list[int], int]]
+    chunks: list[tuple[list[int], int, int]]
+
+
+def flatten(sequences: list[ScheduledSequence], *, block_size: int, max_decode_tokens: int) -> StepInputs:
+    """Lay out a batch. A decode whose context passes max_decode_tokens is a chunk of one token."""
+    decodes: list[tuple[ScheduledSequence, int | None]] = []
+    chunks: list[tuple[ScheduledSequence, int | None]] = []
+    num_rows = 0
+    for sequence in sequences:
+        row = num_rows if sequence.samples else None
+        num_rows += sequence.samples
+        is_decode = sequence.num_tokens == 1 and sequence.start < max_decode_tokens
+        (decodes if is_decode else chunks).append((sequence, row))
+    decodes.sort(key=lambda entry: -entry[0].start)
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    sampled = [0] * num_rows
+    for sequence, row in (*decodes, *chunks):
+        request, start, count = sequence.request, sequence.start, sequence.num_tokens
+        blocks = request.block_ids
+        if count == 1:
+            token_ids.append(request.token_ids[start])
+            positions.append(start)
+            slots.append(blocks[start // block_size] * block_size + start % block_size)
+        else:
+            token_ids += request.token_ids[start : start + count]
+            positions += range(start, start + count)
+            slots += [blocks[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
+        if row is not None:
+            sampled[row] = len(token_ids) - 1
+    return StepInputs(
+        token_ids,
+        positions,
+        slots,
+        sampled,
+        [(sequence.request.block_ids, sequence.start + 1) for sequence, _ in decodes],
+        [(sequence.request.block_ids, sequence.start, sequence.num_tokens) for sequence, _ in chunks],
+    )
