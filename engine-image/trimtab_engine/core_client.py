@@ -1,65 +1,62 @@
-"""The API server's side of the engine core: its process, its sockets, and who waits for which answer.
+"""An API server's side of the engine core: its two sockets, and who waits for which answer.
 
-The API server binds both sockets in a private folder, starts the core with the addresses on stdin, and reads everything
-the core sends in one task. It never imports torch.
+It binds both sockets in the launcher's private folder and reads everything the core sends in one task. It never imports
+torch. The core's process is core_launcher.py's.
 """
 
 import asyncio
-import contextlib
-import json
 import logging
-import shutil
-import sys
-import tempfile
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from trimtab_engine.config import EngineConfig, core_environment
 from trimtab_engine.errors import EngineDead
 from trimtab_engine.messages import (
     AbortRequests,
     AddRequest,
     AdminCall,
     AdminReply,
+    ClientAddresses,
+    ClientOutputs,
     CoreFailed,
     CoreReady,
     FromCore,
     LoadProgress,
     RequestOutput,
-    SamplingParams,
     Shutdown,
     StepOutputs,
     StepStats,
     ToCore,
 )
 
-CORE_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.core_process")
-SHUTDOWN_SECONDS = 5.0  # for the core to leave its loop before it is killed
-DEAD_GRACE_SECONDS = 0.5  # for the core's last message, which says why, to arrive after its process has ended
-
 logger = logging.getLogger("trimtab_engine.api")
 
 
 class CoreClient:
-    """One engine core, as a process. `on_step` is called with the statistics of each step, in order."""
+    """One line to the core. `on_ready` is called when the core is ready, then `on_step` with the statistics of each
+    step, in order; only client 0 gets those.
+    """
 
-    def __init__(self, config: EngineConfig, on_step: Callable[[StepStats], None]) -> None:
-        self._config = config
-        self._on_step = on_step
-        self._folder = Path(tempfile.mkdtemp(prefix="trimtab-"))  # mode 0700: nobody else can reach the sockets
+    def __init__(
+        self,
+        addresses: ClientAddresses,
+        *,
+        client_index: int = 0,
+        on_ready: Callable[[CoreReady], None] | None = None,
+        on_step: Callable[[StepStats], None] | None = None,
+    ) -> None:
+        self._addresses, self._client_index = addresses, client_index
+        self._on_ready, self._on_step = on_ready, on_step
         self._context = zmq.asyncio.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._outbox = self._context.socket(zmq.PUSH)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
-        self._process: asyncio.subprocess.Process | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._reader: asyncio.Task[None] | None = None
         self._requests: dict[str, asyncio.Queue[RequestOutput | None]] = {}
         self._calls: dict[str, asyncio.Future[AdminReply]] = {}
         self._closing = False
@@ -71,24 +68,15 @@ class CoreClient:
         self.ended = asyncio.Event()
         """Set when the core has failed or its process has ended."""
 
-    async def start(self) -> None:
-        """Start the core's process. Loading goes on in the background: see `progress`, `loaded`."""
-        to_core, from_core = (f"ipc://{self._folder}/{name}" for name in ("to-core", "from-core"))
+    def open(self) -> None:
+        """Bind the sockets and read what comes."""
         for socket in (self._inbox, self._outbox):
             socket.setsockopt(zmq.LINGER, 0)
         self._outbox.setsockopt(zmq.SNDHWM, 0)
         self._inbox.setsockopt(zmq.RCVHWM, 0)
-        self._outbox.bind(to_core)
-        self._inbox.bind(from_core)
-        start = {"config": msgspec.to_builtins(self._config), "to_core": to_core, "from_core": from_core}
-        self._process = await asyncio.create_subprocess_exec(
-            *CORE_COMMAND, stdin=asyncio.subprocess.PIPE, env=core_environment()
-        )
-        assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it has ended already: the watch says so
-            self._process.stdin.write(json.dumps(start).encode() + b"\n")
-            await self._process.stdin.drain()
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        self._outbox.bind(self._addresses.to_core)
+        self._inbox.bind(self._addresses.from_core)
+        self._reader = asyncio.create_task(self._read())
 
     @property
     def is_alive(self) -> bool:
@@ -101,16 +89,16 @@ class CoreClient:
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    async def generate(
-        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, arrival_time: float
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
         """One sequence's outputs; the last has a finish_reason. Leaving early aborts. EngineDead if the core ends."""
+        request_id = request.request_id
+        request.client_index = self._client_index
         queue: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
         self._requests[request_id] = queue
         finished = False
         try:
             self._raise_if_dead()
-            self._send(AddRequest(request_id, prompt_token_ids, sampling, arrival_time))
+            self._send(request)
             while not finished:
                 output = await queue.get()
                 if output is None:
@@ -142,32 +130,25 @@ class CoreClient:
         future: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            self._send(AdminCall(call_id, method, body))
+            self._send(AdminCall(call_id, method, body, self._client_index))
             return await future
         finally:
             self._calls.pop(call_id, None)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    async def close(self) -> None:
-        """Tell the core to end, wait for it, and remove the sockets."""
+    def shut_down_core(self) -> None:
+        """Ask the core to leave its loop."""
         self._closing = True
-        process = self._process
-        if process is not None and process.returncode is None:
-            if self.ready is not None and self.failure is None:
-                self._send(Shutdown())
-            else:
-                process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), SHUTDOWN_SECONDS)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._send(Shutdown())
+
+    async def close(self) -> None:
+        """Remove the sockets."""
+        self._closing = True
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
         self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- the inside -----------------------------------------------------------------------------------------------
 
@@ -187,16 +168,16 @@ class CoreClient:
                 self._handle(self._decoder.decode(await self._inbox.recv()))
         except Exception as error:  # a defect of ours; without this every request would wait for ever
             logger.exception("cannot read what the engine core sends")
-            self._fail(CoreFailed(f"cannot read what the engine core sends: {type(error).__name__}: {error}", 1))
+            self.fail(CoreFailed(f"cannot read what the engine core sends: {type(error).__name__}: {error}", 1))
 
     def _handle(self, message: FromCore) -> None:
         match message:
             case StepOutputs():
-                for output in message.outputs:
-                    queue = self._requests.get(output.request_id)
-                    if queue is not None:  # none: aborted meanwhile
-                        queue.put_nowait(output)
-                self._on_step(message.stats)
+                self._deliver(message.outputs)
+                if self._on_step is not None:
+                    self._on_step(message.stats)
+            case ClientOutputs():
+                self._deliver(message.outputs)
             case AdminReply():
                 future = self._calls.get(message.call_id)
                 if future is not None and not future.done():
@@ -206,24 +187,22 @@ class CoreClient:
             case CoreReady():
                 self.ready = message
                 self.progress = LoadProgress("ready", 100.0)
+                if self._on_ready is not None:
+                    self._on_ready(message)
                 self.loaded.set()
             case CoreFailed():
-                self._fail(message)
+                self.fail(message)
 
-    async def _watch(self) -> None:
-        """Notice that the process has ended, even when it could not say so."""
-        assert self._process is not None
-        code = await self._process.wait()
-        if self._closing:
-            return
-        await asyncio.sleep(DEAD_GRACE_SECONDS)
-        if self.failure is None:
-            cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-            self._fail(CoreFailed(f"the engine core ended unexpectedly ({cause})", exit_code=1))
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            queue = self._requests.get(output.request_id)
+            if queue is not None:  # none: aborted meanwhile
+                queue.put_nowait(output)
 
-    def _fail(self, failure: CoreFailed) -> None:
+    def fail(self, failure: CoreFailed) -> None:
+        """The engine serves no more: whoever waits gets EngineDead. The first failure is the cause and stays."""
         if self.failure is not None:
-            return  # the first one is the cause
+            return
         self.failure = failure
         self.ended.set()
         self.loaded.set()

@@ -1,4 +1,4 @@
-"""The engine core's process, `-m trimtab_engine.core_process`: one loop between two sockets to the API server.
+"""The engine core's process, `-m trimtab_engine.core_process`: one loop between the sockets of its API servers.
 
 It reads its configuration from stdin (JSON), says how far loading is, then serves: drain the inbox (waiting only when
 idle), run one step, send what it brought. It ends when it is told to, when the API server dies, or with one CoreFailed
@@ -6,7 +6,6 @@ line when it cannot go on.
 """
 
 import ctypes
-import json
 import logging
 import signal
 import sys
@@ -14,9 +13,9 @@ import time
 from typing import Any
 
 import msgspec
-import zmq
 
 from trimtab_engine.config import EngineConfig
+from trimtab_engine.core_link import Link
 from trimtab_engine.engine import Engine
 from trimtab_engine.errors import ConfigError, TrimtabError
 from trimtab_engine.messages import (
@@ -25,48 +24,16 @@ from trimtab_engine.messages import (
     AdminCall,
     AdminReply,
     CoreFailed,
-    FromCore,
+    CoreStart,
     LoadProgress,
     Shutdown,
-    ToCore,
 )
 from trimtab_engine.startup import Progress, start_engine
 
 IDLE_REPORT_MILLISECONDS = 1000  # an idle engine reports its state this often, so that gauges stay true
-LINGER_MILLISECONDS = 2000  # for the last message to leave before the process ends
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 logger = logging.getLogger("trimtab_engine.core")
-
-
-class Link:
-    """The two one-way sockets to the API server. The API server binds, the core connects."""
-
-    def __init__(self, to_core: str, from_core: str) -> None:
-        self._context = zmq.Context()
-        self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.connect(to_core)
-        self._outbox = self._context.socket(zmq.PUSH)
-        self._outbox.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
-        self._outbox.setsockopt(zmq.SNDHWM, 0)  # outputs are never dropped: the API server reads all of them
-        self._outbox.connect(from_core)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
-
-    def send(self, message: FromCore) -> None:
-        self._outbox.send(self._encoder.encode(message))
-
-    def receive(self, timeout_milliseconds: int) -> list[ToCore]:
-        """All messages that are there; waits for the first one up to the timeout."""
-        messages: list[ToCore] = []
-        while self._inbox.poll(0 if messages else timeout_milliseconds):
-            messages.append(self._decoder.decode(self._inbox.recv()))
-        return messages
-
-    def close(self) -> None:
-        self._inbox.close(linger=0)
-        self._outbox.close()
-        self._context.term()
 
 
 def serve(engine: Engine, link: Link) -> None:
@@ -79,10 +46,10 @@ def serve(engine: Engine, link: Link) -> None:
                 case AbortRequests():
                     engine.abort(message.request_ids)
                 case AdminCall():
-                    link.send(answer(engine, message))
+                    link.send(answer(engine, message), message.client_index)
                 case Shutdown():
                     return
-        link.send(engine.step())
+        link.send_step(engine.step())
 
 
 def answer(engine: Engine, call: AdminCall) -> AdminReply:
@@ -112,23 +79,23 @@ def main() -> int:
     _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API server tells us what to do
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
-    start = json.loads(sys.stdin.readline())
-    link = Link(start["to_core"], start["from_core"])
+    start = msgspec.json.decode(sys.stdin.readline(), type=CoreStart)
+    link = Link(start.clients)
     try:
-        config = msgspec.convert(start["config"], EngineConfig)
-        progress: Progress = lambda stage, percent: link.send(LoadProgress(stage, percent))  # noqa: E731
+        config = msgspec.convert(start.config, EngineConfig)
+        progress: Progress = lambda stage, percent: link.broadcast(LoadProgress(stage, percent))  # noqa: E731
         engine, ready = start_engine(config, progress, time.monotonic)
-        link.send(ready)
+        link.broadcast(ready)
         serve(engine, link)
     except ConfigError as error:
-        link.send(CoreFailed(str(error), exit_code=2))
+        link.broadcast(CoreFailed(str(error), exit_code=2))
         return 2
     except (TrimtabError, MemoryError) as error:
-        link.send(CoreFailed(f"the engine core failed: {error}", exit_code=1))
+        link.broadcast(CoreFailed(f"the engine core failed: {error}", exit_code=1))
         return 1
     except Exception as error:
         logger.exception("the engine core failed")
-        link.send(CoreFailed(f"the engine core failed: {type(error).__name__}: {error}", exit_code=1))
+        link.broadcast(CoreFailed(f"the engine core failed: {type(error).__name__}: {error}", exit_code=1))
         return 1
     finally:
         link.close()

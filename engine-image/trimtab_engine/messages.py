@@ -33,6 +33,20 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
 
 
+class ClientAddresses(msgspec.Struct, frozen=True):
+    """Where one client of the core has bound its two one-way sockets. The core connects."""
+
+    to_core: str
+    from_core: str
+
+
+class CoreStart(msgspec.Struct):
+    """What the core reads from stdin, as one line of JSON. Client 0 gets the statistics; it may be the only one."""
+
+    config: dict[str, Any]
+    clients: list[ClientAddresses]
+
+
 # --- API server -> engine core ------------------------------------------------------------------------------------
 
 
@@ -44,6 +58,10 @@ class AddRequest(msgspec.Struct, tag="add"):
     sampling: SamplingParams
     arrival_time: float
     priority: int = 0
+    cache_salt: str = ""
+    """Requests share cached prefixes only with those of the same salt: the request's own, and that of its API key."""
+    client_index: int = 0
+    """Which API server asked: its outputs go there. The index is the place in the core's list of clients."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):
@@ -62,6 +80,7 @@ class AdminCall(msgspec.Struct, tag="admin"):
     call_id: str
     method: str
     body: dict[str, Any]
+    client_index: int = 0
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
@@ -157,10 +176,16 @@ class StepStats(msgspec.Struct, array_like=True):
 
 
 class StepOutputs(msgspec.Struct, tag="outputs"):
-    """Everything that one step brought."""
+    """What one step brought, for client 0: the statistics go nowhere else, so that they are counted once."""
 
     outputs: list[RequestOutput]
     stats: StepStats
+
+
+class ClientOutputs(msgspec.Struct, tag="client_outputs"):
+    """What one step brought to the requests of another client."""
+
+    outputs: list[RequestOutput]
 
 
 class AdminReply(msgspec.Struct, tag="admin_reply"):
@@ -171,4 +196,4 @@ class AdminReply(msgspec.Struct, tag="admin_reply"):
     body: dict[str, Any]
 
 
-FromCore = LoadProgress | CoreReady | CoreFailed | StepOutputs | AdminReply
+FromCore = LoadProgress | CoreReady | CoreFailed | StepOutputs | ClientOutputs | AdminReply

@@ -6,11 +6,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from trimtab_engine import core_client
+from trimtab_engine import core_launcher
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_client import CoreClient
+from trimtab_engine.core_launcher import CoreLauncher
 from trimtab_engine.errors import EngineDead
-from trimtab_engine.messages import SamplingParams, StepStats
+from trimtab_engine.messages import AddRequest, SamplingParams, StepStats
 
 DEADLINE_SECONDS = 20.0
 BEGIN = """
@@ -19,7 +20,7 @@ from trimtab_engine.messages import *
 start = json.loads(sys.stdin.readline())
 context = zmq.Context()
 inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-inbox.connect(start["to_core"]); outbox.connect(start["from_core"])
+mine = start["clients"][0]; inbox.connect(mine["to_core"]); outbox.connect(mine["from_core"])
 send = lambda message: outbox.send(msgspec.msgpack.encode(message))
 receive = lambda: msgspec.msgpack.decode(inbox.recv(), type=ToCore)
 ready = lambda: send(CoreReady(64, 10, [1], 16, 4, {}))
@@ -32,21 +33,24 @@ RunCore = Callable[..., Awaitable[CoreClient]]
 @pytest.fixture
 async def run_core(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Start a core that is a few lines of Python; it ends with the test."""
-    clients: list[CoreClient] = []
+    started: list[tuple[CoreLauncher, CoreClient]] = []
 
     async def run(lines: str, on_step: Callable[[StepStats], None] = lambda stats: None) -> CoreClient:
-        monkeypatch.setattr(core_client, "CORE_COMMAND", (sys.executable, "-c", BEGIN + lines))
-        clients.append(CoreClient(EngineConfig(model="m"), on_step))
-        await clients[-1].start()
-        return clients[-1]
+        monkeypatch.setattr(core_launcher, "CORE_COMMAND", (sys.executable, "-c", BEGIN + lines))
+        launcher = CoreLauncher(EngineConfig(model="m"))
+        client = CoreClient(launcher.addresses[0], on_step=on_step)
+        started.append((launcher, client))
+        client.open()
+        await launcher.start(client)
+        return client
 
     yield run
-    for client in clients:
-        await client.close()
+    for launcher, client in started:
+        await launcher.close(client)
 
 
 async def tokens(client: CoreClient, request_id: str = "a") -> list[int]:
-    outputs = client.generate(request_id, [1, 2], SamplingParams(), 0.0)
+    outputs = client.generate(AddRequest(request_id, [1, 2], SamplingParams(), 0.0))
     return [token async for output in outputs for token in output.token_ids]
 
 
@@ -72,7 +76,7 @@ ready(); request = receive(); send(StepOutputs([RequestOutput(request.request_id
 abort = receive(); call = receive(); send(AdminReply(call.call_id, 200, {"aborted": abort.request_ids})); receive()
 """)
     await soon(client.loaded.wait())
-    outputs = client.generate("a", [1], SamplingParams(), 0.0)
+    outputs = client.generate(AddRequest("a", [1], SamplingParams(), 0.0))
     await soon(anext(outputs))
     await outputs.aclose()
     assert (await soon(client.call("memory", {}))).body == {"aborted": ["a"]}
@@ -91,8 +95,6 @@ async def test_a_core_that_ends_without_a_word_ends_every_wait(run_core: RunCore
 async def test_a_request_sent_to_a_core_that_has_just_ended_does_not_wait_for_ever(run_core: RunCore) -> None:
     client = await run_core("ready(); outbox.close(linger=1000); os._exit(7)")
     await soon(client.loaded.wait())
-    assert client._process is not None
-    await soon(client._process.wait())
     for work in (tokens(client), client.call("memory", {})):
         with pytest.raises(EngineDead):
             await soon(work)
@@ -128,12 +130,3 @@ async def test_a_fault_in_the_statistics_ends_every_wait(run_core: RunCore) -> N
     await soon(client.loaded.wait())
     with pytest.raises(EngineDead, match="a defect of ours"):
         await soon(tokens(client))
-
-
-async def test_closing_leaves_neither_process_nor_folder(run_core: RunCore) -> None:
-    client = await run_core("ready(); receive()")
-    await soon(client.loaded.wait())
-    await soon(client.close())
-    assert client._process is not None
-    assert client._process.returncode == 0
-    assert not client._folder.exists()

@@ -53,14 +53,14 @@ def _routes(state: ServerState) -> APIRouter:
     @router.post("/drain")
     async def drain(request: Request) -> Response:
         seconds = _deadline(await _json(request))
-        state.draining = True
+        state.begin_drain()
         return await _forward(state, "drain", {"deadline_seconds": seconds})
 
     return router
 
 
 async def _forward(state: ServerState, method: str, body: dict[str, Any]) -> Response:
-    if state.serving is None:
+    if state.core.ready is None:
         raise ApiError(503, state.not_ready_reason or "the engine is loading")
     reply = await state.core.call(method, body)
     return JSONResponse(reply.body, reply.status)

@@ -85,9 +85,16 @@ def _probes(state: ServerState) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        if state.metrics is None or not state.options.log_stats:
-            return Response(b"", media_type=CONTENT_TYPE_LATEST)
-        return Response(state.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await state.exporter.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": await state.exporter.server_load(state.num_http_requests)}
+
+    @router.get("/ping")
+    @router.post("/ping")
+    async def ping() -> Response:
+        return Response(status_code=200 if state.not_ready_reason is None else 503)
 
     return router
 

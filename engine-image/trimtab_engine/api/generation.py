@@ -8,10 +8,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from trimtab_engine.api.error_responses import ApiError
-from trimtab_engine.api.metrics import EngineMetrics, FinishedSequence
+from trimtab_engine.api.observations import FinishedSequence, Observer
 from trimtab_engine.api.stop_strings import StopStrings
 from trimtab_engine.core_client import CoreClient
-from trimtab_engine.messages import RequestOutput, SamplingParams, TokenLogprobs
+from trimtab_engine.messages import AddRequest, RequestOutput, SamplingParams, TokenLogprobs
 from trimtab_engine.tokenizer import Detokenizer, Tokenizer
 
 
@@ -43,8 +43,8 @@ class Piece:
 class Generator:
     """Runs GenerationPlans on the core."""
 
-    def __init__(self, client: CoreClient, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
-        self._client, self._tokenizer, self._metrics = client, tokenizer, metrics
+    def __init__(self, client: CoreClient, tokenizer: Tokenizer, observer: Observer) -> None:
+        self._client, self._tokenizer, self._observer = client, tokenizer, observer
 
     async def run(self, plan: GenerationPlan) -> AsyncGenerator[Piece, None]:
         """All choices' pieces as they come. Leaving early aborts what still runs."""
@@ -55,7 +55,7 @@ class Generator:
                     num_tokens[piece.index] += piece.num_tokens
                     yield piece
         finally:
-            self._metrics.request_finished(len(plan.sampling), max(num_tokens))
+            self._observer.request_finished(len(plan.sampling), max(num_tokens))
 
     async def _run_choices(self, plan: GenerationPlan) -> AsyncGenerator[Piece, None]:
         if len(plan.sampling) == 1:
@@ -93,9 +93,10 @@ class Generator:
         request_id = f"{plan.request_id}-{index}-{uuid.uuid4().hex[:8]}"
         detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=plan.skip_special_tokens)
         stop = StopStrings(plan.stop, include=plan.include_stop)
-        clock = SequenceClock(plan, index, self._metrics)
+        clock = SequenceClock(plan, index, self._observer)
         finish_reason: str | None = None
-        outputs = self._client.generate(request_id, plan.prompt_token_ids, plan.sampling[index], plan.arrival_time)
+        request = AddRequest(request_id, plan.prompt_token_ids, plan.sampling[index], plan.arrival_time)
+        outputs = self._client.generate(request)
         try:
             async with aclosing(outputs):
                 async for output in outputs:
@@ -132,10 +133,8 @@ def _is_end(output: RequestOutput) -> bool:
 class SequenceClock:
     """When things happened to one sequence, told to the metrics as they happen."""
 
-    def __init__(
-        self, plan: GenerationPlan, index: int, metrics: EngineMetrics, now: Callable[[], float] = time.monotonic
-    ):
-        self._plan, self._metrics, self._now = plan, metrics, now
+    def __init__(self, plan: GenerationPlan, index: int, observer: Observer, now: Callable[[], float] = time.monotonic):
+        self._plan, self._observer, self._now = plan, observer, now
         self._max_tokens = plan.sampling[index].max_tokens
         self._scheduled: float | None = None
         self._first_token: float | None = None
@@ -152,14 +151,14 @@ class SequenceClock:
         now = self._now()
         if self._last_token is None:
             self._first_token = now
-            self._metrics.first_token(now - self._plan.arrival_time)
+            self._observer.first_token(now - self._plan.arrival_time)
         else:
-            self._metrics.next_token(now - self._last_token)
+            self._observer.next_token(now - self._last_token)
         self._last_token = now
         self.num_tokens += len(output.token_ids)
 
     def finish(self, reason: str) -> None:
-        self._metrics.finished(
+        self._observer.finished(
             FinishedSequence(
                 reason=reason,
                 arrival=self._plan.arrival_time,

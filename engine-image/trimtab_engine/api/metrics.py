@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from trimtab_engine.api.observations import FinishedSequence
 from trimtab_engine.messages import StepStats
 
 LABELS = ("model_name", "engine")
@@ -31,22 +32,6 @@ STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.
 def length_buckets(max_model_len: int) -> list[int]:
     """1, 2, 5, 10, … up to max_model_len, as vLLM has them."""
     return [m * 10**e for e in range(12) for m in (1, 2, 5) if m * 10**e <= max_model_len]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedSequence:
-    """A sequence's life, in CLOCK_MONOTONIC seconds and tokens. None: it never came so far."""
-
-    reason: str
-    arrival: float
-    scheduled: float | None
-    first_token: float | None
-    last_token: float | None
-    end: float
-    num_prompt_tokens: int
-    num_generation_tokens: int
-    max_tokens: int
-    num_preemptions: int
 
 
 @dataclass(slots=True)

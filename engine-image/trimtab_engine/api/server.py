@@ -1,35 +1,30 @@
-"""The life of the server process: bind, start the core, load the tokenizer, serve, drain, end. Returns an exit code."""
+"""The life of an engine: bind, start the core and the API servers, serve, drain, end. Returns an exit code.
+
+With one API server it runs in this process; with several this process has only the admin API, the statistics and the
+watch over the others (docs/api-server-scale-out.md).
+"""
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
-from fastapi import FastAPI
-
 from trimtab_engine.api.admin import build_admin_app
-from trimtab_engine.api.app import build_app
-from trimtab_engine.api.generation import Generator
-from trimtab_engine.api.http_protocol import BoundedHeadProtocol
-from trimtab_engine.api.metrics import EngineMetrics, Interval, statistics_line
-from trimtab_engine.api.state import ServerOptions, ServerState, Serving
+from trimtab_engine.api.exporter import EngineExporter
+from trimtab_engine.api.http_server import CLOSE_SECONDS, HttpServer, bind, loop_factory
+from trimtab_engine.api.server_processes import ServerProcesses
+from trimtab_engine.api.servers import LocalServer, Servers
+from trimtab_engine.api.state import ServerOptions, ServerState
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_client import CoreClient
-from trimtab_engine.errors import ConfigError, EngineDead
-from trimtab_engine.messages import StepStats
-from trimtab_engine.tokenizer import Tokenizer
+from trimtab_engine.core_launcher import CoreLauncher
 
-STATS_SECONDS = 10.0
-CLOSE_SECONDS = 3  # for connections to close after the drain
 ABORT_GRACE_SECONDS = 2.0  # for aborted requests' last bytes to leave
-DEAD_ANSWER_SECONDS = 1.0  # for in-flight requests to get their 500 before the process ends
-BACKLOG = 2048
+DEAD_ANSWER_SECONDS = 1.0  # after a failure: who waits gets his error, who comes gets 503
+DEAD_CLOSE_SECONDS = 1  # then connections close; with the core's grace the whole end stays below 5 s
 
 logger = logging.getLogger("trimtab_engine.api")
 
@@ -45,67 +40,65 @@ class Listen:
 
 
 def run_server(config: EngineConfig, options: ServerOptions, listen: Listen, shutdown_timeout: float) -> int:
-    """Serve until told to end or until the core fails. Raises ConfigError when a port cannot be bound."""
-    sockets = [_bind(listen.host, listen.port, "--port")]
+    """Serve until told to end or until the core or an API server fails. Raises ConfigError when a port cannot be
+    bound."""
+    sockets = [bind(listen.host, listen.port, "--port")]
     if listen.admin_port is not None:
-        sockets.append(_bind(listen.admin_host, listen.admin_port, "--admin-port"))
+        sockets.append(bind(listen.admin_host, listen.admin_port, "--admin-port"))
     for name, bound in zip(("API", "admin API"), sockets, strict=False):  # port 0: the kernel has chosen one
         logger.info("the %s listens on %s port %d", name, *bound.getsockname()[:2])
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Server(config, options, sockets, shutdown_timeout).run())
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(_EngineServer(config, options, sockets, shutdown_timeout).run())
 
 
-class _Server:
+class _EngineServer:
     def __init__(
         self, config: EngineConfig, options: ServerOptions, sockets: list[socket.socket], shutdown_timeout: float
     ) -> None:
-        self._config, self._options, self._sockets = config, options, sockets
-        self._shutdown_timeout = shutdown_timeout
-        self._core = CoreClient(config, self._on_step)
-        self._state = ServerState(options, self._core)
+        self._options, self._shutdown_timeout = options, shutdown_timeout
+        count = options.api_server_count
+        self._launcher = CoreLauncher(config, num_clients=1 if count == 1 else 1 + count)
+        self._exporter = EngineExporter(options.served_model_names[0], log_stats=options.log_stats)
+        self._core = CoreClient(
+            self._launcher.addresses[0], on_ready=self._exporter.begin, on_step=self._exporter.on_step
+        )
+        self._state = ServerState(options, self._core, self._exporter)
+        self._servers: Servers
+        if count == 1:
+            self._servers = LocalServer(config, self._state, self._exporter, sockets[0])
+        else:
+            others = self._launcher.addresses[1:]
+            self._servers = ServerProcesses(config, options, self._exporter, sockets[0], others, self._core.fail)
+        self._state.on_drain = self._servers.begin_drain
+        self._admin = HttpServer(build_admin_app(self._state), sockets[1]) if len(sockets) > 1 else None
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
     async def run(self) -> int:
         self._catch_signals()
-        apps = [build_app(self._state), build_admin_app(self._state)]
-        servers = [_uvicorn(app) for app, _ in zip(apps, self._sockets, strict=False)]
-        serving = [
-            asyncio.create_task(server.serve(sockets=[bound]))
-            for server, bound in zip(servers, self._sockets, strict=True)
-        ]
+        self._core.open()
+        if self._admin is not None:
+            self._admin.start()
         background: list[asyncio.Task[None]] = []
         try:
-            await self._start_core()
+            await self._servers.start()
+            await self._launcher.start(self._core)
             load = asyncio.create_task(self._load())
-            background = [load, asyncio.create_task(self._log_statistics())]
+            background = [load, asyncio.create_task(self._exporter.log_statistics())]
             return await self._until_the_end(load)
         finally:
             for task in background:
                 task.cancel()
-            for server in servers:
-                server.should_exit = True
-            await asyncio.gather(*background, *serving, return_exceptions=True)
-            await self._core.close()
-
-    async def _start_core(self) -> None:
-        try:
-            await self._core.start()
-        except OSError as error:
-            raise EngineDead(f"the engine core's process cannot be started: {error}") from error
+            seconds = CLOSE_SECONDS if self._core.is_alive else DEAD_CLOSE_SECONDS
+            admin = [self._admin.close(seconds)] if self._admin is not None else []
+            await asyncio.gather(*background, *admin, self._servers.close(seconds), return_exceptions=True)
+            await self._launcher.close(self._core)
 
     async def _load(self) -> None:
-        """The tokenizer is read while the core reads the weights. Raises ConfigError when it cannot be."""
-        tokenizer = await asyncio.to_thread(Tokenizer, self._config.tokenizer or self._config.model)
-        await self._core.loaded.wait()
-        facts = self._core.ready
-        if facts is None:
-            return
-        metrics = EngineMetrics(self._options.served_model_names[0], facts.max_model_len)
-        metrics.cache_config(facts.cache_config)
-        self._state.metrics = metrics
-        self._state.serving = Serving(facts, tokenizer, Generator(self._core, tokenizer, metrics))
-        logger.info("ready: serving %s", ", ".join(self._options.served_model_names))
+        """Raises ConfigError when a tokenizer cannot be read."""
+        await self._servers.load()
+        if self._core.ready is not None and self._core.is_alive:
+            logger.info("ready: serving %s", ", ".join(self._options.served_model_names))
 
     async def _until_the_end(self, load: "asyncio.Task[None]") -> int:
         """Wait for a signal, a failed load, or the core's end, whichever is first."""
@@ -129,50 +122,30 @@ class _Server:
     async def _after_failure(self) -> int:
         failure = self._core.failure
         assert failure is not None
+        self._servers.fail(failure)
         print(f"trimtab-engine: {' '.join(failure.message.split())}", file=sys.stderr, flush=True)
-        await asyncio.sleep(DEAD_ANSWER_SECONDS if self._state.num_http_requests else 0)
+        await asyncio.sleep(DEAD_ANSWER_SECONDS)
         return failure.exit_code or 1
 
     async def _drain(self) -> None:
         """Accept nothing new, let what runs finish, abort the rest at the deadline or at a second signal."""
-        self._state.draining = True
-        if self._state.num_http_requests:
-            logger.info(
-                "draining: %d requests run, up to %.0f s", self._state.num_http_requests, self._shutdown_timeout
-            )
+        servers = self._servers
+        self._state.begin_drain()
+        await servers.settle()
+        if servers.num_http_requests:
+            logger.info("draining: %d requests run, up to %.0f s", servers.num_http_requests, self._shutdown_timeout)
             await self._until_idle(self._shutdown_timeout, self._hurry, self._core.ended)
-        if self._state.num_http_requests and self._core.is_alive:
-            logger.warning("aborting %d requests that did not finish in time", self._state.num_http_requests)
-            self._core.abort_all()
+        if servers.num_http_requests and self._core.is_alive:
+            logger.warning("aborting %d requests that did not finish in time", servers.num_http_requests)
+            servers.abort_all()
             await self._until_idle(ABORT_GRACE_SECONDS)
 
     async def _until_idle(self, timeout: float, *or_else: asyncio.Event) -> None:
         """Wait until no generation request is being answered, or another event, or the timeout."""
-        waits = [asyncio.create_task(event.wait()) for event in (self._state.idle, *or_else)]
+        waits = [asyncio.create_task(event.wait()) for event in (self._servers.idle, *or_else)]
         await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-
-    def _on_step(self, stats: StepStats) -> None:
-        if self._state.metrics is not None:
-            self._state.metrics.on_step(stats)
-
-    async def _log_statistics(self) -> None:
-        """vLLM's line every 10 s while there is something to say."""
-        was_idle = True
-        while self._options.log_stats:
-            await asyncio.sleep(STATS_SECONDS)
-            metrics = self._state.metrics
-            if metrics is None or metrics.latest is None:
-                continue
-            interval, metrics.interval = metrics.interval, Interval()
-            latest = metrics.latest
-            idle = not (
-                interval.prompt_tokens or interval.generation_tokens or latest.num_running or latest.num_waiting
-            )
-            level = logging.DEBUG if idle and was_idle else logging.INFO
-            logger.log(level, "%s", statistics_line(interval, latest, STATS_SECONDS))
-            was_idle = idle
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -183,44 +156,3 @@ class _Server:
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handling: the drain is ours."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _uvicorn(app: FastAPI) -> _Uvicorn:
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=CLOSE_SECONDS,
-        server_header=False,
-        http=BoundedHeadProtocol,
-    )
-    return _Uvicorn(config)
-
-
-def _bind(host: str, port: int, flag: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-        bound.listen(BACKLOG)
-    except OSError as error:
-        bound.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}") from None
-    bound.setblocking(False)
-    return bound
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    import uvloop
-
-    return uvloop.new_event_loop

@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from trimtab_engine.api.error_responses import ApiError
+from trimtab_engine.api.exporter import Exporter
 from trimtab_engine.api.generation import Generator
-from trimtab_engine.api.metrics import EngineMetrics
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.messages import CoreReady
 from trimtab_engine.tokenizer import Tokenizer
@@ -25,6 +25,7 @@ class ServerOptions:
     admin_token_sha256: str | None = None
     max_logprobs: int = 20
     log_stats: bool = True
+    api_server_count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class ServerState:
 
     options: ServerOptions
     core: CoreClient
-    metrics: EngineMetrics | None = None
+    exporter: Exporter
     serving: Serving | None = None
     draining: bool = False
     num_http_requests: int = 0
@@ -50,9 +51,17 @@ class ServerState:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while none is."""
     started: float = field(default_factory=time.time)
+    on_drain: Callable[[], None] = lambda: None
+    """Called once, when it begins to drain."""
 
     def __post_init__(self) -> None:
         self.idle.set()
+
+    def begin_drain(self) -> None:
+        """Accept nothing new from now on, in this server and in all others of the engine."""
+        if not self.draining:
+            self.draining = True
+            self.on_drain()
 
     @contextmanager
     def answering(self) -> Iterator[ExitStack]:

@@ -12,7 +12,6 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
     "--data-parallel-size": ("1",),
     "--enable-expert-parallel": (),
     "--no-enable-expert-parallel": (None,),
-    "--api-server-count": ("1",),
     "--async-scheduling": (),
     "--no-async-scheduling": (None,),
     "--chat-template": (),

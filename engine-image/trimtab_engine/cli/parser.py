@@ -47,6 +47,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 MAX_THREADS = 4096  # beyond any machine; OpenMP crashes when it cannot start as many as it is told to
+MAX_API_SERVERS = 64  # processes, each with a tokenizer of its own
 
 
 def positive(text: str) -> int:
@@ -57,6 +58,13 @@ def threads(text: str) -> int:
     number = _integer(text, 1)
     if number > MAX_THREADS:
         raise argparse.ArgumentTypeError(f"{text} is above {MAX_THREADS}; more threads than CPUs only slow it down")
+    return number
+
+
+def api_servers(text: str) -> int:
+    number = _integer(text, 1)
+    if number > MAX_API_SERVERS:
+        raise argparse.ArgumentTypeError(f"{text} is above {MAX_API_SERVERS}; one server takes hundreds of requests/s")
     return number
 
 

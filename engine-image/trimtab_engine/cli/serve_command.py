@@ -157,6 +157,14 @@ def _add_server_flags(group: Any) -> None:
     group.add_argument(
         "--port", type=types.port, default=8000, help="port of the API, the probes and /metrics (default: 8000)"
     )
+    group.add_argument(
+        "--api-server-count",
+        "-asc",
+        type=types.api_servers,
+        default=1,
+        metavar="N",
+        help="API server processes on the port, before one engine (default: 1)",
+    )
     group.add_argument("--api-key", nargs="+", action="extend", metavar="KEY", help="key asked of /v1/*")
     group.add_argument(
         "--max-logprobs",
@@ -203,6 +211,7 @@ def run(arguments: argparse.Namespace) -> int:
         admin_token_sha256=arguments.admin_token_sha256,
         max_logprobs=arguments.max_logprobs,
         log_stats=not arguments.disable_log_stats,
+        api_server_count=arguments.api_server_count,
     )
     admin_host = arguments.host if arguments.admin_token_sha256 else LOOPBACK
     listen = Listen(arguments.host, arguments.port, admin_host, arguments.admin_port)

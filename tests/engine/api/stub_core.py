@@ -16,12 +16,13 @@ import sys
 import time
 
 import msgspec
-import zmq
+from trimtab_engine.core_link import Link
 from trimtab_engine.messages import (
     AbortRequests,
     AddRequest,
     AdminCall,
     AdminReply,
+    ClientAddresses,
     CoreFailed,
     CoreReady,
     LoadProgress,
@@ -29,7 +30,6 @@ from trimtab_engine.messages import (
     Shutdown,
     StepOutputs,
     StepStats,
-    ToCore,
     TokenLogprobs,
 )
 
@@ -75,43 +75,35 @@ class Sequence:
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # as the real core: it never outlives its server
     start = json.loads(sys.stdin.readline())
-    context = zmq.Context()
-    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    inbox.connect(start["to_core"])
-    outbox.connect(start["from_core"])
-    decoder = msgspec.msgpack.Decoder(ToCore)
-
-    def send(message: object) -> None:
-        outbox.send(msgspec.msgpack.encode(message))
-
-    send(LoadProgress("weights", 40.0))
+    link = Link([ClientAddresses(**client) for client in start["clients"]])
+    link.broadcast(LoadProgress("weights", 40.0))
     if start["config"]["seed"] == 666:  # a start that fails
-        send(CoreFailed("the stub was told to fail; use another seed", 2))
-        outbox.close(linger=1000)
+        link.broadcast(CoreFailed("the stub was told to fail; use another seed", 2))
+        link.close()
         return
     while start["config"]["seed"] == 777 and os.getppid() > 1:  # a load that never ends
         time.sleep(0.1)
-    send(CoreReady(MAX_MODEL_LEN, VOCAB_SIZE, [END_TOKEN], 16, 100, {"block_size": "16", "num_gpu_blocks": "100"}))
+    link.broadcast(
+        CoreReady(MAX_MODEL_LEN, VOCAB_SIZE, [END_TOKEN], 16, 100, {"block_size": "16", "num_gpu_blocks": "100"})
+    )
     running: dict[str, Sequence] = {}
     aborted: list[str] = []
     seen: list[dict[str, object]] = []
     step = 0
     while True:
-        while inbox.poll(STEP_MILLISECONDS):
-            match decoder.decode(inbox.recv()):
+        for received in link.receive(STEP_MILLISECONDS):
+            match received:
                 case AddRequest() as message:
                     running[message.request_id] = Sequence(message)
                     seen.append(msgspec.to_builtins(message.sampling))
                 case AbortRequests(ids):
                     aborted += [key for key in ids if running.pop(key, None)]
-                case AdminCall(call_id, method, body):
+                case AdminCall(call_id, method, body, client):
                     state = {"method": method, "body": body, "running": len(running), "aborted": len(aborted)}
                     refused = method == "config_patch" and body["values"] == {"a": 1}
-                    send(AdminReply(call_id, 422 if refused else 200, {**state, "seen": seen}))
+                    link.send(AdminReply(call_id, 422 if refused else 200, {**state, "seen": seen}), client)
                 case Shutdown():
                     return
-            if running:
-                break
         outputs = [sequence.step() for sequence in running.values()]
         step += bool(outputs)
         for output in outputs:
@@ -122,7 +114,7 @@ def main() -> None:
         stats.num_scheduled_tokens = stats.num_generation_tokens = sum(len(o.token_ids) for o in outputs)
         stats.preempted = {"capacity": 1} if step == 1 and outputs else {}
         stats.memory_bytes, stats.config_values = {"weights": 7}, {"max_num_seqs": 128.0}
-        send(StepOutputs(outputs, stats))
+        link.send_step(StepOutputs(outputs, stats))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from trimtab_engine.api.metrics import EngineMetrics, FinishedSequence, Interval, length_buckets, statistics_line
+from trimtab_engine.api.metrics import EngineMetrics, Interval, length_buckets, statistics_line
+from trimtab_engine.api.observations import FinishedSequence
 from trimtab_engine.messages import StepStats
 
 CONTRACT = Path(__file__).parents[3] / "docs" / "contract.md"

@@ -1,0 +1,75 @@
+"""The one place where an engine's statistics come together: /metrics and the periodic line, whatever serves requests.
+
+The core's StepStats come to it directly; what requests see comes from the API servers. One process holds it, so that a
+counter exists once and never goes backwards.
+"""
+
+import asyncio
+import logging
+from typing import Protocol
+
+from trimtab_engine.api.metrics import EngineMetrics, Interval, statistics_line
+from trimtab_engine.api.observations import Observations
+from trimtab_engine.messages import CoreReady, StepStats
+
+STATS_SECONDS = 10.0
+
+logger = logging.getLogger("trimtab_engine.api")
+
+
+class Exporter(Protocol):
+    """Answers for the whole engine, in whichever process it is asked."""
+
+    async def exposition(self) -> bytes:
+        """The text of /metrics."""
+
+    async def server_load(self, own: int) -> int:
+        """Generation requests that are being answered now by all servers; `own`: by the one that asks."""
+
+
+class EngineExporter:
+    """Counts and logs for one engine. `metrics` comes when the core is ready; there is none with log_stats off."""
+
+    def __init__(self, model_name: str, *, log_stats: bool) -> None:
+        self._model_name, self._log_stats = model_name, log_stats
+        self.metrics: EngineMetrics | None = None
+
+    def begin(self, facts: CoreReady) -> None:
+        """The core is ready: the families have their buckets and labels."""
+        self.metrics = EngineMetrics(self._model_name, facts.max_model_len)
+        self.metrics.cache_config(facts.cache_config)
+
+    def on_step(self, stats: StepStats) -> None:
+        if self.metrics is not None:
+            self.metrics.on_step(stats)
+
+    def add(self, observations: Observations) -> None:
+        if self.metrics is not None:
+            observations.tell(self.metrics)
+
+    async def exposition(self) -> bytes:
+        return self.text()
+
+    async def server_load(self, own: int) -> int:
+        """There is no other server where this is asked."""
+        return own
+
+    def text(self) -> bytes:
+        return self.metrics.exposition() if self.metrics is not None and self._log_stats else b""
+
+    async def log_statistics(self) -> None:
+        """vLLM's line every 10 s while there is something to say."""
+        was_idle = True
+        while self._log_stats:
+            await asyncio.sleep(STATS_SECONDS)
+            metrics = self.metrics
+            if metrics is None or metrics.latest is None:
+                continue
+            interval, metrics.interval = metrics.interval, Interval()
+            latest = metrics.latest
+            idle = not (
+                interval.prompt_tokens or interval.generation_tokens or latest.num_running or latest.num_waiting
+            )
+            level = logging.DEBUG if idle and was_idle else logging.INFO
+            logger.log(level, "%s", statistics_line(interval, latest, STATS_SECONDS))
+            was_idle = idle

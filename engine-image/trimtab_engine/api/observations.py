@@ -1,0 +1,90 @@
+"""What the API servers see of requests and the metrics want to know: one value per event, counted in one place.
+
+A server in a process of its own collects them and sends them on in batches (server_link.py); alone in its process it
+hands each to the metrics at once.
+"""
+
+from typing import Protocol
+
+import msgspec
+
+
+class FinishedSequence(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A sequence's life, in CLOCK_MONOTONIC seconds and tokens. None: it never came so far."""
+
+    reason: str
+    arrival: float
+    scheduled: float | None
+    first_token: float | None
+    last_token: float | None
+    end: float
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    max_tokens: int
+    num_preemptions: int
+
+
+class Observer(Protocol):
+    """Takes what happens to requests, as it happens."""
+
+    def first_token(self, seconds: float) -> None:
+        """Seconds from arrival to the first token of one sequence."""
+
+    def next_token(self, seconds: float) -> None:
+        """Seconds between two tokens of one sequence."""
+
+    def finished(self, life: FinishedSequence) -> None:
+        """One sequence has ended."""
+
+    def request_finished(self, n: int, max_num_generation_tokens: int) -> None:
+        """One HTTP request with its n sequences has ended; the second number is that of the longest of them."""
+
+
+class Observations(msgspec.Struct, tag="observations"):
+    """What one server has seen since its last batch, and how many generation requests it answers now."""
+
+    num_http_requests: int = 0
+    first_token_seconds: list[float] = []
+    next_token_seconds: list[float] = []
+    sequences: list[FinishedSequence] = []
+    requests: list[tuple[int, int]] = []
+    """n and the longest sequence's tokens, per HTTP request."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.first_token_seconds or self.next_token_seconds or self.sequences or self.requests)
+
+    def tell(self, observer: Observer) -> None:
+        """Hand everything to the one who counts."""
+        for seconds in self.first_token_seconds:
+            observer.first_token(seconds)
+        for seconds in self.next_token_seconds:
+            observer.next_token(seconds)
+        for life in self.sequences:
+            observer.finished(life)
+        for n, longest in self.requests:
+            observer.request_finished(n, longest)
+
+
+class ObservationBuffer:
+    """An Observer that keeps everything until it is taken."""
+
+    def __init__(self) -> None:
+        self._batch = Observations()
+
+    def first_token(self, seconds: float) -> None:
+        self._batch.first_token_seconds.append(seconds)
+
+    def next_token(self, seconds: float) -> None:
+        self._batch.next_token_seconds.append(seconds)
+
+    def finished(self, life: FinishedSequence) -> None:
+        self._batch.sequences.append(life)
+
+    def request_finished(self, n: int, max_num_generation_tokens: int) -> None:
+        self._batch.requests.append((n, max_num_generation_tokens))
+
+    def take(self, num_http_requests: int) -> Observations:
+        batch, self._batch = self._batch, Observations()
+        batch.num_http_requests = num_http_requests
+        return batch

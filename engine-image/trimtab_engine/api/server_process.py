@@ -1,0 +1,189 @@
+"""One of several API servers, `-m trimtab_engine.api.server_process LINK_FD`: HTTP on an inherited listening socket.
+
+It has an event loop, a tokenizer and a line to the engine core of its own. What concerns the engine as a whole
+(metrics, readiness, draining, the end) comes from the first process over the link, and it ends when that process does.
+"""
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+
+from trimtab_engine.api.app import build_app
+from trimtab_engine.api.generation import Generator
+from trimtab_engine.api.http_server import HttpServer, loop_factory
+from trimtab_engine.api.observations import ObservationBuffer
+from trimtab_engine.api.server_link import (
+    AbortAll,
+    Answer,
+    Ask,
+    Drain,
+    End,
+    Failed,
+    Flush,
+    Flushed,
+    Link,
+    Loaded,
+    LoadFailed,
+    Serve,
+    Start,
+    ToServer,
+)
+from trimtab_engine.api.state import ServerState, Serving
+from trimtab_engine.core_client import CoreClient
+from trimtab_engine.errors import ConfigError, EngineDead
+from trimtab_engine.tokenizer import Tokenizer
+
+BATCH_SECONDS = 0.1  # how often observations are sent on; a scrape fetches what is younger
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+EXIT_LINK_LOST = 1
+
+logger = logging.getLogger("trimtab_engine.api")
+
+
+class LinkExporter:
+    """Asks the first process, over the link."""
+
+    def __init__(self, link: Link[ToServer]) -> None:
+        self._link = link
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._last_id = 0
+
+    async def exposition(self) -> bytes:
+        return await self._ask("metrics")
+
+    async def server_load(self, own: int) -> int:
+        return int(await self._ask("load"))
+
+    def answered(self, answer: Answer) -> None:
+        future = self._asked.pop(answer.ask_id, None)
+        if future is not None and not future.done():
+            future.set_result(answer.body)
+
+    def fail(self) -> None:
+        """Nobody answers any more."""
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(EngineDead("the first process has ended"))
+
+    async def _ask(self, what: str) -> bytes:
+        self._last_id += 1
+        ask_id = self._last_id
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._asked[ask_id] = future
+        self._link.send(Ask(ask_id, what))
+        try:
+            return await future
+        finally:
+            self._asked.pop(ask_id, None)
+
+
+class ServerProcess:
+    """The life of this process, led by the messages of the first one."""
+
+    def __init__(self, start: Start, link: Link[ToServer]) -> None:
+        self._start, self._link = start, link
+        self._core = CoreClient(start.addresses, client_index=start.client_index)
+        self._exporter = LinkExporter(link)
+        self._observations = ObservationBuffer()
+        self._state = ServerState(start.options, self._core, self._exporter)
+        self._http = HttpServer(build_app(self._state), socket.socket(fileno=start.listen_fd))
+        self._reported_requests = 0
+        self._serving: Serving | None = None
+
+    async def run(self) -> int:
+        self._core.open()
+        self._http.start()
+        tasks = [asyncio.create_task(self._load()), asyncio.create_task(self._send_observations())]
+        try:
+            return await self._obey()
+        finally:
+            self._exporter.fail()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._core.close()
+
+    async def _load(self) -> None:
+        """The tokenizer is read while the core reads the weights."""
+        path = self._start.config.tokenizer or self._start.config.model
+        try:
+            tokenizer = await asyncio.to_thread(Tokenizer, path)
+        except ConfigError as error:
+            self._link.send(LoadFailed(str(error)))
+            return
+        await self._core.loaded.wait()
+        if self._core.ready is not None:
+            generator = Generator(self._core, tokenizer, self._observations)
+            self._serving = Serving(self._core.ready, tokenizer, generator)
+            self._link.send(Loaded())
+
+    async def _obey(self) -> int:
+        """Do what the first process says, until it says End or is gone. Returns the exit code."""
+        while True:
+            message = await self._link.receive()
+            match message:
+                case None:
+                    logger.error("the first process has ended; this API server ends too")
+                    await self._http.close(0)
+                    return EXIT_LINK_LOST
+                case End(seconds):
+                    await self._http.close(seconds)
+                    self._flush()
+                    return 0
+                case Serve():
+                    self._state.serving = self._serving
+                case Drain():
+                    self._state.begin_drain()
+                case AbortAll():
+                    self._core.abort_all()
+                case Failed(failure):
+                    self._core.fail(failure)
+                case Flush(flush_id):
+                    self._flush()
+                    self._link.send(Flushed(flush_id))
+                case Answer():
+                    self._exporter.answered(message)
+                case Start():
+                    raise AssertionError("Start comes once")
+
+    async def _send_observations(self) -> None:
+        while True:
+            await asyncio.sleep(BATCH_SECONDS)
+            self._flush()
+
+    def _flush(self) -> None:
+        batch = self._observations.take(self._state.num_http_requests)
+        if not batch.is_empty or batch.num_http_requests != self._reported_requests:
+            self._reported_requests = batch.num_http_requests
+            self._link.send(batch)
+
+
+def main() -> int:
+    """Read Start from the link whose descriptor is the argument, then serve. Returns the exit code."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return EXIT_LINK_LOST
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the first process tells us what to do
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(_run(int(sys.argv[1])))
+
+
+async def _run(link_fd: int) -> int:
+    link: Link[ToServer] = await Link.over(socket.socket(fileno=link_fd), ToServer)
+    start = await link.receive()
+    if not isinstance(start, Start):
+        return EXIT_LINK_LOST
+    return await ServerProcess(start, link).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The API servers of one engine: one in the first process, or several in processes of their own.
+
+server.py, which leads the engine's life, treats both alike. The first kind is here, the other in server_processes.py.
+"""
+
+import asyncio
+import socket
+from typing import Protocol
+
+from trimtab_engine.api.app import build_app
+from trimtab_engine.api.exporter import EngineExporter
+from trimtab_engine.api.generation import Generator
+from trimtab_engine.api.http_server import HttpServer
+from trimtab_engine.api.state import ServerState, Serving
+from trimtab_engine.config import EngineConfig
+from trimtab_engine.messages import CoreFailed
+from trimtab_engine.tokenizer import Tokenizer
+
+
+class Servers(Protocol):
+    """What answers on --port."""
+
+    idle: asyncio.Event
+    """Set while no generation request is being answered."""
+
+    @property
+    def num_http_requests(self) -> int:
+        """Generation requests that are being answered."""
+
+    async def start(self) -> None:
+        """Answer probes from now on. Raises EngineDead when there can be no process."""
+
+    async def load(self) -> None:
+        """Return when all accept requests. Raises ConfigError. Cancelled when the core fails first."""
+
+    def begin_drain(self) -> None:
+        """Accept nothing new."""
+
+    async def settle(self) -> None:
+        """Return when num_http_requests is that of now."""
+
+    def abort_all(self) -> None:
+        """End what still runs."""
+
+    def fail(self, failure: CoreFailed) -> None:
+        """The engine serves no more: who waits gets an error, who comes gets 503."""
+
+    async def close(self, seconds: int) -> None:
+        """Write what is being written for up to `seconds`, and end."""
+
+
+class LocalServer:
+    """One API server in this process, on the same line to the core that the admin API uses."""
+
+    def __init__(
+        self, config: EngineConfig, state: ServerState, exporter: EngineExporter, bound: socket.socket
+    ) -> None:
+        self._config, self._state, self._exporter = config, state, exporter
+        self._http = HttpServer(build_app(state), bound)
+        self.idle = state.idle
+
+    @property
+    def num_http_requests(self) -> int:
+        return self._state.num_http_requests
+
+    async def start(self) -> None:
+        self._http.start()
+
+    async def load(self) -> None:
+        """The tokenizer is read while the core reads the weights."""
+        core = self._state.core
+        tokenizer = await asyncio.to_thread(Tokenizer, self._config.tokenizer or self._config.model)
+        await core.loaded.wait()
+        if core.ready is not None and self._exporter.metrics is not None:
+            generator = Generator(core, tokenizer, self._exporter.metrics)
+            self._state.serving = Serving(core.ready, tokenizer, generator)
+
+    def begin_drain(self) -> None:
+        self._state.begin_drain()
+
+    async def settle(self) -> None:
+        """It always is."""
+
+    def abort_all(self) -> None:
+        self._state.core.abort_all()
+
+    def fail(self, failure: CoreFailed) -> None:
+        """Nothing to tell: it shares this process's line to the core."""
+
+    async def close(self, seconds: int) -> None:
+        await self._http.close(seconds)

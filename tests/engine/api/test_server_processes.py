@@ -1,0 +1,207 @@
+"""Several API servers before one engine core: every request answered, every count complete, one death ends all."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+END_SECONDS = 5.0  # within which everything must have ended after one process was killed
+NUM_SERVERS = 4
+COUNT = ("--api-server-count", str(NUM_SERVERS))
+SLOW = {"prompt": "!slowab", "max_tokens": 200}
+
+
+def children(pid: int) -> dict[int, str]:
+    """Process ids and command lines of a process's children."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            found[int(child)] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def api_servers(server: Any) -> list[int]:
+    return [pid for pid, command in children(server.process.pid).items() if "api.server_process" in command]
+
+
+def core(server: Any) -> int:
+    (pid,) = [pid for pid, command in children(server.process.pid).items() if "stub_core" in command]
+    return pid
+
+
+def is_gone(pid: int) -> bool:
+    """Ended, be it that nobody has asked for its exit code yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def on_new_connections(server: Any, num: int, ask: Callable[[httpx.Client], Any]) -> list[Any]:
+    """The answers of `num` clients at once, each on a connection of its own, so that all servers get some."""
+    answers: list[Any] = []
+
+    def one() -> None:
+        with httpx.Client(base_url=server.http.base_url, timeout=30) as client:
+            answers.append(ask(client))
+
+    threads = [threading.Thread(target=one) for _ in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return answers
+
+
+@contextlib.contextmanager
+def running_requests(server: Any, num: int, **fields: Any) -> Iterator[list[Any]]:
+    """`num` slow requests at once; their answers (or what was raised) are in the list after the block."""
+    results: list[Any] = []
+
+    def one() -> None:
+        try:
+            with httpx.Client(base_url=server.http.base_url, timeout=30) as client:
+                results.append(client.post("/v1/completions", json={**SLOW, **fields}))
+        except httpx.TransportError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=one) for _ in range(num)]
+    for thread in threads:
+        thread.start()
+    try:
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") >= num, "the requests to run")
+        yield results
+    finally:
+        for thread in threads:
+            thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def scaled(start_server: Any) -> Any:
+    return start_server(*COUNT)
+
+
+def test_there_are_that_many_servers_and_one_core(scaled: Any) -> None:
+    assert len(api_servers(scaled)) == NUM_SERVERS
+    assert core(scaled)
+
+
+def test_any_server_answers_and_any_scrape_tells_the_whole_truth(scaled: Any) -> None:
+    def complete(client: httpx.Client) -> str:
+        body = {"prompt": "abc", "max_tokens": 5, "n": 2}
+        return str(client.post("/v1/completions", json=body).json()["choices"][1]["text"])
+
+    before = scaled.metric("vllm:request_success_total", finished_reason="length")
+    assert on_new_connections(scaled, 32, complete) == ["abcab"] * 32
+    texts = on_new_connections(scaled, 16, lambda client: client.get("/metrics").text)
+    for text in texts:
+        lines = [line for line in text.splitlines() if line.startswith("vllm:request_success_total{")]
+        counted = [line.split()[-1] for line in lines if 'finished_reason="length"' in line]
+        assert [float(number) - before for number in counted] == [64]
+    assert scaled.metric("vllm:time_to_first_token_seconds_count") == 64
+    assert scaled.metric("vllm:inter_token_latency_seconds_count") == 4 * 64
+    assert scaled.metric("vllm:request_params_n_count") == 32
+
+
+def test_a_stream_and_an_admin_call_go_through(scaled: Any) -> None:
+    answer = scaled.http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 4, "stream": True})
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert scaled.core_state()["running"] == 0
+
+
+def test_load_is_that_of_all_servers(scaled: Any) -> None:
+    with running_requests(scaled, 6, max_tokens=50, prompt="ab"):
+        scaled.wait_for(lambda: scaled.http.get("/load").json()["server_load"] == 6, "all six to be counted")
+    assert on_new_connections(scaled, 4, lambda client: client.get("/load").json()) == [{"server_load": 0}] * 4
+
+
+def test_when_the_core_is_killed_requests_get_an_error_and_all_end(start_server: Any) -> None:
+    server = start_server(*COUNT)
+    processes = [server.process.pid, *children(server.process.pid)]
+    with running_requests(server, 8) as results:
+        os.kill(core(server), signal.SIGKILL)
+        killed = time.monotonic()
+        server.wait_for(lambda: server.status("/readyz") in (503, None), "the end to show")
+    assert {result.status_code for result in results} == {500}
+    assert server.process.wait(END_SECONDS) == 1
+    assert time.monotonic() - killed < END_SECONDS
+    assert all(is_gone(pid) for pid in processes)
+    assert "the engine core ended unexpectedly (killed by signal 9)" in server.log.read_text()
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_when_one_server_is_killed_all_end(start_server: Any) -> None:
+    server = start_server(*COUNT)
+    processes = [server.process.pid, *children(server.process.pid)]
+    with running_requests(server, 8) as results:
+        os.kill(api_servers(server)[2], signal.SIGKILL)
+        killed = time.monotonic()
+    codes = [getattr(result, "status_code", None) for result in results]
+    assert set(codes) <= {500, None}  # None: the connections of the one that was killed
+    assert server.process.wait(END_SECONDS) == 1
+    assert time.monotonic() - killed < END_SECONDS
+    server.wait_for(lambda: all(is_gone(pid) for pid in processes), "no orphans")
+    assert "API server 3 ended unexpectedly (killed by signal 9)" in server.log.read_text()
+
+
+def test_when_the_first_process_is_killed_nobody_is_left(start_server: Any) -> None:
+    server = start_server(*COUNT)
+    others = list(children(server.process.pid))
+    assert len(others) == NUM_SERVERS + 1
+    server.process.kill()
+    server.process.wait(END_SECONDS)
+    server.wait_for(lambda: all(is_gone(pid) for pid in others), "no orphans")
+
+
+def test_sigterm_drains_all_servers(start_server: Any) -> None:
+    server = start_server(*COUNT, "--shutdown-timeout", "20")
+    with running_requests(server, 8, prompt="ab", max_tokens=150) as results:
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for(lambda: server.status("/readyz") == 503, "the drain to show")
+        refused = on_new_connections(server, 8, lambda client: client.post("/v1/completions", json={"prompt": "a"}))
+        assert {(answer.status_code, "retry-after" in answer.headers) for answer in refused} == {(503, True)}
+        assert set(on_new_connections(server, 8, lambda client: client.get("/livez").status_code)) == {200}
+    assert {result.json()["usage"]["completion_tokens"] for result in results} == {150}
+    assert server.process.wait(30) == 0
+
+
+def test_what_does_not_finish_in_time_is_aborted_everywhere(start_server: Any) -> None:
+    server = start_server(*COUNT, "--shutdown-timeout", "0.3")
+    with running_requests(server, 6) as results:
+        server.process.send_signal(signal.SIGTERM)
+    assert {result.json()["choices"][0]["finish_reason"] for result in results} == {"abort"}
+    assert server.process.wait(30) == 0
+
+
+def test_an_admin_drain_shows_on_every_server(start_server: Any) -> None:
+    server = start_server(*COUNT)
+    assert server.admin.post("/admin/v1/drain", json={"deadline_seconds": 5}).status_code == 200
+    server.wait_for(
+        lambda: set(on_new_connections(server, 8, lambda client: client.get("/readyz").status_code)) == {503},
+        "the drain to show",
+    )
+
+
+def test_a_tokenizer_that_cannot_be_read_ends_all(start_server: Any, tmp_path: Path) -> None:
+    server = start_server(*COUNT, model=tmp_path, wait=False)
+    assert server.process.wait(60) == 2
+    assert server.log.read_text().count("cannot read the tokenizer") == 1
+
+
+def test_while_loading_every_server_answers_probes(start_server: Any) -> None:
+    server = start_server(*COUNT, "--seed", "777", wait=False)
+    server.wait_for(lambda: server.status("/livez") == 200, "the first answer")
+    server.wait_for(
+        lambda: set(on_new_connections(server, 8, lambda c: c.get("/startupz").json()["stage"])) == {"weights"},
+        "progress on all",
+    )
+    assert server.status("/readyz") == 503
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(30) == 0
