@@ -1,7 +1,9 @@
 """The whole engine as it is installed: the command, the API server, the real core on a tiny random model."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ import openai
 import pytest
 
 DEADLINE_SECONDS = 30.0
+END_SECONDS = 5.0  # within which everything must have ended after one process was killed
 PROMPT = "the quick brown fox"
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,11 +41,12 @@ MODEL = {
 class Engine:
     """A running `trimtab-engine serve` on ports that the kernel chose."""
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, *flags: str) -> None:
         command = [sys.executable, "-m", "trimtab_engine.cli", "serve", str(model), "--served-model-name", "tiny"]
         command += ["--load-format", "dummy", "--device", "cpu", "--cpu-threads", "1", "--max-model-len", "256"]
         command += ["--num-gpu-blocks-override", "40", "--max-num-seqs", "16", "--max-num-batched-tokens", "128"]
         command += ["--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--shutdown-timeout", "10"]
+        command += flags
         self.log = log
         with log.open("wb") as stream:
             self.process = subprocess.Popen(command, stderr=stream)
@@ -67,20 +71,28 @@ class Engine:
         ledger: dict[str, Any] = self.admin.get("/admin/v1/memory").json()
         return ledger
 
+    def end(self) -> None:
+        self.http.close()
+        self.admin.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
 
 @pytest.fixture(scope="module")
-def engine(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def tiny_model(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     for file in tokenizer_folder.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     (folder / "config.json").write_text(json.dumps(MODEL))
-    engine = Engine(folder, folder / "log")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    engine = Engine(tiny_model, tiny_model / "log")
     yield engine
-    engine.http.close()
-    engine.admin.close()
-    if engine.process.poll() is None:
-        engine.process.kill()
-    engine.process.wait()
+    engine.end()
 
 
 @pytest.fixture
@@ -177,6 +189,28 @@ def test_a_live_change_under_load_takes_effect_and_fails_nothing(engine: Engine,
         assert (trial["desired"]["max_num_seqs"], trial["applied_at_step"]) == (4, None)
         assert engine.admin.get("/admin/v1/config").json()["applied"]["max_num_seqs"] == 2
         assert len(list(stream)) >= 1
+
+
+def test_two_servers_give_the_text_of_one_and_end_with_one_of_them(
+    tiny_model: Path, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    expected = complete(client).choices[0].text
+    pair = Engine(tiny_model, tmp_path / "log", "--api-server-count", "2")
+    try:
+        texts = []
+        for _ in range(6):  # each on a connection of its own
+            with openai.OpenAI(base_url=f"{pair.http.base_url}/v1", api_key="none", max_retries=0) as one:
+                texts.append(complete(one).choices[0].text)
+        assert texts == [expected] * 6
+        lines = pair.http.get("/metrics").text.splitlines()
+        assert [line.split()[-1] for line in lines if line.startswith("vllm:generation_tokens_total{")] == ["240.0"]
+        processes = Path(f"/proc/{pair.process.pid}/task/{pair.process.pid}/children").read_text().split()
+        servers = [pid for pid in processes if b"server_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(int(servers[0]), signal.SIGKILL)
+        assert pair.process.wait(END_SECONDS) == 1
+        assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
+    finally:
+        pair.end()
 
 
 def test_sigterm_finishes_what_runs_and_ends_with_0(engine: Engine, client: openai.OpenAI) -> None:
