@@ -31,6 +31,7 @@ from trimtab_engine.messages import (
 from trimtab_engine.startup import Progress, start_engine
 
 IDLE_REPORT_MILLISECONDS = 1000  # an idle engine reports its state this often, so that gauges stay true
+BUILDING_MILLISECONDS = 10  # how soon an idle engine looks again at a grammar that is being built
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 logger = logging.getLogger("trimtab_engine.core")
@@ -39,7 +40,8 @@ logger = logging.getLogger("trimtab_engine.core")
 def serve(engine: Engine, link: Link) -> None:
     """Serve until Shutdown."""
     while True:
-        for message in link.receive(0 if engine.has_work else IDLE_REPORT_MILLISECONDS):
+        idle = BUILDING_MILLISECONDS if engine.is_building else IDLE_REPORT_MILLISECONDS
+        for message in link.receive(0 if engine.has_work else idle):
             match message:
                 case AddRequest():
                     engine.add(message)

@@ -4,6 +4,7 @@ The engine owns the scheduler, the model runner and the KV cache and knows neith
 handed in. How it comes to be is startup.py's, who talks to it is core_process.py's.
 """
 
+import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,11 +21,15 @@ from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.request import Request, RequestStatus
 from trimtab_engine.sampler import sample
 from trimtab_engine.scheduler import Sampled, Scheduler
+from trimtab_engine.structured.compiler import GrammarCompiler
+from trimtab_engine.structured.masks import MaskedRows, MaskMaker
 
 REPORT_SECONDS = 1.0  # how often the ledger and the live values are sent when nothing changed
 RATE_WEIGHT = 0.1  # of the newest step in the running mean of tokens per second that drain's ETA is made of
 
 LayoutReport = dict[str, Any]
+
+logger = logging.getLogger("trimtab_engine.core")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class EngineParts:
     formula: MemoryFormula
     live: LiveConfig
     layout: LayoutReport
+    grammars: GrammarCompiler
 
 
 class Engine:
@@ -54,6 +60,8 @@ class Engine:
         self._formula = parts.formula
         self._live = parts.live
         self._layout = parts.layout
+        self._grammars = parts.grammars
+        self._masks = MaskMaker()
         self._clock = clock
         self._rejected: list[RequestOutput] = []
         self._announced: set[str] = set()
@@ -67,6 +75,11 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._rejected) or not self._scheduler.is_idle
 
+    @property
+    def is_building(self) -> bool:
+        """Requests wait for their grammar: look again soon."""
+        return self._grammars.num_waiting > 0
+
     def add(self, message: AddRequest) -> None:
         """Queue a request; one that can never run ends at the next step with finish_reason error, alone."""
         request = Request.of(
@@ -76,13 +89,20 @@ class Engine:
             arrival_time=message.arrival_time,
             priority=message.priority,
         )
+        if message.sampling.grammar is None or self._grammars.start(request):
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
         try:
+            if request.sampling.grammar is not None and (request.grammar is None or request.grammar.error is not None):
+                raise InvalidRequest("its grammar cannot be built")
             self._scheduler.add(request)
         except InvalidRequest:
-            self._rejected.append(RequestOutput(message.request_id, [], RequestStatus.FINISHED_ERROR.value))
+            self._rejected.append(RequestOutput(request.request_id, [], RequestStatus.FINISHED_ERROR.value))
 
     def abort(self, request_ids: list[str]) -> None:
         """Free these requests' blocks now. The one who aborts knows: no output is sent."""
+        self._grammars.forget(request_ids)
         self._scheduler.abort(request_ids)
         self._announced.difference_update(request_ids)
 
@@ -91,6 +111,8 @@ class Engine:
     def step(self) -> StepOutputs:
         """Run one step and report it. An engine without work reports only its state."""
         started = self._clock()
+        for request in self._grammars.take_ready():
+            self._queue(request)
         outputs, self._rejected = self._rejected, []
         outputs += self._abort_past_drain_deadline(started)
         batch = self._scheduler.schedule(started)
@@ -102,14 +124,43 @@ class Engine:
         return StepOutputs(outputs, stats)
 
     def _run(self, batch: Batch) -> list[RequestOutput]:
-        logits = self._runner.execute(batch.sequences)
         sampling = [sequence.request for sequence in batch.sequences if sequence.samples]
+        masks = self._masks.begin(
+            [MaskedRows(row, request.grammar) for row, request in enumerate(sampling) if request.grammar is not None]
+        )
+        logits = self._runner.execute(batch.sequences)
         if not sampling:
             return []
-        tokens = sample(logits, sampling, eos_token_ids=self._runner.facts.eos_token_ids)
+        tokens = sample(
+            logits,
+            sampling,
+            eos_token_ids=self._runner.facts.eos_token_ids,
+            masks=None if masks is None else masks.result(),
+        )
         sampled = self._scheduler.update(batch, tokens.token_ids, self._clock())
+        if masks is not None:
+            sampled = [self._follow_grammar(entry) for entry in sampled]
         logprobs = tokens.logprobs or [None] * len(sampled)
         return [self._output(entry, positions) for entry, positions in zip(sampled, logprobs, strict=True)]
+
+    def _follow_grammar(self, sampled: Sampled) -> Sampled:
+        """Move a request's grammar on by its new token. Its end ends the request, also before min_tokens; an error too,
+        with finish_reason error."""
+        request, token_id, finished = sampled
+        grammar = request.grammar
+        if grammar is None or finished is RequestStatus.FINISHED_ABORTED:
+            return sampled
+        grammar.accept([token_id])
+        if grammar.error is not None:
+            logger.warning("request %s ends: its grammar cannot go on: %s", request.request_id, grammar.error)
+            ended = RequestStatus.FINISHED_ERROR
+        elif grammar.is_complete:
+            ended = RequestStatus.FINISHED_STOPPED
+        else:
+            return sampled
+        if finished is None:
+            self._scheduler.abort([request.request_id], ended)
+        return request, token_id, ended
 
     def _output(self, sampled: Sampled, logprobs: TokenLogprobs | None) -> RequestOutput:
         request, token_id, finished = sampled
@@ -121,15 +172,22 @@ class Engine:
             self._announced.discard(request.request_id)
             output.finish_reason = finished.value
             output.stop_token_id = request.stop_token_id
+            output.ends_with_text = (
+                finished is RequestStatus.FINISHED_STOPPED
+                and request.grammar is not None
+                and token_id not in request.end_token_ids
+                and token_id not in self._runner.facts.eos_token_ids
+            )
             output.num_preemptions = request.num_preemptions
         return output
 
     def _abort_past_drain_deadline(self, now: float) -> list[RequestOutput]:
-        if self._drain_deadline is None or now < self._drain_deadline or self._scheduler.is_idle:
+        if self._drain_deadline is None or now < self._drain_deadline:
             return []
+        unbuilt = self._grammars.forget(self._grammars.waiting_request_ids())
         aborted = self._scheduler.abort(self._scheduler.unfinished_request_ids())
         self._announced.clear()
-        return [
+        return [RequestOutput(r.request_id, [], RequestStatus.FINISHED_ABORTED.value) for r in unbuilt] + [
             RequestOutput(request.request_id, [], request.status.value, num_preemptions=request.num_preemptions)
             for request in aborted
         ]

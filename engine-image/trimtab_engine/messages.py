@@ -16,6 +16,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     beside the chosen one (None: nothing is reported, 0: only the chosen token's). `stop_token_ids` end the request
     with finish_reason stop; the model's own end-of-sequence ids do too unless `ignore_eos`. Stop *strings* are the
     API server's job. `n` is fanned out by the API server: here one request is one sequence.
+
+    `grammar` is llguidance's JSON form of what the output must match, tried by the API server. `logit_bias` is added
+    to the logits; of `allowed_token_ids`, where there are any, one is chosen; the last token of a sequence of
+    `bad_words` is not chosen where the output ends with those before it.
     """
 
     max_tokens: int = 16
@@ -31,6 +35,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: str | None = None
 
 
 class ClientAddresses(msgspec.Struct, frozen=True):
@@ -141,6 +149,8 @@ class RequestOutput(msgspec.Struct, array_like=True):
     """Sent once, with the first output after the request was first scheduled."""
     num_preemptions: int = 0
     """Sent with the last output."""
+    ends_with_text: bool = False
+    """With finish_reason stop: the newest token is text all the same, as it is the last one of a grammar."""
 
 
 class StepStats(msgspec.Struct, array_like=True):

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from trimtab_engine.messages import SamplingParams
+
+if TYPE_CHECKING:
+    from trimtab_engine.structured.matcher import GrammarMatcher
 
 
 class RequestStatus(Enum):
@@ -50,6 +54,8 @@ class Request:
     """Token ids that end it once min_tokens are out: end-of-sequence and its own stop ids; set likewise."""
     stop_token_id: int | None = None
     """The one of its own stop_token_ids that ended it."""
+    grammar: "GrammarMatcher | None" = None
+    """What its output must match, after the output tokens so far; the engine moves it on."""
     num_ever_computed_tokens: int = 0
     """High-water mark of num_computed_tokens over preemptions: what is computed below it is computed again."""
 

@@ -1,8 +1,9 @@
 """Logits to token ids, for a whole batch at once. It reads each request's parameters and tokens, never its state.
 
-Order, as in vLLM V1: log-probabilities of the unmodified logits (when asked for) → min_tokens → penalties → greedy
-choice, or temperature → min-p → top-k and top-p → random choice. A seeded request draws from a generator of (seed,
-number of output tokens), so its tokens depend neither on the rest of the batch nor on preemptions nor on speculation.
+Order, as in vLLM V1: grammar masks → log-probabilities of these logits (when asked for) → allowed_token_ids → bad_words
+→ min_tokens → logit_bias → penalties → greedy choice, or temperature → min-p → top-k and top-p → random choice. A
+seeded request draws from a generator of (seed, number of output tokens), so its tokens depend neither on the rest of
+the batch nor on preemptions nor on speculation.
 
 A row of logits belongs to a request, or to a request with some of its drafts taken for output (speculative/), whose
 next token is judged as if they were.
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from trimtab_kernels.apply_penalties import apply_penalties
+from trimtab_kernels.apply_token_bitmask import apply_token_bitmask
 from trimtab_kernels.keep_likely_tokens import keep_likely_tokens
 
 from trimtab_engine.messages import SamplingParams, TokenLogprobs
@@ -33,11 +35,30 @@ class SampledTokens:
     logprobs: list[TokenLogprobs | None]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """What grammars allow: bitmask [num_masked, num_words] int32 (token t: bit t % 32 of word t // 32), for `rows`."""
+
+    bitmask: torch.Tensor
+    rows: list[int]
+
+
+def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
+    """Before anything else is done with the logits: -inf in place, for what a grammar does not allow."""
+    apply_token_bitmask(logits, masks.bitmask.to(logits.device), masks.rows)
+
+
 @torch.inference_mode()
 def sample(
-    logits: torch.Tensor, requests: Sequence[SampledRow], *, eos_token_ids: tuple[int, ...] = ()
+    logits: torch.Tensor,
+    requests: Sequence[SampledRow],
+    *,
+    eos_token_ids: tuple[int, ...] = (),
+    masks: TokenMasks | None = None,
 ) -> SampledTokens:
     """logits [len(requests), vocab_size] float32, changed in place. `eos_token_ids` are masked below min_tokens."""
+    if masks is not None:
+        apply_masks(logits, masks)
     if all(_is_plain_greedy(request) for request in requests):
         return SampledTokens(logits.argmax(dim=-1).tolist(), [None] * len(requests))
     token_ids: list[int] = []
@@ -87,6 +108,7 @@ def _is_plain_greedy(request: SampledRow) -> bool:
         p.temperature == 0
         and p.logprobs is None
         and not _has_penalties(p)
+        and not (p.logit_bias or p.allowed_token_ids or p.bad_words)
         and request.num_output_tokens >= p.min_tokens
     )
 
@@ -122,8 +144,40 @@ def _choose_rows(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token
 
 def _adjust(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> None:
     """What changes the logits themselves, whether the choice is greedy or random."""
+    _restrict(logits, requests)
     _mask_below_min_tokens(logits, requests, eos_token_ids)
+    _add_biases(logits, requests)
     _penalise(logits, requests)
+
+
+def _restrict(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:
+    """Only allowed_token_ids, where there are any, and no token that would complete one of bad_words."""
+    for row, request in enumerate(requests):
+        p = request.sampling
+        if p.allowed_token_ids:
+            index = torch.tensor(p.allowed_token_ids, dtype=torch.int64, device=logits.device)
+            kept = logits[row].index_select(0, index)
+            logits[row].fill_(float("-inf")).index_copy_(0, index, kept)
+        if p.bad_words:
+            logits[row, _ends_of_bad_words(request)] = float("-inf")
+
+
+def _ends_of_bad_words(request: SampledRow) -> list[int]:
+    """Last tokens of the words of which the output has all the others just now."""
+    output = request.token_ids[request.num_prompt_tokens :]
+    return [
+        word[-1]
+        for word in request.sampling.bad_words
+        if len(word) <= len(output) + 1 and tuple(output[len(output) + 1 - len(word) :]) == word[:-1]
+    ]
+
+
+def _add_biases(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:
+    for row, request in enumerate(requests):
+        bias = request.sampling.logit_bias
+        if bias:
+            index = torch.tensor(list(bias), dtype=torch.int64, device=logits.device)
+            logits[row].index_add_(0, index, torch.tensor(list(bias.values()), device=logits.device))
 
 
 def _mask_below_min_tokens(

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from trimtab_engine.block_manager import BlockManager
@@ -19,6 +20,8 @@ from trimtab_engine.memory import MemoryFormula, check_one_request_fits, check_o
 from trimtab_engine.messages import CoreReady
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.scheduler import Scheduler
+from trimtab_engine.structured.compiler import GrammarCompiler
+from trimtab_engine.structured.vocabulary import read_vocabulary
 
 Progress = Callable[[str, float], None]
 """Called with the stage of docs/contract.md section 3 and the percentage of the whole start-up."""
@@ -67,6 +70,7 @@ def start_engine(config: EngineConfig, progress: Progress, clock: Callable[[], f
         formula=formula,
         live=_live_config(config, runner, formula, size),
         layout=_layout(config, runner),
+        grammars=_grammars(config, runner),
     )
     progress("ready", 100.0)
     return Engine(parts, clock), _ready(config, runner, formula, size)
@@ -190,6 +194,13 @@ def _layout(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
         "expert_parallel": False,
         "ranks": [rank],
     }
+
+
+def _grammars(config: EngineConfig, runner: ModelRunner) -> GrammarCompiler:
+    """The tokenizer is read when the first grammar comes: without grammars the core needs none."""
+    facts = runner.facts
+    path = config.tokenizer or config.model
+    return GrammarCompiler(partial(read_vocabulary, path, facts.vocab_size, facts.eos_token_ids))
 
 
 def _ready(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula, size: KVSize) -> CoreReady:

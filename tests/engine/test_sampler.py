@@ -7,7 +7,7 @@ import pytest
 import torch
 from trimtab_engine.messages import SamplingParams
 from trimtab_engine.request import Request
-from trimtab_engine.sampler import sample
+from trimtab_engine.sampler import TokenMasks, sample
 
 VOCABULARY = 50
 
@@ -130,3 +130,31 @@ def test_logprobs_zero_reports_the_chosen_token_alone() -> None:
 def test_greedy_and_random_rows_mix() -> None:
     requests = [a_request(temperature=0.0), a_request(seed=1, top_k=1), a_request(temperature=0.0)]
     assert sample(logits_with(7, rows=3), requests).token_ids == [7, 7, 7]
+
+
+def test_only_what_a_mask_allows_is_chosen_and_reported() -> None:
+    logits = logits_with(7, 8, rows=2)
+    masks = TokenMasks(torch.tensor([[1 << 8 | 1 << 9, 0]], dtype=torch.int32), [1])
+    result = sample(logits, [a_request(temperature=0.0), a_request(temperature=0.0, logprobs=2)], masks=masks)
+    assert result.token_ids == [7, 8]
+    assert result.logprobs[1] is not None
+    assert result.logprobs[1].token_ids == [8, 8, 9]
+    assert result.logprobs[1].rank == 1
+
+
+def test_logit_bias_moves_the_choice() -> None:
+    assert sample(logits_with(7, 8), [a_request(temperature=0.0, logit_bias={8: 5.0})]).token_ids == [8]
+    assert sample(logits_with(7, 8), [a_request(temperature=0.0, logit_bias={7: -100.0})]).token_ids == [8]
+
+
+def test_allowed_token_ids_are_the_only_ones_chosen() -> None:
+    assert set(draws(100, logits_with(7, 8), allowed_token_ids=(3, 4))) == {3, 4}
+    assert sample(logits_with(7, 8), [a_request(temperature=0.0, allowed_token_ids=(8, 9))]).token_ids == [8]
+
+
+def test_a_bad_word_is_never_completed() -> None:
+    bad: dict[str, Any] = {"temperature": 0.0, "bad_words": ((5, 7), (8,))}
+    assert sample(logits_with(7, 8, 9), [a_request(output=(4,), **bad)]).token_ids == [7]
+    assert sample(logits_with(7, 8, 9), [a_request(output=(5,), **bad)]).token_ids == [9]
+    assert sample(logits_with(8, 9), [a_request(output=(), **bad)]).token_ids == [9]
+    assert sample(logits_with(7, 8), [a_request(prompt=(5,), **bad)]).token_ids == [7]  # the prompt does not count

@@ -127,7 +127,7 @@ def _piece(index: int, output: RequestOutput, detokenizer: Detokenizer, stop: St
 
 def _is_end(output: RequestOutput) -> bool:
     """Whether the newest token is the one that ended the sequence: it is counted, but is no text."""
-    return output.finish_reason == "stop"
+    return output.finish_reason == "stop" and not output.ends_with_text
 
 
 class SequenceClock:

@@ -1,0 +1,116 @@
+"""Grammars to matchers, beside the loop of the engine core: a build may take as long as a trial allows.
+
+A request whose grammar was used lately starts at once, with a copy. Another one waits here, outside the scheduler, and
+comes back by take_ready() before a step.
+"""
+
+import concurrent.futures
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from llguidance import LLTokenizer
+
+from trimtab_engine.request import Request
+from trimtab_engine.structured.deep_stack import deep_stack_executor
+from trimtab_engine.structured.matcher import GrammarMatcher, Vocabulary
+
+MAX_CACHED_GRAMMARS = 64
+MAX_CACHED_CHARACTERS = 4 << 20  # of their texts together; what is built from them is larger by some factor
+QUICK_BUILD_SECONDS = 0.005  # most are built within it, and waiting costs less than coming back
+
+logger = logging.getLogger("trimtab_engine.core")
+
+
+class GrammarCompiler:
+    """Builds matchers in one thread of its own. `vocabulary` is called in it, when the first grammar comes."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer: LLTokenizer | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._cache: OrderedDict[str, GrammarMatcher | None] = OrderedDict()
+        self._building: dict[str, Future[GrammarMatcher]] = {}
+        self._waiting: dict[str, Request] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose grammar is being built."""
+        return len(self._waiting)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cache)
+
+    def start(self, request: Request) -> bool:
+        """Give the request its matcher now; False: its grammar is being built, and take_ready() will bring it.
+
+        A grammar that cannot be built leaves `request.grammar` None, or gives a matcher with an error.
+        """
+        grammar = request.sampling.grammar
+        assert grammar is not None
+        building = self._building.get(grammar)
+        if grammar not in self._cache and building is None:
+            building = self._building[grammar] = self._submit(grammar)
+            concurrent.futures.wait([building], QUICK_BUILD_SECONDS)
+            self._collect()
+        if grammar in self._cache:
+            self._cache.move_to_end(grammar)
+            self._attach(request, grammar)
+            return True
+        self._waiting[request.request_id] = request
+        return False
+
+    def take_ready(self) -> list[Request]:
+        """Requests whose grammar has been built since the last call, in the order in which they came."""
+        if not self._waiting:
+            return []
+        self._collect()
+        ready = [request for request in self._waiting.values() if request.sampling.grammar in self._cache]
+        for request in ready:
+            del self._waiting[request.request_id]
+            self._attach(request, request.sampling.grammar or "")
+        self._trim()
+        return ready
+
+    def forget(self, request_ids: Iterable[str]) -> list[Request]:
+        """Wait for these requests' grammars no longer. Returns those that did wait."""
+        return [request for key in request_ids if (request := self._waiting.pop(key, None)) is not None]
+
+    def waiting_request_ids(self) -> list[str]:
+        return list(self._waiting)
+
+    def _attach(self, request: Request, grammar: str) -> None:
+        prototype = self._cache[grammar]
+        request.grammar = None if prototype is None else prototype.copy()
+
+    def _submit(self, grammar: str) -> "Future[GrammarMatcher]":
+        if self._executor is None:
+            self._executor = deep_stack_executor("grammar-build")
+        return self._executor.submit(self._build, grammar)
+
+    def _build(self, grammar: str) -> GrammarMatcher:
+        if self._tokenizer is None:
+            self._tokenizer = self._vocabulary().build()
+        return GrammarMatcher.of(self._tokenizer, grammar)
+
+    def _collect(self) -> None:
+        """Move what is built into the cache; None stands for what cannot be built."""
+        for grammar in [grammar for grammar, future in self._building.items() if future.done()]:
+            future = self._building.pop(grammar)
+            error = future.exception()
+            if error is not None:  # of the tokenizer's files: the API server has read them, so they have changed
+                logger.error("a grammar cannot be built: %s", error)
+            self._cache[grammar] = None if error is not None else future.result()
+        if not self._waiting:
+            self._trim()
+
+    def _trim(self) -> None:
+        """Drop those longest unused until the rest is within bounds. The newest stays, however large."""
+        num_characters = sum(map(len, self._cache))
+        while len(self._cache) > 1 and (
+            len(self._cache) > MAX_CACHED_GRAMMARS or num_characters > MAX_CACHED_CHARACTERS
+        ):
+            grammar, _ = self._cache.popitem(last=False)
+            num_characters -= len(grammar)

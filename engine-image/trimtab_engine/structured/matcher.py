@@ -1,0 +1,112 @@
+"""Where one request's output stands in its grammar: which tokens may come next, and whether it is complete.
+
+It follows the output tokens, not the KV cache: a preempted request keeps it. No torch: the trial of a grammar in its
+own process uses the same class.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+WORD_BYTES = 4  # masks are rows of 32-bit words
+MAX_LEXER_EXPRESSIONS = 200_000  # bounds what one mask can cost: at llguidance's 1,000,000 one was seen to take 1.5 s
+MAX_STEP_ITEMS = 50_000  # Earley items for one mask; llguidance's own limit, about 3 ms
+MAX_LEXER_STATES = 50_000  # 1-2 KB each: the most memory that one grammar takes is about 100 MB
+MAX_MASK_SECONDS = 0.25  # of processor time for one mask; 0.1 ms is usual, and what passed the trial took 0.1 s at most
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokenizer as llguidance wants it (its JSON), its size or the logits' width, whichever is larger, and the ids
+    that end a sequence."""
+
+    tokenizer_json: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def build(self) -> LLTokenizer:
+        """Takes 0.2 s for 49,152 tokens, about 1 s for 250,000. Raises ValueError where sizes do not fit."""
+        eos = list(self.eos_token_ids) or None
+        return LLTokenizer(self.tokenizer_json, n_vocab=self.vocab_size, eos_token=eos)
+
+
+def mask_words(vocab_size: int) -> int:
+    return (vocab_size + 31) // 32
+
+
+def parser_limits() -> LLParserLimits:
+    """The same in the trial and in the core, so that what passed there cannot cost more here."""
+    return LLParserLimits(
+        initial_lexer_fuel=MAX_LEXER_EXPRESSIONS,
+        step_max_items=MAX_STEP_ITEMS,
+        max_lexer_states=MAX_LEXER_STATES,
+        precompute_large_lexemes=False,  # it makes builds up to four times as slow, and masks hardly faster
+        verbose_errors=False,
+    )
+
+
+class GrammarMatcher:
+    """One request's place in its grammar. It never raises for what a client did: see `error`."""
+
+    def __init__(self, matcher: LLMatcher, num_words: int) -> None:
+        self._matcher = matcher
+        self.num_words = num_words
+        """32-bit words of one mask."""
+        self._overrun_seconds = 0.0
+
+    @classmethod
+    def of(cls, tokenizer: LLTokenizer, grammar: str) -> "GrammarMatcher":
+        """At the grammar's beginning. A grammar that cannot be built gives a matcher with an `error`."""
+        return cls(LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()), mask_words(tokenizer.vocab_size))
+
+    def copy(self) -> "GrammarMatcher":
+        """Another one at the same place; what its masks have cost is shared."""
+        return GrammarMatcher(self._matcher.deep_copy(), self.num_words)
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot go on: a limit was reached, or a token came that the grammar does not allow."""
+        if self._overrun_seconds:
+            return f"one mask took {self._overrun_seconds:.2f} s of processor time, above {MAX_MASK_SECONDS} s"
+        return (self._matcher.get_error().split("\n<")[0] or "unknown error") if self._matcher.is_error() else None
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing can follow but the end: the grammar has ended, or the end of sequence was accepted."""
+        return bool(self._matcher.is_stopped())
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Go on by these tokens; what comes after the end of sequence is passed over."""
+        for token_id in token_ids:
+            if self._matcher.is_stopped() or not self._matcher.consume_token(token_id):
+                return
+
+    def num_acceptable(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, from the first, the grammar allows one after the other. Nothing changes."""
+        return int(self._matcher.validate_tokens(list(token_ids)))
+
+    def fill(self, address: int, num_bytes: int) -> None:
+        """Write the mask of the next token to memory. A complete matcher allows the end of sequence alone."""
+        before = time.thread_time()
+        self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
+        seconds = time.thread_time() - before
+        if seconds > MAX_MASK_SECONDS:
+            self._overrun_seconds = seconds
+
+    def fill_with_drafts(self, draft_token_ids: Sequence[int], address: int, num_bytes: int) -> None:
+        """Write 1 + len(draft) masks, `num_bytes` apart: before the first draft token, and after each one.
+
+        Behind a draft token that the grammar does not allow the last mask is repeated: that token is never accepted, so
+        what follows it is never read. Afterwards the matcher stands where it stood.
+        """
+        self.fill(address, num_bytes)
+        num_taken = 0
+        for place, token_id in enumerate(draft_token_ids, 1):
+            is_allowed = num_taken == place - 1 and not self.is_complete and self.num_acceptable([token_id]) == 1
+            if is_allowed and self._matcher.consume_token(token_id):
+                num_taken += 1
+            self.fill(address + place * num_bytes, num_bytes)
+        if num_taken:
+            self._matcher.rollback(num_taken)

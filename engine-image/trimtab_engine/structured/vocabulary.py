@@ -1,0 +1,15 @@
+"""The tokenizer's files as llguidance wants them."""
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from trimtab_engine.structured.matcher import Vocabulary
+from trimtab_engine.tokenizer import Tokenizer
+
+
+def read_vocabulary(path: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+    """From the model's folder or GGUF file. `vocab_size` is the logits' width. Raises ModelError."""
+    return vocabulary_of(Tokenizer(path).fast, vocab_size, eos_token_ids)
+
+
+def vocabulary_of(fast: FastTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+    return Vocabulary(fast.to_str(), max(vocab_size, fast.get_vocab_size(with_added_tokens=True)), eos_token_ids)

@@ -1,0 +1,166 @@
+"""Grammars in the whole engine, on a tiny random model: what comes out matches, however the request is disturbed."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+from trimtab_engine.config import EngineConfig
+from trimtab_engine.engine import Engine
+from trimtab_engine.messages import AddRequest, RequestOutput, SamplingParams
+from trimtab_engine.startup import start_engine
+
+END = 256
+MAX_STEPS = 100_000  # an engine that waits for a grammar takes many empty ones
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+        "on": {"type": "boolean"},
+    },
+    "required": ["name", "size", "tags", "on"],
+    "additionalProperties": False,
+}
+JSON_GRAMMAR = LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False})
+
+
+def an_engine(model: Path, seed: int = 0, **changes: Any) -> Engine:
+    values: dict[str, Any] = {
+        "model": str(model),
+        "load_format": "dummy",
+        "seed": seed,
+        "device_memory_bytes": 4 << 30,
+        "cpu_threads": 1,
+        "max_model_len": 256,
+        "block_size": 8,
+        "num_gpu_blocks_override": 256,
+        "max_num_seqs": 8,
+        "max_num_seqs_cap": 8,
+        "max_num_batched_tokens": 64,
+        "max_num_batched_tokens_cap": 64,
+    }
+    counter = itertools.count()
+    config = EngineConfig(**values | changes)
+    return start_engine(config, lambda stage, percent: None, lambda: next(counter) * 0.001)[0]
+
+
+def a_request(name: str, grammar: str, **sampling: Any) -> AddRequest:
+    params = {"max_tokens": 200, "grammar": grammar, **sampling}
+    return AddRequest(name, list(b"what"), SamplingParams(**params), arrival_time=0.0)
+
+
+def serve(engine: Engine, *requests: AddRequest) -> dict[str, list[RequestOutput]]:
+    """All outputs of these requests, served to the end."""
+    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    for _ in range(MAX_STEPS):
+        for output in engine.step().outputs:
+            outputs[output.request_id].append(output)
+        engine.check_integrity()
+        if not (engine.has_work or engine.is_building):
+            return outputs
+    raise AssertionError("the requests did not end")
+
+
+def text(outputs: list[RequestOutput]) -> str:
+    """As the API server writes it: the token that ended the sequence is no text, unless it says so."""
+    tokens = [token for output in outputs for token in output.token_ids]
+    if outputs[-1].finish_reason == "stop" and not outputs[-1].ends_with_text:
+        tokens.pop()
+    return bytes(tokens).decode()
+
+
+def conforms(document: str) -> bool:
+    value = json.loads(document)
+    return (
+        value.keys() == set(SCHEMA["required"])
+        and len(value["name"]) <= 12
+        and value["size"] in range(100)
+        and set(value["tags"]) <= {"red", "green", "blue"}
+        and len(value["tags"]) <= 3
+        and isinstance(value["on"], bool)
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_model_writes_json_of_the_schema(tiny_model: Path, seed: int) -> None:
+    engine = an_engine(tiny_model, seed)
+    requests = [a_request(f"r{n}", JSON_GRAMMAR, seed=n, temperature=1.5) for n in range(8)]
+    for outputs in serve(engine, *requests).values():
+        assert outputs[-1].finish_reason == "stop"
+        assert conforms(text(outputs))
+
+
+@pytest.mark.parametrize("regex", [r"[0-9]{3}-[0-9]{4}", r"(yes|no|perhaps)", r"[a-zé]{2,5}@[a-z]{2,5}\.(com|org)"])
+def test_any_model_writes_what_a_regex_matches(tiny_model: Path, regex: str) -> None:
+    requests = [a_request(f"r{n}", LLMatcher.grammar_from_regex(regex), seed=n) for n in range(4)]
+    for outputs in serve(an_engine(tiny_model), *requests).values():
+        assert outputs[-1].finish_reason == "stop"
+        assert re.fullmatch(regex, text(outputs))
+
+
+def test_requests_with_and_without_a_grammar_share_a_step(tiny_model: Path) -> None:
+    engine = an_engine(tiny_model)
+    plain = AddRequest("plain", list(b"what"), SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True), 0.0)
+    alone = serve(engine, plain)["plain"]
+    together = serve(engine, a_request("grammar", LLMatcher.grammar_from_regex("[ab]{9}")), plain)
+    assert re.fullmatch("[ab]{9}", text(together["grammar"]))
+    assert [o.token_ids for o in together["plain"]] == [o.token_ids for o in alone]
+
+
+def test_preempted_requests_keep_their_place_in_the_grammar(tiny_model: Path) -> None:
+    requests = [a_request(f"r{n}", LLMatcher.grammar_from_regex("[a-z]{50}"), seed=n) for n in range(6)]
+    roomy = serve(an_engine(tiny_model), *requests)
+    tight = serve(an_engine(tiny_model, num_gpu_blocks_override=33), *requests)
+    assert sum(outputs[-1].num_preemptions for outputs in tight.values()) > 0
+    for name, outputs in tight.items():
+        assert re.fullmatch("[a-z]{50}", text(outputs))
+        assert text(outputs) == text(roomy[name])
+
+
+def test_the_end_of_the_grammar_ends_the_request_with_its_last_token_as_text(tiny_model: Path) -> None:
+    (outputs,) = serve(an_engine(tiny_model), a_request("r", LLMatcher.grammar_from_regex("abc"))).values()
+    assert [output.token_ids for output in outputs] == [[97], [98], [99]]
+    assert outputs[-1].finish_reason == "stop"
+    assert outputs[-1].ends_with_text
+
+
+@pytest.mark.parametrize("sampling", [{"min_tokens": 10}, {"ignore_eos": True}, {"max_tokens": 3}])
+def test_the_end_of_the_grammar_counts_before_other_rules(tiny_model: Path, sampling: dict[str, Any]) -> None:
+    request = a_request("r", LLMatcher.grammar_from_regex("abc"), **sampling)
+    (outputs,) = serve(an_engine(tiny_model), request).values()
+    assert text(outputs) == "abc"
+    assert outputs[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_the_end_of_sequence_ends_a_grammar_that_could_go_on(tiny_model: Path, ignore_eos: bool) -> None:
+    grammar = LLMatcher.grammar_from_regex("a{1,50}")
+    request = a_request("r", grammar, logit_bias={END: 100.0}, ignore_eos=ignore_eos)
+    (outputs,) = serve(an_engine(tiny_model), request).values()
+    assert text(outputs) == "a"
+    assert outputs[-1].token_ids == [END]
+    assert outputs[-1].finish_reason == "stop"
+
+
+def test_max_tokens_cuts_what_the_grammar_would_go_on_with(tiny_model: Path) -> None:
+    (outputs,) = serve(
+        an_engine(tiny_model), a_request("r", LLMatcher.grammar_from_regex("[a-z]{50}"), max_tokens=5)
+    ).values()
+    assert outputs[-1].finish_reason == "length"
+    assert re.fullmatch("[a-z]{5}", text(outputs))
+
+
+def test_a_grammar_that_fails_ends_its_request_alone(tiny_model: Path) -> None:
+    bad = a_request("bad", LLMatcher.grammar_from_regex("(a"))
+    forbidden = a_request("forbidden", LLMatcher.grammar_from_regex("abc"), allowed_token_ids=(120,))
+    good = a_request("good", LLMatcher.grammar_from_regex("abc"))
+    outputs = serve(an_engine(tiny_model), bad, forbidden, good)
+    assert [outputs[name][-1].finish_reason for name in ("bad", "forbidden", "good")] == ["error", "error", "stop"]
+    assert text(outputs["good"]) == "abc"
