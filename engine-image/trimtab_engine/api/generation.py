@@ -100,9 +100,9 @@ class Generator:
         try:
             async with aclosing(outputs):
                 async for output in outputs:
+                    num_unarmed = max(0, plan.sampling[index].min_tokens - clock.num_tokens)
                     clock.note(output)
-                    stop.armed = clock.num_tokens > plan.sampling[index].min_tokens
-                    piece = _piece(index, output, detokenizer, stop)
+                    piece = piece_of(output, detokenizer, stop, index=index, num_unarmed=num_unarmed)
                     finish_reason = piece.finish_reason
                     if finish_reason == "error":
                         raise ApiError(500, "the engine could not run this request")
@@ -113,21 +113,31 @@ class Generator:
             clock.finish(finish_reason or "abort")
 
 
-def _piece(index: int, output: RequestOutput, detokenizer: Detokenizer, stop: StopStrings) -> Piece:
-    """Text of new tokens, cut at a stop string; the last piece carries what was held back."""
-    text = "".join(stop.push(detokenizer.push(token_id)) for token_id in output.token_ids if not _is_end(output))
+def piece_of(
+    output: RequestOutput, detokenizer: Detokenizer, stop: StopStrings, *, index: int, num_unarmed: int
+) -> Piece:
+    """Text of a step's tokens, cut at a stop string; the last piece carries what was held back.
+
+    No stop string is looked for in the first `num_unarmed` tokens. A token that ends the sequence is counted, but is no
+    text. Tokens behind a stop string, which a step with accepted drafts can bring, are dropped.
+    """
+    text, num_tokens = "", len(output.token_ids)
+    ends_without_text = output.finish_reason == "stop" and not output.ends_with_text
+    num_texts = num_tokens - 1 if ends_without_text else num_tokens
+    for number, token_id in enumerate(output.token_ids[:num_texts], start=1):
+        stop.armed = number > num_unarmed
+        text += stop.push(detokenizer.push(token_id))
+        if stop.matched is not None:
+            num_tokens = number
+            break
     if output.finish_reason is not None and stop.matched is None:
         text += stop.push(detokenizer.flush())
         text += stop.flush() if stop.matched is None else ""
-    piece = Piece(index, text, len(output.token_ids), output.logprobs or [], output.finish_reason, output.stop_token_id)
+    logprobs = (output.logprobs or [])[:num_tokens]
+    piece = Piece(index, text, num_tokens, logprobs, output.finish_reason, output.stop_token_id)
     if stop.matched is not None:
         piece.finish_reason, piece.stop_reason = "stop", stop.matched
     return piece
-
-
-def _is_end(output: RequestOutput) -> bool:
-    """Whether the newest token is the one that ended the sequence: it is counted, but is no text."""
-    return output.finish_reason == "stop" and not output.ends_with_text
 
 
 class SequenceClock:
