@@ -1,17 +1,34 @@
 """Writes new keys and values into their slots of the paged KV cache.
 
-key, value              [num_tokens, num_kv_heads, head_size]               dtype of the cache
-key_cache, value_cache  [num_blocks, block_size, num_kv_heads, head_size]   written in place
-slot_mapping            [num_tokens] int64: token i goes to slot block_id * block_size + offset; all slots differ
+key, value              [num_tokens, num_kv_heads, head_size]               fp32 | bf16 | fp16; heads lie in a row
+key_cache, value_cache  [num_blocks, block_size, num_kv_heads, head_size]   written in place: dtype of key, or
+                                                                            float8_e4m3fn
+slot_mapping            [num_tokens] int64: token i goes to slot block_id * block_size + offset; all slots differ.
+                        A negative slot marks a row of padding, which is not written (CUDA only: captured graphs pad)
 
 ```
 cache   |-- block 0 --|-- block 1 --|-- block 2 --|      slot = 2 * block_size + 1
                                      ..^
 ```
-Bound by memory: 4 * num_tokens * num_kv_heads * head_size * itemsize bytes. Source: own.
+A float8 cache holds x / scale, clamped to what the format can express (448) and rounded to nearest; scales are one
+number for all keys and one for all values. Bound by memory: 2 * num_tokens * num_kv_heads * head_size * (itemsize +
+cache itemsize) bytes. Source: own.
 """
 
+from typing import Any
+
 import torch
+
+from trimtab_kernels.jit import kernel, next_power_of_2, tl
+
+FLOAT8 = torch.float8_e4m3fn
+FLOAT8_MAX = 448.0
+"""The largest finite float8_e4m3fn; beyond it the format has only NaN."""
+
+
+def quantize_float8(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """x / scale in float8_e4m3fn, clamped."""
+    return (x.float() / scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
 
 
 def reshape_and_cache_reference(
@@ -20,12 +37,94 @@ def reshape_and_cache_reference(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """One token at a time."""
     block_size = key_cache.shape[1]
-    for token, slot in enumerate(slot_mapping.tolist()):
-        key_cache[slot // block_size, slot % block_size] = key[token]
-        value_cache[slot // block_size, slot % block_size] = value[token]
+    for new, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
+        stored = quantize_float8(new, scale) if cache.dtype == FLOAT8 else new
+        for token, slot in enumerate(slot_mapping.tolist()):
+            if slot >= 0:
+                cache[slot // block_size, slot % block_size] = stored[token]
+
+
+def reshape_and_cache_cpu(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """One indexed copy each, for caches of the key's dtype and slots that are all real."""
+    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
+    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+
+
+@kernel()
+def _reshape_and_cache(
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slot_mapping: Any,
+    key_stride: Any,
+    value_stride: Any,
+    inverse_key_scale: Any,
+    inverse_value_scale: Any,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
+) -> None:
+    """One program per token: all its kv heads are one contiguous row of ROW elements, here and in the cache."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        offsets = tl.arange(0, BLOCK)
+        inside = offsets < ROW
+        new_key = tl.load(key + token * key_stride + offsets, mask=inside)
+        new_value = tl.load(value + token * value_stride + offsets, mask=inside)
+        if IS_FLOAT8:
+            # The conversion saturates on some generations and yields NaN on others: clamp first.
+            new_key = tl.clamp(new_key.to(tl.float32) * inverse_key_scale, -448.0, 448.0)
+            new_value = tl.clamp(new_value.to(tl.float32) * inverse_value_scale, -448.0, 448.0)
+        tl.store(key_cache + slot * ROW + offsets, new_key.to(key_cache.dtype.element_ty), mask=inside)
+        tl.store(value_cache + slot * ROW + offsets, new_value.to(value_cache.dtype.element_ty), mask=inside)
+
+
+def reshape_and_cache_triton(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """Launch the kernel; shapes have been checked. The caches must be contiguous."""
+    num_tokens, num_kv_heads, head_size = key.shape
+    row = num_kv_heads * head_size
+    key, value = (x if x.stride()[1:] == (head_size, 1) else x.contiguous() for x in (key, value))
+    if num_tokens == 0:
+        return
+    block = next_power_of_2(row)
+    _reshape_and_cache[(num_tokens,)](
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        key.stride(0),
+        value.stride(0),
+        1.0 / key_scale,
+        1.0 / value_scale,
+        ROW=row,
+        BLOCK=block,
+        IS_FLOAT8=key_cache.dtype == FLOAT8,
+        num_warps=4 if block <= 2048 else 8,
+    )
 
 
 def reshape_and_cache(
@@ -34,6 +133,9 @@ def reshape_and_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """Scatter key and value by slot. Raises ValueError where shapes or dtypes do not fit."""
     if key.shape != value.shape or key.shape[1:] != key_cache.shape[2:] or slot_mapping.shape != key.shape[:1]:
@@ -41,7 +143,15 @@ def reshape_and_cache(
             f"reshape_and_cache: key {list(key.shape)}, value {list(value.shape)}, cache {list(key_cache.shape)}, "
             f"slot_mapping {list(slot_mapping.shape)} do not fit together"
         )
-    if key.dtype != key_cache.dtype:
+    if key_cache.dtype not in (key.dtype, FLOAT8):
         raise ValueError(f"reshape_and_cache: key is {key.dtype}, the cache holds {key_cache.dtype}")
-    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
-    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+    if key.is_cuda:
+        reshape_and_cache_triton(
+            key, value, key_cache, value_cache, slot_mapping, key_scale=key_scale, value_scale=value_scale
+        )
+    elif key_cache.dtype == FLOAT8:
+        reshape_and_cache_reference(
+            key, value, key_cache, value_cache, slot_mapping, key_scale=key_scale, value_scale=value_scale
+        )
+    else:
+        reshape_and_cache_cpu(key, value, key_cache, value_cache, slot_mapping)

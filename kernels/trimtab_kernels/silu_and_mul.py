@@ -5,8 +5,15 @@ y  [num_tokens, intermediate_size]      dtype of x
 Bound by memory: 3 * num_tokens * intermediate_size * itemsize bytes. Source: own.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+
+from trimtab_kernels.jit import cdiv, kernel, next_power_of_2, tl
+
+BLOCK_COLUMNS = 2048
+"""Columns of one program: two vector loads of 16 B per thread at 4 warps and 2 bytes per value, for gate and for up."""
 
 
 def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
@@ -22,8 +29,32 @@ def silu_and_mul_fused(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
+@kernel()
+def _silu_and_mul(x: Any, y: Any, x_stride: Any, size: Any, BLOCK: tl.constexpr) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < size
+    row = x + token * x_stride
+    gate = tl.load(row + offsets, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(row + size + offsets, mask=inside, other=0.0)
+    activated = (gate * tl.sigmoid(gate)).to(up.dtype)
+    # Rounded once more after the product, which is exact in float32 for 16-bit factors.
+    product = activated.to(tl.float32) * up.to(tl.float32)
+    tl.store(y + token * size + offsets, product.to(up.dtype), mask=inside)
+
+
+def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
+    """Launch the kernel. x's rows may lie apart."""
+    num_tokens, size = x.shape[0], x.shape[1] // 2
+    y = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
+    if num_tokens:
+        block = min(BLOCK_COLUMNS, next_power_of_2(size))
+        _silu_and_mul[(num_tokens, cdiv(size, block))](x, y, x.stride(0), size, BLOCK=block, num_warps=4)
+    return y
+
+
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Apply the gate. Raises ValueError when the last dimension is odd."""
     if x.shape[-1] % 2:
         raise ValueError(f"silu_and_mul: x is {list(x.shape)}; the last dimension must hold gate and up of equal size")
-    return silu_and_mul_fused(x)
+    return silu_and_mul_triton(x) if x.is_cuda else silu_and_mul_fused(x)

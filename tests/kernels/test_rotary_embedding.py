@@ -1,8 +1,16 @@
 """rotary_embedding against its reference and against transformers' rotate-half form."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from trimtab_kernels.rotary_embedding import interleave_pairs, rotary_embedding, rotary_embedding_reference
+from trimtab_kernels.rotary_embedding import (
+    interleave_pairs,
+    rotary_embedding,
+    rotary_embedding_reference,
+    rotary_embedding_triton,
+)
 
 
 def rotations(num_tokens: int, half: int) -> torch.Tensor:
@@ -10,21 +18,25 @@ def rotations(num_tokens: int, half: int) -> torch.Tensor:
     return torch.complex(angles.cos(), angles.sin())
 
 
+@pytest.mark.parametrize("rotate", [rotary_embedding, rotary_embedding_triton])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "heads", "size"), [(1, 1, 2), (7, 12, 64), (33, 3, 10)])
-def test_it_matches_the_reference(tokens: int, heads: int, size: int, dtype: torch.dtype) -> None:
+def test_it_matches_the_reference(
+    rotate: Callable[..., Any], tokens: int, heads: int, size: int, dtype: torch.dtype
+) -> None:
     x = torch.randn(tokens, heads, size).to(dtype)
     rotation = rotations(tokens, size // 2)
     tolerance = 4 * torch.finfo(dtype).eps
     expected = rotary_embedding_reference(x, rotation)
-    torch.testing.assert_close(rotary_embedding(x, rotation), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(rotate(x, rotation), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_a_slice_of_a_wider_projection_is_read_in_place() -> None:
+@pytest.mark.parametrize("rotate", [rotary_embedding, rotary_embedding_triton])
+def test_a_slice_of_a_wider_projection_is_read_in_place(rotate: Callable[..., Any]) -> None:
     qkv = torch.randn(5, 5 * 8)
     x = qkv[:, : 4 * 8].view(5, 4, 8)
     rotation = rotations(5, 4)
-    torch.testing.assert_close(rotary_embedding(x, rotation), rotary_embedding(x.contiguous(), rotation))
+    torch.testing.assert_close(rotate(x, rotation), rotary_embedding(x.contiguous(), rotation))
 
 
 def test_interleaved_heads_give_the_dot_products_of_the_halves_form() -> None:

@@ -1,16 +1,20 @@
 """silu_and_mul against its reference."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from trimtab_kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
+from trimtab_kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference, silu_and_mul_triton
 
 
+@pytest.mark.parametrize("gate", [silu_and_mul, silu_and_mul_triton])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (7, 1536), (3, 4097)])
-def test_it_matches_the_reference(rows: int, size: int, dtype: torch.dtype) -> None:
+def test_it_matches_the_reference(gate: Callable[..., Any], rows: int, size: int, dtype: torch.dtype) -> None:
     x = torch.randn(rows, 2 * size).to(dtype)
     tolerance = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(silu_and_mul(x), silu_and_mul_reference(x), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(gate(x), silu_and_mul_reference(x), rtol=tolerance, atol=tolerance)
 
 
 def test_the_input_is_left_as_it_was() -> None:

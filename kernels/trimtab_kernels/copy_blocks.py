@@ -1,0 +1,90 @@
+"""Copies whole KV blocks: inside a cache (a shared block is written to), out of it (swap), between caches (migration).
+
+source, destination  [num_regions, num_blocks, block_elements]  any dtype, the same in both; blocks are contiguous,
+                     regions may lie apart (one layer's keys, or its values, is a region)
+pairs                [num_pairs, 2] int64: (block of the source, block of the destination)
+
+No destination block is also a source block: programs run in any order.
+On CUDA either side may be pinned host memory, which the device reads and writes over the bus.
+Bound by memory: 2 * num_pairs * num_regions * block bytes. Source: own.
+"""
+
+from typing import Any
+
+import torch
+
+from trimtab_kernels.jit import cdiv, kernel, next_power_of_2, tl
+
+CHUNK_ELEMENTS = 4096
+"""32-bit words that one program moves: 16 KiB, 8 vector loads of 16 B for each of 128 threads."""
+
+
+def copy_blocks_reference(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
+    """One pair at a time."""
+    for from_block, to_block in pairs.tolist():
+        destination[:, to_block] = source[:, from_block]
+
+
+def copy_blocks_cpu(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
+    """One indexed copy per region, so that the temporary copy stays small."""
+    for region in range(source.shape[0]):
+        destination[region].index_copy_(0, pairs[:, 1], source[region].index_select(0, pairs[:, 0]))
+
+
+@kernel()
+def _copy_blocks(
+    source: Any,
+    destination: Any,
+    pairs: Any,
+    source_region_stride: Any,
+    source_block_stride: Any,
+    destination_region_stride: Any,
+    destination_block_stride: Any,
+    num_words: Any,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Program (pair, region, chunk) moves one chunk of one block."""
+    pair = tl.program_id(0).to(tl.int64)
+    region = tl.program_id(1).to(tl.int64)
+    from_block = tl.load(pairs + 2 * pair)
+    to_block = tl.load(pairs + 2 * pair + 1)
+    offsets = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
+    inside = offsets < num_words
+    read = source + region * source_region_stride + from_block * source_block_stride
+    write = destination + region * destination_region_stride + to_block * destination_block_stride
+    tl.store(write + offsets, tl.load(read + offsets, mask=inside), mask=inside)
+
+
+def copy_blocks_triton(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Launch the kernel; shapes have been checked. Blocks are moved as 32-bit words, so the dtype does not matter."""
+    if pairs.shape[0] == 0:
+        return
+    source, destination = source.view(torch.int32), destination.view(torch.int32)
+    num_regions, _, num_words = source.shape
+    chunk = min(CHUNK_ELEMENTS, next_power_of_2(num_words))
+    _copy_blocks[(pairs.shape[0], num_regions, cdiv(num_words, chunk))](
+        source,
+        destination,
+        pairs,
+        source.stride(0),
+        source.stride(1),
+        destination.stride(0),
+        destination.stride(1),
+        num_words,
+        CHUNK=chunk,
+        num_warps=4,
+    )
+
+
+def copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copy each pair's block in every region. Raises ValueError where shapes or dtypes do not fit."""
+    same = source.shape[0] == destination.shape[0] and source.shape[2:] == destination.shape[2:]
+    if source.dim() != 3 or not same or source.dtype != destination.dtype or pairs.shape[1:] != (2,):
+        raise ValueError(
+            f"copy_blocks: source {list(source.shape)} {source.dtype}, destination {list(destination.shape)} "
+            f"{destination.dtype}, pairs {list(pairs.shape)}; regions and blocks must be alike, pairs [num_pairs, 2]"
+        )
+    if pairs.is_cuda:
+        copy_blocks_triton(source, destination, pairs)
+    else:
+        copy_blocks_cpu(source, destination, pairs)

@@ -1,0 +1,112 @@
+"""The one door to Triton: kernels import `tl`, `jit` and `kernel` from here, never triton itself.
+
+Triton comes with torch's CUDA builds and is absent beside its CPU builds, where the references run instead. So a file
+holds its reference, its kernel and its wrapper, and imports everywhere: without Triton a kernel is an object that
+refuses to be launched.
+
+`record_launches` keeps what would be launched instead of launching it. Called with tensors on torch's meta device, a
+launcher thereby tells exactly which specialisation of which kernel it needs: that is what `aot` compiles.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+# Triton 3.9 asks for a choice: whether products and sums fuse must not change with its version.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+class _Absent:
+    """Stands for the module where Triton is not installed, so that decorators and annotations still evaluate."""
+
+    def __getattr__(self, name: str) -> "_Absent":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Absent":
+        return self
+
+
+HAS_TRITON = find_spec("triton") is not None
+triton: Any = import_module("triton") if HAS_TRITON else _Absent()
+tl: Any = import_module("triton.language") if HAS_TRITON else _Absent()
+
+Grid = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch that was recorded instead of made. `options` are num_warps, num_stages and the like."""
+
+    kernel: "Kernel"
+    grid: Grid
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+_recorded: list[Launch] | None = None
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+"""Keywords of a launch that are no parameters of the kernel."""
+
+
+class Kernel:
+    """An entry point: `kernel[grid](...)` as in Triton. `function` is Triton's own object."""
+
+    def __init__(self, source: Callable[..., None], varying: tuple[str, ...]) -> None:
+        self.name = source.__name__
+        self.varying = varying
+        self.function: Any = None
+        if HAS_TRITON:
+            self.function = triton.jit(source, do_not_specialize=list(varying))
+
+    def __getitem__(self, grid: Grid) -> Callable[..., Any]:
+        if _recorded is not None:
+            return lambda *arguments, **keywords: self._record(grid, arguments, keywords)
+        if self.function is None:
+            raise RuntimeError(f"{self.name}: Triton is not installed; install the CUDA build of torch, or use the CPU")
+        launch: Callable[..., Any] = self.function[grid]
+        return launch
+
+    def _record(self, grid: Grid, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        assert _recorded is not None
+        options = {name: keywords.pop(name) for name in OPTIONS if name in keywords}
+        named = dict(zip(self.function.arg_names, arguments, strict=False)) | keywords
+        _recorded.append(Launch(self, grid, named, options))
+
+
+def kernel(*varying: str) -> Callable[[Callable[..., None]], Kernel]:
+    """Decorates an entry point. `varying` integers change from step to step (numbers of tokens, of sequences): they
+    are not specialised on, so that serving never compiles."""
+    return lambda source: Kernel(source, varying)
+
+
+def jit(source: Callable[..., Any]) -> Any:
+    """Decorates a device function, which kernels call."""
+    return triton.jit(source) if HAS_TRITON else source
+
+
+@contextmanager
+def record_launches() -> Iterator[list[Launch]]:
+    """Within the block launches are recorded, not made."""
+    global _recorded  # noqa: PLW0603 - the launch site is deep inside a launcher; one process records at a time
+    assert _recorded is None, "recordings do not nest"
+    _recorded = []
+    try:
+        yield _recorded
+    finally:
+        _recorded = None
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is n or more."""
+    return 1 << max(0, n - 1).bit_length()

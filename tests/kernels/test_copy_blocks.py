@@ -1,0 +1,49 @@
+"""copy_blocks against its reference: inside a cache, and between two of different sizes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from trimtab_kernels.copy_blocks import copy_blocks, copy_blocks_reference, copy_blocks_triton
+
+COPIES = (copy_blocks, copy_blocks_triton)  # the triton one in the interpreter
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("elements", [2, 96, 4098])
+def test_blocks_move_inside_a_cache(copy: Callable[..., Any], dtype: torch.dtype, elements: int) -> None:
+    ours = torch.randn(3, 9, elements).to(dtype)
+    expected = ours.clone()
+    pairs = torch.tensor([[0, 5], [2, 8], [0, 1]])
+    copy(ours, ours, pairs)
+    copy_blocks_reference(expected, expected, pairs)
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_blocks_move_between_caches_whose_regions_lie_apart(copy: Callable[..., Any]) -> None:
+    source = torch.randn(2, 4, 80)[:, :, :64].contiguous()
+    destination = torch.zeros(2, 7, 64)
+    wide = torch.zeros(4, 7, 64)
+    pairs = torch.tensor([[3, 6], [1, 0]])
+    copy(source, wide[::2], pairs)
+    copy_blocks_reference(source, destination, pairs)
+    assert torch.equal(wide[::2], destination)
+    assert not wide[1::2].any(), "the regions between are untouched"
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_no_pairs_is_no_work(copy: Callable[..., Any]) -> None:
+    cache = torch.ones(1, 2, 4)
+    copy(cache, cache, torch.empty(0, 2, dtype=torch.int64))
+    assert torch.equal(cache, torch.ones(1, 2, 4))
+
+
+def test_caches_that_differ_are_refused() -> None:
+    pairs = torch.tensor([[0, 1]])
+    with pytest.raises(ValueError, match="must be alike"):
+        copy_blocks(torch.ones(1, 2, 4), torch.ones(1, 2, 8), pairs)
+    with pytest.raises(ValueError, match="must be alike"):
+        copy_blocks(torch.ones(1, 2, 4), torch.ones(1, 2, 4).half(), pairs)
