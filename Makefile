@@ -15,7 +15,7 @@ CRD := crds/trimtab.dev_inferencedeployments.yaml
 CHART_CRD := charts/trimtab/files/crds/trimtab.dev_inferencedeployments.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench soak crds clean
+.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu aot soak crds clean
 
 help: ## this list
 	@echo "Trimtab: make TARGET"
@@ -79,6 +79,9 @@ demo: all-set-up ## from nothing to tokens to trim, and everything removed again
 
 bench: setup ## measurements on this machine, into docs/results/
 	$(BIN)/python -m trimtab_engine.bench $(MODEL) --output docs/results $(addprefix --only ,$(ONLY))
+
+aot: venv ## every GPU kernel compiled ahead of time for sm_80 to sm_100, figures into docs/results/
+	$(BIN)/python -m trimtab_kernels.aot --cache $(TRIMTAB_CACHE)/aot --results docs/results $(addprefix --only ,$(ONLY))
 
 soak: all-set-up ## longer runs of the same stories
 	$(BIN)/pytest e2e --soak

@@ -9,8 +9,6 @@ On CUDA either side may be pinned host memory, which the device reads and writes
 Bound by memory: 2 * num_pairs * num_regions * block bytes. Source: own.
 """
 
-from typing import Any
-
 import torch
 
 from trimtab_kernels.jit import cdiv, kernel, next_power_of_2, tl
@@ -33,14 +31,14 @@ def copy_blocks_cpu(source: torch.Tensor, destination: torch.Tensor, pairs: torc
 
 @kernel()
 def _copy_blocks(
-    source: Any,
-    destination: Any,
-    pairs: Any,
-    source_region_stride: Any,
-    source_block_stride: Any,
-    destination_region_stride: Any,
-    destination_block_stride: Any,
-    num_words: Any,
+    source: tl.tensor,
+    destination: tl.tensor,
+    pairs: tl.tensor,
+    source_region_stride: tl.tensor,
+    source_block_stride: tl.tensor,
+    destination_region_stride: tl.tensor,
+    destination_block_stride: tl.tensor,
+    num_words: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> None:
     """Program (pair, region, chunk) moves one chunk of one block."""

@@ -19,7 +19,7 @@ class DeviceFacts:
     shared_bytes: int
 
     @property
-    def has_fp8(self) -> bool:
+    def has_float8(self) -> bool:
         """Ada and later convert and multiply float8_e4m3 in hardware; Ampere's compiler refuses the type."""
         return self.capability >= 89
 

@@ -15,8 +15,6 @@ number for all keys and one for all values. Bound by memory: 2 * num_tokens * nu
 cache itemsize) bytes. Source: own.
 """
 
-from typing import Any
-
 import torch
 
 from trimtab_kernels.jit import kernel, next_power_of_2, tl
@@ -64,15 +62,15 @@ def reshape_and_cache_cpu(
 
 @kernel()
 def _reshape_and_cache(
-    key: Any,
-    value: Any,
-    key_cache: Any,
-    value_cache: Any,
-    slot_mapping: Any,
-    key_stride: Any,
-    value_stride: Any,
-    inverse_key_scale: Any,
-    inverse_value_scale: Any,
+    key: tl.tensor,
+    value: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    slot_mapping: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    inverse_key_scale: tl.tensor,
+    inverse_value_scale: tl.tensor,
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_FLOAT8: tl.constexpr,

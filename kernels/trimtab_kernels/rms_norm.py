@@ -11,8 +11,6 @@ rows      [num_rows] int64 for `gather_rms_norm`: y has only these rows, in this
 Bound by memory: 2 * num_tokens * hidden_size * itemsize bytes, 4 * ... with a residual. Source: own.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -38,15 +36,15 @@ def rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
 
 @kernel("num_rows")
 def _rms_norm(
-    x: Any,
-    residual: Any,
-    rows: Any,
-    weight: Any,
-    y: Any,
-    num_rows: Any,
-    x_token_stride: Any,
-    x_head_stride: Any,
-    eps: Any,
+    x: tl.tensor,
+    residual: tl.tensor,
+    rows: tl.tensor,
+    weight: tl.tensor,
+    y: tl.tensor,
+    num_rows: tl.tensor,
+    x_token_stride: tl.tensor,
+    x_head_stride: tl.tensor,
+    eps: tl.tensor,
     NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,

@@ -10,8 +10,6 @@ and k do not change under a permutation that both share.
 Bound by memory: 2 * num_tokens * num_heads * head_size * itemsize bytes. Source: own.
 """
 
-from typing import Any
-
 import torch
 
 from trimtab_kernels.jit import cdiv, kernel, next_power_of_2, tl
@@ -45,10 +43,10 @@ def interleave_pairs(weight: torch.Tensor, head_size: int) -> torch.Tensor:
 
 @kernel()
 def _rotary_embedding(
-    x: Any,
-    rotation: Any,
-    y: Any,
-    x_stride: Any,
+    x: tl.tensor,
+    rotation: tl.tensor,
+    y: tl.tensor,
+    x_stride: tl.tensor,
     NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     HEADS: tl.constexpr,

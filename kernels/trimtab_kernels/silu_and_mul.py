@@ -5,8 +5,6 @@ y  [num_tokens, intermediate_size]      dtype of x
 Bound by memory: 3 * num_tokens * intermediate_size * itemsize bytes. Source: own.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -30,7 +28,7 @@ def silu_and_mul_fused(x: torch.Tensor) -> torch.Tensor:
 
 
 @kernel()
-def _silu_and_mul(x: Any, y: Any, x_stride: Any, size: Any, BLOCK: tl.constexpr) -> None:
+def _silu_and_mul(x: tl.tensor, y: tl.tensor, x_stride: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < size

@@ -1,0 +1,103 @@
+"""`make aot` compiles everything and writes docs/results; `--sample`, inside `make test`, compiles a fixed sample for
+sm_90 and whatever differs from the committed figures."""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+from trimtab_kernels.aot.cases import all_cases
+from trimtab_kernels.aot.compiler import Compiled, Job, compile_job, load, store
+from trimtab_kernels.aot.report import recorded_keys, write_report
+from trimtab_kernels.device_facts import H200, TARGETS
+from trimtab_kernels.jit import HAS_TRITON
+
+_jobs: list[Job] = []
+"""Filled before the workers fork: kernels cannot be sent between processes."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m trimtab_kernels.aot", description=__doc__)
+    parser.add_argument("--cache", type=Path, required=True, help="folder of results, by hash of source and choice")
+    parser.add_argument("--results", type=Path, help="folder of aot.json and kernels.md: written, or read by --sample")
+    parser.add_argument("--sample", action="store_true", help="sm_90 only: a fixed sample, and what has changed")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (the cores)")
+    return parser.parse_args(arguments)
+
+
+def find_jobs(*, only: str, sample: bool, known: set[str]) -> list[Job]:
+    """Distinct jobs. In a sample: the marked cases, and those whose key is not among the `known`."""
+    jobs: dict[str, Job] = {}
+    for case in all_cases():
+        if only not in case.name:
+            continue
+        for facts in (H200,) if sample else TARGETS:
+            for launch in case.launches(facts):
+                job = Job.of(case.name, facts, launch)
+                if not sample or case.in_sample or job.key not in known:
+                    jobs.setdefault(job.key, job)
+    return list(jobs.values())
+
+
+def _compile(index: int) -> Compiled:
+    return compile_job(_jobs[index])
+
+
+def _in_one_line(error: Exception) -> str:
+    """Triton's errors quote the kernel up to the faulty line: that line and the reason are enough."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
+    return f"{type(error).__name__}: {' … '.join(lines[-2:])[:500]}"
+
+
+def compile_all(jobs: list[Job], cache: Path, workers: int) -> tuple[list[Compiled], list[str]]:
+    """(results, errors), from the cache where it has them, in the order of the jobs."""
+    results = {job.key: found for job in jobs if (found := load(cache, job.key)) is not None}
+    _jobs[:] = [job for job in jobs if job.key not in results]
+    errors = []
+    print(f"{len(results)} of {len(jobs)} kernels are in {cache}; compiling {len(_jobs)}", flush=True)
+    with ProcessPoolExecutor(max_workers=workers, mp_context=get_context("fork")) as pool:
+        futures = {pool.submit(_compile, index): job for index, job in enumerate(_jobs)}
+        for done, future in enumerate(as_completed(futures), start=1):
+            job = futures[future]
+            try:
+                results[job.key] = future.result()
+                store(cache, results[job.key])
+            except Exception as error:  # any: one that cannot be compiled must not hide the others
+                errors.append(f"{job.case} for sm_{job.facts.capability}: {_in_one_line(error)}")
+                print(f"failed: {errors[-1]}", flush=True)
+            if done % 20 == 0:
+                print(f"{done} of {len(_jobs)}", flush=True)
+    return [results[job.key] for job in jobs if job.key in results], errors
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code 0 when every kernel compiles and fits its targets, 1 otherwise, 2 without Triton."""
+    options = parse(arguments)
+    if not HAS_TRITON:
+        print("aot: triton is not installed; install it (the development extra brings it)", file=sys.stderr)
+        return 2
+    if "TRITON_INTERPRET" in os.environ:
+        print("aot: TRITON_INTERPRET is set, so kernels are not compiled; unset it", file=sys.stderr)
+        return 2
+    started = time.monotonic()
+    known = recorded_keys(options.results) if options.sample else set()
+    jobs = find_jobs(only=options.only, sample=options.sample, known=known)
+    with tempfile.TemporaryDirectory(prefix="trimtab-aot-") as scratch:
+        os.environ["TRITON_CACHE_DIR"] = scratch  # Triton's own cache would grow by tens of MiB per run
+        results, errors = compile_all(jobs, options.cache, options.jobs)
+    if options.results and not options.sample and not options.only and not errors:
+        write_report(options.results, results)
+    spilled = sum(1 for r in results if r.spill_bytes)
+    seconds = time.monotonic() - started
+    print(f"{len(results)} kernels compile and fit, {len(errors)} do not, {spilled} spill; {seconds:.0f} s")
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""What the engine launches: each case calls a launcher with tensors on torch's meta device, shaped as real models are.
+
+A case is called once per target with that device's facts, as a launcher would see them there. `in_sample` marks the
+one that every test run compiles.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from trimtab_kernels.copy_blocks import copy_blocks_triton
+from trimtab_kernels.device_facts import DeviceFacts
+from trimtab_kernels.jit import Launch, record_launches
+from trimtab_kernels.reshape_and_cache import FLOAT8, reshape_and_cache_triton
+from trimtab_kernels.rms_norm import rms_norm_triton
+from trimtab_kernels.rotary_embedding import rotary_embedding_triton
+from trimtab_kernels.silu_and_mul import silu_and_mul_triton
+
+BF16 = torch.bfloat16
+NUM_TOKENS = 256  # any number: it is never specialised on
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`launch` calls a launcher; `needs_float8` leaves out generations without the type."""
+
+    name: str
+    launch: Callable[[DeviceFacts], object]
+    needs_float8: bool = False
+    in_sample: bool = False
+
+    def launches(self, facts: DeviceFacts) -> list[Launch]:
+        """What the launcher launches on such a device."""
+        if self.needs_float8 and not facts.has_float8:
+            return []
+        with record_launches() as recorded:
+            self.launch(facts)
+        return recorded
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """A tensor that has a shape and no memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _rms_norm(size: int, *, heads: int | None = None, residual: bool = False, rows: bool = False) -> Case:
+    shape = (NUM_TOKENS, size) if heads is None else (NUM_TOKENS, heads, size)
+
+    def launch(_: DeviceFacts) -> object:
+        return rms_norm_triton(
+            empty(*shape),
+            empty(size),
+            1e-6,
+            residual=empty(*shape) if residual else None,
+            rows=empty(32, dtype=torch.int64) if rows else None,
+        )
+
+    parts = [f"{heads}x{size}" if heads else str(size), *["residual"] * residual, *["rows"] * rows]
+    return Case("rms_norm " + " ".join(parts), launch, in_sample=size == 4096 and residual)
+
+
+def _elementwise() -> Iterator[Case]:
+    for size in (576, 1024, 2048, 4096, 5120, 7168, 8192, 16384):
+        yield _rms_norm(size)
+        yield _rms_norm(size, residual=True)
+        yield _rms_norm(size, rows=True)
+    yield _rms_norm(128, heads=32)
+    yield _rms_norm(128, heads=8)
+    for heads, size in ((12, 64), (40, 128), (24, 96), (16, 256)):
+        yield Case(
+            f"rotary_embedding {heads}x{size}",
+            lambda _, h=heads, s=size: rotary_embedding_triton(  # type: ignore[misc]
+                empty(NUM_TOKENS, h, s), empty(NUM_TOKENS, s // 2, dtype=torch.complex64)
+            ),
+            in_sample=size == 128,
+        )
+    for size in (1536, 3072, 14336, 18432):
+        yield Case(
+            f"silu_and_mul {size}",
+            lambda _, s=size: silu_and_mul_triton(empty(NUM_TOKENS, 2 * s)),  # type: ignore[misc]
+            in_sample=size == 14336,
+        )
+
+
+def _cache() -> Iterator[Case]:
+    for heads, size in ((3, 64), (8, 128), (32, 128), (4, 256)):
+        for dtype in (BF16, FLOAT8):
+            yield Case(
+                f"reshape_and_cache {heads}x{size} {str(dtype).removeprefix('torch.')}",
+                lambda _, h=heads, s=size, d=dtype: reshape_and_cache_triton(  # type: ignore[misc]
+                    empty(NUM_TOKENS, h, s),
+                    empty(NUM_TOKENS, h, s),
+                    empty(1024, 16, h, s, dtype=d),
+                    empty(1024, 16, h, s, dtype=d),
+                    empty(NUM_TOKENS, dtype=torch.int64),
+                ),
+                needs_float8=dtype == FLOAT8,
+                in_sample=(heads, size) == (8, 128),
+            )
+    yield Case(
+        "copy_blocks 16x8x128",
+        lambda _: copy_blocks_triton(
+            empty(64, 1024, 16 * 8 * 128), empty(64, 1024, 16 * 8 * 128), empty(5, 2, dtype=torch.int64)
+        ),
+        in_sample=True,
+    )
+
+
+def all_cases() -> list[Case]:
+    """Every case, in the order of the report."""
+    return [*_cache(), *_elementwise()]

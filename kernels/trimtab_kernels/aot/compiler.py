@@ -1,0 +1,136 @@
+"""Compiles a specialised kernel for a device that is not there, and reads what it would take of one.
+
+Registers, stack and shared memory come from the machine code itself, by the `cuobjdump` that Triton's package carries.
+A kernel that no device of its target could start is an error here, not at its first launch.
+"""
+
+import hashlib
+import json
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trimtab_kernels.aot.specialisation import Specialisation, specialise
+from trimtab_kernels.device_facts import DeviceFacts
+from trimtab_kernels.jit import Launch, triton
+
+REGISTERS_PER_SM = 65536
+"""32-bit registers of a multiprocessor, of every generation here; a thread block's must fit."""
+THREADS_PER_WARP = 32
+USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+class CannotLaunch(Exception):
+    """The kernel compiles, but no device of the target has what it asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One kernel for one target. `spill_bytes` per thread go to local memory; `source` is the hash of kernel code."""
+
+    case: str
+    kernel: str
+    target: int
+    num_warps: int
+    num_stages: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    wgmma: bool
+    source: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to compile. `key` tells jobs apart and is equal where the result must be."""
+
+    case: str
+    facts: DeviceFacts
+    launch: Launch
+    specialisation: Specialisation
+    source: str
+    key: str
+
+    @classmethod
+    def of(cls, case: str, facts: DeviceFacts, launch: Launch) -> "Job":
+        special = specialise(launch)
+        source = str(launch.kernel.function.cache_key)[:16]
+        text = f"{triton.__version__} {source} {special.text} {sorted(launch.options.items())} {facts}"
+        return cls(case, facts, launch, special, source, hashlib.sha256(text.encode()).hexdigest()[:24])
+
+
+def compile_job(job: Job) -> Compiled:
+    """Compile; seconds. Raises CannotLaunch, or whatever Triton raises for a kernel that it cannot compile."""
+    source = triton.compiler.ASTSource(
+        job.launch.kernel.function,
+        job.specialisation.signature,
+        job.specialisation.constants,
+        job.specialisation.attributes,
+    )
+    target = triton.backends.compiler.GPUTarget("cuda", job.facts.capability, THREADS_PER_WARP)
+    compiled = triton.compile(source, target=target, options=dict(job.launch.options))
+    registers, spill = _machine_code_usage(compiled.asm["cubin"])
+    metadata = compiled.metadata
+    result = Compiled(
+        case=job.case,
+        kernel=job.launch.kernel.name.strip("_"),
+        target=job.facts.capability,
+        num_warps=metadata.num_warps,
+        num_stages=metadata.num_stages,
+        registers=registers,
+        spill_bytes=spill,
+        shared_bytes=metadata.shared,
+        wgmma="wgmma" in compiled.asm["ptx"],
+        source=job.source,
+        key=job.key,
+    )
+    check_fits(result, job.facts)
+    return result
+
+
+def check_fits(result: Compiled, facts: DeviceFacts) -> None:
+    """Raises CannotLaunch with the number that is too large."""
+    if result.shared_bytes > facts.shared_bytes:
+        raise CannotLaunch(
+            f"{result.case}: {result.kernel} for sm_{result.target} asks for {result.shared_bytes} bytes of shared "
+            f"memory; a thread block there has {facts.shared_bytes}. Use smaller tiles or fewer stages"
+        )
+    needed = result.registers * result.num_warps * THREADS_PER_WARP
+    if needed > REGISTERS_PER_SM:
+        raise CannotLaunch(
+            f"{result.case}: {result.kernel} for sm_{result.target} needs {needed} registers with {result.num_warps} "
+            f"warps; a multiprocessor has {REGISTERS_PER_SM}. Use smaller tiles"
+        )
+
+
+def _machine_code_usage(cubin: bytes) -> tuple[int, int]:
+    """(registers per thread, bytes of stack and local memory per thread)."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = USAGE.search(text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump said nothing of resources: {text[:200]}")
+    return int(found[1]), int(found[2]) + int(found[4])
+
+
+def load(cache: Path, key: str) -> Compiled | None:
+    """What an earlier run found for this key; None when there is none, or the file is of another version."""
+    try:
+        return Compiled(**json.loads((cache / f"{key}.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def store(cache: Path, result: Compiled) -> None:
+    """Keep for later runs. Written beside and renamed, so that a reader never sees half a file."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=cache, suffix=".tmp", delete=False) as file:
+        json.dump(asdict(result), file)
+    Path(file.name).replace(cache / f"{result.key}.json")

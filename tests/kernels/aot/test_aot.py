@@ -1,0 +1,93 @@
+"""Ahead-of-time compilation: the sample really compiles, and a kernel that cannot start is refused."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from trimtab_kernels.aot.cases import all_cases
+from trimtab_kernels.aot.compiler import CannotLaunch, Compiled, check_fits, load, store
+from trimtab_kernels.aot.report import markdown
+from trimtab_kernels.aot.specialisation import DIVISIBLE, specialise
+from trimtab_kernels.device_facts import A100, H200
+from trimtab_kernels.jit import kernel, record_launches, tl
+
+REPOSITORY = Path(__file__).parents[3]
+CACHE = Path(os.environ.get("TRIMTAB_CACHE", "~/.cache/trimtab")).expanduser() / "aot"
+RESULT = Compiled("case", "kernel", 90, 8, 3, 128, 0, 200_000, True, "source", "key")
+
+
+@pytest.mark.timeout(240)
+def test_the_sample_and_every_kernel_that_changed_compile_for_sm_90() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "trimtab_kernels.aot", "--sample", "--cache", str(CACHE)]
+    command += ["--results", str(REPOSITORY / "docs" / "results")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@kernel("count")
+def _example(
+    x: tl.tensor, y: tl.tensor, count: tl.tensor, stride: tl.tensor, scale: tl.tensor, N: tl.constexpr
+) -> None:
+    """Never launched."""
+
+
+def test_a_launch_is_specialised_as_triton_does_it() -> None:
+    x = torch.empty(64, dtype=torch.bfloat16, device="meta")
+    with record_launches() as launches:
+        _example[(1,)](x, x[3:], 16, 32, 0.5, N=64, num_warps=8)
+        _example[(1,)](None, x[8:], 1, 1, 0.5, N=64)
+    first, second = (specialise(launch) for launch in launches)
+    assert first.signature == {
+        "x": "*bf16", "y": "*bf16", "count": "i32", "stride": "i32", "scale": "fp32", "N": "constexpr"
+    }  # fmt: skip
+    assert first.constants == {(5,): 64}
+    assert first.attributes == {(0,): DIVISIBLE, (3,): DIVISIBLE}, "x[3:] is not aligned, count varies"
+    assert launches[0].options == {"num_warps": 8}
+    assert second.constants == {(0,): None, (3,): 1, (5,): 64}, "an integer 1 is a constant unless it varies"
+    assert second.attributes == {(1,): DIVISIBLE}
+
+
+def test_a_launch_without_an_argument_is_refused() -> None:
+    with record_launches() as launches:
+        _example[(1,)](None, None, 1, 1, 0.5)
+    with pytest.raises(KeyError, match="without N"):
+        specialise(launches[0])
+
+
+def test_a_kernel_that_no_device_of_the_target_can_start_is_an_error() -> None:
+    check_fits(RESULT, H200)
+    with pytest.raises(CannotLaunch, match="shared memory"):
+        check_fits(RESULT, A100)
+    with pytest.raises(CannotLaunch, match="registers"):
+        check_fits(replace(RESULT, registers=255, num_warps=16), H200)
+
+
+def test_results_are_kept_by_key(tmp_path: Path) -> None:
+    assert load(tmp_path, "key") is None
+    store(tmp_path, RESULT)
+    assert load(tmp_path, "key") == RESULT
+    (tmp_path / "key.json").write_text('{"case": "of another version"}')
+    assert load(tmp_path, "key") is None
+
+
+def test_case_names_differ_and_the_sample_covers_every_kernel() -> None:
+    cases = all_cases()
+    assert len({case.name for case in cases}) == len(cases)
+    launched = {launch.kernel.name for case in cases for launch in case.launches(H200)}
+    sampled = {launch.kernel.name for case in cases if case.in_sample for launch in case.launches(H200)}
+    assert launched == sampled
+
+
+def test_every_case_says_what_it_launches_on_every_target() -> None:
+    for case in all_cases():
+        assert bool(case.launches(A100)) is not case.needs_float8
+
+
+def test_the_report_shows_spills_and_what_is_not_compiled() -> None:
+    page = markdown([RESULT, replace(RESULT, target=80, registers=255, spill_bytes=64, wgmma=False)])
+    assert "| case | kernel | 8, 3 | 255 · 195, spills 64 | – | 128 · 195 w | – |" in page
