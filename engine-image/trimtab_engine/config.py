@@ -19,6 +19,7 @@ FLAGS = {"swap_space_bytes": "swap-space"}
 MIN_STATS_INTERVAL_SECONDS = 1.0  # below, the line would say little and cost much
 MAX_STATS_INTERVAL_SECONDS = 3600.0
 LogLevel = Literal["debug", "info", "warning", "error"]
+MAX_RANKS = 4096  # of one degree: far beyond any machine, small enough to refuse nonsense at once
 CORE_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
 """Rounds that the model's threads spin before they sleep, where the container sets nothing. By default they spin so
 long that decode all but stops when other processes want the same CPUs; this costs about an eighth when none do.
@@ -68,6 +69,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_log_stats: bool = False
     stats_interval_seconds: float = 10.0
     log_level: LogLevel = "info"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
+    pipeline_layer_partition: tuple[int, ...] | None = None
+    """Layers of each pipeline stage. None: divided evenly."""
+    nnodes: int = 1
+    """Nodes over which one engine's ranks are spread evenly; this process's is `node_rank`."""
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -108,10 +121,30 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"--max-num-batched-tokens (or its cap) is {self.max_num_batched_tokens_cap}; start-up runs one step "
                 f"of that size, and more than {MAX_BATCHED_TOKENS} is not meant; set {MAX_BATCHED_TOKENS} or less"
             )
+        self._check_ranks()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, below --max-num-seqs {self.max_num_seqs}: "
                 f"a step could not give every running request one token; raise the former or lower the latter"
+            )
+
+    def _check_ranks(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes"):
+            if not 1 <= getattr(self, name) <= MAX_RANKS:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} is {getattr(self, name)}; it must be between 1 and {MAX_RANKS}")
+        ranks = self.tensor_parallel_size * self.pipeline_parallel_size
+        if ranks % self.nnodes:
+            raise ConfigError(
+                f"--nnodes is {self.nnodes}, but tensor x pipeline parallel = {ranks} ranks cannot be divided evenly "
+                f"among so many nodes; set a divisor of {ranks}"
+            )
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(f"--node-rank is {self.node_rank}; with --nnodes {self.nnodes} it must be below that")
+        if ranks > 1 and self.preemption_mode != "recompute":
+            raise ConfigError(
+                f"--preemption-mode {self.preemption_mode} with {ranks} ranks is not built yet: only this rank's part "
+                f"would be swapped; leave it at recompute"
             )
 
 
@@ -138,3 +171,8 @@ def set_core_environment() -> None:
     """The same for an engine that runs in this process. It has an effect only before torch is first imported."""
     for name, value in CORE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def use_loopback_between_ranks() -> None:
+    """On one node gloo's connections stay on the loopback interface, unless the environment says otherwise."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -10,6 +10,7 @@ from trimtab_engine.messages import (
     AddRequest,
     ClientAddresses,
     ClientOutputs,
+    CoreFailed,
     FromCore,
     RequestOutput,
     StepOutputs,
@@ -17,6 +18,19 @@ from trimtab_engine.messages import (
 )
 
 LINGER_MILLISECONDS = 2000  # for the last message to leave before the process ends
+
+
+def last_word(clients: Sequence[ClientAddresses], failure: CoreFailed) -> None:
+    """Tell every client why this process ends, from any thread: over sockets of its own."""
+    context = zmq.Context()
+    body = msgspec.msgpack.encode(failure)
+    for client in clients:
+        outbox = context.socket(zmq.PUSH)
+        outbox.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        outbox.connect(client.from_core)
+        outbox.send(body)
+        outbox.close()
+    context.term()
 
 
 class Link:

@@ -7,15 +7,17 @@ line when it cannot go on.
 
 import ctypes
 import logging
+import os
 import signal
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from trimtab_engine.config import EngineConfig
-from trimtab_engine.core_link import Link
+from trimtab_engine.core_link import Link, last_word
 from trimtab_engine.engine import Engine
 from trimtab_engine.errors import ConfigError, TrimtabError
 from trimtab_engine.messages import (
@@ -86,9 +88,10 @@ def main() -> int:
     try:
         config = msgspec.convert(start.config, EngineConfig)
         progress: Progress = lambda stage, percent: link.broadcast(LoadProgress(stage, percent))  # noqa: E731
-        engine, ready = start_engine(config, progress, time.monotonic)
+        engine, ready = start_engine(config, progress, time.monotonic, partial(_end_with_rank, start))
         link.broadcast(ready)
         serve(engine, link)
+        engine.close()
     except ConfigError as error:
         link.broadcast(CoreFailed(str(error), exit_code=2))
         return 2
@@ -102,6 +105,12 @@ def main() -> int:
     finally:
         link.close()
     return 0
+
+
+def _end_with_rank(start: CoreStart, cause: str, exit_code: int) -> None:
+    """End this process because one of its ranks has: the main thread may wait for that rank for ever."""
+    last_word(start.clients, CoreFailed(cause, exit_code))
+    os._exit(exit_code)
 
 
 def _end_with_parent() -> None:

@@ -37,14 +37,30 @@ class Peak:
 
 
 class Device:
-    """One rank's device. `memory_bytes` overrides its size; `cpu_threads` the threads of CPU operators."""
+    """One rank's device. `memory_bytes` overrides its size; `cpu_threads` the threads of CPU operators.
 
-    def __init__(self, kind: str, *, memory_bytes: int | None = None, cpu_threads: int | None = None) -> None:
+    With several ranks on this node the CPU, its memory and its threads, is divided among them; GPUs are dealt out, and
+    shared when there are fewer.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        memory_bytes: int | None = None,
+        cpu_threads: int | None = None,
+        local_index: int = 0,
+        local_count: int = 1,
+    ) -> None:
         if kind == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device is cuda, but torch finds no CUDA device here; use --device cpu")
         self.kind = kind
+        self._local_count = local_count
         self.torch = torch.device(kind)
-        self.num_threads = cpu_threads or allowed_cpus()
+        if kind == "cuda" and local_count > 1:
+            self.torch = torch.device(kind, local_index % torch.cuda.device_count())
+            torch.cuda.set_device(self.torch)
+        self.num_threads = cpu_threads or max(1, allowed_cpus() // local_count)
         self.total_bytes = memory_bytes or self._own_size()
         if kind == "cpu":
             torch.set_num_threads(self.num_threads)
@@ -52,17 +68,19 @@ class Device:
     def _own_size(self) -> int:
         if self.kind == "cuda":
             return int(torch.cuda.mem_get_info()[1])
-        return cgroup_memory_limit() or _meminfo_bytes("MemTotal")
+        return (cgroup_memory_limit() or _meminfo_bytes("MemTotal")) // self._local_count
 
     def used_bytes(self) -> int:
         """What the driver says is in use.
 
         CUDA: the whole device. CPU: the container's anonymous and shared memory when its control group has a limit,
-        else that of this process and its parent (the API server).
+        else that of this process and its parent (the API server); this process's alone with several ranks.
         """
         if self.kind == "cuda":
             free, total = torch.cuda.mem_get_info()
             return int(total - free)
+        if self._local_count > 1:
+            return process_bytes()
         if cgroup_memory_limit() is not None and (used := cgroup_used_bytes()) is not None:
             return used
         parent = _status_bytes(Path(f"/proc/{os.getppid()}/status"), ("RssAnon", "RssShmem"))

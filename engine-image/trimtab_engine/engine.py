@@ -229,6 +229,10 @@ class Engine:
         if num_blocks < self._kv_cache.num_blocks:
             self._kv_cache.unmap_above(num_blocks)
 
+    def close(self) -> None:
+        """End the engine's other ranks, if it has any."""
+        self._runner.close()
+
     def config(self) -> dict[str, Any]:
         """The body of GET /admin/v1/config."""
         return self._live.describe()

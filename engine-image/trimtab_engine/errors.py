@@ -25,5 +25,9 @@ class EngineDead(TrimtabError):
     """The engine core has ended; nothing can be served any more. Exit code 1."""
 
 
+class WorkerDied(EngineDead):
+    """A rank of the engine has ended; the message names it and the cause. Exit code 1."""
+
+
 class IntegrityError(TrimtabError):
     """A stated invariant does not hold: a defect of ours. The engine stops rather than serve wrong tokens."""

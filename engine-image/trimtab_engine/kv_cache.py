@@ -15,11 +15,13 @@ target's, under the same block ids: what happens to a block happens to both.
 
 import ctypes
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from trimtab_engine.device import Device
+from trimtab_engine.parallel.wire_messages import CopyBlocks, KvChange, MapBlocks, UnmapAbove
 
 MAP_NORESERVE = 0x4000  # <asm/mman.h>; the mmap module names it only in later Pythons
 MADV_NOHUGEPAGE = 15  # likewise: a huge page would make blocks resident that nobody wrote
@@ -68,6 +70,8 @@ class KVCache:
         self.cap_blocks = cap_blocks
         self.block_size = block_size
         self.num_blocks = 0
+        self.mirror: Callable[[KvChange], None] | None = None
+        """Told of each change before it is made, so that other ranks make it too."""
         models = [KVLayers(num_layers, num_kv_heads, head_size, dtype), *([draft] if draft else [])]
         self._regions = _lay_out(models, cap_blocks, block_size)
         self._mapping: mmap.mmap | None = None
@@ -114,6 +118,8 @@ class KVCache:
             raise ValueError(
                 f"cannot map {num_blocks} blocks: {self.num_blocks} are mapped, the cap is {self.cap_blocks}"
             )
+        if self.mirror is not None:
+            self.mirror(MapBlocks(num_blocks))
         self.num_blocks = num_blocks
 
     def unmap_above(self, num_blocks: int) -> None:
@@ -123,6 +129,8 @@ class KVCache:
         """
         if not 0 <= num_blocks <= self.num_blocks:
             raise ValueError(f"cannot unmap above block {num_blocks}: {self.num_blocks} are mapped")
+        if self.mirror is not None:
+            self.mirror(UnmapAbove(num_blocks))
         self.num_blocks = num_blocks
         if self._mapping is None:
             return
@@ -135,6 +143,8 @@ class KVCache:
         """Copy whole blocks (source, destination) in every layer. No destination is also a source."""
         if not pairs:
             return
+        if self.mirror is not None:
+            self.mirror(CopyBlocks(pairs))
         device = self.keys[0].device
         sources = torch.tensor([source for source, _ in pairs], dtype=torch.int64, device=device)
         destinations = torch.tensor([destination for _, destination in pairs], dtype=torch.int64, device=device)

@@ -167,6 +167,7 @@ class LLM:
         """Give the model's and the KV cache's memory back. Calling it again does nothing."""
         if not self._closed:
             self._closed = True
+            self._engine.close()
             del self._engine
             gc.collect()
 

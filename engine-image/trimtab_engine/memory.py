@@ -41,6 +41,9 @@ class MemoryFormula:
     draft_kv_bytes_per_token: int = 0
     """Keys and values of one token in all layers of a draft model, which has the same blocks."""
 
+    other_ranks: tuple["MemoryFormula", ...] = ()
+    """Those of the engine's other ranks. All ranks have as many blocks as the tightest."""
+
     def at(self, gpu_memory_utilization: str) -> "MemoryFormula":
         """The same at another utilisation."""
         return replace(self, gpu_memory_utilization=gpu_memory_utilization)
@@ -72,7 +75,9 @@ class MemoryFormula:
 
     @property
     def num_blocks(self) -> int:
-        return self.kv_bytes // self.bytes_per_block
+        """Of every rank."""
+        own = self.kv_bytes // self.bytes_per_block
+        return min([own, *(other.at(self.gpu_memory_utilization).num_blocks for other in self.other_ranks)])
 
     @property
     def num_tokens(self) -> int:
@@ -97,8 +102,9 @@ class MemoryFormula:
 
     @property
     def min_device_bytes(self) -> int:
-        """The smallest device whose whole memory holds one request of max_model_len."""
-        return self.fixed_bytes + self.blocks_per_request * self.bytes_per_block
+        """The smallest device whose whole memory holds one request of max_model_len, on the rank that needs most."""
+        ranks = (self, *self.other_ranks)
+        return max(rank.fixed_bytes + self.blocks_per_request * rank.bytes_per_block for rank in ranks)
 
     @property
     def min_utilization(self) -> str | None:

@@ -67,7 +67,7 @@ class ModelRunner:
         dtype: torch.dtype,
     ) -> None:
         self.facts = facts
-        self._model, self._shard = model, shard
+        self._model, self.shard = model, shard
         self._device, self._block_size, self._dtype = device, block_size, dtype
 
     @classmethod
@@ -89,7 +89,13 @@ class ModelRunner:
         if isinstance(source, DummySource):
             source.expect(expected_shapes(model_config))
         check_tensors(model_config, source)
-        shard = shard_model(model_config, layout, rank)
+        shard = shard_model(
+            model_config,
+            layout,
+            rank,
+            placement=config.expert_placement_strategy,
+            layer_partition=config.pipeline_layer_partition,
+        )
         dtype = DTYPES[_dtype_name(config, model_config, device)]
         device.before_weights()
         before = device.used_bytes()
@@ -142,6 +148,13 @@ class ModelRunner:
         assert logits is not None  # the engine holds a rank of the last stage
         return logits
 
+    def take_wire_bytes(self) -> dict[str, int]:
+        """What this rank has sent to others since the last call, by collective: alone it sends nothing."""
+        return {}
+
+    def close(self) -> None:
+        """End what belongs to this runner: one rank alone has nothing."""
+
     def flatten(self, sequences: list[ScheduledSequence]) -> StepInputs:
         """The batch as plain values."""
         return flatten(sequences, block_size=self._block_size, max_decode_tokens=GATHER_TOKENS)
@@ -165,7 +178,7 @@ class ModelRunner:
             metadata,
             num_layers=num_layers,
         )
-        if not self._shard.is_last_stage:
+        if not self.shard.is_last_stage:
             return None
         if not num_rows:
             return torch.empty(0, self.facts.vocab_size, device=device)

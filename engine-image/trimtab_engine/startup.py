@@ -3,22 +3,25 @@ envelope. In that order, so that what is measured is there when it is counted.
 """
 
 import logging
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from trimtab_engine.block_manager import BlockManager
 from trimtab_engine.config import EngineConfig
-from trimtab_engine.device import Device
 from trimtab_engine.engine import Engine, EngineParts
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.live_config import Envelope, LiveConfig, LiveValues
 from trimtab_engine.memory import MemoryFormula, check_one_request_fits, check_one_request_fits_fixed
 from trimtab_engine.messages import CoreReady
 from trimtab_engine.model_runner import ModelRunner
+from trimtab_engine.parallel.wire_messages import RankReport
+from trimtab_engine.parallel.workers import OnDeath
+from trimtab_engine.rank_start import load_rank
 from trimtab_engine.scheduler import Scheduler
 from trimtab_engine.structured.compiler import GrammarCompiler
 from trimtab_engine.structured.vocabulary import read_vocabulary
@@ -42,18 +45,24 @@ class KVSize:
     fixed_by: str | None
 
 
-def start_engine(config: EngineConfig, progress: Progress, clock: Callable[[], float]) -> tuple[Engine, CoreReady]:
-    """Load the model, measure, size the KV cache, warm up. Raises ConfigError with the numbers and what to set."""
+def start_engine(
+    config: EngineConfig,
+    progress: Progress,
+    clock: Callable[[], float],
+    on_rank_death: OnDeath | None = None,
+) -> tuple[Engine, CoreReady]:
+    """Load the model, measure, size the KV cache, warm up. Raises ConfigError with the numbers and what to set.
+
+    With several ranks their processes are started here. `on_rank_death` is called from another thread when one dies,
+    even while this one waits for it; without it the next step raises WorkerDied.
+    """
     began = time.monotonic()
     progress("starting", 0.0)
-    device = Device(config.device, memory_bytes=config.device_memory_bytes, cpu_threads=config.cpu_threads)
-    other_bytes = device.used_bytes()
     low, high = WEIGHTS_PERCENT
-    runner = ModelRunner.load(
-        config, device, lambda stage, percent: progress(stage, low + percent / 100 * (high - low))
-    )
+    rank = load_rank(config, lambda stage, percent: progress(stage, low + percent / 100 * (high - low)), on_rank_death)
+    device, runner = rank.device, rank.runner
     progress("profile", PROFILE_PERCENT)
-    formula = _measure(config, device, runner, other_bytes)
+    formula = rank.measure(config)
     if config.max_model_len == "auto":
         formula = _longest_that_fits(config, formula)
         runner.limit_model_len(formula.max_model_len)
@@ -69,31 +78,11 @@ def start_engine(config: EngineConfig, progress: Progress, clock: Callable[[], f
         scheduler=_scheduler(config, runner, size),
         formula=formula,
         live=_live_config(config, runner, formula, size),
-        layout=_layout(config, runner),
+        layout=_layout(config, rank.reports),
         grammars=_grammars(config, runner),
     )
     progress("ready", 100.0)
     return Engine(parts, clock), _ready(config, runner, formula, size)
-
-
-def _measure(config: EngineConfig, device: Device, runner: ModelRunner, other_bytes: int) -> MemoryFormula:
-    facts = runner.facts
-    return MemoryFormula(
-        device_bytes=device.total_bytes,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        other_bytes=other_bytes,
-        weights_bytes=facts.weights_bytes,
-        activations_peak_bytes=runner.profile(config.max_num_batched_tokens_cap, config.max_num_seqs_cap),
-        workspace_bytes=0,
-        graphs_bytes=0,
-        communicator_bytes=0,
-        num_layers=facts.num_layers,
-        num_kv_heads=facts.num_kv_heads,
-        head_size=facts.head_size,
-        kv_dtype_bytes=facts.kv_dtype_bytes,
-        block_size=config.block_size,
-        max_model_len=facts.max_model_len,
-    )
 
 
 def _longest_that_fits(config: EngineConfig, formula: MemoryFormula) -> MemoryFormula:
@@ -162,9 +151,9 @@ def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormu
             ("dtype", runner.facts.dtype),
             ("device", config.device),
             ("device_memory_bytes", formula.device_bytes),
-            ("tensor_parallel_size", 1),
-            ("pipeline_parallel_size", 1),
-            ("data_parallel_size", 1),
+            ("tensor_parallel_size", config.tensor_parallel_size),
+            ("pipeline_parallel_size", config.pipeline_parallel_size),
+            ("data_parallel_size", config.data_parallel_size),
             ("preemption_mode", "recompute"),
         ),
     )
@@ -176,23 +165,15 @@ def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormu
     return LiveConfig(envelope, values)
 
 
-def _layout(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
-    facts = runner.facts
-    rank = {
-        "rank": 0,
-        "host": socket.gethostname(),
-        "device": config.device,
-        "layers": [0, facts.num_layers - 1],
-        "heads": facts.num_attention_heads,
-        "kv_heads": facts.num_kv_heads,
-    }
+def _layout(config: EngineConfig, ranks: list[RankReport]) -> dict[str, Any]:
+    """What really runs: every row comes from the rank itself."""
     return {
-        "world_size": 1,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "data_parallel_size": 1,
-        "expert_parallel": False,
-        "ranks": [rank],
+        "world_size": len(ranks),
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "data_parallel_size": config.data_parallel_size,
+        "expert_parallel": config.enable_expert_parallel,
+        "ranks": [msgspec.to_builtins(rank) for rank in sorted(ranks, key=lambda report: report.rank)],
     }
 
 

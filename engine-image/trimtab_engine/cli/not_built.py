@@ -7,11 +7,8 @@ from trimtab_engine.errors import NotBuiltError
 
 # Flag: values that ask for nothing. None stands for the flag without a value.
 NOT_BUILT: dict[str, tuple[str | None, ...]] = {
-    "--tensor-parallel-size": ("1",),
-    "--pipeline-parallel-size": ("1",),
     "--data-parallel-size": ("1",),
-    "--enable-expert-parallel": (),
-    "--no-enable-expert-parallel": (None,),
+    "--enable-eplb": (),
     "--async-scheduling": (),
     "--no-async-scheduling": (None,),
     "--chat-template": (),
@@ -51,8 +48,7 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
 }
 HELP = {"--preemption-mode": "what a preempted request's KV cache becomes: recompute (default: recompute)"}
 """Flags of ours that have one value so far, and are shown."""
-SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
-SHORT |= {"-ep": "--enable-expert-parallel", "-cc": "--compilation-config", "-O": "--optimization-level"}
+SHORT = {"-dp": "--data-parallel-size", "-cc": "--compilation-config", "-O": "--optimization-level"}
 
 
 class _NotBuilt(argparse.Action):

@@ -9,6 +9,8 @@ TP2 PP2 DP2   DP 0: stage 0 |0 1| stage 1 |2 3|      DP 1: stage 0 |4 5| stage 1
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trimtab_engine.config import EngineConfig
+
 RankGroups = tuple[tuple[int, ...], ...]
 
 
@@ -34,6 +36,15 @@ class Layout:
     data: int = 1
     external: int = 1
     expert: bool = False
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Layout":
+        """The ranks of one engine core."""
+        return cls(
+            tensor=config.tensor_parallel_size,
+            pipeline=config.pipeline_parallel_size,
+            expert=config.enable_expert_parallel,
+        )
 
     @property
     def world_size(self) -> int:

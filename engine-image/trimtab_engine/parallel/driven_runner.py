@@ -1,0 +1,53 @@
+"""The engine core's own rank, with the others at its side: what it computes, it has them compute as well."""
+
+import torch
+
+from trimtab_engine.batch import ScheduledSequence
+from trimtab_engine.errors import WorkerDied
+from trimtab_engine.model_runner import ModelRunner
+from trimtab_engine.parallel.groups import WireMeter
+from trimtab_engine.parallel.wire_messages import InitKvCache, Step
+from trimtab_engine.parallel.workers import Workers
+from trimtab_engine.step_inputs import StepInputs
+
+
+class DrivenRunner(ModelRunner):
+    """A ModelRunner whose steps and KV cache operations reach every rank. drive() comes before the first of them."""
+
+    def drive(self, workers: Workers, meter: WireMeter) -> None:
+        """Take the other ranks along from now on."""
+        self.workers, self._meter = workers, meter
+
+    def take_wire_bytes(self) -> dict[str, int]:
+        """What this rank has sent to others since the last call, by kind of collective."""
+        return self._meter.take()
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self.workers.close()
+
+    def execute(self, sequences: list[ScheduledSequence]) -> torch.Tensor:
+        """As ModelRunner.execute, over all ranks."""
+        return self.finish(self.start(sequences))
+
+    def start(self, sequences: list[ScheduledSequence]) -> StepInputs:
+        """Send a batch on its way through the ranks."""
+        inputs = self.flatten(sequences)
+        self.workers.send(Step(inputs))
+        return inputs
+
+    def finish(self, inputs: StepInputs) -> torch.Tensor:
+        """This rank's part of a batch that was started; batches finish in the order in which they were started."""
+        try:
+            logits = self.run(inputs)
+        except RuntimeError as error:  # torch's, when a connection to another rank breaks
+            raise self.workers.cause_of(error) from error
+        if logits is None:
+            raise WorkerDied("the engine core's rank has no logits; it must be of the last stage")
+        return logits
+
+    def init_kv_cache(self, cap_blocks: int) -> None:
+        """Reserve it on every rank; later changes follow."""
+        self.workers.send(InitKvCache(cap_blocks))
+        super().init_kv_cache(cap_blocks)
+        self.kv_cache.mirror = self.workers.send

@@ -1,0 +1,112 @@
+"""What the engine core and the workers of its ranks say to each other: msgspec structs over ZMQ, never pickle."""
+
+import msgspec
+
+from trimtab_engine.config import EngineConfig
+from trimtab_engine.memory import MemoryFormula
+from trimtab_engine.step_inputs import StepInputs
+
+# --- on a worker's standard input -----------------------------------------------------------------------------------
+
+
+class WorkerStart(msgspec.Struct, frozen=True):
+    """All that a worker's process needs. `process` counts the engine's processes over its nodes, the core being 0."""
+
+    config: EngineConfig
+    process: int
+    local_index: int
+    local_count: int
+    """Ranks on this node, among them the core's own where it runs here."""
+    rendezvous: str
+    """file:PATH on one node, tcp:HOST:PORT across nodes."""
+
+
+# --- engine core -> worker ------------------------------------------------------------------------------------------
+
+
+class Profile(msgspec.Struct, tag="profile"):
+    """Run the largest steps of the envelope, as every rank does now, and answer with Profiled."""
+
+
+class InitKvCache(msgspec.Struct, tag="init_kv"):
+    cap_blocks: int
+
+
+class MapBlocks(msgspec.Struct, tag="map"):
+    num_blocks: int
+
+
+class UnmapAbove(msgspec.Struct, tag="unmap"):
+    num_blocks: int
+
+
+class CopyBlocks(msgspec.Struct, tag="copy"):
+    pairs: list[tuple[int, int]]
+
+
+class Step(msgspec.Struct, tag="step"):
+    inputs: StepInputs
+
+
+class Stop(msgspec.Struct, tag="stop"):
+    """Leave; nothing is answered."""
+
+
+KvChange = MapBlocks | UnmapAbove | CopyBlocks
+ToWorker = Profile | InitKvCache | MapBlocks | UnmapAbove | CopyBlocks | Step | Stop
+
+
+# --- worker -> engine core ------------------------------------------------------------------------------------------
+
+
+class RankReport(msgspec.Struct, frozen=True):
+    """What one rank really is and holds: a row of GET /admin/v1/layout. Layers are [first, last]."""
+
+    rank: int
+    host: str
+    pid: int
+    device: str
+    data: int
+    stage: int
+    tensor: int
+    layers: tuple[int, int]
+    heads: int
+    kv_heads: int
+    experts: tuple[int, ...] = ()
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """The worker runs and is about to join the groups."""
+
+    rank: int
+    host: str
+    pid: int
+
+
+class Loaded(msgspec.Struct, tag="loaded"):
+    report: RankReport
+
+
+class Profiled(msgspec.Struct, tag="profiled"):
+    rank: int
+    formula: MemoryFormula
+
+
+class WorkerFailed(msgspec.Struct, tag="failed"):
+    """The last word of a worker that cannot go on. Exit code 2: the user must act."""
+
+    rank: int
+    message: str
+    exit_code: int
+
+
+class Alive(msgspec.Struct, tag="alive"):
+    """Sent every HEARTBEAT_SECONDS, and answered by the same."""
+
+    rank: int
+
+
+FromWorker = Hello | Loaded | Profiled | WorkerFailed | Alive
+
+HEARTBEAT_SECONDS = 1.0
+SILENCE_SECONDS = 7.0  # without a word from the other side it is taken for dead, within the 10 s that are promised

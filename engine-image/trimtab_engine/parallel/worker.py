@@ -1,0 +1,169 @@
+"""One rank beside the engine core's, `-m trimtab_engine.parallel.worker`: does as it is told, until it is told to end.
+
+It reads its start from stdin (JSON), joins the groups, loads its shard, then carries out what the core sends. A thread
+of its own exchanges heartbeats with the core; when the core is gone the process ends, even in the middle of a
+collective.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import msgspec
+import zmq
+
+from trimtab_engine.device import Device
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.model_runner import ModelRunner
+from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.parallel.rendezvous import join_groups, open_store
+from trimtab_engine.parallel.wire_messages import (
+    HEARTBEAT_SECONDS,
+    SILENCE_SECONDS,
+    Alive,
+    CopyBlocks,
+    FromWorker,
+    Hello,
+    InitKvCache,
+    Loaded,
+    MapBlocks,
+    Profile,
+    Profiled,
+    Step,
+    Stop,
+    ToWorker,
+    UnmapAbove,
+    WorkerFailed,
+    WorkerStart,
+)
+from trimtab_engine.parallel.workers import uses_nccl
+from trimtab_engine.rank_start import measure, rank_report
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+OTHERS_FIRST_SECONDS = 2.0  # for the engine core to notice a rank that died before this one
+LINGER_MILLISECONDS = 1000  # for the last message to leave before the process ends
+
+logger = logging.getLogger("trimtab_engine.worker")
+
+
+class Worker:
+    """One rank: its sockets to the core and, once loaded, its runner."""
+
+    def __init__(self, start: WorkerStart) -> None:
+        self._start, self._config = start, start.config
+        self.layout = Layout.of(start.config)
+        self.rank = self.layout.rank_of_process(start.process)
+        self._store = open_store(start.rendezvous, serves=False)
+        self._context = zmq.Context()
+        self._control_address = self._store.get("control").decode()
+        self._control = self._connect(zmq.DEALER, self._control_address)
+        self._steps = self._connect(zmq.PULL, self._store.get(f"steps-{start.process}").decode())
+        self._steps.setsockopt(zmq.RCVHWM, 0)
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def _connect(self, kind: int, address: str) -> "zmq.Socket[bytes]":
+        connected: zmq.Socket[bytes] = self._context.socket(kind)
+        connected.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        connected.connect(address)
+        return connected
+
+    def tell(self, message: FromWorker) -> None:
+        self._control.send(msgspec.msgpack.encode(message))
+
+    def load(self) -> None:
+        """Join the groups and read the shard."""
+        config, start = self._config, self._start
+        device = Device(
+            config.device,
+            memory_bytes=config.device_memory_bytes,
+            cpu_threads=config.cpu_threads,
+            local_index=start.local_index,
+            local_count=start.local_count,
+        )
+        self.tell(Hello(self.rank, socket.gethostname(), os.getpid()))
+        nccl = uses_nccl(config, self.layout)
+        groups, _ = join_groups(
+            self._store, self.layout, self.rank, uses_nccl=nccl, on_one_node=start.rendezvous.startswith("file:")
+        )
+        self._other_bytes = device.used_bytes()
+        self._runner = ModelRunner.load(
+            config, device, lambda stage, percent: None, layout=self.layout, rank=self.rank, groups=groups
+        )
+        self._device = device
+        self.tell(Loaded(rank_report(self._runner, device, self.layout, self.rank)))
+
+    def serve(self) -> None:
+        """Carry out what the core sends, in its order, until Stop."""
+        decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToWorker)
+        runner = self._runner
+        while True:
+            message: ToWorker = decoder.decode(self._steps.recv())
+            match message:
+                case Step():
+                    runner.run(message.inputs)
+                case MapBlocks():
+                    runner.kv_cache.map_blocks(message.num_blocks)
+                case UnmapAbove():
+                    runner.kv_cache.unmap_above(message.num_blocks)
+                case CopyBlocks():
+                    runner.kv_cache.copy_blocks(message.pairs)
+                case Profile():
+                    formula = measure(self._config, self._device, runner, self._other_bytes)
+                    self.tell(Profiled(self.rank, formula))
+                case InitKvCache():
+                    runner.init_kv_cache(message.cap_blocks)
+                case Stop():
+                    return
+
+    def close(self) -> None:
+        """Let the last message leave."""
+        self._control.close()
+
+    def _beat(self) -> None:
+        """Say that this rank lives, and end the process when the core does not answer any more."""
+        line = self._connect(zmq.DEALER, self._control_address)
+        body = msgspec.msgpack.encode(Alive(self.rank))
+        heard = time.monotonic()
+        while time.monotonic() - heard < SILENCE_SECONDS:
+            line.send(body)
+            if line.poll(int(HEARTBEAT_SECONDS * 1000)):
+                line.recv()
+                heard = time.monotonic()
+                time.sleep(HEARTBEAT_SECONDS)
+        print(f"trimtab-engine: rank {self.rank} ends: the engine core is gone", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def main() -> int:
+    """Read the start message from stdin, load, serve. Returns the exit code."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the process that started this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    worker = Worker(msgspec.json.decode(sys.stdin.readline(), type=WorkerStart))
+    try:
+        worker.load()
+        worker.serve()
+    except ConfigError as error:
+        worker.tell(WorkerFailed(worker.rank, str(error), exit_code=2))
+        return 2
+    except Exception as error:
+        logger.exception("rank %d failed", worker.rank)
+        if isinstance(error, RuntimeError):  # torch's, perhaps because another rank died: that one is to be named
+            time.sleep(OTHERS_FIRST_SECONDS)
+        message = f"rank {worker.rank} ({socket.gethostname()}) failed: {type(error).__name__}: {error}"
+        worker.tell(WorkerFailed(worker.rank, message, exit_code=1))
+        return 1
+    finally:
+        worker.close()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    os._exit(code)  # without waiting for collectives that will never end

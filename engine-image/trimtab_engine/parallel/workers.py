@@ -1,0 +1,176 @@
+"""The other ranks of an engine, seen from its core: their processes, what is sent to all of them, their answers."""
+
+import contextlib
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from trimtab_engine.config import EngineConfig, core_environment
+from trimtab_engine.errors import ConfigError, WorkerDied
+from trimtab_engine.parallel.groups import RankGroups, WireMeter
+from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.parallel.rendezvous import JOIN_TIMEOUT, join_groups, leave_groups, open_store, own_address
+from trimtab_engine.parallel.watch import Watch
+from trimtab_engine.parallel.wire_messages import FromWorker, Hello, Stop, ToWorker, WorkerFailed, WorkerStart
+
+WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.parallel.worker")
+STOP_SECONDS = 3.0  # for a worker to leave before it is killed
+CAUSE_SECONDS = 3.0  # for the watch to name the rank whose connection broke
+LOAD_SECONDS = 3600.0  # for the slowest rank's weights
+OnDeath = Callable[[str, int], None]
+"""Called from a thread of its own with the line that names the rank and the cause, and an exit code."""
+Answer = TypeVar("Answer", bound=FromWorker)
+
+
+class Workers:
+    """All ranks but the core's own. Call join() once, then send() and answers(); close() at the end."""
+
+    def __init__(self, config: EngineConfig, layout: Layout, on_death: OnDeath | None = None) -> None:
+        self.layout, self.rank = layout, layout.driver()
+        self._on_one_node = config.nnodes == 1
+        self._uses_nccl = uses_nccl(config, layout)
+        self._folder = Path(tempfile.mkdtemp(prefix="trimtab-ranks-"))  # mode 0700
+        self._rendezvous = rendezvous_of(config, self._folder)
+        self._context = zmq.Context()
+        control = self._context.socket(zmq.ROUTER)
+        self._store = open_store(self._rendezvous, serves=True)
+        self._store.set("control", self._bind(control, "control"))
+        self._steps = []
+        for process in range(1, layout.world_size):
+            steps = self._context.socket(zmq.PUSH)
+            steps.setsockopt(zmq.SNDHWM, 0)
+            self._store.set(f"steps-{process}", self._bind(steps, f"steps-{process}"))
+            self._steps.append(steps)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._closed = threading.Event()
+        count = layout.world_size // config.nnodes
+        self._processes = start_processes(config, range(1, count), count, self._rendezvous)
+        by_rank = {layout.rank_of_process(index): process for index, process in self._processes.items()}
+        tell = None if on_death is None else (lambda failure: on_death(_line(failure), failure.exit_code))
+        self._watch = Watch(control, by_rank, self.rank, tell)
+        self._control = control
+
+    def join(self) -> tuple[RankGroups, WireMeter]:
+        """Wait for all ranks and make the groups. Raises WorkerDied when one ends before."""
+        self.answers(Hello, JOIN_TIMEOUT.total_seconds())
+        return join_groups(
+            self._store, self.layout, self.rank, uses_nccl=self._uses_nccl, on_one_node=self._on_one_node
+        )
+
+    def send(self, message: ToWorker) -> None:
+        """To every worker, in the order of the calls. Never waits."""
+        body = self._encoder.encode(message)
+        for steps in self._steps:
+            try:
+                steps.send(body, zmq.DONTWAIT)
+            except zmq.Again:  # nobody is connected: the rank has died
+                raise self.cause_of(WorkerDied("a rank does not take messages")) from None
+
+    def answers(self, kind: type[Answer], timeout: float = LOAD_SECONDS) -> list[Answer]:
+        """One message of this kind from every worker, by rank. Raises WorkerDied or ConfigError with a rank's cause."""
+        answers: dict[int, Answer] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < len(self._steps):
+            self.check()
+            try:
+                message = self._watch.inbox.get(timeout=0.1)
+            except queue.Empty:
+                if time.monotonic() > deadline:
+                    missing = self.layout.world_size - 1 - len(answers)
+                    raise WorkerDied(
+                        f"{missing} of {self.layout.world_size} ranks did not report within {timeout:.0f} s; are all "
+                        f"{self.layout.world_size} processes running, with the same flags?"
+                    ) from None
+                continue
+            assert isinstance(message, kind), message
+            rank = message.report.rank if hasattr(message, "report") else message.rank
+            answers[rank] = message
+        return [answers[rank] for rank in sorted(answers)]
+
+    def check(self) -> None:
+        """Raise the failure of a rank, if one failed."""
+        failure = self._watch.failure
+        if failure is not None:
+            raise _error(failure)
+
+    def cause_of(self, error: Exception) -> Exception:
+        """Why a collective failed: the rank that died, which the watch names soon, else the error itself."""
+        self._watch.failed.wait(CAUSE_SECONDS)
+        failure = self._watch.failure
+        return WorkerDied(f"a collective failed: {error}") if failure is None else _error(failure)
+
+    def close(self) -> None:
+        """Stop the workers and forget the groups. Safe to call again."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._watch.close()
+        with contextlib.suppress(WorkerDied, ConfigError):
+            self.send(Stop())
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for socket in (*self._steps, self._control):
+            socket.close(linger=0)
+        self._context.term()
+        leave_groups()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _bind(self, socket: "zmq.Socket[bytes]", name: str) -> str:
+        """The address that workers connect to."""
+        if self._on_one_node:
+            address = f"ipc://{self._folder}/{name}"
+            socket.bind(address)
+            return address
+        host = own_address(self._rendezvous)
+        return f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
+
+
+def rendezvous_of(config: EngineConfig, folder: Path) -> str:
+    return f"file:{folder}/store" if config.nnodes == 1 else f"tcp:{config.master_addr}:{config.master_port}"
+
+
+def start_processes(
+    config: EngineConfig, processes: range, local_count: int, rendezvous: str
+) -> dict[int, "subprocess.Popen[bytes]"]:
+    """Start this node's workers, by their number among the engine's processes."""
+    started = {}
+    for process in processes:
+        start = WorkerStart(config, process, process % local_count, local_count, rendezvous)
+        worker = subprocess.Popen(WORKER_COMMAND, stdin=subprocess.PIPE, env=core_environment())
+        assert worker.stdin is not None
+        worker.stdin.write(msgspec.json.encode(start) + b"\n")
+        worker.stdin.close()
+        started[process] = worker
+    return started
+
+
+def uses_nccl(config: EngineConfig, layout: Layout) -> bool:
+    """One GPU per rank of this node. With fewer, ranks share GPUs and talk through host memory by gloo."""
+    if config.device != "cuda":
+        return False
+    import torch
+
+    return torch.cuda.device_count() >= layout.world_size // config.nnodes
+
+
+def _line(failure: WorkerFailed) -> str:
+    return f"a rank of the engine died: {failure.message}"
+
+
+def _error(failure: WorkerFailed) -> Exception:
+    return ConfigError(failure.message) if failure.exit_code == 2 else WorkerDied(_line(failure))

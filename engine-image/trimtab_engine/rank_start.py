@@ -1,0 +1,110 @@
+"""What every rank does at start-up, the engine core's and the others alike: measure its memory, say what it holds."""
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from trimtab_engine.config import EngineConfig
+from trimtab_engine.device import Device
+from trimtab_engine.memory import MemoryFormula
+from trimtab_engine.model_runner import ModelRunner
+from trimtab_engine.parallel.driven_runner import DrivenRunner
+from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.parallel.wire_messages import Loaded, Profile, Profiled, RankReport
+from trimtab_engine.parallel.workers import OnDeath, Workers
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """The engine core's rank with its weights, and what all ranks said of themselves."""
+
+    device: Device
+    runner: ModelRunner
+    other_bytes: int
+    workers: Workers | None
+    reports: list[RankReport]
+
+    def measure(self, config: EngineConfig) -> MemoryFormula:
+        """The memory formula of all ranks, which profile at once."""
+        if self.workers is None:
+            return measure(config, self.device, self.runner, self.other_bytes)
+        self.workers.send(Profile())
+        own = measure(config, self.device, self.runner, self.other_bytes)
+        others = self.workers.answers(Profiled)
+        return replace(own, other_ranks=tuple(answer.formula for answer in others))
+
+
+def load_rank(config: EngineConfig, progress: Progress, on_rank_death: OnDeath | None) -> LoadedRank:
+    """Load the engine core's rank; with several ranks start the others and wait until they have loaded, too."""
+    layout = Layout.of(config)
+    if layout.world_size == 1:
+        device = Device(config.device, memory_bytes=config.device_memory_bytes, cpu_threads=config.cpu_threads)
+        other_bytes = device.used_bytes()
+        runner = ModelRunner.load(config, device, progress, layout=layout)
+        return LoadedRank(device, runner, other_bytes, None, [rank_report(runner, device, layout, 0)])
+    workers = Workers(config, layout, on_rank_death)
+    try:
+        return _load_driven(config, layout, workers, progress)
+    except BaseException:
+        workers.close()
+        raise
+
+
+def _load_driven(config: EngineConfig, layout: Layout, workers: Workers, progress: Progress) -> LoadedRank:
+    device = Device(
+        config.device,
+        memory_bytes=config.device_memory_bytes,
+        cpu_threads=config.cpu_threads,
+        local_count=layout.world_size // config.nnodes,
+    )
+    groups, meter = workers.join()
+    other_bytes = device.used_bytes()
+    runner = DrivenRunner.load(config, device, progress, layout=layout, rank=workers.rank, groups=groups)
+    assert isinstance(runner, DrivenRunner)
+    runner.drive(workers, meter)
+    reports = [answer.report for answer in workers.answers(Loaded)]
+    return LoadedRank(
+        device, runner, other_bytes, workers, [*reports, rank_report(runner, device, layout, workers.rank)]
+    )
+
+
+def measure(config: EngineConfig, device: Device, runner: ModelRunner, other_bytes: int) -> MemoryFormula:
+    """Run the largest steps and fill in the memory formula. All ranks do so at once: their collectives meet."""
+    facts = runner.facts
+    return MemoryFormula(
+        device_bytes=device.total_bytes,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        other_bytes=other_bytes,
+        weights_bytes=facts.weights_bytes,
+        activations_peak_bytes=runner.profile(config.max_num_batched_tokens_cap, config.max_num_seqs_cap),
+        workspace_bytes=0,
+        graphs_bytes=0,
+        communicator_bytes=0,
+        num_layers=facts.num_layers,
+        num_kv_heads=facts.num_kv_heads,
+        head_size=facts.head_size,
+        kv_dtype_bytes=facts.kv_dtype_bytes,
+        block_size=config.block_size,
+        max_model_len=facts.max_model_len,
+    )
+
+
+def rank_report(runner: ModelRunner, device: Device, layout: Layout, rank: int) -> RankReport:
+    """What this rank really is and holds."""
+    place, shard = layout.place(rank), runner.shard
+    return RankReport(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        device=str(device.torch),
+        data=place.data,
+        stage=place.pipeline,
+        tensor=place.tensor,
+        layers=(shard.layers[0], shard.layers[1] - 1),
+        heads=shard.num_heads,
+        kv_heads=shard.num_kv_heads,
+        experts=shard.experts,
+    )
