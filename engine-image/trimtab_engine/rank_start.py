@@ -8,11 +8,14 @@ from dataclasses import dataclass, replace
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.device import Device
 from trimtab_engine.memory import MemoryFormula
+from trimtab_engine.model_config import parse_model_config
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.parallel.driven_runner import DrivenRunner
 from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.parallel.shard import check_layout
 from trimtab_engine.parallel.wire_messages import Loaded, Profile, Profiled, RankReport
 from trimtab_engine.parallel.workers import OnDeath, Workers
+from trimtab_engine.weights.source import open_source
 
 Progress = Callable[[str, float], None]
 
@@ -45,12 +48,20 @@ def load_rank(config: EngineConfig, progress: Progress, on_rank_death: OnDeath |
         other_bytes = device.used_bytes()
         runner = ModelRunner.load(config, device, progress, layout=layout)
         return LoadedRank(device, runner, other_bytes, None, [rank_report(runner, device, layout, 0)])
+    _check_layout(config, layout)
     workers = Workers(config, layout, on_rank_death)
     try:
         return _load_driven(config, layout, workers, progress)
     except BaseException:
         workers.close()
         raise
+
+
+def _check_layout(config: EngineConfig, layout: Layout) -> None:
+    """Raise ConfigError, before any process starts, for a layout that the model does not allow."""
+    source = open_source(config.model, config.load_format)
+    model = parse_model_config(source.config, source.generation_config, source.where)
+    check_layout(model, layout, config.pipeline_layer_partition)
 
 
 def _load_driven(config: EngineConfig, layout: Layout, workers: Workers, progress: Progress) -> LoadedRank:

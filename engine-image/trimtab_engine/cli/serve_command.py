@@ -11,6 +11,7 @@ from typing import Any
 
 from trimtab_engine.cli import parser as types
 from trimtab_engine.cli.not_built import add_not_built
+from trimtab_engine.cli.parallel_flags import add_parallel_flags, parallel_fields
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.errors import ConfigError, ModelError
 
@@ -31,6 +32,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="folder with safetensors, or a .gguf file")
     _add_model_flags(parser.add_argument_group("model"))
     _add_device_flags(parser.add_argument_group("device and memory"))
+    add_parallel_flags(parser.add_argument_group("parallel layout"))
     _add_scheduler_flags(parser.add_argument_group("scheduler"))
     _add_server_flags(parser.add_argument_group("server"))
     _add_admin_flags(parser.add_argument_group("admin API"))
@@ -203,6 +205,10 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are tokenised in threads of our own
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the last line of a log should be why it ended
+    if config.node_rank > 0:
+        from trimtab_engine.parallel.node import run_node
+
+        return run_node(config)
     from trimtab_engine.api.state import ServerOptions
 
     options = ServerOptions(
@@ -248,6 +254,7 @@ def engine_config(
         max_num_batched_tokens_cap=arguments.max_num_batched_tokens_cap or num_tokens,
         enable_chunked_prefill=arguments.enable_chunked_prefill,
         seed=arguments.seed,
+        **parallel_fields(arguments),
     )
 
 

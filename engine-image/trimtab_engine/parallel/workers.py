@@ -140,7 +140,8 @@ class Workers:
         return f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
 
 
-def rendezvous_of(config: EngineConfig, folder: Path) -> str:
+def rendezvous_of(config: EngineConfig, folder: Path | None) -> str:
+    """Where the ranks meet; the folder is the engine core's own, which only its node sees."""
     return f"file:{folder}/store" if config.nnodes == 1 else f"tcp:{config.master_addr}:{config.master_port}"
 
 

@@ -1,0 +1,130 @@
+"""Tiny random checkpoints, one dense and one a mixture of experts, and engines on them of any layout."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from trimtab_engine.config import EngineConfig
+from trimtab_engine.engine import Engine
+from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.model_config import parse_model_config
+from trimtab_engine.models.checkpoint import expected_shapes
+from trimtab_engine.startup import start_engine
+
+VOCABULARY = 97  # odd, so that the vocabulary's parts differ
+DENSE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "eos_token_id": 96,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+MIXTURE = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 12,
+    "num_key_value_heads": 1,  # fewer than tensor-parallel ranks: replicated
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+
+
+def a_checkpoint(folder: Path, config: dict[str, Any]) -> str:
+    """Random weights of the size that random activations keep; norms and biases are random too."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(5)
+    tensors = {}
+    for name, shape in expected_shapes(parse_model_config(config, {}, "config.json")).items():
+        noise = torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.1)
+        tensors[name] = noise + 1.0 if "norm" in name else noise
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {"dense": a_checkpoint(folder / "dense", DENSE), "moe": a_checkpoint(folder / "moe", MIXTURE)}
+
+
+def a_config(model: str, **changes: Any) -> EngineConfig:
+    values: dict[str, Any] = {
+        "model": model,
+        "device_memory_bytes": 4 << 30,
+        "cpu_threads": 1,
+        "max_model_len": 96,
+        "block_size": 8,
+        "num_gpu_blocks_override": 64,
+        "max_num_seqs": 8,
+        "max_num_seqs_cap": 8,
+        "max_num_batched_tokens": 64,
+        "max_num_batched_tokens_cap": 64,
+    }
+    return EngineConfig(**values | changes)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Engine]]:
+    """Starts engines; those that the test leaves open are closed. The clock stands still."""
+    engines: list[Engine] = []
+
+    def start_one(model: str, *, on_rank_death: Any = None, **changes: Any) -> Engine:
+        engine, _ = start_engine(a_config(model, **changes), lambda stage, percent: None, lambda: 0.0, on_rank_death)
+        engines.append(engine)
+        return engine
+
+    yield start_one
+    for engine in engines:
+        engine.close()
+
+
+def requests(count: int = 12, output: int = 12) -> list[AddRequest]:
+    """Prompts of many lengths; the later ones begin as the earlier do, so that a prefix cache has something to find."""
+    generator = torch.Generator().manual_seed(11)
+    shared = torch.randint(0, VOCABULARY, (24,), generator=generator).tolist()
+    made = []
+    for number in range(count):
+        own = torch.randint(0, VOCABULARY, (1 + 5 * (number % 7),), generator=generator).tolist()
+        prompt = (shared if number % 2 else []) + own
+        sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        made.append(AddRequest(f"r{number}", prompt, sampling, 0.0))
+    return made
+
+
+def serve(
+    engine: Engine, asked: list[AddRequest], preempted: list[dict[str, int]] | None = None
+) -> dict[str, list[int]]:
+    """The tokens of every request, all together; the invariants hold after every step. `preempted` gets each step's."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in asked}
+    for request in asked:
+        engine.add(request)
+    while engine.has_work:
+        step = engine.step()
+        if preempted is not None and step.stats.preempted:
+            preempted.append(step.stats.preempted)
+        for output in step.outputs:
+            assert output.finish_reason in (None, "length")
+            tokens[output.request_id] += output.token_ids
+        engine.check_integrity()
+    return tokens
+
+
+@pytest.fixture
+def serving() -> Any:
+    """(serve, requests), which a test module cannot import from here."""
+    return serve, requests

@@ -1,0 +1,118 @@
+"""Every layout yields the greedy tokens of one rank: chunked, preempted, prefix-cached, on real processes over gloo."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from trimtab_engine.engine import Engine
+from trimtab_engine.errors import ConfigError
+
+LAYOUTS = [
+    pytest.param("dense", {"tensor_parallel_size": 2}, id="dense tp2"),
+    pytest.param("dense", {"pipeline_parallel_size": 2}, id="dense pp2"),
+    pytest.param("dense", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, id="dense tp2 pp2"),
+    pytest.param("dense", {"pipeline_parallel_size": 3}, id="dense pp3"),
+    pytest.param("moe", {"tensor_parallel_size": 2}, id="moe tp2"),
+    pytest.param("moe", {"pipeline_parallel_size": 2}, id="moe pp2"),
+    pytest.param("moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, id="moe tp2 ep"),
+    pytest.param(
+        "moe",
+        {
+            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 2,
+            "enable_expert_parallel": True,
+            "expert_placement_strategy": "round_robin",
+        },
+        id="moe tp2 pp2 ep",
+    ),
+]
+TIGHT = {"num_gpu_blocks_override": 16, "max_num_batched_tokens": 24}
+"""Blocks for little more than one request, and chunks of a few tokens: requests are preempted and chunked."""
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, dict[str, list[int]]]:
+    """What one rank yields, by model; filled by the first test of each."""
+    return {}
+
+
+@pytest.mark.parametrize(("model", "layout"), LAYOUTS)
+def test_tokens_equal_those_of_one_rank(
+    model: str,
+    layout: dict[str, Any],
+    models: dict[str, str],
+    start: Callable[..., Engine],
+    serving: Any,
+    expected: dict[str, dict[str, list[int]]],
+) -> None:
+    serve, requests = serving
+    asked = requests()
+    if model not in expected:
+        expected[model] = serve(start(models[model]), asked)
+    engine = start(models[model], **TIGHT, **layout)
+    preempted: list[dict[str, int]] = []
+    assert serve(engine, asked, preempted) == expected[model]
+    assert len(preempted) > 3, "the test is to preempt"
+    assert serve(engine, asked) == expected[model], "again, with whatever the cache has kept"
+
+
+def test_one_request_alone_and_sampled_with_a_seed_is_the_same_on_two_ranks(
+    models: dict[str, str], start: Callable[..., Engine], serving: Any
+) -> None:
+    from trimtab_engine.messages import AddRequest, SamplingParams
+
+    serve, _ = serving
+    sampling = SamplingParams(
+        max_tokens=20, temperature=1.0, top_p=0.9, seed=7, repetition_penalty=1.1, ignore_eos=True
+    )
+    asked = [AddRequest("r", [3, 1, 4, 1, 5], sampling, 0.0)]
+    assert serve(start(models["dense"], tensor_parallel_size=2), asked) == serve(start(models["dense"]), asked)
+
+
+def test_the_layout_that_is_reported_is_what_the_ranks_say(
+    models: dict[str, str], start: Callable[..., Engine]
+) -> None:
+    engine = start(models["moe"], tensor_parallel_size=2, pipeline_parallel_size=2, enable_expert_parallel=True)
+    layout = engine.layout()
+    assert (layout["world_size"], layout["tensor_parallel_size"], layout["pipeline_parallel_size"]) == (4, 2, 2)
+    assert layout["expert_parallel"] is True
+    rows = layout["ranks"]
+    assert [row["rank"] for row in rows] == [0, 1, 2, 3]
+    assert [tuple(row["layers"]) for row in rows] == [(0, 1), (0, 1), (2, 2), (2, 2)]
+    assert [(row["heads"], row["kv_heads"]) for row in rows] == [(2, 1)] * 4
+    assert [tuple(row["experts"]) for row in rows] == [(0, 1, 2), (3, 4, 5)] * 2
+    assert len({row["pid"] for row in rows}) == 4
+
+
+def test_all_ranks_have_as_many_blocks_as_the_tightest(models: dict[str, str], start: Callable[..., Engine]) -> None:
+    engine = start(
+        models["dense"],
+        pipeline_parallel_size=2,
+        pipeline_layer_partition=(2, 1),
+        num_gpu_blocks_override=None,
+        gpu_memory_utilization="0.3",
+        gpu_memory_utilization_cap="0.3",
+    )
+    ledger = engine.ledger()
+    of_first_stage = 2 * 2 * 8 * 2 * 12 * 4  # the other stage has twice the layers, so its blocks are twice as large
+    assert ledger.bytes_per_block == of_first_stage // 2
+    room = 0.3 * ledger.device_bytes
+    assert ledger.blocks_total * of_first_stage < room
+    assert ledger.kinds["kv_mapped"] < 0.6 * room, "this rank could have had nearly twice as many"
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "message"),
+    [
+        ("dense", {"tensor_parallel_size": 3}, "num_attention_heads 4 cannot be divided by 3"),
+        ("dense", {"pipeline_parallel_size": 4}, "--pipeline-parallel-size is 4, but the model has 3 layers"),
+        ("dense", {"enable_expert_parallel": True, "tensor_parallel_size": 2}, "LlamaForCausalLM has none"),
+        ("dense", {"tensor_parallel_size": 2, "nnodes": 3}, "= 2 ranks cannot be divided evenly among so many nodes"),
+        ("dense", {"tensor_parallel_size": 2, "node_rank": 1}, "--node-rank is 1; with --nnodes 1"),
+    ],
+)
+def test_a_layout_that_cannot_work_is_refused_with_the_number_that_is_wrong(
+    model: str, layout: dict[str, Any], message: str, models: dict[str, str], start: Callable[..., Engine]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start(models[model], **layout)
