@@ -12,6 +12,8 @@ tokens   |- decode group 0 -|- decode group 1 -|---- chunk 0 ----|-- chunk 1 --|
 ```
 - A decode group gathers its blocks to [sequences, length, kv heads, head size] and runs one attention call in which
   the query heads of a kv head are the rows. A group's gather is at most GATHER_TOKENS long.
+- Short chunks of equally many tokens in a row, such as drafts to be verified, form groups as well: their tokens are
+  rows beside the heads, and a mask keeps each from seeing those after it.
 - A chunk attends causally to its own fresh keys (no gather, no mask), and to the cached tokens before it in slices of
   GATHER_TOKENS; the parts are merged by their log-sum-exp (Dao 2023, arXiv:2307.08691). So neither a mask nor a
   gather grows with the context, and the workspace is bounded.
@@ -30,14 +32,17 @@ MAX_PADDING = 0.25
 """Part of a decode group that may be padding: a second call costs more than reading that much too much."""
 MIN_GROUP_PADDING_BLOCKS = 32
 """Padding blocks that are always allowed: reading them is cheaper than another call."""
+MAX_GROUPED_TOKENS = 16
+"""Tokens of a chunk that may join a group: the mask has tokens * length entries per sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Tokens [first, last) of the batch, one per sequence, whose block tables are padded to one length.
+    """Tokens [first, last) of the batch, `num_tokens` per sequence, whose block tables are padded to one length.
 
-    blocks [num_sequences * blocks_per_sequence] int64; mask [num_sequences, 1, 1, length] is 0 or -inf, None when all
-    sequences have exactly `length` tokens. `run` is the first block of a single sequence whose blocks are in a row.
+    blocks [num_sequences * blocks_per_sequence] int64; mask [num_sequences, 1, num_tokens, length] is 0 or -inf, None
+    when all sequences have exactly `length` tokens, the newest one here. `run` is the first block of a single sequence
+    whose blocks are in a row.
     """
 
     first: int
@@ -46,6 +51,7 @@ class DecodeGroup:
     blocks: torch.Tensor
     mask: torch.Tensor | None
     run: int | None
+    num_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,44 +125,86 @@ def build_attention_metadata(
     """Plan a step. decodes: (block table, context length with the new token), longest first, one token each, at most
     GATHER_TOKENS long; chunks: (block table, tokens before, tokens now). `slots`: one per real token, in this order.
     """
-    groups = []
-    counts = [-(-length // block_size) for _, length in decodes]
-    for first, last in pairwise(plan_decode_groups(counts, block_size)) if decodes else ():
-        groups.append(_decode_group(decodes[first:last], counts[first:last], first, last, block_size, device))
-    planned, first = [], len(decodes)
-    for table, before, num_tokens in chunks:
-        prefix = tuple(_prefix_slices(table, before, block_size, device))
-        planned.append(Chunk(first, first + num_tokens, prefix))
-        first += num_tokens
+    groups: list[DecodeGroup] = []
+    planned: list[Chunk] = []
+    first = _add_groups(groups, decodes, 1, 0, block_size, device)
+    index = 0
+    while index < len(chunks):
+        short = _short_chunks(chunks, index, block_size)
+        if short:
+            num_tokens = chunks[index][2]
+            sequences = [(table, before + now) for table, before, now in chunks[index : index + short]]
+            first = _add_groups(groups, sequences, num_tokens, first, block_size, device)
+            index += short
+            continue
+        table, before, now = chunks[index]
+        planned.append(Chunk(first, first + now, tuple(_prefix_slices(table, before, block_size, device))))
+        first += now
+        index += 1
     slot_mapping = torch.tensor(slots, dtype=torch.int64, device=device)
     return AttentionMetadata(first, slot_mapping, tuple(groups), tuple(planned))
 
 
-def _decode_group(
-    decodes: list[tuple[list[int], int]],
-    counts: list[int],
+def _short_chunks(chunks: list[tuple[list[int], int, int]], index: int, block_size: int) -> int:
+    """How many chunks from `index` on can be grouped: equally many tokens each, few; not growing blocks."""
+    num_tokens = chunks[index][2]
+    if not 1 < num_tokens <= MAX_GROUPED_TOKENS:
+        return 0
+    most = GATHER_TOKENS // block_size
+    for number, (_, before, now) in enumerate(chunks[index:]):
+        blocks = -(-(before + now) // block_size)
+        if now != num_tokens or blocks > most:
+            return number
+        most = blocks
+    return len(chunks) - index
+
+
+def _add_groups(
+    groups: list[DecodeGroup],
+    sequences: list[tuple[list[int], int]],
+    num_tokens: int,
     first: int,
-    last: int,
+    block_size: int,
+    device: torch.device,
+) -> int:
+    """Append groups of sequences (block table, length with the new tokens), longest first, of `num_tokens` new tokens
+    each, which begin at token `first` of the batch. Returns where they end."""
+    counts = [-(-length // block_size) for _, length in sequences]
+    for begin, end in pairwise(plan_decode_groups(counts, block_size)) if sequences else ():
+        groups.append(_group(sequences[begin:end], counts[begin:end], num_tokens, first, block_size, device))
+        first = groups[-1].last
+    return first
+
+
+def _group(
+    sequences: list[tuple[list[int], int]],
+    counts: list[int],
+    num_tokens: int,
+    first: int,
     block_size: int,
     device: torch.device,
 ) -> DecodeGroup:
     """Pad block tables with the sequence's own last block, so that padding never touches unmapped memory."""
     width = counts[0]
-    lengths = [length for _, length in decodes]
+    lengths = [length for _, length in sequences]
     length = width * block_size
     mask = None
-    if len(decodes) == 1:
+    if len(sequences) == 1:
         length = lengths[0]
-    else:
+    if len(sequences) > 1 or num_tokens > 1:
         positions = torch.arange(length, device=device)
-        visible = positions < torch.tensor(lengths, device=device).unsqueeze(1)
-        mask = torch.zeros(len(decodes), length, device=device).masked_fill_(~visible, float("-inf"))[:, None, None]
+        newest = torch.arange(1 - num_tokens, 1, device=device)
+        seen = torch.tensor(lengths, device=device).view(-1, 1, 1, 1) + newest.view(-1, 1)
+        mask = torch.zeros(seen.shape[:3] + positions.shape, device=device)
+        mask.masked_fill_(positions >= seen, float("-inf"))
     blocks: list[int] = []
-    for (table, _), count in zip(decodes, counts, strict=True):
+    for (table, _), count in zip(sequences, counts, strict=True):
         blocks += table[:count]
         blocks += [table[count - 1]] * (width - count)
-    run = first_of_run(blocks) if len(decodes) == 1 else None
-    return DecodeGroup(first, last, length, torch.tensor(blocks, dtype=torch.int64, device=device), mask, run)
+    run = first_of_run(blocks) if len(sequences) == 1 else None
+    last = first + len(sequences) * num_tokens
+    ids = torch.tensor(blocks, dtype=torch.int64, device=device)
+    return DecodeGroup(first, last, length, ids, mask, run, num_tokens)
 
 
 def _prefix_slices(table: list[int], before: int, block_size: int, device: torch.device) -> list[PrefixSlice]:
@@ -254,14 +302,24 @@ def _read_blocks(cache: torch.Tensor, blocks: torch.Tensor, run: int | None) -> 
 def _attend_decodes(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, group: DecodeGroup, scale: float
 ) -> torch.Tensor:
-    """[sequences, heads, head size]. The heads of one kv head are the rows of one attention call."""
+    """[tokens, heads, head size]. The heads of one kv head are the rows of one attention call."""
     _, num_heads, head_size = query.shape
-    num_kv_heads, n = key_cache.shape[2], group.last - group.first
-    rows = query[group.first : group.last].view(n, num_kv_heads, num_heads // num_kv_heads, head_size)
+    num_kv_heads, m = key_cache.shape[2], group.num_tokens
+    n, heads, mask = (group.last - group.first) // m, num_heads // num_kv_heads, group.mask
     keys = _read_blocks(key_cache, group.blocks, group.run).view(n, -1, num_kv_heads, head_size)[:, : group.length]
     values = _read_blocks(value_cache, group.blocks, group.run).view(n, -1, num_kv_heads, head_size)[:, : group.length]
-    output, _ = attend(rows, keys.transpose(1, 2), values.transpose(1, 2), scale=scale, mask=group.mask)
-    return output.reshape(n, num_heads, head_size)
+    if m == 1:
+        rows = query[group.first : group.last].view(n, num_kv_heads, heads, head_size)
+        output, _ = attend(rows, keys.transpose(1, 2), values.transpose(1, 2), scale=scale, mask=mask)
+        return output.reshape(n, num_heads, head_size)
+    # Several tokens per sequence: rows are (head, token), and the mask of the tokens holds for every head.
+    rows = query[group.first : group.last].view(n, m, num_kv_heads, heads, head_size).permute(0, 2, 3, 1, 4)
+    rows = rows.reshape(n, num_kv_heads, heads * m, head_size)
+    assert mask is not None
+    mask = mask.repeat(1, 1, heads, 1)
+    output, _ = attend(rows, keys.transpose(1, 2), values.transpose(1, 2), scale=scale, mask=mask)
+    output = output.reshape(n, num_kv_heads, heads, m, head_size).permute(0, 3, 1, 2, 4)
+    return output.reshape(n * m, num_heads, head_size).contiguous()
 
 
 def _attend_chunk(

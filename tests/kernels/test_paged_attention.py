@@ -73,6 +73,21 @@ def test_any_mix_of_decodes_and_chunks(sequences: list[Sequence], heads: int, kv
     check_step(sequences, heads=heads, kv_heads=kv_heads, size=size)
 
 
+def test_short_chunks_of_equally_many_tokens_form_groups() -> None:
+    check_step([(40, 5), (17, 5), (16, 5), (3, 5), (0, 5)])
+    check_step([(70, 1), (9, 1), (40, 5), (39, 5), (30, 3), (8, 3), (200, 2), (90, 60)])
+    check_step([(50, 4)], in_rows=True)
+    chunks = [([1, 2], 9, 4), ([3], 4, 4), ([4], 0, 3), ([5, 6, 7], 0, 20), ([8], 1, 4)]
+    metadata = build_attention_metadata([0] * 35, [], chunks, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    assert [(g.first, g.last, g.num_tokens) for g in metadata.decode_groups] == [(0, 8, 4), (8, 11, 3), (31, 35, 4)]
+    assert [(c.first, c.last) for c in metadata.chunks] == [(11, 31)]
+
+
+def test_short_chunks_of_contexts_longer_than_a_gather_stay_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "GATHER_TOKENS", 32)
+    check_step([(100, 3), (29, 3), (28, 3)])
+
+
 def test_blocks_in_a_row_are_read_in_place() -> None:
     check_step([(50, 1), (70, 12)], in_rows=True)
 
