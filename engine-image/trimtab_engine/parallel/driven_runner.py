@@ -2,8 +2,6 @@
 
 import torch
 
-from trimtab_engine.batch import ScheduledSequence
-from trimtab_engine.errors import WorkerDied
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.parallel.groups import WireMeter
 from trimtab_engine.parallel.wire_messages import InitKvCache, Step
@@ -26,25 +24,13 @@ class DrivenRunner(ModelRunner):
         """End the other ranks."""
         self.workers.close()
 
-    def execute(self, sequences: list[ScheduledSequence]) -> torch.Tensor:
-        """As ModelRunner.execute, over all ranks."""
-        return self.finish(self.start(sequences))
-
-    def start(self, sequences: list[ScheduledSequence]) -> StepInputs:
-        """Send a batch on its way through the ranks."""
-        inputs = self.flatten(sequences)
+    def run(self, inputs: StepInputs) -> torch.Tensor | None:
+        """Compute a step over all ranks: they are told, and this rank does its own part."""
         self.workers.send(Step(inputs))
-        return inputs
-
-    def finish(self, inputs: StepInputs) -> torch.Tensor:
-        """This rank's part of a batch that was started; batches finish in the order in which they were started."""
         try:
-            logits = self.run(inputs)
+            return super().run(inputs)
         except RuntimeError as error:  # torch's, when a connection to another rank breaks
             raise self.workers.cause_of(error) from error
-        if logits is None:
-            raise WorkerDied("the engine core's rank has no logits; it must be of the last stage")
-        return logits
 
     def init_kv_cache(self, cap_blocks: int) -> None:
         """Reserve it on every rank; later changes follow."""
