@@ -39,6 +39,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: str | None = None
+    prompt_logprobs: int | None = None
+    """Like `logprobs`, for the prompt's own tokens from the second on."""
 
 
 class ClientAddresses(msgspec.Struct, frozen=True):
@@ -151,6 +153,10 @@ class RequestOutput(msgspec.Struct, array_like=True):
     """Sent with the last output."""
     ends_with_text: bool = False
     """With finish_reason stop: the newest token is text all the same, as it is the last one of a grammar."""
+    num_cached_tokens: int = 0
+    """Sent with the first output: how many of the prompt's tokens were found in the prefix cache."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Sent with the first output, where they were asked for: of the prompt's tokens from the second on."""
 
 
 class StepStats(msgspec.Struct, array_like=True):

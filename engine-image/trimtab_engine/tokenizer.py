@@ -49,6 +49,17 @@ class Tokenizer:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
 
+    async def encode_many_async(self, texts: list[str]) -> list[list[int]]:
+        """Several texts, with special tokens, in order."""
+        if sum(len(text) for text in texts) < LONG_TEXT_CHARACTERS:
+            return [self.encode(text) for text in texts]
+        return await asyncio.to_thread(lambda: [self.encode(text) for text in texts])
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of all tokens together; bytes that are no character become U+FFFD."""
+        text: str = self.fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
     def render_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
         """The conversation as the model's template writes it. InvalidRequest when the template refuses it."""
         if not self.has_chat_template:

@@ -9,8 +9,9 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from trimtab_engine.api.app import BodyLimit, add_error_handlers, bearer_digest
+from trimtab_engine.api.app import BodyLimit, add_error_handlers
 from trimtab_engine.api.error_responses import ApiError, shorten
+from trimtab_engine.api.request_identity import bearer_digest
 from trimtab_engine.api.state import ServerState
 from trimtab_engine.errors import EngineDead
 

@@ -1,9 +1,9 @@
 """The two forms of OpenAI's answers, whole and in chunks: text_completion and chat.completion. Values only."""
 
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trimtab_engine.api.generation import Piece
@@ -15,12 +15,21 @@ Json = dict[str, Any]
 Positions = Sequence[TokenLogprobs] | None
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int) -> Json:
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_completion_tokens,
-        "total_tokens": num_prompt_tokens + num_completion_tokens,
-    }
+@dataclass(slots=True)
+class Usage:
+    """A request's tokens so far. `num_cached_tokens` is the part of the prompts that the prefix cache held."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    def to_json(self) -> Json:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
 
 
 class AnswerForm(ABC):
@@ -30,16 +39,16 @@ class AnswerForm(ABC):
     object_whole: str
     object_chunk: str
 
-    def __init__(self, model: str, tokenizer: Tokenizer) -> None:
-        self.request_id = f"{self.prefix}-{uuid.uuid4().hex}"
+    def __init__(self, model: str, tokenizer: Tokenizer, request_id: str) -> None:
+        self.request_id = f"{self.prefix}-{request_id}"
         self._model, self._tokenizer, self._created = model, tokenizer, int(time.time())
 
-    def whole(self, choices: list[Json], counts: Json) -> Json:
-        return self._head(self.object_whole) | {"choices": choices, "usage": counts}
+    def whole(self, choices: list[Json], usage: Usage) -> Json:
+        return self._head(self.object_whole) | {"choices": choices, "usage": usage.to_json()}
 
-    def usage_chunk(self, counts: Json) -> Json:
+    def usage_chunk(self, usage: Usage) -> Json:
         """The last chunk of a stream that asked for usage: no choices."""
-        return self._head(self.object_chunk) | {"choices": [], "usage": counts}
+        return self._head(self.object_chunk) | {"choices": [], "usage": usage.to_json()}
 
     def chunk(self, piece: Piece, positions: Positions, offset: int) -> Json:
         return self._head(self.object_chunk) | {"choices": [self._delta(piece, positions, offset)]}
@@ -50,7 +59,7 @@ class AnswerForm(ABC):
 
     @abstractmethod
     def choice(self, last: Piece, text: str, positions: Positions) -> Json:
-        """One choice of a whole answer; `last` says how it ended."""
+        """One choice of a whole answer; `last` says how it ended. A position without a logprob is a prompt's first."""
 
     @abstractmethod
     def _delta(self, piece: Piece, positions: Positions, offset: int) -> Json:

@@ -1,8 +1,6 @@
 """The HTTP application on --port: OpenAI's surface, probes and metrics, behind a body limit and an optional key."""
 
 import contextlib
-import hashlib
-import hmac
 from importlib.metadata import version
 from typing import Any
 
@@ -23,8 +21,10 @@ from trimtab_engine.api.error_responses import (
 )
 from trimtab_engine.api.openai_routes import openai_router
 from trimtab_engine.api.protocol import MAX_BODY_BYTES
+from trimtab_engine.api.request_identity import ApiKeyGuard, RequestIds
 from trimtab_engine.api.state import ServerState
 from trimtab_engine.api.streaming import ClientGone
+from trimtab_engine.api.tokenize_routes import tokenize_router
 from trimtab_engine.errors import EngineDead
 
 CLIENT_CLOSED = 499  # nginx's number for it; nobody reads the answer
@@ -36,8 +36,10 @@ def build_app(state: ServerState) -> FastAPI:
     add_error_handlers(app)
     app.include_router(_probes(state))
     app.include_router(openai_router(state))
+    app.include_router(tokenize_router(state))
     app.add_middleware(ApiKeyGuard, keys=state.options.api_keys)
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
+    app.add_middleware(RequestIds)
     return app
 
 
@@ -135,29 +137,3 @@ class BodyLimit:
 
     def _refusal(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max} bytes; send a shorter prompt")
-
-
-class ApiKeyGuard:
-    """Asks for one of the keys on /v1/*, compared in constant time. Without keys everything passes."""
-
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
-        self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._digests and scope["path"].startswith("/v1/") and not self._knows(scope):
-            await ApiError(401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'").response()(
-                scope, receive, send
-            )
-            return
-        await self._app(scope, receive, send)
-
-    def _knows(self, scope: Scope) -> bool:
-        digest = bearer_digest(dict(scope["headers"]).get(b"authorization", b""))
-        return digest is not None and sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
-
-
-def bearer_digest(header: bytes) -> bytes | None:
-    """SHA-256 of the token of an Authorization header; None when there is none."""
-    scheme, _, token = header.partition(b" ")
-    return hashlib.sha256(token.strip()).digest() if scheme.lower() == b"bearer" and token.strip() else None

@@ -17,15 +17,36 @@ from trimtab_engine.tokenizer import Detokenizer, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """A checked request: prompt, how each choice samples, and how its text is cut. Times are CLOCK_MONOTONIC."""
+    """A checked request: prompts, how each choice samples, and how its text is cut. Times are CLOCK_MONOTONIC.
+
+    Choices are prompt-major, as OpenAI numbers them: of n choices per prompt, choice i continues prompt i // n.
+    """
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompts: Sequence[list[int]]
+    """Token ids of each."""
     sampling: Sequence[SamplingParams]
     stop: Sequence[str]
     include_stop: bool
     skip_special_tokens: bool
     arrival_time: float
+    cache_salt: str = ""
+    priority: int = 0
+    stream_interval: int = 1
+    """Tokens that a piece has at least, but for a choice's first and last one."""
+
+    @property
+    def n(self) -> int:
+        """Choices per prompt."""
+        return len(self.sampling) // len(self.prompts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt) for prompt in self.prompts)
+
+    def prompt_of(self, index: int) -> list[int]:
+        """The prompt that choice `index` continues."""
+        return self.prompts[index // self.n]
 
 
 @dataclass(slots=True)
@@ -38,6 +59,17 @@ class Piece:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
+    """Of the choice's prompt; with its first piece."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """From the prompt's second token on; with the choice's first piece, where they were asked for."""
+
+    def join(self, later: "Piece") -> None:
+        """Take in what came after, of the same choice."""
+        self.text += later.text
+        self.num_tokens += later.num_tokens
+        self.logprobs += later.logprobs
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
 class Generator:
@@ -55,7 +87,8 @@ class Generator:
                     num_tokens[piece.index] += piece.num_tokens
                     yield piece
         finally:
-            self._observer.request_finished(len(plan.sampling), max(num_tokens))
+            for first in range(0, len(num_tokens), plan.n):
+                self._observer.request_finished(plan.n, max(num_tokens[first : first + plan.n]))
 
     async def _run_choices(self, plan: GenerationPlan) -> AsyncGenerator[Piece, None]:
         if len(plan.sampling) == 1:
@@ -95,8 +128,17 @@ class Generator:
         stop = StopStrings(plan.stop, include=plan.include_stop)
         clock = SequenceClock(plan, index, self._observer)
         finish_reason: str | None = None
-        request = AddRequest(request_id, plan.prompt_token_ids, plan.sampling[index], plan.arrival_time)
+        request = AddRequest(
+            request_id,
+            plan.prompt_of(index),
+            plan.sampling[index],
+            plan.arrival_time,
+            priority=plan.priority,
+            cache_salt=plan.cache_salt,
+        )
         outputs = self._client.generate(request)
+        held: Piece | None = None
+        is_first = True
         try:
             async with aclosing(outputs):
                 async for output in outputs:
@@ -106,6 +148,13 @@ class Generator:
                     finish_reason = piece.finish_reason
                     if finish_reason == "error":
                         raise ApiError(500, "the engine could not run this request")
+                    if held is not None:
+                        held.join(piece)
+                        piece, held = held, None
+                    if piece.num_tokens < plan.stream_interval and finish_reason is None and not is_first:
+                        held = piece
+                        continue
+                    is_first = False
                     yield piece
                     if finish_reason is not None:
                         break
@@ -134,7 +183,16 @@ def piece_of(
         text += stop.push(detokenizer.flush())
         text += stop.flush() if stop.matched is None else ""
     logprobs = (output.logprobs or [])[:num_tokens]
-    piece = Piece(index, text, num_tokens, logprobs, output.finish_reason, output.stop_token_id)
+    piece = Piece(
+        index,
+        text,
+        num_tokens,
+        logprobs,
+        output.finish_reason,
+        output.stop_token_id,
+        output.num_cached_tokens,
+        output.prompt_logprobs,
+    )
     if stop.matched is not None:
         piece.finish_reason, piece.stop_reason = "stop", stop.matched
     return piece
@@ -146,6 +204,7 @@ class SequenceClock:
     def __init__(self, plan: GenerationPlan, index: int, observer: Observer, now: Callable[[], float] = time.monotonic):
         self._plan, self._observer, self._now = plan, observer, now
         self._max_tokens = plan.sampling[index].max_tokens
+        self._num_prompt_tokens = len(plan.prompt_of(index))
         self._scheduled: float | None = None
         self._first_token: float | None = None
         self._last_token: float | None = None
@@ -176,7 +235,7 @@ class SequenceClock:
                 first_token=self._first_token,
                 last_token=self._last_token,
                 end=self._now(),
-                num_prompt_tokens=len(self._plan.prompt_token_ids),
+                num_prompt_tokens=self._num_prompt_tokens,
                 num_generation_tokens=self.num_tokens,
                 max_tokens=self._max_tokens,
                 num_preemptions=self._num_preemptions,

@@ -11,12 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from trimtab_engine.messages import SamplingParams
 
 MAX_BODY_BYTES = 8 << 20  # a prompt of a million tokens fits; nothing larger is read
-MAX_N = 128  # sequences per request
+MAX_N = 128  # choices per prompt
+MAX_SEQUENCES = 1024  # prompts times n: each is a request of its own to the core
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # each stop string is looked for at every token
 MAX_STOP_TOKEN_IDS = 256
 MAX_MESSAGES = 4096
 MAX_NAME_CHARACTERS = 512
+MAX_PRIORITY = 2**31 - 1
 MAX_FIELDS = 256  # of one JSON object: each unknown one is reported, and many would hold up other requests
 MAX_INT64 = 2**63 - 1
 
@@ -25,10 +27,9 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
     "bad_words": (None, []),
-    "cache_salt": (None,),
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}),
-    "echo": (None, False),
+    "echo": (None, False),  # in chat; completions have it
     "function_call": (None, "none"),
     "functions": (None, []),
     "guided_choice": (None,),
@@ -40,9 +41,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
-    "priority": (None, 0),
     "prompt_embeds": (None,),
-    "prompt_logprobs": (None,),
     "reasoning_effort": (None,),
     "response_format": (None, {"type": "text"}),
     "service_tier": (None, "auto", "default"),
@@ -70,7 +69,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False
 
 
 class GenerationRequest(BaseModel):
@@ -97,6 +96,9 @@ class GenerationRequest(BaseModel):
     skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -104,10 +106,11 @@ class GenerationRequest(BaseModel):
         if not isinstance(data, dict):
             return data
         _check_number_of_fields(data)
-        for name in data.keys() & NOT_BUILT.keys():
+        for name in data.keys() & (NOT_BUILT.keys() - cls.model_fields.keys()):
             if not any(_same(data[name], harmless) for harmless in NOT_BUILT[name]):
                 raise ValueError(f"{name} is not supported yet; leave it out")
-        return {key: value for key, value in data.items() if key not in NOT_BUILT and key not in WITHOUT_EFFECT}
+        passed_over = (NOT_BUILT.keys() - cls.model_fields.keys()).union(WITHOUT_EFFECT)
+        return {key: value for key, value in data.items() if key not in passed_over}
 
     @model_validator(mode="after")
     def _check_together(self) -> "GenerationRequest":
@@ -115,6 +118,8 @@ class GenerationRequest(BaseModel):
             raise ValueError("stream_options is only allowed when stream is true")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are not available when stream is true")
         return self
 
     @property
@@ -125,8 +130,10 @@ class GenerationRequest(BaseModel):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, *, max_tokens: int, logprobs: int | None, index: int) -> SamplingParams:
-        """Sampling of choice `index`; choices of one request differ by their seeds."""
+    def sampling(
+        self, *, max_tokens: int, logprobs: int | None, index: int, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        """Sampling of a prompt's choice `index`; its choices differ by their seeds."""
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min(self.min_tokens, max_tokens),
@@ -141,27 +148,42 @@ class GenerationRequest(BaseModel):
             logprobs=logprobs,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
+            prompt_logprobs=prompt_logprobs,
         )
 
 
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenLists = Annotated[list[TokenIds], Field(fail_fast=True)]
+
+
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions. One prompt: text or token ids (a list of one of either is the same)."""
+    """POST /v1/completions. A prompt is text or token ids; a list of prompts gets n choices for each."""
 
-    prompt: (
-        str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
-    )
+    prompt: str | TokenIds | Texts | TokenLists
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
+    echo: bool = False
 
-    def single_prompt(self) -> str | list[int]:
-        """The one prompt. Raises ValueError for an empty one or for several, which are not built yet."""
-        prompt: Any = self.prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            if len(prompt) > 1:
-                raise ValueError(f"a list of {len(prompt)} prompts is not supported yet; send one request per prompt")
-            prompt = prompt[0]
-        if len(prompt) == 0:
-            raise ValueError("prompt is empty; send at least one token")
-        return prompt  # type: ignore[no-any-return]  # narrowed above: text or a list of token ids
+    @model_validator(mode="after")
+    def _check_completion(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0; it must be 1 or more unless echo is true")
+        return self
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """All prompts in order. Raises ValueError for an empty one, none, or too many."""
+        given: Any = self.prompt
+        is_list = isinstance(given, list) and bool(given) and isinstance(given[0], str | list)
+        prompts: Any = given if is_list else [given]
+        for index, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                where = f"prompt {index} of the list" if is_list else "prompt"
+                raise ValueError(f"{where} is empty; send at least one token")
+        if len(prompts) * self.n > MAX_SEQUENCES:
+            raise ValueError(
+                f"{len(prompts)} prompts with n={self.n} make more than {MAX_SEQUENCES} choices; send fewer"
+            )
+        return prompts  # type: ignore[no-any-return]  # the model's field says what it is
 
 
 class TextPart(BaseModel):
@@ -254,6 +276,19 @@ class TokenizeRequest(BaseModel):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("send either prompt or messages")
         return self
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+    tokens: TokenIds
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, data: Any) -> Any:
+        return _check_number_of_fields(data)
 
 
 def _check_number_of_fields(data: Any) -> Any:

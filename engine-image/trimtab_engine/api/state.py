@@ -26,6 +26,8 @@ class ServerOptions:
     max_logprobs: int = 20
     log_stats: bool = True
     api_server_count: int = 1
+    stream_interval: int = 1
+    log_requests: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,9 @@ SERVE = (
     "from trimtab_engine.cli import main; sys.exit(main())"
 )
 CONDITIONS = (
-    "The core is a stub that answers at once. One server: on CPU 0, client and stub core on CPU 1. Two servers: on both "
-    "CPUs, which they share with client and stub core, so their rate is no measure of two free CPUs. CPU time is that "
-    "of the server processes, all threads, per event; other work on the machine hardly changes it."
+    "The core is a stub that answers at once. One server: on CPU 0, client and stub core on CPU 1. Two servers: on "
+    "both CPUs, which they share with client and stub core, so their rate is no measure of two free CPUs. CPU time is "
+    "that of the server processes, all threads, per event; other work on the machine hardly changes it."
 )
 
 

@@ -182,6 +182,16 @@ def _add_server_flags(group: Any) -> None:
         metavar="SECONDS",
         help="how long SIGTERM lets running requests finish (default: 30)",
     )
+    group.add_argument(
+        "--stream-interval",
+        type=types.positive,
+        default=1,
+        metavar="TOKENS",
+        help="tokens in a streamed chunk, but for the first and the last: more is less work (default: 1)",
+    )
+    group.add_argument(
+        "--enable-log-requests", action="store_true", help="log each request's id, lengths and parameters, not its text"
+    )
     group.add_argument("--disable-log-stats", action="store_true", help="no statistics line and no engine metrics")
 
 
@@ -218,6 +228,8 @@ def run(arguments: argparse.Namespace) -> int:
         max_logprobs=arguments.max_logprobs,
         log_stats=not arguments.disable_log_stats,
         api_server_count=arguments.api_server_count,
+        stream_interval=arguments.stream_interval,
+        log_requests=arguments.enable_log_requests,
     )
     admin_host = arguments.host if arguments.admin_token_sha256 else LOOPBACK
     listen = Listen(arguments.host, arguments.port, admin_host, arguments.admin_port)

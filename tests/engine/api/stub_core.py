@@ -61,6 +61,12 @@ class Sequence:
         output = RequestOutput(self.message.request_id, [token])
         if self.num_sent == 1:
             output.first_scheduled_time = self.message.arrival_time
+            output.num_cached_tokens = len(self.message.prompt_token_ids) - 1
+            if sampling.prompt_logprobs is not None:
+                likely = list(range(sampling.prompt_logprobs))
+                values = [-0.25, *(-1.0 - i for i in likely)]
+                known = self.message.prompt_token_ids[1:]
+                output.prompt_logprobs = [TokenLogprobs([token_id, *likely], values, 1) for token_id in known]
         if sampling.logprobs is not None:
             others = list(range(sampling.logprobs))
             output.logprobs = [TokenLogprobs([token, *others], [-0.5, *(-1.0 - i for i in others)], 1)]
@@ -89,6 +95,7 @@ def main() -> None:
     running: dict[str, Sequence] = {}
     aborted: list[str] = []
     seen: list[dict[str, object]] = []
+    added: list[dict[str, object]] = []
     step = 0
     while True:
         for received in link.receive(STEP_MILLISECONDS):
@@ -96,12 +103,15 @@ def main() -> None:
                 case AddRequest() as message:
                     running[message.request_id] = Sequence(message)
                     seen.append(msgspec.to_builtins(message.sampling))
+                    added.append({"cache_salt": message.cache_salt, "priority": message.priority})
                 case AbortRequests(ids):
                     aborted += [key for key in ids if running.pop(key, None)]
                 case AdminCall(call_id, method, body, client):
                     state = {"method": method, "body": body, "running": len(running), "aborted": len(aborted)}
                     refused = method == "config_patch" and body["values"] == {"a": 1}
-                    link.send(AdminReply(call_id, 422 if refused else 200, {**state, "seen": seen}), client)
+                    link.send(
+                        AdminReply(call_id, 422 if refused else 200, {**state, "seen": seen, "added": added}), client
+                    )
                 case Shutdown():
                     return
         outputs = [sequence.step() for sequence in running.values()]

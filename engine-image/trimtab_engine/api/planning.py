@@ -1,0 +1,139 @@
+"""From a checked body to a plan: prompts become token ids, and lengths are judged against the model's context."""
+
+from fastapi import Request
+
+from trimtab_engine.api.answers import AnswerForm
+from trimtab_engine.api.error_responses import invalid
+from trimtab_engine.api.generation import GenerationPlan
+from trimtab_engine.api.protocol import CompletionRequest, GenerationRequest
+from trimtab_engine.api.request_identity import key_salt
+from trimtab_engine.api.state import ServerState, Serving
+from trimtab_engine.errors import InvalidRequest
+
+MAX_CHARACTERS_PER_TOKEN = 64  # no prompt within max_model_len is longer; beyond it, tokenising would be a waste
+
+
+async def completion_prompts(serving: Serving, body: CompletionRequest) -> tuple[list[list[int]], list[str] | None]:
+    """Token ids of every prompt, and their texts where they are echoed."""
+    try:
+        prompts = body.prompts()
+    except ValueError as error:
+        raise invalid(str(error), "prompt") from error
+    ids: list[list[int]] = []
+    texts: list[str] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            _check_length(serving, prompt, "prompt")
+            texts.append(prompt)
+        else:
+            _check_known(serving, prompt)
+            ids.append(prompt)
+    if texts:
+        ids = await serving.tokenizer.encode_many_async(texts)
+        if not all(ids):
+            raise invalid("prompt has no tokens; send at least one", "prompt")
+    if not body.echo:
+        return ids, None
+    decode = serving.tokenizer.decode
+    return ids, texts or [decode(prompt, skip_special_tokens=body.skip_special_tokens) for prompt in ids]
+
+
+async def chat_prompt(serving: Serving, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation, up to where the assistant's answer begins."""
+    text = await rendered(serving, messages)
+    ids = await bounded(serving, text, "messages", add_special_tokens=False)
+    if not ids:
+        raise invalid("messages have no tokens; send at least one", "messages")
+    return ids
+
+
+async def rendered(serving: Serving, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+    try:
+        return await serving.tokenizer.render_chat_async(messages, add_generation_prompt=add_generation_prompt)
+    except InvalidRequest as error:
+        raise invalid(str(error), "messages") from error
+
+
+async def bounded(serving: Serving, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+    """Tokens of a text that is not absurdly long."""
+    _check_length(serving, text, param)
+    return await serving.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+
+
+def plan_of(
+    state: ServerState,
+    serving: Serving,
+    request: Request,
+    body: GenerationRequest,
+    form: AnswerForm,
+    prompts: list[list[int]],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    arrival: float,
+) -> GenerationPlan:
+    """`max_tokens` None: as much as fits; 0: one token, which the answer leaves out."""
+    vocab_size = serving.facts.vocab_size
+    for name, count in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+        if count is not None and count > state.options.max_logprobs:
+            raise invalid(f"{name} is {count}; at most {state.options.max_logprobs} are given here", name)
+    outside = [token_id for token_id in body.stop_token_ids or () if token_id >= vocab_size]
+    if outside:
+        raise invalid(f"stop_token_ids has {outside[0]}, out of a vocabulary of {vocab_size}", "stop_token_ids")
+    rooms = [_room(serving, body, prompt, max_tokens) for prompt in prompts]
+    sampling = [
+        body.sampling(max_tokens=room, logprobs=logprobs, prompt_logprobs=prompt_logprobs, index=index)
+        for room in rooms
+        for index in range(body.n)
+    ]
+    return GenerationPlan(
+        request_id=form.request_id,
+        prompts=prompts,
+        sampling=sampling,
+        stop=body.stop_strings,
+        include_stop=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+        arrival_time=arrival,
+        cache_salt=key_salt(request) + (body.cache_salt or ""),
+        priority=body.priority,
+        stream_interval=state.options.stream_interval,
+    )
+
+
+def _room(serving: Serving, body: GenerationRequest, prompt: list[int], max_tokens: int | None) -> int:
+    """Tokens that may be generated behind this prompt. Raises 400 when they do not fit."""
+    limit, asked = serving.facts.max_model_len, len(prompt)
+    if asked >= limit:
+        raise invalid(
+            f"This model's maximum context length is {limit} tokens. However, your request has {asked} input tokens, "
+            f"and one token of output needs room. Please reduce the length of the input.",
+            "prompt",
+        )
+    if max_tokens is not None and asked + max_tokens > limit:
+        raise invalid(
+            f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} output tokens "
+            f"and your prompt contains {asked} input tokens, {asked + max_tokens} in all. Please reduce either.",
+            "max_tokens",
+        )
+    room = limit - asked if max_tokens is None else max(max_tokens, 1)
+    if body.min_tokens > room:
+        raise invalid(f"min_tokens is {body.min_tokens}, but at most {room} tokens can be generated", "min_tokens")
+    return room
+
+
+def _check_length(serving: Serving, text: str, param: str) -> None:
+    limit = serving.facts.max_model_len
+    if len(text) > limit * MAX_CHARACTERS_PER_TOKEN:
+        raise invalid(
+            f"this model's maximum context length is {limit} tokens; the {param} has {len(text)} characters, which "
+            f"cannot be fewer tokens than that; shorten it",
+            param,
+        )
+
+
+def _check_known(serving: Serving, ids: list[int]) -> None:
+    """Token ids as the client sent them must be inside the vocabulary."""
+    highest = max(ids)
+    if highest >= serving.facts.vocab_size:
+        raise invalid(f"token id {highest} is out of vocabulary; it has {serving.facts.vocab_size} tokens", "prompt")
