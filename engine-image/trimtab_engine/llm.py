@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from trimtab_engine.api.metrics import EngineMetrics, Interval, statistics_line
-from trimtab_engine.config import set_core_environment
+from trimtab_engine.config import EngineConfig, set_core_environment
 from trimtab_engine.errors import ConfigError, EngineDead, InvalidRequest
 from trimtab_engine.llm_arguments import in_keywords, read_keywords
 from trimtab_engine.messages import AddRequest, StepStats
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
 Message = Mapping[str, str]
+OnStep = Callable[[StepStats], None]
 STATS_SECONDS = 10.0
+MAX_LOGPROBS = 20  # most that a prompt may ask for, unless the keyword says otherwise
 
 logger = logging.getLogger("trimtab_engine.llm")
 
@@ -77,8 +79,21 @@ class LLM:
     do not allow it, with what to change.
     """
 
-    def __init__(self, model: str, *, on_step: Callable[[StepStats], None] | None = None, **keywords: Any) -> None:
+    def __init__(self, model: str, *, on_step: OnStep | None = None, **keywords: Any) -> None:
         config, arguments = read_keywords(model, keywords)
+        self._max_logprobs: int = arguments.max_logprobs
+        self._log_stats = keywords.get("disable_log_stats", True) is False
+        self._start(config, on_step)
+
+    @classmethod
+    def of(cls, config: EngineConfig, *, on_step: OnStep | None = None) -> Self:
+        """The same from a configuration that is already made."""
+        llm = cls.__new__(cls)
+        llm._max_logprobs, llm._log_stats = MAX_LOGPROBS, False
+        llm._start(config, on_step)
+        return llm
+
+    def _start(self, config: EngineConfig, on_step: OnStep | None) -> None:
         set_core_environment()
         from trimtab_engine.startup import start_engine  # torch comes with it, and reads the environment
 
@@ -88,9 +103,8 @@ class LLM:
             raise type(error)(in_keywords(str(error))) from None
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_path = config.tokenizer or config.model
-        self._max_logprobs: int = arguments.max_logprobs
         self._numbers = itertools.count()
-        self._statistics = _Statistics(on_step, log=keywords.get("disable_log_stats", True) is False, ready=self.ready)
+        self._statistics = _Statistics(on_step, log=self._log_stats, ready=self.ready)
         self._closed = False
 
     # --- what it does ---------------------------------------------------------------------------------------------
@@ -278,7 +292,7 @@ class _Rates:
 class _Statistics:
     """Hands each step's statistics on and, when asked to, logs the line that the server logs."""
 
-    def __init__(self, on_step: Callable[[StepStats], None] | None, *, log: bool, ready: Any) -> None:
+    def __init__(self, on_step: OnStep | None, *, log: bool, ready: Any) -> None:
         self._on_step = on_step
         self._metrics = EngineMetrics("llm", ready.max_model_len) if log else None
         self._logged = time.monotonic()

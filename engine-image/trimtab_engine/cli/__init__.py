@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    from trimtab_engine.cli import inspect_command, serve_command
+    from trimtab_engine.cli import bench_command, inspect_command, serve_command
 
     parser = OneLineParser(
         prog="trimtab-engine",
@@ -38,4 +38,5 @@ def _parser() -> OneLineParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     serve_command.add_to(commands)
     inspect_command.add_to(commands)
+    bench_command.add_to(commands)
     return parser

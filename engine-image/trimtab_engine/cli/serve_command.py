@@ -30,14 +30,19 @@ def add_to(commands: Any) -> None:
         "gpu_memory_utilization, each up to its cap.",
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help="folder with safetensors, or a .gguf file")
+    add_engine_flags(parser)
+    _add_server_flags(parser.add_argument_group("server"))
+    _add_admin_flags(parser.add_argument_group("admin API"))
+    parser.set_defaults(run=run)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """What the engine itself is configured with, served or not: what engine_config() reads."""
     _add_model_flags(parser.add_argument_group("model"))
     _add_device_flags(parser.add_argument_group("device and memory"))
     add_parallel_flags(parser.add_argument_group("parallel layout"))
     _add_scheduler_flags(parser.add_argument_group("scheduler"))
-    _add_server_flags(parser.add_argument_group("server"))
-    _add_admin_flags(parser.add_argument_group("admin API"))
     add_not_built(parser)
-    parser.set_defaults(run=run)
 
 
 def _add_model_flags(group: Any) -> None:

@@ -1,0 +1,64 @@
+"""TTFT and ITL of a run as a picture: over time, and how they are distributed. matplotlib is optional."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab_engine.bench.serving.client import RequestResult
+from trimtab_engine.bench.serving.statistics import chunk_times
+from trimtab_engine.errors import ConfigError
+
+FORMATS = (".svg", ".png", ".pdf")
+
+
+def check_plot(path: Path) -> None:
+    """Raise ConfigError before anything is measured where no plot could be drawn."""
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"--plot {path}: the name must end in {', '.join(FORMATS)}")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, which is not installed; pip install matplotlib, or leave it out")
+
+
+def plot(complete: Sequence[RequestResult], path: Path, *, title: str, objectives: dict[str, float]) -> None:
+    """Two columns, TTFT and ITL; above over time, below as a cumulative distribution. Objectives are dotted lines."""
+    import matplotlib
+
+    matplotlib.use(path.suffix.removeprefix(".") if path.suffix != ".png" else "agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6))
+    ttft = [(result.start_time, result.ttft * 1000) for result in complete]
+    itl = [
+        (moment, gap * 1000)
+        for result in complete
+        for moment, gap in zip(chunk_times(result)[1:], result.itl, strict=True)
+    ]
+    for column, (name, points) in enumerate((("ttft", ttft), ("itl", itl))):
+        _over_time(axes[0][column], name, points, objectives.get(name))
+        _distribution(axes[1][column], name, points, objectives.get(name))
+    figure.suptitle(title)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+def _over_time(axes: Any, name: str, points: list[tuple[float, float]], objective: float | None) -> None:
+    axes.plot([x for x, _ in points], [y for _, y in points], ".", markersize=2, rasterized=True)
+    axes.set_xlabel("seconds after the start")
+    axes.set_ylabel(f"{name.upper()} (ms)")
+    if objective is not None:
+        axes.axhline(objective, linestyle="dotted", color="black")
+
+
+def _distribution(axes: Any, name: str, points: list[tuple[float, float]], objective: float | None) -> None:
+    values = np.sort([y for _, y in points])
+    axes.plot(values, np.arange(1, len(values) + 1) / max(len(values), 1))
+    axes.set_xlabel(f"{name.upper()} (ms)")
+    axes.set_ylabel("share of all")
+    axes.set_ylim(0, 1.02)
+    if objective is not None:
+        axes.axvline(objective, linestyle="dotted", color="black")

@@ -1,0 +1,114 @@
+"""The result of a run for people, in the form that scripts around vLLM already read, and as a file."""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+WIDTH = 50
+HEADERS = {
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
+    "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
+}
+BUSY_CLIENT_SHARE = 0.8  # of a core: from here on the client's own work is in the figures
+LATE_SEND_MS = 100.0
+
+
+def table(result: dict[str, Any]) -> str:
+    """All figures of a run, one a line."""
+    lines = [" Serving Benchmark Result ".center(WIDTH, "=")]
+    lines += [_line(label, result.get(key)) for label, key in _rows(result)]
+    for metric, (short, header) in HEADERS.items():
+        lines += _metric_lines(result, metric, short, header)
+    lines += _server_lines(result.get("server", {}))
+    lines.append("=" * WIDTH)
+    return "\n".join(lines + warnings(result))
+
+
+def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [("Successful requests:", "completed"), ("Failed requests:", "failed")]
+    if result.get("max_concurrency"):
+        rows.append(("Maximum request concurrency:", "max_concurrency"))
+    if isinstance(result.get("request_rate"), float):
+        rows.append(("Request rate configured (RPS):", "request_rate"))
+    rows += [
+        ("Benchmark duration (s):", "duration"),
+        ("Total input tokens:", "total_input_tokens"),
+        ("Total generated tokens:", "total_output_tokens"),
+        ("Request throughput (req/s):", "request_throughput"),
+    ]
+    if result.get("request_goodput") is not None:
+        rows.append(("Request goodput (req/s):", "request_goodput"))
+    return [
+        *rows,
+        ("Output token throughput (tok/s):", "output_throughput"),
+        ("Peak output token throughput (tok/s):", "max_output_tokens_per_s"),
+        ("Peak concurrent requests:", "max_concurrent_requests"),
+        ("Total token throughput (tok/s):", "total_token_throughput"),
+    ]
+
+
+def _metric_lines(result: dict[str, Any], metric: str, short: str, header: str) -> list[str]:
+    suffix = f"_{metric}_ms"
+    found = [key for key in result if key.endswith(suffix) and "_" not in key.removesuffix(suffix)]
+    if not found:
+        return []
+    labels = {"mean": "Mean", "median": "Median", "std": "Std"}
+    rows = [(labels.get(name := key.removesuffix(suffix), name.upper()), result[key]) for key in found]
+    return [header.center(WIDTH, "-"), *(_line(f"{label} {short} (ms):", value) for label, value in rows)]
+
+
+def _server_lines(server: dict[str, Any]) -> list[str]:
+    if not server:
+        return []
+    return [
+        "Server, during the run".center(WIDTH, "-"),
+        *(_line(f"{name.replace('_', ' ').capitalize()}:", value) for name, value in server.items()),
+    ]
+
+
+def _line(label: str, value: Any) -> str:
+    text = f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{label:<40} {text:<10}".rstrip()
+
+
+def warnings(result: dict[str, Any]) -> list[str]:
+    """What makes the figures doubtful, one sentence each."""
+    found = []
+    if result["interrupted"]:
+        found.append("Interrupted: the figures are of the requests that were answered until then.")
+    if result["client_cpu_share"] > BUSY_CLIENT_SHARE:
+        found.append(
+            f"The client itself used {result['client_cpu_share']:.0%} of a core: its own work is in these latencies. "
+            f"Use a lower rate, or several clients."
+        )
+    if result["max_send_lag_ms"] > LATE_SEND_MS:
+        found.append(f"Requests were sent up to {result['max_send_lag_ms']:.0f} ms later than planned.")
+    return found
+
+
+def errors_line(errors: Sequence[str]) -> str:
+    """Why requests failed, each reason once with its count; the most frequent ten."""
+    counts = {error: errors.count(error) for error in errors}
+    most = sorted(counts, key=lambda error: -counts[error])[:10]
+    return "\n".join(f"  {counts[error]} × {error}" for error in most)
+
+
+def file_name(*, label: str, rate: float, max_concurrency: int | None, model: str, now: datetime) -> str:
+    """vLLM's name for the file of a run."""
+    concurrency = f"-concurrency{max_concurrency}" if max_concurrency else ""
+    return f"{label}-{rate}qps{concurrency}-{model.split('/')[-1]}-{now:%Y%m%d-%H%M%S}.json"
+
+
+def save(result: dict[str, Any], path: Path, *, append: bool) -> None:
+    """Write the result as JSON; appending adds it to a list of those that are there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if append and path.exists():
+        before = json.loads(path.read_text())
+        path.write_text(json.dumps([*(before if isinstance(before, list) else [before]), result], indent=1) + "\n")
+    else:
+        path.write_text(json.dumps(result, indent=1) + "\n")

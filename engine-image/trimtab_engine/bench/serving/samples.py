@@ -1,0 +1,167 @@
+"""What a load consists of: prompts with their lengths. Random, with shared prefixes, or read from a file.
+
+Prompts of the random kinds are token ids, which the server counts exactly as they are counted here; a chat needs text,
+so there they are decoded, and their length is what the tokenizer makes of the text again.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.tokenizer import Tokenizer
+
+LOWEST_RANDOM_ID, HIGHEST_RANDOM_ID = 100, 10_000
+"""Ids of random prompts where no tokenizer is at hand: inside every model's vocabulary, and above its special ids."""
+SHAREGPT_MIN_TOKENS, SHAREGPT_MAX_PROMPT, SHAREGPT_MAX_TOTAL = 4, 1024, 2048
+"""Conversations outside these lengths are passed over, as in vLLM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request to send. `timestamp`: seconds after the start, where the data says when; else None.
+
+    `prompt_len` is None where only the server can count it.
+    """
+
+    prompt: str | list[int]
+    prompt_len: int | None
+    output_len: int | None
+    timestamp: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RandomLengths:
+    """`--random-input-len` and its friends. Lengths lie within ± range_ratio of the ones asked for."""
+
+    input_len: int
+    output_len: int
+    prefix_len: int = 0
+    range_ratio: float = 0.0
+
+
+class Words:
+    """Random token ids: from a tokenizer's vocabulary without its special tokens, or from a range that is in all."""
+
+    def __init__(self, tokenizer: Tokenizer | None, seed: int) -> None:
+        self.seed = seed
+        self._random = np.random.default_rng(seed)
+        if tokenizer is None:
+            self._ids = np.arange(LOWEST_RANDOM_ID, HIGHEST_RANDOM_ID)
+            return
+        special = [token_id for token_id, token in tokenizer.fast.get_added_tokens_decoder().items() if token.special]
+        self._ids = np.setdiff1d(np.arange(tokenizer.fast.get_vocab_size()), special)
+
+    def draw(self, count: int) -> list[int]:
+        ids: list[int] = self._random.choice(self._ids, count).tolist()
+        return ids
+
+    def of(self, key: int, count: int) -> list[int]:
+        """The same ids for the same key, whenever and for whichever request it is asked."""
+        ids: list[int] = np.random.default_rng((self.seed, key)).choice(self._ids, count).tolist()
+        return ids
+
+    def length(self, middle: int, ratio: float) -> int:
+        """A length within ± ratio of the middle, at least 1."""
+        low, high = int(middle * (1 - ratio)), int(middle * (1 + ratio))
+        return max(1, int(self._random.integers(low, high + 1)))
+
+
+def random_samples(count: int, lengths: RandomLengths, words: Words) -> list[Sample]:
+    """Prompts that share their first `prefix_len` tokens and nothing else."""
+    prefix = words.draw(lengths.prefix_len)
+    samples = []
+    for _ in range(count):
+        prompt = prefix + words.draw(words.length(lengths.input_len, lengths.range_ratio))
+        samples.append(Sample(prompt, len(prompt), words.length(lengths.output_len, lengths.range_ratio)))
+    return samples
+
+
+def prefix_repetition_samples(
+    count: int, *, prefix_len: int, suffix_len: int, num_prefixes: int, output_len: int, words: Words
+) -> list[Sample]:
+    """`num_prefixes` prefixes, each before about count / num_prefixes different suffixes, in random order."""
+    prefixes = [words.draw(prefix_len) for _ in range(num_prefixes)]
+    samples = [
+        Sample(prompt := prefixes[number % num_prefixes] + words.draw(suffix_len), len(prompt), output_len)
+        for number in range(count)
+    ]
+    np.random.default_rng(words.seed).shuffle(samples)
+    return samples
+
+
+def sharegpt_samples(path: Path, count: int, output_len: int | None, tokenizer: Tokenizer, seed: int) -> list[Sample]:
+    """First questions of ShareGPT conversations; their answers' lengths unless `output_len` says otherwise."""
+    conversations = [entry["conversations"] for entry in _json(path) if len(entry.get("conversations", ())) >= 2]
+    np.random.default_rng(seed).shuffle(conversations)
+    samples: list[Sample] = []
+    for question, answer, *_ in conversations:
+        if len(samples) == count:
+            break
+        prompt_len = len(tokenizer.encode(question["value"]))
+        length = output_len or len(tokenizer.encode(answer["value"], add_special_tokens=False))
+        if min(prompt_len, length) < SHAREGPT_MIN_TOKENS or prompt_len > SHAREGPT_MAX_PROMPT:
+            continue
+        if prompt_len + length <= SHAREGPT_MAX_TOTAL:
+            samples.append(Sample(question["value"], prompt_len, length))
+    return samples
+
+
+def custom_samples(path: Path, count: int, output_len: int, tokenizer: Tokenizer | None) -> list[Sample]:
+    """JSON lines with "prompt" and, if they like, "output_tokens"; from the start again when there are too few."""
+    lines = list(_json_lines(path))
+    samples = []
+    for number in range(count):
+        line = lines[number % len(lines)]
+        if not isinstance(line.get("prompt"), str):
+            raise ConfigError(f'{path}: line {number % len(lines) + 1} has no "prompt"; each line needs one')
+        prompt_len = None if tokenizer is None else len(tokenizer.encode(line["prompt"]))
+        samples.append(Sample(line["prompt"], prompt_len, int(line.get("output_tokens", output_len))))
+    return samples
+
+
+def as_text(samples: Iterable[Sample], tokenizer: Tokenizer | None) -> list[Sample]:
+    """The samples with their prompts as text, for a chat. Raises ConfigError where there is no tokenizer to do it."""
+    texts = []
+    for sample in samples:
+        if isinstance(sample.prompt, str):
+            texts.append(sample)
+            continue
+        if tokenizer is None:
+            raise ConfigError("random prompts for a chat are made of text; give --tokenizer the model's folder")
+        text = tokenizer.fast.decode(sample.prompt, skip_special_tokens=False)
+        texts.append(replace(sample, prompt=text, prompt_len=len(tokenizer.encode(text, add_special_tokens=False))))
+    return texts
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give --dataset-path a file") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give --dataset-path a file") from None
+    found = False
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            found = True
+            try:
+                entry = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{path}, line {number}, is no JSON: {error}") from None
+            if not isinstance(entry, dict):
+                raise ConfigError(f'{path}, line {number}, is no JSON object; write {{"prompt": "…"}}')
+            yield entry
+    if not found:
+        raise ConfigError(f"{path} is empty; it needs a line for each prompt")

@@ -1,0 +1,121 @@
+"""What the bench asks of the server beside generation: its model, whether it is ready, its counters, its profiler."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from trimtab_engine.errors import ConfigError
+
+COUNTERS = (
+    "num_preemptions",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+)
+READY_POLL_SECONDS = 0.5
+ASK_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The first model of /v1/models, or the one asked for."""
+
+    name: str
+    root: str | None
+    max_model_len: int | None
+
+
+async def wait_until_ready(url: str, headers: dict[str, str], timeout: float) -> None:
+    """Until /health says so (a server without it counts as ready). Raises ConfigError after the timeout."""
+    deadline = time.monotonic() + timeout
+    while (reason := await _not_ready_reason(url, headers)) is not None:
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                f"{reason}; is the server up, and --base-url or --port right? It is waited for with "
+                f"--ready-check-timeout-sec SECONDS"
+            )
+        await asyncio.sleep(READY_POLL_SECONDS)
+
+
+async def _not_ready_reason(url: str, headers: dict[str, str]) -> str | None:
+    try:
+        async with _session(headers) as session, session.get(f"{url}/health") as answer:
+            return None if answer.status in (200, 404) else f"{url}/health answers {answer.status}: not ready"
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        return f"cannot reach {url}: {error}"
+
+
+async def served_model(url: str, headers: dict[str, str], name: str | None) -> ServedModel:
+    """What the server serves under this name. Raises ConfigError when it does not."""
+    data = (await _get(f"{url}/v1/models", headers)).get("data", [])
+    found = [entry for entry in data if name is None or entry.get("id") == name]
+    if not found:
+        names = ", ".join(entry.get("id", "?") for entry in data) or "none"
+        raise ConfigError(f"{url} serves no model {name or ''!r}; it serves: {names}; give --model one of them")
+    return ServedModel(found[0]["id"], found[0].get("root"), found[0].get("max_model_len"))
+
+
+async def counters(url: str, headers: dict[str, str]) -> dict[str, float]:
+    """The server's vllm: counters that say something about a run; empty where there are none."""
+    try:
+        async with _session(headers) as session, session.get(f"{url}/metrics") as answer:
+            return parse_counters(await answer.text()) if answer.status == 200 else {}
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return {}
+
+
+def parse_counters(text: str) -> dict[str, float]:
+    """Sums over all labels of the lines `vllm:NAME_total{…} VALUE`."""
+    sums: dict[str, float] = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition("{")
+        name = name.removeprefix("vllm:").removesuffix("_total")
+        if name in COUNTERS and line.startswith("vllm:"):
+            sums[name] = sums.get(name, 0.0) + float(rest.rpartition(" ")[2])
+    return sums
+
+
+def during(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
+    """What happened on the server between the two, with rates where there is something to divide."""
+    change = {name: after[name] - before.get(name, 0.0) for name in after}
+    found: dict[str, Any] = {}
+    if "num_preemptions" in change:
+        found["preemptions"] = int(change["num_preemptions"])
+    if change.get("prefix_cache_queries"):
+        found["prefix_cache_hit_rate"] = change.get("prefix_cache_hits", 0.0) / change["prefix_cache_queries"]
+    if change.get("spec_decode_num_draft_tokens"):
+        accepted = change.get("spec_decode_num_accepted_tokens", 0.0)
+        found["spec_decode_acceptance_rate"] = 100 * accepted / change["spec_decode_num_draft_tokens"]
+        found["spec_decode_acceptance_length"] = 1 + accepted / max(change.get("spec_decode_num_drafts", 0.0), 1.0)
+    return found
+
+
+async def profile(url: str, headers: dict[str, str], action: str) -> None:
+    """POST /start_profile or /stop_profile. Raises ConfigError with what the server says."""
+    try:
+        async with _session(headers) as session, session.post(f"{url}/{action}_profile") as answer:
+            text = (await answer.text()).strip()
+            if answer.status != 200:
+                raise ConfigError(f"{url}/{action}_profile answers {answer.status}: {text[:300]}")
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise ConfigError(f"cannot reach {url}/{action}_profile: {error}") from None
+
+
+async def _get(url: str, headers: dict[str, str]) -> dict[str, Any]:
+    try:
+        async with _session(headers) as session, session.get(url) as answer:
+            if answer.status != 200:
+                raise ConfigError(f"{url} answers {answer.status}: {(await answer.text()).strip()[:300]}")
+            body: dict[str, Any] = await answer.json(content_type=None)
+            return body
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        raise ConfigError(f"cannot reach {url}: {error}") from None
+
+
+def _session(headers: dict[str, str]) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=ASK_SECONDS))

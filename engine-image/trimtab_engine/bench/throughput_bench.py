@@ -1,0 +1,78 @@
+"""`trimtab-engine bench throughput`: many requests at once in this process, with vLLM's arguments and fields."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from trimtab_engine import LLM, SamplingParams
+from trimtab_engine.bench.serving.run import dataset_samples
+from trimtab_engine.bench.serving.samples import Sample
+from trimtab_engine.cli.serve_command import engine_config
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.outputs import RequestOutput
+
+
+def run_throughput(arguments: argparse.Namespace) -> int:
+    """Generate for all samples at once and report. Returns the exit code; Ctrl-C ends without figures (130)."""
+    with LLM.of(engine_config(arguments)) as llm:
+        samples, _ = dataset_samples(arguments, llm.get_tokenizer())
+        if not samples:
+            raise ConfigError("there is nothing to generate: the dataset has no prompt of a fitting length")
+        prompts, params = _checked(samples, arguments, llm.ready.max_model_len)
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, params)
+        elapsed = time.perf_counter() - started
+    result = summarize(outputs, elapsed)
+    print(text(result))
+    if arguments.output_json:
+        Path(arguments.output_json).write_text(json.dumps(result, indent=4) + "\n")
+    return 0
+
+
+def _checked(
+    samples: list[Sample], arguments: argparse.Namespace, max_model_len: int
+) -> tuple[list[str | list[int]], list[SamplingParams]]:
+    longest = max((sample.prompt_len or 0) + (sample.output_len or 0) for sample in samples)
+    if longest > max_model_len:
+        raise ConfigError(
+            f"the longest request has {longest} tokens in and out, but the model takes {max_model_len}; lower "
+            f"--input-len or --output-len, or raise --max-model-len"
+        )
+    params = [
+        SamplingParams(
+            n=arguments.n,
+            temperature=1.0,
+            ignore_eos=True,
+            max_tokens=sample.output_len,
+            detokenize=not arguments.disable_detokenize,
+        )
+        for sample in samples
+    ]
+    return [sample.prompt for sample in samples], params
+
+
+def summarize(outputs: list[RequestOutput], elapsed: float) -> dict[str, Any]:
+    """vLLM's fields, and how many of the tokens came out."""
+    num_input = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    return {
+        "elapsed_time": elapsed,
+        "num_requests": len(outputs),
+        "total_num_tokens": num_input + num_output,
+        "requests_per_second": len(outputs) / elapsed,
+        "tokens_per_second": (num_input + num_output) / elapsed,
+        "total_output_tokens": num_output,
+        "output_tokens_per_second": num_output / elapsed,
+    }
+
+
+def text(result: dict[str, Any]) -> str:
+    return (
+        f"Throughput: {result['requests_per_second']:.2f} requests/s, "
+        f"{result['tokens_per_second']:.2f} total tokens/s, "
+        f"{result['output_tokens_per_second']:.2f} output tokens/s\n"
+        f"Total num prompt tokens:  {result['total_num_tokens'] - result['total_output_tokens']}\n"
+        f"Total num output tokens:  {result['total_output_tokens']}"
+    )

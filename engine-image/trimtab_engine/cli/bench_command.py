@@ -1,0 +1,100 @@
+"""`trimtab-engine bench latency | throughput | serve`: vLLM's arguments, and examples that teach them."""
+
+import argparse
+from typing import Any
+
+from trimtab_engine.cli import bench_serve_arguments
+from trimtab_engine.cli import parser as types
+from trimtab_engine.cli.serve_command import add_engine_flags
+
+LATENCY_EXAMPLES = """examples:
+  one request at a time, 32 tokens in and 128 out:
+    trimtab-engine bench latency --model MODEL --batch-size 1
+  a batch of 8, 5 rounds, figures to a file:
+    trimtab-engine bench latency --model MODEL --batch-size 8 --num-iters 5 --output-json latency.json"""
+THROUGHPUT_EXAMPLES = """examples:
+  200 random prompts of 256 tokens, 64 tokens out, as fast as it goes:
+    trimtab-engine bench throughput --model MODEL --input-len 256 --output-len 64 --num-prompts 200
+  the effect of a flag (any flag of serve):
+    trimtab-engine bench throughput --model MODEL --input-len 256 --output-len 64 --max-num-batched-tokens 512"""
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure: latency of a batch, throughput, or a server under load",
+        description="Measure the engine in this process (latency, throughput) or a running server (serve).",
+    )
+    kinds = parser.add_subparsers(title="commands", metavar="KIND", required=True)
+    _add_latency(kinds)
+    _add_throughput(kinds)
+    bench_serve_arguments.add_to(kinds)
+
+
+def _add_latency(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "latency",
+        help="seconds that one batch takes, in this process",
+        description="How long one batch of requests takes from first token in to last token out, round after round.",
+        epilog=LATENCY_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    group = parser.add_argument_group("what is measured")
+    group.add_argument("--input-len", type=types.positive, default=32, metavar="TOKENS", help="default: 32")
+    group.add_argument("--output-len", type=types.positive, default=128, metavar="TOKENS", help="default: 128")
+    group.add_argument(
+        "--batch-size", type=types.positive, default=8, metavar="N", help="requests at once (default: 8)"
+    )
+    group.add_argument("--n", type=types.positive, default=1, metavar="N", help="sequences per request (default: 1)")
+    group.add_argument(
+        "--num-iters-warmup", type=types.not_negative, default=10, metavar="N", help="rounds not counted (default: 10)"
+    )
+    group.add_argument("--num-iters", type=types.positive, default=30, metavar="N", help="rounds (default: 30)")
+    _add_common(group)
+    _add_engine(parser)
+    # Every round sends the same prompts: with prefix caching only the first would be measured.
+    parser.set_defaults(run=_run_latency, enable_prefix_caching=False)
+
+
+def _add_throughput(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "throughput",
+        help="tokens per second of many requests, in this process",
+        description="How many requests and tokens per second the engine does when all requests are there at once.",
+        epilog=THROUGHPUT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    group = parser.add_argument_group("what is measured")
+    bench_serve_arguments.add_dataset_choice(group, with_trace=False)
+    group.add_argument("--n", type=types.positive, default=1, metavar="N", help="sequences per request (default: 1)")
+    _add_common(group)
+    bench_serve_arguments.add_dataset_flags(parser)
+    _add_engine(parser)
+    parser.set_defaults(run=_run_throughput)
+
+
+def _add_common(group: Any) -> None:
+    group.add_argument("--disable-detokenize", action="store_true", help="leave the text out of the measurement")
+    group.add_argument("--output-json", metavar="FILE", help="write the figures there as well")
+    group.add_argument(
+        "--profile", action="store_true", help="record one round with torch.profiler instead; needs --profiler-dir"
+    )
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    """The flags of serve that are the engine's."""
+    add_engine_flags(parser)
+    parser.set_defaults(model=None)
+
+
+def _run_latency(arguments: argparse.Namespace) -> int:
+    from trimtab_engine.bench.latency_bench import run_latency
+
+    return run_latency(arguments)
+
+
+def _run_throughput(arguments: argparse.Namespace) -> int:
+    arguments.num_prompts = arguments.num_prompts or bench_serve_arguments.DEFAULT_PROMPTS
+    from trimtab_engine.bench.throughput_bench import run_throughput
+
+    return run_throughput(arguments)

@@ -1,0 +1,114 @@
+"""One streamed request as the client sees it, from a server whose bytes come in any pieces."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from trimtab_engine.bench.serving.client import RequestResult, Target, send
+
+Handler = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
+USAGE = {"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": 3}}
+
+
+def event(body: Any) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+def text(value: str, finish: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": value, "finish_reason": finish}]}
+
+
+def delta(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
+
+
+async def answer_of(pieces: list[bytes], *, status: int = 200) -> RequestResult:
+    """The result of a request that is answered with these pieces, each written on its own."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=status)
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+            await asyncio.sleep(0)
+        return response
+
+    async for url, session in served(handle):
+        result = RequestResult()
+        await send(session, Target(url, {}), {"prompt": "x"}, result)
+        return result
+    raise AssertionError
+
+
+async def served(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[tuple[str, Any]]:
+    app = web.Application()
+    app.router.add_post("/v1/completions", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            port = runner.addresses[0][1]
+            yield f"http://127.0.0.1:{port}/v1/completions", session
+    finally:
+        await runner.cleanup()
+
+
+async def test_chunks_with_output_are_counted_and_usage_gives_the_lengths() -> None:
+    result = await answer_of(
+        [event(text("a")), event(text("b")), event(text("", "length")), event(USAGE), b"data: [DONE]\n\n"]
+    )
+    assert result.success
+    assert (result.prompt_len, result.output_len, result.text) == (11, 3, "ab")
+    assert len(result.itl) == 2
+    assert result.latency == pytest.approx(result.ttft + sum(result.itl))
+
+
+async def test_events_may_be_cut_anywhere_or_come_together() -> None:
+    stream = event(text("grüße")) + event(text("b")) + b": a comment\n\n" + event(USAGE)
+    for size in (1, 7, 10_000):
+        result = await answer_of([stream[i : i + size] for i in range(0, len(stream), size)])
+        assert (result.success, result.text, len(result.itl)) == (True, "grüßeb", 1)
+
+
+async def test_a_chats_opening_chunk_is_not_its_first_token() -> None:
+    result = await answer_of(
+        [event(delta(role="assistant", content="")), event(delta(content="hi")), event(delta(reasoning_content="x"))]
+    )
+    assert (result.text, len(result.itl), result.output_len) == ("hix", 1, 2)
+
+
+async def test_line_ends_of_other_servers_are_understood() -> None:
+    assert (await answer_of([event(text("a")).replace(b"\n", b"\r\n")])).text == "a"
+
+
+async def test_an_error_status_fails_with_what_the_server_said() -> None:
+    result = await answer_of([b'{"error": {"message": "too long"}}'], status=400)
+    assert not result.success
+    assert "HTTP 400" in result.error
+    assert "too long" in result.error
+
+
+async def test_an_error_in_the_stream_fails_the_request() -> None:
+    result = await answer_of([event(text("a")), event({"error": {"message": "the engine has failed"}})])
+    assert not result.success
+    assert "the engine has failed" in result.error
+
+
+@pytest.mark.parametrize(("pieces", "error"), [([], "without any output"), ([b"data: {oops\n\n"], "cannot be read")])
+async def test_an_empty_or_broken_stream_is_a_failure(pieces: list[bytes], error: str) -> None:
+    result = await answer_of(pieces)
+    assert not result.success
+    assert error in result.error
+
+
+async def test_a_server_that_is_not_there_is_a_failure_and_no_exception() -> None:
+    result = RequestResult()
+    async with aiohttp.ClientSession() as session:
+        await send(session, Target("http://127.0.0.1:1/v1/completions", {}), {}, result)
+    assert "Cannot connect" in result.error

@@ -1,0 +1,28 @@
+"""The picture of a run."""
+
+from pathlib import Path
+
+import pytest
+from trimtab_engine.bench.serving import plot as plots
+from trimtab_engine.bench.serving.client import RequestResult
+from trimtab_engine.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", ["run.svg", "run.png"])
+def test_a_picture_is_drawn_also_of_few_requests(tmp_path: Path, name: str) -> None:
+    results = [RequestResult(ttft=0.1, itl=[0.01, 0.02], latency=0.13, success=True)]
+    for number, complete in enumerate((results, [])):
+        path = tmp_path / str(number) / name
+        plots.plot(complete, path, title="a run", objectives={"ttft": 100.0})
+        assert path.stat().st_size > 1000
+
+
+def test_a_name_that_cannot_be_drawn_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(ConfigError, match="must end in"):
+        plots.check_plot(Path("run.txt"))
+
+
+def test_without_matplotlib_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        plots.check_plot(Path("run.svg"))

@@ -1,0 +1,158 @@
+"""The whole command against a real server on a tiny model: figures, files, exit codes, Ctrl-C."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from trimtab_engine.cli import main
+
+DEADLINE_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def port(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The port of a ready server."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [sys.executable, "-m", "trimtab_engine.cli", "serve", str(tiny_model), "--served-model-name", "tiny"]
+    command += ["--load-format", "dummy", "--device", "cpu", "--cpu-threads", "1", "--max-model-len", "256"]
+    command += ["--num-gpu-blocks-override", "60", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
+    command += ["--host", "127.0.0.1", "--port", "0"]
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, stderr=stream)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not (found := re.findall(r"listens on 127\.0\.0\.1 port (\d+)\n", log.read_text())):
+        assert time.monotonic() < deadline, log.read_text()[-1000:]
+        time.sleep(0.01)
+    yield found[0]
+    process.terminate()
+    process.wait(DEADLINE_SECONDS)
+
+
+def arguments(port: str, tiny_model: Path, *more: str) -> list[str]:
+    common = ["bench", "serve", "--port", port, "--ready-check-timeout-sec", "60", "--tokenizer", str(tiny_model)]
+    return [*common, "--disable-tqdm", "--input-len", "20", "--output-len", "6", *more]
+
+
+def measured(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_figures_file_and_picture_of_a_run(
+    port: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--num-prompts", "8", "--request-rate", "50", "--goodput", "ttft:60000", "itl:60000", "-o", "json"]
+    more += ["--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "run.json"]
+    more += ["--plot", str(tmp_path / "run.svg"), "--metadata", "version=1", "--num-warmups", "1"]
+    assert main(arguments(port, tiny_model, *more)) == 0
+    result = measured(capsys)
+    assert (result["completed"], result["failed"], result["model_id"], result["version"]) == (8, 0, "tiny", "1")
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (8 * 20, 8 * 6)
+    assert result["request_goodput"] == pytest.approx(result["request_throughput"])
+    assert 0 < result["mean_itl_ms"] < result["mean_e2el_ms"]
+    assert result["server"]["preemptions"] == 0
+    saved = json.loads((tmp_path / "run.json").read_text())
+    assert saved["mean_ttft_ms"] == result["mean_ttft_ms"]
+    assert saved["output_lens"] == [6] * 8
+    assert (tmp_path / "run.svg").stat().st_size > 1000
+
+
+def test_a_chat_is_measured_too(port: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(port, tiny_model, "--backend", "openai-chat", "--num-prompts", "3", "-o", "json")) == 0
+    assert measured(capsys)["total_output_tokens"] == 18
+
+
+def test_a_trace_is_replayed_at_its_times_with_its_lengths(
+    port: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 1000 * i, "input_length": 1536, "output_length": 100, "hash_ids": [0, 1, 2 + i]} for i in range(4)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--dataset-name", "trace", "--trace-path", str(trace), "--trace-speedup", "20", "-o", "json"]
+    assert main(arguments(port, tiny_model, *flags)) == 0
+    result = measured(capsys)
+    assert result["trace_length_scale"] == pytest.approx(255 / 1636)
+    assert result["duration"] > 0.15  # 3 s of trace, 20 times as fast
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (4 * 239, 4 * 15)
+
+
+def test_a_load_that_cannot_fit_is_refused_before_it_is_sent(
+    port: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(port, tiny_model, "--output-len", "240", "--num-prompts", "1")) == 2
+    assert "the longest request has 260 tokens" in capsys.readouterr().err
+
+
+def test_failed_requests_are_listed_and_make_exit_code_1(
+    port: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--num-prompts", "2", "--extra-body", '{"temperature": -1}']
+    assert main(arguments(port, tiny_model, *flags)) == 1
+    output = capsys.readouterr()
+    assert "2 × HTTP 400" in output.err
+    assert "Failed requests:                         2" in output.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model", "nobody"), "serves no model 'nobody'; it serves: tiny"),
+        (("--dataset-name", "sharegpt"), "--dataset-path"),
+        (("--dataset-name", "trace"), "--trace-path"),
+        (("--header", "x"), "NAME=VALUE"),
+        (("--ramp-up-strategy", "linear"), "--ramp-up-start-rps"),
+        (("--plot", "x.txt"), "must end in"),
+        (("--profile",), "start_profile answers 404"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_line(
+    port: str, tiny_model: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
+    assert main(arguments(port, tiny_model, "--num-prompts", "1", *flags)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_server_that_is_not_there_is_said_to_be_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--port", "1", "--num-prompts", "1"]) == 2
+    assert "is the server up" in capsys.readouterr().err
+
+
+def num_answered(port: str) -> float:
+    """Requests that the server has answered in its life."""
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:request_success_total{"))
+
+
+def test_ctrl_c_prints_what_was_measured_so_far(port: str, tiny_model: Path, tmp_path: Path) -> None:
+    """Two requests come at once, a third after a minute. One is sent at a time: when the second is answered, the first
+    has been received."""
+    trace = tmp_path / "trace.csv"
+    times = ("18:00:00.0", "18:00:00.0", "18:01:00.0")
+    rows = "".join(f"2023-11-16 {time},20,6\n" for time in times)
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    before, started = num_answered(port), time.monotonic()
+    flags = ["--dataset-name", "trace", "--trace-path", str(trace), "-o", "json", "--max-concurrency", "1"]
+    command = [sys.executable, "-m", "trimtab_engine.cli", *arguments(port, tiny_model, *flags)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        while num_answered(port) < before + 2:
+            assert time.monotonic() < started + DEADLINE_SECONDS
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 130
+    result = json.loads(output)
+    assert result["completed"] in (1, 2)
+    assert (result["failed"], result["interrupted"]) == (0, True)
+    assert result["duration"] < DEADLINE_SECONDS

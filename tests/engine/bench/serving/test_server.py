@@ -1,0 +1,39 @@
+"""Counters of the server before and after a run."""
+
+from trimtab_engine.bench.serving.server import during, parse_counters
+
+METRICS = """# HELP vllm:num_preemptions_total x
+# TYPE vllm:num_preemptions_total counter
+vllm:num_preemptions_total{engine="0",model_name="m"} 3.0
+vllm:num_preemptions_total{engine="1",model_name="m"} 4.0
+vllm:prefix_cache_queries_total{engine="0"} 100.0
+vllm:prefix_cache_hits_total{engine="0"} 25.0
+other_total{a="b"} 1.0
+vllm:num_requests_running{engine="0"} 5.0
+"""
+
+
+def test_counters_are_summed_over_their_labels_and_others_left_alone() -> None:
+    assert parse_counters(METRICS) == {
+        "num_preemptions": 7.0,
+        "prefix_cache_queries": 100.0,
+        "prefix_cache_hits": 25.0,
+    }
+
+
+def test_a_run_is_the_difference_between_two_looks() -> None:
+    before = {"num_preemptions": 2.0, "prefix_cache_queries": 20.0, "prefix_cache_hits": 5.0}
+    assert during(before, parse_counters(METRICS)) == {"preemptions": 5, "prefix_cache_hit_rate": 0.25}
+
+
+def test_acceptance_of_drafts_is_reported_as_vllm_does() -> None:
+    after = {
+        "spec_decode_num_drafts": 10.0,
+        "spec_decode_num_draft_tokens": 40.0,
+        "spec_decode_num_accepted_tokens": 30.0,
+    }
+    assert during({}, after) == {"spec_decode_acceptance_rate": 75.0, "spec_decode_acceptance_length": 4.0}
+
+
+def test_a_server_without_metrics_has_nothing_to_report() -> None:
+    assert during({}, {}) == {}

@@ -1,0 +1,52 @@
+"""The bench commands' arguments: vLLM's names, help that teaches, refusals by name."""
+
+import pytest
+from trimtab_engine.cli import main
+
+LATENCY = "--input-len --output-len --batch-size --n --num-iters-warmup --num-iters --output-json --profile"
+THROUGHPUT = "--dataset-name --dataset-path --input-len --output-len --num-prompts --n --output-json --profile"
+SERVE = (
+    "--backend --base-url --host --port --endpoint --model --tokenizer --dataset-name --dataset-path --num-prompts "
+    "--request-rate --burstiness --max-concurrency --ramp-up-strategy --ramp-up-start-rps --ramp-up-end-rps --seed "
+    "--random-input-len --random-output-len --random-range-ratio --random-prefix-len --prefix-repetition-num-prefixes "
+    "--sharegpt-output-len --custom-output-len --percentile-metrics --metric-percentiles --goodput --save-result "
+    "--save-detailed --append-result --result-dir --result-filename --label --metadata --ignore-eos --extra-body "
+    "--temperature --top-p --top-k --min-p --logprobs --header --num-warmups --ready-check-timeout-sec --profile "
+    "--disable-tqdm --trace-path --trace-speedup --plot"
+)
+
+
+@pytest.mark.parametrize(("kind", "flags"), [("latency", LATENCY), ("throughput", THROUGHPUT), ("serve", SERVE)])
+def test_help_names_every_flag_and_shows_examples(kind: str, flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", kind, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert [flag for flag in flags.split() if flag not in text] == []
+    assert "examples:" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--request-rate", "0"], "not a number above 0"),
+        (["--request-rate", "x"], "not a number above 0"),
+        (["--trace-sample", "2"], "not a share"),
+        (["--random-range-ratio", "1"], "not a ratio"),
+        (["--extra-body", "{"], "no JSON"),
+        (["--extra-body", "[1]"], "must be a JSON object"),
+        (["--max-concurrency", "0"], "is below 1"),
+        (["--dataset-name", "hf"], "invalid choice"),
+        (["--lora-modules", "a"], "--lora-modules is not built yet"),
+        (["--request-rat", "1"], "did you mean --request-rate"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "serve", *arguments])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
