@@ -82,6 +82,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     master_addr: str = "127.0.0.1"
     master_port: int = 29501
     seed: int = 0
+    profiler_dir: str | None = None
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:

@@ -30,6 +30,7 @@ from trimtab_engine.messages import (
     LoadProgress,
     Shutdown,
 )
+from trimtab_engine.profiler import Profiler
 from trimtab_engine.startup import Progress, start_engine
 
 IDLE_REPORT_MILLISECONDS = 1000  # an idle engine reports its state this often, so that gauges stay true
@@ -39,7 +40,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 logger = logging.getLogger("trimtab_engine.core")
 
 
-def serve(engine: Engine, link: Link) -> None:
+def serve(engine: Engine, link: Link, profiler: Profiler) -> None:
     """Serve until Shutdown."""
     while True:
         idle = BUILDING_MILLISECONDS if engine.is_building else IDLE_REPORT_MILLISECONDS
@@ -50,13 +51,14 @@ def serve(engine: Engine, link: Link) -> None:
                 case AbortRequests():
                     engine.abort(message.request_ids)
                 case AdminCall():
-                    link.send(answer(engine, message), message.client_index)
+                    link.send(answer(engine, profiler, message), message.client_index)
                 case Shutdown():
                     return
         link.send_step(engine.step())
+        profiler.on_step()
 
 
-def answer(engine: Engine, call: AdminCall) -> AdminReply:
+def answer(engine: Engine, profiler: Profiler, call: AdminCall) -> AdminReply:
     """Carry out one admin call, between two steps."""
     body: dict[str, Any]
     status = 200
@@ -73,6 +75,8 @@ def answer(engine: Engine, call: AdminCall) -> AdminReply:
             body = engine.layout()
         case "drain":
             body = engine.drain(float(call.body["deadline_seconds"]))
+        case "start_profile" | "stop_profile":
+            status, body = profiler.call(call.method)
         case _:
             status, body = 404, {"message": f"there is no admin call {call.method!r}"}
     return AdminReply(call.call_id, status, body)
@@ -90,7 +94,7 @@ def main() -> int:
         progress: Progress = lambda stage, percent: link.broadcast(LoadProgress(stage, percent))  # noqa: E731
         engine, ready = start_engine(config, progress, time.monotonic, partial(_end_with_rank, start))
         link.broadcast(ready)
-        serve(engine, link)
+        serve(engine, link, Profiler(config.profiler_dir))
         engine.close()
     except ConfigError as error:
         link.broadcast(CoreFailed(str(error), exit_code=2))

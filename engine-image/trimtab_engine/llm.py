@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,6 +23,7 @@ from trimtab_engine.errors import ConfigError, EngineDead, InvalidRequest
 from trimtab_engine.llm_arguments import in_keywords, read_keywords
 from trimtab_engine.messages import AddRequest, StepStats
 from trimtab_engine.outputs import Choice, RequestMetrics, RequestOutput
+from trimtab_engine.profiler import Profiler
 from trimtab_engine.progress_bar import progress_bar
 from trimtab_engine.sampling_params import SamplingParams
 from trimtab_engine.tokenizer import Tokenizer
@@ -105,6 +107,7 @@ class LLM:
         self._tokenizer_path = config.tokenizer or config.model
         self._numbers = itertools.count()
         self._statistics = _Statistics(on_step, log=self._log_stats, ready=self.ready)
+        self._profiler = Profiler(config.profiler_dir)
         self._closed = False
 
     # --- what it does ---------------------------------------------------------------------------------------------
@@ -174,6 +177,15 @@ class LLM:
         if status != 200:
             raise ConfigError(body["message"])
         return body
+
+    def start_profile(self) -> None:
+        """Record what the next calls do, with torch.profiler. Needs profiler_dir; ConfigError without it."""
+        self._require_open()
+        self._profiler.start()
+
+    def stop_profile(self) -> Path:
+        """End the recording. Returns the Chrome trace that was written."""
+        return Path(self._profiler.stop()["trace"])
 
     # --- its end --------------------------------------------------------------------------------------------------
 
@@ -261,6 +273,7 @@ class LLM:
         step = self._engine.step()
         now = time.monotonic()
         self._statistics.note(step.stats)
+        self._profiler.on_step()
         complete: list[_Asked] = []
         for output in step.outputs:
             if output.request_id not in running:

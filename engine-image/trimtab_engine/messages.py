@@ -81,7 +81,8 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 
 
 class AdminCall(msgspec.Struct, tag="admin"):
-    """One admin call. `method`: config_get, config_patch, memory, layout, drain. Answered by one AdminReply.
+    """One admin call. `method`: config_get, config_patch, memory, layout, drain, start_profile, stop_profile.
+    Answered by one AdminReply.
 
     config_patch body: {"values": {...}, "if_match": int | None, "dry_run": bool}.
     drain body: {"deadline_seconds": float}.

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from trimtab_engine.api.app import BodyLimit, add_error_handlers
 from trimtab_engine.api.error_responses import ApiError, shorten
 from trimtab_engine.api.request_identity import bearer_digest
+from trimtab_engine.api.profile_routes import profile_routes
 from trimtab_engine.api.state import ServerState
 from trimtab_engine.errors import EngineDead
 
@@ -26,7 +27,9 @@ def build_admin_app(state: ServerState) -> FastAPI:
     add_error_handlers(app)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(EngineDead, _on_engine_dead)
-    app.include_router(_routes(state), dependencies=[Depends(_authorized(state.options.admin_token_sha256))])
+    authorized = [Depends(_authorized(state.options.admin_token_sha256))]
+    app.include_router(_routes(state), dependencies=authorized)
+    app.include_router(profile_routes(state), dependencies=authorized)
     app.add_middleware(BodyLimit, max_bytes=MAX_ADMIN_BODY_BYTES)
     return app
 

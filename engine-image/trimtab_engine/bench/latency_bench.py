@@ -3,7 +3,7 @@
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ EXIT_INTERRUPTED = 130
 
 def run_latency(arguments: argparse.Namespace) -> int:
     """Warm up, measure, report. Ctrl-C reports the rounds that were measured. Returns the exit code."""
+    check_profile(arguments)
     with LLM.of(engine_config(arguments)) as llm:
         room = llm.ready.max_model_len
         if arguments.input_len + arguments.output_len > room:
@@ -46,6 +47,8 @@ def run_latency(arguments: argparse.Namespace) -> int:
         interrupted = False
         try:
             _rounds("Warm-up", arguments.num_iters_warmup, one_round, [])
+            if arguments.profile:
+                return profile(llm, one_round)
             _rounds("Rounds", arguments.num_iters, one_round, latencies)
         except KeyboardInterrupt:
             interrupted = True
@@ -57,7 +60,21 @@ def run_latency(arguments: argparse.Namespace) -> int:
     return EXIT_INTERRUPTED if interrupted else 0
 
 
-def _rounds(name: str, count: int, one_round: Any, latencies: list[float]) -> None:
+def check_profile(arguments: argparse.Namespace) -> None:
+    """Refuse before anything is loaded what could not be written."""
+    if arguments.profile and arguments.profiler_dir is None:
+        raise ConfigError("--profile needs --profiler-dir DIR, where the trace goes")
+
+
+def profile(llm: LLM, work: Callable[[], object]) -> int:
+    """Record the work instead of measuring it, and say where the trace is."""
+    llm.start_profile()
+    work()
+    print(f"profile: {llm.stop_profile()}")
+    return 0
+
+
+def _rounds(name: str, count: int, one_round: Callable[[], float], latencies: list[float]) -> None:
     with progress_bar(name, count) as advance:
         for _ in range(count):
             latencies.append(one_round())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab_engine import LLM, SamplingParams
+from trimtab_engine.bench.latency_bench import check_profile, profile
 from trimtab_engine.bench.serving.run import dataset_samples
 from trimtab_engine.bench.serving.samples import Sample
 from trimtab_engine.cli.serve_command import engine_config
@@ -16,11 +17,14 @@ from trimtab_engine.outputs import RequestOutput
 
 def run_throughput(arguments: argparse.Namespace) -> int:
     """Generate for all samples at once and report. Returns the exit code; Ctrl-C ends without figures (130)."""
+    check_profile(arguments)
     with LLM.of(engine_config(arguments)) as llm:
         samples, _ = dataset_samples(arguments, llm.get_tokenizer())
         if not samples:
             raise ConfigError("there is nothing to generate: the dataset has no prompt of a fitting length")
         prompts, params = _checked(samples, arguments, llm.ready.max_model_len)
+        if arguments.profile:
+            return profile(llm, lambda: llm.generate(prompts, params))
         started = time.perf_counter()
         outputs = llm.generate(prompts, params)
         elapsed = time.perf_counter() - started

@@ -42,6 +42,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     _add_device_flags(parser.add_argument_group("device and memory"))
     add_parallel_flags(parser.add_argument_group("parallel layout"))
     _add_scheduler_flags(parser.add_argument_group("scheduler"))
+    parser.add_argument_group("profiling").add_argument(
+        "--profiler-dir",
+        metavar="DIR",
+        help="allow profiles (POST /start_profile and /stop_profile on the admin port), written there as Chrome traces",
+    )
     add_not_built(parser)
 
 
@@ -272,6 +277,7 @@ def engine_config(
         enable_chunked_prefill=arguments.enable_chunked_prefill,
         seed=arguments.seed,
         **parallel_fields(arguments),
+        profiler_dir=arguments.profiler_dir,
     )
 
 

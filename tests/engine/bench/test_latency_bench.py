@@ -48,3 +48,16 @@ def test_lengths_beyond_the_model_are_refused(tiny_model: Path, kind: str, capsy
     command = ["bench", kind, "--model", str(tiny_model), *ENGINE, "--input-len", "120", "--output-len", "20"]
     assert main(command) == 2
     assert "--max-model-len" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["latency", "throughput"])
+def test_a_profile_is_written_instead_of_figures(
+    tiny_model: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", kind, "--model", str(tiny_model), *ENGINE, "--input-len", "8", "--output-len", "2", "--profile"]
+    command += ["--num-iters-warmup", "0"] if kind == "latency" else ["--num-prompts", "1"]
+    assert main(command) == 2
+    assert "--profiler-dir" in capsys.readouterr().err
+    assert main([*command, "--profiler-dir", str(tmp_path)]) == 0
+    (trace,) = tmp_path.iterdir()
+    assert str(trace) in capsys.readouterr().out

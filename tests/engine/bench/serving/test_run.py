@@ -1,5 +1,6 @@
 """The whole command against a real server on a tiny model: figures, files, exit codes, Ctrl-C."""
 
+import gzip
 import json
 import re
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +19,36 @@ from trimtab_engine.cli import main
 DEADLINE_SECONDS = 60.0
 
 
+@dataclass(frozen=True)
+class Server:
+    port: str
+    admin_url: str
+    profiles: Path
+
+
 @pytest.fixture(scope="module")
-def port(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The port of a ready server."""
-    log = tmp_path_factory.mktemp("server") / "log"
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that listens; it may still be loading."""
+    folder = tmp_path_factory.mktemp("server")
+    log, profiles = folder / "log", folder / "profiles"
     command = [sys.executable, "-m", "trimtab_engine.cli", "serve", str(tiny_model), "--served-model-name", "tiny"]
     command += ["--load-format", "dummy", "--device", "cpu", "--cpu-threads", "1", "--max-model-len", "256"]
     command += ["--num-gpu-blocks-override", "60", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
-    command += ["--host", "127.0.0.1", "--port", "0"]
+    command += ["--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--profiler-dir", str(profiles)]
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stderr=stream)
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while not (found := re.findall(r"listens on 127\.0\.0\.1 port (\d+)\n", log.read_text())):
+    while len(found := re.findall(r"listens on 127\.0\.0\.1 port (\d+)\n", log.read_text())) < 2:
         assert time.monotonic() < deadline, log.read_text()[-1000:]
         time.sleep(0.01)
-    yield found[0]
+    yield Server(found[0], f"http://127.0.0.1:{found[1]}", profiles)
     process.terminate()
     process.wait(DEADLINE_SECONDS)
+
+
+@pytest.fixture
+def port(server: Server) -> str:
+    return server.port
 
 
 def arguments(port: str, tiny_model: Path, *more: str) -> list[str]:
@@ -127,6 +142,16 @@ def test_what_cannot_be_done_is_refused_in_one_line(
 def test_a_server_that_is_not_there_is_said_to_be_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--port", "1", "--num-prompts", "1"]) == 2
     assert "is the server up" in capsys.readouterr().err
+
+
+def test_a_profile_of_the_run_is_written_where_the_server_was_told(
+    server: Server, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--num-prompts", "2", "--profile", "--admin-url", server.admin_url]
+    assert main(arguments(server.port, tiny_model, *flags)) == 0
+    (trace,) = server.profiles.iterdir()
+    assert any("linear" in event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
+    assert httpx.post(f"{server.admin_url}/stop_profile").status_code == 400
 
 
 def num_answered(port: str) -> float:
