@@ -174,5 +174,5 @@ def test_after_shutdown_it_says_so(tiny_model: Path) -> None:
 
 
 def test_a_faulty_keyword_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        LLM("/nowhere", tensor_parallel_size=4096)
+    with pytest.raises(ConfigError, match="compilation_config is not built yet"):
+        LLM("/nowhere", compilation_config={"level": 3})

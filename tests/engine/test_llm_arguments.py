@@ -28,7 +28,6 @@ def test_a_switch_takes_true_false_or_its_default(value: bool | None, expected: 
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"tensor_parallel_size": 4_000}, "tensor_parallel_size"),
         ({"compilation_config": {"level": 3}}, "compilation_config is not built yet"),
         ({"compilation_config": object()}, "compilation_config is not built yet"),
         ({"cudagraph_capture_sizes": [1, 2]}, "cudagraph_capture_sizes is not built yet"),
