@@ -11,8 +11,8 @@ from fastapi.responses import JSONResponse
 
 from trimtab_engine.api.app import BodyLimit, add_error_handlers
 from trimtab_engine.api.error_responses import ApiError, shorten
-from trimtab_engine.api.request_identity import bearer_digest
 from trimtab_engine.api.profile_routes import profile_routes
+from trimtab_engine.api.request_identity import bearer_digest
 from trimtab_engine.api.state import ServerState
 from trimtab_engine.errors import EngineDead
 
