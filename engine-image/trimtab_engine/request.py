@@ -40,14 +40,31 @@ class Request:
     sampling: SamplingParams
     arrival_time: float
     priority: int = 0
+    """Under the policy `priority`: the lowest number goes first."""
+    cache_salt: str = ""
+    """Requests share cached blocks only with those of the same salt."""
+    order: int = 0
+    """How many requests were added before it; set when the scheduler takes it."""
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    """Tokens that a step in flight samples: 1 from schedule() to update(), else 0."""
+    draft_token_ids: list[int] = field(default_factory=list)
+    """Guesses of the tokens after the newest one; the next step verifies as many as it has room for."""
     num_preemptions: int = 0
     preempted_at: float | None = None
     """When it was last preempted; None while it runs or before it ever ran."""
     first_scheduled_time: float | None = None
     block_ids: list[int] = field(default_factory=list)
     """The block table: KV block i holds tokens [i*block_size, (i+1)*block_size)."""
+    host_block_ids: list[int] = field(default_factory=list)
+    """Likewise in the swap space, while it is swapped out; num_computed_tokens then counts what lies there."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Of its full blocks, as far as they were needed; empty without prefix caching."""
+    num_offered_blocks: int = 0
+    """Leading blocks of its table that the prefix cache has been told of."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that it found in the prefix cache when it was first admitted."""
     max_num_tokens: int = 0
     """Prompt and output together end here with finish_reason length; set when the scheduler takes the request."""
     end_token_ids: frozenset[int] = frozenset()
@@ -68,8 +85,15 @@ class Request:
         *,
         arrival_time: float,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> "Request":
-        return cls(request_id, list(prompt_token_ids), len(prompt_token_ids), sampling, arrival_time, priority)
+        return cls(
+            request_id, list(prompt_token_ids), len(prompt_token_ids), sampling, arrival_time, priority, cache_salt
+        )
+
+    @property
+    def is_swapped_out(self) -> bool:
+        return bool(self.host_block_ids)
 
     @property
     def num_tokens(self) -> int:

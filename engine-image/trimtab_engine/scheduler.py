@@ -1,68 +1,79 @@
 """The next batch, from waiting requests, running ones and free KV blocks: token-budget scheduling, no phases.
 
-Every request has `num_computed_tokens` chasing its tokens. A step first serves what runs, in order of admission, then
-admits from the head of the queue. When blocks run out, the request admitted last is preempted: its blocks are freed
-and it is computed again from its first token, at the front of the queue. Pure: time is a parameter, and neither
+Every request has `num_computed_tokens` chasing its tokens. A step first serves what runs, in the order of the queue,
+then admits from the head of the queue. When blocks run out, a request later in that order is preempted: its blocks are
+freed and it is computed again, or they are moved to the swap space and back. Pure: time is a parameter, and neither
 tensors nor HTTP are known. The same class runs in the server, in tests and in the simulator.
 
 Two rules keep it from standing still. The first running request can take the blocks of all others, so every step moves
 it on; and the KV cache always holds one request of max_model_len, so alone it never lacks blocks.
 """
 
-from collections import deque
-from collections.abc import Iterable
+from bisect import insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from trimtab_engine.batch import Batch, ScheduledSequence
-from trimtab_engine.block_manager import BlockManager, ShrinkPlan
+from trimtab_engine.batch import Batch, Preempted, ScheduledSequence
+from trimtab_engine.block_manager import BlockManager, Copies, ShrinkPlan
 from trimtab_engine.errors import IntegrityError, InvalidRequest
+from trimtab_engine.preemption import VICTIM_CANDIDATES, PreemptionCosts, cheaper_mode, choose_victim
 from trimtab_engine.request import Request, RequestStatus
 from trimtab_engine.scheduler_stats import BlockedReason, PreemptionReason, SchedulerStats
+from trimtab_engine.scheduling_policy import SchedulingPolicy
+from trimtab_engine.waiting_queue import WaitingQueue
 
-Sampled = tuple[Request, int, RequestStatus | None]
-"""(request, token id, how it finished: None while it goes on). A bare tuple, as one is made per token served."""
+Sampled = tuple[Request, int | list[int], RequestStatus | None]
+"""(request, its new token, or tokens after drafts, how it finished: None while it goes on). A bare tuple, as one is
+made per token served."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResizeResult:
-    """What a resize asks of the caller: copy the KV of `moves` (source, destination), then unmap what was given up."""
+    """What a resize asks of the caller: copy the KV of `swap_out` (device, host), then of `moves` (source,
+    destination), then unmap what was given up."""
 
     moves: tuple[tuple[int, int], ...]
-    preempted: list[Request]
+    preempted: list[Preempted]
+    swap_out: Copies
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill and recompute preemption, first come first served.
+    """Continuous batching with chunked prefill, prefix caching and preemption.
 
-    Call schedule(), run the batch, call update(); add, abort, set_limits and resize_kv between steps. An abort may also
-    come between schedule() and update(). A Batch is valid until the next schedule(): its entries are used again.
+    Call schedule(), run the batch, call update(); add, abort, set_policy and resize_kv between steps. An abort may also
+    come between schedule() and update(). The next schedule() may come before update() as well, so that a step is
+    prepared while the one before works: a request's newest token is then not known yet, only that there will be one.
     """
 
     def __init__(
         self,
         block_manager: BlockManager,
+        policy: SchedulingPolicy,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
         max_model_len: int,
         enable_chunked_prefill: bool = True,
         eos_token_ids: Iterable[int] = (),
     ) -> None:
+        self.costs = PreemptionCosts()
+        """What preemption is measured to cost; replaced by whoever measures."""
         self._blocks = block_manager
         self._max_model_len = max_model_len
         self._chunked_prefill = enable_chunked_prefill
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()
+        self._num_added = 0
+        self._waiting = WaitingQueue(policy.scheduling_policy)
         self._running: list[ScheduledSequence] = []
+        """In the order of the queue."""
+        self._swap_out: Copies = []
+        self._swap_in: Copies = []
         self._last_step = 0
         self._blocked: BlockedReason | None = None
         self._blocked_since = 0.0
         self._stats = SchedulerStats()
         self._check_one_request_fits(block_manager.num_total)
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self.set_limits(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        self._policy = policy
+        self.set_policy(policy)
 
     # --- what may change between two steps ------------------------------------------------------------------------
 
@@ -83,8 +94,10 @@ class Scheduler:
         request.max_num_tokens = min(request.num_prompt_tokens + sampling.max_tokens, self._max_model_len)
         ends = frozenset() if sampling.ignore_eos else self._eos_token_ids
         request.end_token_ids = ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
+        request.order = self._num_added
+        self._num_added += 1
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        self._waiting.add(request)
 
     def abort(
         self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
@@ -101,35 +114,53 @@ class Scheduler:
             self._drop_finished()
         return aborted
 
-    def set_limits(self, *, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None) -> None:
-        """Change limits from the next step on. Lowering drains down: what runs goes on, nothing is admitted."""
-        num_seqs = self._max_num_seqs if max_num_seqs is None else max_num_seqs
-        num_tokens = self._max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
-        if num_seqs < 1 or num_tokens < num_seqs:
-            raise ValueError(f"max_num_batched_tokens {num_tokens} must be at least max_num_seqs {num_seqs}, that 1")
-        if not self._chunked_prefill and num_tokens < self._max_model_len:
+    def set_policy(self, policy: SchedulingPolicy) -> None:
+        """Be steered by `policy` from the next step on. Lowering limits drains down: what runs goes on."""
+        if not self._chunked_prefill and policy.max_num_batched_tokens < self._max_model_len:
             raise ValueError(
                 f"without chunked prefill max_num_batched_tokens must be at least max_model_len "
-                f"{self._max_model_len}; it is {num_tokens}"
+                f"{self._max_model_len}; it is {policy.max_num_batched_tokens}"
             )
-        self._max_num_seqs = num_seqs
-        self._max_num_batched_tokens = num_tokens
+        if policy.scheduling_policy != self._policy.scheduling_policy:
+            self._waiting.reorder(policy.scheduling_policy)
+            self._running.sort(key=self._key)
+        if not policy.enable_prefix_caching and self._policy.enable_prefix_caching:
+            self._blocks.reset_cache()
+        self._policy = policy
 
     def resize_kv(self, num_blocks: int, now: float) -> ResizeResult:
-        """Make the KV cache `num_blocks` blocks large. Growing: map the blocks first. Shrinking: afterwards copy the
-        moves, then unmap. What does not fit any more is preempted, the request admitted last first."""
+        """Make the KV cache `num_blocks` blocks large. Growing: map the blocks first. Shrinking: afterwards copy, then
+        unmap. What does not fit any more is preempted. No step may be in flight."""
         self._check_one_request_fits(num_blocks)
         if num_blocks >= self._blocks.num_total:
             self._blocks.grow(num_blocks)
-            return ResizeResult((), [])
-        preempted = []
+            return ResizeResult((), [], [])
+        preempted: list[Preempted] = []
         while self._blocks.num_used > num_blocks:
-            preempted.append(self._preempt_last(now, PreemptionReason.RESIZE))
+            preempted.append(self._preempt_one_of(0, now, PreemptionReason.RESIZE))
+            self._drop_preempted()
         holders = [sequence.request for sequence in self._running]
         plan = self._blocks.plan_shrink(num_blocks, holders)
         assert isinstance(plan, ShrinkPlan)  # what is in use fits: the loop above saw to it
         self._blocks.apply_shrink(plan, holders)
-        return ResizeResult(plan.moves, preempted)
+        swap_out, self._swap_out = self._swap_out, []
+        return ResizeResult(plan.moves, preempted, swap_out)
+
+    def preempt_all(self, now: float) -> list[Preempted]:
+        """Take everything off the device; all of it is computed again later. No step may be in flight."""
+        preempted = [
+            self._preempt(sequence.request, "recompute", PreemptionReason.RESET, now) for sequence in self._running
+        ]
+        self._running.clear()
+        return preempted
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what the KV cache holds beyond what runs now, in it and in the swap space."""
+        self._blocks.reset_cache()
+
+    def resize_swap_space(self, num_blocks: int) -> None:
+        """Host blocks from now on, within the cap. Less than what is in use takes effect as requests come back."""
+        self._blocks.swap_space.resize(num_blocks)
 
     # --- one step -------------------------------------------------------------------------------------------------
 
@@ -137,39 +168,46 @@ class Scheduler:
         """Choose the next step's work and give it its blocks. The batch is empty only when nothing can run."""
         self._book_blocked_time(now)
         self._blocked = None
-        sequences: list[ScheduledSequence] = []
-        preempted: list[Request] = []
-        budget = self._schedule_running(sequences, preempted, now)
+        batch = Batch(self.next_step, [], 0, [])
+        budget = self._schedule_running(batch, now)
         if self._waiting:
-            if preempted:
+            if batch.preempted:
                 self._blocked = BlockedReason.KV  # the head is a victim of this step: its blocks are just taken
             else:
-                budget = self._admit(sequences, budget, now)
-        if not sequences:
-            return Batch(self.next_step, sequences, 0, preempted)
-        self._last_step += 1
-        return Batch(self._last_step, sequences, self._max_num_batched_tokens - budget, preempted)
+                budget = self._admit(batch, budget, now)
+        if batch.sequences:
+            self._last_step += 1
+            batch.num_tokens = self._policy.max_num_batched_tokens - budget
+            batch.swap_out, self._swap_out = self._swap_out, []
+            batch.swap_in, self._swap_in = self._swap_in, []
+        return batch
 
-    def update(self, batch: Batch, token_ids: list[int], now: float) -> list[Sampled]:
-        """Append the sampled tokens: one per sequence of the batch that samples, in its order.
+    def update(self, batch: Batch, token_ids: Sequence[int | list[int]], now: float) -> list[Sampled]:
+        """Append what was sampled: for each request of batch.sampling, in that order, its next token, or after drafts
+        the list of those accepted and one more.
 
-        Returns one entry per token, in the same order. An entry whose request was aborted since schedule() carries its
-        FINISHED status and its token was dropped. `now` is when the step ended.
+        Returns one entry per request, in the same order. A request that ended since schedule() has no token in its
+        entry: what was sampled for it is dropped. `now` is when the step ended.
         """
         self._book_blocked_time(now)
         sampled: list[Sampled] = []
         keep = sampled.append
         any_finished = False
-        num_delivered = len(token_ids)
-        sampling = [sequence for sequence in batch.sequences if sequence.samples]
-        for sequence, token_id in zip(sampling, token_ids, strict=True):
-            request = sequence.request
+        num_delivered = 0
+        for request, token_id in zip(batch.sampling, token_ids, strict=True):
+            request.num_pending_tokens -= 1
             if request.status.is_finished:
-                num_delivered -= 1
-                keep((request, token_id, request.status))
+                keep((request, [], request.status))
                 continue
             tokens = request.token_ids
+            if not isinstance(token_id, int):
+                status = self._append_verified(request, token_id)
+                num_delivered += len(token_id)
+                any_finished |= status is not None
+                keep((request, token_id, status))
+                continue
             tokens.append(token_id)
+            num_delivered += 1
             if token_id in request.end_token_ids or len(tokens) >= request.max_num_tokens:
                 status = self._finish_status(request, token_id)
                 if status is not None:
@@ -183,103 +221,229 @@ class Scheduler:
             self._drop_finished()
         return sampled
 
-    def _schedule_running(self, sequences: list[ScheduledSequence], preempted: list[Request], now: float) -> int:
-        """Give every running request its next tokens, in order of admission. Returns what is left of the budget.
+    def _append_verified(self, request: Request, token_ids: list[int]) -> RequestStatus | None:
+        """Append the accepted drafts and the token after them, up to one that ends the request; what comes after that
+        is taken off `token_ids`. Rejected drafts were not computed, as far as anybody knows."""
+        num_rejected = len(request.draft_token_ids) + 1 - len(token_ids)
+        request.draft_token_ids = []
+        request.num_computed_tokens -= num_rejected
+        self._blocks.truncate(request, request.num_computed_tokens)
+        for index, token_id in enumerate(token_ids):
+            request.token_ids.append(token_id)
+            status = self._finish_status(request, token_id)
+            if status is not None:
+                del token_ids[index + 1 :]
+                self._finish(request, status)
+                return status
+        return None
 
-        Victims are popped off the end of the list that is being walked. They come after the request that needs
-        their blocks, or are that request, so none was scheduled in this step already.
+    def _schedule_running(self, batch: Batch, now: float) -> int:
+        """Give every running request its next tokens, in the order of the queue. Returns what is left of the budget.
+
+        Victims come after the request that needs their blocks, or are that request, so none was scheduled already.
         """
-        budget = self._max_num_batched_tokens
+        budget = self._policy.max_num_batched_tokens
         block_size = self._blocks.block_size
-        schedule = sequences.append
-        for sequence in self._running:
+        caching = self._policy.enable_prefix_caching
+        schedule = batch.sequences.append
+        sampling = batch.sampling.append
+        preempted = batch.preempted
+        for index, sequence in enumerate(self._running):
             if budget <= 0:
                 break
             request = sequence.request
+            if preempted and request.status is not RequestStatus.RUNNING:
+                continue
             start = request.num_computed_tokens
-            num_left = len(request.token_ids) - start
+            num_known = len(request.token_ids) + request.num_pending_tokens
+            num_left = num_known - start
             is_decode = num_left == 1 and start >= request.num_prompt_tokens
             if is_decode:  # the common case, kept short
+                if num_known >= request.max_num_tokens:
+                    continue  # the step in flight ends it
                 end = start + 1
-                num_tokens = 1
                 samples = True
             elif num_left == 0:  # its newest token is not known yet
                 continue
             else:
-                num_tokens = min(num_left, budget)
-                end = start + num_tokens
-                samples = num_tokens == num_left
-            if end > len(request.block_ids) * block_size and not self._make_room(request, end, preempted, now):
+                end = start + self._chunk_of(num_left, budget)
+                samples = end == num_known
+            if end > len(request.block_ids) * block_size and not self._make_room(index, end, preempted, now):
                 break
+            if caching:  # what a decode filled in earlier steps; what a chunk fills now
+                if not is_decode:
+                    self._blocks.offer(request, end)
+                elif not start % block_size:
+                    self._blocks.offer(request, start)
+            if request.draft_token_ids or sequence.draft_token_ids:
+                end = self._with_drafts(sequence, end, budget)
             sequence.start = start
-            sequence.num_tokens = num_tokens
+            sequence.num_tokens = end - start
             sequence.samples = samples
             request.num_computed_tokens = end
-            budget -= num_tokens
+            budget -= end - start
             schedule(sequence)
+            if samples:
+                request.num_pending_tokens += 1
+                sampling(request)
             if not is_decode:
                 self._stats.note_prefill(sequence)
+        if preempted:
+            self._drop_preempted()
         return budget
 
-    def _make_room(self, request: Request, num_tokens: int, preempted: list[Request], now: float) -> bool:
-        """Grow the request's table, preempting from the end of running. False: the request itself had to go."""
+    def _chunk_of(self, num_left: int, budget: int) -> int:
+        """How much of a prefill goes into one step: a long one leaves room for others, if there are any."""
+        threshold = self._policy.long_prefill_token_threshold
+        if 0 < threshold < num_left and len(self._running) + len(self._waiting) > 1:
+            num_left = threshold
+        return min(num_left, budget)
+
+    def _with_drafts(self, sequence: ScheduledSequence, end: int, budget: int) -> int:
+        """Schedule as many of the request's drafts as budget, length and free blocks allow; nobody is preempted for a
+        guess. Returns where the scheduled tokens end. The last token of a request is never a draft."""
+        request = sequence.request
+        room = min(
+            self._policy.num_speculative_tokens,
+            budget - (end - request.num_computed_tokens),
+            request.max_num_tokens - request.num_tokens - 1,
+        )
+        num_drafts = min(len(request.draft_token_ids), room) if end == request.num_tokens else 0
+        if num_drafts > 0 and not self._blocks.allocate(request, end + num_drafts):
+            num_drafts = min(num_drafts, len(request.block_ids) * self._blocks.block_size - end)
+        request.draft_token_ids = request.draft_token_ids[: max(0, num_drafts)]
+        sequence.draft_token_ids = request.draft_token_ids
+        return end + len(request.draft_token_ids)
+
+    def _make_room(self, index: int, num_tokens: int, preempted: list[Preempted], now: float) -> bool:
+        """Grow the table of the running request at `index`, preempting from there on. False: it had to go itself."""
+        request = self._running[index].request
         while not self._blocks.allocate(request, num_tokens):
-            victim = self._preempt_last(now, PreemptionReason.CAPACITY)
+            victim = self._preempt_one_of(index, now, PreemptionReason.CAPACITY)
             preempted.append(victim)
-            if victim is request:
+            if victim.request is request:
                 return False
         return True
 
-    def _admit(self, sequences: list[ScheduledSequence], budget: int, now: float) -> int:
+    def _admit(self, batch: Batch, budget: int, now: float) -> int:
         """Admit from the head of the queue, never past it, while seats, budget and blocks last. Returns the budget.
 
         A request is admitted only if all of its tokens fit into the blocks that are free now, even when its first
         chunk is short: admitting more would end in preemption.
         """
-        waiting, running, blocks = self._waiting, self._running, self._blocks
+        waiting, running, blocks, policy = self._waiting, self._running, self._blocks, self._policy
         while waiting:
-            request = waiting[0]
+            request = waiting.head
             num_tokens = request.num_tokens
-            if len(running) >= self._max_num_seqs:
+            if len(running) >= policy.max_num_seqs:
                 self._blocked = BlockedReason.SEQS
                 break
-            if budget <= 0 or (num_tokens > budget and not self._chunked_prefill):
+            if budget <= 0:
                 self._blocked = BlockedReason.TOKENS
                 break
-            if not blocks.can_allocate(num_tokens):
+            cached = self._find_cached(request)
+            start = request.num_computed_tokens if request.is_swapped_out else len(cached) * blocks.block_size
+            if num_tokens - start > budget and not self._chunked_prefill:
+                self._blocked = BlockedReason.TOKENS
+                break
+            spare = int(policy.watermark * blocks.num_total) if running else 0
+            if not blocks.can_allocate(num_tokens, cached, spare=spare):
                 self._blocked = BlockedReason.KV
                 break
-            num_scheduled = min(num_tokens, budget)
-            blocks.allocate(request, num_scheduled)
-            waiting.popleft()
-            sequence = ScheduledSequence(request, 0, num_scheduled, num_scheduled == num_tokens)
-            request.status = RequestStatus.RUNNING
-            request.num_computed_tokens = num_scheduled
-            if request.first_scheduled_time is None:
-                request.first_scheduled_time = now
-            if request.preempted_at is not None:
-                self._stats.preempt_stall_seconds.append(now - request.preempted_at)
-                request.preempted_at = None
-            running.append(sequence)
-            sequences.append(sequence)
-            budget -= num_scheduled
+            waiting.pop_head()
+            end = start + self._chunk_of(num_tokens - start, budget)
+            self._take_on(request, cached, start, end, now)
+            sequence = ScheduledSequence(request, start, end - start, end == num_tokens)
+            self._insert_running(sequence)
+            batch.sequences.append(sequence)
+            if sequence.samples:
+                request.num_pending_tokens += 1
+                batch.sampling.append(request)
+            budget -= end - start
             self._stats.note_prefill(sequence)
         return budget
 
+    def _find_cached(self, request: Request) -> list[int]:
+        """Blocks on the device that the waiting request need not be given."""
+        if request.is_swapped_out:
+            return self._blocks.find_swapped(request)
+        return self._blocks.find_cached(request) if self._policy.enable_prefix_caching else []
+
+    def _take_on(self, request: Request, cached: list[int], start: int, end: int, now: float) -> None:
+        """Make a waiting request run: its blocks up to `end`, and what is counted at admission."""
+        blocks = self._blocks
+        is_new = request.first_scheduled_time is None
+        if request.is_swapped_out:
+            self._swap_in += blocks.swap_in(request)
+        else:
+            blocks.share(request, cached)
+            if is_new and self._policy.enable_prefix_caching:
+                request.num_cached_tokens = start
+                self._stats.prefix_cache_queries += request.num_tokens
+                self._stats.prefix_cache_hits += start
+        grown = blocks.allocate(request, end)
+        assert grown  # can_allocate said so
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = end
+        if self._policy.enable_prefix_caching:
+            blocks.offer(request, end)  # who is admitted next may share them: a layer writes all KV before it reads any
+        if is_new:
+            request.first_scheduled_time = now
+        if request.preempted_at is not None:
+            self._stats.preempt_stall_seconds.append(now - request.preempted_at)
+            request.preempted_at = None
+
+    def _insert_running(self, sequence: ScheduledSequence) -> None:
+        """Keep `running` in the order of the queue: only one that was preempted comes before what runs."""
+        running = self._running
+        if not running or self._key(running[-1]) <= self._key(sequence):
+            running.append(sequence)
+        else:
+            insort(running, sequence, key=self._key)
+
+    def _key(self, sequence: ScheduledSequence) -> tuple[float, ...]:
+        return self._waiting.key(sequence.request)
+
     # --- preemption and the end of requests -----------------------------------------------------------------------
 
-    def _preempt_last(self, now: float, reason: PreemptionReason) -> Request:
-        """Preempt the request that was admitted last. It keeps its tokens and goes to the front of the queue."""
-        request = self._running.pop().request
-        self._blocks.free(request)
-        request.num_ever_computed_tokens = max(request.num_ever_computed_tokens, request.num_computed_tokens)
-        request.num_computed_tokens = 0
+    def _preempt_one_of(self, first: int, now: float, reason: PreemptionReason) -> Preempted:
+        """Preempt a request that is served after the running request at index `first`, or that one if it is the last.
+
+        Of those, the cheapest of the last few, and under `priority` of the lowest priority among them. It stays in
+        `running` until _drop_preempted().
+        """
+        after = [s.request for s in self._running[first + 1 :] if s.request.status is RequestStatus.RUNNING]
+        candidates = after[-VICTIM_CANDIDATES:] or [self._running[first].request]
+        if self._policy.scheduling_policy == "priority":
+            candidates = [request for request in candidates if request.priority == candidates[-1].priority]
+        victim = choose_victim(candidates, self._blocks, self.costs, self._policy.preemption_mode)
+        mode = cheaper_mode(victim, self._blocks, self.costs, self._policy.preemption_mode)
+        return self._preempt(victim, mode, reason, now)
+
+    def _preempt(self, request: Request, mode: str, reason: PreemptionReason, now: float) -> Preempted:
+        """Free the request's blocks and queue it again. A full swap space falls back to recompute."""
+        num_tokens = request.num_computed_tokens
+        if self._policy.enable_prefix_caching:
+            self._blocks.offer(request, min(num_tokens, request.num_tokens))
+        copies = self._blocks.swap_out(request) if mode == "swap" else None
+        if copies is None:
+            mode = "recompute"
+            self._blocks.free(request)
+            request.num_ever_computed_tokens = max(request.num_ever_computed_tokens, num_tokens)
+            request.num_computed_tokens = 0
+        else:
+            self._swap_out += copies
+        request.draft_token_ids = []
         request.num_preemptions += 1
         request.preempted_at = now
         request.status = RequestStatus.PREEMPTED
-        self._waiting.appendleft(request)
-        self._stats.note_preempted(reason)
-        return request
+        self._waiting.add(request)
+        preempted = Preempted(request, mode, reason.value, num_tokens)
+        self._stats.note_preempted(preempted)
+        return preempted
+
+    def _drop_preempted(self) -> None:
+        self._running = [s for s in self._running if s.request.status is RequestStatus.RUNNING]
 
     def _finish_status(self, request: Request, token_id: int) -> RequestStatus | None:
         """Whether the newest token ends the request: end of sequence, then its own stop ids, then length.
@@ -295,15 +459,18 @@ class Scheduler:
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         """Free what the request holds. It stays in its queue until _drop_finished()."""
+        if self._policy.enable_prefix_caching and status is not RequestStatus.FINISHED_ERROR:
+            self._blocks.offer(request, min(request.num_computed_tokens, request.num_tokens - 1))
         request.status = status
         self._blocks.free(request)
+        self._blocks.swap_space.release(request.host_block_ids)
         request.num_computed_tokens = 0
         del self._requests[request.request_id]
 
     def _drop_finished(self) -> None:
         self._running = [sequence for sequence in self._running if not sequence.request.status.is_finished]
         if len(self._running) + len(self._waiting) != len(self._requests):
-            self._waiting = deque(request for request in self._waiting if not request.status.is_finished)
+            self._waiting.drop_finished()
         if not self._waiting:
             self._blocked = None
 
@@ -332,6 +499,24 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of the requests that wait: what is still to be computed before they answer."""
+        return sum(request.num_tokens - request.num_computed_tokens for request in self._waiting)
+
+    def oldest_arrival(self) -> float | None:
+        """When the oldest request that waits arrived; None: none waits."""
+        return min((request.arrival_time for request in self._waiting), default=None)
+
+    @property
+    def blocks(self) -> BlockManager:
+        """For reading."""
+        return self._blocks
+
+    @property
+    def policy(self) -> SchedulingPolicy:
+        return self._policy
 
     @property
     def num_unfinished(self) -> int:
@@ -370,7 +555,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise IntegrityError unless queues, states and block tables agree."""
         running = [sequence.request for sequence in self._running]
-        queued = running + list(self._waiting)
+        queued = [*running, *self._waiting]
         if len(queued) != len(self._requests) or any(self._requests.get(r.request_id) is not r for r in queued):
             raise IntegrityError(
                 f"{len(running)} running and {len(self._waiting)} waiting requests are not "
@@ -382,10 +567,13 @@ class Scheduler:
         for request in self._waiting:
             if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 raise IntegrityError(f"request {request.request_id} waits, but its status is {request.status.name}")
-            if request.num_computed_tokens or request.block_ids:
+            if request.block_ids or (request.num_computed_tokens and not request.is_swapped_out):
                 raise IntegrityError(f"request {request.request_id} waits, but holds computed tokens or blocks")
+        if self._running != sorted(self._running, key=self._key):
+            raise IntegrityError("the running requests are not in the order of the queue")
         for request in queued:
-            if not request.num_computed_tokens <= request.num_tokens <= request.max_num_tokens:
+            num_known = request.num_tokens + request.num_pending_tokens
+            if not request.num_computed_tokens <= num_known <= request.max_num_tokens:
                 raise IntegrityError(
                     f"request {request.request_id} has {request.num_computed_tokens} computed of {request.num_tokens} "
                     f"tokens and may have {request.max_num_tokens}"

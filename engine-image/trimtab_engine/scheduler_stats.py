@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from trimtab_engine.batch import ScheduledSequence
+from trimtab_engine.batch import Preempted, ScheduledSequence
 
 
 class PreemptionReason(StrEnum):
     CAPACITY = "capacity"  # a running request needed blocks
     RESIZE = "resize"  # the KV cache was shrunk below what was in use
+    RESET = "reset"  # everything had to leave the device: sleep, or a reset of the prefix cache
 
 
 class BlockedReason(StrEnum):
@@ -23,8 +24,8 @@ class BlockedReason(StrEnum):
 class SchedulerStats:
     """What happened since the last take_stats(). Keys are the reasons' values."""
 
-    preempted: dict[str, int] = field(default_factory=dict)
-    """Requests by PreemptionReason."""
+    preempted: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Requests by mode, recompute or swap, and PreemptionReason."""
     recomputed_tokens: int = 0
     preempt_stall_seconds: list[float] = field(default_factory=list)
     """One entry per request that runs again: how long it was off the device."""
@@ -32,10 +33,17 @@ class SchedulerStats:
     """By BlockedReason: how long the head of the queue has waited."""
     num_prompt_tokens: int = 0
     """Prompt tokens of requests whose prefill ended."""
+    num_cached_prompt_tokens: int = 0
+    """Of those, the ones that the prefix cache had."""
     num_generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    """Tokens of new requests that were looked up; preempted ones that come back do not count."""
+    prefix_cache_hits: int = 0
+    """Of those, the ones found."""
 
-    def note_preempted(self, reason: PreemptionReason) -> None:
-        self.preempted[reason.value] = self.preempted.get(reason.value, 0) + 1
+    def note_preempted(self, preempted: Preempted) -> None:
+        by_reason = self.preempted.setdefault(preempted.mode, {})
+        by_reason[preempted.reason] = by_reason.get(preempted.reason, 0) + 1
 
     def note_blocked(self, reason: BlockedReason, seconds: float) -> None:
         self.blocked_seconds[reason.value] = self.blocked_seconds.get(reason.value, 0.0) + seconds
@@ -47,3 +55,4 @@ class SchedulerStats:
             self.recomputed_tokens += min(start + sequence.num_tokens, request.num_ever_computed_tokens) - start
         if sequence.samples and request.num_output_tokens == 0:
             self.num_prompt_tokens += request.num_prompt_tokens
+            self.num_cached_prompt_tokens += request.num_cached_tokens

@@ -1,5 +1,7 @@
 """Blocks have one owner, low ids go first, and a shrink moves what is used at the top to free places below."""
 
+import hashlib
+
 import pytest
 from trimtab_engine.block_manager import BlockManager, BlocksShort, ShrinkPlan
 from trimtab_engine.errors import IntegrityError
@@ -14,7 +16,12 @@ def a_manager(blocks: int = 8, cap: int = 16) -> BlockManager:
 
 
 def a_request(request_id: str = "a", blocks: list[int] | None = None) -> Request:
-    request = Request.of(request_id, [1] * 64, SamplingParams(), arrival_time=0.0)
+    request = Request.of(
+        request_id,
+        list(hashlib.sha512(request_id.encode()).digest()),
+        SamplingParams(),
+        arrival_time=0.0,
+    )
     request.block_ids = blocks or []
     return request
 
@@ -152,7 +159,7 @@ def test_a_shrink_below_what_is_used_says_how_many_blocks_are_short() -> None:
 @pytest.mark.parametrize(
     ("tables", "computed", "message"),
     [
-        ([[0], [0]], 4, "block 0 belongs to request r0 and to request r1"),
+        ([[0], [0]], 4, "block 0 belongs to request r0 and to request r1, which do not begin alike"),
         ([[9]], 4, "block 9 of request r0 is outside the 8 blocks"),
         ([[0]], 5, "request r0 has 1 blocks, but its 5 computed tokens need 2"),
         ([[0, 1]], 4, "request r0 has 2 blocks, but its 4 computed tokens need 1"),
@@ -170,5 +177,5 @@ def test_a_broken_invariant_is_named(tables: list[list[int]], computed: int, mes
 
 
 def test_a_block_that_is_free_and_used_is_named() -> None:
-    with pytest.raises(IntegrityError, match="block 3 belongs to the free list and to request a"):
+    with pytest.raises(IntegrityError, match="block 3 belongs to request a, and is free"):
         a_manager().check_integrity([a_request("a", [3])])

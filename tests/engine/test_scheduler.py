@@ -3,6 +3,9 @@
 Requests here are driven with tokens chosen by the test. test_scheduler_properties.py drives whole random lives.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from trimtab_engine.batch import Batch
 from trimtab_engine.block_manager import BlockManager
@@ -10,6 +13,8 @@ from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.messages import SamplingParams
 from trimtab_engine.request import Request, RequestStatus
 from trimtab_engine.scheduler import Sampled, Scheduler
+from trimtab_engine.scheduling_policy import SchedulingPolicy
+from trimtab_engine.swap_space import SwapSpace
 
 EOS = 2
 STOP = 7
@@ -25,11 +30,13 @@ def a_scheduler(
     tokens: int = 64,
     length: int = 32,
     chunked: bool = True,
+    swap: int = 0,
+    caching: bool = False,
+    **policy: Any,
 ) -> Scheduler:
     return Scheduler(
-        BlockManager(blocks, cap or blocks, BLOCK_SIZE),
-        max_num_seqs=seqs,
-        max_num_batched_tokens=tokens,
+        BlockManager(blocks, cap or blocks, BLOCK_SIZE, SwapSpace(swap, swap)),
+        SchedulingPolicy(max_num_seqs=seqs, max_num_batched_tokens=tokens, enable_prefix_caching=caching, **policy),
         max_model_len=length,
         enable_chunked_prefill=chunked,
         eos_token_ids=[EOS],
@@ -49,6 +56,10 @@ def a_request(
         max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop, ignore_eos=ignore_eos, temperature=0.0
     )
     return Request.of(request_id, [1] * prompt, sampling, arrival_time=0.0)
+
+
+def steer(scheduler: Scheduler, **changes: Any) -> None:
+    scheduler.set_policy(replace(scheduler.policy, **changes))
 
 
 def add(scheduler: Scheduler, *requests: Request) -> None:
@@ -248,7 +259,7 @@ def test_a_request_aborted_while_its_step_runs_gets_no_token_and_the_others_get_
     sampled = scheduler.update(batch, [11, 12, 13], 0.0)
     assert sampled == [
         (requests[0], 11, None),
-        (requests[1], 12, RequestStatus.FINISHED_ABORTED),
+        (requests[1], [], RequestStatus.FINISHED_ABORTED),
         (requests[2], 13, None),
     ]
     assert requests[1].num_output_tokens == 0
@@ -284,7 +295,7 @@ def test_the_request_admitted_last_is_preempted_and_computed_again_later() -> No
     scheduler, (_, b, c) = crowded()
     batch = scheduler.schedule(3.0)
     assert [s.request.request_id for s in batch.sequences] == ["a", "b"]
-    assert batch.preempted == [c]
+    assert [(p.request, p.mode, p.reason) for p in batch.preempted] == [(c, "recompute", "capacity")]
     assert (c.status, c.num_computed_tokens, c.block_ids, c.num_preemptions) == (RequestStatus.PREEMPTED, 0, [], 1)
     assert c.token_ids == [1] * 8 + [WORD]  # it keeps what was sampled
     finish_step(scheduler, batch)
@@ -293,7 +304,7 @@ def test_the_request_admitted_last_is_preempted_and_computed_again_later() -> No
     batch = scheduler.schedule(5.0)
     assert [(s.request.request_id, s.num_tokens) for s in batch.sequences] == [("b", 1), ("c", 9)]
     stats = scheduler.take_stats()
-    assert stats.preempted == {"capacity": 1}
+    assert stats.preempted == {"recompute": {"capacity": 1}}
     assert stats.preempt_stall_seconds == [2.0]
     assert stats.recomputed_tokens == 8  # the ninth had not been computed before
     assert stats.num_prompt_tokens == 12 + 12 + 8  # each prompt counts once
@@ -341,7 +352,7 @@ def test_only_what_was_computed_before_counts_as_computed_again() -> None:
     assert step(scheduler) == [("x", 28), ("a", 8)]
     scheduler.resize_kv(8, 0.0)
     scheduler.abort(["x"])
-    scheduler.set_limits(max_num_seqs=4, max_num_batched_tokens=5)
+    steer(scheduler, max_num_seqs=4, max_num_batched_tokens=5)
     recomputed = []
     for _ in range(4):
         step(scheduler)
@@ -355,12 +366,12 @@ def test_a_second_preemption_does_not_forget_what_was_computed_before_the_first(
     assert step(scheduler) == [("x", 28), ("a", 12)]
     scheduler.resize_kv(8, 0.0)
     scheduler.resize_kv(16, 0.0)
-    scheduler.set_limits(max_num_seqs=4, max_num_batched_tokens=5)
+    steer(scheduler, max_num_seqs=4, max_num_batched_tokens=5)
     assert step(scheduler) == [("x", 1), ("a", 4)]
     assert scheduler.take_stats().recomputed_tokens == 4
     scheduler.resize_kv(8, 0.0)
     scheduler.abort(["x"])
-    scheduler.set_limits(max_num_batched_tokens=40)
+    steer(scheduler, max_num_batched_tokens=40)
     assert step(scheduler) == [("a", 13)]
     assert scheduler.take_stats().recomputed_tokens == 12  # not only the 4 of the second time
 
@@ -372,7 +383,7 @@ def test_a_lowered_max_num_seqs_drains_down() -> None:
     scheduler = a_scheduler()
     add(scheduler, *(a_request(name, max_tokens=3) for name in "abc"))
     step(scheduler)
-    scheduler.set_limits(max_num_seqs=1)
+    steer(scheduler, max_num_seqs=1)
     add(scheduler, a_request("d"))
     assert [name for name, _ in step(scheduler)] == ["a", "b", "c"]  # what runs goes on
     assert [name for name, _ in step(scheduler)] == ["a", "b", "c"]
@@ -383,7 +394,7 @@ def test_a_raised_max_num_seqs_admits_in_the_next_step() -> None:
     scheduler = a_scheduler(seqs=1)
     add(scheduler, a_request("a"), a_request("b"))
     step(scheduler)
-    scheduler.set_limits(max_num_seqs=2)
+    steer(scheduler, max_num_seqs=2)
     assert step(scheduler) == [("a", 1), ("b", 5)]
 
 
@@ -391,14 +402,14 @@ def test_max_num_batched_tokens_takes_effect_in_the_next_step() -> None:
     scheduler = a_scheduler(tokens=8)
     add(scheduler, a_request("a", 30))
     assert step(scheduler) == [("a", 8)]
-    scheduler.set_limits(max_num_batched_tokens=16)
+    steer(scheduler, max_num_batched_tokens=16)
     assert step(scheduler) == [("a", 16)]
 
 
 @pytest.mark.parametrize(
     ("chunked", "limits", "message"),
     [
-        (True, {"max_num_seqs": 0}, "at least max_num_seqs 0, that 1"),
+        (True, {"max_num_seqs": 0}, "at least max_num_seqs 0, and that at least 1"),
         (True, {"max_num_seqs": 65}, "max_num_batched_tokens 64 must be at least max_num_seqs 65"),
         (True, {"max_num_batched_tokens": 7}, "max_num_batched_tokens 7 must be at least max_num_seqs 8"),
         (False, {"max_num_batched_tokens": 31}, "at least max_model_len 32"),
@@ -409,7 +420,7 @@ def test_limits_that_could_not_work_are_refused_and_change_nothing(
 ) -> None:
     scheduler = a_scheduler(chunked=chunked)
     with pytest.raises(ValueError, match=message):
-        scheduler.set_limits(**limits)
+        steer(scheduler, **limits)
     add(scheduler, a_request("a", 30))
     assert step(scheduler) == [("a", 30)]
 
@@ -446,9 +457,9 @@ def test_shrinking_below_what_is_used_preempts_in_victim_order_until_it_fits() -
     add(scheduler, *requests)
     step(scheduler)
     result = scheduler.resize_kv(12, 1.0)
-    assert [request.request_id for request in result.preempted] == ["d", "c"]
+    assert [preempted.request.request_id for preempted in result.preempted] == ["d", "c"]
     scheduler.check_integrity()
-    assert scheduler.take_stats().preempted == {"resize": 2}
+    assert scheduler.take_stats().preempted == {"recompute": {"resize": 2}}
     assert step(scheduler) == [("a", 1), ("b", 1)]
     scheduler.abort(["a", "b"])
     assert step(scheduler, now=4.0) == [("c", 21), ("d", 20)]  # in their old order
@@ -484,7 +495,7 @@ def test_time_is_booked_on_what_kept_the_head_of_the_queue_waiting() -> None:
     step(scheduler, now=0.0)  # b got a chunk of 4, the budget is spent; and both seats are taken
     step(scheduler, now=1.0)
     assert scheduler.take_stats().blocked_seconds == {"seqs": 1.0}
-    scheduler.set_limits(max_num_seqs=4)
+    steer(scheduler, max_num_seqs=4)
     step(scheduler, now=3.0)
     step(scheduler, now=7.0)
     assert scheduler.take_stats().blocked_seconds == {"seqs": 2.0, "kv": 4.0}

@@ -20,6 +20,7 @@ from trimtab_engine.block_manager import BlockManager
 from trimtab_engine.messages import SamplingParams
 from trimtab_engine.request import Request
 from trimtab_engine.scheduler import Scheduler
+from trimtab_engine.scheduling_policy import SchedulingPolicy
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096
@@ -112,8 +113,7 @@ def a_request(number: int, prompt: int, output: int) -> Request:
 def a_scheduler(num_blocks: int, running: int, budget: int) -> Scheduler:
     return Scheduler(
         BlockManager(num_blocks, num_blocks, BLOCK_SIZE),
-        max_num_seqs=running,
-        max_num_batched_tokens=max(budget, running),
+        SchedulingPolicy(max_num_seqs=running, max_num_batched_tokens=max(budget, running)),
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=[EOS],
     )
