@@ -133,7 +133,7 @@ class BlockManager:
     def free(self, request: Request) -> None:
         """Take back all blocks of the request; its table is empty afterwards. Its last block is evicted first."""
         self._release(reversed(request.block_ids))
-        request.block_ids.clear()
+        request.block_ids = []  # not cleared: a step in flight may still read the list
         request.num_offered_blocks = 0
 
     def truncate(self, request: Request, num_tokens: int) -> None:

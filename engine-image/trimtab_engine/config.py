@@ -61,6 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     swap_space_bytes: int = 0
     swap_space_bytes_cap: int = 0
     enable_prefix_caching: bool = True
+    async_scheduling: bool | None = None
+    """Schedule the next step while the device works on one. None: on CUDA."""
     num_speculative_tokens: int = 0
     num_speculative_tokens_cap: int = 0
     max_num_queued_reqs: int = 0

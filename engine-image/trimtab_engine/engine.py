@@ -7,25 +7,29 @@ handed in. How it comes to be is startup.py's, who talks to it is core_process.p
 import logging
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab_engine.batch import Batch
+from trimtab_engine.batch import Batch, Preempted
 from trimtab_engine.device import Device
 from trimtab_engine.errors import IntegrityError, InvalidRequest
+from trimtab_engine.execution import Execution, Flight, PreparedStep, StepResult
 from trimtab_engine.kv_cache import KVCache
 from trimtab_engine.live_config import LiveConfig
 from trimtab_engine.memory import Ledger, MemoryFormula
 from trimtab_engine.messages import AddRequest, RequestOutput, StepOutputs, StepStats, TokenLogprobs
 from trimtab_engine.model_runner import ModelRunner
+from trimtab_engine.preemption import PreemptionCosts
 from trimtab_engine.request import Request, RequestStatus
-from trimtab_engine.sampler import sample
 from trimtab_engine.scheduler import Sampled, Scheduler
 from trimtab_engine.structured.compiler import GrammarCompiler
-from trimtab_engine.structured.masks import MaskedRows, MaskMaker
 
 REPORT_SECONDS = 1.0  # how often the ledger and the live values are sent when nothing changed
-RATE_WEIGHT = 0.1  # of the newest step in the running mean of tokens per second that drain's ETA is made of
+RATE_WEIGHT = 0.1  # of the newest step in the running means: tokens per second, and what preemption costs
+MIN_MEASURED_TOKENS = 32  # of a step of prefill alone, to tell what computing a token costs
+PREEMPTION_WARNING_SECONDS = 10.0  # between two warnings; each gives the number of preemptions so far
+
+NO_BATCH = Batch(0, [], 0, [])
 
 LayoutReport = dict[str, Any]
 
@@ -40,6 +44,7 @@ class EngineParts:
     runner: ModelRunner
     kv_cache: KVCache
     scheduler: Scheduler
+    execution: Execution
     formula: MemoryFormula
     live: LiveConfig
     layout: LayoutReport
@@ -61,9 +66,14 @@ class Engine:
         self._live = parts.live
         self._layout = parts.layout
         self._grammars = parts.grammars
-        self._masks = MaskMaker()
+        self._execution = parts.execution
         self._clock = clock
-        self._rejected: list[RequestOutput] = []
+        self._flight: Flight | None = None
+        self._ready: list[RequestOutput] = []
+        """Outputs that the next step() reports."""
+        self._num_preempted = 0
+        self._num_evicted = 0
+        self._last_warning = float("-inf")
         self._announced: set[str] = set()
         self._last_report = -REPORT_SECONDS
         self._drain_deadline: float | None = None
@@ -73,7 +83,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._rejected) or not self._scheduler.is_idle
+        return bool(self._ready) or self._flight is not None or not self._scheduler.is_idle
 
     @property
     def is_building(self) -> bool:
@@ -88,6 +98,7 @@ class Engine:
             message.sampling,
             arrival_time=message.arrival_time,
             priority=message.priority,
+            cache_salt=message.cache_salt,
         )
         if message.sampling.grammar is None or self._grammars.start(request):
             self._queue(request)
@@ -98,7 +109,7 @@ class Engine:
                 raise InvalidRequest("its grammar cannot be built")
             self._scheduler.add(request)
         except InvalidRequest:
-            self._rejected.append(RequestOutput(request.request_id, [], RequestStatus.FINISHED_ERROR.value))
+            self._ready.append(RequestOutput(request.request_id, [], RequestStatus.FINISHED_ERROR.value))
 
     def abort(self, request_ids: list[str]) -> None:
         """Free these requests' blocks now. The one who aborts knows: no output is sent."""
@@ -109,48 +120,102 @@ class Engine:
     # --- one step -------------------------------------------------------------------------------------------------
 
     def step(self) -> StepOutputs:
-        """Run one step and report it. An engine without work reports only its state."""
+        """Run one step and report it. An engine without work reports only its state.
+
+        When steps overlap, it returns with the next one in flight.
+        """
         started = self._clock()
         for request in self._grammars.take_ready():
             self._queue(request)
-        outputs, self._rejected = self._rejected, []
-        outputs += self._abort_past_drain_deadline(started)
-        batch = self._scheduler.schedule(started)
-        if batch.sequences:
-            outputs += self._run(batch)
-        ended = self._clock()
-        stats = self._stats(batch, started, ended)
+        self._abort_past_drain_deadline(started)
+        if self._flight is None:
+            self._take_off(self._prepare(started))
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return self._report(None, StepResult(), started)
+        ahead = self._prepare(self._clock()) if self._schedules_ahead else None
+        result = flight.result()
+        self._land(flight, result)
+        self._take_off(ahead)
+        return self._report(flight.step, result, flight.started)
+
+    @property
+    def _schedules_ahead(self) -> bool:
+        """Drafts continue the newest token: with speculation a step is scheduled when the one before has landed."""
+        return self._execution.overlaps and not self._scheduler.policy.num_speculative_tokens
+
+    def _prepare(self, now: float) -> PreparedStep | None:
+        """The next step's batch; None when nothing can run."""
+        batch = self._scheduler.schedule(now)
+        if batch.preempted:
+            self._warn_of_preemption(batch.preempted, now)
+        return self._execution.prepare(batch) if batch.sequences else None
+
+    def _take_off(self, step: PreparedStep | None) -> None:
+        if step is not None:
+            self._flight = self._execution.begin(step, self._clock())
+
+    def _land(self, flight: Flight, result: StepResult) -> None:
+        """Give the requests what the step brought."""
+        batch, now = flight.step.batch, self._clock()
+        sampled = self._scheduler.update(batch, result.token_ids, now)
+        self._measure_costs(flight, result, now)
+        for entry, positions in zip(sampled, result.logprobs, strict=True):
+            if entry[1] != []:  # else it ended while the step was in flight
+                self._ready.append(self._output(self._follow_grammar(entry), positions))
+
+    def _settle(self) -> None:
+        """Land what is in flight: what moves blocks or weights needs a quiet device."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._land(flight, flight.result())
+
+    def _report(self, step: PreparedStep | None, result: StepResult, started: float) -> StepOutputs:
+        outputs, self._ready = self._ready, []
+        stats = self._stats(step, result, started, self._clock())
         self._note_rate(stats)
         return StepOutputs(outputs, stats)
 
-    def _run(self, batch: Batch) -> list[RequestOutput]:
-        sampling = [sequence.request for sequence in batch.sequences if sequence.samples]
-        masks = self._masks.begin(
-            [MaskedRows(row, request.grammar) for row, request in enumerate(sampling) if request.grammar is not None]
+    def _measure_costs(self, flight: Flight, result: StepResult, now: float) -> None:
+        """What a preempted token costs, from steps of prefill alone, and what a swapped block costs."""
+        costs, batch = self._scheduler.costs, flight.step.batch
+        num_swapped = len(batch.swap_out) + len(batch.swap_in)
+        per_token, per_block = costs.recompute_seconds_per_token, costs.swap_seconds_per_block
+        if flight.step.kind == "prefill" and batch.num_tokens >= MIN_MEASURED_TOKENS:
+            seconds = (now - flight.started - result.swap_seconds) / batch.num_tokens
+            per_token += RATE_WEIGHT * (seconds - per_token)
+        if num_swapped:
+            per_block += RATE_WEIGHT * (result.swap_seconds / num_swapped - per_block)
+        self._scheduler.costs = PreemptionCosts(per_token, per_block)
+
+    def _warn_of_preemption(self, preempted: list[Preempted], now: float) -> None:
+        """vLLM's line, which people and alerts look for."""
+        self._num_preempted += len(preempted)
+        if now - self._last_warning < PREEMPTION_WARNING_SECONDS:
+            return
+        self._last_warning = now
+        first = preempted[0]
+        logger.warning(
+            "Sequence group %s is preempted by PreemptionMode.%s mode because there is not enough KV cache space. This "
+            "can affect the end-to-end performance. Increase gpu_memory_utilization or tensor_parallel_size to provide "
+            "more KV cache memory. total_cumulative_preemption_cnt=%d (tokens %s: %d; KV blocks in use: %d of %d)",
+            first.request.request_id,
+            first.mode.upper(),
+            self._num_preempted,
+            "to compute again" if first.mode == "recompute" else "moved to the swap space",
+            first.num_tokens,
+            self._scheduler.num_blocks_used,
+            self._scheduler.num_blocks_total,
         )
-        logits = self._runner.execute(batch.sequences)
-        if not sampling:
-            return []
-        tokens = sample(
-            logits,
-            sampling,
-            eos_token_ids=self._runner.facts.eos_token_ids,
-            masks=None if masks is None else masks.result(),
-        )
-        sampled = self._scheduler.update(batch, tokens.token_ids, self._clock())
-        if masks is not None:
-            sampled = [self._follow_grammar(entry) for entry in sampled]
-        logprobs = tokens.logprobs or [None] * len(sampled)
-        return [self._output(entry, positions) for entry, positions in zip(sampled, logprobs, strict=True)]
 
     def _follow_grammar(self, sampled: Sampled) -> Sampled:
         """Move a request's grammar on by its new token. Its end ends the request, also before min_tokens; an error too,
         with finish_reason error."""
-        request, token_id, finished = sampled
+        request, token_ids, finished = sampled
         grammar = request.grammar
-        if grammar is None or finished is RequestStatus.FINISHED_ABORTED:
+        if grammar is None:
             return sampled
-        grammar.accept([token_id])
+        grammar.accept(as_list(token_ids))
         if grammar.error is not None:
             logger.warning("request %s ends: its grammar cannot go on: %s", request.request_id, grammar.error)
             ended = RequestStatus.FINISHED_ERROR
@@ -160,14 +225,16 @@ class Engine:
             return sampled
         if finished is None:
             self._scheduler.abort([request.request_id], ended)
-        return request, token_id, ended
+        return request, token_ids, ended
 
     def _output(self, sampled: Sampled, logprobs: TokenLogprobs | None) -> RequestOutput:
-        request, token_id, finished = sampled
-        output = RequestOutput(request.request_id, [token_id], logprobs=None if logprobs is None else [logprobs])
+        request, new, finished = sampled
+        token_ids = as_list(new)
+        output = RequestOutput(request.request_id, token_ids, logprobs=None if logprobs is None else [logprobs])
         if request.request_id not in self._announced:
             self._announced.add(request.request_id)
             output.first_scheduled_time = request.first_scheduled_time
+            output.num_cached_tokens = request.num_cached_tokens
         if finished is not None:
             self._announced.discard(request.request_id)
             output.finish_reason = finished.value
@@ -175,19 +242,20 @@ class Engine:
             output.ends_with_text = (
                 finished is RequestStatus.FINISHED_STOPPED
                 and request.grammar is not None
-                and token_id not in request.end_token_ids
-                and token_id not in self._runner.facts.eos_token_ids
+                and token_ids[-1] not in request.end_token_ids
+                and token_ids[-1] not in self._runner.facts.eos_token_ids
             )
             output.num_preemptions = request.num_preemptions
         return output
 
-    def _abort_past_drain_deadline(self, now: float) -> list[RequestOutput]:
+    def _abort_past_drain_deadline(self, now: float) -> None:
         if self._drain_deadline is None or now < self._drain_deadline:
-            return []
+            return
         unbuilt = self._grammars.forget(self._grammars.waiting_request_ids())
         aborted = self._scheduler.abort(self._scheduler.unfinished_request_ids())
         self._announced.clear()
-        return [RequestOutput(r.request_id, [], RequestStatus.FINISHED_ABORTED.value) for r in unbuilt] + [
+        self._ready += [RequestOutput(r.request_id, [], RequestStatus.FINISHED_ABORTED.value) for r in unbuilt]
+        self._ready += [
             RequestOutput(request.request_id, [], request.status.value, num_preemptions=request.num_preemptions)
             for request in aborted
         ]
@@ -205,6 +273,7 @@ class Engine:
             applied_at_step=self._scheduler.next_step,
         )
         if after is not before:
+            self._settle()
             self._live = after
             self._apply(before)
             self._last_report = -REPORT_SECONDS
@@ -212,8 +281,12 @@ class Engine:
 
     def _apply(self, before: LiveConfig) -> None:
         values = self._live.values
-        self._scheduler.set_limits(
-            max_num_seqs=values.max_num_seqs, max_num_batched_tokens=values.max_num_batched_tokens
+        self._scheduler.set_policy(
+            replace(
+                self._scheduler.policy,
+                max_num_seqs=values.max_num_seqs,
+                max_num_batched_tokens=values.max_num_batched_tokens,
+            )
         )
         if values.gpu_memory_utilization != before.values.gpu_memory_utilization:
             formula = self._formula.at(values.gpu_memory_utilization)
@@ -225,6 +298,7 @@ class Engine:
         if num_blocks > self._kv_cache.num_blocks:
             self._kv_cache.map_blocks(num_blocks)
         resized = self._scheduler.resize_kv(num_blocks, self._clock())
+        self._execution.swap(resized.swap_out, [])
         self._kv_cache.copy_blocks(list(resized.moves))
         if num_blocks < self._kv_cache.num_blocks:
             self._kv_cache.unmap_above(num_blocks)
@@ -232,6 +306,10 @@ class Engine:
     def close(self) -> None:
         """End the engine's other ranks, if it has any."""
         self._runner.close()
+
+    def set_swap_space(self, num_bytes: int) -> None:
+        """Live: how much of the reserved swap space is used. The caller has settled what is in flight."""
+        self._scheduler.resize_swap_space(num_bytes // self._kv_cache.bytes_per_block)
 
     def config(self) -> dict[str, Any]:
         """The body of GET /admin/v1/config."""
@@ -278,13 +356,15 @@ class Engine:
             blocks_cap=kv_cache.cap_blocks,
         )
 
-    def _stats(self, batch: Batch, started: float, ended: float) -> StepStats:
+    def _stats(self, step: PreparedStep | None, result: StepResult, started: float, ended: float) -> StepStats:
         scheduler, counts = self._scheduler, self._scheduler.take_stats()
+        batch = step.batch if step is not None else NO_BATCH
+        evicted, self._num_evicted = scheduler.blocks.num_evicted - self._num_evicted, scheduler.blocks.num_evicted
         stats = StepStats(
             step=batch.step,
             time=ended,
             step_seconds=ended - started,
-            kind=batch.kind,
+            kind=step.kind if step is not None else "idle",
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             kv_blocks_used=scheduler.num_blocks_used,
@@ -293,11 +373,22 @@ class Engine:
             num_scheduled_tokens=batch.num_tokens,
             num_prompt_tokens=counts.num_prompt_tokens,
             num_generation_tokens=counts.num_generation_tokens,
-            num_batch_requests=len(batch.sequences),
+            num_batch_requests=step.num_requests if step is not None else 0,
             preempted=counts.preempted,
             recomputed_tokens=counts.recomputed_tokens,
             preempt_stall_seconds=counts.preempt_stall_seconds,
             blocked_seconds=counts.blocked_seconds,
+            num_cached_prompt_tokens=counts.num_cached_prompt_tokens,
+            prefix_cache_queries=counts.prefix_cache_queries,
+            prefix_cache_hits=counts.prefix_cache_hits,
+            swapped_out_bytes=len(batch.swap_out) * self._kv_cache.bytes_per_block,
+            swapped_in_bytes=len(batch.swap_in) * self._kv_cache.bytes_per_block,
+            swap_seconds=result.swap_seconds,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            oldest_waiting_arrival=scheduler.oldest_arrival(),
+            kv_blocks_cached=scheduler.blocks.num_cached,
+            evicted_blocks=evicted,
+            token_budget=scheduler.policy.max_num_batched_tokens,
             config_generation=self._live.generation,
         )
         if ended - self._last_report >= REPORT_SECONDS:
@@ -320,3 +411,7 @@ class Engine:
                 f"the scheduler hands out {self._scheduler.num_blocks_total} blocks, but {self._kv_cache.num_blocks} "
                 f"are mapped"
             )
+
+
+def as_list(token_ids: int | list[int]) -> list[int]:
+    return [token_ids] if isinstance(token_ids, int) else token_ids

@@ -17,10 +17,10 @@ import ctypes
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from trimtab_engine.device import Device
 from trimtab_engine.parallel.wire_messages import CopyBlocks, KvChange, MapBlocks, UnmapAbove
 
 MAP_NORESERVE = 0x4000  # <asm/mman.h>; the mmap module names it only in later Pythons
@@ -50,6 +50,26 @@ class LayerTensors:
     values: list[torch.Tensor]
 
 
+class MemoryKind(Protocol):
+    """Where a cache lies."""
+
+    @property
+    def kind(self) -> str:
+        """cpu or cuda."""
+
+    @property
+    def torch(self) -> torch.device: ...
+
+
+class _Host:
+    kind = "cpu"
+    torch = torch.device("cpu")
+
+
+HOST: MemoryKind = _Host()
+"""The machine's own memory, whatever the engine's device is."""
+
+
 class KVCache:
     """Keys and values of all layers. `num_blocks` of `cap_blocks` may be used; addresses never change."""
 
@@ -62,7 +82,7 @@ class KVCache:
         num_kv_heads: int,
         head_size: int,
         dtype: torch.dtype,
-        device: Device,
+        device: MemoryKind,
         draft: KVLayers | None = None,
     ) -> None:
         if cap_blocks < 1:
@@ -160,6 +180,16 @@ class KVCache:
         if mincore(ctypes.c_void_p(self._address), ctypes.c_size_t(self.reserved_bytes), pages) != 0:
             raise OSError(ctypes.get_errno(), "mincore failed on the KV cache's range")
         return int(torch.frombuffer(pages, dtype=torch.uint8).bitwise_and(1).sum().item()) * mmap.PAGESIZE
+
+
+def copy_across(source: KVCache, destination: KVCache, pairs: list[tuple[int, int]]) -> None:
+    """Copy whole blocks (of source, of destination) between two caches of one layout, over all layers."""
+    if not pairs:
+        return
+    taken, given = zip(*pairs, strict=True)
+    for ours, theirs in zip((*source.keys, *source.values), (*destination.keys, *destination.values), strict=True):
+        blocks = ours.index_select(0, torch.tensor(taken, device=ours.device))
+        theirs.index_copy_(0, torch.tensor(given, device=theirs.device), blocks.to(theirs.device))
 
 
 @dataclass(frozen=True, slots=True)

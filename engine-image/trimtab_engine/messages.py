@@ -178,8 +178,8 @@ class StepStats(msgspec.Struct, array_like=True):
     """Prompt tokens of requests whose prefill ended in this step."""
     num_generation_tokens: int = 0
     num_batch_requests: int = 0
-    preempted: dict[str, int] = {}
-    """Preempted requests of this step by reason: capacity, resize. Mode is recompute."""
+    preempted: dict[str, dict[str, int]] = {}
+    """Preempted requests of this step by mode (recompute, swap) and reason (capacity, resize, reset)."""
     recomputed_tokens: int = 0
     preempt_stall_seconds: list[float] = []
     """For each request that runs again in this step: how long it was off the device."""
@@ -187,6 +187,24 @@ class StepStats(msgspec.Struct, array_like=True):
     """Time by reason (kv, seqs, tokens) for which the head of the queue has waited since the last report."""
     memory_bytes: dict[str, int] | None = None
     """The ledger by kind; sent when it changed and about once a second."""
+    num_cached_prompt_tokens: int = 0
+    """Of num_prompt_tokens, those that the prefix cache had."""
+    prefix_cache_queries: int = 0
+    """Tokens of the requests admitted for the first time that were looked up."""
+    prefix_cache_hits: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    swap_seconds: float = 0.0
+    num_waiting_tokens: int = 0
+    """Tokens that the waiting requests have still to compute before they answer."""
+    oldest_waiting_arrival: float | None = None
+    """When the oldest request that waits arrived."""
+    kv_blocks_cached: int = 0
+    """Free blocks whose content can still be found."""
+    evicted_blocks: int = 0
+    """Such blocks that were taken for something else."""
+    token_budget: int = 0
+    """max_num_batched_tokens of this step."""
     config_generation: int = 1
     config_values: dict[str, float] | None = None
     """The applied live values; sent when they changed and about once a second."""

@@ -13,7 +13,7 @@ from trimtab_engine.batch import ScheduledSequence
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.device import Device
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.kv_cache import KVCache
+from trimtab_engine.kv_cache import HOST, KVCache, MemoryKind
 from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.messages import SamplingParams
 from trimtab_engine.model_config import ModelConfig, parse_model_config
@@ -24,7 +24,7 @@ from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import ModelShard, shard_model
 from trimtab_engine.request import Request
 from trimtab_engine.sampler import sample
-from trimtab_engine.step_inputs import StepInputs, flatten
+from trimtab_engine.step_inputs import StepInputs, Unknown, flatten
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.weights.source import open_source
 
@@ -138,13 +138,19 @@ class ModelRunner:
         """Reserve the KV cache's address range; map_blocks is the engine's."""
         self.kv_cache = self._new_kv_cache(cap_blocks)
 
+    def new_swap_cache(self, num_blocks: int) -> KVCache:
+        """Host memory for that many blocks like the KV cache's."""
+        cache = self._new_kv_cache(num_blocks, device=HOST)
+        cache.map_blocks(num_blocks)
+        return cache
+
     def limit_model_len(self, max_model_len: int) -> None:
         """Serve shorter requests than the model could; nothing that was measured grows by it."""
         self.facts = replace(self.facts, max_model_len=max_model_len)
 
     def execute(self, sequences: list[ScheduledSequence]) -> torch.Tensor:
         """Compute a batch. Returns logits [sequences with samples=True, vocab_size] float32, in their order."""
-        logits = self.run(self.flatten(sequences))
+        logits = self.run(self.flatten(sequences)[0])
         assert logits is not None  # the engine holds a rank of the last stage
         return logits
 
@@ -155,8 +161,8 @@ class ModelRunner:
     def close(self) -> None:
         """End what belongs to this runner: one rank alone has nothing."""
 
-    def flatten(self, sequences: list[ScheduledSequence]) -> StepInputs:
-        """The batch as plain values."""
+    def flatten(self, sequences: list[ScheduledSequence]) -> tuple[StepInputs, list[Unknown]]:
+        """The batch as plain values, and which of its tokens are not known yet."""
         return flatten(sequences, block_size=self._block_size, max_decode_tokens=GATHER_TOKENS)
 
     def run(self, inputs: StepInputs) -> torch.Tensor | None:
@@ -187,7 +193,9 @@ class ModelRunner:
         logits = self._model.logits(hidden.index_select(0, wanted))
         return None if logits is None else logits[:num_rows]
 
-    def _new_kv_cache(self, cap_blocks: int, *, num_layers: int | None = None) -> KVCache:
+    def _new_kv_cache(
+        self, cap_blocks: int, *, num_layers: int | None = None, device: MemoryKind | None = None
+    ) -> KVCache:
         return KVCache(
             num_layers=num_layers or self.facts.num_layers,
             cap_blocks=cap_blocks,
@@ -195,7 +203,7 @@ class ModelRunner:
             num_kv_heads=self.facts.num_kv_heads,
             head_size=self.facts.head_size,
             dtype=self._dtype,
-            device=self._device,
+            device=device or self._device,
         )
 
     def _dummy_step(self, spans: list[tuple[int, int]], sampling: SamplingParams) -> None:
@@ -210,7 +218,7 @@ class ModelRunner:
             request.block_ids = [0] * -(-longest // self._block_size)
             sequences.append(ScheduledSequence(request, before, now, samples=True))
         scratch = self._new_kv_cache(1, num_layers=1)
-        logits = self._run(self.flatten(sequences), scratch, num_layers=1)
+        logits = self._run(self.flatten(sequences)[0], scratch, num_layers=1)
         if logits is not None:
             sample(logits, [s.request for s in sequences])
 

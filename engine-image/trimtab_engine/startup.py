@@ -15,6 +15,7 @@ from trimtab_engine.block_manager import BlockManager
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.engine import Engine, EngineParts
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.execution import Execution
 from trimtab_engine.live_config import Envelope, LiveConfig, LiveValues
 from trimtab_engine.memory import MemoryFormula, check_one_request_fits, check_one_request_fits_fixed
 from trimtab_engine.messages import CoreReady
@@ -23,8 +24,10 @@ from trimtab_engine.parallel.wire_messages import RankReport
 from trimtab_engine.parallel.workers import OnDeath
 from trimtab_engine.rank_start import load_rank
 from trimtab_engine.scheduler import Scheduler
+from trimtab_engine.scheduling_policy import SchedulingPolicy
 from trimtab_engine.structured.compiler import GrammarCompiler
 from trimtab_engine.structured.vocabulary import read_vocabulary
+from trimtab_engine.swap_space import SwapSpace
 
 Progress = Callable[[str, float], None]
 """Called with the stage of docs/contract.md section 3 and the percentage of the whole start-up."""
@@ -77,6 +80,7 @@ def start_engine(
         kv_cache=runner.kv_cache,
         scheduler=_scheduler(config, runner, size),
         formula=formula,
+        execution=_execution(config, runner),
         live=_live_config(config, runner, formula, size),
         layout=_layout(config, rank.reports),
         grammars=_grammars(config, runner),
@@ -125,10 +129,20 @@ def _scheduler(config: EngineConfig, runner: ModelRunner, size: KVSize) -> Sched
             f"{config.max_num_batched_tokens} is below max_model_len {max_model_len}; raise it to {max_model_len} or "
             f"more, or lower --max-model-len"
         )
+    bytes_per_block = runner.kv_cache.bytes_per_block
+    swap_space = SwapSpace(config.swap_space_bytes // bytes_per_block, config.swap_space_bytes_cap // bytes_per_block)
     return Scheduler(
-        BlockManager(size.num_blocks, size.cap_blocks, config.block_size),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        BlockManager(size.num_blocks, size.cap_blocks, config.block_size, swap_space),
+        SchedulingPolicy(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            watermark=config.watermark,
+            scheduling_policy=config.scheduling_policy,
+            preemption_mode=config.preemption_mode,
+            enable_prefix_caching=config.enable_prefix_caching,
+            num_speculative_tokens=config.num_speculative_tokens,
+        ),
         max_model_len=max_model_len,
         enable_chunked_prefill=config.enable_chunked_prefill,
         eos_token_ids=runner.facts.eos_token_ids,
@@ -154,7 +168,6 @@ def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormu
             ("tensor_parallel_size", config.tensor_parallel_size),
             ("pipeline_parallel_size", config.pipeline_parallel_size),
             ("data_parallel_size", config.data_parallel_size),
-            ("preemption_mode", "recompute"),
         ),
     )
     values = LiveValues(
@@ -177,6 +190,17 @@ def _layout(config: EngineConfig, ranks: list[RankReport]) -> dict[str, Any]:
     }
 
 
+def _execution(config: EngineConfig, runner: ModelRunner) -> Execution:
+    if config.swap_space_bytes_cap and config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "--swap-space (or its cap) with --tensor-parallel-size or --pipeline-parallel-size above 1 is not built "
+            "yet; leave it out and use --preemption-mode recompute"
+        )
+    num_blocks = config.swap_space_bytes_cap // runner.kv_cache.bytes_per_block
+    overlaps = config.device == "cuda" if config.async_scheduling is None else config.async_scheduling
+    return Execution(runner, runner.new_swap_cache(num_blocks) if num_blocks else None, in_thread=overlaps)
+
+
 def _grammars(config: EngineConfig, runner: ModelRunner) -> GrammarCompiler:
     """The tokenizer is read when the first grammar comes: without grammars the core needs none."""
     facts = runner.facts
@@ -197,7 +221,7 @@ def _ready(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula, si
             "num_gpu_blocks_cap": str(size.cap_blocks),
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "cache_dtype": runner.facts.dtype,
-            "enable_prefix_caching": "False",
+            "enable_prefix_caching": str(config.enable_prefix_caching),
             "kv_cache_size_tokens": str(size.num_blocks * config.block_size),
         },
     )

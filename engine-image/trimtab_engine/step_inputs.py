@@ -3,6 +3,10 @@
 import msgspec
 
 from trimtab_engine.batch import ScheduledSequence
+from trimtab_engine.request import Request
+
+Unknown = tuple[int, Request, int]
+"""(index in token_ids, request, position): a token that the step in flight samples; 0 stands in for it."""
 
 
 class StepInputs(msgspec.Struct, array_like=True):
@@ -21,7 +25,9 @@ class StepInputs(msgspec.Struct, array_like=True):
     chunks: list[tuple[list[int], int, int]]
 
 
-def flatten(sequences: list[ScheduledSequence], *, block_size: int, max_decode_tokens: int) -> StepInputs:
+def flatten(
+    sequences: list[ScheduledSequence], *, block_size: int, max_decode_tokens: int
+) -> tuple[StepInputs, list[Unknown]]:
     """Lay out a batch. A decode whose context passes max_decode_tokens is a chunk of one token."""
     decodes: list[tuple[ScheduledSequence, int | None]] = []
     chunks: list[tuple[ScheduledSequence, int | None]] = []
@@ -36,11 +42,16 @@ def flatten(sequences: list[ScheduledSequence], *, block_size: int, max_decode_t
     positions: list[int] = []
     slots: list[int] = []
     sampled = [0] * num_rows
+    unknown: list[Unknown] = []
     for sequence, row in (*decodes, *chunks):
         request, start, count = sequence.request, sequence.start, sequence.num_tokens
         blocks = request.block_ids
         if count == 1:
-            token_ids.append(request.token_ids[start])
+            if start < len(request.token_ids):
+                token_ids.append(request.token_ids[start])
+            else:
+                unknown.append((len(token_ids), request, start))
+                token_ids.append(0)
             positions.append(start)
             slots.append(blocks[start // block_size] * block_size + start % block_size)
         else:
@@ -49,7 +60,7 @@ def flatten(sequences: list[ScheduledSequence], *, block_size: int, max_decode_t
             slots += [blocks[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
         if row is not None:
             sampled[row] = len(token_ids) - 1
-    return StepInputs(
+    inputs = StepInputs(
         token_ids,
         positions,
         slots,
@@ -57,3 +68,4 @@ def flatten(sequences: list[ScheduledSequence], *, block_size: int, max_decode_t
         [(sequence.request.block_ids, sequence.start + 1) for sequence, _ in decodes],
         [(sequence.request.block_ids, sequence.start, sequence.num_tokens) for sequence, _ in chunks],
     )
+    return inputs, unknown

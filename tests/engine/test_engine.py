@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,9 @@ def utilization(steps_above_this_process: int) -> str:
     return str((used * 10_000 // DEVICE_BYTES + steps_above_this_process) / 10_000)
 
 
-def a_request(number: int, *, prompt: int, output: int, **sampling: Any) -> AddRequest:
+def a_request(number: int, *, prompt: int, output: int, shared: bool = False, **sampling: Any) -> AddRequest:
     tokens = [random.Random(number * 7 + i).randrange(VOCABULARY - 1) for i in range(prompt)]
+    tokens = SHARED + tokens if shared else tokens
     params = SamplingParams(**{"max_tokens": output, "temperature": 0.0, "ignore_eos": True, **sampling})
     return AddRequest(f"r{number}", tokens, params, arrival_time=0.0)
 
@@ -103,7 +105,20 @@ def run(engine: Engine, requests: list[AddRequest], between_steps: Any = lambda 
     return tokens
 
 
-REQUESTS = [a_request(n, prompt=5 + 7 * (n % 9), output=10 + 5 * (n % 8)) for n in range(24)]
+SHARED = list(range(20))
+REQUESTS = [a_request(n, prompt=5 + 7 * (n % 9), output=10 + 5 * (n % 8), shared=n % 3 == 0) for n in range(24)]
+
+
+A_SWAP_SPACE = {"swap_space_bytes": 100 * BYTES_PER_BLOCK, "swap_space_bytes_cap": 100 * BYTES_PER_BLOCK}
+A_SMALL_SWAP_SPACE = {"swap_space_bytes": 9 * BYTES_PER_BLOCK, "swap_space_bytes_cap": 9 * BYTES_PER_BLOCK}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """What each request yields when nothing disturbs it."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return alone(folder)
 
 
 def alone(model: Path) -> dict[str, list[int]]:
@@ -115,29 +130,70 @@ def alone(model: Path) -> dict[str, list[int]]:
     return answers
 
 
-def test_batched_chunked_and_preempted_requests_yield_the_same_tokens_as_alone(model: Path) -> None:
-    expected = alone(model)
-    assert run(an_engine(model)[0], REQUESTS) == expected
-    assert run(an_engine(model, max_num_batched_tokens=16)[0], REQUESTS) == expected
-    tight, _ = an_engine(model, num_gpu_blocks_override=BLOCKS_FOR_ONE + 4)
-    preemptions = 0
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        {"max_num_batched_tokens": 16, "long_prefill_token_threshold": 5},
+        {"enable_prefix_caching": False},
+        {"num_gpu_blocks_override": BLOCKS_FOR_ONE + 4},
+        {"num_gpu_blocks_override": BLOCKS_FOR_ONE + 4, "watermark": 0.1, "max_num_batched_tokens": 20},
+        {"num_gpu_blocks_override": BLOCKS_FOR_ONE + 4, "preemption_mode": "swap", **A_SWAP_SPACE},
+        {"num_gpu_blocks_override": BLOCKS_FOR_ONE + 4, "preemption_mode": "auto", **A_SWAP_SPACE},
+        {"num_gpu_blocks_override": BLOCKS_FOR_ONE + 4, "preemption_mode": "swap", **A_SMALL_SWAP_SPACE},
+    ],
+)
+def test_however_requests_are_batched_they_yield_the_same_tokens_as_alone(
+    model: Path, expected: dict[str, list[int]], changes: dict[str, Any], overlap: bool
+) -> None:
+    engine, _ = an_engine(model, async_scheduling=overlap, **changes)
+    preempted: Counter[str] = Counter()
+    hits = moved = 0
     for request in REQUESTS:
-        tight.add(request)
+        engine.add(request)
     tokens: dict[str, list[int]] = {request.request_id: [] for request in REQUESTS}
-    while tight.has_work:
-        outputs = tight.step()
-        preemptions += sum(outputs.stats.preempted.values())
-        for output in outputs.outputs:
+    while engine.has_work:
+        step = engine.step()
+        for mode, reasons in step.stats.preempted.items():
+            preempted[mode] += sum(reasons.values())
+        hits += step.stats.prefix_cache_hits
+        moved += step.stats.swapped_in_bytes
+        for output in step.outputs:
             tokens[output.request_id] += output.token_ids
-        tight.check_integrity()
+        engine.check_integrity()
     assert tokens == expected
-    assert preemptions > 10
+    mode = changes.get("preemption_mode", "recompute")
+    assert preempted["recompute"] > (5 if mode == "recompute" and "num_gpu_blocks_override" in changes else -1)
+    assert (preempted["swap"] > 0) == (moved > 0)
+    assert preempted["swap"] > (0 if mode == "swap" else -1)
+    if changes.get("swap_space_bytes") == A_SMALL_SWAP_SPACE["swap_space_bytes"]:
+        assert preempted["recompute"] > 0, "a full swap space falls back"
+    assert (hits > 0) == changes.get("enable_prefix_caching", True)
 
 
-def test_a_thousand_random_patches_under_load_fail_no_request_and_change_no_answer(model: Path) -> None:
-    expected = alone(model)
+def test_a_request_finds_what_another_one_computed_unless_their_salts_differ(model: Path) -> None:
+    engine, _ = an_engine(model)
+    prompt = [number % VOCABULARY for number in range(50)]
+    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    cached = {}
+    for name, salt in (("first", ""), ("again", ""), ("tenant", "x"), ("tenant again", "x")):
+        engine.add(AddRequest(name, prompt, greedy, arrival_time=0.0, cache_salt=salt))
+        first, *_ = engine.step().outputs
+        cached[name] = first.num_cached_tokens
+        while engine.has_work:
+            engine.step()
+    assert cached == {"first": 0, "again": 48, "tenant": 0, "tenant again": 48}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_thousand_random_patches_under_load_fail_no_request_and_change_no_answer(
+    model: Path, expected: dict[str, list[int]], overlap: bool
+) -> None:
     engine, _ = an_engine(
         model,
+        async_scheduling=overlap,
         num_gpu_blocks_override=None,
         gpu_memory_utilization=utilization(200),
         gpu_memory_utilization_cap=utilization(240),
@@ -210,7 +266,7 @@ def test_shrinking_below_what_is_in_use_preempts_for_resize_and_gives_memory_bac
     stats = engine.step().stats
     assert status == 200
     assert engine.ledger().blocks_total < total
-    assert stats.preempted["resize"] > 0
+    assert stats.preempted["recompute"]["resize"] > 0
     assert stats.kv_blocks_used <= stats.kv_blocks_total
     engine.check_integrity()
 

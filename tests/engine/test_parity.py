@@ -89,7 +89,7 @@ def test_requests_that_are_chunked_and_preempted_by_the_engine_give_the_tokens_o
         while engine.has_work:
             step = engine.step()
             engine.check_integrity()
-            num_preemptions += sum(step.stats.preempted.values())
+            num_preemptions += sum(sum(reasons.values()) for reasons in step.stats.preempted.values())
             for output in step.outputs:
                 outputs[output.request_id] += output.token_ids
         return list(outputs.values())

@@ -94,9 +94,9 @@ class EngineMetrics:
             self._prompt_tokens.inc(stats.num_prompt_tokens)
         if stats.num_generation_tokens:
             self._generation_tokens.inc(stats.num_generation_tokens)
-        for reason, count in stats.preempted.items():
+        for mode, reason, count in ((m, r, n) for m, reasons in stats.preempted.items() for r, n in reasons.items()):
             self._preemptions.inc(count)
-            self._preempted.labels(*self._values, "recompute", reason).inc(count)
+            self._preempted.labels(*self._values, mode, reason).inc(count)
             self.interval.preemptions += count
         self._recomputed.inc(stats.recomputed_tokens)
         for reason, seconds in stats.blocked_seconds.items():

@@ -122,7 +122,7 @@ def main() -> None:
         kind = "decode" if outputs else "idle"
         stats = StepStats(step, time.monotonic(), 0.001, kind, len(running), 0, len(running), 100, 100)
         stats.num_scheduled_tokens = stats.num_generation_tokens = sum(len(o.token_ids) for o in outputs)
-        stats.preempted = {"capacity": 1} if step == 1 and outputs else {}
+        stats.preempted = {"recompute": {"capacity": 1}} if step == 1 and outputs else {}
         stats.memory_bytes, stats.config_values = {"weights": 7}, {"max_num_seqs": 128.0}
         link.send_step(StepOutputs(outputs, stats))
 

@@ -84,7 +84,7 @@ def test_a_step_sets_gauges_and_adds_to_counters(metrics: EngineMetrics) -> None
                 num_prompt_tokens=7,
                 num_generation_tokens=2,
                 num_scheduled_tokens=9,
-                preempted={"capacity": 2, "resize": 1},
+                preempted={"recompute": {"capacity": 2, "resize": 1}},
                 recomputed_tokens=11,
                 preempt_stall_seconds=[0.5],
                 blocked_seconds={"kv": 0.25},

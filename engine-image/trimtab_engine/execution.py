@@ -1,0 +1,114 @@
+"""Carrying out a batch: copy swapped blocks, run the model, sample. In the caller's thread, or in one worker thread so
+that the caller can schedule the next step meanwhile.
+
+A batch takes off with everything that it needs, as plain values: the scheduler may use its sequences again at once.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from trimtab_engine.batch import Batch
+from trimtab_engine.kv_cache import KVCache, copy_across
+from trimtab_engine.messages import TokenLogprobs
+from trimtab_engine.model_runner import ModelRunner
+from trimtab_engine.sampler import sample
+from trimtab_engine.step_inputs import StepInputs, Unknown
+from trimtab_engine.structured.masks import MaskedRows, MaskMaker
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a batch brought: for each request of batch.sampling its new token, or a list of them after drafts."""
+
+    token_ids: list[int | list[int]] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    swap_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class PreparedStep:
+    """A batch as plain values. `unknown`: where in inputs.token_ids a token belongs that the step before samples."""
+
+    batch: Batch
+    kind: str
+    num_requests: int
+    inputs: StepInputs
+    unknown: list[Unknown]
+
+    def fill_in(self) -> None:
+        """The step before has landed: put its tokens in. A request that ended in it computes something nobody reads."""
+        for index, request, position in self.unknown:
+            tokens = request.token_ids
+            self.inputs.token_ids[index] = tokens[position] if position < len(tokens) else 0
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that is being computed. Times are the engine's clock."""
+
+    step: PreparedStep
+    started: float
+    result: Callable[[], StepResult]
+    """Waits for it."""
+
+
+class Execution:
+    """Runs batches one at a time. `swap_cache` holds swapped-out blocks; None without swap space."""
+
+    def __init__(self, runner: ModelRunner, swap_cache: KVCache | None, *, in_thread: bool) -> None:
+        self._runner = runner
+        self._swap_cache = swap_cache
+        self._masks = MaskMaker()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="execution") if in_thread else None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step works while the next one is scheduled."""
+        return self._thread is not None
+
+    def prepare(self, batch: Batch) -> PreparedStep:
+        """The batch's inputs. Tokens that a step in flight samples are left open."""
+        inputs, unknown = self._runner.flatten(batch.sequences)
+        return PreparedStep(batch, batch.kind, len(batch.sequences), inputs, unknown)
+
+    def begin(self, step: PreparedStep, started: float) -> Flight:
+        """Start computing; all steps before it have landed."""
+        step.fill_in()
+        if self._thread is None:
+            result = self._compute(step)
+            return Flight(step, started, lambda: result)
+        future: Future[StepResult] = self._thread.submit(self._compute, step)
+        return Flight(step, started, future.result)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+
+    def _compute(self, step: PreparedStep) -> StepResult:
+        batch = step.batch
+        masked = [MaskedRows(row, r.grammar) for row, r in enumerate(batch.sampling) if r.grammar is not None]
+        masks = self._masks.begin(masked)
+        swap_seconds = self.swap(batch.swap_out, batch.swap_in)
+        logits = self._runner.run(step.inputs)
+        assert logits is not None  # the engine holds a rank of the last stage
+        if not batch.sampling:
+            return StepResult(swap_seconds=swap_seconds)
+        tokens = sample(
+            logits,
+            batch.sampling,
+            eos_token_ids=self._runner.facts.eos_token_ids,
+            masks=None if masks is None else masks.result(),
+        )
+        return StepResult([*tokens.token_ids], tokens.logprobs, swap_seconds)
+
+    def swap(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]]) -> float:
+        """Copy blocks out (device, host), then in (host, device). Returns the seconds that it took."""
+        if not swap_out and not swap_in:
+            return 0.0
+        assert self._swap_cache is not None  # without it the swap space has no blocks
+        began = time.perf_counter()
+        copy_across(self._runner.kv_cache, self._swap_cache, swap_out)
+        copy_across(self._swap_cache, self._runner.kv_cache, swap_in)
+        return time.perf_counter() - began
