@@ -107,7 +107,7 @@ def requests(count: int = 12, output: int = 12) -> list[AddRequest]:
 
 
 def serve(
-    engine: Engine, asked: list[AddRequest], preempted: list[dict[str, int]] | None = None
+    engine: Engine, asked: list[AddRequest], preempted: list[dict[str, dict[str, int]]] | None = None
 ) -> dict[str, list[int]]:
     """The tokens of every request, all together; the invariants hold after every step. `preempted` gets each step's."""
     tokens: dict[str, list[int]] = {request.request_id: [] for request in asked}

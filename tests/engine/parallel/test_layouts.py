@@ -50,7 +50,7 @@ def test_tokens_equal_those_of_one_rank(
     if model not in expected:
         expected[model] = serve(start(models[model]), asked)
     engine = start(models[model], **TIGHT, **layout)
-    preempted: list[dict[str, int]] = []
+    preempted: list[dict[str, dict[str, int]]] = []
     assert serve(engine, asked, preempted) == expected[model]
     assert preempted, "the test is to preempt"
     assert serve(engine, asked) == expected[model], "again, with whatever the cache has kept"
