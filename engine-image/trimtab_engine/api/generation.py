@@ -3,13 +3,14 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from trimtab_engine.api.error_responses import ApiError
 from trimtab_engine.api.observations import FinishedSequence, Observer
 from trimtab_engine.api.stop_strings import StopStrings
+from trimtab_engine.api.tracing import Tracer
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.messages import AddRequest, RequestOutput, SamplingParams, TokenLogprobs
 from trimtab_engine.tokenizer import Detokenizer, Tokenizer
@@ -34,6 +35,8 @@ class GenerationPlan:
     priority: int = 0
     stream_interval: int = 1
     """Tokens that a piece has at least, but for a choice's first and last one."""
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    """What the request says of its caller's trace."""
 
     @property
     def n(self) -> int:
@@ -75,8 +78,10 @@ class Piece:
 class Generator:
     """Runs GenerationPlans on the core."""
 
-    def __init__(self, client: CoreClient, tokenizer: Tokenizer, observer: Observer) -> None:
-        self._client, self._tokenizer, self._observer = client, tokenizer, observer
+    def __init__(
+        self, client: CoreClient, tokenizer: Tokenizer, observer: Observer, tracer: Tracer | None = None
+    ) -> None:
+        self._client, self._tokenizer, self._observer, self._tracer = client, tokenizer, observer, tracer
 
     async def run(self, plan: GenerationPlan) -> AsyncGenerator[Piece, None]:
         """All choices' pieces as they come. Leaving early aborts what still runs."""
@@ -159,7 +164,10 @@ class Generator:
                     if finish_reason is not None:
                         break
         finally:
-            clock.finish(finish_reason or "abort")
+            life = clock.finish(finish_reason or "abort")
+            if self._tracer is not None:
+                name = plan.request_id if len(plan.sampling) == 1 else f"{plan.request_id}-{index}"
+                self._tracer.record(name, life, plan.sampling[index], plan.n, plan.trace_headers)
 
 
 def piece_of(
@@ -226,18 +234,18 @@ class SequenceClock:
         self._last_token = now
         self.num_tokens += len(output.token_ids)
 
-    def finish(self, reason: str) -> None:
-        self._observer.finished(
-            FinishedSequence(
-                reason=reason,
-                arrival=self._plan.arrival_time,
-                scheduled=self._scheduled,
-                first_token=self._first_token,
-                last_token=self._last_token,
-                end=self._now(),
-                num_prompt_tokens=self._num_prompt_tokens,
-                num_generation_tokens=self.num_tokens,
-                max_tokens=self._max_tokens,
-                num_preemptions=self._num_preemptions,
-            )
+    def finish(self, reason: str) -> FinishedSequence:
+        life = FinishedSequence(
+            reason=reason,
+            arrival=self._plan.arrival_time,
+            scheduled=self._scheduled,
+            first_token=self._first_token,
+            last_token=self._last_token,
+            end=self._now(),
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generation_tokens=self.num_tokens,
+            max_tokens=self._max_tokens,
+            num_preemptions=self._num_preemptions,
         )
+        self._observer.finished(life)
+        return life

@@ -8,6 +8,7 @@ from trimtab_engine.api.generation import GenerationPlan
 from trimtab_engine.api.protocol import CompletionRequest, GenerationRequest
 from trimtab_engine.api.request_identity import key_salt
 from trimtab_engine.api.state import ServerState, Serving
+from trimtab_engine.api.tracing import TRACE_HEADERS
 from trimtab_engine.errors import InvalidRequest
 
 MAX_CHARACTERS_PER_TOKEN = 64  # no prompt within max_model_len is longer; beyond it, tokenising would be a waste
@@ -98,6 +99,9 @@ def plan_of(
         cache_salt=key_salt(request) + (body.cache_salt or ""),
         priority=body.priority,
         stream_interval=state.options.stream_interval,
+        trace_headers={name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
+        if state.options.otlp_traces_endpoint
+        else {},
     )
 
 

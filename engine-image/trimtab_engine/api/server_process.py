@@ -33,6 +33,7 @@ from trimtab_engine.api.server_link import (
     ToServer,
 )
 from trimtab_engine.api.state import ServerState, Serving
+from trimtab_engine.api.tracing import tracer_of
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.tokenizer import Tokenizer
@@ -91,6 +92,7 @@ class ServerProcess:
         self._observations = ObservationBuffer()
         self._state = ServerState(start.options, self._core, self._exporter)
         self._http = HttpServer(build_app(self._state), socket.socket(fileno=start.listen_fd))
+        self._tracer = tracer_of(start.options.otlp_traces_endpoint, start.options.served_model_names[0])
         self._reported_requests = 0
         self._serving: Serving | None = None
 
@@ -102,6 +104,8 @@ class ServerProcess:
             return await self._obey()
         finally:
             self._exporter.fail()
+            if self._tracer is not None:
+                self._tracer.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -117,7 +121,7 @@ class ServerProcess:
             return
         await self._core.loaded.wait()
         if self._core.ready is not None:
-            generator = Generator(self._core, tokenizer, self._observations)
+            generator = Generator(self._core, tokenizer, self._observations, self._tracer)
             self._serving = Serving(self._core.ready, tokenizer, generator)
             self._link.send(Loaded())
 

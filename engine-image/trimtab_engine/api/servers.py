@@ -12,6 +12,7 @@ from trimtab_engine.api.exporter import EngineExporter
 from trimtab_engine.api.generation import Generator
 from trimtab_engine.api.http_server import HttpServer
 from trimtab_engine.api.state import ServerState, Serving
+from trimtab_engine.api.tracing import tracer_of
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.messages import CoreFailed
 from trimtab_engine.tokenizer import Tokenizer
@@ -57,6 +58,7 @@ class LocalServer:
     ) -> None:
         self._config, self._state, self._exporter = config, state, exporter
         self._http = HttpServer(build_app(state), bound)
+        self._tracer = tracer_of(state.options.otlp_traces_endpoint, state.options.served_model_names[0])
         self.idle = state.idle
 
     @property
@@ -72,7 +74,7 @@ class LocalServer:
         tokenizer = await asyncio.to_thread(Tokenizer, self._config.tokenizer or self._config.model)
         await core.loaded.wait()
         if core.ready is not None and self._exporter.metrics is not None:
-            generator = Generator(core, tokenizer, self._exporter.metrics)
+            generator = Generator(core, tokenizer, self._exporter.metrics, self._tracer)
             self._state.serving = Serving(core.ready, tokenizer, generator)
 
     def begin_drain(self) -> None:
@@ -89,3 +91,5 @@ class LocalServer:
 
     async def close(self, seconds: int) -> None:
         await self._http.close(seconds)
+        if self._tracer is not None:
+            self._tracer.close()

@@ -28,6 +28,7 @@ class ServerOptions:
     api_server_count: int = 1
     stream_interval: int = 1
     log_requests: bool = False
+    otlp_traces_endpoint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,11 @@ def _add_server_flags(group: Any) -> None:
     group.add_argument(
         "--enable-log-requests", action="store_true", help="log each request's id, lengths and parameters, not its text"
     )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send a span per request there, such as http://collector:4318/v1/traces (needs the extra tracing)",
+    )
     group.add_argument("--disable-log-stats", action="store_true", help="no statistics line and no engine metrics")
 
 
@@ -230,7 +235,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         return run_node(config)
     from trimtab_engine.api.state import ServerOptions
+    from trimtab_engine.api.tracing import check_tracing_is_installed
 
+    if arguments.otlp_traces_endpoint is not None:
+        check_tracing_is_installed()
     options = ServerOptions(
         served_model_names=names,
         api_keys=tuple(arguments.api_key or ()),
@@ -240,6 +248,7 @@ def run(arguments: argparse.Namespace) -> int:
         api_server_count=arguments.api_server_count,
         stream_interval=arguments.stream_interval,
         log_requests=arguments.enable_log_requests,
+        otlp_traces_endpoint=arguments.otlp_traces_endpoint,
     )
     admin_host = arguments.host if arguments.admin_token_sha256 else LOOPBACK
     listen = Listen(arguments.host, arguments.port, admin_host, arguments.admin_port)
