@@ -225,7 +225,7 @@ class LLM:
         if params.logprobs is not None and params.logprobs > self._max_logprobs:
             raise InvalidRequest(f"logprobs is {params.logprobs}; at most max_logprobs={self._max_logprobs} are given")
         request_id, now = str(next(self._numbers)), time.monotonic()
-        sampling = params.of_choices(limit - len(ids))
+        sampling = params.of_choices(limit - len(ids), self.get_tokenizer())
         return _Asked(
             request_id,
             text,

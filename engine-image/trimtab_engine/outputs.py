@@ -100,7 +100,7 @@ class Choice:
             self.first_token_time = self.first_token_time or now
             self.last_token_time = now
         self._positions += output.logprobs or []
-        stopped = output.finish_reason == "stop"
+        stopped = output.finish_reason == "stop" and not output.ends_with_text
         for number, token_id in enumerate(output.token_ids):
             self.token_ids.append(token_id)
             is_end = stopped and number == len(output.token_ids) - 1

@@ -11,7 +11,9 @@ from pydantic import ValidationError
 
 from trimtab_engine import messages
 from trimtab_engine.api.protocol import GenerationRequest
+from trimtab_engine.api.restrictions import Restrictions, bad_word_tokens
 from trimtab_engine.errors import InvalidRequest
+from trimtab_engine.tokenizer import Tokenizer
 
 OWN_FIELDS = ("detokenize", "logprobs")
 """Fields that are not the API's, or have another form there."""
@@ -21,8 +23,9 @@ OWN_FIELDS = ("detokenize", "logprobs")
 class SamplingParams:
     """What to generate from one prompt. temperature 0 is greedy; max_tokens None is as much as fits.
 
-    `logprobs`: how many of the most likely tokens are reported beside each chosen one (None: nothing). The last six are
-    passed on to the checks, which refuse by name what is not built. Raises InvalidRequest when a value is not allowed.
+    `logprobs`: how many of the most likely tokens are reported beside each chosen one (None: nothing).
+    `structured_outputs`: a dict such as {"regex": "[0-9]+"}. The last two are passed on to the checks, which refuse by
+    name what is not built. Raises InvalidRequest when a value is not allowed.
     """
 
     n: int = 1
@@ -62,13 +65,17 @@ class SamplingParams:
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
-    def of_choices(self, room: int) -> list[messages.SamplingParams]:
+    def of_choices(self, room: int, tokenizer: Tokenizer) -> list[messages.SamplingParams]:
         """What each of the `n` choices is sampled with; `room` is how many tokens can follow the prompt."""
         checked = self._checked()
         if self.min_tokens > room:
             raise InvalidRequest(f"min_tokens is {self.min_tokens}, but at most {room} tokens can be generated")
         max_tokens = min(self.max_tokens or room, room)
-        return [checked.sampling(max_tokens=max_tokens, logprobs=self.logprobs, index=index) for index in range(self.n)]
+        restrictions = Restrictions(_grammar(checked), bad_word_tokens(tokenizer, checked.bad_words or []))
+        return [
+            checked.sampling(max_tokens=max_tokens, logprobs=self.logprobs, index=index, restrictions=restrictions)
+            for index in range(self.n)
+        ]
 
     def _checked(self) -> GenerationRequest:
         """These values as the API checks them."""
@@ -86,3 +93,16 @@ class SamplingParams:
             where = ".".join(map(str, first["loc"]))
             reason = first["msg"].removeprefix("Value error, ")
             raise InvalidRequest(f"{where}: {reason}" if where else reason) from None
+
+
+def _grammar(checked: GenerationRequest) -> str | None:
+    """The user's own grammar, in the user's own process: nobody else waits for it, so it is not tried first."""
+    constraint = checked.constraint()
+    if constraint is None:
+        return None
+    from trimtab_engine.structured.trial import grammar_text  # llguidance is needed by those who use it
+
+    try:
+        return grammar_text(constraint.to_json())
+    except ValueError as error:
+        raise InvalidRequest(f"structured_outputs: {error}") from None

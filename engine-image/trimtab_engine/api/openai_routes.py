@@ -12,6 +12,7 @@ from trimtab_engine.api.error_responses import invalid
 from trimtab_engine.api.planning import chat_prompt, completion_prompts, plan_of
 from trimtab_engine.api.protocol import ChatRequest, CompletionRequest
 from trimtab_engine.api.request_identity import request_id_of
+from trimtab_engine.api.restrictions import restrictions_of
 from trimtab_engine.api.state import ServerState
 
 DEFAULT_MAX_TOKENS = 16  # of a completion that does not say; OpenAI's number
@@ -37,6 +38,7 @@ def openai_router(state: ServerState) -> APIRouter:
                 max_tokens=max_tokens,
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
+                restrictions=await restrictions_of(body, serving),
                 arrival=arrival,
             )
             echo = None if texts is None else Echo(texts, alone=max_tokens == 0)
@@ -61,6 +63,7 @@ def openai_router(state: ServerState) -> APIRouter:
                 max_tokens=max_tokens,
                 logprobs=body.num_logprobs,
                 prompt_logprobs=body.prompt_logprobs,
+                restrictions=await restrictions_of(body, serving),
                 arrival=arrival,
             )
             return await answer(state, request, body, form, plan, until)

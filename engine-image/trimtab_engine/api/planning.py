@@ -7,6 +7,7 @@ from trimtab_engine.api.error_responses import invalid
 from trimtab_engine.api.generation import GenerationPlan
 from trimtab_engine.api.protocol import CompletionRequest, GenerationRequest
 from trimtab_engine.api.request_identity import key_salt
+from trimtab_engine.api.restrictions import Restrictions
 from trimtab_engine.api.state import ServerState, Serving
 from trimtab_engine.api.tracing import TRACE_HEADERS
 from trimtab_engine.errors import InvalidRequest
@@ -72,6 +73,7 @@ def plan_of(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    restrictions: Restrictions,
     arrival: float,
 ) -> GenerationPlan:
     """`max_tokens` None: as much as fits; 0: one token, which the answer leaves out."""
@@ -84,7 +86,13 @@ def plan_of(
         raise invalid(f"stop_token_ids has {outside[0]}, out of a vocabulary of {vocab_size}", "stop_token_ids")
     rooms = [_room(serving, body, prompt, max_tokens) for prompt in prompts]
     sampling = [
-        body.sampling(max_tokens=room, logprobs=logprobs, prompt_logprobs=prompt_logprobs, index=index)
+        body.sampling(
+            max_tokens=room,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            index=index,
+            restrictions=restrictions,
+        )
         for room in rooms
         for index in range(body.n)
     ]

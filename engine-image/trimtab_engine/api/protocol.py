@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from trimtab_engine.api.restrictions import NO_RESTRICTIONS, RestrictionFields, Restrictions
 from trimtab_engine.messages import SamplingParams
 
 MAX_BODY_BYTES = 8 << 20  # a prompt of a million tokens fits; nothing larger is read
@@ -26,27 +27,19 @@ MAX_INT64 = 2**63 - 1
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
-    "bad_words": (None, []),
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}),
     "echo": (None, False),  # in chat; completions have it
     "function_call": (None, "none"),
     "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
     "length_penalty": (None, 1.0),
-    "logit_bias": (None, {}),
     "modalities": (None, ["text"]),
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
     "prompt_embeds": (None,),
     "reasoning_effort": (None,),
-    "response_format": (None, {"type": "text"}),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
-    "structured_outputs": (None,),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
@@ -72,7 +65,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(RestrictionFields):
     """What completions and chat completions share. Numbers are strict: true is no number, NaN is refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -131,7 +124,13 @@ class GenerationRequest(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(
-        self, *, max_tokens: int, logprobs: int | None, index: int, prompt_logprobs: int | None = None
+        self,
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        index: int,
+        prompt_logprobs: int | None = None,
+        restrictions: Restrictions = NO_RESTRICTIONS,
     ) -> SamplingParams:
         """Sampling of a prompt's choice `index`; its choices differ by their seeds."""
         return SamplingParams(
@@ -149,6 +148,10 @@ class GenerationRequest(BaseModel):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             prompt_logprobs=prompt_logprobs,
+            logit_bias=self.logit_bias or None,
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=restrictions.bad_words,
+            grammar=restrictions.grammar,
         )
 
 

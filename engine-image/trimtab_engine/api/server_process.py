@@ -13,8 +13,8 @@ import socket
 import sys
 
 from trimtab_engine.api.app import build_app
-from trimtab_engine.api.generation import Generator
 from trimtab_engine.api.http_server import HttpServer, loop_factory
+from trimtab_engine.api.loading import load_serving
 from trimtab_engine.api.observations import ObservationBuffer
 from trimtab_engine.api.server_link import (
     AbortAll,
@@ -36,7 +36,6 @@ from trimtab_engine.api.state import ServerState, Serving
 from trimtab_engine.api.tracing import tracer_of
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.errors import ConfigError, EngineDead
-from trimtab_engine.tokenizer import Tokenizer
 
 BATCH_SECONDS = 0.1  # how often observations are sent on; a scrape fetches what is younger
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -109,20 +108,18 @@ class ServerProcess:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._serving is not None:
+                await self._serving.close()
             await self._core.close()
 
     async def _load(self) -> None:
         """The tokenizer is read while the core reads the weights."""
-        path = self._start.config.tokenizer or self._start.config.model
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer, path)
+            self._serving = await load_serving(self._start.config, self._core, lambda: self._observations, self._tracer)
         except ConfigError as error:
             self._link.send(LoadFailed(str(error)))
             return
-        await self._core.loaded.wait()
-        if self._core.ready is not None:
-            generator = Generator(self._core, tokenizer, self._observations, self._tracer)
-            self._serving = Serving(self._core.ready, tokenizer, generator)
+        if self._serving is not None:
             self._link.send(Loaded())
 
     async def _obey(self) -> int:

@@ -9,13 +9,12 @@ from typing import Protocol
 
 from trimtab_engine.api.app import build_app
 from trimtab_engine.api.exporter import EngineExporter
-from trimtab_engine.api.generation import Generator
 from trimtab_engine.api.http_server import HttpServer
-from trimtab_engine.api.state import ServerState, Serving
+from trimtab_engine.api.loading import load_serving
+from trimtab_engine.api.state import ServerState
 from trimtab_engine.api.tracing import tracer_of
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.messages import CoreFailed
-from trimtab_engine.tokenizer import Tokenizer
 
 
 class Servers(Protocol):
@@ -70,12 +69,9 @@ class LocalServer:
 
     async def load(self) -> None:
         """The tokenizer is read while the core reads the weights."""
-        core = self._state.core
-        tokenizer = await asyncio.to_thread(Tokenizer, self._config.tokenizer or self._config.model)
-        await core.loaded.wait()
-        if core.ready is not None and self._exporter.metrics is not None:
-            generator = Generator(core, tokenizer, self._exporter.metrics, self._tracer)
-            self._state.serving = Serving(core.ready, tokenizer, generator)
+        self._state.serving = await load_serving(
+            self._config, self._state.core, lambda: self._exporter.metrics, self._tracer
+        )
 
     def begin_drain(self) -> None:
         self._state.begin_drain()
@@ -91,5 +87,7 @@ class LocalServer:
 
     async def close(self, seconds: int) -> None:
         await self._http.close(seconds)
+        if self._state.serving is not None:
+            await self._state.serving.close()
         if self._tracer is not None:
             self._tracer.close()

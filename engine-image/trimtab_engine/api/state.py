@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from trimtab_engine.api.error_responses import ApiError
 from trimtab_engine.api.exporter import Exporter
 from trimtab_engine.api.generation import Generator
+from trimtab_engine.api.grammar_trials import GrammarTrials
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.messages import CoreReady
 from trimtab_engine.tokenizer import Tokenizer
@@ -38,6 +39,11 @@ class Serving:
     facts: CoreReady
     tokenizer: Tokenizer
     generator: Generator
+    trials: GrammarTrials
+
+    async def close(self) -> None:
+        """End the processes that it has started."""
+        await self.trials.close()
 
 
 @dataclass(slots=True)

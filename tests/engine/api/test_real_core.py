@@ -191,6 +191,78 @@ def test_a_live_change_under_load_takes_effect_and_fails_nothing(engine: Engine,
         assert len(list(stream)) >= 1
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}, "level": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["on", "level"],
+    "additionalProperties": False,
+}
+AS_RESPONSE_FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "lamp", "strict": True, "schema": SCHEMA}}
+
+
+def test_a_json_schema_is_held_to_by_any_model_streamed_and_not(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "the lamp"}],
+        "max_tokens": 200,
+        "response_format": AS_RESPONSE_FORMAT,
+        "n": 3,
+        "seed": 1,
+        "extra_body": {"min_tokens": 150},  # the grammar's end counts before it
+    }
+    whole = client.chat.completions.create(**asked)
+    texts = [choice.message.content for choice in whole.choices]
+    for text in texts:
+        lamp = json.loads(text)
+        assert lamp.keys() == {"on", "level"}
+        assert lamp["level"] in range(10)
+    assert {choice.finish_reason for choice in whole.choices} == {"stop"}
+    streamed = ["", "", ""]
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+
+
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"structured_outputs": {"regex": "[0-9]{3}-[a-f]{2}"}}, "[0-9]{3}-[a-f]{2}"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"guided_grammar": 'start: "a" start "b" | "c"'}, "a*cb*"),
+    ],
+)
+def test_regex_choice_and_grammar_are_held_to(client: openai.OpenAI, constraint: Any, pattern: str) -> None:
+    answer = complete(client, max_tokens=100, temperature=1, logprobs=1, extra_body=constraint).choices[0]
+    if answer.finish_reason == "stop":
+        assert re.fullmatch(pattern, answer.text)
+    assert "".join(answer.logprobs.tokens).startswith(answer.text)
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"guided_regex": "(a"},
+        {"guided_json": {"type": "integer", "multipleOf": 999983}},  # builds for 9 s
+        {"guided_grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000)) + 'r3000: "a"'},
+    ],
+)
+def test_a_grammar_that_does_not_end_is_400_and_the_engine_goes_on(client: openai.OpenAI, constraint: Any) -> None:
+    began = time.monotonic()
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(client, extra_body=constraint)
+    assert refused.value.param == next(iter(constraint))
+    assert time.monotonic() - began < DEADLINE_SECONDS
+    assert complete(client, max_tokens=1).usage.completion_tokens == 1
+
+
+def test_biases_allowed_tokens_and_bad_words_steer_the_choice(client: openai.OpenAI) -> None:
+    assert complete(client, max_tokens=4, logit_bias={"120": 100}).choices[0].text == "xxxx"
+    assert set(complete(client, extra_body={"allowed_token_ids": [97, 98]}).choices[0].text) <= {"a", "b"}
+    text = complete(client, max_tokens=4, logit_bias={"120": 100, "121": 99}, extra_body={"bad_words": ["xx"]})
+    assert text.choices[0].text == "xyxy"
+
+
 def test_two_servers_give_the_text_of_one_and_end_with_one_of_them(
     tiny_model: Path, client: openai.OpenAI, tmp_path: Path
 ) -> None:

@@ -1,0 +1,42 @@
+"""What one API server reads while the core reads the weights."""
+
+import asyncio
+from collections.abc import Callable
+
+from trimtab_engine.api.generation import Generator
+from trimtab_engine.api.grammar_trials import GrammarTrials
+from trimtab_engine.api.observations import Observer
+from trimtab_engine.api.state import Serving
+from trimtab_engine.api.tracing import Tracer
+from trimtab_engine.config import EngineConfig
+from trimtab_engine.core_client import CoreClient
+from trimtab_engine.messages import CoreReady
+from trimtab_engine.tokenizer import Tokenizer
+
+
+async def load_serving(
+    config: EngineConfig, core: CoreClient, observer: Callable[[], Observer | None], tracer: Tracer | None
+) -> Serving | None:
+    """What exists once the core is ready; None when it has failed. `observer` is asked for then.
+
+    Raises ConfigError where files cannot be read.
+    """
+    tokenizer = await asyncio.to_thread(Tokenizer, config.tokenizer or config.model)
+    await core.loaded.wait()
+    facts, watcher = core.ready, observer()
+    if facts is None or watcher is None:
+        return None
+    trials = GrammarTrials(lambda: _vocabulary(facts, tokenizer))
+    return Serving(facts, tokenizer, Generator(core, tokenizer, watcher, tracer), trials)
+
+
+def _vocabulary(facts: CoreReady, tokenizer: Tokenizer) -> dict[str, object]:
+    # Imported here: llguidance is needed by servers that are sent grammars.
+    from trimtab_engine.structured.vocabulary import vocabulary_of
+
+    vocabulary = vocabulary_of(tokenizer.fast, facts.vocab_size, tuple(facts.eos_token_ids))
+    return {
+        "tokenizer_json": vocabulary.tokenizer_json,
+        "vocab_size": vocabulary.vocab_size,
+        "eos_token_ids": list(vocabulary.eos_token_ids),
+    }
