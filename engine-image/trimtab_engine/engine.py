@@ -8,6 +8,7 @@ import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from trimtab_engine.batch import Batch, Preempted
@@ -158,6 +159,9 @@ class Engine:
     def _land(self, flight: Flight, result: StepResult) -> None:
         """Give the requests what the step brought."""
         batch, now = flight.step.batch, self._clock()
+        scores = iter(result.prompt_logprobs)
+        for request, position, count in flight.step.scoring:
+            request.note_prompt_logprobs(position, list(islice(scores, count)))
         sampled = self._scheduler.update(batch, result.token_ids, now)
         self._measure_costs(flight, result, now)
         for entry, positions in zip(sampled, result.logprobs, strict=True):
@@ -235,6 +239,8 @@ class Engine:
             self._announced.add(request.request_id)
             output.first_scheduled_time = request.first_scheduled_time
             output.num_cached_tokens = request.num_cached_tokens
+            if request.sampling.prompt_logprobs is not None:
+                output.prompt_logprobs = request.prompt_logprobs
         if finished is not None:
             self._announced.discard(request.request_id)
             output.finish_reason = finished.value

@@ -13,8 +13,9 @@ from trimtab_engine.batch import Batch
 from trimtab_engine.kv_cache import KVCache, copy_across
 from trimtab_engine.messages import TokenLogprobs
 from trimtab_engine.model_runner import ModelRunner
+from trimtab_engine.request import Request
 from trimtab_engine.sampler import sample
-from trimtab_engine.step_inputs import StepInputs, Unknown
+from trimtab_engine.step_inputs import StepInputs, Unknown, num_scored
 from trimtab_engine.structured.masks import MaskedRows, MaskMaker
 
 
@@ -25,6 +26,8 @@ class StepResult:
     token_ids: list[int | list[int]] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     swap_seconds: float = 0.0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """For each entry of step.scoring as many as it says."""
 
 
 @dataclass(slots=True)
@@ -36,6 +39,8 @@ class PreparedStep:
     num_requests: int
     inputs: StepInputs
     unknown: list[Unknown]
+    scoring: list[tuple[Request, int, int]]
+    """(request, position, how many): prompt tokens whose successors are judged, from that position on."""
 
     def fill_in(self) -> None:
         """The step before has landed: put its tokens in. A request that ended in it computes something nobody reads."""
@@ -71,20 +76,26 @@ class Execution:
     def prepare(self, batch: Batch) -> PreparedStep:
         """The batch's inputs. Tokens that a step in flight samples are left open."""
         inputs, unknown = self._runner.flatten(batch.sequences)
-        return PreparedStep(batch, batch.kind, len(batch.sequences), inputs, unknown)
+        scoring = [(s.request, s.start, num_scored(s)) for s in batch.sequences if num_scored(s)]
+        return PreparedStep(batch, batch.kind, len(batch.sequences), inputs, unknown, scoring)
 
     def begin(self, step: PreparedStep, started: float) -> Flight:
         """Start computing; all steps before it have landed."""
         step.fill_in()
         if self._thread is None:
-            result = self._compute(step)
+            result = self._compute_and_score(step)
             return Flight(step, started, lambda: result)
-        future: Future[StepResult] = self._thread.submit(self._compute, step)
+        future: Future[StepResult] = self._thread.submit(self._compute_and_score, step)
         return Flight(step, started, future.result)
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=True)
+
+    def _compute_and_score(self, step: PreparedStep) -> StepResult:
+        result = self._compute(step)
+        result.prompt_logprobs = self._runner.take_scores()
+        return result
 
     def _compute(self, step: PreparedStep) -> StepResult:
         batch = step.batch

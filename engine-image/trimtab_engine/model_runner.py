@@ -15,7 +15,7 @@ from trimtab_engine.device import Device
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.kv_cache import HOST, KVCache, MemoryKind
 from trimtab_engine.layers.linear import padded_rows, row_sizes
-from trimtab_engine.messages import SamplingParams
+from trimtab_engine.messages import SamplingParams, TokenLogprobs
 from trimtab_engine.model_config import ModelConfig, parse_model_config
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
 from trimtab_engine.models.llama import LlamaForCausalLM
@@ -23,7 +23,7 @@ from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import ModelShard, shard_model
 from trimtab_engine.request import Request
-from trimtab_engine.sampler import sample
+from trimtab_engine.sampler import ROWS_AT_ONCE, report_rows, sample
 from trimtab_engine.step_inputs import StepInputs, Unknown, flatten
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.weights.source import open_source
@@ -69,6 +69,7 @@ class ModelRunner:
         self.facts = facts
         self._model, self.shard = model, shard
         self._device, self._block_size, self._dtype = device, block_size, dtype
+        self._scores: list[TokenLogprobs] = []
 
     @classmethod
     def load(
@@ -154,6 +155,11 @@ class ModelRunner:
         assert logits is not None  # the engine holds a rank of the last stage
         return logits
 
+    def take_scores(self) -> list[TokenLogprobs]:
+        """Of the prompt tokens that the last step was to judge, in the order of StepInputs.scored."""
+        scores, self._scores = self._scores, []
+        return scores
+
     def take_wire_bytes(self) -> dict[str, int]:
         """What this rank has sent to others since the last call, by collective: alone it sends nothing."""
         return {}
@@ -186,12 +192,30 @@ class ModelRunner:
         )
         if not self.shard.is_last_stage:
             return None
+        if inputs.scored:
+            self._scores = self._score(hidden, inputs.scored)
         if not num_rows:
             return torch.empty(0, self.facts.vocab_size, device=device)
         rows = padded_rows(num_rows) if self._model.pads_rows else num_rows
         wanted = torch.tensor(inputs.sampled + [0] * (rows - num_rows), dtype=torch.int64, device=device)
         logits = self._model.logits(hidden.index_select(0, wanted))
         return None if logits is None else logits[:num_rows]
+
+    def _score(self, hidden: torch.Tensor, scored: list[tuple[int, int, int]]) -> list[TokenLogprobs]:
+        """Log-probabilities of the prompt's own next tokens, a few rows at a time, as the sampler takes them; nothing
+        on a rank that has no logits."""
+        scores: list[TokenLogprobs | None] = []
+        for first in range(0, len(scored), ROWS_AT_ONCE):
+            part = scored[first : first + ROWS_AT_ONCE]
+            rows = padded_rows(len(part)) if self._model.pads_rows else len(part)
+            indices = [index for index, _, _ in part]
+            wanted = torch.tensor(indices + [0] * (rows - len(part)), dtype=torch.int64, device=hidden.device)
+            logits = self._model.logits(hidden.index_select(0, wanted))
+            if logits is None:
+                continue
+            tokens = torch.tensor([token for _, token, _ in part], dtype=torch.int64, device=hidden.device)
+            scores += report_rows(logits[: len(part)].log_softmax(dim=-1), tokens, [count for _, _, count in part])
+        return [score for score in scores if score is not None]
 
     def _new_kv_cache(
         self, cap_blocks: int, *, num_layers: int | None = None, device: MemoryKind | None = None

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from trimtab_engine.messages import SamplingParams
+from trimtab_engine.messages import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from trimtab_engine.structured.matcher import GrammarMatcher
@@ -73,6 +73,8 @@ class Request:
     """The one of its own stop_token_ids that ended it."""
     grammar: "GrammarMatcher | None" = None
     """What its output must match, after the output tokens so far; the engine moves it on."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of its prompt's tokens from the second on, as far as they are computed; where they were asked for."""
     num_ever_computed_tokens: int = 0
     """High-water mark of num_computed_tokens over preemptions: what is computed below it is computed again."""
 
@@ -90,6 +92,10 @@ class Request:
         return cls(
             request_id, list(prompt_token_ids), len(prompt_token_ids), sampling, arrival_time, priority, cache_salt
         )
+
+    def note_prompt_logprobs(self, position: int, judged: list[TokenLogprobs]) -> None:
+        """Keep those of the tokens behind `position`, …; what was judged before a preemption is not kept twice."""
+        self.prompt_logprobs += judged[max(0, len(self.prompt_logprobs) - position) :]
 
     @property
     def is_swapped_out(self) -> bool:

@@ -99,7 +99,7 @@ def draw(probabilities: torch.Tensor) -> torch.Tensor:
 
 def report_logprobs(raw: torch.Tensor, chosen: torch.Tensor, wanted: int) -> list[TokenLogprobs]:
     """For rows of one request that wants `wanted` logprobs; raw [rows, vocab_size] are the unmodified ones."""
-    return [entry for entry in _report(raw, chosen, [wanted] * len(chosen)) if entry is not None]
+    return [entry for entry in report_rows(raw, chosen, [wanted] * len(chosen)) if entry is not None]
 
 
 def _is_plain_greedy(request: SampledRow) -> bool:
@@ -126,7 +126,7 @@ def _sample_rows(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token
     token_ids: list[int] = chosen.tolist()
     logprobs: list[TokenLogprobs | None] = [None] * len(requests)
     if raw is not None:
-        logprobs = _report(raw, chosen, [p.logprobs for p in params])
+        logprobs = report_rows(raw, chosen, [p.logprobs for p in params])
     return SampledTokens(token_ids, logprobs)
 
 
@@ -251,7 +251,7 @@ def _generator(seed: int, position: int, device: torch.device) -> torch.Generato
     return torch.Generator(device=device).manual_seed(zlib.crc32(f"{seed} {position}".encode()))
 
 
-def _report(raw: torch.Tensor, chosen: torch.Tensor, wanted: list[int | None]) -> list[TokenLogprobs | None]:
+def report_rows(raw: torch.Tensor, chosen: torch.Tensor, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
     """The chosen token first, then the `wanted` most likely ones, per row; None where nothing is wanted."""
     most = max(count for count in wanted if count is not None)
     own = raw.gather(1, chosen.unsqueeze(1))

@@ -367,7 +367,11 @@ class Scheduler:
         """Blocks on the device that the waiting request need not be given."""
         if request.is_swapped_out:
             return self._blocks.find_swapped(request)
-        return self._blocks.find_cached(request) if self._policy.enable_prefix_caching else []
+        return self._blocks.find_cached(request) if self._looks_up(request) else []
+
+    def _looks_up(self, request: Request) -> bool:
+        """Whether it takes cached blocks. Not where its prompt is judged: that needs every token to be computed."""
+        return self._policy.enable_prefix_caching and request.sampling.prompt_logprobs is None
 
     def _take_on(self, request: Request, cached: list[int], start: int, end: int, now: float) -> None:
         """Make a waiting request run: its blocks up to `end`, and what is counted at admission."""
@@ -377,7 +381,7 @@ class Scheduler:
             self._swap_in += blocks.swap_in(request)
         else:
             blocks.share(request, cached)
-            if is_new and self._policy.enable_prefix_caching:
+            if is_new and self._looks_up(request):
                 request.num_cached_tokens = start
                 self._stats.prefix_cache_queries += request.num_tokens
                 self._stats.prefix_cache_hits += start

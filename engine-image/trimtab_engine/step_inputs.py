@@ -23,6 +23,9 @@ class StepInputs(msgspec.Struct, array_like=True):
     sampled: list[int]
     decodes: list[tuple[list[int], int]]
     chunks: list[tuple[list[int], int, int]]
+    scored: list[tuple[int, int, int]] = []
+    """(index in token_ids, next token of the prompt, how many likely tokens) of every token whose logits are to judge
+    the next one, in the order of the scheduled sequences."""
 
 
 def flatten(
@@ -43,9 +46,12 @@ def flatten(
     slots: list[int] = []
     sampled = [0] * num_rows
     unknown: list[Unknown] = []
+    first_index: dict[int, int] = {}
     for sequence, row in (*decodes, *chunks):
         request, start, count = sequence.request, sequence.start, sequence.num_tokens
         blocks = request.block_ids
+        if request.sampling.prompt_logprobs is not None:
+            first_index[id(sequence)] = len(token_ids)
         if count == 1:
             if start < len(request.token_ids):
                 token_ids.append(request.token_ids[start])
@@ -68,4 +74,20 @@ def flatten(
         [(sequence.request.block_ids, sequence.start + 1) for sequence, _ in decodes],
         [(sequence.request.block_ids, sequence.start, sequence.num_tokens) for sequence, _ in chunks],
     )
+    if first_index:
+        inputs.scored = [entry for s in sequences if id(s) in first_index for entry in _scored(s, first_index[id(s)])]
     return inputs, unknown
+
+
+def num_scored(sequence: ScheduledSequence) -> int:
+    """How many of its tokens judge the next token of the prompt: those before the prompt's last one, if asked for."""
+    request = sequence.request
+    if request.sampling.prompt_logprobs is None:
+        return 0
+    return max(0, min(sequence.start + sequence.num_tokens, request.num_prompt_tokens - 1) - sequence.start)
+
+
+def _scored(sequence: ScheduledSequence, first_index: int) -> list[tuple[int, int, int]]:
+    request, start = sequence.request, sequence.start
+    likely = request.sampling.prompt_logprobs or 0
+    return [(first_index + i, request.token_ids[start + i + 1], likely) for i in range(num_scored(sequence))]

@@ -111,7 +111,7 @@ def test_greedy_text_is_the_same_streamed_and_not_and_again(client: openai.OpenA
     streamed = complete(client, stream=True, stream_options={"include_usage": True})
     chunks = list(streamed)
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
     assert whole.usage.completion_tokens == 40
     assert complete(client).choices[0].text == whole.choices[0].text
 
@@ -121,6 +121,25 @@ def test_logprobs_of_the_real_model_are_sorted_and_begin_with_the_chosen_token(c
     assert len(logprobs.tokens) == 3
     for chosen, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert chosen == max(top.values()) <= 0
+
+
+def test_a_prompt_can_be_scored_without_generating(engine: Engine, client: openai.OpenAI) -> None:
+    scored = complete(client, prompt=[PROMPT, "the slow"], echo=True, max_tokens=0, logprobs=1, extra_body={})
+    assert [choice.text for choice in scored.choices] == [PROMPT, "the slow"]
+    values = scored.choices[0].logprobs.token_logprobs
+    assert values[0] is None
+    assert len(values) == len(PROMPT)
+    assert all(value < 0 for value in values[1:])
+    again = complete(client, max_tokens=1, extra_body={"prompt_logprobs": 0}).choices[0].model_extra["prompt_logprobs"]
+    assert [next(iter(entry.values()))["logprob"] for entry in again[1:]] == pytest.approx(values[1:], abs=1e-3)
+
+
+def test_a_prompt_seen_before_counts_as_cached(client: openai.OpenAI) -> None:
+    for cached in (0, 32):
+        usage = complete(client, prompt="x" * 40, max_tokens=1).usage
+        assert usage.prompt_tokens_details.cached_tokens == cached
+    salted = complete(client, prompt="x" * 40, max_tokens=1, extra_body={"cache_salt": "mine"}).usage
+    assert salted.prompt_tokens_details.cached_tokens == 0
 
 
 def test_a_seed_gives_the_same_choices_again(client: openai.OpenAI) -> None:
