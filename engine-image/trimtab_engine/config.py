@@ -74,6 +74,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    data_parallel_rank: int = 0
+    """Which of the data-parallel cores this one is; set by whoever starts them, with the folder where they meet."""
+    data_parallel_folder: str | None = None
     enable_expert_parallel: bool = False
     expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
     pipeline_layer_partition: tuple[int, ...] | None = None
@@ -137,6 +140,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} is {getattr(self, name)}; it must be between 1 and {MAX_RANKS}")
         ranks = self.tensor_parallel_size * self.pipeline_parallel_size
+        if self.data_parallel_size > 1 and self.nnodes > 1:
+            raise ConfigError(
+                f"--data-parallel-size {self.data_parallel_size} with --nnodes {self.nnodes} is not built yet: data "
+                f"parallel ranks share one node; run one engine per node, or set one of the two to 1"
+            )
         if ranks % self.nnodes:
             raise ConfigError(
                 f"--nnodes is {self.nnodes}, but tensor x pipeline parallel = {ranks} ranks cannot be divided evenly "

@@ -1,6 +1,6 @@
-"""The engine core's process, seen from the one that starts it: its start, its unexpected end, its orderly end.
+"""The engine cores' processes, seen from the one that starts them: start, unexpected end, orderly end.
 
-It owns the private folder with the sockets of all clients.
+There is one, or one per data-parallel rank. The private folder with the sockets of all clients belongs to it.
 """
 
 import asyncio
@@ -24,52 +24,61 @@ DEAD_GRACE_SECONDS = 0.5  # for the core's last message, which says why, to arri
 
 
 class CoreLauncher:
-    """Starts one engine core for `num_clients` clients. Client 0 is this process's own."""
+    """Starts the engine cores for `num_clients` clients. Client 0 is this process's own.
+
+    `addresses`: for each client, where it meets each core.
+    """
 
     def __init__(self, config: EngineConfig, num_clients: int = 1) -> None:
-        self._config = config
         self._folder = Path(tempfile.mkdtemp(prefix="trimtab-"))  # mode 0700: nobody else can reach the sockets
-        self.addresses: Sequence[ClientAddresses] = [
-            ClientAddresses(f"ipc://{self._folder}/to-core-{index}", f"ipc://{self._folder}/from-core-{index}")
-            for index in range(num_clients)
+        self._configs = core_configs(config, self._folder)
+        self.addresses: Sequence[Sequence[ClientAddresses]] = [
+            [self._address(client, core) for core in range(len(self._configs))] for client in range(num_clients)
         ]
-        self.process: asyncio.subprocess.Process | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self.processes: list[asyncio.subprocess.Process] = []
+        self._watches: list[asyncio.Task[None]] = []
         self._closing = False
 
+    def _address(self, client: int, core: int) -> ClientAddresses:
+        name = f"ipc://{self._folder}"
+        return ClientAddresses(f"{name}/to-{core}-{client}", f"{name}/from-{core}-{client}")
+
+    @property
+    def process(self) -> asyncio.subprocess.Process | None:
+        """Of the first core, once it was started."""
+        return self.processes[0] if self.processes else None
+
     async def start(self, client: CoreClient) -> None:
-        """Start the process; `client` learns of its unexpected end. Loading goes on in the background. Raises
+        """Start the processes; `client` learns of an unexpected end. Loading goes on in the background. Raises
         EngineDead when there can be no process."""
-        start = CoreStart(msgspec.to_builtins(self._config), list(self.addresses))
-        try:
-            self.process = await asyncio.create_subprocess_exec(
-                *CORE_COMMAND, stdin=asyncio.subprocess.PIPE, env=core_environment()
-            )
-        except OSError as error:
-            raise EngineDead(f"the engine core's process cannot be started: {error}") from error
-        assert self.process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it has ended already: the watch says so
-            self.process.stdin.write(msgspec.json.encode(start) + b"\n")
-            await self.process.stdin.drain()
-        self._watch = asyncio.create_task(self._tell_the_end(self.process, client))
+        for core, config in enumerate(self._configs):
+            start = CoreStart(msgspec.to_builtins(config), [addresses[core] for addresses in self.addresses])
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *CORE_COMMAND, stdin=asyncio.subprocess.PIPE, env=core_environment()
+                )
+            except OSError as error:
+                raise EngineDead(f"the engine core's process cannot be started: {error}") from error
+            assert process.stdin is not None
+            with contextlib.suppress(ConnectionError):  # it has ended already: the watch says so
+                process.stdin.write(msgspec.json.encode(start) + b"\n")
+                await process.stdin.drain()
+            self.processes.append(process)
+            self._watches.append(asyncio.create_task(self._tell_the_end(process, client)))
 
     async def close(self, client: CoreClient) -> None:
-        """End the process, by word if it still listens, and remove the sockets."""
+        """End the processes, by word if they still listen, and remove the sockets."""
         self._closing = True
-        process = self.process
-        if process is not None and process.returncode is None:
-            if client.ready is not None and client.failure is None:
-                client.shut_down_core()
-            else:
+        running = [process for process in self.processes if process.returncode is None]
+        if client.ready is not None and client.failure is None:
+            client.shut_down_core()
+        else:
+            for process in running:
                 process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), SHUTDOWN_SECONDS)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        await asyncio.gather(*(_wait_or_kill(process) for process in running))
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
         await client.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -81,3 +90,21 @@ class CoreLauncher:
         await asyncio.sleep(DEAD_GRACE_SECONDS)
         cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         client.fail(CoreFailed(f"the engine core ended unexpectedly ({cause})", exit_code=1))
+
+
+async def _wait_or_kill(process: asyncio.subprocess.Process) -> None:
+    try:
+        await asyncio.wait_for(process.wait(), SHUTDOWN_SECONDS)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def core_configs(config: EngineConfig, folder: Path) -> list[EngineConfig]:
+    """One per data-parallel rank. Their ranks meet in the folder when a mixture of experts spans them."""
+    if config.data_parallel_size == 1:
+        return [config]
+    return [
+        msgspec.structs.replace(config, data_parallel_rank=rank, data_parallel_folder=str(folder))
+        for rank in range(config.data_parallel_size)
+    ]

@@ -6,6 +6,7 @@ import msgspec
 import zmq
 
 from trimtab_engine.messages import (
+    REFUSED,
     AbortRequests,
     AddRequest,
     ClientAddresses,
@@ -61,6 +62,11 @@ class Link:
         """To every client."""
         for index in range(len(self._outboxes)):
             self.send(message, index)
+
+    def refuse(self, request: AddRequest) -> None:
+        """A request that was not to queue is somebody else's."""
+        self._client_of.pop(request.request_id, None)
+        self.send(ClientOutputs([RequestOutput(request.request_id, [], REFUSED)]), request.client_index)
 
     def send_step(self, step: StepOutputs) -> None:
         """The statistics to client 0, each request's output to the one who asked."""

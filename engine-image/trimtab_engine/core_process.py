@@ -46,6 +46,8 @@ def serve(engine: Engine, link: Link, profiler: Profiler) -> None:
         idle = BUILDING_MILLISECONDS if engine.is_building else IDLE_REPORT_MILLISECONDS
         for message in link.receive(0 if engine.has_work else idle):
             match message:
+                case AddRequest(may_queue=False) if not engine.has_room_for(message):
+                    link.refuse(message)
                 case AddRequest():
                     engine.add(message)
                 case AbortRequests():

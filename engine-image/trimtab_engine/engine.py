@@ -91,6 +91,10 @@ class Engine:
         """Requests wait for their grammar: look again soon."""
         return self._grammars.num_waiting > 0
 
+    def has_room_for(self, message: AddRequest) -> bool:
+        """Whether the next step would run it at once: nothing waits, and there are a seat and blocks."""
+        return self._scheduler.has_room_for(len(message.prompt_token_ids))
+
     def add(self, message: AddRequest) -> None:
         """Queue a request; one that can never run ends at the next step with finish_reason error, alone."""
         request = Request.of(
@@ -396,6 +400,7 @@ class Engine:
             evicted_blocks=evicted,
             token_budget=scheduler.policy.max_num_batched_tokens,
             config_generation=self._live.generation,
+            wire_bytes=self._runner.take_wire_bytes(),
         )
         if ended - self._last_report >= REPORT_SECONDS:
             self._last_report = ended

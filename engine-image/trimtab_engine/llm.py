@@ -96,6 +96,11 @@ class LLM:
         return llm
 
     def _start(self, config: EngineConfig, on_step: OnStep | None) -> None:
+        if config.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={config.data_parallel_size} needs the server (trimtab-engine serve): an LLM is "
+                f"one engine core; leave it out and use tensor_parallel_size or pipeline_parallel_size"
+            )
         set_core_environment()
         from trimtab_engine.startup import start_engine  # torch comes with it, and reads the environment
 

@@ -68,6 +68,10 @@ class AddRequest(msgspec.Struct, tag="add"):
     sampling: SamplingParams
     arrival_time: float
     priority: int = 0
+    may_queue: bool = True
+    """False: a core that cannot run it in its next step refuses it, with finish_reason REFUSED, so that another may."""
+    data_parallel_rank: int | None = None
+    """The core that shall run it. None: any."""
     cache_salt: str = ""
     """Requests share cached prefixes only with those of the same salt: the request's own, and that of its API key."""
     client_index: int = 0
@@ -121,6 +125,8 @@ class CoreReady(msgspec.Struct, tag="ready"):
     num_blocks: int
     cache_config: dict[str, str]
     """Label values of vllm:cache_config_info."""
+    num_ranks: int = 1
+    """That really run for this core."""
 
 
 class CoreFailed(msgspec.Struct, tag="failed"):
@@ -158,6 +164,10 @@ class RequestOutput(msgspec.Struct, array_like=True):
     """Sent with the first output: how many of the prompt's tokens were found in the prefix cache."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Sent with the first output, where they were asked for: of the prompt's tokens from the second on."""
+
+
+REFUSED = "refused"
+"""finish_reason of a request that was not to queue; it stays between client and core."""
 
 
 class StepStats(msgspec.Struct, array_like=True):
@@ -208,6 +218,10 @@ class StepStats(msgspec.Struct, array_like=True):
     config_generation: int = 1
     config_values: dict[str, float] | None = None
     """The applied live values; sent when they changed and about once a second."""
+    wire_bytes: dict[str, int] = {}
+    """Sent by the core's own rank to other ranks in this step, by kind of collective."""
+    engine_index: int = 0
+    """Which of several data-parallel cores; the client fills it in, which knows whom it hears."""
 
 
 class StepOutputs(msgspec.Struct, tag="outputs"):

@@ -44,7 +44,7 @@ def load_rank(config: EngineConfig, progress: Progress, on_rank_death: OnDeath |
     """Load the engine core's rank; with several ranks start the others and wait until they have loaded, too."""
     layout = Layout.of(config)
     if layout.world_size == 1:
-        device = Device(config.device, memory_bytes=config.device_memory_bytes, cpu_threads=config.cpu_threads)
+        device = _own_device(config, layout)
         other_bytes = device.used_bytes()
         runner = ModelRunner.load(config, device, progress, layout=layout)
         return LoadedRank(device, runner, other_bytes, None, [rank_report(runner, device, layout, 0)])
@@ -57,6 +57,18 @@ def load_rank(config: EngineConfig, progress: Progress, on_rank_death: OnDeath |
         raise
 
 
+def _own_device(config: EngineConfig, layout: Layout) -> Device:
+    """The core's. Data-parallel cores share the node with all their ranks."""
+    ranks = layout.ranks_per_engine // config.nnodes
+    return Device(
+        config.device,
+        memory_bytes=config.device_memory_bytes,
+        cpu_threads=config.cpu_threads,
+        local_index=config.data_parallel_rank * ranks,
+        local_count=config.data_parallel_size * ranks,
+    )
+
+
 def _check_layout(config: EngineConfig, layout: Layout) -> None:
     """Raise ConfigError, before any process starts, for a layout that the model does not allow."""
     source = open_source(config.model, config.load_format)
@@ -65,12 +77,7 @@ def _check_layout(config: EngineConfig, layout: Layout) -> None:
 
 
 def _load_driven(config: EngineConfig, layout: Layout, workers: Workers, progress: Progress) -> LoadedRank:
-    device = Device(
-        config.device,
-        memory_bytes=config.device_memory_bytes,
-        cpu_threads=config.cpu_threads,
-        local_count=layout.world_size // config.nnodes,
-    )
+    device = _own_device(config, layout)
     groups, meter = workers.join()
     other_bytes = device.used_bytes()
     runner = DrivenRunner.load(config, device, progress, layout=layout, rank=workers.rank, groups=groups)

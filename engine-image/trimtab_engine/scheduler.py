@@ -77,6 +77,11 @@ class Scheduler:
 
     # --- what may change between two steps ------------------------------------------------------------------------
 
+    def has_room_for(self, num_tokens: int) -> bool:
+        """Whether a request with so many tokens would be admitted by the next schedule()."""
+        has_seat = not self._waiting and len(self._running) < self._max_num_seqs
+        return has_seat and self._blocks.can_allocate(num_tokens)
+
     def add(self, request: Request) -> None:
         """Queue a new request. Raises InvalidRequest when it could never run; nothing else is affected."""
         num_tokens, sampling = request.num_tokens, request.sampling

@@ -86,7 +86,7 @@ def start_engine(
         grammars=_grammars(config, runner),
     )
     progress("ready", 100.0)
-    return Engine(parts, clock), _ready(config, runner, formula, size)
+    return Engine(parts, clock), _ready(config, runner, formula, size, len(rank.reports))
 
 
 def _longest_that_fits(config: EngineConfig, formula: MemoryFormula) -> MemoryFormula:
@@ -208,7 +208,9 @@ def _grammars(config: EngineConfig, runner: ModelRunner) -> GrammarCompiler:
     return GrammarCompiler(partial(read_vocabulary, path, facts.vocab_size, facts.eos_token_ids))
 
 
-def _ready(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula, size: KVSize) -> CoreReady:
+def _ready(
+    config: EngineConfig, runner: ModelRunner, formula: MemoryFormula, size: KVSize, num_ranks: int
+) -> CoreReady:
     return CoreReady(
         max_model_len=formula.max_model_len,
         vocab_size=runner.facts.vocab_size,
@@ -224,6 +226,7 @@ def _ready(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula, si
             "enable_prefix_caching": str(config.enable_prefix_caching),
             "kv_cache_size_tokens": str(size.num_blocks * config.block_size),
         },
+        num_ranks=num_ranks,
     )
 
 

@@ -8,7 +8,9 @@ import asyncio
 import logging
 from typing import Protocol
 
-from trimtab_engine.api.metrics import EngineMetrics, Interval, statistics_line
+from prometheus_client import generate_latest
+
+from trimtab_engine.api.metrics import EngineMetrics, Interval, MergedRegistry, statistics_line
 from trimtab_engine.api.observations import Observations
 from trimtab_engine.messages import CoreReady, StepStats
 
@@ -28,20 +30,31 @@ class Exporter(Protocol):
 
 
 class EngineExporter:
-    """Counts and logs for one engine. `metrics` comes when the core is ready; there is none with log_stats off."""
+    """Counts and logs for one engine. `metrics` comes when the cores are ready: the first core's, and what requests
+    see. Other cores have theirs from their first step on.
+    """
 
     def __init__(self, model_name: str, *, log_stats: bool) -> None:
         self._model_name, self._log_stats = model_name, log_stats
         self.metrics: EngineMetrics | None = None
+        self._of_cores: dict[int, EngineMetrics] = {}
+        self._facts: CoreReady | None = None
 
     def begin(self, facts: CoreReady) -> None:
         """The core is ready: the families have their buckets and labels."""
-        self.metrics = EngineMetrics(self._model_name, facts.max_model_len)
-        self.metrics.cache_config(facts.cache_config)
+        self._facts = facts
+        self.metrics = self._metrics_of(0, facts)
+        self.metrics.layout(facts.num_ranks)
+
+    def _metrics_of(self, core: int, facts: CoreReady) -> EngineMetrics:
+        if core not in self._of_cores:
+            metrics = self._of_cores[core] = EngineMetrics(self._model_name, facts.max_model_len, str(core))
+            metrics.cache_config(facts.cache_config)
+        return self._of_cores[core]
 
     def on_step(self, stats: StepStats) -> None:
-        if self.metrics is not None:
-            self.metrics.on_step(stats)
+        if self._facts is not None:
+            self._metrics_of(stats.engine_index, self._facts).on_step(stats)
 
     def add(self, observations: Observations) -> None:
         if self.metrics is not None:
@@ -55,7 +68,11 @@ class EngineExporter:
         return own
 
     def text(self) -> bytes:
-        return self.metrics.exposition() if self.metrics is not None and self._log_stats else b""
+        if self.metrics is None or not self._log_stats:
+            return b""
+        if len(self._of_cores) == 1:
+            return self.metrics.exposition()
+        return generate_latest(MergedRegistry(list(self._of_cores.values())))
 
     async def log_statistics(self) -> None:
         """vLLM's line every 10 s while there is something to say."""

@@ -6,7 +6,7 @@ Fed with the core's StepStats and with each sequence's life; one registry per se
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
 from trimtab_engine.api.observations import FinishedSequence
 from trimtab_engine.messages import StepStats
@@ -44,11 +44,13 @@ class Interval:
 
 
 class EngineMetrics:
-    """All families of one engine. `max_model_len` sets the upper end of the length histograms."""
+    """All families of one engine core. `max_model_len` sets the upper end of the length histograms; `engine` is the
+    label that tells data-parallel cores apart.
+    """
 
-    def __init__(self, model_name: str, max_model_len: int) -> None:
+    def __init__(self, model_name: str, max_model_len: int, engine: str = "0") -> None:
         self.registry = CollectorRegistry()
-        self._values = (model_name, "0")
+        self._values = (model_name, engine)
         self.interval = Interval()
         self.latest: StepStats | None = None
         self._build_gauges()
@@ -66,8 +68,11 @@ class EngineMetrics:
         info = Gauge(
             "vllm:cache_config_info", "Information of the KV cache's configuration", names, registry=self.registry
         )
-        info.labels(*values.values(), "0").set(1)
-        self._layout_ranks.set(1)
+        info.labels(*values.values(), self._values[1]).set(1)
+
+    def layout(self, num_ranks: int) -> None:
+        """trimtab_layout_ranks: those that really run for the whole engine."""
+        self._layout_ranks.set(num_ranks)
 
     def on_step(self, stats: StepStats) -> None:
         self.latest = stats
@@ -99,6 +104,8 @@ class EngineMetrics:
             self._preempted.labels(*self._values, mode, reason).inc(count)
             self.interval.preemptions += count
         self._recomputed.inc(stats.recomputed_tokens)
+        for collective, num_bytes in stats.wire_bytes.items():
+            self._wire.labels(*self._values, collective).inc(num_bytes)
         for reason, seconds in stats.blocked_seconds.items():
             self._blocked.labels(*self._values, reason).inc(seconds)
         for seconds in stats.preempt_stall_seconds:
@@ -155,6 +162,9 @@ class EngineMetrics:
         self._recomputed = self._counter("trimtab_recomputed_tokens", "Tokens computed again because of preemption")
         self._success = self._labelled_counter("vllm:request_success", "Finished requests", "finished_reason")
         self._preempted = self._labelled_counter("trimtab_preempted_requests", "Preempted requests", "mode", "reason")
+        self._wire = self._labelled_counter(
+            "trimtab_wire_bytes", "Bytes that the core's own rank sent to other ranks", "collective"
+        )
         self._blocked = self._labelled_counter(
             "trimtab_blocked_seconds", "Seconds in which the head of the queue could not be admitted", "reason"
         )
@@ -211,6 +221,23 @@ class EngineMetrics:
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         histogram = Histogram(name, text, LABELS, registry=self.registry, buckets=buckets)
         return histogram.labels(*self._values)
+
+
+class MergedRegistry:
+    """Several cores' families as one exposition: each family once, with the samples of all."""
+
+    def __init__(self, engines: Sequence[EngineMetrics]) -> None:
+        self._engines = engines
+
+    def collect(self) -> list[Metric]:
+        families: dict[str, Metric] = {}
+        for engine in self._engines:
+            for family in engine.registry.collect():
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        return list(families.values())
 
 
 def statistics_line(interval: Interval, latest: StepStats, seconds: float) -> str:

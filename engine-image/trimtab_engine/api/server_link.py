@@ -24,7 +24,9 @@ class Start(msgspec.Struct, tag="start"):
     """The first message. `listen_fd` is the inherited listening socket, `client_index` the server's at the core."""
 
     client_index: int
-    addresses: ClientAddresses
+    addresses: list[ClientAddresses]
+    """Where it meets each engine core."""
+    num_clients: int
     listen_fd: int
     config: EngineConfig
     options: ServerOptions

@@ -86,7 +86,7 @@ class ServerProcess:
 
     def __init__(self, start: Start, link: Link[ToServer]) -> None:
         self._start, self._link = start, link
-        self._core = CoreClient(start.addresses, client_index=start.client_index)
+        self._core = CoreClient(start.addresses, client_index=start.client_index, num_clients=start.num_clients)
         self._exporter = LinkExporter(link)
         self._observations = ObservationBuffer()
         self._state = ServerState(start.options, self._core, self._exporter)

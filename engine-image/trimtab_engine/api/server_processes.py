@@ -52,7 +52,7 @@ class ServerProcesses:
         options: ServerOptions,
         exporter: EngineExporter,
         bound: socket.socket,
-        addresses: Sequence[ClientAddresses],
+        addresses: Sequence[Sequence[ClientAddresses]],
         on_lost: Callable[[CoreFailed], None],
     ) -> None:
         self._config, self._options, self._exporter, self._bound = config, options, exporter, bound
@@ -69,7 +69,9 @@ class ServerProcesses:
 
     async def start(self) -> None:
         for index, addresses in enumerate(self._addresses, 1):
-            start = Start(index, addresses, self._bound.fileno(), self._config, self._options)
+            start = Start(
+                index, list(addresses), len(self._addresses), self._bound.fileno(), self._config, self._options
+            )
             self._servers.append(await _Server.start(start, self))
 
     async def load(self) -> None:

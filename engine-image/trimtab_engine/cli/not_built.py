@@ -7,8 +7,18 @@ from trimtab_engine.errors import NotBuiltError
 
 # Flag: values that ask for nothing. None stands for the flag without a value.
 NOT_BUILT: dict[str, tuple[str | None, ...]] = {
-    "--data-parallel-size": ("1",),
+    "--data-parallel-address": (),
+    "--data-parallel-backend": ("mp",),
+    "--data-parallel-external-lb": (),
+    "--data-parallel-hybrid-lb": (),
+    "--data-parallel-rank": (),
+    "--data-parallel-rpc-port": (),
+    "--data-parallel-size-local": (),
+    "--data-parallel-start-rank": (),
+    "--enable-elastic-ep": (),
     "--enable-eplb": (),
+    "--eplb-config": (),
+    "--headless": (),
     "--async-scheduling": (),
     "--no-async-scheduling": (None,),
     "--chat-template": (),
@@ -48,7 +58,12 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
 }
 HELP = {"--preemption-mode": "what a preempted request's KV cache becomes: recompute (default: recompute)"}
 """Flags of ours that have one value so far, and are shown."""
-SHORT = {"-dp": "--data-parallel-size", "-cc": "--compilation-config", "-O": "--optimization-level"}
+SHORT = {
+    "-dpl": "--data-parallel-size-local",
+    "-dpr": "--data-parallel-rank",
+    "-cc": "--compilation-config",
+    "-O": "--optimization-level",
+}
 
 
 class _NotBuilt(argparse.Action):

@@ -30,6 +30,14 @@ def add_parallel_flags(group: Any) -> None:
         help="layers of each stage (default: divided evenly)",
     )
     group.add_argument(
+        "--data-parallel-size",
+        "-dp",
+        type=types.positive,
+        default=1,
+        metavar="N",
+        help="engine cores that serve different requests behind this API (default: 1)",
+    )
+    group.add_argument(
         "--enable-expert-parallel",
         "-ep",
         action=argparse.BooleanOptionalAction,
@@ -69,6 +77,7 @@ def parallel_fields(arguments: argparse.Namespace) -> dict[str, Any]:
             "tensor_parallel_size",
             "pipeline_parallel_size",
             "pipeline_layer_partition",
+            "data_parallel_size",
             "enable_expert_parallel",
             "expert_placement_strategy",
             "nnodes",

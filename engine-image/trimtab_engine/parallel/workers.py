@@ -53,7 +53,7 @@ class Workers:
             self._steps.append(steps)
         self._encoder = msgspec.msgpack.Encoder()
         self._closed = threading.Event()
-        count = layout.world_size // config.nnodes
+        count = layout.ranks_per_engine // config.nnodes
         self._processes = start_processes(config, range(1, count), count, self._rendezvous)
         by_rank = {layout.rank_of_process(index): process for index, process in self._processes.items()}
         tell = None if on_death is None else (lambda failure: on_death(_line(failure), failure.exit_code))
@@ -151,7 +151,8 @@ def start_processes(
     """Start this node's workers, by their number among the engine's processes."""
     started = {}
     for process in processes:
-        start = WorkerStart(config, process, process % local_count, local_count, rendezvous)
+        local_index = config.data_parallel_rank * local_count + process % local_count
+        start = WorkerStart(config, process, local_index, config.data_parallel_size * local_count, rendezvous)
         worker = subprocess.Popen(WORKER_COMMAND, stdin=subprocess.PIPE, env=core_environment())
         assert worker.stdin is not None
         worker.stdin.write(msgspec.json.encode(start) + b"\n")

@@ -54,8 +54,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--load-format", "pickle"], "pickle"),
         (["--admin-token-sha256", "abc"], "64 hexadecimal digits"),
         (["--shutdown-timeout", "-1"], "--shutdown-timeout"),
-        (["--data-parallel-size", "2"], "--data-parallel-size other than 1 is not built yet"),
-        (["-dp", "2"], "--data-parallel-size"),
         (["-tp", "0"], "argument --tensor-parallel-size/-tp"),
         (["--pipeline-layer-partition", "3,x"], "'3,x' is not a list of layer counts"),
         (["--distributed-executor-backend", "ray"], "invalid choice: 'ray'"),

@@ -1,0 +1,53 @@
+"""Which of several engine cores gets the next request: the one with the least to do, as far as is known here.
+
+A guess only chooses whom to ask first: a core that cannot run the request at once says so, and the next one is asked
+(core_client.py). Where all say so, the request queues with the least loaded. Pure.
+"""
+
+from dataclasses import dataclass
+
+WAITING_WEIGHT = 6.0  # vLLM's: how much a waiting request counts on a core whose KV cache is full
+USAGE_FLOOR = 0.5  # below this much KV cache in use, waiting requests wait for something else
+
+
+@dataclass(slots=True)
+class CoreLoad:
+    """What is known of one core: what this client has sent, and what the core last reported to it."""
+
+    num_sent: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+
+    def score(self, num_clients: int) -> float:
+        """Requests to count: a report may be older than what was sent, and other clients send about as much."""
+        known = max(num_clients * self.num_sent, self.num_running + self.num_waiting)
+        return known + self.num_waiting * WAITING_WEIGHT * max(0.0, self.kv_usage - USAGE_FLOOR)
+
+
+class CoreBalancer:
+    """Chooses among cores by their loads; equal ones take turns."""
+
+    def __init__(self, num_cores: int, num_clients: int = 1) -> None:
+        self._loads = [CoreLoad() for _ in range(num_cores)]
+        self._num_clients = num_clients
+        self._turn = 0
+
+    def choose(self, without: frozenset[int] = frozenset()) -> int:
+        """The least loaded core that is not in `without`; of all cores when every one is."""
+        num_cores = len(self._loads)
+        order = [(self._turn + offset) % num_cores for offset in range(num_cores)]
+        candidates = [core for core in order if core not in without] or order
+        chosen = min(candidates, key=lambda core: self._loads[core].score(self._num_clients))
+        self._turn = (chosen + 1) % num_cores
+        return chosen
+
+    def sent(self, core: int) -> None:
+        self._loads[core].num_sent += 1
+
+    def ended(self, core: int) -> None:
+        self._loads[core].num_sent -= 1
+
+    def report(self, core: int, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
+        load = self._loads[core]
+        load.num_running, load.num_waiting, load.kv_usage = num_running, num_waiting, kv_usage

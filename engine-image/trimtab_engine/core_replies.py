@@ -1,0 +1,36 @@
+"""One admin answer of several engine cores, which all got the same call. Pure."""
+
+from typing import Any
+
+from trimtab_engine.messages import AdminReply
+
+
+def merge_replies(method: str, replies: list[AdminReply]) -> AdminReply:
+    """The answer for the engine as a whole. A core that refuses speaks for all."""
+    first = replies[0]
+    refused = next((reply for reply in replies if reply.status != 200), None)
+    if len(replies) == 1 or refused is not None:
+        return refused or first
+    bodies = [reply.body for reply in replies]
+    body = dict(first.body)
+    match method:
+        case "layout":
+            body = _merge_layouts(bodies)
+        case "drain":
+            for name in ("remaining_requests", "remaining_tokens"):
+                body[name] = sum(each[name] for each in bodies)
+            body["eta_seconds"] = max(each["eta_seconds"] for each in bodies)
+        case "memory":
+            body["data_parallel"] = bodies  # each core has a device, or a share of one, of its own
+    return AdminReply(first.call_id, first.status, body)
+
+
+def _merge_layouts(bodies: list[dict[str, Any]]) -> dict[str, Any]:
+    """Ranks of independent cores are numbered one core after the other; those of one world are already."""
+    rows: list[dict[str, Any]] = []
+    for index, body in enumerate(bodies):
+        own = body["ranks"]
+        offset = 0 if len({row["data"] for each in bodies for row in each["ranks"]}) > 1 else index * len(own)
+        rows += [{**row, "rank": row["rank"] + offset, "data": index} for row in own]
+    rows.sort(key=lambda row: row["rank"])
+    return {**bodies[0], "world_size": len(rows), "ranks": rows}
