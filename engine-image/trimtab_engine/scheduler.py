@@ -79,7 +79,7 @@ class Scheduler:
 
     def has_room_for(self, num_tokens: int) -> bool:
         """Whether a request with so many tokens would be admitted by the next schedule()."""
-        has_seat = not self._waiting and len(self._running) < self._max_num_seqs
+        has_seat = not self._waiting and len(self._running) < self._policy.max_num_seqs
         return has_seat and self._blocks.can_allocate(num_tokens)
 
     def add(self, request: Request) -> None:

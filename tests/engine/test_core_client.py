@@ -130,3 +130,86 @@ async def test_a_fault_in_the_statistics_ends_every_wait(run_core: RunCore) -> N
     await soon(client.loaded.wait())
     with pytest.raises(EngineDead, match="a defect of ours"):
         await soon(tokens(client))
+
+
+TWO_CORES = """
+core = 0 if "/to-0-" in mine["to_core"] else 1
+"""
+
+
+async def two_cores(monkeypatch: pytest.MonkeyPatch, lines: str) -> tuple[CoreLauncher, CoreClient]:
+    monkeypatch.setattr(core_launcher, "CORE_COMMAND", (sys.executable, "-c", BEGIN + TWO_CORES + lines))
+    launcher = CoreLauncher(EngineConfig(model="m", data_parallel_size=2))
+    client = CoreClient(launcher.addresses[0])
+    client.open()
+    await launcher.start(client)
+    await soon(client.loaded.wait())
+    return launcher, client
+
+
+async def test_a_request_that_a_core_refuses_runs_on_the_other_and_queues_when_both_refuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launcher, client = await two_cores(
+        monkeypatch,
+        """
+ready()
+while True:
+    request = receive()
+    if isinstance(request, Shutdown): break
+    if not isinstance(request, AddRequest): continue
+    full = core == 0 or request.request_id == "b"
+    refuses = full and not request.may_queue
+    answer = RequestOutput(request.request_id, [core], "length")
+    if refuses: answer = RequestOutput(request.request_id, [], REFUSED)
+    send(ClientOutputs([answer]))
+""",
+    )
+    assert await soon(tokens(client, "a")) == [1], "core 0 has refused"
+    assert (await soon(tokens(client, "b")))[0] in (0, 1), "both have refused, one has to queue it"
+    pinned = AddRequest("c", [1], SamplingParams(), 0.0, data_parallel_rank=0)
+    assert [token async for output in client.generate(pinned) for token in output.token_ids] == [0]
+    await launcher.close(client)
+
+
+async def test_a_change_that_one_core_refuses_is_made_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, client = await two_cores(
+        monkeypatch,
+        """
+ready(); made = 0
+while True:
+    call = receive()
+    if isinstance(call, Shutdown): break
+    refuses = core == 1 and call.body.get("values") == {"a": 1}
+    made += call.method == "config_patch" and not call.body["dry_run"]
+    send(AdminReply(call.call_id, 422 if refuses else 200, {"made": made}))
+""",
+    )
+    refused = await soon(client.call("config_patch", {"values": {"a": 1}, "dry_run": False}))
+    assert (refused.status, refused.body["made"]) == (422, 0)
+    accepted = await soon(client.call("config_patch", {"values": {"a": 2}, "dry_run": False}))
+    assert (accepted.status, accepted.body["made"]) == (200, 1)
+    await launcher.close(client)
+
+
+async def test_one_core_lost_fails_the_requests_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, client = await two_cores(
+        monkeypatch,
+        """
+ready()
+while True:
+    request = receive()
+    if isinstance(request, Shutdown): break
+    if core == 1: sys.exit(3)
+""",
+    )
+    first = AddRequest("a", [1], SamplingParams(), 0.0, data_parallel_rank=0)
+    second = AddRequest("b", [1], SamplingParams(), 0.0, data_parallel_rank=1)
+
+    async def run(request: AddRequest) -> None:
+        async for _ in client.generate(request):
+            pass
+
+    answers = await soon(asyncio.gather(run(first), run(second), return_exceptions=True))
+    assert [type(answer) for answer in answers] == [EngineDead, EngineDead]
+    await launcher.close(client)

@@ -1,0 +1,46 @@
+"""One answer of several cores."""
+
+from typing import Any
+
+from trimtab_engine.core_replies import merge_replies
+from trimtab_engine.messages import AdminReply
+
+
+def replies(*bodies: dict[str, Any], status: int = 200) -> list[AdminReply]:
+    return [AdminReply(f"c{index}", status, body) for index, body in enumerate(bodies)]
+
+
+def a_layout(*ranks: int, data: int = 0) -> dict[str, Any]:
+    return {"world_size": len(ranks), "ranks": [{"rank": rank, "data": data, "pid": 10 + rank} for rank in ranks]}
+
+
+def test_one_core_speaks_for_itself() -> None:
+    assert merge_replies("layout", replies(a_layout(0, 1))).body == a_layout(0, 1)
+
+
+def test_layouts_of_independent_cores_are_numbered_one_after_the_other() -> None:
+    body = merge_replies("layout", replies(a_layout(0, 1), a_layout(0, 1))).body
+    assert body["world_size"] == 4
+    assert [(row["rank"], row["data"]) for row in body["ranks"]] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+
+
+def test_layouts_of_one_world_keep_their_ranks() -> None:
+    body = merge_replies("layout", replies(a_layout(0, 1), a_layout(2, 3, data=1))).body
+    assert [(row["rank"], row["data"]) for row in body["ranks"]] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+
+
+def test_what_remains_of_a_drain_is_summed_and_the_longest_is_waited_for() -> None:
+    one = {"remaining_requests": 1, "remaining_tokens": 10, "eta_seconds": 2.0}
+    two = {"remaining_requests": 2, "remaining_tokens": 5, "eta_seconds": 1.0}
+    merged = merge_replies("drain", replies(one, two)).body
+    assert merged == {"remaining_requests": 3, "remaining_tokens": 15, "eta_seconds": 2.0}
+
+
+def test_each_cores_ledger_is_shown() -> None:
+    merged = merge_replies("memory", replies({"device_bytes": 5}, {"device_bytes": 7})).body
+    assert merged == {"device_bytes": 5, "data_parallel": [{"device_bytes": 5}, {"device_bytes": 7}]}
+
+
+def test_a_core_that_refuses_speaks_for_all() -> None:
+    both = [AdminReply("a", 200, {}), AdminReply("b", 422, {"field": "x"})]
+    assert merge_replies("config_patch", both) is both[1]
