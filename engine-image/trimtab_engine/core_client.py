@@ -263,8 +263,7 @@ class CoreClient:
                 self.fail(message)
 
     def _all_ready(self) -> None:
-        num_ranks = sum(ready.num_ranks for ready in self._readies.values())
-        self.ready = msgspec.structs.replace(self._readies[0], num_ranks=num_ranks)
+        self.ready = self._readies[0]
         if self._on_ready is not None:
             self._on_ready(self.ready)
         self.loaded.set()

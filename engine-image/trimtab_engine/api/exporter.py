@@ -44,12 +44,12 @@ class EngineExporter:
         """The core is ready: the families have their buckets and labels."""
         self._facts = facts
         self.metrics = self._metrics_of(0, facts)
-        self.metrics.layout(facts.num_ranks)
 
     def _metrics_of(self, core: int, facts: CoreReady) -> EngineMetrics:
         if core not in self._of_cores:
             metrics = self._of_cores[core] = EngineMetrics(self._model_name, facts.max_model_len, str(core))
             metrics.cache_config(facts.cache_config)
+            metrics.layout(facts.num_ranks)
         return self._of_cores[core]
 
     def on_step(self, stats: StepStats) -> None:

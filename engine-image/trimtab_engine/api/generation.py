@@ -33,6 +33,8 @@ class GenerationPlan:
     arrival_time: float
     cache_salt: str = ""
     priority: int = 0
+    data_parallel_rank: int | None = None
+    """The core that shall run it. None: any."""
     stream_interval: int = 1
     """Tokens that a piece has at least, but for a choice's first and last one."""
     trace_headers: Mapping[str, str] = field(default_factory=dict)
@@ -139,6 +141,7 @@ class Generator:
             plan.sampling[index],
             plan.arrival_time,
             priority=plan.priority,
+            data_parallel_rank=plan.data_parallel_rank,
             cache_salt=plan.cache_salt,
         )
         outputs = self._client.generate(request)

@@ -71,7 +71,7 @@ class EngineMetrics:
         info.labels(*values.values(), self._values[1]).set(1)
 
     def layout(self, num_ranks: int) -> None:
-        """trimtab_layout_ranks: those that really run for the whole engine."""
+        """trimtab_layout_ranks: those that really run for this core."""
         self._layout_ranks.set(num_ranks)
 
     def on_step(self, stats: StepStats) -> None:

@@ -3,7 +3,7 @@
 from fastapi import Request
 
 from trimtab_engine.api.answers import AnswerForm
-from trimtab_engine.api.error_responses import invalid
+from trimtab_engine.api.error_responses import invalid, shorten
 from trimtab_engine.api.generation import GenerationPlan
 from trimtab_engine.api.protocol import CompletionRequest, GenerationRequest
 from trimtab_engine.api.request_identity import key_salt
@@ -12,6 +12,7 @@ from trimtab_engine.api.state import ServerState, Serving
 from trimtab_engine.api.tracing import TRACE_HEADERS
 from trimtab_engine.errors import InvalidRequest
 
+MAX_RANK_CHARACTERS = 4
 MAX_CHARACTERS_PER_TOKEN = 64  # no prompt within max_model_len is longer; beyond it, tokenising would be a waste
 
 
@@ -106,11 +107,23 @@ def plan_of(
         arrival_time=arrival,
         cache_salt=key_salt(request) + (body.cache_salt or ""),
         priority=body.priority,
+        data_parallel_rank=_pinned_rank(state, request),
         stream_interval=state.options.stream_interval,
         trace_headers={name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
         if state.options.otlp_traces_endpoint
         else {},
     )
+
+
+def _pinned_rank(state: ServerState, request: Request) -> int | None:
+    """The data-parallel core that X-data-parallel-rank asks for; None: the client leaves the choice."""
+    text = request.headers.get("x-data-parallel-rank")
+    if text is None:
+        return None
+    last = state.core.num_cores - 1
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_RANK_CHARACTERS and int(text) <= last):
+        raise invalid(f"X-data-parallel-rank is {shorten(text)!r}; ranks here are 0 to {last}", "X-data-parallel-rank")
+    return int(text)
 
 
 def _room(serving: Serving, body: GenerationRequest, prompt: list[int], max_tokens: int | None) -> int:

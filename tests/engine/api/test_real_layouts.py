@@ -1,0 +1,183 @@
+"""Layouts as they are installed: the command, the API server, real cores and ranks on a tiny random model."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+DEADLINE_SECONDS = 60.0
+DEATH_SECONDS = 10.0  # within which a dead rank ends the engine
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 258,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "eos_token_id": 256,
+}
+PROMPTS = [f"{word} is what they said " * (1 + number % 3) for number, word in enumerate("abcdefghijkl")]
+
+
+class Engine:
+    """A running `trimtab-engine serve` on ports that the kernel chose."""
+
+    def __init__(self, model: Path, log: Path, *flags: str) -> None:
+        command = [sys.executable, "-m", "trimtab_engine.cli", "serve", str(model), "--served-model-name", "tiny"]
+        command += ["--load-format", "dummy", "--device", "cpu", "--cpu-threads", "1", "--max-model-len", "256"]
+        command += ["--num-gpu-blocks-override", "40", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
+        command += ["--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--shutdown-timeout", "10"]
+        command += ["--device-memory-bytes", "4Gi", *flags]
+        self.log = log
+        with log.open("wb") as stream:
+            self.process = subprocess.Popen(command, stderr=stream)
+        self.wait_for(lambda: len(self._ports()) == 2, "two listening ports")
+        self.http, self.admin = (
+            httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_SECONDS) for port in self._ports()
+        )
+        self.wait_for(lambda: self.http.get("/readyz").status_code == 200, "readiness")
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not condition():
+            text = self.log.read_text()[-1000:]
+            assert self.process.poll() is None, f"ended while waiting for {what}: {text}"
+            assert time.monotonic() < deadline, f"waited for {what}: {text}"
+            time.sleep(0.01)
+
+    def _ports(self) -> list[str]:
+        return re.findall(r"listens on 127\.0\.0\.1 port (\d+)\n", self.log.read_text())
+
+    def layout(self) -> dict[str, Any]:
+        layout: dict[str, Any] = self.admin.get("/admin/v1/layout").json()
+        return layout
+
+    def post(self, prompt: str, max_tokens: int = 20, **headers: str) -> httpx.Response:
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        return self.http.post("/v1/completions", json=body, headers=headers)
+
+    def texts(self) -> list[str]:
+        """What all prompts yield, asked for at once."""
+        answers: dict[str, str] = {}
+
+        def ask(prompt: str) -> None:
+            answers[prompt] = self.post(prompt).json()["choices"][0]["text"]
+
+        threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in PROMPTS]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_SECONDS)
+        return [answers[prompt] for prompt in PROMPTS]
+
+    def metric(self, name: str) -> dict[str, float]:
+        """Values of a family by engine."""
+        lines = self.http.get("/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith(name + "{")]
+        return {re.findall(r'engine="(\d+)"', line)[0]: float(line.split()[-1]) for line in found}
+
+    def end(self) -> None:
+        self.http.close()
+        self.admin.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    for file in tokenizer_folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+Serve = Callable[..., Engine]
+
+
+@pytest.fixture
+def serve(tiny_model: Path, tmp_path: Path) -> Iterator[Serve]:
+    engines: list[Engine] = []
+
+    def start(*flags: str) -> Engine:
+        engines.append(Engine(tiny_model, tmp_path / f"log-{len(engines)}", *flags))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.end()
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What one rank yields."""
+    engine = Engine(tiny_model, tmp_path_factory.mktemp("one") / "log")
+    texts = engine.texts()
+    engine.end()
+    return texts
+
+
+def test_two_cores_of_two_ranks_each_give_the_text_of_one_and_share_the_work(serve: Serve, expected: list[str]) -> None:
+    engine = serve("-dp", "2", "-tp", "2")
+    assert engine.texts() == expected
+    layout = engine.layout()
+    assert (layout["world_size"], layout["data_parallel_size"], layout["tensor_parallel_size"]) == (4, 2, 2)
+    assert [(row["rank"], row["data"], row["tensor"]) for row in layout["ranks"]] == [
+        (0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1),
+    ]  # fmt: skip
+    assert len({row["pid"] for row in layout["ranks"]}) == 4
+    assert engine.metric("trimtab_layout_ranks") == {"0": 2.0, "1": 2.0}
+    generated = engine.metric("vllm:generation_tokens_total")
+    assert sum(generated.values()) == 20 * len(PROMPTS)
+    assert min(generated.values()) >= 20 * 3, "four seats each: neither core had all"
+
+
+def test_a_request_can_name_its_core_and_a_change_reaches_all(serve: Serve) -> None:
+    engine = serve("-dp", "2")
+    for _ in range(3):
+        assert engine.post("a", **{"X-data-parallel-rank": "1"}).status_code == 200
+    assert engine.metric("vllm:generation_tokens_total").get("0", 0.0) == 0.0
+    wrong = engine.post("a", **{"X-data-parallel-rank": "2"})
+    assert (wrong.status_code, "ranks here are 0 to 1" in wrong.text) == (400, True)
+    assert engine.admin.patch("/admin/v1/config", json={"max_num_seqs": 2}).status_code == 200
+    engine.wait_for(
+        lambda: engine.metric("trimtab_config_generation") == {"0": 2.0, "1": 2.0}, "the change in both cores"
+    )
+
+
+@pytest.mark.parametrize("flags", [("-tp", "2"), ("-pp", "2")], ids=" ".join)
+def test_a_rank_that_is_killed_ends_the_engine_by_name_and_requests_get_a_5xx(
+    flags: tuple[str, ...], serve: Serve
+) -> None:
+    engine = serve(*flags)
+    core = max(row["rank"] for row in engine.layout()["ranks"]) if flags[0] == "-pp" else 0
+    victim = next(row for row in engine.layout()["ranks"] if row["rank"] != core)
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(engine.post("a", max_tokens=250)))
+    asking.start()
+    engine.wait_for(lambda: engine.metric("vllm:num_requests_running") == {"0": 1.0}, "the request to run")
+    os.kill(victim["pid"], signal.SIGKILL)
+    killed = time.monotonic()
+    assert engine.process.wait(DEATH_SECONDS) == 1
+    assert time.monotonic() - killed < DEATH_SECONDS
+    asking.join(DEADLINE_SECONDS)
+    assert [answer.status_code // 100 for answer in answers] == [5]
+    last = engine.log.read_text().strip().splitlines()[-1]
+    assert re.fullmatch(
+        rf"trimtab-engine: .*rank {victim['rank']} \(.*pid {victim['pid']}\) was killed by SIGKILL", last
+    )
+    assert not Path(f"/proc/{victim['pid']}").exists()
