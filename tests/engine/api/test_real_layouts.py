@@ -65,8 +65,9 @@ class Engine:
         layout: dict[str, Any] = self.admin.get("/admin/v1/layout").json()
         return layout
 
-    def post(self, prompt: str, max_tokens: int = 20, **headers: str) -> httpx.Response:
+    def post(self, prompt: str, max_tokens: int = 20, rank: str | None = None) -> httpx.Response:
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        headers = {} if rank is None else {"X-data-parallel-rank": rank}
         return self.http.post("/v1/completions", json=body, headers=headers)
 
     def texts(self) -> list[str]:
@@ -149,9 +150,9 @@ def test_two_cores_of_two_ranks_each_give_the_text_of_one_and_share_the_work(ser
 def test_a_request_can_name_its_core_and_a_change_reaches_all(serve: Serve) -> None:
     engine = serve("-dp", "2")
     for _ in range(3):
-        assert engine.post("a", **{"X-data-parallel-rank": "1"}).status_code == 200
+        assert engine.post("a", rank="1").status_code == 200
     assert engine.metric("vllm:generation_tokens_total").get("0", 0.0) == 0.0
-    wrong = engine.post("a", **{"X-data-parallel-rank": "2"})
+    wrong = engine.post("a", rank="2")
     assert (wrong.status_code, "ranks here are 0 to 1" in wrong.text) == (400, True)
     assert engine.admin.patch("/admin/v1/config", json={"max_num_seqs": 2}).status_code == 200
     engine.wait_for(
