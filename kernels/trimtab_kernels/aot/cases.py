@@ -12,6 +12,8 @@ import torch
 from trimtab_kernels.copy_blocks import copy_blocks_triton
 from trimtab_kernels.device_facts import DeviceFacts
 from trimtab_kernels.jit import Launch, record_launches
+from trimtab_kernels.paged_decode import paged_decode_triton
+from trimtab_kernels.paged_prefill import paged_prefill_triton
 from trimtab_kernels.reshape_and_cache import FLOAT8, reshape_and_cache_triton
 from trimtab_kernels.rms_norm import rms_norm_triton
 from trimtab_kernels.rotary_embedding import rotary_embedding_triton
@@ -107,6 +109,98 @@ def _cache() -> Iterator[Case]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Shapes of a model's attention, and what it does to scores."""
+
+    num_heads: int
+    num_kv_heads: int
+    size: int
+    block_size: int = 16
+    window: int | None = None
+    soft_cap: float | None = None
+    cache_dtype: torch.dtype = BF16
+
+    @property
+    def name(self) -> str:
+        parts = [f"{self.num_heads}/{self.num_kv_heads}x{self.size} block {self.block_size}"]
+        parts += [f"window {self.window}"] * (self.window is not None)
+        parts += ["soft cap"] * (self.soft_cap is not None)
+        parts += ["float8"] * (self.cache_dtype == FLOAT8)
+        return " ".join(parts)
+
+
+HEADS = (
+    Heads(9, 3, 64),  # SmolLM2-135M
+    Heads(32, 8, 128),  # Llama-3.1-8B, Qwen3-8B
+    Heads(32, 8, 128, block_size=8),
+    Heads(32, 8, 128, block_size=32),
+    Heads(32, 8, 128, block_size=128),
+    Heads(32, 8, 128, cache_dtype=FLOAT8),
+    Heads(32, 8, 128, block_size=32, cache_dtype=FLOAT8),
+    Heads(32, 8, 128, window=4096),  # Mistral
+    Heads(16, 8, 128),  # Qwen3-0.6B
+    Heads(32, 4, 128),  # Qwen3-30B-A3B
+    Heads(32, 32, 128),  # Llama-2-7B: one query head per kv head
+    Heads(64, 1, 128),  # one kv head for all
+    Heads(32, 32, 80),
+    Heads(32, 8, 96),
+    Heads(16, 8, 192),
+    Heads(16, 8, 256, window=4096, soft_cap=50.0),  # Gemma-2-9B
+    Heads(8, 4, 256, soft_cap=50.0),
+)
+
+
+def _attention() -> Iterator[Case]:
+    for heads in HEADS:
+        is_sampled = heads == HEADS[1]
+        for max_seq_len, num_seqs in ((8192, 256), (8192, 16), (131072, 1)):
+            yield _decode(heads, max_seq_len, num_seqs, in_sample=is_sampled and num_seqs < 256)
+        for max_query_len in (8192, 4):
+            yield _prefill(heads, max_query_len, in_sample=is_sampled and max_query_len > 4)
+
+
+def _decode(heads: Heads, max_seq_len: int, num_seqs: int, *, in_sample: bool) -> Case:
+    def launch(facts: DeviceFacts) -> object:
+        cache = empty(64, heads.block_size, heads.num_kv_heads, heads.size, dtype=heads.cache_dtype)
+        return paged_decode_triton(
+            empty(num_seqs, heads.num_heads, heads.size),
+            cache,
+            cache,
+            empty(num_seqs, 512, dtype=torch.int32),
+            empty(num_seqs, dtype=torch.int32),
+            max_seq_len=max_seq_len,
+            scale=0.1,
+            window=heads.window,
+            soft_cap=heads.soft_cap,
+            facts=facts,
+        )
+
+    name = f"paged_decode {heads.name}, {num_seqs} of {max_seq_len}"
+    return Case(name, launch, needs_float8=heads.cache_dtype == FLOAT8, in_sample=in_sample)
+
+
+def _prefill(heads: Heads, max_query_len: int, *, in_sample: bool) -> Case:
+    def launch(facts: DeviceFacts) -> object:
+        cache = empty(64, heads.block_size, heads.num_kv_heads, heads.size, dtype=heads.cache_dtype)
+        return paged_prefill_triton(
+            empty(2048, heads.num_heads, heads.size),
+            cache,
+            cache,
+            empty(2, 512, dtype=torch.int32),
+            empty(2, dtype=torch.int32),
+            empty(3, dtype=torch.int32),
+            max_query_len=max_query_len,
+            scale=0.1,
+            window=heads.window,
+            soft_cap=heads.soft_cap,
+            facts=facts,
+        )
+
+    name = f"paged_prefill {heads.name}, chunks of {max_query_len}"
+    return Case(name, launch, needs_float8=heads.cache_dtype == FLOAT8, in_sample=in_sample)
+
+
 def all_cases() -> list[Case]:
     """Every case, in the order of the report."""
-    return [*_cache(), *_elementwise()]
+    return [*_attention(), *_cache(), *_elementwise()]
