@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from trimtab_kernels.paged_attention import GATHER_TOKENS, build_attention_metadata
+from trimtab_kernels.paged_attention import build_attention_metadata, max_decode_tokens
+from trimtab_kernels.paged_batch import warm_up_attention
 
 from trimtab_engine.batch import ScheduledSequence
 from trimtab_engine.config import EngineConfig
@@ -126,7 +127,7 @@ class ModelRunner:
         first, so that the smaller ones fit into memory that the allocator already has.
         """
         max_len = self.facts.max_model_len
-        longest_decode = min(max_len, GATHER_TOKENS) - 1
+        longest_decode = min(max_len, max_decode_tokens(self._device.torch)) - 1
         with self._device.measure_peak() as peak:
             self._dummy_step([(0, 1)] * max_num_seqs, COSTLIEST_SAMPLING)
             self._dummy_step(_envelope_spans(max_num_batched_tokens, max_len), GREEDY)
@@ -136,8 +137,12 @@ class ModelRunner:
         return peak.bytes
 
     def init_kv_cache(self, cap_blocks: int) -> None:
-        """Reserve the KV cache's address range; map_blocks is the engine's."""
+        """Reserve the KV cache's address range; map_blocks is the engine's. On CUDA attention is compiled here."""
         self.kv_cache = self._new_kv_cache(cap_blocks)
+        if self._device.kind == "cuda":
+            shape = (1, self.facts.num_attention_heads, self.facts.head_size)
+            query = torch.zeros(shape, dtype=self._dtype, device=self._device.torch)
+            warm_up_attention(query, self.kv_cache.keys[0], self.kv_cache.values[0])
 
     def new_swap_cache(self, num_blocks: int) -> KVCache:
         """Host memory for that many blocks like the KV cache's."""
@@ -169,7 +174,8 @@ class ModelRunner:
 
     def flatten(self, sequences: list[ScheduledSequence]) -> tuple[StepInputs, list[Unknown]]:
         """The batch as plain values, and which of its tokens are not known yet."""
-        return flatten(sequences, block_size=self._block_size, max_decode_tokens=GATHER_TOKENS)
+        longest = max_decode_tokens(self._device.torch)
+        return flatten(sequences, block_size=self._block_size, max_decode_tokens=longest)
 
     def run(self, inputs: StepInputs) -> torch.Tensor | None:
         """Compute a step. Logits of the sampled tokens on the rank that samples, None on the others."""

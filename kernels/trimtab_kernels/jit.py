@@ -80,8 +80,8 @@ class Kernel:
 
 
 def kernel(*varying: str) -> Callable[[Callable[..., None]], Kernel]:
-    """Decorates an entry point. `varying` integers change from step to step (numbers of tokens, of sequences): they
-    are not specialised on, so that serving never compiles."""
+    """Decorates an entry point. `varying` arguments change from step to step (numbers of tokens; slices of a step's
+    integers, with any alignment): they are not specialised on, so that serving never compiles."""
     return lambda source: Kernel(source, varying)
 
 

@@ -18,6 +18,7 @@ tokens   |- decode group 0 -|- decode group 1 -|---- chunk 0 ----|-- chunk 1 --|
   GATHER_TOKENS; the parts are merged by their log-sum-exp (Dao 2023, arXiv:2307.08691). So neither a mask nor a
   gather grows with the context, and the workspace is bounded.
 - Blocks that lie in a row in the cache are read in place.
+That is the CPU. On CUDA the step goes to the Triton kernels, which read the cache by block tables (paged_batch).
 Bound by memory for decodes: 2 * sum(lengths) * num_kv_heads * head_size * itemsize bytes per layer. Source: own.
 """
 
@@ -25,6 +26,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+
+from trimtab_kernels.paged_batch import PagedBatch, attend_paged_batch, build_paged_batch
 
 GATHER_TOKENS = 4096
 """Tokens gathered at once: keys and values of a few MiB, which stay in the last-level cache between copy and use."""
@@ -86,6 +89,14 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     decode_groups: tuple[DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
+    paged: PagedBatch | None = None
+    """The step as the Triton kernels take it: on CUDA, where there are neither groups nor chunks."""
+
+
+def max_decode_tokens(device: torch.device) -> int:
+    """The longest context whose decode is grouped with others; a longer one is a chunk of one token. The CPU gathers
+    keys; the Triton kernels read them in place, up to what an int32 position can say."""
+    return (1 << 31) - 1 if device.type == "cuda" else GATHER_TOKENS
 
 
 def plan_decode_groups(num_blocks: list[int], block_size: int) -> list[int]:
@@ -125,6 +136,10 @@ def build_attention_metadata(
     """Plan a step. decodes: (block table, context length with the new token), longest first, one token each, at most
     GATHER_TOKENS long; chunks: (block table, tokens before, tokens now). `slots`: one per real token, in this order.
     """
+    slot_mapping = torch.tensor(slots, dtype=torch.int64, device=device)
+    if device.type == "cuda":
+        paged = build_paged_batch(decodes, chunks, block_size=block_size, device=device)
+        return AttentionMetadata(paged.num_tokens, slot_mapping, (), (), paged)
     groups: list[DecodeGroup] = []
     planned: list[Chunk] = []
     first = _add_groups(groups, decodes, 1, 0, block_size, device)
@@ -141,7 +156,6 @@ def build_attention_metadata(
         planned.append(Chunk(first, first + now, tuple(_prefix_slices(table, before, block_size, device))))
         first += now
         index += 1
-    slot_mapping = torch.tensor(slots, dtype=torch.int64, device=device)
     return AttentionMetadata(first, slot_mapping, tuple(groups), tuple(planned))
 
 
@@ -365,6 +379,8 @@ def paged_attention(
             f"paged_attention: query {list(query.shape)} does not fit the cache {list(key_cache.shape)}: "
             f"num_heads must be a multiple of num_kv_heads, and head_size equal"
         )
+    if metadata.paged is not None:
+        return attend_paged_batch(query, key_cache, value_cache, metadata.paged, scale)
     groups, chunks = metadata.decode_groups, metadata.chunks
     if len(groups) == 1 and not chunks and metadata.num_tokens == query.shape[0]:
         return _attend_decodes(query, key_cache, value_cache, groups[0], scale)

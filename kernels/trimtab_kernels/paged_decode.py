@@ -90,7 +90,7 @@ def decode_tile(head_size: int, itemsize: int, facts: DeviceFacts) -> tuple[int,
     return keys, 5 if facts.shared_bytes > 10 * keys * bytes_per_key else 3
 
 
-@kernel("table_stride")
+@kernel("block_tables", "seq_lens", "table_stride")
 def _paged_decode(
     query: tl.tensor,
     key_cache: tl.tensor,

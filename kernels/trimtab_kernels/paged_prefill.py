@@ -173,7 +173,7 @@ def _attend_keys(
     return accumulator, highest, total
 
 
-@kernel("num_seqs", "num_q_blocks", "table_stride")
+@kernel("block_tables", "seq_lens", "query_starts", "num_seqs", "num_q_blocks", "table_stride")
 def _paged_prefill(
     query: tl.tensor,
     key_cache: tl.tensor,

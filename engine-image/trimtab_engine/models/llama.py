@@ -101,7 +101,7 @@ class LlamaLayer:
         """hidden [num_tokens, hidden_size], changed in place and returned."""
         normalised = rms_norm(hidden, self._input_norm, self._eps)
         hidden = hidden.add_(self._attention(normalised, rotation, kv_cache, metadata))
-        if hidden.shape[0] <= MAX_ROWS or self._is_moe:
+        if hidden.shape[0] <= MAX_ROWS or self._is_moe or hidden.is_cuda:
             return hidden.add_(self._mlp(hidden))
         for part in torch.split(hidden, MAX_ROWS):
             part.add_(self._mlp(part))

@@ -65,7 +65,7 @@ def _add(result: Specialisation, index: int, name: str, value: Any, is_constant:
         result.constants[key] = value
     elif isinstance(value, torch.Tensor):
         result.signature[name] = POINTERS[value.dtype]
-        if value.storage_offset() * value.element_size() % ALIGNMENT == 0:
+        if value.storage_offset() * value.element_size() % ALIGNMENT == 0 and not varies:
             result.attributes[key] = DIVISIBLE
     elif isinstance(value, bool):
         result.signature[name] = "u1"

@@ -1,0 +1,134 @@
+"""What the Triton attention kernels need of a step, and their launches: decodes by paged_decode, the rest by
+paged_prefill.
+
+```
+query rows   |-- one per decode --|---- chunk 0 ----|-- chunk 1 --|- padding -|
+```
+All integers of a step travel to the device in one copy.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from trimtab_kernels.paged_decode import MAX_SPLITS, paged_decode_triton
+from trimtab_kernels.paged_prefill import paged_prefill_triton
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """Sequences [0, num_decodes) have one query row each; the others [query_starts[i], query_starts[i + 1]) after them.
+
+    block_tables [num_seqs, width], seq_lens [num_seqs], query_starts [num_seqs - num_decodes + 1]: int32, on the
+    device. max_decode_len is the longest context of a decode, max_query_len the longest chunk; 0 where there is none.
+    """
+
+    num_tokens: int
+    num_decodes: int
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_starts: torch.Tensor
+    max_decode_len: int
+    max_query_len: int
+
+
+def build_paged_batch(
+    decodes: list[tuple[list[int], int]],
+    chunks: list[tuple[list[int], int, int]],
+    *,
+    block_size: int,
+    device: torch.device,
+) -> PagedBatch:
+    """decodes: (block table, context length with the new token); chunks: (block table, tokens before, tokens now)."""
+    tables = [table for table, _ in decodes] + [table for table, _, _ in chunks]
+    lengths = [length for _, length in decodes] + [before + now for _, before, now in chunks]
+    starts = [0]
+    for _, _, now in chunks:
+        starts.append(starts[-1] + now)
+    counts = [-(-length // block_size) for length in lengths]
+    width = max(counts, default=1)
+    values: list[int] = []
+    for table, count in zip(tables, counts, strict=True):
+        values += table[:count]
+        values += [0] * (width - count)
+    num_seqs = len(lengths)
+    packed = torch.tensor(values + lengths + starts, dtype=torch.int32)
+    if device.type == "cuda":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    return PagedBatch(
+        num_tokens=len(decodes) + starts[-1],
+        num_decodes=len(decodes),
+        block_tables=packed[: num_seqs * width].view(num_seqs, width),
+        seq_lens=packed[num_seqs * width : num_seqs * (width + 1)],
+        query_starts=packed[num_seqs * (width + 1) :],
+        max_decode_len=max((length for _, length in decodes), default=0),
+        max_query_len=max((now for _, _, now in chunks), default=0),
+    )
+
+
+def attend_paged_batch(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: PagedBatch,
+    scale: float,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> torch.Tensor:
+    """query [rows, num_heads, head_size]; rows from num_tokens on are padding and yield zeros. This step's keys and
+    values are already in the cache."""
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    first, last = batch.num_decodes, batch.num_tokens
+    if first:
+        paged_decode_triton(
+            query[:first],
+            key_cache,
+            value_cache,
+            batch.block_tables[:first],
+            batch.seq_lens[:first],
+            max_seq_len=batch.max_decode_len,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            output=output[:first],
+        )
+    if last > first:
+        paged_prefill_triton(
+            query[first:last],
+            key_cache,
+            value_cache,
+            batch.block_tables[first:],
+            batch.seq_lens[first:],
+            batch.query_starts,
+            max_query_len=batch.max_query_len,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            output=output[first:last],
+        )
+    if last < query.shape[0]:
+        output[last:] = 0
+    return output
+
+
+def warm_up_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    """Launch every variant that a step may choose, on one token in block 0, so that serving compiles nothing.
+
+    query [1, num_heads, head_size]. Reads the cache, changes nothing.
+    """
+    tables = torch.zeros(1, 1, dtype=torch.int32, device=query.device)
+    lengths = torch.ones(1, dtype=torch.int32, device=query.device)
+    splits = 1
+    while splits <= MAX_SPLITS:
+        paged_decode_triton(query, key_cache, value_cache, tables, lengths, max_seq_len=1, scale=1.0, splits=splits)
+        splits *= 2
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=query.device)
+    for longest in (1, 2, 4, 8, 16, 32, 64, 128):
+        paged_prefill_triton(query, key_cache, value_cache, tables, lengths, starts, max_query_len=longest, scale=1.0)

@@ -1,0 +1,56 @@
+"""A step's batch for the Triton attention kernels gives what the CPU's plan of the same step gives."""
+
+import pytest
+import torch
+from trimtab_kernels.aot.specialisation import specialise
+from trimtab_kernels.jit import record_launches
+from trimtab_kernels.paged_attention import build_attention_metadata, paged_attention
+from trimtab_kernels.paged_batch import attend_paged_batch, build_paged_batch, warm_up_attention
+
+BLOCK_SIZE = 8
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1, 3])
+@pytest.mark.parametrize("num_chunks", [0, 2])
+def test_it_equals_the_cpu_plan_of_the_same_step(num_decodes: int, num_chunks: int) -> None:
+    decodes = [([4, 2, 9], 20), ([1, 7], 9), ([3], 1)][:num_decodes]
+    chunks = [([5, 6, 8], 10, 12), ([10], 0, 5)][:num_chunks]
+    if not decodes and not chunks:
+        pytest.skip("an empty step is never run")
+    slots = [table[(length - 1) // BLOCK_SIZE] * BLOCK_SIZE + (length - 1) % BLOCK_SIZE for table, length in decodes]
+    for table, before, now in chunks:
+        slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(before, before + now)]
+    keys, values = (torch.randn(11, BLOCK_SIZE, 2, 16) for _ in range(2))
+    query = torch.randn(len(slots) + 2, 4, 16)
+    device = torch.device("cpu")
+    metadata = build_attention_metadata(slots, decodes, chunks, block_size=BLOCK_SIZE, device=device)
+    fresh = (keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots])
+    expected = paged_attention(query, *fresh, keys, values, metadata, 0.25)
+    batch = build_paged_batch(decodes, chunks, block_size=BLOCK_SIZE, device=device)
+    torch.testing.assert_close(attend_paged_batch(query, keys, values, batch, 0.25), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_tables_are_as_wide_as_the_longest_context_needs() -> None:
+    batch = build_paged_batch([([4, 2, 9], 9)], [([5, 6, 8], 0, 3)], block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    assert batch.block_tables.tolist() == [[4, 2], [5, 0]]
+    assert batch.seq_lens.tolist() == [9, 3]
+    assert batch.query_starts.tolist() == [0, 3]
+    assert (batch.num_tokens, batch.num_decodes, batch.max_decode_len, batch.max_query_len) == (4, 1, 9, 3)
+
+
+def test_a_warm_start_has_compiled_every_variant_that_a_step_may_choose() -> None:
+    cache = torch.empty(64, BLOCK_SIZE, 2, 16, device="meta")
+    with record_launches() as launches:
+        warm_up_attention(torch.empty(1, 4, 16, device="meta"), cache, cache)
+    warm = {(launch.kernel.name, specialise(launch).text) for launch in launches}
+    for num_decodes in (0, 1, 3, 40, 700):
+        for length in (1, 300, 5000, 100_000):
+            for chunk in (0, 1, 3, 17, 500):
+                blocks = list(range(1, length // BLOCK_SIZE + 2))
+                decodes, chunks = [(blocks, length)] * num_decodes, [(list(range(1, 70)), 0, chunk)] * (chunk > 0)
+                if (length > 300 and num_decodes > 3) or not decodes + chunks:
+                    continue  # tables of millions of Python integers, and steps without work
+                batch = build_paged_batch(decodes, chunks, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+                with record_launches() as launches:
+                    attend_paged_batch(torch.empty(batch.num_tokens, 4, 16, device="meta"), cache, cache, batch, 0.25)
+                assert {(launch.kernel.name, specialise(launch).text) for launch in launches} <= warm
