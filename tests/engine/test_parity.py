@@ -2,7 +2,9 @@
 
 import os
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,25 +65,36 @@ def test_the_gguf_file_gives_the_same_tokens(references: list[Reference]) -> Non
     assert parity.defects == []
 
 
+TIGHT = {"num_gpu_blocks_override": 16, "max_num_batched_tokens": 20, "max_num_batched_tokens_cap": 20}
+"""One request of max_model_len, or about three of the twenty that are sent, in chunks."""
+SWAP = {"swap_space_bytes": 256 << 20, "swap_space_bytes_cap": 256 << 20}
+
+
 @pytest.mark.model
 @pytest.mark.timeout(900)
-def test_requests_that_are_chunked_and_preempted_by_the_engine_give_the_tokens_of_transformers(
-    references: list[Reference],
+@pytest.mark.parametrize(
+    ("changes", "mode", "rounds"),
+    [
+        (TIGHT, "recompute", 1),
+        ({**TIGHT, **SWAP, "preemption_mode": "swap", "async_scheduling": True}, "swap", 1),
+        (
+            {"block_size": 8, "num_gpu_blocks_override": 400, "async_scheduling": True},
+            None,
+            2,
+        ),  # the second time from the prefix cache
+    ],
+    ids=["chunked and preempted", "chunked and swapped, steps overlapping", "prefix-cached"],
+)
+def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transformers(
+    references: list[Reference], changes: dict[str, Any], mode: str | None, rounds: int
 ) -> None:
-    config = EngineConfig(
-        model=str(MODEL),
-        max_model_len=256,
-        num_gpu_blocks_override=16,  # one request of max_model_len, or about three of the twenty that are sent
-        max_num_seqs=20,
-        max_num_seqs_cap=20,
-        max_num_batched_tokens=20,
-        max_num_batched_tokens_cap=20,
-    )
+    config = EngineConfig(model=str(MODEL), max_model_len=256, max_num_seqs=20, max_num_seqs_cap=20, **changes)
     engine, _ = start_engine(config, lambda stage, percent: None, time.monotonic)
-    num_preemptions = 0
+    preempted: Counter[str] = Counter()
+    hits = 0
 
     def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        nonlocal num_preemptions
+        nonlocal hits
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         outputs: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
         for number, prompt in enumerate(prompts):
@@ -89,12 +102,16 @@ def test_requests_that_are_chunked_and_preempted_by_the_engine_give_the_tokens_o
         while engine.has_work:
             step = engine.step()
             engine.check_integrity()
-            num_preemptions += sum(sum(reasons.values()) for reasons in step.stats.preempted.values())
+            hits += step.stats.prefix_cache_hits
+            for name, reasons in step.stats.preempted.items():
+                preempted[name] += sum(reasons.values())
             for output in step.outputs:
                 outputs[output.request_id] += output.token_ids
         return list(outputs.values())
 
-    parity = compare(references, generate)
-    assert parity.defects == []
-    assert parity.near_ties <= 2, "at most 1 in 1,000 tokens"
-    assert num_preemptions >= 10
+    for _ in range(rounds):
+        parity = compare(references, generate)
+        assert parity.defects == []
+        assert parity.near_ties <= 2, "at most 1 in 1,000 tokens"
+    assert preempted[mode or ""] >= (10 if mode else 0)
+    assert hits > (40 if rounds > 1 else -1)

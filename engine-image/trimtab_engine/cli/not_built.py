@@ -19,8 +19,6 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
     "--enable-eplb": (),
     "--eplb-config": (),
     "--headless": (),
-    "--async-scheduling": (),
-    "--no-async-scheduling": (None,),
     "--chat-template": (),
     "--compilation-config": (),
     "--config": (),

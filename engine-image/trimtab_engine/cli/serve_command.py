@@ -162,6 +162,13 @@ def _add_scheduler_flags(group: Any) -> None:
         default=True,
         help="off: only whole prompts are admitted (default: on)",
     )
+    group.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="schedule the next step while the device works on one (default: on with CUDA; on the CPU both want the "
+        "same cores)",
+    )
 
 
 def _add_server_flags(group: Any) -> None:
@@ -284,6 +291,7 @@ def engine_config(
         max_num_batched_tokens=num_tokens,
         max_num_batched_tokens_cap=arguments.max_num_batched_tokens_cap or num_tokens,
         enable_chunked_prefill=arguments.enable_chunked_prefill,
+        async_scheduling=arguments.async_scheduling,
         seed=arguments.seed,
         **parallel_fields(arguments),
         profiler_dir=arguments.profiler_dir,
