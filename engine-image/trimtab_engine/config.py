@@ -18,6 +18,17 @@ FLAGS = {"swap_space_bytes": "swap-space"}
 """The flag of a field where it is not the field's name."""
 MIN_STATS_INTERVAL_SECONDS = 1.0  # below, the line would say little and cost much
 MAX_STATS_INTERVAL_SECONDS = 3600.0
+MAX_WATERMARK = 0.9  # above it next to nothing would be admitted beside what runs
+MAX_QUEUE_LIMIT = 1_000_000_000  # of requests or tokens: no queue is as long
+RANGES: dict[str, tuple[float, float]] = {
+    "long_prefill_token_threshold": (0, MAX_BATCHED_TOKENS),
+    "watermark": (0, MAX_WATERMARK),
+    "max_num_queued_reqs": (0, MAX_QUEUE_LIMIT),
+    "max_num_queued_tokens": (0, MAX_QUEUE_LIMIT),
+    "stats_interval_seconds": (MIN_STATS_INTERVAL_SECONDS, MAX_STATS_INTERVAL_SECONDS),
+}
+"""Fields whose bounds no other value moves."""
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 MAX_RANKS = 4096  # of one degree: far beyond any machine, small enough to refuse nonsense at once
 CORE_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
@@ -43,7 +54,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | Literal["auto"] | None = None
     """None: the model's. auto: the longest of which one request fits into the KV cache."""
     block_size: int = 16
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
     """auto: the model's dtype."""
     gpu_memory_utilization: str = "0.9"
     gpu_memory_utilization_cap: str = "0.9"
@@ -112,16 +123,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"--{flag} is {value}; it must be 0 or more")
             if value > cap:
                 raise _above_cap(flag, value, cap)
-        for name in ("long_prefill_token_threshold", "max_num_queued_reqs", "max_num_queued_tokens"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be 0 or more")
-        if not 0 <= self.watermark < 1:
-            raise ConfigError(f"--watermark is {self.watermark}; it must be 0 or more and below 1")
-        if not MIN_STATS_INTERVAL_SECONDS <= self.stats_interval_seconds <= MAX_STATS_INTERVAL_SECONDS:
-            raise ConfigError(
-                f"--stats-interval-seconds is {self.stats_interval_seconds}; it must be between "
-                f"{MIN_STATS_INTERVAL_SECONDS:g} and {MAX_STATS_INTERVAL_SECONDS:g}"
-            )
+        for name, (low, high) in RANGES.items():
+            if not low <= getattr(self, name) <= high:
+                flag, value = name.replace("_", "-"), getattr(self, name)
+                raise ConfigError(f"--{flag} is {value}; it must be between {low:g} and {high:.10g}")
         if self.max_num_batched_tokens_cap > MAX_BATCHED_TOKENS:
             raise ConfigError(
                 f"--max-num-batched-tokens (or its cap) is {self.max_num_batched_tokens_cap}; start-up runs one step "

@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from trimtab_engine.core_balancer import CoreBalancer
-from trimtab_engine.core_replies import merge_replies
+from trimtab_engine.core_replies import merge_replies, merge_states
 from trimtab_engine.errors import EngineDead, InvalidRequest
 from trimtab_engine.messages import (
     REFUSED,
@@ -29,6 +29,7 @@ from trimtab_engine.messages import (
     ClientOutputs,
     CoreFailed,
     CoreReady,
+    EngineState,
     FromCore,
     LoadProgress,
     RequestOutput,
@@ -51,7 +52,8 @@ class _Asked:
 
 class CoreClient:
     """One line to each core. `addresses`: one entry per core. `on_ready` is called when all cores are ready, then
-    `on_step` with the statistics of each step, in order; only client 0 gets those.
+    `on_step` with the statistics of each step, in order; only client 0 gets those. `on_state` is called whenever the
+    state of all cores together is another.
     """
 
     def __init__(
@@ -62,9 +64,13 @@ class CoreClient:
         num_clients: int = 1,
         on_ready: Callable[[CoreReady], None] | None = None,
         on_step: Callable[[StepStats], None] | None = None,
+        on_state: Callable[[EngineState], None] | None = None,
     ) -> None:
         self._addresses, self._client_index = addresses, client_index
-        self._on_ready, self._on_step = on_ready, on_step
+        self._on_ready, self._on_step, self._on_state = on_ready, on_step, on_state
+        self._states: dict[int, EngineState] = {}
+        self.state = EngineState()
+        """Of all cores together."""
         self._context = zmq.asyncio.Context()
         self._inboxes = [self._context.socket(zmq.PULL) for _ in addresses]
         self._outboxes = [self._context.socket(zmq.PUSH) for _ in addresses]
@@ -248,6 +254,8 @@ class CoreClient:
                     self._on_step(message.stats)
             case ClientOutputs():
                 self._deliver(message.outputs)
+            case EngineState():
+                self._note_state(message, core)
             case AdminReply():
                 future = self._calls.get(message.call_id)
                 if future is not None and not future.done():
@@ -267,6 +275,12 @@ class CoreClient:
         if self._on_ready is not None:
             self._on_ready(self.ready)
         self.loaded.set()
+
+    def _note_state(self, state: EngineState, core: int) -> None:
+        self._states[core] = state
+        self.state = merge_states(list(self._states.values()))
+        if self._on_state is not None:
+            self._on_state(self.state)
 
     def _note_load(self, stats: StepStats, core: int) -> None:
         stats.engine_index = core

@@ -6,6 +6,7 @@ There is one, or one per data-parallel rank. The private folder with the sockets
 import asyncio
 import contextlib
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -88,8 +89,19 @@ class CoreLauncher:
         if self._closing:
             return
         await asyncio.sleep(DEAD_GRACE_SECONDS)
-        cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        client.fail(CoreFailed(f"the engine core ended unexpectedly ({cause})", exit_code=1))
+        client.fail(CoreFailed(_cause_of_end(code, client), exit_code=1))
+
+
+def _cause_of_end(code: int, client: CoreClient) -> str:
+    """Words for an end that a core could not tell of itself. The kernel kills what exceeds the container's memory."""
+    if code == -signal.SIGKILL and client.ready is None:
+        return (
+            f"the engine core was killed (signal 9) in stage {client.progress.stage} of loading, most likely because "
+            f"the container ran out of memory: raise its memory limit, or lower --max-num-batched-tokens and "
+            f"--max-num-seqs (with their caps), --max-model-len, or use --dtype bfloat16 or a smaller model"
+        )
+    cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    return f"the engine core ended unexpectedly ({cause})"
 
 
 async def _wait_or_kill(process: asyncio.subprocess.Process) -> None:

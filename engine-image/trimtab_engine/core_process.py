@@ -20,6 +20,7 @@ from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_link import Link, last_word
 from trimtab_engine.engine import Engine
 from trimtab_engine.errors import ConfigError, TrimtabError
+from trimtab_engine.log_level import set_log_level
 from trimtab_engine.messages import (
     AbortRequests,
     AddRequest,
@@ -27,6 +28,7 @@ from trimtab_engine.messages import (
     AdminReply,
     CoreFailed,
     CoreStart,
+    EngineState,
     LoadProgress,
     Shutdown,
 )
@@ -42,9 +44,13 @@ logger = logging.getLogger("trimtab_engine.core")
 
 def serve(engine: Engine, link: Link, profiler: Profiler) -> None:
     """Serve until Shutdown."""
+    reporter = StateReporter(engine, link)
     while True:
+        reporter.report()
         idle = BUILDING_MILLISECONDS if engine.is_building else IDLE_REPORT_MILLISECONDS
-        for message in link.receive(0 if engine.has_work else idle):
+        messages = link.receive(0 if engine.has_work else idle)
+        reporter.inbox_read = time.monotonic()
+        for message in messages:
             match message:
                 case AddRequest(may_queue=False) if not engine.has_room_for(message):
                     link.refuse(message)
@@ -53,11 +59,28 @@ def serve(engine: Engine, link: Link, profiler: Profiler) -> None:
                 case AbortRequests():
                     engine.abort(message.request_ids)
                 case AdminCall():
-                    link.send(answer(engine, profiler, message), message.client_index)
+                    reply = answer(engine, profiler, message)
+                    reporter.report()  # first, so that who reads the answer finds it in force
+                    link.send(reply, message.client_index)
                 case Shutdown():
                     return
         link.send_step(engine.step())
         profiler.on_step()
+
+
+class StateReporter:
+    """Tells all API servers the engine's state when it is another than they know."""
+
+    def __init__(self, engine: Engine, link: Link) -> None:
+        self._engine, self._link = engine, link
+        self._told: EngineState | None = None
+        self.inbox_read = 0.0
+
+    def report(self) -> None:
+        state = self._engine.state()
+        if state != self._told:
+            self._told = state
+            self._link.broadcast(msgspec.structs.replace(state, time=self.inbox_read))
 
 
 def answer(engine: Engine, profiler: Profiler, call: AdminCall) -> AdminReply:
@@ -73,6 +96,8 @@ def answer(engine: Engine, profiler: Profiler, call: AdminCall) -> AdminReply:
                 logger.info("configuration is now at generation %s: %s", body["generation"], body["desired"])
         case "memory":
             body = engine.ledger().to_json()
+        case "memory_plan":
+            status, body = engine.memory_plan(call.body["values"])
         case "layout":
             body = engine.layout()
         case "drain":
@@ -93,6 +118,7 @@ def main() -> int:
     link = Link(start.clients)
     try:
         config = msgspec.convert(start.config, EngineConfig)
+        set_log_level(config.log_level)
         progress: Progress = lambda stage, percent: link.broadcast(LoadProgress(stage, percent))  # noqa: E731
         engine, ready = start_engine(config, progress, time.monotonic, partial(_end_with_rank, start))
         link.broadcast(ready)

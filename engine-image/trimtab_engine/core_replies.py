@@ -1,8 +1,11 @@
 """One admin answer of several engine cores, which all got the same call. Pure."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from trimtab_engine.messages import AdminReply
+import msgspec
+
+from trimtab_engine.messages import AdminReply, EngineState
 
 
 def merge_replies(method: str, replies: list[AdminReply]) -> AdminReply:
@@ -34,3 +37,15 @@ def _merge_layouts(bodies: list[dict[str, Any]]) -> dict[str, Any]:
         rows += [{**row, "rank": row["rank"] + offset, "data": index} for row in own]
     rows.sort(key=lambda row: row["rank"])
     return {**bodies[0], "world_size": len(rows), "ranks": rows}
+
+
+def merge_states(states: Sequence[EngineState]) -> EngineState:
+    """What all cores together are: counts and seats add up, the oldest look at an inbox counts, and the configuration
+    is the same in all."""
+    return msgspec.structs.replace(
+        states[0],
+        time=min(state.time for state in states),
+        num_running=sum(state.num_running for state in states),
+        num_waiting=sum(state.num_waiting for state in states),
+        max_num_seqs=sum(state.max_num_seqs for state in states),
+    )

@@ -6,6 +6,7 @@ weights' files, the interpreter) are page cache: they go when memory gets short.
 """
 
 import ctypes
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -70,6 +71,13 @@ class Device:
             return int(torch.cuda.mem_get_info()[1])
         return (cgroup_memory_limit() or _meminfo_bytes("MemTotal")) // self._local_count
 
+    @property
+    def limit_bytes(self) -> int | None:
+        """This rank's part of what the kernel lets the container use, whatever size the device is given; None: no
+        limit, or CUDA."""
+        limit = cgroup_memory_limit() if self.kind == "cpu" else None
+        return None if limit is None else limit // self._local_count
+
     def used_bytes(self) -> int:
         """What the driver says is in use.
 
@@ -123,6 +131,15 @@ class Device:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed. Torch says so for the CPU in words only."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 def process_bytes() -> int:

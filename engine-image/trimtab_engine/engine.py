@@ -17,8 +17,10 @@ from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.execution import Execution, Flight, PreparedStep, StepResult
 from trimtab_engine.kv_cache import KVCache
 from trimtab_engine.live_config import LiveConfig
+from trimtab_engine.log_level import set_log_level
 from trimtab_engine.memory import Ledger, MemoryFormula
-from trimtab_engine.messages import AddRequest, RequestOutput, StepOutputs, StepStats, TokenLogprobs
+from trimtab_engine.memory_plan import PlanBase, plan_memory
+from trimtab_engine.messages import AddRequest, EngineState, RequestOutput, StepOutputs, StepStats, TokenLogprobs
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.preemption import PreemptionCosts
 from trimtab_engine.request import Request, RequestStatus
@@ -48,6 +50,7 @@ class EngineParts:
     execution: Execution
     formula: MemoryFormula
     live: LiveConfig
+    plan: PlanBase
     layout: LayoutReport
     grammars: GrammarCompiler
 
@@ -65,6 +68,7 @@ class Engine:
         self._scheduler = parts.scheduler
         self._formula = parts.formula
         self._live = parts.live
+        self._plan = parts.plan
         self._layout = parts.layout
         self._grammars = parts.grammars
         self._execution = parts.execution
@@ -291,13 +295,10 @@ class Engine:
 
     def _apply(self, before: LiveConfig) -> None:
         values = self._live.values
-        self._scheduler.set_policy(
-            replace(
-                self._scheduler.policy,
-                max_num_seqs=values.max_num_seqs,
-                max_num_batched_tokens=values.max_num_batched_tokens,
-            )
-        )
+        set_log_level(values.log_level)
+        self._scheduler.set_policy(values.policy())
+        if values.swap_space_bytes != before.values.swap_space_bytes:
+            self.set_swap_space(values.swap_space_bytes)
         if values.gpu_memory_utilization != before.values.gpu_memory_utilization:
             formula = self._formula.at(values.gpu_memory_utilization)
             self._resize_kv(min(formula.num_blocks, self._live.envelope.num_blocks_cap))
@@ -341,6 +342,20 @@ class Engine:
             else min(deadline_seconds, remaining / rate if rate else deadline_seconds),
         }
 
+    def state(self) -> EngineState:
+        """What every API server obeys."""
+        values = self._live.values
+        return EngineState(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            max_num_seqs=values.max_num_seqs,
+            max_num_queued_reqs=values.max_num_queued_reqs,
+            max_num_queued_tokens=values.max_num_queued_tokens,
+            disable_log_stats=values.disable_log_stats,
+            stats_interval_seconds=values.stats_interval_seconds,
+            log_level=values.log_level,
+        )
+
     # --- what it tells --------------------------------------------------------------------------------------------
 
     def ledger(self) -> Ledger:
@@ -358,13 +373,18 @@ class Engine:
                 "graphs": formula.graphs_bytes,
                 "communicator": formula.communicator_bytes,
             },
-            untouched_bytes=max(0, kv_cache.mapped_bytes - kv_cache.resident_bytes()),
+            untouched_bytes=max(0, kv_cache.mapped_bytes - kv_cache.resident_bytes())
+            + (self._execution.untouched_swap_bytes if formula.workspace_bytes else 0),
             block_size=formula.block_size,
             bytes_per_block=formula.bytes_per_block,
             blocks_total=kv_cache.num_blocks,
             blocks_used=self._scheduler.num_blocks_used,
             blocks_cap=kv_cache.cap_blocks,
         )
+
+    def memory_plan(self, body: Any) -> tuple[int, dict[str, Any]]:
+        """What another configuration would give: HTTP status and body."""
+        return plan_memory(replace(self._plan, formula=self._formula), body)
 
     def _stats(self, step: PreparedStep | None, result: StepResult, started: float, ended: float) -> StepStats:
         scheduler, counts = self._scheduler, self._scheduler.take_stats()
@@ -405,7 +425,7 @@ class Engine:
         if ended - self._last_report >= REPORT_SECONDS:
             self._last_report = ended
             stats.memory_bytes = self.ledger().by_kind()
-            stats.config_values = {name: float(value) for name, value in self._live.numbers().items()}
+            stats.config_values = self._live.numbers()
         return stats
 
     def _note_rate(self, stats: StepStats) -> None:

@@ -73,6 +73,12 @@ class Execution:
         """Whether a step works while the next one is scheduled."""
         return self._thread is not None
 
+    @property
+    def untouched_swap_bytes(self) -> int:
+        """Swap space that nobody has written yet, which the kernel does not count as used."""
+        cache = self._swap_cache
+        return 0 if cache is None else max(0, cache.mapped_bytes - cache.resident_bytes())
+
     def prepare(self, batch: Batch) -> PreparedStep:
         """The batch's inputs. Tokens that a step in flight samples are left open."""
         inputs, unknown = self._runner.flatten(batch.sequences)

@@ -122,6 +122,39 @@ def decimal_text(value: Decimal) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def check_before_loading(formula: MemoryFormula, *, fixed_by: str | None, limit_bytes: int | None) -> None:
+    """Raise ConfigError, with the numbers and what to set, where the weights cannot fit: before they are read.
+
+    `formula` has the weights as the model's facts give them and nothing measured but `other`, so what passes may still
+    not fit. `fixed_by` is the flag that fixes the KV cache; the utilisation has no say then. `limit_bytes` is what the
+    container may use, whatever the device's size is said to be.
+    """
+    held = f"the weights take {_gib(formula.weights_bytes)}, and {_gib(formula.other_bytes)} is in use before them"
+    needed = formula.other_bytes + formula.weights_bytes
+    if limit_bytes is not None and needed > limit_bytes:
+        raise ConfigError(
+            f"out of memory before loading: {held}, but the container's memory limit is {_gib(limit_bytes)}; raise the "
+            f"limit to more than {needed} bytes ({_gib(needed)}), or use a smaller model or --dtype bfloat16"
+        )
+    usable = formula.device_bytes if fixed_by else formula.requested_bytes
+    if not fixed_by:
+        needed = formula.min_device_bytes
+        held += f", and one request of {formula.max_model_len} tokens {_gib(needed - formula.fixed_bytes)} of KV cache"
+    if needed <= usable:
+        return
+    of = "" if fixed_by else f" (--gpu-memory-utilization {formula.gpu_memory_utilization})"
+    remedies = []
+    if not fixed_by and formula.min_utilization is not None:
+        remedies.append(f"raise --gpu-memory-utilization to more than {formula.min_utilization}")
+    least = needed if fixed_by else math.ceil(needed / Fraction(formula.gpu_memory_utilization))
+    remedies.append(f"use a device of more than {least} bytes ({_gib(least)}; on the CPU: --device-memory-bytes)")
+    remedies += ["lower --max-model-len"] if formula.other_bytes + formula.weights_bytes < usable else []
+    raise ConfigError(
+        f"out of memory before loading: {held}, but of the device's {_gib(formula.device_bytes)} the engine may use "
+        f"{_gib(usable)}{of}; {', '.join(remedies)}, or use a smaller model or --dtype bfloat16"
+    )
+
+
 def check_one_request_fits(formula: MemoryFormula) -> None:
     """Raise ConfigError, with what to set, when the KV cache does not hold one request of max_model_len."""
     if formula.num_blocks >= formula.blocks_per_request:

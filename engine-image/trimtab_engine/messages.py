@@ -4,9 +4,14 @@ Times are CLOCK_MONOTONIC seconds, which both processes share on one host. Every
 one decoder per direction reads all of them.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+
+from trimtab_engine.config import LogLevel
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""What a pause does to requests: end them, let them finish, or freeze them where they are. vLLM's names."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -85,10 +90,10 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 
 
 class AdminCall(msgspec.Struct, tag="admin"):
-    """One admin call. `method`: config_get, config_patch, memory, layout, drain, start_profile, stop_profile.
-    Answered by one AdminReply.
+    """One admin call, answered by one AdminReply.
 
-    config_patch body: {"values": {...}, "if_match": int | None, "dry_run": bool}.
+    `method`: config_get, config_patch, memory, memory_plan, layout, drain, start_profile, stop_profile.
+    config_patch body: {"values": {...}, "if_match": int | None, "dry_run": bool}. memory_plan body: {"values": {...}}.
     drain body: {"deadline_seconds": float}.
     """
 
@@ -237,6 +242,25 @@ class ClientOutputs(msgspec.Struct, tag="client_outputs"):
     outputs: list[RequestOutput]
 
 
+class EngineState(msgspec.Struct, tag="engine_state", frozen=True, kw_only=True):
+    """What every API server obeys of the engine's state. Sent to all of them whenever it changes, but for `time`."""
+
+    time: float = 0.0
+    """When the core last read its inbox: requests sent later are in no count."""
+    num_running: int = 0
+    num_waiting: int = 0
+    max_num_seqs: int = 0
+    max_num_queued_reqs: int = 0
+    max_num_queued_tokens: int = 0
+    disable_log_stats: bool = False
+    stats_interval_seconds: float = 10.0
+    log_level: LogLevel = "info"
+    pause_mode: PauseMode | None = None
+    """None: it is not paused."""
+    sleep_level: int | None = None
+    """None: it is awake."""
+
+
 class AdminReply(msgspec.Struct, tag="admin_reply"):
     """Answer to one AdminCall: HTTP status and JSON body as docs/contract.md section 2 has them."""
 
@@ -245,4 +269,4 @@ class AdminReply(msgspec.Struct, tag="admin_reply"):
     body: dict[str, Any]
 
 
-FromCore = LoadProgress | CoreReady | CoreFailed | StepOutputs | ClientOutputs | AdminReply
+FromCore = LoadProgress | CoreReady | CoreFailed | StepOutputs | ClientOutputs | EngineState | AdminReply

@@ -13,8 +13,9 @@ from trimtab_kernels.paged_batch import warm_up_attention
 from trimtab_engine.batch import ScheduledSequence
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.device import Device
-from trimtab_engine.errors import ConfigError
+from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.kv_cache import HOST, KVCache, MemoryKind
+from trimtab_engine.kv_size import Unmeasured, check_weights_fit
 from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.messages import SamplingParams, TokenLogprobs
 from trimtab_engine.model_config import ModelConfig, parse_model_config
@@ -42,15 +43,19 @@ class ModelFacts:
 
     vocab_size: int
     max_model_len: int
+    """What is served, up to what the model's positions allow."""
     eos_token_ids: tuple[int, ...]
     num_layers: int
     num_attention_heads: int
     num_kv_heads: int
     head_size: int
     dtype: str
+    kv_cache_dtype: str
     kv_dtype_bytes: int
     weights_bytes: int
     """Measured on the device."""
+    whole: ModelConfig
+    """The whole model's facts."""
 
 
 class ModelRunner:
@@ -99,11 +104,24 @@ class ModelRunner:
             layer_partition=config.pipeline_layer_partition,
         )
         dtype = DTYPES[_dtype_name(config, model_config, device)]
-        device.before_weights()
+        _check_kv_dtype(config, dtype)
         before = device.used_bytes()
+        num_parameters = -(-model_config.num_parameters // layout.ranks_per_engine)  # about: ranks are not quite equal
+        unmeasured = Unmeasured(
+            device_bytes=device.total_bytes,
+            other_bytes=before,
+            limit_bytes=device.limit_bytes,
+            weights_bytes=num_parameters * dtype.itemsize,
+            num_layers=shard.num_layers,
+            num_kv_heads=shard.num_kv_heads,
+            head_size=model_config.head_size,
+            kv_dtype_bytes=dtype.itemsize,
+            max_model_len=max_model_len,
+        )
+        check_weights_fit(config, unmeasured)
+        device.before_weights()
         with torch.inference_mode():
-            total = -(-model_config.num_parameters // layout.ranks_per_engine)  # about: ranks are not quite equal
-            report = _percent("weights", total, progress)
+            report = _percent("weights", num_parameters, progress)
             model = LlamaForCausalLM(model_config, source, dtype, device.torch, report, shard, groups)
         device.after_weights()
         facts = ModelFacts(
@@ -115,8 +133,10 @@ class ModelRunner:
             num_kv_heads=shard.num_kv_heads,
             head_size=model_config.head_size,
             dtype=str(dtype).removeprefix("torch."),
+            kv_cache_dtype=str(dtype).removeprefix("torch."),
             kv_dtype_bytes=dtype.itemsize,
             weights_bytes=max(0, device.used_bytes() - before),
+            whole=model_config,
         )
         return cls(model, facts, shard, device, config.block_size, dtype)
 
@@ -268,6 +288,15 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             f"--max-model-len is {config.max_model_len}; the model's positions allow 1 to {model.max_model_len}"
         )
     return config.max_model_len
+
+
+def _check_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    if config.kv_cache_dtype not in ("auto", name):
+        raise NotBuiltError(
+            f"--kv-cache-dtype is {config.kv_cache_dtype}, but the model runs in {name}: a KV cache of another dtype "
+            f"is not built yet; use auto, or --dtype {config.kv_cache_dtype}"
+        )
 
 
 def _dtype_name(config: EngineConfig, model: ModelConfig, device: Device) -> str:

@@ -5,7 +5,7 @@ envelope. In that order, so that what is measured is there when it is counted.
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -13,18 +13,21 @@ import msgspec
 
 from trimtab_engine.block_manager import BlockManager
 from trimtab_engine.config import EngineConfig
+from trimtab_engine.device import is_out_of_memory
 from trimtab_engine.engine import Engine, EngineParts
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.execution import Execution
-from trimtab_engine.live_config import Envelope, LiveConfig, LiveValues
-from trimtab_engine.memory import MemoryFormula, check_one_request_fits, check_one_request_fits_fixed
+from trimtab_engine.kv_size import KVSize, longest_that_fits, out_of_memory, size_kv_cache
+from trimtab_engine.live_config import LiveConfig
+from trimtab_engine.live_values import Envelope, LiveValues
+from trimtab_engine.memory import MemoryFormula
+from trimtab_engine.memory_plan import PlanBase
 from trimtab_engine.messages import CoreReady
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.parallel.wire_messages import RankReport
 from trimtab_engine.parallel.workers import OnDeath
 from trimtab_engine.rank_start import load_rank
 from trimtab_engine.scheduler import Scheduler
-from trimtab_engine.scheduling_policy import SchedulingPolicy
 from trimtab_engine.structured.compiler import GrammarCompiler
 from trimtab_engine.structured.vocabulary import read_vocabulary
 from trimtab_engine.swap_space import SwapSpace
@@ -39,15 +42,6 @@ KV_CACHE_PERCENT = 95.0
 logger = logging.getLogger("trimtab_engine.core")
 
 
-@dataclass(frozen=True, slots=True)
-class KVSize:
-    """How many KV blocks to start with, how many there may ever be, and the flag that fixes them, if one does."""
-
-    num_blocks: int
-    cap_blocks: int
-    fixed_by: str | None
-
-
 def start_engine(
     config: EngineConfig,
     progress: Progress,
@@ -59,6 +53,24 @@ def start_engine(
     With several ranks their processes are started here. `on_rank_death` is called from another thread when one dies,
     even while this one waits for it; without it the next step raises WorkerDied.
     """
+    stage = "starting"
+
+    def note(name: str, percent: float) -> None:
+        nonlocal stage
+        stage = name
+        progress(name, percent)
+
+    try:
+        return _start(config, note, clock, on_rank_death)
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(out_of_memory(config, stage)) from error
+
+
+def _start(
+    config: EngineConfig, progress: Progress, clock: Callable[[], float], on_rank_death: OnDeath | None
+) -> tuple[Engine, CoreReady]:
     began = time.monotonic()
     progress("starting", 0.0)
     low, high = WEIGHTS_PERCENT
@@ -67,7 +79,7 @@ def start_engine(
     progress("profile", PROFILE_PERCENT)
     formula = rank.measure(config)
     if config.max_model_len == "auto":
-        formula = _longest_that_fits(config, formula)
+        formula = longest_that_fits(config, formula)
         runner.limit_model_len(formula.max_model_len)
     size = size_kv_cache(config, formula)
     progress("kv_cache", KV_CACHE_PERCENT)
@@ -82,43 +94,12 @@ def start_engine(
         formula=formula,
         execution=_execution(config, runner),
         live=_live_config(config, runner, formula, size),
+        plan=_plan_base(config, runner, formula),
         layout=_layout(config, rank.reports),
         grammars=_grammars(config, runner),
     )
     progress("ready", 100.0)
     return Engine(parts, clock), _ready(config, runner, formula, size, len(rank.reports))
-
-
-def _longest_that_fits(config: EngineConfig, formula: MemoryFormula) -> MemoryFormula:
-    """--max-model-len auto. Where not one block fits, the length stays, and size_kv_cache says what is missing."""
-    num_blocks, _ = _fixed_blocks(config, formula) or (formula.num_blocks, "")
-    longest = formula.longest_model_len(num_blocks)
-    if not config.enable_chunked_prefill:
-        longest = min(longest, config.max_num_batched_tokens)  # a prompt must fit into one step
-    if longest < 1:
-        return formula
-    logger.info("max_model_len auto: %d tokens fit, of the model's %d", longest, formula.max_model_len)
-    return replace(formula, max_model_len=longest)
-
-
-def size_kv_cache(config: EngineConfig, formula: MemoryFormula) -> KVSize:
-    """How large the KV cache starts and may become. Raises ConfigError when not one request would fit."""
-    fixed = _fixed_blocks(config, formula)
-    if fixed is None:
-        check_one_request_fits(formula)
-        return KVSize(formula.num_blocks, formula.at(config.gpu_memory_utilization_cap).num_blocks, None)
-    num_blocks, flag = fixed
-    check_one_request_fits_fixed(formula, num_blocks, flag)
-    return KVSize(num_blocks, num_blocks, flag)
-
-
-def _fixed_blocks(config: EngineConfig, formula: MemoryFormula) -> tuple[int, str] | None:
-    """The number of blocks and the flag that fixes it, where one does."""
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override, "--num-gpu-blocks-override"
-    if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes // formula.bytes_per_block, "--kv-cache-memory-bytes"
-    return None
 
 
 def _scheduler(config: EngineConfig, runner: ModelRunner, size: KVSize) -> Scheduler:
@@ -133,16 +114,7 @@ def _scheduler(config: EngineConfig, runner: ModelRunner, size: KVSize) -> Sched
     swap_space = SwapSpace(config.swap_space_bytes // bytes_per_block, config.swap_space_bytes_cap // bytes_per_block)
     return Scheduler(
         BlockManager(size.num_blocks, size.cap_blocks, config.block_size, swap_space),
-        SchedulingPolicy(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-            watermark=config.watermark,
-            scheduling_policy=config.scheduling_policy,
-            preemption_mode=config.preemption_mode,
-            enable_prefix_caching=config.enable_prefix_caching,
-            num_speculative_tokens=config.num_speculative_tokens,
-        ),
+        _start_values(config).policy(),
         max_model_len=max_model_len,
         enable_chunked_prefill=config.enable_chunked_prefill,
         eos_token_ids=runner.facts.eos_token_ids,
@@ -159,6 +131,8 @@ def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormu
         enable_chunked_prefill=config.enable_chunked_prefill,
         min_utilization=formula.min_utilization or config.gpu_memory_utilization_cap,
         num_blocks_cap=size.cap_blocks,
+        swap_space_bytes_cap=config.swap_space_bytes_cap,
+        num_speculative_tokens_cap=config.num_speculative_tokens_cap,
         kv_fixed_by=size.fixed_by,
         restart_fields=(
             ("model", config.model),
@@ -168,14 +142,34 @@ def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormu
             ("tensor_parallel_size", config.tensor_parallel_size),
             ("pipeline_parallel_size", config.pipeline_parallel_size),
             ("data_parallel_size", config.data_parallel_size),
+            ("kv_cache_dtype", runner.facts.kv_cache_dtype),
         ),
     )
-    values = LiveValues(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        gpu_memory_utilization=config.gpu_memory_utilization,
+    return LiveConfig(envelope, _start_values(config))
+
+
+def _start_values(config: EngineConfig) -> LiveValues:
+    """Where the live values start: they are fields of the configuration, by the same names."""
+    return LiveValues(**{field.name: getattr(config, field.name) for field in fields(LiveValues)})
+
+
+def _plan_base(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula) -> PlanBase:
+    facts = runner.facts
+    return PlanBase(
+        formula=formula,
+        max_num_seqs=config.max_num_seqs_cap,
+        max_num_batched_tokens=config.max_num_batched_tokens_cap,
+        num_layers=facts.whole.num_layers,
+        num_attention_heads=facts.whole.num_attention_heads,
+        num_kv_heads=facts.whole.num_kv_heads,
+        vocab_size=facts.vocab_size,
+        model_max_len=facts.whole.max_model_len,
+        kv_cache_dtype=facts.kv_cache_dtype,
+        swap_space_bytes=config.swap_space_bytes_cap,
+        swap_is_on_device=config.device == "cpu",
+        tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
     )
-    return LiveConfig(envelope, values)
 
 
 def _layout(config: EngineConfig, ranks: list[RankReport]) -> dict[str, Any]:

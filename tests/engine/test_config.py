@@ -17,10 +17,10 @@ from trimtab_engine.errors import ConfigError
         ({"gpu_memory_utilization": "0.95"}, "is 0.95, above --gpu-memory-utilization-cap 0.9; raise the cap"),
         ({"max_num_seqs": 200}, "--max-num-seqs is 200, above --max-num-seqs-cap 128"),
         ({"max_num_batched_tokens": 64}, "--max-num-batched-tokens is 64, below --max-num-seqs 128"),
-        ({"watermark": 1.0}, "--watermark is 1.0; it must be 0 or more and below 1"),
+        ({"watermark": 1.0}, "--watermark is 1.0; it must be between 0 and 0.9"),
         ({"swap_space_bytes": 5}, "--swap-space is 5, above --swap-space-cap 0"),
         ({"num_speculative_tokens": 3}, "--num-speculative-tokens is 3, above --num-speculative-tokens-cap 0"),
-        ({"max_num_queued_reqs": -1}, "--max-num-queued-reqs is -1; it must be 0 or more"),
+        ({"max_num_queued_reqs": -1}, "--max-num-queued-reqs is -1; it must be between 0 and 1000000000"),
         ({"stats_interval_seconds": 0.5}, "--stats-interval-seconds is 0.5; it must be between 1 and 3600"),
         (
             {"max_num_batched_tokens": 10**11, "max_num_batched_tokens_cap": 10**11},

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import trimtab_engine.device as device_module
-from trimtab_engine.device import Device, allowed_cpus, cgroup_memory_limit, cgroup_used_bytes, process_bytes
+from trimtab_engine.device import (
+    Device,
+    allowed_cpus,
+    cgroup_memory_limit,
+    cgroup_used_bytes,
+    is_out_of_memory,
+    process_bytes,
+)
 from trimtab_engine.errors import ConfigError
 
 MIB = 1 << 20
@@ -81,3 +88,23 @@ def test_the_peak_is_sampled_where_the_kernel_keeps_no_mark(monkeypatch: pytest.
 def test_cuda_without_a_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="--device cpu"):
         Device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (MemoryError(), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: 9 bytes"), True),
+        (OSError(2, "No such file"), False),
+        (RuntimeError("shapes do not match"), False),
+    ],
+)
+def test_a_failed_allocation_is_told_from_other_errors(error: Exception, is_one: bool) -> None:
+    assert is_out_of_memory(error) is is_one
+
+
+def test_torch_words_of_a_failed_allocation_are_the_known_ones() -> None:
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(error.value)

@@ -11,8 +11,9 @@ import pytest
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.device import Device
 from trimtab_engine.engine import Engine
-from trimtab_engine.errors import ConfigError
+from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.messages import AddRequest, CoreReady, SamplingParams
+from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.startup import start_engine
 
 VOCABULARY = 97
@@ -293,6 +294,78 @@ def test_the_ledger_names_an_owner_for_every_kind_and_its_kv_is_what_is_mapped(m
     assert abs(ledger.unattributed_bytes) < 64 << 20
 
 
+def test_a_plan_gives_what_a_patch_of_the_same_utilisation_gives(model: Path) -> None:
+    high = utilization(240)
+    sizes = {
+        "num_gpu_blocks_override": None,
+        "gpu_memory_utilization": utilization(200),
+        "gpu_memory_utilization_cap": high,
+    }
+    engine, ready = an_engine(model, **sizes)
+    assert engine.memory_plan({})[1]["num_blocks"] == ready.num_blocks
+    status, plan = engine.memory_plan({"gpu_memory_utilization": float(high)})
+    assert engine.patch_config({"values": {"gpu_memory_utilization": float(high)}})[0] == 200
+    assert (status, plan["num_blocks"]) == (200, engine.ledger().blocks_total)
+    assert plan["kinds"]["kv_mapped"] == engine.ledger().kinds["kv_mapped"]
+    assert (
+        engine.memory_plan({"max_model_len": "auto"})[1]["planned"]["max_model_len"] == TINY["max_position_embeddings"]
+    )
+
+
+def test_swap_space_on_the_cpu_is_part_of_the_device(model: Path) -> None:
+    swap = 64 * BYTES_PER_BLOCK
+    engine, _ = an_engine(model, preemption_mode="swap", swap_space_bytes=swap // 2, swap_space_bytes_cap=swap)
+    ledger = engine.ledger()
+    assert ledger.kinds["workspace"] == swap
+    assert ledger.untouched_bytes == ledger.kinds["kv_mapped"] + swap
+    status, plan = engine.memory_plan({"swap_space_bytes": 2 * swap})
+    assert (status, plan["kinds"]["workspace"]) == (200, 2 * swap)
+
+
+def test_every_live_field_of_the_scheduler_takes_effect_while_requests_run(model: Path) -> None:
+    expected = alone(model)
+    swap = 64 * BYTES_PER_BLOCK
+    engine, _ = an_engine(model, num_gpu_blocks_override=BLOCKS_FOR_ONE + 12, swap_space_bytes_cap=swap)
+    dice = random.Random(3)
+    choices: dict[str, list[Any]] = {
+        "long_prefill_token_threshold": [0, 3, 16],
+        "watermark": [0, 0.1, 0.5],
+        "scheduling_policy": ["fcfs", "priority"],
+        "preemption_mode": ["recompute", "swap", "auto"],
+        "swap_space_bytes": [0, swap // 2, swap],
+        "enable_prefix_caching": [False, True],
+        "max_num_seqs": [1, 4, 16],
+    }
+
+    def patch_at_random(_: int) -> None:
+        name = dice.choice(list(choices))
+        status, body = engine.patch_config({"values": {name: dice.choice(choices[name])}})
+        assert status == 200, body
+        engine.check_integrity()
+
+    for _ in range(3):
+        assert run(engine, REQUESTS, patch_at_random) == expected
+
+
+def test_a_kv_cache_of_another_dtype_is_refused_by_name(model: Path) -> None:
+    an_engine(model, kv_cache_dtype="float32")
+    with pytest.raises(NotBuiltError, match="--kv-cache-dtype is bfloat16, but the model runs in float32"):
+        an_engine(model, kv_cache_dtype="bfloat16")
+
+
+def test_memory_that_runs_out_while_starting_is_one_line_with_what_to_set(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(ModelRunner, "profile", fail)
+    with pytest.raises(
+        ConfigError, match=r"out of memory at start, in stage profile .* lower --max-num-batched-tokens"
+    ):
+        an_engine(model)
+
+
 def test_a_device_too_small_for_one_request_is_refused_with_the_numbers_and_what_to_set(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"max seq len \(128\).*--gpu-memory-utilization|--device-memory-bytes"):
         an_engine(model, num_gpu_blocks_override=None, device_memory_bytes=200 << 20)
@@ -322,5 +395,5 @@ def test_max_model_len_auto_is_the_longest_that_fits_one_request(
 
 
 def test_max_model_len_auto_says_what_is_missing_where_nothing_fits(model: Path) -> None:
-    with pytest.raises(ConfigError, match="To serve at least one request"):
+    with pytest.raises(ConfigError, match=r"out of memory before loading: .* use a device of more than"):
         an_engine(model, max_model_len="auto", num_gpu_blocks_override=None, device_memory_bytes=200 << 20)

@@ -1,12 +1,15 @@
 """PATCH /admin/v1/config: what it accepts, refuses and answers, and that what it offers as nearest would do."""
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trimtab_engine.live_config import Envelope, LiveConfig, LiveValues
+from trimtab_engine.live_config import LiveConfig
+from trimtab_engine.live_fields import BY_NAME, FIELDS
+from trimtab_engine.live_values import Envelope, LiveValues
 
 
 def a_config(
@@ -18,6 +21,7 @@ def a_config(
     chunked: bool = True,
     tokens_cap: int = 4096,
     kv_fixed_by: str | None = None,
+    swap_cap: int = 8 << 30,
 ) -> LiveConfig:
     envelope = Envelope(
         max_num_seqs_cap=256,
@@ -28,6 +32,8 @@ def a_config(
         enable_chunked_prefill=chunked,
         min_utilization=None if kv_fixed_by else "0.7288",
         num_blocks_cap=599,
+        swap_space_bytes_cap=swap_cap,
+        num_speculative_tokens_cap=5,
         kv_fixed_by=kv_fixed_by,
         restart_fields=(("model", "/models/m"), ("dtype", "float32"), ("tensor_parallel_size", 1)),
     )
@@ -51,12 +57,7 @@ def refused(config: LiveConfig, values: dict[str, Any]) -> dict[str, Any]:
 def test_a_change_answers_with_its_id_the_next_generation_and_the_step() -> None:
     after, status, body = a_config(generation=4).patch({"max_num_seqs": 128}, change_id="c7", applied_at_step=31)
     assert status == 200
-    assert body == {
-        "id": "c7",
-        "generation": 5,
-        "desired": {"max_num_seqs": 128, "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.8},
-        "applied_at_step": 31,
-    }
+    assert body == {"id": "c7", "generation": 5, "desired": after.shown(), "applied_at_step": 31}
     assert (after.generation, after.values.max_num_seqs) == (5, 128)
 
 
@@ -100,7 +101,7 @@ def test_a_dry_run_says_what_would_be_and_changes_nothing() -> None:
     after, status, body = config.patch({"max_num_seqs": 9}, dry_run=True, change_id="c1", applied_at_step=9)
     assert (after, status) == (config, 200)
     assert (body["id"], body["generation"], body["applied_at_step"]) == (None, 1, None)
-    assert body["desired"] == {**config.numbers(), "max_num_seqs": 9}
+    assert body["desired"] == {**config.shown(), "max_num_seqs": 9}
 
 
 def test_a_dry_run_refuses_what_the_real_one_would() -> None:
@@ -129,6 +130,14 @@ def test_a_dry_run_refuses_what_the_real_one_would() -> None:
         ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization", 0.7288, 0.95, 0.7288, "max_model_len 1024 needs"),
         ({"gpu_memory_utilization": 0.96}, "gpu_memory_utilization", 0.7288, 0.95, 0.95, "the cap is 0.95"),
         ({"gpu_memory_utilization": 1}, "gpu_memory_utilization", 0.7288, 0.95, 0.95, "the cap is 0.95"),
+        ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold", 0, 1 << 20, 0, "it must be 0 or more"),
+        ({"watermark": 0.95}, "watermark", 0, 0.9, 0.9, "it must be 0.9 or less"),
+        ({"swap_space_bytes": 9 << 30}, "swap_space_bytes", 0, 8 << 30, 8 << 30, "--swap-space-cap, fixed at start"),
+        ({"swap_space_bytes": "9Gi"}, "swap_space_bytes", 0, 8 << 30, 8 << 30, "--swap-space-cap, fixed at start"),
+        ({"num_speculative_tokens": 6}, "num_speculative_tokens", 0, 5, 5, "--num-speculative-tokens-cap"),
+        ({"max_num_queued_reqs": -1}, "max_num_queued_reqs", 0, 10**9, 0, "it must be 0 or more"),
+        ({"max_num_queued_tokens": 1e12}, "max_num_queued_tokens", 0, 10**9, 10**9, "it must be 1000000000 or less"),
+        ({"stats_interval_seconds": 0}, "stats_interval_seconds", 1, 3600, 1, "it must be 1 or more"),
         ({"max_num_seqs": 10**5000}, "max_num_seqs", 1, 256, 256, "--max-num-seqs-cap"),
         ({"max_num_seqs": -1e300}, "max_num_seqs", 1, 256, 1, "it must be 1 or more"),
     ],
@@ -162,6 +171,82 @@ def test_what_is_no_number_is_refused_and_has_no_nearest(value: object, message:
 @pytest.mark.parametrize("value", [True, "0.9", None, float("nan")])
 def test_a_utilisation_must_be_a_number(value: object) -> None:
     assert "must be a number" in refused(a_config(), {"gpu_memory_utilization": value})["message"]
+
+
+@pytest.mark.parametrize(
+    ("patch", "nearest", "message"),
+    [
+        ({"scheduling_policy": "prio"}, "priority", "scheduling_policy is prio; it must be fcfs or priority"),
+        ({"scheduling_policy": "lifo"}, None, "it must be fcfs or priority"),
+        ({"preemption_mode": "Swap"}, "swap", "it must be recompute or swap or auto"),
+        ({"log_level": 3}, None, "log_level must be debug or info or warning or error, not a number"),
+        ({"log_level": "x" * 10_000}, None, "xxx..."),
+        ({"enable_prefix_caching": 1}, None, "must be true or false, not a number"),
+        ({"disable_log_stats": "true"}, None, "must be true or false, not a string"),
+        ({"enable_prefix_caching": None}, None, "must be true or false, not null"),
+    ],
+)
+def test_a_choice_that_is_none_is_refused_with_what_is_allowed(
+    patch: dict[str, Any], nearest: str | None, message: str
+) -> None:
+    body = refused(a_config(), patch)
+    assert message in body["message"]
+    assert (body["min"], body["max"], body["nearest"]) == (None, None, nearest)
+
+
+@pytest.mark.parametrize(
+    ("patch", "shown"),
+    [
+        ({"swap_space_bytes": "4Gi"}, 4 << 30),
+        ({"watermark": 0.01}, 0.01),
+        ({"scheduling_policy": "priority"}, "priority"),
+        ({"preemption_mode": "auto"}, "auto"),
+        ({"num_speculative_tokens": 5.0}, 5),
+        ({"enable_prefix_caching": False}, False),
+        ({"log_level": "debug"}, "debug"),
+        ({"stats_interval_seconds": 2.5}, 2.5),
+        ({"long_prefill_token_threshold": 512}, 512),
+        ({"max_num_queued_reqs": 7}, 7),
+        ({"max_num_queued_tokens": 7}, 7),
+        ({"disable_log_stats": True}, True),
+    ],
+)
+def test_each_field_takes_a_value_of_its_kind(patch: dict[str, Any], shown: object) -> None:
+    after, status, body = a_config().patch(patch)
+    (name,) = patch
+    assert (status, after.shown()[name], after.generation) == (200, shown, 2)
+    desired: Any = body["desired"]
+    assert type(desired[name]) is type(shown)
+
+
+def test_without_swap_space_in_the_envelope_nothing_can_be_swapped() -> None:
+    body = refused(a_config(swap_cap=0), {"preemption_mode": "swap"})
+    assert "preemption_mode is swap; it must be recompute" in body["message"]
+    assert a_config(swap_cap=0).patch({"preemption_mode": "recompute"})[1] == 200
+
+
+def test_text_that_is_no_size_is_refused() -> None:
+    assert "or a size such as 4Gi, not a string" in refused(a_config(), {"swap_space_bytes": "4 GB"})["message"]
+
+
+def test_every_live_value_has_one_row_in_the_table() -> None:
+    assert [field.name for field in FIELDS] == [field.name for field in dataclasses.fields(LiveValues)]
+
+
+def test_metrics_get_numbers_and_switches_and_the_rest_is_text() -> None:
+    config = a_config()
+    assert config.numbers()["enable_prefix_caching"] == 1.0
+    assert config.texts() == {"scheduling_policy": "fcfs", "preemption_mode": "recompute", "log_level": "info"}
+    assert config.numbers().keys() | config.texts().keys() == config.shown().keys()
+
+
+def test_the_schedulers_part_is_handed_over_whole() -> None:
+    patch = {"max_num_seqs": 3, "watermark": 0.1, "preemption_mode": "auto", "num_speculative_tokens": 2}
+    after, _, _ = a_config().patch(patch)
+    policy = after.values.policy()
+    for field in dataclasses.fields(policy):
+        assert getattr(policy, field.name) == getattr(after.values, field.name)
+    assert (policy.max_num_seqs, policy.watermark, policy.preemption_mode) == (3, 0.1, "auto")
 
 
 @pytest.mark.parametrize(
@@ -246,16 +331,37 @@ def test_the_description_gives_values_classes_and_what_could_be_set_alone_now() 
     json.dumps(body, allow_nan=False)
     assert body["generation"] == 1
     assert body["desired"] == body["applied"]
-    assert body["applied"] == {"max_num_seqs": 64, "max_num_batched_tokens": 128, "gpu_memory_utilization": 0.8}
+    assert body["applied"] == {
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 128,
+        "gpu_memory_utilization": 0.8,
+        "long_prefill_token_threshold": 0,
+        "watermark": 0.0,
+        "scheduling_policy": "fcfs",
+        "preemption_mode": "recompute",
+        "swap_space_bytes": 0,
+        "max_num_queued_reqs": 0,
+        "max_num_queued_tokens": 0,
+        "num_speculative_tokens": 0,
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
+        "stats_interval_seconds": 10.0,
+        "log_level": "info",
+    }
     assert body["fields"]["max_num_seqs"] == {"class": "live", "min": 1, "max": 128}
     assert body["fields"]["max_num_active_seqs"] == body["fields"]["max_num_seqs"]
     assert body["fields"]["max_num_batched_tokens"] == {"class": "live", "min": 64, "max": 4096}
     assert body["fields"]["gpu_memory_utilization"] == {"class": "live", "min": 0.7288, "max": 0.95}
+    assert body["fields"]["swap_space_bytes"] == {"class": "live", "min": 0, "max": 8 << 30}
+    assert body["fields"]["scheduling_policy"]["values"] == ["fcfs", "priority"]
+    assert body["fields"]["disable_log_stats"]["values"] == [False, True]
     assert body["fields"]["model"] == {"class": "restart", "min": None, "max": None}
     assert body["envelope"] == {
         "max_num_seqs_cap": 256,
         "max_num_batched_tokens_cap": 4096,
         "gpu_memory_utilization_cap": 0.95,
+        "swap_space_bytes_cap": 8 << 30,
+        "num_speculative_tokens_cap": 5,
         "max_model_len": 1024,
         "block_size": 16,
         "enable_chunked_prefill": True,
@@ -271,10 +377,9 @@ def test_the_description_gives_values_classes_and_what_could_be_set_alone_now() 
 
 ANY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy one must not fail tests
 NUMBERS = st.integers() | st.floats() | st.integers(0, 5000) | st.floats(0, 1.2)
-VALUES = NUMBERS | st.booleans() | st.none() | st.sampled_from(["", "64"]) | st.lists(st.integers(), max_size=1)
-NAMES = st.sampled_from(
-    ["max_num_seqs", "max_num_active_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "model", "x"]
-)
+TEXTS = st.sampled_from(["", "64", "4Gi", "swap", "priority", "debug"])
+VALUES = NUMBERS | st.booleans() | st.none() | TEXTS | st.lists(st.integers(), max_size=1)
+NAMES = st.sampled_from([*BY_NAME, "max_num_seqs", "max_num_batched_tokens", "model", "x"])
 
 
 @ANY_MACHINE
@@ -299,14 +404,17 @@ def test_after_any_patches_the_values_are_inside_what_is_described_and_bounds_ho
         assert values.max_num_seqs <= values.max_num_batched_tokens <= envelope.max_num_batched_tokens_cap
         assert chunked or values.max_num_batched_tokens >= envelope.max_model_len
         fields: Any = config.describe()["fields"]
-        for name, number in config.numbers().items():
-            assert fields[name]["min"] <= number <= fields[name]["max"]
+        for name, value in config.shown().items():
+            if "values" in fields[name]:
+                assert value in fields[name]["values"]
+            else:
+                assert fields[name]["min"] <= value <= fields[name]["max"]
 
 
 @ANY_MACHINE
-@given(name=NAMES, number=NUMBERS, seqs=st.integers(1, 128), chunked=st.booleans())
-def test_the_nearest_value_is_always_accepted(name: str, number: float, seqs: int, chunked: bool) -> None:
+@given(name=NAMES, value=VALUES, seqs=st.integers(1, 128), chunked=st.booleans())
+def test_the_nearest_value_is_always_accepted(name: str, value: object, seqs: int, chunked: bool) -> None:
     config = a_config(seqs=seqs, tokens=2048, chunked=chunked)
-    _, status, body = config.patch({name: number})
+    _, status, body = config.patch({name: value})
     if status == 422 and body["nearest"] is not None:
         assert config.patch({name: body["nearest"]})[1] == 200

@@ -11,6 +11,7 @@ from trimtab_engine.errors import ConfigError
 from trimtab_engine.memory import (
     Ledger,
     MemoryFormula,
+    check_before_loading,
     check_one_request_fits,
     check_one_request_fits_fixed,
 )
@@ -122,6 +123,45 @@ def test_a_fixed_kv_cache_larger_than_the_device_is_refused_with_what_would_fit(
     check_one_request_fits_fixed(a_formula(), 1261, flag)
     with pytest.raises(ConfigError, match=f"{flag} asks for a KV cache of .* lower it to {most} or less"):
         check_one_request_fits_fixed(a_formula(), 1262, flag)
+
+
+def before_loading(**given: Any) -> MemoryFormula:
+    """The same model before its weights are read: 843 MiB in use or wanted by weights, 90 MiB by one request."""
+    return a_formula(**{"activations_peak_bytes": 0, **given})
+
+
+def test_weights_that_fit_beside_one_request_may_be_read() -> None:
+    check_before_loading(before_loading(device_bytes=1037 * MIB), fixed_by=None, limit_bytes=1037 * MIB)
+    check_before_loading(before_loading(device_bytes=843 * MIB), fixed_by="--num-gpu-blocks-override", limit_bytes=None)
+
+
+def test_weights_that_cannot_fit_are_refused_before_they_are_read_with_numbers_and_what_to_set() -> None:
+    with pytest.raises(ConfigError) as error:
+        check_before_loading(before_loading(device_bytes=1000 * MIB), fixed_by=None, limit_bytes=None)
+    assert str(error.value) == (
+        "out of memory before loading: the weights take 0.50 GiB, and 0.32 GiB is in use before them, and one request "
+        "of 2048 tokens 0.09 GiB of KV cache, but of the device's 0.98 GiB the engine may use 0.88 GiB "
+        "(--gpu-memory-utilization 0.9); raise --gpu-memory-utilization to more than 0.933, use a device of more than "
+        "1087023787 bytes (1.01 GiB; on the CPU: --device-memory-bytes), lower --max-model-len, or use a smaller model "
+        "or --dtype bfloat16"
+    )
+
+
+def test_a_container_limit_below_the_weights_is_refused_whatever_size_the_device_is_given() -> None:
+    with pytest.raises(
+        ConfigError, match=r"the container's memory limit is 0\.78 GiB; raise the limit to more than"
+    ) as e:
+        check_before_loading(before_loading(), fixed_by=None, limit_bytes=800 * MIB)
+    assert str(843 * MIB) in str(e.value)
+
+
+def test_a_fixed_kv_cache_leaves_the_whole_device_to_the_weights() -> None:
+    with pytest.raises(ConfigError) as error:
+        check_before_loading(
+            before_loading(device_bytes=842 * MIB), fixed_by="--kv-cache-memory-bytes", limit_bytes=None
+        )
+    assert "utilization" not in str(error.value)
+    assert f"a device of more than {843 * MIB} bytes" in str(error.value)
 
 
 def a_ledger(driver: int = 1000) -> Ledger:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from trimtab_engine.batch import Batch
 from trimtab_engine.block_manager import BlockManager, Copies
-from trimtab_engine.live_config import Envelope, LiveConfig, LiveValues
+from trimtab_engine.live_config import LiveConfig
+from trimtab_engine.live_values import Envelope, LiveValues
 from trimtab_engine.memory import MemoryFormula
 from trimtab_engine.messages import SamplingParams
 from trimtab_engine.request import Request, RequestStatus

@@ -50,6 +50,10 @@ def _routes(state: ServerState) -> APIRouter:
     async def memory() -> Response:
         return await _forward(state, "memory", {})
 
+    @router.post("/memory/plan")
+    async def memory_plan(request: Request) -> Response:
+        return await _forward(state, "memory_plan", {"values": await _json(request)})
+
     @router.get("/layout")
     async def layout() -> Response:
         return await _forward(state, "layout", {})

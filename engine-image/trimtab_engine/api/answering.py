@@ -3,12 +3,13 @@
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+from trimtab_engine.api.admission import QueueFull, Ticket
 from trimtab_engine.api.answers import AnswerForm, Usage
 from trimtab_engine.api.error_responses import ApiError
 from trimtab_engine.api.generation import GenerationPlan, Piece
@@ -51,9 +52,21 @@ async def answer(
     """A whole answer, or a stream; that takes over `until`, so the request counts as being answered to its end."""
     if state.options.log_requests:
         _log(form, plan)
+    plan = replace(plan, ticket=_admitted(state, plan, until))
     if body.stream:
         return EventStream(_stream(state, body, form, plan, echo), until.pop_all())
     return JSONResponse(await unless_gone(request, _whole(state, body, form, plan, echo)))
+
+
+def _admitted(state: ServerState, plan: GenerationPlan, until: ExitStack) -> Ticket:
+    """A place in the queue until the request ends. Raises QueueFull."""
+    try:
+        ticket = state.admission.admit([len(plan.prompt_of(index)) for index in range(len(plan.sampling))])
+    except QueueFull as full:
+        _require(state).generator.observer.rejected(full.reason)
+        raise
+    until.callback(ticket.close)
+    return ticket
 
 
 async def _whole(

@@ -6,15 +6,16 @@ counter exists once and never goes backwards.
 
 import asyncio
 import logging
+import time
 from typing import Protocol
 
 from prometheus_client import generate_latest
 
 from trimtab_engine.api.metrics import EngineMetrics, Interval, MergedRegistry, statistics_line
 from trimtab_engine.api.observations import Observations
-from trimtab_engine.messages import CoreReady, StepStats
+from trimtab_engine.messages import CoreReady, EngineState, StepStats
 
-STATS_SECONDS = 10.0
+TICK_SECONDS = 0.5  # how often it is looked whether the interval, which is live, is over
 
 logger = logging.getLogger("trimtab_engine.api")
 
@@ -31,14 +32,15 @@ class Exporter(Protocol):
 
 class EngineExporter:
     """Counts and logs for one engine. `metrics` comes when the cores are ready: the first core's, and what requests
-    see. Other cores have theirs from their first step on.
+    see. Other cores have theirs from their first step on. disable_log_stats hides all of it, live.
     """
 
-    def __init__(self, model_name: str, *, log_stats: bool) -> None:
-        self._model_name, self._log_stats = model_name, log_stats
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
         self.metrics: EngineMetrics | None = None
         self._of_cores: dict[int, EngineMetrics] = {}
         self._facts: CoreReady | None = None
+        self._state = EngineState()
 
     def begin(self, facts: CoreReady) -> None:
         """The core is ready: the families have their buckets and labels."""
@@ -51,6 +53,11 @@ class EngineExporter:
             metrics.cache_config(facts.cache_config)
             metrics.layout(facts.num_ranks)
         return self._of_cores[core]
+
+    def on_state(self, state: EngineState) -> None:
+        self._state = state
+        if self.metrics is not None:
+            self.metrics.sleep_level(state.sleep_level)
 
     def on_step(self, stats: StepStats) -> None:
         if self._facts is not None:
@@ -68,25 +75,32 @@ class EngineExporter:
         return own
 
     def text(self) -> bytes:
-        if self.metrics is None or not self._log_stats:
+        if self.metrics is None or self._state.disable_log_stats:
             return b""
         if len(self._of_cores) == 1:
             return self.metrics.exposition()
         return generate_latest(MergedRegistry(list(self._of_cores.values())))
 
     async def log_statistics(self) -> None:
-        """vLLM's line every 10 s while there is something to say."""
-        was_idle = True
-        while self._log_stats:
-            await asyncio.sleep(STATS_SECONDS)
-            metrics = self.metrics
-            if metrics is None or metrics.latest is None:
+        """vLLM's line every stats_interval_seconds while there is something to say."""
+        was_idle, since = True, time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            seconds = time.monotonic() - since
+            if seconds < self._state.stats_interval_seconds:
                 continue
-            interval, metrics.interval = metrics.interval, Interval()
-            latest = metrics.latest
-            idle = not (
-                interval.prompt_tokens or interval.generation_tokens or latest.num_running or latest.num_waiting
-            )
+            since += seconds
+            was_idle = self._log_line(seconds, was_idle)
+
+    def _log_line(self, seconds: float, was_idle: bool) -> bool:
+        """Log the interval's line, at DEBUG when it is the second idle one. Returns whether it was idle."""
+        metrics = self.metrics
+        if metrics is None or metrics.latest is None:
+            return True
+        interval, metrics.interval = metrics.interval, Interval()
+        latest = metrics.latest
+        idle = not (interval.prompt_tokens or interval.generation_tokens or latest.num_running or latest.num_waiting)
+        if not self._state.disable_log_stats:
             level = logging.DEBUG if idle and was_idle else logging.INFO
-            logger.log(level, "%s", statistics_line(interval, latest, STATS_SECONDS))
-            was_idle = idle
+            logger.log(level, "%s", statistics_line(interval, latest, seconds))
+        return idle

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from trimtab_engine.api.admission import Ticket
 from trimtab_engine.api.error_responses import ApiError
 from trimtab_engine.api.observations import FinishedSequence, Observer
 from trimtab_engine.api.stop_strings import StopStrings
@@ -39,6 +40,8 @@ class GenerationPlan:
     """Tokens that a piece has at least, but for a choice's first and last one."""
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     """What the request says of its caller's trace."""
+    ticket: Ticket | None = None
+    """What it was admitted with; it is told of each choice's first token."""
 
     @property
     def n(self) -> int:
@@ -83,7 +86,8 @@ class Generator:
     def __init__(
         self, client: CoreClient, tokenizer: Tokenizer, observer: Observer, tracer: Tracer | None = None
     ) -> None:
-        self._client, self._tokenizer, self._observer, self._tracer = client, tokenizer, observer, tracer
+        self.observer = observer
+        self._client, self._tokenizer, self._tracer = client, tokenizer, tracer
 
     async def run(self, plan: GenerationPlan) -> AsyncGenerator[Piece, None]:
         """All choices' pieces as they come. Leaving early aborts what still runs."""
@@ -95,7 +99,7 @@ class Generator:
                     yield piece
         finally:
             for first in range(0, len(num_tokens), plan.n):
-                self._observer.request_finished(plan.n, max(num_tokens[first : first + plan.n]))
+                self.observer.request_finished(plan.n, max(num_tokens[first : first + plan.n]))
 
     async def _run_choices(self, plan: GenerationPlan) -> AsyncGenerator[Piece, None]:
         if len(plan.sampling) == 1:
@@ -133,7 +137,7 @@ class Generator:
         request_id = f"{plan.request_id}-{index}-{uuid.uuid4().hex[:8]}"
         detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=plan.skip_special_tokens)
         stop = StopStrings(plan.stop, include=plan.include_stop)
-        clock = SequenceClock(plan, index, self._observer)
+        clock = SequenceClock(plan, index, self.observer)
         finish_reason: str | None = None
         request = AddRequest(
             request_id,
@@ -213,7 +217,7 @@ class SequenceClock:
     """When things happened to one sequence, told to the metrics as they happen."""
 
     def __init__(self, plan: GenerationPlan, index: int, observer: Observer, now: Callable[[], float] = time.monotonic):
-        self._plan, self._observer, self._now = plan, observer, now
+        self._plan, self._index, self._observer, self._now = plan, index, observer, now
         self._max_tokens = plan.sampling[index].max_tokens
         self._num_prompt_tokens = len(plan.prompt_of(index))
         self._scheduled: float | None = None
@@ -232,6 +236,8 @@ class SequenceClock:
         if self._last_token is None:
             self._first_token = now
             self._observer.first_token(now - self._plan.arrival_time)
+            if self._plan.ticket is not None:
+                self._plan.ticket.started(self._index)
         else:
             self._observer.next_token(now - self._last_token)
         self._last_token = now

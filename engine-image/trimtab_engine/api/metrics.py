@@ -24,6 +24,7 @@ LATENCY_BUCKETS = (
     1920.0, 7680.0,
 )  # fmt: skip
 ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 N_BUCKETS = (1, 2, 5, 10, 20)
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -116,6 +117,16 @@ class EngineMetrics:
         self.interval.prompt_tokens += stats.num_prompt_tokens
         self.interval.generation_tokens += stats.num_generation_tokens
 
+    def sleep_level(self, level: int | None) -> None:
+        """Which of vLLM's sleep states the engine is in; a paused one (level 0) has discarded nothing."""
+        now = {1: "weights_offloaded", 2: "discard_all"}.get(level or 0, "awake")
+        for name in SLEEP_STATES:
+            self._sleep_state.labels(*self._values, name).set(name == now)
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused because the queue is as long as it may be."""
+        self._rejections.labels(*self._values, reason).inc()
+
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
 
@@ -153,6 +164,8 @@ class EngineMetrics:
         self._layout_ranks = self._gauge("trimtab_layout_ranks", "Ranks that really run")
         self._kv_blocks = self._labelled_gauge("trimtab_kv_blocks", "KV blocks by state", "state")
         self._config_value = self._labelled_gauge("trimtab_config_value", "Applied value of each live field", "field")
+        self._sleep_state = self._labelled_gauge("vllm:engine_sleep_state", "1 for the state it is in", "sleep_state")
+        self.sleep_level(None)
         self._memory = self._labelled_gauge("trimtab_memory_bytes", "The ledger: who owns the device's bytes", "kind")
 
     def _build_counters(self) -> None:
@@ -168,6 +181,11 @@ class EngineMetrics:
         self._blocked = self._labelled_counter(
             "trimtab_blocked_seconds", "Seconds in which the head of the queue could not be admitted", "reason"
         )
+        self._rejections = self._labelled_counter(
+            "vllm:admission_rejections", "Requests refused because the queue is full", "reason"
+        )
+        for reason in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            self._rejections.labels(*self._values, reason)
         for reason in ("stop", "length", "abort", "error"):
             self._success.labels(*self._values, reason)
         for reason in ("capacity", "resize"):

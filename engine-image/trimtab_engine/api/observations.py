@@ -39,6 +39,9 @@ class Observer(Protocol):
     def request_finished(self, n: int, max_num_generation_tokens: int) -> None:
         """One HTTP request with its n sequences has ended; the second number is that of the longest of them."""
 
+    def rejected(self, reason: str) -> None:
+        """A request was refused because the queue is as long as it may be."""
+
 
 class Observations(msgspec.Struct, tag="observations"):
     """What one server has seen since its last batch, and how many generation requests it answers now."""
@@ -49,10 +52,13 @@ class Observations(msgspec.Struct, tag="observations"):
     sequences: list[FinishedSequence] = []
     requests: list[tuple[int, int]] = []
     """n and the longest sequence's tokens, per HTTP request."""
+    rejections: list[str] = []
+    """Why, per request that was refused at admission."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.first_token_seconds or self.next_token_seconds or self.sequences or self.requests)
+        seconds = self.first_token_seconds or self.next_token_seconds
+        return not (seconds or self.sequences or self.requests or self.rejections)
 
     def tell(self, observer: Observer) -> None:
         """Hand everything to the one who counts."""
@@ -64,6 +70,8 @@ class Observations(msgspec.Struct, tag="observations"):
             observer.finished(life)
         for n, longest in self.requests:
             observer.request_finished(n, longest)
+        for reason in self.rejections:
+            observer.rejected(reason)
 
 
 class ObservationBuffer:
@@ -83,6 +91,9 @@ class ObservationBuffer:
 
     def request_finished(self, n: int, max_num_generation_tokens: int) -> None:
         self._batch.requests.append((n, max_num_generation_tokens))
+
+    def rejected(self, reason: str) -> None:
+        self._batch.rejections.append(reason)
 
     def take(self, num_http_requests: int) -> Observations:
         batch, self._batch = self._batch, Observations()

@@ -21,6 +21,8 @@ from trimtab_engine.api.state import ServerOptions, ServerState
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.core_launcher import CoreLauncher
+from trimtab_engine.log_level import set_log_level
+from trimtab_engine.messages import EngineState
 
 ABORT_GRACE_SECONDS = 2.0  # for aborted requests' last bytes to leave
 DEAD_ANSWER_SECONDS = 1.0  # after a failure: who waits gets his error, who comes gets 503
@@ -58,9 +60,12 @@ class _EngineServer:
         self._options, self._shutdown_timeout = options, shutdown_timeout
         count = options.api_server_count
         self._launcher = CoreLauncher(config, num_clients=1 if count == 1 else 1 + count)
-        self._exporter = EngineExporter(options.served_model_names[0], log_stats=options.log_stats)
+        self._exporter = EngineExporter(options.served_model_names[0])
         self._core = CoreClient(
-            self._launcher.addresses[0], on_ready=self._exporter.begin, on_step=self._exporter.on_step
+            self._launcher.addresses[0],
+            on_ready=self._exporter.begin,
+            on_step=self._exporter.on_step,
+            on_state=self._on_state,
         )
         self._state = ServerState(options, self._core, self._exporter)
         self._servers: Servers
@@ -93,6 +98,10 @@ class _EngineServer:
             admin = [self._admin.close(seconds)] if self._admin is not None else []
             await asyncio.gather(*background, *admin, self._servers.close(seconds), return_exceptions=True)
             await self._launcher.close(self._core)
+
+    def _on_state(self, state: EngineState) -> None:
+        set_log_level(state.log_level)
+        self._exporter.on_state(state)
 
     async def _load(self) -> None:
         """Raises ConfigError when a tokenizer cannot be read."""

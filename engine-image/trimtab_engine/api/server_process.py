@@ -36,6 +36,7 @@ from trimtab_engine.api.state import ServerState, Serving
 from trimtab_engine.api.tracing import tracer_of
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.errors import ConfigError, EngineDead
+from trimtab_engine.log_level import set_log_level
 
 BATCH_SECONDS = 0.1  # how often observations are sent on; a scrape fetches what is younger
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -86,7 +87,12 @@ class ServerProcess:
 
     def __init__(self, start: Start, link: Link[ToServer]) -> None:
         self._start, self._link = start, link
-        self._core = CoreClient(start.addresses, client_index=start.client_index, num_clients=start.num_clients)
+        self._core = CoreClient(
+            start.addresses,
+            client_index=start.client_index,
+            num_clients=start.num_clients,
+            on_state=lambda state: set_log_level(state.log_level),
+        )
         self._exporter = LinkExporter(link)
         self._observations = ObservationBuffer()
         self._state = ServerState(start.options, self._core, self._exporter)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from trimtab_engine.api.admission import Admission
 from trimtab_engine.api.error_responses import ApiError
 from trimtab_engine.api.exporter import Exporter
 from trimtab_engine.api.generation import Generator
 from trimtab_engine.api.grammar_trials import GrammarTrials
 from trimtab_engine.core_client import CoreClient
-from trimtab_engine.messages import CoreReady
+from trimtab_engine.messages import CoreReady, EngineState
 from trimtab_engine.tokenizer import Tokenizer
 
 RETRY_SECONDS = 5  # in Retry-After: about what a drain or the end of a load takes to show elsewhere
@@ -25,7 +26,6 @@ class ServerOptions:
     api_keys: tuple[str, ...] = ()
     admin_token_sha256: str | None = None
     max_logprobs: int = 20
-    log_stats: bool = True
     api_server_count: int = 1
     stream_interval: int = 1
     log_requests: bool = False
@@ -62,9 +62,11 @@ class ServerState:
     started: float = field(default_factory=time.time)
     on_drain: Callable[[], None] = lambda: None
     """Called once, when it begins to drain."""
+    admission: Admission = field(init=False)
 
     def __post_init__(self) -> None:
         self.idle.set()
+        self.admission = Admission(lambda: self.core.state, self.options.api_server_count)
 
     def begin_drain(self) -> None:
         """Accept nothing new from now on, in this server and in all others of the engine."""
@@ -97,11 +99,13 @@ class ServerState:
             return f"the engine is loading: {progress.stage}, {progress.percent:.0f}%"
         if self.draining:
             return "the engine is draining: it finishes what runs and accepts nothing new"
-        return None
+        return resting_reason(self.core.state)
 
     def require_serving(self) -> Serving:
-        """What a generation request needs, or 503 with the reason."""
+        """What a generation request needs, or 503 with the reason. While requests are kept, new ones queue up too."""
         reason = self.not_ready_reason
+        if self.core.state.pause_mode == "keep" and reason == resting_reason(self.core.state):
+            reason = None
         if reason is not None or self.serving is None:
             raise ApiError(503, reason or "the engine is loading", retry_after=RETRY_SECONDS)
         return self.serving
@@ -118,3 +122,12 @@ class ServerState:
             param="model",
             code="model_not_found",
         )
+
+
+def resting_reason(state: EngineState) -> str | None:
+    """Why an engine that could work does not."""
+    if state.sleep_level is not None:
+        return f"the engine sleeps at level {state.sleep_level}: POST /admin/v1/wake_up"
+    if state.pause_mode is not None:
+        return f"the engine is paused with mode {state.pause_mode}: POST /admin/v1/resume"
+    return None

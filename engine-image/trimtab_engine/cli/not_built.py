@@ -26,36 +26,24 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
     "--cudagraph-capture-sizes": (),
     "--enable-auto-tool-choice": (),
     "--enable-lora": (),
-    "--enable-prefix-caching": (),
-    "--no-enable-prefix-caching": (None,),
     "--enable-sleep-mode": (),
     "--enforce-eager": (None,),  # every step is eager: there are no graphs yet
-    "--kv-cache-dtype": ("auto",),
     "--kv-offloading-size": ("0",),
     "--limit-mm-per-prompt": (),
-    "--long-prefill-token-threshold": ("0",),
-    "--max-num-queued-reqs": (),
-    "--max-num-queued-tokens": (),
     "--mm-processor-cache-gb": (),
     "--num-speculative-tokens": ("0",),
     "--optimization-level": ("0",),
     "--performance-mode": ("balanced",),
-    "--preemption-mode": ("recompute",),
     "--quantization": (),
     "--revision": (),
     "--root-path": (),
-    "--scheduling-policy": ("fcfs",),
     "--speculative-config": (),
     "--ssl-certfile": (),
     "--ssl-keyfile": (),
-    "--swap-space": ("0",),
     "--tool-call-parser": (),
     "--trust-remote-code": (),
     "--uds": (),
-    "--watermark": ("0", "0.0"),
 }
-HELP = {"--preemption-mode": "what a preempted request's KV cache becomes: recompute (default: recompute)"}
-"""Flags of ours that have one value so far, and are shown."""
 SHORT = {
     "-dpl": "--data-parallel-size-local",
     "-dpr": "--data-parallel-rank",
@@ -83,12 +71,13 @@ class _NotBuilt(argparse.Action):
 
 
 def add_not_built(parser: argparse.ArgumentParser) -> None:
-    """Make the parser know them, without showing them in --help (but for HELP's)."""
+    """Make the parser know them, without showing them in --help."""
     short_of = {long: short for short, long in SHORT.items()}
     for flag in NOT_BUILT:
         names = [flag, short_of[flag]] if flag in short_of else [flag]
-        text = HELP.get(flag, argparse.SUPPRESS)
         if NOT_BUILT[flag] == (None,):  # a switch: what follows it is not its value but, perhaps, MODEL
-            parser.add_argument(*names, action=_NotBuilt, nargs=0, help=text, default=argparse.SUPPRESS)
+            parser.add_argument(*names, action=_NotBuilt, nargs=0, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
             continue
-        parser.add_argument(*names, action=_NotBuilt, nargs="?", metavar="VALUE", help=text, default=argparse.SUPPRESS)
+        parser.add_argument(
+            *names, action=_NotBuilt, nargs="?", metavar="VALUE", help=argparse.SUPPRESS, default=argparse.SUPPRESS
+        )

@@ -6,13 +6,10 @@ import math
 import re
 import sys
 from fractions import Fraction
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, get_args
 
-QUANTITY_UNITS = {
-    "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
-    "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40,
-}  # fmt: skip
-
+from trimtab_engine.config import KVCacheDtype
+from trimtab_engine.quantity import parse_quantity
 
 LENGTH_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 """vLLM's: lower case decimal, upper case binary."""
@@ -91,11 +88,27 @@ def seconds(text: str) -> float:
 
 def quantity(text: str) -> int:
     """Bytes: a plain number or a Kubernetes quantity such as 1500Mi or 2G."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti|)", text)
-    size = int(float(match.group(1)) * QUANTITY_UNITS[match.group(2)]) if match else 0
-    if size < 1:
+    size = parse_quantity(text)
+    if not size:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes or a quantity such as 1500Mi or 2G")
     return size
+
+
+def fraction(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a share; write a number from 0 to 1, such as 0.01")
+    return number
+
+
+def swap_space(text: str) -> int:
+    """Bytes: a plain number is GiB, as in vLLM; or a quantity such as 512Mi. 0 is none."""
+    if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII):
+        return int(Fraction(text) * (1 << 30))
+    return quantity(text)
 
 
 def model_len(text: str) -> int | Literal["auto"]:
@@ -109,6 +122,14 @@ def model_len(text: str) -> int | Literal["auto"]:
             f"{text[:40]!r} is no number of tokens; write 8192, 8k (8000), 8K (8192), or auto for the longest that fits"
         )
     return int(length)
+
+
+def kv_cache_dtype(text: str) -> str:
+    if text.startswith("fp8"):
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not built yet (and never on the CPU); use auto")
+    if text not in get_args(KVCacheDtype):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is none of {', '.join(get_args(KVCacheDtype))}")
+    return text
 
 
 def sha256(text: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab_engine.cli import parser as types
+from trimtab_engine.cli.live_flags import add_log_flags, add_queue_flags, add_scheduling_flags, live_values
 from trimtab_engine.cli.not_built import add_not_built
 from trimtab_engine.cli.parallel_flags import add_parallel_flags, parallel_fields
 from trimtab_engine.config import EngineConfig
@@ -26,8 +27,7 @@ def add_to(commands: Any) -> None:
         "serve",
         help="serve a model with an OpenAI-compatible API",
         description="Serve MODEL. SIGTERM drains: running requests finish within --shutdown-timeout.",
-        epilog="Live while serving, through the admin API: max_num_seqs, max_num_batched_tokens, "
-        "gpu_memory_utilization, each up to its cap.",
+        epilog="What says live may change while serving, through the admin API (docs/live-configuration.md).",
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help="folder with safetensors, or a .gguf file")
     add_engine_flags(parser)
@@ -123,6 +123,13 @@ def _add_device_flags(group: Any) -> None:
         "--num-gpu-blocks-override", type=types.positive, metavar="N", help="fix the number of KV blocks, likewise"
     )
     group.add_argument(
+        "--kv-cache-dtype",
+        type=types.kv_cache_dtype,
+        default="auto",
+        metavar="DTYPE",
+        help="dtype of the KV cache: auto is the model's, and no other is built yet (default: auto)",
+    )
+    group.add_argument(
         "--block-size",
         type=types.positive,
         default=16,
@@ -169,6 +176,7 @@ def _add_scheduler_flags(group: Any) -> None:
         help="schedule the next step while the device works on one (default: on with CUDA; on the CPU both want the "
         "same cores)",
     )
+    add_scheduling_flags(group)
 
 
 def _add_server_flags(group: Any) -> None:
@@ -214,7 +222,8 @@ def _add_server_flags(group: Any) -> None:
         metavar="URL",
         help="send a span per request there, such as http://collector:4318/v1/traces (needs the extra tracing)",
     )
-    group.add_argument("--disable-log-stats", action="store_true", help="no statistics line and no engine metrics")
+    add_queue_flags(group)
+    add_log_flags(group)
 
 
 def _add_admin_flags(group: Any) -> None:
@@ -251,7 +260,6 @@ def run(arguments: argparse.Namespace) -> int:
         api_keys=tuple(arguments.api_key or ()),
         admin_token_sha256=arguments.admin_token_sha256,
         max_logprobs=arguments.max_logprobs,
-        log_stats=not arguments.disable_log_stats,
         api_server_count=arguments.api_server_count,
         stream_interval=arguments.stream_interval,
         log_requests=arguments.enable_log_requests,
@@ -281,6 +289,7 @@ def engine_config(
         device_memory_bytes=arguments.device_memory_bytes,
         cpu_threads=arguments.cpu_threads,
         max_model_len=arguments.max_model_len,
+        kv_cache_dtype=arguments.kv_cache_dtype,
         block_size=arguments.block_size,
         gpu_memory_utilization=utilization,
         gpu_memory_utilization_cap=arguments.gpu_memory_utilization_cap or utilization,
@@ -292,6 +301,7 @@ def engine_config(
         max_num_batched_tokens_cap=arguments.max_num_batched_tokens_cap or num_tokens,
         enable_chunked_prefill=arguments.enable_chunked_prefill,
         async_scheduling=arguments.async_scheduling,
+        **live_values(arguments, kind),
         seed=arguments.seed,
         **parallel_fields(arguments),
         profiler_dir=arguments.profiler_dir,

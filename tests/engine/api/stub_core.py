@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import msgspec
 from trimtab_engine.core_link import Link
@@ -25,7 +26,9 @@ from trimtab_engine.messages import (
     ClientAddresses,
     CoreFailed,
     CoreReady,
+    EngineState,
     LoadProgress,
+    PauseMode,
     RequestOutput,
     Shutdown,
     StepOutputs,
@@ -38,6 +41,8 @@ VOCAB_SIZE = 258
 END_TOKEN = 256
 STEP_MILLISECONDS = 10
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+STATE_FIELDS = ("max_num_seqs", "max_num_queued_reqs", "max_num_queued_tokens", "disable_log_stats")
+PAUSED: dict[int, PauseMode] = {888: "wait", 889: "keep"}  # seeds of cores that are paused from the start
 COMMANDS = ("!eos", "!slow", "!die", "!fail")
 
 
@@ -78,6 +83,17 @@ class Sequence:
         return output
 
 
+def state_of(config: dict[str, Any], num_requests: int) -> EngineState:
+    """As of a core that runs all its requests, but says of those beyond max_num_seqs that they wait."""
+    num_running = min(num_requests, config["max_num_seqs"])
+    return EngineState(
+        num_running=num_running,
+        num_waiting=num_requests - num_running,
+        **{name: config[name] for name in STATE_FIELDS},
+        pause_mode=PAUSED.get(config["seed"]),
+    )
+
+
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # as the real core: it never outlives its server
     start = json.loads(sys.stdin.readline())
@@ -97,7 +113,11 @@ def main() -> None:
     seen: list[dict[str, object]] = []
     added: list[dict[str, object]] = []
     step = 0
+    told = EngineState()
     while True:
+        if (now := state_of(start["config"], len(running))) != told:
+            told = now
+            link.broadcast(told)
         for received in link.receive(STEP_MILLISECONDS):
             match received:
                 case AddRequest() as message:

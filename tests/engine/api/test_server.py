@@ -138,3 +138,35 @@ def test_api_keys_guard_v1_only(start_server: Any) -> None:
         assert server.http.get("/v1/models", headers=headers).status_code == status
     assert server.http.get("/v1/models").json()["error"]["type"] == "authentication_error"
     assert server.status("/readyz") == server.status("/metrics") == 200
+
+
+@pytest.mark.parametrize("flags", [[], ["--api-server-count", "2"]])
+def test_a_full_queue_answers_503_with_retry_after_and_is_counted(start_server: Any, flags: list[str]) -> None:
+    server = start_server("--max-num-seqs", "1", "--max-num-queued-reqs", "1", *flags)
+    with a_running_request(server), a_running_request(server):
+        server.wait_for(lambda: server.core_state()["running"] == 2, "both requests")
+        url = f"{server.http.base_url}/v1/completions"
+        server.wait_for(  # every server has heard of the queue
+            lambda: {httpx.post(url, json={"prompt": "ab"}).status_code for _ in range(4)} == {503}, "refusals"
+        )
+        refused = httpx.post(url, json={"prompt": "ab"})
+        assert server.metric("vllm:admission_rejections_total", reason="max_num_queued_reqs") >= 5
+        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["type"] == "service_unavailable"
+    assert "max_num_queued_reqs is 1" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("seed", "mode", "status"), [("888", "wait", 503), ("889", "keep", 200)])
+def test_a_paused_engine_is_not_ready_and_takes_requests_only_to_keep_them(
+    start_server: Any, seed: str, mode: str, status: int
+) -> None:
+    server = start_server("--seed", seed, wait=False)
+    server.wait_for(lambda: server.status("/startupz") == 200, "the load")
+    answer = server.http.get("/readyz")
+    assert answer.status_code == server.status("/health") == 503
+    assert f"paused with mode {mode}" in answer.json()["reason"]
+    assert server.status("/livez") == 200
+    assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == status
