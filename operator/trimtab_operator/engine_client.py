@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from trimtab_operator.bounded_http import Reply, Unreachable, fetch
 from trimtab_operator.tuner import EngineConfig, FieldRange, Knob, Value
@@ -39,6 +39,16 @@ Count = Annotated[int, Field(ge=0)]
 Number = Annotated[int | float, Field(allow_inf_nan=False)]
 
 
+def _numbers(values: object) -> object:
+    """The values of a configuration that are numbers: knobs are. Others are switches and names."""
+    if not isinstance(values, Mapping):
+        return values
+    return {name: value for name, value in values.items() if not isinstance(value, bool | str)}
+
+
+Values = Annotated[Mapping[str, Number], BeforeValidator(_numbers)]
+
+
 class _Wire(BaseModel):
     """What an engine sends: unknown members are ignored (a newer engine may say more), wrong types are not."""
 
@@ -58,8 +68,8 @@ class ConfigReport(_Wire):
 
     generation: Annotated[int, Field(ge=1)]
     envelope: Mapping[str, object]
-    desired: Mapping[str, Number]
-    applied: Mapping[str, Number]
+    desired: Values
+    applied: Values
     fields: Mapping[str, FieldReport]
 
     def for_tuner(self) -> EngineConfig:
@@ -123,7 +133,7 @@ class Patched(_Wire):
 
     id: str | None
     generation: int
-    desired: Mapping[str, Number]
+    desired: Values
     applied_at_step: int | None
 
 
@@ -210,7 +220,9 @@ class EngineClient:
             refusal = _read(reply.body, _RefusalBody)
             if refusal is None:
                 return _nonsense(reply)
-            return OutOfBounds(refusal.field, refusal.value, refusal.min, refusal.max, refusal.nearest, refusal.message)
+            return OutOfBounds(
+                refusal.field, refusal.value, refusal.min, refusal.max, _number(refusal.nearest), refusal.message
+            )
         return _parse(reply, Patched)
 
     async def _get(self, path: str, kind: type[T]) -> T | Failure:
@@ -245,7 +257,7 @@ class _RefusalBody(_Wire):
     value: object = None
     min: Number | None = None
     max: Number | None = None
-    nearest: Number | None = None
+    nearest: Number | str | None = None
     message: str = ""
 
 
@@ -281,6 +293,10 @@ def _message(reply: Reply) -> str:
     """The engine's own words, at most a line of them."""
     body = _read(reply.body, _MessageBody)
     return body.message[:500] if body else f"the engine answered with status {reply.status}"
+
+
+def _number(value: Value | str | None) -> Value | None:
+    return None if isinstance(value, str) else value
 
 
 def _value(knob: Knob, number: Value) -> Value:

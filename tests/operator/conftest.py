@@ -38,6 +38,10 @@ FIELDS: dict[str, tuple[float, float]] = {
 }
 
 
+OTHERS = {"scheduling_policy": "fcfs", "enable_prefix_caching": True, "watermark": 0.0}
+"""Live fields that are no knobs of the tuner's."""
+
+
 @dataclass
 class ContractEngine:
     """The engine as the contract describes it, with knobs to make it misbehave."""
@@ -108,8 +112,8 @@ class ContractEngine:
             200,
             generation=self.generation,
             envelope={"max_num_seqs_cap": 64, "max_model_len": 1024, "kv_fixed_by": None},
-            desired=self.values,
-            applied=self.values,
+            desired=self.values | OTHERS,
+            applied=self.values | OTHERS,
             fields=fields,
         )
 
@@ -128,7 +132,7 @@ class ContractEngine:
             return answer(200, id=None, generation=self.generation, desired=merged, applied_at_step=None)
         self.values.update(wanted)
         self.generation += 1
-        return answer(200, id="c1", generation=self.generation, desired=self.values, applied_at_step=812)
+        return answer(200, id="c1", generation=self.generation, desired=self.values | OTHERS, applied_at_step=812)
 
     async def get_memory(self, request: web.Request) -> web.Response:
         kv = {
