@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from trimtab_engine.core_replies import merge_replies
-from trimtab_engine.messages import AdminReply
+from trimtab_engine.core_replies import merge_replies, merge_states
+from trimtab_engine.messages import AdminReply, EngineState
 
 
 def replies(*bodies: dict[str, Any], status: int = 200) -> list[AdminReply]:
@@ -44,3 +44,11 @@ def test_each_cores_ledger_is_shown() -> None:
 def test_a_core_that_refuses_speaks_for_all() -> None:
     both = [AdminReply("a", 200, {}), AdminReply("b", 422, {"field": "x"})]
     assert merge_replies("config_patch", both) is both[1]
+
+
+def test_the_states_of_several_cores_add_up() -> None:
+    first = EngineState(time=3.0, num_running=2, num_waiting=1, max_num_seqs=4, max_num_queued_reqs=9)
+    second = EngineState(time=2.0, num_running=4, num_waiting=0, max_num_seqs=4, max_num_queued_reqs=9)
+    merged = merge_states([first, second])
+    assert (merged.num_running, merged.num_waiting, merged.max_num_seqs) == (6, 1, 8)
+    assert (merged.time, merged.max_num_queued_reqs) == (2.0, 9)
