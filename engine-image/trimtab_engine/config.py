@@ -157,10 +157,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(f"--node-rank is {self.node_rank}; with --nnodes {self.nnodes} it must be below that")
-        if ranks > 1 and self.preemption_mode != "recompute":
+        if ranks > 1 and (self.preemption_mode != "recompute" or self.swap_space_bytes_cap):
             raise ConfigError(
-                f"--preemption-mode {self.preemption_mode} with {ranks} ranks is not built yet: only this rank's part "
-                f"would be swapped; leave it at recompute"
+                f"--preemption-mode {self.preemption_mode} and --swap-space are not built yet for {ranks} ranks; "
+                f"leave the mode at recompute and the swap space at 0"
             )
 
 

@@ -6,6 +6,7 @@ handed in. How it comes to be is startup.py's, who talks to it is core_process.p
 
 import logging
 import uuid
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -73,7 +74,8 @@ class Engine:
         self._grammars = parts.grammars
         self._execution = parts.execution
         self._clock = clock
-        self._flight: Flight | None = None
+        self._flights: deque[Flight] = deque()
+        """In the order in which they land. Several only with pipeline stages."""
         self._ready: list[RequestOutput] = []
         """Outputs that the next step() reports."""
         self._num_preempted = 0
@@ -88,7 +90,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ready) or self._flight is not None or not self._scheduler.is_idle
+        return bool(self._ready) or bool(self._flights) or not self._scheduler.is_idle
 
     @property
     def is_building(self) -> bool:
@@ -137,16 +139,23 @@ class Engine:
         for request in self._grammars.take_ready():
             self._queue(request)
         self._abort_past_drain_deadline(started)
-        if self._flight is None:
-            self._take_off(self._prepare(started))
-        flight, self._flight = self._flight, None
-        if flight is None:
+        self._fill_pipeline(started)
+        if not self._flights:
             return self._report(None, StepResult(), started)
+        flight = self._flights.popleft()
         ahead = self._prepare(self._clock()) if self._schedules_ahead else None
         result = flight.result()
         self._land(flight, result)
         self._take_off(ahead)
         return self._report(flight.step, result, flight.started)
+
+    def _fill_pipeline(self, now: float) -> None:
+        """Have a step in flight, or as many as there are pipeline stages, while there is something to run."""
+        while len(self._flights) < self._execution.num_stages:
+            step = self._prepare(now)
+            if step is None:
+                return
+            self._take_off(step)
 
     @property
     def _schedules_ahead(self) -> bool:
@@ -162,7 +171,7 @@ class Engine:
 
     def _take_off(self, step: PreparedStep | None) -> None:
         if step is not None:
-            self._flight = self._execution.begin(step, self._clock())
+            self._flights.append(self._execution.begin(step, self._clock()))
 
     def _land(self, flight: Flight, result: StepResult) -> None:
         """Give the requests what the step brought."""
@@ -178,8 +187,8 @@ class Engine:
 
     def _settle(self) -> None:
         """Land what is in flight: what moves blocks or weights needs a quiet device."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
+        while self._flights:
+            flight = self._flights.popleft()
             self._land(flight, flight.result())
 
     def _report(self, step: PreparedStep | None, result: StepResult, started: float) -> StepOutputs:

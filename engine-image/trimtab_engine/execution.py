@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from trimtab_engine.batch import Batch
 from trimtab_engine.kv_cache import KVCache, copy_across
@@ -60,10 +61,17 @@ class Flight:
 
 
 class Execution:
-    """Runs batches one at a time. `swap_cache` holds swapped-out blocks; None without swap space."""
+    """Runs batches in order. `swap_cache` holds swapped-out blocks; None without swap space.
 
-    def __init__(self, runner: ModelRunner, swap_cache: KVCache | None, *, in_thread: bool) -> None:
+    With several pipeline stages as many steps can be in flight: one is sent to the first stage at once, and this rank,
+    which is of the last stage, computes its part when the result is asked for.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, swap_cache: KVCache | None, *, in_thread: bool, num_stages: int = 1
+    ) -> None:
         self._runner = runner
+        self.num_stages = num_stages
         self._swap_cache = swap_cache
         self._masks = MaskMaker()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="execution") if in_thread else None
@@ -88,6 +96,9 @@ class Execution:
     def begin(self, step: PreparedStep, started: float) -> Flight:
         """Start computing; all steps before it have landed."""
         step.fill_in()
+        self._runner.send(step.inputs)
+        if self.num_stages > 1:
+            return Flight(step, started, partial(self._compute, step))
         if self._thread is None:
             result = self._compute_and_score(step)
             return Flight(step, started, lambda: result)

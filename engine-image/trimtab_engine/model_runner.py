@@ -176,7 +176,9 @@ class ModelRunner:
 
     def execute(self, sequences: list[ScheduledSequence]) -> torch.Tensor:
         """Compute a batch. Returns logits [sequences with samples=True, vocab_size] float32, in their order."""
-        logits = self.run(self.flatten(sequences)[0])
+        inputs, _ = self.flatten(sequences)
+        self.send(inputs)
+        logits = self.run(inputs)
         assert logits is not None  # the engine holds a rank of the last stage
         return logits
 
@@ -196,6 +198,9 @@ class ModelRunner:
         """The batch as plain values, and which of its tokens are not known yet."""
         longest = max_decode_tokens(self._device.torch)
         return flatten(sequences, block_size=self._block_size, max_decode_tokens=longest)
+
+    def send(self, inputs: StepInputs) -> None:
+        """Let the other ranks begin a step; run() computes this rank's part. One rank alone has nobody to tell."""
 
     def run(self, inputs: StepInputs) -> torch.Tensor | None:
         """Compute a step. Logits of the sampled tokens on the rank that samples, None on the others."""

@@ -43,6 +43,9 @@ class Scheduler:
     Call schedule(), run the batch, call update(); add, abort, set_policy and resize_kv between steps. An abort may also
     come between schedule() and update(). The next schedule() may come before update() as well, so that a step is
     prepared while the one before works: a request's newest token is then not known yet, only that there will be one.
+
+    With pipeline stages as many steps are in flight, each with about its share of the running requests; a request whose
+    token is awaited is in none of the others.
     """
 
     def __init__(
@@ -53,12 +56,14 @@ class Scheduler:
         max_model_len: int,
         enable_chunked_prefill: bool = True,
         eos_token_ids: Iterable[int] = (),
+        num_stages: int = 1,
     ) -> None:
         self.costs = PreemptionCosts()
         """What preemption is measured to cost; replaced by whoever measures."""
         self._blocks = block_manager
         self._max_model_len = max_model_len
         self._chunked_prefill = enable_chunked_prefill
+        self._num_stages = num_stages
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[str, Request] = {}
         self._num_added = 0
@@ -253,12 +258,18 @@ class Scheduler:
         schedule = batch.sequences.append
         sampling = batch.sampling.append
         preempted = batch.preempted
+        share = -(-len(self._running) // self._num_stages)
         for index, sequence in enumerate(self._running):
             if budget <= 0:
                 break
             request = sequence.request
             if preempted and request.status is not RequestStatus.RUNNING:
                 continue
+            if self._num_stages > 1:
+                if request.num_pending_tokens:
+                    continue  # it is in flight
+                if len(batch.sequences) >= share:
+                    break
             start = request.num_computed_tokens
             num_known = len(request.token_ids) + request.num_pending_tokens
             num_left = num_known - start

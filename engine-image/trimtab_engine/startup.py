@@ -118,6 +118,7 @@ def _scheduler(config: EngineConfig, runner: ModelRunner, size: KVSize) -> Sched
         max_model_len=max_model_len,
         enable_chunked_prefill=config.enable_chunked_prefill,
         eos_token_ids=runner.facts.eos_token_ids,
+        num_stages=config.pipeline_parallel_size,
     )
 
 
@@ -192,7 +193,9 @@ def _execution(config: EngineConfig, runner: ModelRunner) -> Execution:
         )
     num_blocks = config.swap_space_bytes_cap // runner.kv_cache.bytes_per_block
     overlaps = config.device == "cuda" if config.async_scheduling is None else config.async_scheduling
-    return Execution(runner, runner.new_swap_cache(num_blocks) if num_blocks else None, in_thread=overlaps)
+    stages = config.pipeline_parallel_size
+    swap_cache = runner.new_swap_cache(num_blocks) if num_blocks else None
+    return Execution(runner, swap_cache, in_thread=overlaps and stages == 1, num_stages=stages)
 
 
 def _grammars(config: EngineConfig, runner: ModelRunner) -> GrammarCompiler:

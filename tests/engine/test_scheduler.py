@@ -32,6 +32,7 @@ def a_scheduler(
     chunked: bool = True,
     swap: int = 0,
     caching: bool = False,
+    stages: int = 1,
     **policy: Any,
 ) -> Scheduler:
     return Scheduler(
@@ -40,6 +41,7 @@ def a_scheduler(
         max_model_len=length,
         enable_chunked_prefill=chunked,
         eos_token_ids=[EOS],
+        num_stages=stages,
     )
 
 
@@ -589,3 +591,40 @@ def test_a_broken_invariant_is_named() -> None:
     request.num_computed_tokens = 99
     with pytest.raises(IntegrityError, match="has 99 computed of 6 tokens"):
         scheduler.check_integrity()
+
+
+# --- pipeline stages ----------------------------------------------------------------------------------------------
+
+
+def test_two_steps_in_flight_share_the_running_requests_and_no_request_is_in_both() -> None:
+    scheduler = a_scheduler(stages=2)
+    add(scheduler, *(a_request(name, prompt=2) for name in "abcde"))
+    finish_step(scheduler, scheduler.schedule(0.0))
+    first = scheduler.schedule(0.0)
+    held = [s.request.request_id for s in first.sequences]
+    second = scheduler.schedule(0.0)
+    also_held = [s.request.request_id for s in second.sequences]
+    assert (held, also_held) == (["a", "b", "c"], ["d", "e"])
+    assert scheduler.schedule(0.0).sequences == [], "the tokens of all are awaited"
+    scheduler.update(first, [WORD] * 3, 0.0)
+    third = scheduler.schedule(0.0)
+    assert [s.request.request_id for s in third.sequences] == ["a", "b", "c"]
+    scheduler.update(second, [WORD] * 2, 0.0)
+    scheduler.update(third, [EOS] * 3, 0.0)
+    scheduler.check_integrity()
+    assert scheduler.num_running == 2
+
+
+def test_a_request_that_is_preempted_while_it_is_in_flight_keeps_its_token() -> None:
+    scheduler = a_scheduler(blocks=8, length=32, stages=2)
+    first, second = a_request("a", prompt=15, max_tokens=17), a_request("b", prompt=15, max_tokens=17)
+    add(scheduler, first, second)
+    finish_step(scheduler, scheduler.schedule(0.0))
+    one, two = scheduler.schedule(0.0), scheduler.schedule(0.0)
+    scheduler.update(one, [WORD], 0.0)
+    again = scheduler.schedule(0.0)  # a's seventeenth token needs a fifth block: b gives up its four
+    assert [p.request.request_id for p in again.preempted] == ["b"]
+    scheduler.update(two, [WORD], 0.0)
+    scheduler.update(again, [WORD], 0.0)
+    scheduler.check_integrity()
+    assert (first.num_output_tokens, second.num_output_tokens) == (3, 2)

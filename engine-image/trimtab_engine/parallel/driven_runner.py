@@ -24,9 +24,12 @@ class DrivenRunner(ModelRunner):
         """End the other ranks."""
         self.workers.close()
 
-    def run(self, inputs: StepInputs) -> torch.Tensor | None:
-        """Compute a step over all ranks: they are told, and this rank does its own part."""
+    def send(self, inputs: StepInputs) -> None:
+        """The other ranks begin at once. Stages before this one's run ahead of it."""
         self.workers.send(Step(inputs))
+
+    def run(self, inputs: StepInputs) -> torch.Tensor | None:
+        """This rank's part of a step; steps are run in the order in which they were sent."""
         try:
             return super().run(inputs)
         except RuntimeError as error:  # torch's, when a connection to another rank breaks

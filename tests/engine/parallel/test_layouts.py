@@ -9,6 +9,7 @@ from trimtab_engine.errors import ConfigError
 
 LAYOUTS = [
     pytest.param("dense", {"tensor_parallel_size": 2}, id="dense tp2"),
+    pytest.param("dense", {"tensor_parallel_size": 2, "async_scheduling": True}, id="dense tp2 async"),
     pytest.param("dense", {"pipeline_parallel_size": 2}, id="dense pp2"),
     pytest.param("dense", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, id="dense tp2 pp2"),
     pytest.param("dense", {"pipeline_parallel_size": 3}, id="dense pp3"),
