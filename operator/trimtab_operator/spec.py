@@ -134,8 +134,10 @@ class Parallelism(Model):
 class Speculative(Model):
     """Speculative decoding."""
 
-    method: Literal["ngram", "draft", "eagle"] = Field(default="ngram", description="How tokens are proposed.")
-    num_speculative_tokens: int = Field(default=3, ge=1, le=32, description="Tokens proposed per step.")
+    method: Literal["ngram", "draft_model", "eagle"] = Field(
+        default="ngram", description="How tokens are proposed: from the request's own text, or by a smaller model."
+    )
+    num_speculative_tokens: int = Field(default=3, ge=1, le=32, description="Tokens proposed per step, at most. Live.")
     model: str | None = Field(default=None, min_length=1, max_length=1024, description="uri of the draft model.")
 
 

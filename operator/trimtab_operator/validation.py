@@ -151,9 +151,13 @@ OWNED_FLAGS: Mapping[str, str] = {
     "--quantization": "spec.engine.quantization",
     "--preemption-mode": "spec.engine.preemptionMode",
     "--swap-space": "spec.engine.swapSpace",
+    "--swap-space-cap": "spec.engine.swapSpace",
     "--enable-prefix-caching": "spec.engine.enablePrefixCaching",
     "--no-enable-prefix-caching": "spec.engine.enablePrefixCaching",
     "--speculative-config": "spec.engine.speculative",
+    "--spec-method": "spec.engine.speculative.method",
+    "--spec-model": "spec.engine.speculative.model",
+    "--spec-tokens": "spec.engine.speculative.numSpeculativeTokens",
     "--api-server-count": "spec.engine.apiServerCount",
     "--mm-processor-cache-gb": "spec.engine.mmProcessorCache",
     "--limit-mm-per-prompt": "spec.engine.limitMmPerPrompt",
@@ -164,6 +168,7 @@ OWNED_FLAGS: Mapping[str, str] = {
     "--data-parallel-size": "spec.parallelism.data",
     "--enable-expert-parallel": "spec.parallelism.expert",
     "--shutdown-timeout": "spec.rollout.drainTimeout",
+    "-asc": "spec.engine.apiServerCount",
     "-q": "spec.engine.quantization",
     "-tp": "spec.parallelism.tensor",
     "-pp": "spec.parallelism.pipeline",
@@ -230,18 +235,6 @@ NOT_BUILT_ENGINE_FIELDS = (
     NotBuilt("kv_cache_dtype", "kvCacheDtype", lambda v: v == "auto", "only auto is built yet; set auto or remove it"),
     NotBuilt("quantization", "quantization", lambda v: False, "quantization is not built yet; remove it"),
     NotBuilt(
-        "preemption_mode",
-        "preemptionMode",
-        lambda v: v == "recompute",
-        "only recompute is built yet; set it or remove it",
-    ),
-    NotBuilt("swap_space", "swapSpace", lambda v: parse_quantity(v) == 0, "swapping is not built yet; remove it"),
-    NotBuilt(
-        "enable_prefix_caching", "enablePrefixCaching", lambda v: not v, "prefix caching is not built yet; set false"
-    ),
-    NotBuilt("speculative", "speculative", lambda v: False, "speculative decoding is not built yet; remove it"),
-    NotBuilt("api_server_count", "apiServerCount", lambda v: v == 1, "only one API server is built yet; set 1"),
-    NotBuilt(
         "mm_processor_cache",
         "mmProcessorCache",
         lambda v: parse_quantity(v) == 0,
@@ -270,6 +263,33 @@ def engine_fields_are_built(deployment: InferenceDeployment) -> Iterator[Refusal
         value = getattr(deployment.spec.engine, entry.attribute)
         if value is not None and not entry.asks_for_nothing(value):
             yield Refusal(f"spec.engine.{entry.field}", entry.message)
+
+
+def swapping_has_space(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    """Without swap space every swap would fall back to recompute, and nobody would know why."""
+    engine = deployment.spec.engine
+    swaps = engine.preemption_mode in ("swap", "auto")
+    if swaps and (engine.swap_space is None or parse_quantity(engine.swap_space) == 0):
+        yield Refusal(
+            "spec.engine.swapSpace",
+            f"is {engine.swap_space or 'missing'}, but preemptionMode {engine.preemption_mode} moves KV blocks there; "
+            "set it, for example to 1Gi (on the CPU it is part of the container's memory), or use preemptionMode "
+            "recompute",
+        )
+
+
+def speculation_is_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    speculative = deployment.spec.engine.speculative
+    if speculative is None:
+        return
+    where = "spec.engine.speculative"
+    if speculative.method not in ("ngram", "draft_model"):
+        yield Refusal(f"{where}.method", f"{speculative.method} is not built yet; use ngram or draft_model")
+    elif speculative.method == "ngram" and speculative.model is not None:
+        yield Refusal(f"{where}.model", "is set, but ngram guesses from the request's own text; remove it")
+    elif speculative.method == "draft_model" and not (speculative.model or "").startswith("file:///"):
+        given = "is missing" if speculative.model is None else f"is {speculative.model}"
+        yield Refusal(f"{where}.model", f"{given}; a draft model is read from the image: write file:///path")
 
 
 def utilization_is_above_zero(deployment: InferenceDeployment) -> Iterator[Refusal]:
@@ -542,6 +562,8 @@ RULES: tuple[Rule, ...] = (
     parallelism_is_not_built,
     gpus_fill_whole_engines,
     engine_fields_are_built,
+    swapping_has_space,
+    speculation_is_built,
     utilization_is_above_zero,
     a_step_holds_every_running_request,
     bounds_hold_the_start,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from decimal import Decimal
 
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT
 from trimtab_operator.engine_values import knobs
 from trimtab_operator.quantity import parse_seconds
-from trimtab_operator.spec import InferenceDeployment, Spec
+from trimtab_operator.spec import InferenceDeployment, Spec, Speculative
 
+SWITCH = object()  # in place of the value of a flag that has none
 MODEL_MOUNT = "/models/claim"  # where a pvc:// model is mounted in the pod
 
 
@@ -38,10 +40,37 @@ def engine_args(deployment: InferenceDeployment, *, admin_token_sha256: str) -> 
         "--max-model-len": spec.engine.max_model_len,
         "--block-size": spec.engine.block_size,
         **_knob_flags(spec),
+        **_engine_flags(spec),
         "--shutdown-timeout": f"{parse_seconds(spec.rollout.drain_timeout):g}",
     }
-    rendered = [f"{flag}={value}" for flag, value in flags.items() if value is not None]
+    rendered = [flag if value is SWITCH else f"{flag}={value}" for flag, value in flags.items() if value is not None]
     return ["serve", model_path(spec), *rendered, *spec.runtime.args]
+
+
+def _engine_flags(spec: Spec) -> dict[str, object | None]:
+    """Parameters of the engine that are no knobs of the tuner; None for those that the spec leaves out."""
+    engine = spec.engine
+    caching = engine.enable_prefix_caching
+    return {
+        "--preemption-mode": engine.preemption_mode,
+        "--swap-space": engine.swap_space,
+        "--enable-prefix-caching" if caching else "--no-enable-prefix-caching": None if caching is None else SWITCH,
+        "--speculative-config": _speculative_config(engine.speculative),
+        "--api-server-count": engine.api_server_count,
+    }
+
+
+def _speculative_config(speculative: Speculative | None) -> str | None:
+    """vLLM's JSON, in one spelling per value."""
+    if speculative is None:
+        return None
+    model = None if speculative.model is None else speculative.model.removeprefix("file://")
+    fields = {
+        "method": speculative.method,
+        "num_speculative_tokens": speculative.num_speculative_tokens,
+        "model": model,
+    }
+    return json.dumps({name: value for name, value in fields.items() if value is not None}, sort_keys=True)
 
 
 def _knob_flags(spec: Spec) -> dict[str, object]:

@@ -71,6 +71,27 @@ def test_on_cuda_a_count_that_is_left_out_gets_no_cap_and_gpus_are_asked_for() -
     assert main["resources"]["limits"] == {"nvidia.com/gpu": "1"}
 
 
+def test_engine_fields_become_vllms_flags_and_absent_ones_none() -> None:
+    found = args(
+        engine={
+            "preemptionMode": "auto",
+            "swapSpace": "512Mi",
+            "enablePrefixCaching": False,
+            "speculative": {"method": "draft_model", "model": "file:///models/draft", "numSpeculativeTokens": 4},
+            "apiServerCount": 2,
+        }
+    )
+    assert {
+        "--preemption-mode=auto",
+        "--swap-space=512Mi",
+        "--no-enable-prefix-caching",
+        '--speculative-config={"method": "draft_model", "model": "/models/draft", "num_speculative_tokens": 4}',
+        "--api-server-count=2",
+    } <= set(found)
+    assert "--enable-prefix-caching" in args(engine={"enablePrefixCaching": True})
+    assert not [flag for flag in args() if "prefix-caching" in flag or "swap" in flag or "specul" in flag]
+
+
 def test_further_args_are_passed_on_last() -> None:
     runtime = {"device": "cpu", "image": "engine:1", "args": ["--device-memory-bytes=1500Mi"]}
     assert args(runtime=runtime)[-1] == "--device-memory-bytes=1500Mi"
