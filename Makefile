@@ -15,7 +15,7 @@ CRD := crds/trimtab.dev_inferencedeployments.yaml
 CHART_CRD := charts/trimtab/files/crds/trimtab.dev_inferencedeployments.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu aot soak crds clean
+.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu aot clients soak crds clean
 
 help: ## this list
 	@echo "Trimtab: make TARGET"
@@ -82,6 +82,12 @@ bench: setup ## measurements on this machine, into docs/results/
 
 aot: venv ## every GPU kernel compiled ahead of time for sm_80 to sm_100, figures into docs/results/
 	$(BIN)/python -m trimtab_kernels.aot --cache $(TRIMTAB_CACHE)/aot --results docs/results $(addprefix --only ,$(ONLY))
+
+# guidellm and aiperf pin packages that exclude ours: each lives in a virtual environment of its own.
+GUIDELLM ?= guidellm
+AIPERF ?= aiperf
+clients: setup ## guidellm and aiperf, unmodified, on our server (skips what is not installed; GUIDELLM=, AIPERF=)
+	$(BIN)/python -m trimtab_engine.bench.clients_bench $(MODEL) --guidellm $(GUIDELLM) --aiperf $(AIPERF)
 
 soak: all-set-up ## longer runs of the same stories
 	$(BIN)/pytest e2e --soak

@@ -71,6 +71,7 @@ class _Asked:
                 num_preemptions=sum(choice.num_preemptions for choice in self.choices),
             ),
             num_cached_tokens=first.num_cached_tokens,
+            prompt_logprobs=first.prompt_logprobs(),
         )
 
 
@@ -227,8 +228,9 @@ class LLM:
             )
         if max(ids) >= self.ready.vocab_size or min(ids) < 0:
             raise InvalidRequest(f"a prompt has a token id outside the vocabulary of {self.ready.vocab_size} tokens")
-        if params.logprobs is not None and params.logprobs > self._max_logprobs:
-            raise InvalidRequest(f"logprobs is {params.logprobs}; at most max_logprobs={self._max_logprobs} are given")
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count is not None and count > self._max_logprobs:
+                raise InvalidRequest(f"{name} is {count}; at most max_logprobs={self._max_logprobs} are given")
         request_id, now = str(next(self._numbers)), time.monotonic()
         sampling = params.of_choices(limit - len(ids), self.get_tokenizer())
         return _Asked(
@@ -272,6 +274,12 @@ class LLM:
             finally:
                 if running:
                     self._engine.abort(list(running))
+                    self._land()
+
+    def _land(self) -> None:
+        """Let a step that is under way end; nobody waits for what it brings."""
+        while self._engine.has_work:
+            self._engine.step()
 
     def _step(self, running: dict[str, tuple[_Asked, Choice]]) -> list[_Asked]:
         """One step; takes what has ended out of `running` and returns the prompts that are complete with it."""

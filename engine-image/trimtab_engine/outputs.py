@@ -62,6 +62,8 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
     """Prompt tokens that came from the prefix cache."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Per prompt token, where they were asked for; the first is None."""
 
 
 @dataclass(slots=True)
@@ -82,6 +84,7 @@ class Choice:
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
     _positions: list[messages.TokenLogprobs] = field(default_factory=list)
+    _prompt_positions: list[messages.TokenLogprobs] | None = None
     _texts: list[str] = field(default_factory=list)
     _detokenizer: Detokenizer | None = None
     _stop: StopStrings = field(init=False)
@@ -95,6 +98,8 @@ class Choice:
         """Add what one step brought. True: a stop string ended it here, and the engine does not know yet."""
         if output.first_scheduled_time is not None:
             self.first_scheduled_time = output.first_scheduled_time
+            self.num_cached_tokens = output.num_cached_tokens
+        self._prompt_positions = output.prompt_logprobs or self._prompt_positions
         self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
         if output.token_ids:
             self.first_token_time = self.first_token_time or now
@@ -104,7 +109,7 @@ class Choice:
         for number, token_id in enumerate(output.token_ids):
             self.token_ids.append(token_id)
             is_end = stopped and number == len(output.token_ids) - 1
-            if not is_end or self.params.include_stop_str_in_output:
+            if not is_end or output.ends_with_text or self.params.include_stop_str_in_output:
                 self._add_text(token_id)
             if self._stop.matched is not None:
                 break  # what follows the stop string was generated for nothing
@@ -144,6 +149,12 @@ class Choice:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Of the prompt's tokens: None for the first one, which follows nothing."""
+        if self._prompt_positions is None:
+            return None
+        return [None, *(self._logprobs(position) for position in self._prompt_positions)]
 
     def _logprobs(self, position: messages.TokenLogprobs) -> dict[int, Logprob]:
         """The chosen token with its own rank, then the most likely ones in order."""

@@ -15,7 +15,7 @@ from trimtab_engine.api.restrictions import Restrictions, bad_word_tokens
 from trimtab_engine.errors import InvalidRequest
 from trimtab_engine.tokenizer import Tokenizer
 
-OWN_FIELDS = ("detokenize", "logprobs")
+OWN_FIELDS = ("detokenize", "logprobs", "prompt_logprobs")
 """Fields that are not the API's, or have another form there."""
 
 
@@ -24,8 +24,8 @@ class SamplingParams:
     """What to generate from one prompt. temperature 0 is greedy; max_tokens None is as much as fits.
 
     `logprobs`: how many of the most likely tokens are reported beside each chosen one (None: nothing).
-    `structured_outputs`: a dict such as {"regex": "[0-9]+"}. The last two are passed on to the checks, which refuse by
-    name what is not built. Raises InvalidRequest when a value is not allowed.
+    `structured_outputs`: a dict such as {"regex": "[0-9]+"}. What is not built is refused by name. Raises
+    InvalidRequest when a value is not allowed.
     """
 
     n: int = 1
@@ -48,6 +48,7 @@ class SamplingParams:
     """False: token ids only, no text; stop strings then cannot be looked for."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    """The same for the prompt's own tokens."""
     logit_bias: dict[int, float] | None = None
     bad_words: Sequence[str] | None = None
     structured_outputs: Any = None
@@ -58,8 +59,9 @@ class SamplingParams:
         self._checked()
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop needs the text; leave detokenize True, or use stop_token_ids")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise InvalidRequest(f"logprobs is {self.logprobs}; it must be 0 or more, or None")
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and count < 0:
+                raise InvalidRequest(f"{name} is {count}; it must be 0 or more, or None")
 
     @property
     def stop_strings(self) -> list[str]:
@@ -73,7 +75,13 @@ class SamplingParams:
         max_tokens = min(self.max_tokens or room, room)
         restrictions = Restrictions(_grammar(checked), bad_word_tokens(tokenizer, checked.bad_words or []))
         return [
-            checked.sampling(max_tokens=max_tokens, logprobs=self.logprobs, index=index, restrictions=restrictions)
+            checked.sampling(
+                max_tokens=max_tokens,
+                logprobs=self.logprobs,
+                index=index,
+                restrictions=restrictions,
+                prompt_logprobs=self.prompt_logprobs if index == 0 else None,
+            )
             for index in range(self.n)
         ]
 

@@ -176,3 +176,19 @@ def test_after_shutdown_it_says_so(tiny_model: Path) -> None:
 def test_a_faulty_keyword_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ConfigError, match="compilation_config is not built yet"):
         LLM("/nowhere", compilation_config={"level": 3})
+
+
+def test_a_prompt_that_was_there_before_comes_from_the_cache(llm: LLM) -> None:
+    prompt = "a prompt of more than two blocks, asked twice"
+    llm.generate(prompt, GREEDY, use_tqdm=False)
+    (again,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert again.num_cached_tokens == len(prompt) // 16 * 16
+
+
+def test_prompt_logprobs_come_for_all_tokens_but_the_first(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    (output,) = llm.generate("abcd", params, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    first, *rest = output.prompt_logprobs
+    assert first is None
+    assert [ord(character) in (entries or {}) for character, entries in zip("bcd", rest, strict=True)] == [True] * 3
