@@ -85,7 +85,7 @@ def _probes(state: ServerState) -> APIRouter:
     async def show_version() -> dict[str, Any]:
         return {"version": version("trimtab")}
 
-    @router.get("/metrics")
+    @router.api_route("/metrics", methods=["GET", "HEAD"])  # aiperf looks with HEAD first
     async def metrics() -> Response:
         return Response(await state.exporter.exposition(), media_type=CONTENT_TYPE_LATEST)
 
