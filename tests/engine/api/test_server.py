@@ -170,6 +170,8 @@ def test_a_paused_engine_is_not_ready_and_takes_requests_only_to_keep_them(
     assert f"paused with mode {mode}" in answer.json()["reason"]
     assert server.status("/livez") == 200
     assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == status
+
+
 def test_metrics_can_be_looked_for_without_their_body(server: Any) -> None:
     answer = server.http.head("/metrics")
     assert (answer.status_code, answer.content) == (200, b"")
