@@ -1,21 +1,19 @@
-"""Text to token ids and back, and the chat template: transformers' tokenizer, without torch.
-
-The template is the model's own, rendered in transformers' sandbox; requests bring none.
-"""
+"""Text to token ids and back: transformers' tokenizer, without torch. The model's chat templates come with it."""
 
 import asyncio
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
+from trimtab_engine.chat_template import ChatTemplate, ChatTemplates
 from trimtab_engine.errors import InvalidRequest, ModelError
 from trimtab_engine.gguf_tokenizer import read_gguf_tokenizer
 
+TOKENIZER_FILE = "tokenizer.json"
 LONG_TEXT_CHARACTERS = 4096  # from here on tokenising leaves the event loop: it takes about a millisecond
-MAX_TEMPLATE_CHARACTERS = 1 << 20  # the largest known are a tenth of it
 
 
 class Tokenizer:
@@ -31,11 +29,10 @@ class Tokenizer:
             raise ModelError(
                 f"cannot read the tokenizer of {path}: {reason}; give --tokenizer a folder with one"
             ) from None
-        if len(str(loaded.chat_template or "")) > MAX_TEMPLATE_CHARACTERS:
-            raise ModelError(f"the chat template of {path} has more than {MAX_TEMPLATE_CHARACTERS} characters")
-        self._tokenizer = loaded
         self.fast: FastTokenizer = loaded.backend_tokenizer
-        self.has_chat_template = bool(loaded.chat_template)
+        self.chat_templates = _chat_templates(loaded)
+        self.chat_templates.check_sizes(path)
+        self._compiled: dict[str, ChatTemplate] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         # The batch form frees the interpreter while it works, and this one keeps no offsets: 5 times as fast.
@@ -60,24 +57,15 @@ class Tokenizer:
         text: str = self.fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def render_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as the model's template writes it. InvalidRequest when the template refuses it."""
-        if not self.has_chat_template:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The conversation as the model's template writes it, in this process and without a time limit: for the offline
+        class. InvalidRequest when the template refuses it; ModelError when it is broken."""
+        text = self.chat_templates.text(with_tools=False)
+        if text is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions")
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except Exception as error:  # jinja errors and whatever the template itself raises
-            raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
-        return text
-
-    async def render_chat_async(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """Long conversations are rendered in a thread, so that other requests' streams go on."""
-        render = partial(self.render_chat, messages, add_generation_prompt=add_generation_prompt)
-        if sum(len(message["content"]) for message in messages) < LONG_TEXT_CHARACTERS:
-            return render()
-        return await asyncio.to_thread(render)
+        if text not in self._compiled:
+            self._compiled[text] = ChatTemplate(text, self.chat_templates.special_tokens)
+        return self._compiled[text].render(messages, add_generation_prompt=add_generation_prompt)
 
     def token_text(self, token_id: int) -> str:
         """One token's text as it stands alone; bytes of a broken character become U+FFFD."""
@@ -127,6 +115,14 @@ class Detokenizer:
         return text
 
 
+def _chat_templates(loaded: Any) -> ChatTemplates:
+    """transformers gives one template as text, several as a dictionary by name."""
+    given = loaded.chat_template
+    by_name = {"default": given} if isinstance(given, str) else dict(given or {})
+    special = {name: str(token) for name, token in loaded.special_tokens_map.items() if not isinstance(token, list)}
+    return ChatTemplates({name: text for name, text in by_name.items() if text}, special)
+
+
 def _load(path: Path) -> Any:
     """From tokenizer.json where there is one, else from the GGUF file; torch is imported for neither."""
     # Imported here: the command line's --help does not need it. Not AutoTokenizer, which imports torch: that would
@@ -136,12 +132,16 @@ def _load(path: Path) -> Any:
     file = path if path.suffix == ".gguf" else _only_gguf(path)
     if file is not None:
         return read_gguf_tokenizer(file)
+    if not (path / TOKENIZER_FILE).exists():
+        raise ModelError(
+            f"there is no tokenizer in {path}: {TOKENIZER_FILE} is expected there; give --tokenizer a folder with one"
+        )
     return PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
 
 
 def _only_gguf(folder: Path) -> Path | None:
     """The GGUF file to take the tokenizer from, in a folder that has no tokenizer.json."""
-    if (folder / "tokenizer.json").exists():
+    if (folder / TOKENIZER_FILE).exists():
         return None
     files = sorted(folder.glob("*.gguf"))
     return files[0] if len(files) == 1 else None

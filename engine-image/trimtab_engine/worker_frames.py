@@ -19,7 +19,7 @@ import msgspec
 
 PREFIX = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20  # a tokenizer of 250,000 tokens is a tenth of it
-MAX_ADDRESS_BYTES = 4 << 30  # far above what honest work takes; a runaway ends here, not with the container
+MAX_ADDRESS_BYTES = 4 << 30  # by default; far above what honest work takes: a runaway ends here, not with the container
 FIRST_TO_BE_KILLED = "1000"  # the highest oom_score_adj
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -29,12 +29,12 @@ def encode_frame(body: Any) -> bytes:
     return PREFIX.pack(len(data)) + data
 
 
-def serve_frames(start: Callable[[Any], Callable[[Any], Any]]) -> None:
+def serve_frames(start: Callable[[Any], Callable[[Any], Any]], *, max_address_bytes: int = MAX_ADDRESS_BYTES) -> None:
     """Answer until stdin ends. The first frame is `start`'s argument; what it returns answers the others.
 
     `start` answers {"ready": True}. What the handler raises is an answer, too: {"failed": its text}.
     """
-    _be_expendable()
+    _be_expendable(max_address_bytes)
     reader, writer = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # whatever prints, prints there: the pipe is for frames
     first = _read(reader)
@@ -62,10 +62,10 @@ def _read(reader: Any) -> Any:
     return msgspec.msgpack.decode(reader.read(PREFIX.unpack(prefix)[0]))
 
 
-def _be_expendable() -> None:
+def _be_expendable(max_address_bytes: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends us
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_BYTES, MAX_ADDRESS_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (max_address_bytes, max_address_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # not everywhere allowed; without it the kernel chooses by size
         Path(f"/proc/{os.getpid()}/oom_score_adj").write_text(FIRST_TO_BE_KILLED)

@@ -110,7 +110,7 @@ def test_a_template_that_refuses_or_escapes_is_an_invalid_request(folder: Path, 
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot read the tokenizer of"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json is expected there"):
         Tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{broken")
     (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -135,8 +135,6 @@ def test_a_chat_template_of_absurd_size_is_refused(folder: Path, tmp_path: Path)
         Tokenizer(str(tmp_path))
 
 
-async def test_long_conversations_give_the_same_text(tokenizer: Tokenizer) -> None:
-    messages = [{"role": "user", "content": "word " * 2000}]
-    assert await tokenizer.render_chat_async(messages) == tokenizer.render_chat(messages)
-    text = messages[0]["content"]
+async def test_long_texts_give_the_same_tokens(tokenizer: Tokenizer) -> None:
+    text = "word " * 2000
     assert await tokenizer.encode_async(text) == tokenizer.encode(text)

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import Callable
 
+from trimtab_engine.api.chat_renderer import ChatRenderer
 from trimtab_engine.api.generation import Generator
 from trimtab_engine.api.grammar_trials import GrammarTrials
 from trimtab_engine.api.observations import Observer
-from trimtab_engine.api.state import Serving
+from trimtab_engine.api.state import ServerOptions, Serving
 from trimtab_engine.api.tracing import Tracer
+from trimtab_engine.chat_template import ChatTemplates
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.messages import CoreReady
@@ -15,19 +17,39 @@ from trimtab_engine.tokenizer import Tokenizer
 
 
 async def load_serving(
-    config: EngineConfig, core: CoreClient, observer: Callable[[], Observer | None], tracer: Tracer | None
+    config: EngineConfig,
+    options: ServerOptions,
+    core: CoreClient,
+    observer: Callable[[], Observer | None],
+    tracer: Tracer | None,
 ) -> Serving | None:
     """What exists once the core is ready; None when it has failed. `observer` is asked for then.
 
     Raises ConfigError where files cannot be read.
     """
     tokenizer = await asyncio.to_thread(Tokenizer, config.tokenizer or config.model)
-    await core.loaded.wait()
+    renderer = ChatRenderer(_templates(options, tokenizer))
+    try:
+        await renderer.check()
+        await core.loaded.wait()
+    except BaseException:  # also cancelled: its process would outlive it
+        await renderer.close()
+        raise
     facts, watcher = core.ready, observer()
     if facts is None or watcher is None:
+        await renderer.close()
         return None
     trials = GrammarTrials(lambda: _vocabulary(facts, tokenizer))
-    return Serving(facts, tokenizer, Generator(core, tokenizer, watcher, tracer), trials)
+    return Serving(facts, tokenizer, Generator(core, tokenizer, watcher, tracer), trials, renderer)
+
+
+def _templates(options: ServerOptions, tokenizer: Tokenizer) -> ChatTemplates:
+    templates = tokenizer.chat_templates
+    if options.chat_template is None:
+        return templates
+    given = ChatTemplates({"default": options.chat_template}, templates.special_tokens)
+    given.check_sizes("--chat-template")
+    return given
 
 
 def _vocabulary(facts: CoreReady, tokenizer: Tokenizer) -> dict[str, object]:

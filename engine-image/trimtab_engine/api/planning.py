@@ -10,7 +10,6 @@ from trimtab_engine.api.request_identity import key_salt
 from trimtab_engine.api.restrictions import Restrictions
 from trimtab_engine.api.state import ServerState, Serving
 from trimtab_engine.api.tracing import TRACE_HEADERS
-from trimtab_engine.errors import InvalidRequest
 
 MAX_RANK_CHARACTERS = 4
 MAX_CHARACTERS_PER_TOKEN = 64  # no prompt within max_model_len is longer; beyond it, tokenising would be a waste
@@ -51,10 +50,11 @@ async def chat_prompt(serving: Serving, messages: list[dict[str, str]]) -> list[
 
 
 async def rendered(serving: Serving, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
-    try:
-        return await serving.tokenizer.render_chat_async(messages, add_generation_prompt=add_generation_prompt)
-    except InvalidRequest as error:
-        raise invalid(str(error), "messages") from error
+    return await serving.renderer.render(
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        max_characters=serving.facts.max_model_len * MAX_CHARACTERS_PER_TOKEN,
+    )
 
 
 async def bounded(serving: Serving, text: str, param: str, *, add_special_tokens: bool) -> list[int]:

@@ -121,7 +121,9 @@ class ServerProcess:
     async def _load(self) -> None:
         """The tokenizer is read while the core reads the weights."""
         try:
-            self._serving = await load_serving(self._start.config, self._core, lambda: self._observations, self._tracer)
+            self._serving = await load_serving(
+                self._start.config, self._start.options, self._core, lambda: self._observations, self._tracer
+            )
         except ConfigError as error:
             self._link.send(LoadFailed(str(error)))
             return

@@ -70,7 +70,7 @@ class LocalServer:
     async def load(self) -> None:
         """The tokenizer is read while the core reads the weights."""
         self._state.serving = await load_serving(
-            self._config, self._state.core, lambda: self._exporter.metrics, self._tracer
+            self._config, self._state.options, self._state.core, lambda: self._exporter.metrics, self._tracer
         )
 
     def begin_drain(self) -> None:

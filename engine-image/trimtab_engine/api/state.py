@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from trimtab_engine.api.admission import Admission
+from trimtab_engine.api.chat_renderer import ChatRenderer
 from trimtab_engine.api.error_responses import ApiError
 from trimtab_engine.api.exporter import Exporter
 from trimtab_engine.api.generation import Generator
@@ -30,6 +31,8 @@ class ServerOptions:
     stream_interval: int = 1
     log_requests: bool = False
     otlp_traces_endpoint: str | None = None
+    chat_template: str | None = None
+    """The text that takes the place of the model's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,12 @@ class Serving:
     tokenizer: Tokenizer
     generator: Generator
     trials: GrammarTrials
+    renderer: ChatRenderer
 
     async def close(self) -> None:
         """End the processes that it has started."""
         await self.trials.close()
+        await self.renderer.close()
 
 
 @dataclass(slots=True)

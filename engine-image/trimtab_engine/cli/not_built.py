@@ -19,7 +19,6 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
     "--enable-eplb": (),
     "--eplb-config": (),
     "--headless": (),
-    "--chat-template": (),
     "--compilation-config": (),
     "--config": (),
     "--cpu-offload-gb": ("0",),

@@ -19,6 +19,7 @@ from trimtab_engine.errors import ConfigError, ModelError
 LARGE_GPU_BYTES = 70 << 30  # from here on vLLM's larger defaults hold
 DEFAULT_LIMITS = {"cpu": (128, 2048), "cuda": (256, 2048), "large": (1024, 8192)}
 """max_num_seqs and max_num_batched_tokens by kind of device."""
+JINJA_MARKS = ("{{", "{%", "{#")
 LOOPBACK = "127.0.0.1"
 
 
@@ -194,6 +195,11 @@ def _add_server_flags(group: Any) -> None:
     )
     group.add_argument("--api-key", nargs="+", action="extend", metavar="KEY", help="key asked of /v1/*")
     group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja file that takes the place of the model's chat template; or the template itself, on one line",
+    )
+    group.add_argument(
         "--max-logprobs",
         type=types.not_negative,
         default=20,
@@ -260,6 +266,7 @@ def run(arguments: argparse.Namespace) -> int:
         api_keys=tuple(arguments.api_key or ()),
         admin_token_sha256=arguments.admin_token_sha256,
         max_logprobs=arguments.max_logprobs,
+        chat_template=chat_template(arguments.chat_template),
         api_server_count=arguments.api_server_count,
         stream_interval=arguments.stream_interval,
         log_requests=arguments.enable_log_requests,
@@ -306,6 +313,17 @@ def engine_config(
         **parallel_fields(arguments),
         profiler_dir=arguments.profiler_dir,
     )
+
+
+def chat_template(given: str | None) -> str | None:
+    """The template's text: a file's, or the argument itself when it can be nothing else. Raises ConfigError."""
+    if given is None or any(mark in given for mark in JINJA_MARKS):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise ConfigError(f"--chat-template {given}: {reason}; give the path of a Jinja file") from None
 
 
 def served_names(arguments: argparse.Namespace) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from trimtab_engine.api.server import Listen
 from trimtab_engine.cli import _parser, main, parser
-from trimtab_engine.cli.serve_command import engine_config, served_names
+from trimtab_engine.cli.serve_command import chat_template, engine_config, served_names
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.errors import ConfigError
 
@@ -217,3 +217,13 @@ def test_more_threads_than_any_machine_has_are_refused() -> None:
     assert parser.threads("4096") == 4096
     with pytest.raises(argparse.ArgumentTypeError, match="100000 is above 4096"):
         parser.threads("100000")
+
+
+def test_a_chat_template_is_a_file_or_the_template_itself(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}é", encoding="utf-8")
+    assert chat_template(str(file)) == "{{ messages }}é"
+    assert chat_template("{% for m in messages %}{% endfor %}") == "{% for m in messages %}{% endfor %}"
+    assert chat_template(None) is None
+    with pytest.raises(ConfigError, match="No such file"):
+        chat_template(str(tmp_path / "missing.jinja"))
