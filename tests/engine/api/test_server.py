@@ -78,7 +78,13 @@ def test_a_core_that_cannot_start_ends_the_server_with_its_line_and_code(start_s
 def test_a_tokenizer_that_cannot_be_read_ends_the_server(start_server: Any, tmp_path: Path) -> None:
     server = start_server(model=tmp_path, wait=False)
     assert server.process.wait(60) == 2
-    assert "cannot read the tokenizer" in server.log.read_text()
+    assert f"there is no tokenizer in {tmp_path}: tokenizer.json is expected there" in server.log.read_text()
+
+
+def test_a_broken_chat_template_ends_the_server_with_one_line(start_server: Any) -> None:
+    server = start_server("--chat-template", "{% for %}", wait=False)
+    assert server.process.wait(60) == 2
+    assert "the chat template is broken: line 1" in server.log.read_text().splitlines()[-1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
