@@ -11,6 +11,7 @@ import msgspec
 
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.scheduling_policy import PreemptionMode, QueueOrder
+from trimtab_engine.speculative.config import SpeculativeConfig
 
 BLOCK_SIZES = (8, 16, 32)
 MAX_BATCHED_TOKENS = 1 << 20  # tokens in a step; 64 times the largest default in the field
@@ -74,6 +75,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
     """Schedule the next step while the device works on one. None: on CUDA."""
+    speculative: SpeculativeConfig | None = None
+    """How drafts are made; None: no speculation, and its depth is 0."""
     num_speculative_tokens: int = 0
     num_speculative_tokens_cap: int = 0
     max_num_queued_reqs: int = 0
@@ -100,6 +103,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     profiler_dir: str | None = None
 
+    @property
+    def max_num_sampled_rows(self) -> int:
+        """Rows of logits of one step, at most: the newest token and the drafts of every request."""
+        return min(self.max_num_batched_tokens_cap, self.max_num_seqs_cap * (1 + self.num_speculative_tokens_cap))
+
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(
@@ -123,6 +131,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"--{flag} is {value}; it must be 0 or more")
             if value > cap:
                 raise _above_cap(flag, value, cap)
+        depth_cap = 0 if self.speculative is None else self.speculative.num_speculative_tokens
+        if self.num_speculative_tokens_cap > depth_cap:
+            raise ConfigError(
+                f"the cap of num_speculative_tokens is {self.num_speculative_tokens_cap}, but --speculative-config "
+                f"makes {depth_cap} drafts"
+            )
         for name, (low, high) in RANGES.items():
             if not low <= getattr(self, name) <= high:
                 flag, value = name.replace("_", "-"), getattr(self, name)

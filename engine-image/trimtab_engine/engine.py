@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from trimtab_engine.batch import Batch, Preempted
 from trimtab_engine.device import Device
@@ -27,6 +27,7 @@ from trimtab_engine.preemption import PreemptionCosts
 from trimtab_engine.request import Request, RequestStatus
 from trimtab_engine.scheduler import Sampled, Scheduler
 from trimtab_engine.structured.compiler import GrammarCompiler
+from trimtab_engine.structured.matcher import GrammarMatcher
 
 REPORT_SECONDS = 1.0  # how often the ledger and the live values are sent when nothing changed
 RATE_WEIGHT = 0.1  # of the newest step in the running means: tokens per second, and what preemption costs
@@ -36,6 +37,7 @@ PREEMPTION_WARNING_SECONDS = 10.0  # between two warnings; each gives the number
 NO_BATCH = Batch(0, [], 0, [])
 
 LayoutReport = dict[str, Any]
+Item = TypeVar("Item")
 
 logger = logging.getLogger("trimtab_engine.core")
 
@@ -167,7 +169,9 @@ class Engine:
         batch = self._scheduler.schedule(now)
         if batch.preempted:
             self._warn_of_preemption(batch.preempted, now)
-        return self._execution.prepare(batch) if batch.sequences else None
+        if not batch.sequences:
+            return None
+        return self._execution.prepare(batch, depth=self._scheduler.policy.num_speculative_tokens)
 
     def _take_off(self, step: PreparedStep | None) -> None:
         if step is not None:
@@ -179,11 +183,18 @@ class Engine:
         scores = iter(result.prompt_logprobs)
         for request, position, count in flight.step.scoring:
             request.note_prompt_logprobs(position, list(islice(scores, count)))
+        for request, tokens in zip(batch.sampling, result.token_ids, strict=True):
+            if request.grammar is not None and isinstance(tokens, list):
+                _end_with_grammar(request.grammar, tokens)
         sampled = self._scheduler.update(batch, result.token_ids, now)
         self._measure_costs(flight, result, now)
         for entry, positions in zip(sampled, result.logprobs, strict=True):
             if entry[1] != []:  # else it ended while the step was in flight
                 self._ready.append(self._output(self._follow_grammar(entry), positions))
+        self._execution.propose_next(
+            [request for request, _, finished in sampled if finished is None and not request.status.is_finished],
+            self._scheduler.policy.num_speculative_tokens,
+        )
 
     def _settle(self) -> None:
         """Land what is in flight: what moves blocks or weights needs a quiet device."""
@@ -248,10 +259,11 @@ class Engine:
             self._scheduler.abort([request.request_id], ended)
         return request, token_ids, ended
 
-    def _output(self, sampled: Sampled, logprobs: TokenLogprobs | None) -> RequestOutput:
+    def _output(self, sampled: Sampled, logprobs: TokenLogprobs | list[TokenLogprobs] | None) -> RequestOutput:
         request, new, finished = sampled
         token_ids = as_list(new)
-        output = RequestOutput(request.request_id, token_ids, logprobs=None if logprobs is None else [logprobs])
+        positions = None if logprobs is None else as_list(logprobs)[: len(token_ids)]
+        output = RequestOutput(request.request_id, token_ids, logprobs=positions)
         if request.request_id not in self._announced:
             self._announced.add(request.request_id)
             output.first_scheduled_time = request.first_scheduled_time
@@ -430,6 +442,9 @@ class Engine:
             token_budget=scheduler.policy.max_num_batched_tokens,
             config_generation=self._live.generation,
             wire_bytes=self._runner.take_wire_bytes(),
+            num_drafts=result.speculation.num_drafts,
+            num_draft_tokens=result.speculation.num_draft_tokens,
+            accepted_per_position=result.speculation.accepted_per_position,
         )
         if ended - self._last_report >= REPORT_SECONDS:
             self._last_report = ended
@@ -453,5 +468,14 @@ class Engine:
             )
 
 
-def as_list(token_ids: int | list[int]) -> list[int]:
-    return [token_ids] if isinstance(token_ids, int) else token_ids
+def as_list(value: Item | list[Item]) -> list[Item]:
+    return value if isinstance(value, list) else [value]
+
+
+def _end_with_grammar(grammar: GrammarMatcher, token_ids: list[int]) -> None:
+    """Take off what was sampled behind a draft that completed the grammar: without drafts the request ends there."""
+    if len(token_ids) > 1:
+        ahead = grammar.copy()
+        ahead.accept(token_ids[:-1])
+        if ahead.is_complete:
+            token_ids.pop()

@@ -10,13 +10,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
-from trimtab_engine.batch import Batch
+from trimtab_engine.batch import Batch, ScheduledSequence
 from trimtab_engine.kv_cache import KVCache, copy_across
 from trimtab_engine.messages import TokenLogprobs
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.request import Request
 from trimtab_engine.sampler import sample
-from trimtab_engine.step_inputs import StepInputs, Unknown, num_scored
+from trimtab_engine.speculative.counts import SpeculationCounts
+from trimtab_engine.speculative.proposer import Proposer
+from trimtab_engine.speculative.rejection import verify
+from trimtab_engine.step_inputs import NO_INPUTS, StepInputs, Unknown, num_scored
 from trimtab_engine.structured.masks import MaskedRows, MaskMaker
 
 
@@ -25,10 +28,11 @@ class StepResult:
     """What a batch brought: for each request of batch.sampling its new token, or a list of them after drafts."""
 
     token_ids: list[int | list[int]] = field(default_factory=list)
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | list[TokenLogprobs] | None] = field(default_factory=list)
     swap_seconds: float = 0.0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """For each entry of step.scoring as many as it says."""
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
 @dataclass(slots=True)
@@ -42,6 +46,8 @@ class PreparedStep:
     unknown: list[Unknown]
     scoring: list[tuple[Request, int, int]]
     """(request, position, how many): prompt tokens whose successors are judged, from that position on."""
+    speculates: bool = False
+    """Its drafts are made final as it begins, and its inputs from them."""
 
     def fill_in(self) -> None:
         """The step before has landed: put its tokens in. A request that ended in it computes something nobody reads."""
@@ -61,17 +67,26 @@ class Flight:
 
 
 class Execution:
-    """Runs batches in order. `swap_cache` holds swapped-out blocks; None without swap space.
+    """Runs batches in order. `swap_cache` holds swapped-out blocks; None without swap space. `proposer` makes the
+    drafts that batches verify.
 
     With several pipeline stages as many steps can be in flight: one is sent to the first stage at once, and this rank,
     which is of the last stage, computes its part when the result is asked for.
     """
 
     def __init__(
-        self, runner: ModelRunner, swap_cache: KVCache | None, *, in_thread: bool, num_stages: int = 1
+        self,
+        runner: ModelRunner,
+        swap_cache: KVCache | None,
+        *,
+        in_thread: bool,
+        num_stages: int = 1,
+        proposer: Proposer | None = None,
     ) -> None:
         self._runner = runner
         self.num_stages = num_stages
+        self._proposer = proposer
+        self._depth = 0
         self._swap_cache = swap_cache
         self._masks = MaskMaker()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="execution") if in_thread else None
@@ -87,16 +102,19 @@ class Execution:
         cache = self._swap_cache
         return 0 if cache is None else max(0, cache.mapped_bytes - cache.resident_bytes())
 
-    def prepare(self, batch: Batch) -> PreparedStep:
-        """The batch's inputs. Tokens that a step in flight samples are left open."""
-        inputs, unknown = self._runner.flatten(batch.sequences)
+    def prepare(self, batch: Batch, *, depth: int = 0) -> PreparedStep:
+        """The batch's inputs. Tokens that a step in flight samples are left open. `depth` is the live number of drafts
+        per request; above 0 no step may be in flight."""
+        speculates = self._proposer is not None and depth > 0
+        inputs, unknown = (NO_INPUTS, []) if speculates else self._runner.flatten(batch.sequences)
         scoring = [(s.request, s.start, num_scored(s)) for s in batch.sequences if num_scored(s)]
-        return PreparedStep(batch, batch.kind, len(batch.sequences), inputs, unknown, scoring)
+        return PreparedStep(batch, batch.kind, len(batch.sequences), inputs, unknown, scoring, speculates)
 
     def begin(self, step: PreparedStep, started: float) -> Flight:
         """Start computing; all steps before it have landed."""
         step.fill_in()
-        self._runner.send(step.inputs)
+        if not step.speculates:  # else its inputs are made when the drafts are known
+            self._runner.send(step.inputs)
         if self.num_stages > 1:
             return Flight(step, started, partial(self._compute, step))
         if self._thread is None:
@@ -116,6 +134,8 @@ class Execution:
 
     def _compute(self, step: PreparedStep) -> StepResult:
         batch = step.batch
+        if step.speculates:
+            return self._speculate(batch)
         masked = [MaskedRows(row, r.grammar) for row, r in enumerate(batch.sampling) if r.grammar is not None]
         masks = self._masks.begin(masked)
         swap_seconds = self.swap(batch.swap_out, batch.swap_in)
@@ -129,7 +149,39 @@ class Execution:
             eos_token_ids=self._runner.facts.eos_token_ids,
             masks=None if masks is None else masks.result(),
         )
-        return StepResult([*tokens.token_ids], tokens.logprobs, swap_seconds)
+        return StepResult([*tokens.token_ids], [*tokens.logprobs], swap_seconds)
+
+    def propose_next(self, requests: list[Request], depth: int) -> None:
+        """A step has landed: give the requests that got a token and go on what the next step may verify."""
+        if self._proposer is not None and (depth or self._depth):
+            self._proposer.prepare(requests, depth)
+            self._depth = depth
+
+    def _speculate(self, batch: Batch) -> StepResult:
+        """As _compute, with drafts: propose before, verify after. A draft model reads what was swapped in."""
+        assert self._proposer is not None
+        swap_seconds = self.swap(batch.swap_out, batch.swap_in)
+        proposals = self._proposer.propose(batch)
+        sampling = [sequence for sequence in batch.sequences if sequence.samples]
+        masks = self._masks.begin(_masked_rows(sampling))
+        inputs, _ = self._runner.flatten(batch.sequences)
+        self._runner.send(inputs)
+        logits = self._runner.run(inputs)
+        assert logits is not None  # the engine holds a rank of the last stage
+        if not sampling:
+            return StepResult(swap_seconds=swap_seconds)
+        verified = verify(
+            logits,
+            sampling,
+            proposals,
+            eos_token_ids=self._runner.facts.eos_token_ids,
+            masks=None if masks is None else masks.result(),
+        )
+        result = StepResult([v.token_ids for v in verified], [v.logprobs for v in verified], swap_seconds)
+        for sequence, tokens in zip(sampling, verified, strict=True):
+            if sequence.draft_token_ids:
+                result.speculation.note(len(sequence.draft_token_ids), len(tokens.token_ids) - 1)
+        return result
 
     def swap(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]]) -> float:
         """Copy blocks out (device, host), then in (host, device). Returns the seconds that it took."""
@@ -140,3 +192,13 @@ class Execution:
         copy_across(self._runner.kv_cache, self._swap_cache, swap_out)
         copy_across(self._swap_cache, self._runner.kv_cache, swap_in)
         return time.perf_counter() - began
+
+
+def _masked_rows(sampling: list[ScheduledSequence]) -> list[MaskedRows]:
+    """The rows of logits of the sequences that have a grammar."""
+    masked, first = [], 0
+    for sequence in sampling:
+        if sequence.request.grammar is not None:
+            masked.append(MaskedRows(first, sequence.request.grammar, sequence.draft_token_ids))
+        first += 1 + len(sequence.draft_token_ids)
+    return masked

@@ -42,6 +42,16 @@ class KVLayers:
         return self.num_kv_heads * self.head_size * self.dtype.itemsize
 
 
+class KVTensors(Protocol):
+    """What a model reads and writes: a whole KV cache, or one model's part of it."""
+
+    @property
+    def keys(self) -> list[torch.Tensor]: ...
+
+    @property
+    def values(self) -> list[torch.Tensor]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
     """One model's part of a KV cache, per layer [cap_blocks, block_size, num_kv_heads, head_size]."""

@@ -122,7 +122,9 @@ def _swap_space(envelope: Envelope) -> Bounds:
 
 
 def _depth(envelope: Envelope) -> Bounds:
-    return Bound(0, "it must be 0 or more"), _cap(envelope.num_speculative_tokens_cap, "--num-speculative-tokens-cap")
+    return Bound(0, "it must be 0 or more"), _cap(
+        envelope.num_speculative_tokens_cap, "num_speculative_tokens of --speculative-config"
+    )
 
 
 def _preemption_modes(envelope: Envelope) -> tuple[str, ...]:

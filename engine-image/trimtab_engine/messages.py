@@ -227,6 +227,11 @@ class StepStats(msgspec.Struct, array_like=True):
     """Sent by the core's own rank to other ranks in this step, by kind of collective."""
     engine_index: int = 0
     """Which of several data-parallel cores; the client fills it in, which knows whom it hears."""
+    num_drafts: int = 0
+    """Requests whose drafts this step verified."""
+    num_draft_tokens: int = 0
+    accepted_per_position: list[int] = []
+    """Of those requests, how many accepted their first draft, their second, …; as long as the longest draft."""
 
 
 class StepOutputs(msgspec.Struct, tag="outputs"):

@@ -14,7 +14,7 @@ from trimtab_engine.batch import ScheduledSequence
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.device import Device
 from trimtab_engine.errors import ConfigError, NotBuiltError
-from trimtab_engine.kv_cache import HOST, KVCache, MemoryKind
+from trimtab_engine.kv_cache import HOST, KVCache, KVLayers, KVTensors, MemoryKind
 from trimtab_engine.kv_size import Unmeasured, check_weights_fit
 from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.messages import SamplingParams, TokenLogprobs
@@ -62,6 +62,8 @@ class ModelRunner:
     """One rank's model and KV cache."""
 
     kv_cache: KVCache
+    _kv_tensors: KVTensors
+    _draft_layers: KVLayers | None
 
     def __init__(
         self,
@@ -156,17 +158,35 @@ class ModelRunner:
                 self._dummy_step([(0, 1)] * rows, GREEDY)
         return peak.bytes
 
-    def init_kv_cache(self, cap_blocks: int) -> None:
-        """Reserve the KV cache's address range; map_blocks is the engine's. On CUDA attention is compiled here."""
-        self.kv_cache = self._new_kv_cache(cap_blocks)
+    def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
+        """Reserve the KV cache's address range, with a draft model's layers in it; map_blocks is the engine's. On CUDA
+        attention is compiled here."""
+        self._draft_layers = draft
+        self.kv_cache = self._new_kv_cache(cap_blocks, draft=draft)
+        self._kv_tensors = self.kv_cache
+        self._warm_up_attention()
+
+    def use_draft_layers_of(self, kv_cache: KVCache) -> None:
+        """Keep keys and values in the draft's part of the target's KV cache."""
+        self.kv_cache = kv_cache
+        self._kv_tensors = kv_cache.draft
+        self._warm_up_attention()
+
+    def _warm_up_attention(self) -> None:
         if self._device.kind == "cuda":
             shape = (1, self.facts.num_attention_heads, self.facts.head_size)
             query = torch.zeros(shape, dtype=self._dtype, device=self._device.torch)
-            warm_up_attention(query, self.kv_cache.keys[0], self.kv_cache.values[0])
+            warm_up_attention(query, self._kv_tensors.keys[0], self._kv_tensors.values[0])
+
+    @property
+    def kv_layers(self) -> KVLayers:
+        """What the model needs of a KV cache."""
+        facts = self.facts
+        return KVLayers(facts.num_layers, facts.num_kv_heads, facts.head_size, self._dtype)
 
     def new_swap_cache(self, num_blocks: int) -> KVCache:
         """Host memory for that many blocks like the KV cache's."""
-        cache = self._new_kv_cache(num_blocks, device=HOST)
+        cache = self._new_kv_cache(num_blocks, device=HOST, draft=self._draft_layers)
         cache.map_blocks(num_blocks)
         return cache
 
@@ -175,7 +195,8 @@ class ModelRunner:
         self.facts = replace(self.facts, max_model_len=max_model_len)
 
     def execute(self, sequences: list[ScheduledSequence]) -> torch.Tensor:
-        """Compute a batch. Returns logits [sequences with samples=True, vocab_size] float32, in their order."""
+        """Compute a batch. Returns logits [rows, vocab_size] float32 of the sequences that sample, in their order,
+        a row for each one's newest token, and one for each of its drafts."""
         inputs, _ = self.flatten(sequences)
         self.send(inputs)
         logits = self.run(inputs)
@@ -204,10 +225,10 @@ class ModelRunner:
 
     def run(self, inputs: StepInputs) -> torch.Tensor | None:
         """Compute a step. Logits of the sampled tokens on the rank that samples, None on the others."""
-        return self._run(inputs, self.kv_cache)
+        return self._run(inputs, self._kv_tensors)
 
     @torch.inference_mode()
-    def _run(self, inputs: StepInputs, kv_cache: KVCache, num_layers: int | None = None) -> torch.Tensor | None:
+    def _run(self, inputs: StepInputs, kv_cache: KVTensors, num_layers: int | None = None) -> torch.Tensor | None:
         num_tokens, num_rows = len(inputs.token_ids), len(inputs.sampled)
         padding = [0] * (padded_rows(num_tokens) - num_tokens if self._model.pads_rows else 0)
         device = self._device.torch
@@ -249,7 +270,12 @@ class ModelRunner:
         return [score for score in scores if score is not None]
 
     def _new_kv_cache(
-        self, cap_blocks: int, *, num_layers: int | None = None, device: MemoryKind | None = None
+        self,
+        cap_blocks: int,
+        *,
+        num_layers: int | None = None,
+        device: MemoryKind | None = None,
+        draft: KVLayers | None = None,
     ) -> KVCache:
         return KVCache(
             num_layers=num_layers or self.facts.num_layers,
@@ -259,6 +285,7 @@ class ModelRunner:
             head_size=self.facts.head_size,
             dtype=self._dtype,
             device=device or self._device,
+            draft=draft,
         )
 
     def _dummy_step(self, spans: list[tuple[int, int]], sampling: SamplingParams) -> None:

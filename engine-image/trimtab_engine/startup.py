@@ -28,6 +28,7 @@ from trimtab_engine.parallel.wire_messages import RankReport
 from trimtab_engine.parallel.workers import OnDeath
 from trimtab_engine.rank_start import load_rank
 from trimtab_engine.scheduler import Scheduler
+from trimtab_engine.speculative.loading import Speculation
 from trimtab_engine.structured.compiler import GrammarCompiler
 from trimtab_engine.structured.vocabulary import read_vocabulary
 from trimtab_engine.swap_space import SwapSpace
@@ -76,14 +77,17 @@ def _start(
     low, high = WEIGHTS_PERCENT
     rank = load_rank(config, lambda stage, percent: progress(stage, low + percent / 100 * (high - low)), on_rank_death)
     device, runner = rank.device, rank.runner
+    speculation = Speculation.load(config, device, runner.facts)
     progress("profile", PROFILE_PERCENT)
     formula = rank.measure(config)
+    if speculation is not None:
+        formula = speculation.measure(config, formula)
     if config.max_model_len == "auto":
         formula = longest_that_fits(config, formula)
         runner.limit_model_len(formula.max_model_len)
     size = size_kv_cache(config, formula)
     progress("kv_cache", KV_CACHE_PERCENT)
-    runner.init_kv_cache(size.cap_blocks)
+    runner.init_kv_cache(size.cap_blocks, None if speculation is None else speculation.kv_layers)
     runner.kv_cache.map_blocks(size.num_blocks)
     _log_size(formula, size, time.monotonic() - began)
     parts = EngineParts(
@@ -92,7 +96,7 @@ def _start(
         kv_cache=runner.kv_cache,
         scheduler=_scheduler(config, runner, size),
         formula=formula,
-        execution=_execution(config, runner),
+        execution=_execution(config, runner, speculation),
         live=_live_config(config, runner, formula, size),
         plan=_plan_base(config, runner, formula),
         layout=_layout(config, rank.reports),
@@ -144,6 +148,7 @@ def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormu
             ("pipeline_parallel_size", config.pipeline_parallel_size),
             ("data_parallel_size", config.data_parallel_size),
             ("kv_cache_dtype", runner.facts.kv_cache_dtype),
+            ("speculative_method", None if config.speculative is None else config.speculative.method),
         ),
     )
     return LiveConfig(envelope, _start_values(config))
@@ -185,7 +190,7 @@ def _layout(config: EngineConfig, ranks: list[RankReport]) -> dict[str, Any]:
     }
 
 
-def _execution(config: EngineConfig, runner: ModelRunner) -> Execution:
+def _execution(config: EngineConfig, runner: ModelRunner, speculation: Speculation | None) -> Execution:
     if config.swap_space_bytes_cap and config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         raise ConfigError(
             "--swap-space (or its cap) with --tensor-parallel-size or --pipeline-parallel-size above 1 is not built "
@@ -194,8 +199,13 @@ def _execution(config: EngineConfig, runner: ModelRunner) -> Execution:
     num_blocks = config.swap_space_bytes_cap // runner.kv_cache.bytes_per_block
     overlaps = config.device == "cuda" if config.async_scheduling is None else config.async_scheduling
     stages = config.pipeline_parallel_size
-    swap_cache = runner.new_swap_cache(num_blocks) if num_blocks else None
-    return Execution(runner, swap_cache, in_thread=overlaps and stages == 1, num_stages=stages)
+    return Execution(
+        runner,
+        runner.new_swap_cache(num_blocks) if num_blocks else None,
+        in_thread=overlaps and stages == 1,
+        num_stages=stages,
+        proposer=None if speculation is None else speculation.proposer(config, runner),
+    )
 
 
 def _grammars(config: EngineConfig, runner: ModelRunner) -> GrammarCompiler:

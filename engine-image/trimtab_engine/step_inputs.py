@@ -28,55 +28,81 @@ class StepInputs(msgspec.Struct, array_like=True):
     the next one, in the order of the scheduled sequences."""
 
 
+NO_INPUTS = StepInputs([], [], [], [], [], [])
+
+
 def flatten(
     sequences: list[ScheduledSequence], *, block_size: int, max_decode_tokens: int
 ) -> tuple[StepInputs, list[Unknown]]:
-    """Lay out a batch. A decode whose context passes max_decode_tokens is a chunk of one token."""
-    decodes: list[tuple[ScheduledSequence, int | None]] = []
-    chunks: list[tuple[ScheduledSequence, int | None]] = []
+    """Lay out a batch. A decode whose context passes max_decode_tokens is a chunk of one token.
+
+    Chunks of equally many tokens come together, longest context first, so that attention can group them.
+    """
+    decodes: list[tuple[ScheduledSequence, int, int]] = []  # with its first row and the number of its rows
+    chunks: list[tuple[ScheduledSequence, int, int]] = []
     num_rows = 0
     for sequence in sequences:
-        row = num_rows if sequence.samples else None
-        num_rows += sequence.samples
+        own_rows = num_sampled(sequence) if sequence.draft_token_ids else int(sequence.samples)
         is_decode = sequence.num_tokens == 1 and sequence.start < max_decode_tokens
-        (decodes if is_decode else chunks).append((sequence, row))
+        (decodes if is_decode else chunks).append((sequence, num_rows, own_rows))
+        num_rows += own_rows
     decodes.sort(key=lambda entry: -entry[0].start)
+    chunks.sort(key=lambda entry: (entry[0].num_tokens, -entry[0].start))
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     sampled = [0] * num_rows
     unknown: list[Unknown] = []
     first_index: dict[int, int] = {}
-    for sequence, row in (*decodes, *chunks):
+    for sequence, first_row, own_rows in (*decodes, *chunks):
         request, start, count = sequence.request, sequence.start, sequence.num_tokens
         blocks = request.block_ids
         if request.sampling.prompt_logprobs is not None:
             first_index[id(sequence)] = len(token_ids)
+        if sequence.draft_token_ids:
+            token_ids += _with_drafts(sequence)
+        elif count > 1:
+            token_ids += request.token_ids[start : start + count]
+        elif start < len(request.token_ids):
+            token_ids.append(request.token_ids[start])
+        else:
+            unknown.append((len(token_ids), request, start))
+            token_ids.append(0)
         if count == 1:
-            if start < len(request.token_ids):
-                token_ids.append(request.token_ids[start])
-            else:
-                unknown.append((len(token_ids), request, start))
-                token_ids.append(0)
             positions.append(start)
             slots.append(blocks[start // block_size] * block_size + start % block_size)
         else:
-            token_ids += request.token_ids[start : start + count]
             positions += range(start, start + count)
             slots += [blocks[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
-        if row is not None:
-            sampled[row] = len(token_ids) - 1
+        sampled[first_row : first_row + own_rows] = range(len(token_ids) - own_rows, len(token_ids))
     inputs = StepInputs(
         token_ids,
         positions,
         slots,
         sampled,
-        [(sequence.request.block_ids, sequence.start + 1) for sequence, _ in decodes],
-        [(sequence.request.block_ids, sequence.start, sequence.num_tokens) for sequence, _ in chunks],
+        [(sequence.request.block_ids, sequence.start + 1) for sequence, *_ in decodes],
+        [(sequence.request.block_ids, sequence.start, sequence.num_tokens) for sequence, *_ in chunks],
     )
     if first_index:
         inputs.scored = [entry for s in sequences if id(s) in first_index for entry in _scored(s, first_index[id(s)])]
     return inputs, unknown
+
+
+def num_sampled(sequence: ScheduledSequence) -> int:
+    """How many of its tokens get logits: the newest one, and every draft that is among them."""
+    if not sequence.samples:
+        return 0
+    if not sequence.draft_token_ids:
+        return 1
+    num_drafts = sequence.start + sequence.num_tokens - sequence.request.num_tokens
+    return min(sequence.num_tokens, 1 + max(0, num_drafts))
+
+
+def _with_drafts(sequence: ScheduledSequence) -> list[int]:
+    """The ids of its tokens, the last of which are drafts."""
+    own, start = sequence.request.token_ids, sequence.start
+    end = start + sequence.num_tokens
+    return own[start:end] + sequence.draft_token_ids[max(0, start - len(own)) : max(0, end - len(own))]
 
 
 def num_scored(sequence: ScheduledSequence) -> int:

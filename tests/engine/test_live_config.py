@@ -134,7 +134,7 @@ def test_a_dry_run_refuses_what_the_real_one_would() -> None:
         ({"watermark": 0.95}, "watermark", 0, 0.9, 0.9, "it must be 0.9 or less"),
         ({"swap_space_bytes": 9 << 30}, "swap_space_bytes", 0, 8 << 30, 8 << 30, "--swap-space-cap, fixed at start"),
         ({"swap_space_bytes": "9Gi"}, "swap_space_bytes", 0, 8 << 30, 8 << 30, "--swap-space-cap, fixed at start"),
-        ({"num_speculative_tokens": 6}, "num_speculative_tokens", 0, 5, 5, "--num-speculative-tokens-cap"),
+        ({"num_speculative_tokens": 6}, "num_speculative_tokens", 0, 5, 5, "--speculative-config"),
         ({"max_num_queued_reqs": -1}, "max_num_queued_reqs", 0, 10**9, 0, "it must be 0 or more"),
         ({"max_num_queued_tokens": 1e12}, "max_num_queued_tokens", 0, 10**9, 10**9, "it must be 1000000000 or less"),
         ({"stats_interval_seconds": 0}, "stats_interval_seconds", 1, 3600, 1, "it must be 1 or more"),

@@ -13,6 +13,7 @@ from trimtab_engine.cli import parser as types
 from trimtab_engine.cli.live_flags import add_log_flags, add_queue_flags, add_scheduling_flags, live_values
 from trimtab_engine.cli.not_built import add_not_built
 from trimtab_engine.cli.parallel_flags import add_parallel_flags, parallel_fields
+from trimtab_engine.cli.speculative_flags import add_speculative_flags, speculative_fields
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.errors import ConfigError, ModelError
 
@@ -43,6 +44,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     _add_device_flags(parser.add_argument_group("device and memory"))
     add_parallel_flags(parser.add_argument_group("parallel layout"))
     _add_scheduler_flags(parser.add_argument_group("scheduler"))
+    add_speculative_flags(parser.add_argument_group("speculative decoding"))
     parser.add_argument_group("profiling").add_argument(
         "--profiler-dir",
         metavar="DIR",
@@ -310,6 +312,7 @@ def engine_config(
         async_scheduling=arguments.async_scheduling,
         **live_values(arguments, kind),
         seed=arguments.seed,
+        **speculative_fields(arguments),
         **parallel_fields(arguments),
         profiler_dir=arguments.profiler_dir,
     )

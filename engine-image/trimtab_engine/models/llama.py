@@ -17,7 +17,7 @@ from trimtab_kernels.rms_norm import rms_norm
 from trimtab_kernels.rotary_embedding import interleave_pairs, rotary_embedding
 from trimtab_kernels.silu_and_mul import silu_and_mul
 
-from trimtab_engine.kv_cache import KVCache
+from trimtab_engine.kv_cache import KVTensors
 from trimtab_engine.layers.linear import MAX_ROWS, can_pack
 from trimtab_engine.layers.moe import MixtureOfExperts
 from trimtab_engine.layers.rotary import RotaryAngles
@@ -96,7 +96,7 @@ class LlamaLayer:
         self._feed_forward = make_mlp(config, prefix + "mlp.", shard, groups, load)
 
     def __call__(
-        self, hidden: torch.Tensor, rotation: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+        self, hidden: torch.Tensor, rotation: torch.Tensor, kv_cache: KVTensors, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """hidden [num_tokens, hidden_size], changed in place and returned."""
         normalised = rms_norm(hidden, self._input_norm, self._eps)
@@ -108,7 +108,7 @@ class LlamaLayer:
         return hidden
 
     def _attention(
-        self, x: torch.Tensor, rotation: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+        self, x: torch.Tensor, rotation: torch.Tensor, kv_cache: KVTensors, metadata: AttentionMetadata
     ) -> torch.Tensor:
         rows, num_tokens, size = x.shape[0], metadata.num_tokens, self._head_size
         qkv = self._qkv(x)
@@ -170,7 +170,7 @@ class LlamaForCausalLM:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_cache: KVCache,
+        kv_cache: KVTensors,
         metadata: AttentionMetadata,
         *,
         num_layers: int | None = None,

@@ -2,6 +2,7 @@
 
 import torch
 
+from trimtab_engine.kv_cache import KVLayers
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.parallel.groups import WireMeter
 from trimtab_engine.parallel.wire_messages import InitKvCache, Step
@@ -35,8 +36,9 @@ class DrivenRunner(ModelRunner):
         except RuntimeError as error:  # torch's, when a connection to another rank breaks
             raise self.workers.cause_of(error) from error
 
-    def init_kv_cache(self, cap_blocks: int) -> None:
+    def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
         """Reserve it on every rank; later changes follow."""
+        assert draft is None  # speculative/loading.py refuses a draft model over several ranks
         self.workers.send(InitKvCache(cap_blocks))
         super().init_kv_cache(cap_blocks)
         self.kv_cache.mirror = self.workers.send

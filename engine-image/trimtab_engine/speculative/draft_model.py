@@ -1,0 +1,135 @@
+"""Drafts from a second, smaller model of the same vocabulary, which reads along: its keys and values lie under the
+target's block ids, its prompt chunks run in the step that runs the target's, and as a step begins it proposes one token
+after another for the whole batch.
+
+```
+target's tokens   |--------- computed ---------| newest | draft 1 | … | draft k |
+draft model's     |------ computed ------| behind      -> draft 1 ; draft 1 -> draft 2 ; …
+                            0 or 1 ______|
+```
+It is one token behind after all of its drafts were accepted, as it has not read its own last draft. While
+num_speculative_tokens is 0 it reads nothing; afterwards it reads what it missed, as far as a step has room beside the
+target's tokens, and proposes nothing for a request until it has caught up. What it has never read (a shared block that
+was computed at depth 0) makes drafts worse, not output: every draft is verified.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from trimtab_engine.batch import Batch, ScheduledSequence
+from trimtab_engine.model_runner import ModelRunner
+from trimtab_engine.request import Request
+from trimtab_engine.sampler import choose, draw, target_probabilities
+from trimtab_engine.speculative.drafted_request import DraftedRequest, SampledRow
+from trimtab_engine.speculative.proposer import Proposals, room_for_drafts
+
+PLACEHOLDER = 0  # a token id that schedules room for a draft until propose() knows it
+ROWS_AT_ONCE = 16  # of random draws: float64 copies of more rows would only take more memory
+
+
+class DraftModel:
+    """Proposes with `runner`'s model. It reads at most `max_tokens_per_step`, or what the target reads; `eos_token_ids`
+    are the target's."""
+
+    def __init__(self, runner: ModelRunner, *, max_tokens_per_step: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._runner = runner
+        self._eos_token_ids = eos_token_ids
+        self._max_tokens_per_step = max_tokens_per_step
+        self._num_computed: dict[Request, int] = {}
+        """Per request: how many of its tokens the draft model has read."""
+
+    def prepare(self, requests: Sequence[Request], depth: int) -> None:
+        """Schedule room: as many placeholders as it will propose. None where it has to catch up."""
+        if depth == 0:
+            known = (*self._num_computed, *requests)
+            self._num_computed = {request: 0 for request in known if not request.status.is_finished}
+        for request in requests:
+            request.draft_token_ids = [PLACEHOLDER] * self._depth(request, depth)
+
+    def _depth(self, request: Request, depth: int) -> int:
+        num_tokens = request.num_tokens
+        is_behind = self._num_computed.get(request, 0) < num_tokens - 2
+        room = self._runner.facts.max_model_len - num_tokens
+        return 0 if is_behind else max(0, min(room_for_drafts(request, depth), room))
+
+    @torch.inference_mode()
+    def propose(self, batch: Batch) -> Proposals:
+        """Read what the target reads, then draft."""
+        self._num_computed = {r: n for r, n in self._num_computed.items() if not r.status.is_finished}
+        reading = self._read(batch)
+        proposals = Proposals()
+        if reading:
+            logits = self._run(reading)
+            drafting = [s for s in batch.sequences if s.draft_token_ids]
+            self._draft(logits, drafting, proposals)
+        return proposals
+
+    def _run(self, sequences: list[ScheduledSequence]) -> torch.Tensor:
+        """Logits of these; the prompt's own log-probabilities are the target's to tell."""
+        inputs, _ = self._runner.flatten(sequences)
+        inputs.scored = []
+        logits = self._runner.run(inputs)
+        assert logits is not None  # one rank has all stages
+        return logits
+
+    def _read(self, batch: Batch) -> list[ScheduledSequence]:
+        """What it has to compute before its first draft: the step's tokens, and what it is behind."""
+        reading = []
+        spare = max(0, self._max_tokens_per_step - batch.num_tokens)
+        for sequence in batch.sequences:
+            request = sequence.request
+            read = sequence.start if sequence.start == request.num_cached_tokens else 0  # unless it is known better
+            done = min(self._num_computed.get(request, read), sequence.start)
+            self._num_computed[request] = done
+            known = min(sequence.start + sequence.num_tokens, request.num_tokens)
+            if known > self._runner.facts.max_model_len:
+                continue
+            behind = min(sequence.start - done, spare)
+            spare -= behind
+            end = done + behind + known - sequence.start
+            reading.append(ScheduledSequence(request, done, end - done, samples=bool(sequence.draft_token_ids)))
+            self._num_computed[request] = end
+        return reading
+
+    def _draft(self, logits: torch.Tensor, drafting: list[ScheduledSequence], proposals: Proposals) -> None:
+        """Replace the placeholders, one position of all sequences after another. `logits` are the first position's."""
+        wanted = [len(sequence.draft_token_ids) for sequence in drafting]
+        for sequence in drafting:
+            sequence.draft_token_ids.clear()
+        for position in range(max(wanted, default=0)):
+            active = [sequence for sequence, count in zip(drafting, wanted, strict=True) if count > position]
+            if position:
+                logits = self._run([_next_token(sequence) for sequence in active])
+            for sequence, token in zip(active, self._choose(logits, active, proposals), strict=True):
+                sequence.draft_token_ids.append(token)
+        for sequence, count in zip(drafting, wanted, strict=True):
+            self._num_computed[sequence.request] += max(0, count - 1)
+
+    def _choose(self, logits: torch.Tensor, active: list[ScheduledSequence], proposals: Proposals) -> list[int]:
+        """One draft per row, as the sampler would choose: what is random and unseeded keeps its distribution."""
+        rows: list[SampledRow] = [DraftedRequest(s.request, list(s.draft_token_ids)) for s in active]
+        token_ids: list[int | None] = [None] * len(rows)
+        drawn = [i for i, row in enumerate(rows) if row.sampling.temperature > 0 and row.sampling.seed is None]
+        for first in range(0, len(drawn), ROWS_AT_ONCE):
+            part = drawn[first : first + ROWS_AT_ONCE]
+            probabilities = target_probabilities(
+                logits[part], [rows[i] for i in part], eos_token_ids=self._eos_token_ids
+            )
+            for i, token, own in zip(part, draw(probabilities).tolist(), probabilities.float(), strict=True):
+                token_ids[i] = token
+                proposals.probabilities.setdefault(active[i].request, []).append(own)
+        chosen = [i for i, token in enumerate(token_ids) if token is None]
+        if chosen:
+            part_logits = logits[chosen] if drawn else logits
+            picked = choose(part_logits, [rows[i] for i in chosen], eos_token_ids=self._eos_token_ids)
+            for i, token in zip(chosen, picked, strict=True):
+                token_ids[i] = token
+        return [token for token in token_ids if token is not None]
+
+
+def _next_token(sequence: ScheduledSequence) -> ScheduledSequence:
+    """The step of the draft model that reads the newest draft."""
+    drafts = sequence.draft_token_ids
+    start = sequence.request.num_tokens + len(drafts) - 1
+    return ScheduledSequence(sequence.request, start, 1, samples=True, draft_token_ids=drafts)

@@ -1,0 +1,89 @@
+"""The proposer that the configuration asks for; a draft model is loaded, measured, given its part of the KV cache."""
+
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from trimtab_engine.config import EngineConfig
+from trimtab_engine.device import Device
+from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.kv_cache import KVLayers
+from trimtab_engine.memory import MemoryFormula
+from trimtab_engine.model_runner import ModelFacts, ModelRunner
+from trimtab_engine.speculative.config import FLAG
+from trimtab_engine.speculative.draft_model import DraftModel
+from trimtab_engine.speculative.ngram import NgramProposer
+from trimtab_engine.speculative.proposer import Proposer
+
+PROBABILITY_BYTES = 4  # a draft's distribution is kept in float32 until it is verified
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What speculation brings to start-up. `draft` is the draft model's runner; None with n-grams."""
+
+    draft: ModelRunner | None
+
+    @classmethod
+    def load(cls, config: EngineConfig, device: Device, target: ModelFacts) -> "Speculation | None":
+        """Read the draft model's weights, if there is one. Raises ConfigError where it does not fit the target."""
+        speculative = config.speculative
+        if speculative is None:
+            return None
+        if config.pipeline_parallel_size > 1:
+            raise NotBuiltError(
+                f"{FLAG} with --pipeline-parallel-size above 1, where several steps are in flight, is not built; leave "
+                f"one of them out"
+            )
+        if speculative.method == "ngram":
+            return cls(None)
+        if config.tensor_parallel_size > 1:
+            raise NotBuiltError(
+                f"{FLAG}: method draft_model over several ranks is not built; use method ngram, or one rank"
+            )
+        assert speculative.model is not None  # the configuration was checked
+        own = msgspec.structs.replace(
+            config,
+            model=speculative.model,
+            max_model_len="auto",  # its own; what it is given of the KV cache has the target's length
+            load_format="dummy" if config.load_format == "dummy" else "auto",
+        )
+        draft = ModelRunner.load(own, device, lambda stage, percent: None)
+        if draft.facts.vocab_size != target.vocab_size:
+            raise ConfigError(
+                f"{FLAG}: the draft model {speculative.model} has {draft.facts.vocab_size} tokens, the model "
+                f"{config.model} {target.vocab_size}; their vocabularies must be one"
+            )
+        return cls(draft)
+
+    @property
+    def kv_layers(self) -> KVLayers | None:
+        """What the draft model needs of the KV cache."""
+        return None if self.draft is None else self.draft.kv_layers
+
+    def measure(self, config: EngineConfig, formula: MemoryFormula) -> MemoryFormula:
+        """The formula with what the draft model takes: weights, activations, the distributions of its drafts, KV."""
+        if self.draft is None:
+            return formula
+        peak = self.draft.profile(config.max_num_batched_tokens_cap, config.max_num_seqs_cap)
+        num_drafts = config.max_num_sampled_rows - config.max_num_seqs_cap
+        layers = self.draft.kv_layers
+        return replace(
+            formula,
+            weights_bytes=formula.weights_bytes + self.draft.facts.weights_bytes,
+            activations_peak_bytes=formula.activations_peak_bytes + peak,
+            workspace_bytes=formula.workspace_bytes + num_drafts * self.draft.facts.vocab_size * PROBABILITY_BYTES,
+            draft_kv_bytes_per_token=2 * layers.num_layers * layers.bytes_per_token,
+        )
+
+    def proposer(self, config: EngineConfig, target: ModelRunner) -> Proposer:
+        """With the target's KV cache in place."""
+        assert config.speculative is not None
+        if self.draft is None:
+            return NgramProposer(config.speculative)
+        self.draft.use_draft_layers_of(target.kv_cache)
+        return DraftModel(
+            self.draft,
+            max_tokens_per_step=config.max_num_batched_tokens_cap,
+            eos_token_ids=target.facts.eos_token_ids,
+        )
