@@ -79,12 +79,12 @@ async def chunked_prefill(model: str, rounds: int) -> Row:
     """Long prompts arrive while others decode. Small budgets should give the better ITL, large ones the better TTFT;
     and all requests at once show what the budget does to throughput.
     """
-    budgets = (64, 128, 256, 512, 1024, 2048)
-    flags = ("--device", "cpu", "--max-model-len", "2048", "--num-gpu-blocks-override", "2000", "--max-num-seqs", "32")
+    budgets = (64, 256, 1024)
+    flags = ("--device", "cpu", "--max-model-len", "2048", "--num-gpu-blocks-override", "1000", "--max-num-seqs", "32")
     words = Words(None, seed=1)
-    mixed = random_samples(16, RandomLengths(700, 24, range_ratio=0.2), words)
-    at_once = random_samples(24, RandomLengths(256, 24), words)
-    more = ("--max-num-batched-tokens", "2048", "--no-enable-prefix-caching")
+    mixed = random_samples(10, RandomLengths(500, 20, range_ratio=0.2), words)
+    at_once = random_samples(16, RandomLengths(128, 16), words)
+    more = ("--max-num-batched-tokens", "1024", "--no-enable-prefix-caching")
     async with local_server(model, (*flags, *more)) as server:
         rate = await sustainable_rate(server, mixed)
         online = await compare(
@@ -106,7 +106,7 @@ async def sustainable_rate(server: LocalServer, samples: Sequence[Sample]) -> fl
 
 
 async def prefix_caching(model: str, rounds: int) -> Row:
-    """Four long prefixes before many short questions, with the cache on and off."""
+    """Two long prefixes before many short questions, with the cache on and off."""
     flags = ("--device", "cpu", "--max-model-len", "2048", "--num-gpu-blocks-override", "1500", "--max-num-seqs", "16")
 
     async with local_server(model, (*flags, "--max-num-batched-tokens", "512")) as server:
@@ -114,7 +114,7 @@ async def prefix_caching(model: str, rounds: int) -> Row:
         def load(number: int) -> Load:
             """Prefixes are new in each round, so that no round finds those of another."""
             samples = prefix_repetition_samples(
-                32, prefix_len=512, suffix_len=32, num_prefixes=4, output_len=8, words=Words(None, seed=number)
+                16, prefix_len=384, suffix_len=16, num_prefixes=2, output_len=8, words=Words(None, seed=number)
             )
             return load_of(server, samples, rate=float("inf"))
 
@@ -126,19 +126,19 @@ async def prefix_caching(model: str, rounds: int) -> Row:
 # --- preemption: recompute, swap, auto ----------------------------------------------------------------------------
 
 PREEMPTION_LOADS = {
-    "long prompts": RandomLengths(500, 100, range_ratio=0.2),
-    "short prompts": RandomLengths(40, 200, range_ratio=0.2),
+    "long prompts": RandomLengths(400, 60, range_ratio=0.2),
+    "short prompts": RandomLengths(30, 120, range_ratio=0.2),
 }
 
 
 async def preemption(model: str, rounds: int) -> Row:
     """More requests than the KV cache holds, so that running ones are preempted, in each mode."""
-    flags = ("--device", "cpu", "--max-model-len", "1024", "--num-gpu-blocks-override", "150", "--max-num-seqs", "16")
+    flags = ("--device", "cpu", "--max-model-len", "1024", "--num-gpu-blocks-override", "80", "--max-num-seqs", "16")
     more = ("--max-num-batched-tokens", "256", "--no-enable-prefix-caching", "--preemption-mode", "auto")
     result: Row = {}
     async with local_server(model, (*flags, *more, "--swap-space", "512Mi")) as server:
         for name, lengths in PREEMPTION_LOADS.items():
-            samples = random_samples(16, lengths, Words(None, seed=5))
+            samples = random_samples(8 if lengths.input_len > 100 else 16, lengths, Words(None, seed=5))
             result[name] = await compare(
                 server,
                 "preemption_mode",
@@ -160,7 +160,7 @@ async def resize(model: str, rounds: int) -> Row:
     """
     flags = ("--device", "cpu", "--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "256")
     more = ("--device-memory-bytes", "1600Mi", "--gpu-memory-utilization", "0.95")
-    samples = random_samples(12, RandomLengths(100, 200), Words(None, seed=3))
+    samples = random_samples(8, RandomLengths(64, 150), Words(None, seed=3))
     rows: dict[str, list[Row]] = {"quiet": [], "resized": []}
     async with local_server(model, (*flags, *more)) as server:
         high, low = 0.95, await _half_of(server, 0.95)

@@ -3,9 +3,12 @@
 import argparse
 from typing import Any
 
+import msgspec
+
 from trimtab_engine.cli import bench_serve_arguments
 from trimtab_engine.cli import parser as types
 from trimtab_engine.cli.serve_command import add_engine_flags
+from trimtab_engine.config import EngineConfig
 
 LATENCY_EXAMPLES = """examples:
   one request at a time, 32 tokens in and 128 out:
@@ -82,9 +85,12 @@ def _add_common(group: Any) -> None:
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    """The flags of serve that are the engine's."""
+    """The flags of serve that are the engine's; what only serve has flags for keeps its default."""
     add_engine_flags(parser)
-    parser.set_defaults(model=None)
+    flags = {action.dest for action in parser._actions}
+    fields = [field for field in msgspec.structs.fields(EngineConfig) if field.name not in flags]
+    parser.set_defaults(**{field.name: field.default for field in fields if field.default is not msgspec.NODEFAULT})
+    parser.set_defaults(model=None, disable_log_stats=True)
 
 
 def _run_latency(arguments: argparse.Namespace) -> int:
