@@ -25,9 +25,9 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("admin-port", {"runtime": {"args": ["--admin-port=9"]}}, ("spec.runtime.args[0]", "set by the operator")),
     ("tensor", {"parallelism": {"tensor": 2}}, ("spec.parallelism.tensor", "is 2", "raise spec.replicas")),
     ("expert", {"parallelism": {"expert": True}}, ("spec.parallelism.expert", "set it to false")),
-    ("swap", {"engine": {"preemptionMode": "swap"}}, ("spec.engine.preemptionMode", "only recompute")),
+    ("swap", {"engine": {"preemptionMode": "swap"}}, ("spec.engine.swapSpace", "preemptionMode swap")),
     ("quantization", {"engine": {"quantization": "fp8"}}, ("spec.engine.quantization", "not built yet")),
-    ("prefix", {"engine": {"enablePrefixCaching": True}}, ("spec.engine.enablePrefixCaching", "set false")),
+    ("eagle", {"engine": {"speculative": {"method": "eagle"}}}, ("spec.engine.speculative.method", "not built yet")),
     ("step", {"engine": {"maxNumBatchedTokens": 8, "maxNumSeqs": 16}}, ("must be at least maxNumSeqs (16)",)),
     ("start", {"engine": {"gpuMemoryUtilization": "0.99"}}, ("spec.engine.gpuMemoryUtilization", "outside")),
     (
