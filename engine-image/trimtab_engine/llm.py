@@ -26,6 +26,7 @@ from trimtab_engine.outputs import Choice, RequestMetrics, RequestOutput
 from trimtab_engine.profiler import Profiler
 from trimtab_engine.progress_bar import progress_bar
 from trimtab_engine.sampling_params import SamplingParams
+from trimtab_engine.speculative.counts import speculation_line
 from trimtab_engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -333,6 +334,8 @@ class _Statistics:
         if now - self._logged >= STATS_SECONDS:
             interval, self._metrics.interval = self._metrics.interval, Interval()
             logger.info("%s", statistics_line(interval, stats, now - self._logged))
+            if interval.speculation.num_drafts:
+                logger.info("%s", speculation_line(interval.speculation, now - self._logged))
             self._logged = now
 
 

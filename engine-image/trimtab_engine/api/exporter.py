@@ -14,6 +14,7 @@ from prometheus_client import generate_latest
 from trimtab_engine.api.metrics import EngineMetrics, Interval, MergedRegistry, statistics_line
 from trimtab_engine.api.observations import Observations
 from trimtab_engine.messages import CoreReady, EngineState, StepStats
+from trimtab_engine.speculative.counts import speculation_line
 
 TICK_SECONDS = 0.5  # how often it is looked whether the interval, which is live, is over
 
@@ -103,4 +104,6 @@ class EngineExporter:
         if not self._state.disable_log_stats:
             level = logging.DEBUG if idle and was_idle else logging.INFO
             logger.log(level, "%s", statistics_line(interval, latest, seconds))
+            if interval.speculation.num_drafts:
+                logger.log(level, "%s", speculation_line(interval.speculation, seconds))
         return idle

@@ -4,12 +4,14 @@ Fed with the core's StepStats and with each sequence's life; one registry per se
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
 from trimtab_engine.api.observations import FinishedSequence
+from trimtab_engine.api.speculation_metrics import SpeculationMetrics
 from trimtab_engine.messages import StepStats
+from trimtab_engine.speculative.counts import SpeculationCounts
 
 LABELS = ("model_name", "engine")
 TTFT_BUCKETS = (
@@ -42,6 +44,7 @@ class Interval:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
 class EngineMetrics:
@@ -114,6 +117,8 @@ class EngineMetrics:
         if stats.num_scheduled_tokens:
             self._iteration.observe(stats.num_scheduled_tokens)
             self._step.labels(*self._values, stats.kind).observe(stats.step_seconds)
+        self._speculation.note(stats)
+        self.interval.speculation.add(stats.num_drafts, stats.num_draft_tokens, stats.accepted_per_position)
         self.interval.prompt_tokens += stats.num_prompt_tokens
         self.interval.generation_tokens += stats.num_generation_tokens
 
@@ -192,6 +197,8 @@ class EngineMetrics:
             self._preempted.labels(*self._values, "recompute", reason)
         for reason in ("kv", "seqs", "tokens"):
             self._blocked.labels(*self._values, reason)
+
+        self._speculation = SpeculationMetrics(self.registry, LABELS, self._values)
 
     def _build_histograms(self, lengths: list[int]) -> None:
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Time to first token", TTFT_BUCKETS)

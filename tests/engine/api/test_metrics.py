@@ -168,3 +168,17 @@ def test_disable_log_stats_leaves_no_metrics(start_server: Any) -> None:
     server = start_server("--disable-log-stats")
     server.http.post("/v1/completions", json={"prompt": "abc"})
     assert "vllm:" not in server.http.get("/metrics").text
+
+
+def test_drafts_are_counted_in_all_and_by_position(metrics: EngineMetrics) -> None:
+    metrics.on_step(a_step(num_drafts=2, num_draft_tokens=6, accepted_per_position=[2, 1, 0]))
+    metrics.on_step(a_step(num_drafts=1, num_draft_tokens=3, accepted_per_position=[1, 1, 1]))
+    metrics.on_step(a_step())
+    assert sample(metrics, "vllm:spec_decode_num_drafts_total") == 3
+    assert sample(metrics, "vllm:spec_decode_num_draft_tokens_total") == 9
+    assert sample(metrics, "vllm:spec_decode_num_accepted_tokens_total") == 6
+    by_position = [
+        sample(metrics, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(n)) for n in range(3)
+    ]
+    assert by_position == [3, 2, 1]
+    assert metrics.interval.speculation.accepted_per_position == [3, 2, 1]
