@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from trimtab_kernels.paged_attention import build_attention_metadata, max_decode_tokens
+from trimtab_kernels.paged_attention import build_attention_metadata, max_decode_tokens, plan_cpu_reads
 from trimtab_kernels.paged_batch import warm_up_attention
 
 from trimtab_engine.batch import ScheduledSequence
@@ -235,6 +235,7 @@ class ModelRunner:
         metadata = build_attention_metadata(
             inputs.slots, inputs.decodes, inputs.chunks, block_size=self._block_size, device=device
         )
+        metadata = plan_cpu_reads(metadata, self.facts.num_attention_heads, kv_cache.keys[0])
         hidden = self._model.forward(
             torch.tensor(inputs.token_ids + padding, dtype=torch.int64, device=device),
             torch.tensor(inputs.positions + padding, dtype=torch.int64, device=device),

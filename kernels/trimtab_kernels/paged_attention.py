@@ -11,7 +11,8 @@ The batch is laid out as decodes first, grouped so that padding stays small, the
 tokens   |- decode group 0 -|- decode group 1 -|---- chunk 0 ----|-- chunk 1 --|
 ```
 - A decode group gathers its blocks to [sequences, length, kv heads, head size] and runs one attention call in which
-  the query heads of a kv head are the rows. A group's gather is at most GATHER_TOKENS long.
+  the query heads of a kv head are the rows. A group's gather is at most GATHER_TOKENS long. On the CPU in float32 it
+  reads them in place instead (decode_attention_cpu).
 - Short chunks of equally many tokens in a row, such as drafts to be verified, form groups as well: their tokens are
   rows beside the heads, and a mask keeps each from seeing those after it.
 - A chunk attends causally to its own fresh keys (no gather, no mask), and to the cached tokens before it in slices of
@@ -22,11 +23,12 @@ That is the CPU. On CUDA the step goes to the Triton kernels, which read the cac
 Bound by memory for decodes: 2 * sum(lengths) * num_kv_heads * head_size * itemsize bytes per layer. Source: own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
+from trimtab_kernels.decode_attention_cpu import ReadPattern, decode_attention_cpu, plan_reads
 from trimtab_kernels.paged_batch import PagedBatch, attend_paged_batch, build_paged_batch
 
 GATHER_TOKENS = 4096
@@ -45,7 +47,7 @@ class DecodeGroup:
 
     blocks [num_sequences * blocks_per_sequence] int64; mask [num_sequences, 1, num_tokens, length] is 0 or -inf, None
     when all sequences have exactly `length` tokens, the newest one here. `run` is the first block of a single sequence
-    whose blocks are in a row.
+    whose blocks are in a row. `reads` is there where the group can read the cache without a gather.
     """
 
     first: int
@@ -55,6 +57,7 @@ class DecodeGroup:
     mask: torch.Tensor | None
     run: int | None
     num_tokens: int = 1
+    reads: ReadPattern | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,27 @@ def build_attention_metadata(
         first += now
         index += 1
     return AttentionMetadata(first, slot_mapping, tuple(groups), tuple(planned))
+
+
+def plan_cpu_reads(metadata: AttentionMetadata, num_heads: int, cache: torch.Tensor) -> AttentionMetadata:
+    """The same step, for a float32 cache on the CPU: its groups of single tokens will read the cache in place.
+
+    cache: any layer's keys or values. Other devices and dtypes get their metadata back.
+    """
+    if cache.device.type != "cpu" or cache.dtype != torch.float32:
+        return metadata
+    groups = tuple(replace(group, reads=_plan_group(group, num_heads, cache.shape)) for group in metadata.decode_groups)
+    return replace(metadata, decode_groups=groups)
+
+
+def _plan_group(group: DecodeGroup, num_heads: int, cache_shape: torch.Size) -> ReadPattern | None:
+    """None for several tokens per sequence, and where a profiling step reads one block over and over: a sparse row
+    cannot have more places than the matrix has columns."""
+    if group.num_tokens > 1 or group.length > cache_shape[:3].numel():
+        return None
+    num_sequences = group.last - group.first
+    mask = None if group.mask is None else group.mask.view(num_sequences, 1, group.length)
+    return plan_reads(group.blocks.view(num_sequences, -1), group.length, mask, num_heads, cache_shape)
 
 
 def _short_chunks(chunks: list[tuple[list[int], int, int]], index: int, block_size: int) -> int:
@@ -317,6 +341,8 @@ def _attend_decodes(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, group: DecodeGroup, scale: float
 ) -> torch.Tensor:
     """[tokens, heads, head size]. The heads of one kv head are the rows of one attention call."""
+    if group.reads is not None:
+        return decode_attention_cpu(query[group.first : group.last], key_cache, value_cache, group.reads, scale)
     _, num_heads, head_size = query.shape
     num_kv_heads, m = key_cache.shape[2], group.num_tokens
     n, heads, mask = (group.last - group.first) // m, num_heads // num_kv_heads, group.mask

@@ -14,6 +14,7 @@ from trimtab_kernels.paged_attention import (
     merge_parts,
     paged_attention,
     paged_attention_reference,
+    plan_cpu_reads,
     plan_decode_groups,
 )
 
@@ -23,7 +24,7 @@ Sequence = tuple[int, int]  # (tokens before, tokens now)
 
 def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, size: int = 16, in_rows: bool = False,
                dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
-    """Compute a step both ways. Blocks are scattered over the cache, or in rows."""
+    """Compute a step in every way. Blocks are scattered over the cache, or in rows."""
     generator = torch.Generator().manual_seed(1)
     counts = [-(-(before + now) // BLOCK_SIZE) for before, now in sequences]
     ids = list(range(1, sum(counts) + 1))
@@ -44,14 +45,18 @@ def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, 
     query = torch.randn(len(slots), heads, size, generator=generator).to(dtype)
     new_keys, new_values = keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
     scale = size**-0.5
-    output = paged_attention(query, new_keys, new_values, keys, values, metadata, scale)
+    outputs = [
+        paged_attention(query, new_keys, new_values, keys, values, way, scale)
+        for way in (metadata, plan_cpu_reads(metadata, heads, keys))
+    ]
     first = 0
     tolerance = 16 * torch.finfo(dtype).eps
     for i in order:
         before, now = sequences[i]
         rows = slice(first, first + now)
         expected = paged_attention_reference(query[rows], keys, values, tables[i], before, scale)
-        torch.testing.assert_close(output[rows], expected, rtol=tolerance, atol=tolerance)
+        for output in outputs:
+            torch.testing.assert_close(output[rows], expected, rtol=tolerance, atol=tolerance)
         first += now
 
 
