@@ -102,6 +102,10 @@ def answer(engine: Engine, profiler: Profiler, call: AdminCall) -> AdminReply:
             body = engine.layout()
         case "drain":
             body = engine.drain(float(call.body["deadline_seconds"]))
+        case "pause" | "resume" | "sleep" | "wake_up" | "lifecycle":
+            status, body = engine.lifecycle(call.method, call.body)
+        case "reset_prefix_cache":
+            status, body = engine.reset_prefix_cache(reset_running_requests=bool(call.body["reset_running_requests"]))
         case "start_profile" | "stop_profile":
             status, body = profiler.call(call.method)
         case _:

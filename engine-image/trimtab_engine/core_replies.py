@@ -23,6 +23,10 @@ def merge_replies(method: str, replies: list[AdminReply]) -> AdminReply:
             for name in ("remaining_requests", "remaining_tokens"):
                 body[name] = sum(each[name] for each in bodies)
             body["eta_seconds"] = max(each["eta_seconds"] for each in bodies)
+        case "pause" | "resume" | "sleep" | "wake_up" | "lifecycle":
+            body["remaining_requests"] = sum(each["remaining_requests"] for each in bodies)
+            for name in ("is_paused", "is_sleeping"):
+                body[name] = all(each[name] for each in bodies)
         case "memory":
             body["data_parallel"] = bodies  # each core has a device, or a share of one, of its own
     return AdminReply(first.call_id, first.status, body)

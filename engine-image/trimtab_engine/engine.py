@@ -17,6 +17,7 @@ from trimtab_engine.device import Device
 from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.execution import Execution, Flight, PreparedStep, StepResult
 from trimtab_engine.kv_cache import KVCache
+from trimtab_engine.lifecycle import Lifecycle, Refused
 from trimtab_engine.live_config import LiveConfig
 from trimtab_engine.log_level import set_log_level
 from trimtab_engine.memory import Ledger, MemoryFormula
@@ -87,12 +88,22 @@ class Engine:
         self._last_report = -REPORT_SECONDS
         self._drain_deadline: float | None = None
         self._tokens_per_second = 0.0
+        self._lifecycle = Lifecycle(
+            scheduler=self._scheduler,
+            kv_cache=self._kv_cache,
+            weights=self._runner,
+            is_idle=lambda: self._scheduler.is_idle and not self.is_building,
+            abort_all=self._abort_everything,
+            settle=self._settle,
+            clock=self._clock,
+        )
 
     # --- requests -------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ready) or bool(self._flights) or not self._scheduler.is_idle
+        can_run = not self._scheduler.is_idle and not self._lifecycle.is_frozen
+        return bool(self._ready) or bool(self._flights) or can_run
 
     @property
     def is_building(self) -> bool:
@@ -105,6 +116,9 @@ class Engine:
 
     def add(self, message: AddRequest) -> None:
         """Queue a request; one that can never run ends at the next step with finish_reason error, alone."""
+        if not self._lifecycle.accepts:  # its server had not heard yet
+            self._ready.append(RequestOutput(message.request_id, [], RequestStatus.FINISHED_ABORTED.value))
+            return
         request = Request.of(
             message.request_id,
             message.prompt_token_ids,
@@ -166,6 +180,8 @@ class Engine:
 
     def _prepare(self, now: float) -> PreparedStep | None:
         """The next step's batch; None when nothing can run."""
+        if self._lifecycle.is_frozen:
+            return None
         batch = self._scheduler.schedule(now)
         if batch.preempted:
             self._warn_of_preemption(batch.preempted, now)
@@ -203,6 +219,7 @@ class Engine:
             self._land(flight, flight.result())
 
     def _report(self, step: PreparedStep | None, result: StepResult, started: float) -> StepOutputs:
+        self._lifecycle.on_step_end()
         outputs, self._ready = self._ready, []
         stats = self._stats(step, result, started, self._clock())
         self._note_rate(stats)
@@ -284,8 +301,11 @@ class Engine:
         return output
 
     def _abort_past_drain_deadline(self, now: float) -> None:
-        if self._drain_deadline is None or now < self._drain_deadline:
-            return
+        if self._drain_deadline is not None and now >= self._drain_deadline:
+            self._abort_everything()
+
+    def _abort_everything(self) -> None:
+        """End all requests; the next report says so."""
         unbuilt = self._grammars.forget(self._grammars.waiting_request_ids())
         aborted = self._scheduler.abort(self._scheduler.unfinished_request_ids())
         self._announced.clear()
@@ -326,7 +346,11 @@ class Engine:
             self._formula = formula
 
     def _resize_kv(self, num_blocks: int) -> None:
-        """Map before blocks are handed out; copy, then unmap, after they are taken back."""
+        """Map before blocks are handed out; copy, then unmap, after they are taken back. Asleep nothing is mapped, and
+        the wake-up maps as many as there are then."""
+        if not self._lifecycle.has_kv_cache:
+            self._scheduler.resize_kv(num_blocks, self._clock())
+            return
         if num_blocks > self._kv_cache.num_blocks:
             self._kv_cache.map_blocks(num_blocks)
         resized = self._scheduler.resize_kv(num_blocks, self._clock())
@@ -342,6 +366,36 @@ class Engine:
     def set_swap_space(self, num_bytes: int) -> None:
         """Live: how much of the reserved swap space is used. The caller has settled what is in flight."""
         self._scheduler.resize_swap_space(num_bytes // self._kv_cache.bytes_per_block)
+
+    def lifecycle(self, method: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """pause, resume, sleep, wake_up, or what they have led to: HTTP status and body."""
+        lifecycle = self._lifecycle
+        try:
+            match method:
+                case "pause":
+                    lifecycle.pause(body["mode"])
+                case "resume":
+                    lifecycle.resume()
+                case "sleep":
+                    lifecycle.sleep(body["level"], body["mode"])
+                case "wake_up":
+                    lifecycle.wake_up(body["tags"])
+        except Refused as refusal:
+            return 409, {"message": str(refusal)}
+        self._last_report = -REPORT_SECONDS
+        return 200, lifecycle.to_json()
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> tuple[int, dict[str, Any]]:
+        """Forget all cached blocks: while some are in use only if what runs may be preempted. HTTP status and body."""
+        self._settle()
+        if reset_running_requests:
+            self._scheduler.preempt_all(self._clock())
+        in_use = self._scheduler.num_blocks_used
+        if in_use:
+            message = f"{in_use} KV blocks are in use; set reset_running_requests to preempt what runs, or wait"
+            return 409, {"message": message, "reset": False}
+        self._scheduler.reset_prefix_cache()
+        return 200, {"reset": True}
 
     def config(self) -> dict[str, Any]:
         """The body of GET /admin/v1/config."""
@@ -375,6 +429,8 @@ class Engine:
             disable_log_stats=values.disable_log_stats,
             stats_interval_seconds=values.stats_interval_seconds,
             log_level=values.log_level,
+            pause_mode=self._lifecycle.pause_mode,
+            sleep_level=self._lifecycle.sleep_level,
         )
 
     # --- what it tells --------------------------------------------------------------------------------------------
@@ -387,7 +443,7 @@ class Engine:
             driver_used_bytes=self._device.used_bytes(),
             kinds={
                 "other": formula.other_bytes,
-                "weights": formula.weights_bytes,
+                "weights": formula.weights_bytes if self._lifecycle.has_weights else 0,
                 "kv_mapped": kv_cache.mapped_bytes,
                 "activations_peak": formula.activations_peak_bytes,
                 "workspace": formula.workspace_bytes,
@@ -461,7 +517,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise IntegrityError unless scheduler, block tables and KV cache agree."""
         self._scheduler.check_integrity()
-        if self._scheduler.num_blocks_total != self._kv_cache.num_blocks:
+        mapped = self._scheduler.num_blocks_total if self._lifecycle.has_kv_cache else 0
+        if mapped != self._kv_cache.num_blocks:
             raise IntegrityError(
                 f"the scheduler hands out {self._scheduler.num_blocks_total} blocks, but {self._kv_cache.num_blocks} "
                 f"are mapped"

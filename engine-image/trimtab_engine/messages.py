@@ -12,6 +12,8 @@ from trimtab_engine.config import LogLevel
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What a pause does to requests: end them, let them finish, or freeze them where they are. vLLM's names."""
+SLEEP_LEVELS = (0, 1, 2)
+WAKE_TAGS = ("weights", "kv_cache", "scheduling")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -92,9 +94,11 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 class AdminCall(msgspec.Struct, tag="admin"):
     """One admin call, answered by one AdminReply.
 
-    `method`: config_get, config_patch, memory, memory_plan, layout, drain, start_profile, stop_profile.
+    `method`: config_get, config_patch, memory, memory_plan, layout, drain, start_profile, stop_profile, pause, resume,
+    sleep, wake_up, lifecycle, reset_prefix_cache.
     config_patch body: {"values": {...}, "if_match": int | None, "dry_run": bool}. memory_plan body: {"values": {...}}.
-    drain body: {"deadline_seconds": float}.
+    drain body: {"deadline_seconds": float}. pause body: {"mode": PauseMode}; sleep: {"level": 0..2, "mode": PauseMode};
+    wake_up: {"tags": [str]}; reset_prefix_cache: {"reset_running_requests": bool}.
     """
 
     call_id: str

@@ -28,7 +28,7 @@ from trimtab_engine.request import Request
 from trimtab_engine.sampler import ROWS_AT_ONCE, report_rows, sample
 from trimtab_engine.step_inputs import StepInputs, Unknown, flatten
 from trimtab_engine.weights.dummy import DummySource
-from trimtab_engine.weights.source import open_source
+from trimtab_engine.weights.source import WeightSource, open_source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ONE_RANK = Layout()
@@ -64,10 +64,12 @@ class ModelRunner:
     kv_cache: KVCache
     _kv_tensors: KVTensors
     _draft_layers: KVLayers | None
+    can_drop_weights = True
 
     def __init__(
         self,
         model: LlamaForCausalLM,
+        rebuild: Callable[[], LlamaForCausalLM],
         facts: ModelFacts,
         shard: ModelShard,
         device: Device,
@@ -75,7 +77,7 @@ class ModelRunner:
         dtype: torch.dtype,
     ) -> None:
         self.facts = facts
-        self._model, self.shard = model, shard
+        self._model, self._rebuild, self.shard = model, rebuild, shard
         self._device, self._block_size, self._dtype = device, block_size, dtype
         self._scores: list[TokenLogprobs] = []
 
@@ -92,12 +94,8 @@ class ModelRunner:
     ) -> "ModelRunner":
         """Read one rank's weights. progress gets ("weights", percent of them). Raises ModelError or ConfigError."""
         torch.manual_seed(config.seed)  # requests that bring no seed of their own draw from this generator
-        source = open_source(config.model, config.load_format, seed=config.seed)
-        model_config = parse_model_config(source.config, source.generation_config, source.where)
+        source, model_config = _open(config)
         max_model_len = _max_model_len(config, model_config)
-        if isinstance(source, DummySource):
-            source.expect(expected_shapes(model_config))
-        check_tensors(model_config, source)
         shard = shard_model(
             model_config,
             layout,
@@ -121,11 +119,15 @@ class ModelRunner:
             max_model_len=max_model_len,
         )
         check_weights_fit(config, unmeasured)
-        device.before_weights()
-        with torch.inference_mode():
-            report = _percent("weights", num_parameters, progress)
-            model = LlamaForCausalLM(model_config, source, dtype, device.torch, report, shard, groups)
-        device.after_weights()
+
+        def build(source: WeightSource, report: Callable[[int], None]) -> LlamaForCausalLM:
+            device.before_weights()
+            with torch.inference_mode():
+                model = LlamaForCausalLM(model_config, source, dtype, device.torch, report, shard, groups)
+            device.after_weights()
+            return model
+
+        model = build(source, _percent("weights", num_parameters, progress))
         facts = ModelFacts(
             vocab_size=model_config.vocab_size,
             max_model_len=max_model_len,
@@ -140,7 +142,17 @@ class ModelRunner:
             weights_bytes=max(0, device.used_bytes() - before),
             whole=model_config,
         )
-        return cls(model, facts, shard, device, config.block_size, dtype)
+        rebuild = lambda: build(_open(config)[0], lambda count: None)  # noqa: E731
+        return cls(model, rebuild, facts, shard, device, config.block_size, dtype)
+
+    def drop_weights(self) -> None:
+        """Give the weights' memory back. Nothing runs until reload_weights()."""
+        del self._model
+        self._device.after_weights()
+
+    def reload_weights(self) -> None:
+        """Read them again, from where they were read. Raises ModelError."""
+        self._model = self._rebuild()
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
         """Run the largest step of the envelope and every row size once; returns the peak it added, in bytes.
@@ -310,6 +322,16 @@ def _envelope_spans(max_num_batched_tokens: int, max_len: int) -> list[tuple[int
     """(tokens before, tokens now) of the largest step: whole prompts, and a rest at the end of a long context."""
     whole, rest = divmod(max_num_batched_tokens, max_len)
     return [(0, max_len)] * whole + ([(max_len - rest, rest)] if rest else [])
+
+
+def _open(config: EngineConfig) -> tuple[WeightSource, ModelConfig]:
+    """The checkpoint, found complete. Raises ModelError."""
+    source = open_source(config.model, config.load_format, seed=config.seed)
+    model_config = parse_model_config(source.config, source.generation_config, source.where)
+    if isinstance(source, DummySource):
+        source.expect(expected_shapes(model_config))
+    check_tensors(model_config, source)
+    return source, model_config
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -1,16 +1,15 @@
 """The admin API on --admin-port (docs/contract.md section 2): checks who asks, reads the call, hands it to the core."""
 
 import hmac
-import json
-import math
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from trimtab_engine.api.admin_body import read_json
 from trimtab_engine.api.app import BodyLimit, add_error_handlers
-from trimtab_engine.api.error_responses import ApiError, shorten
+from trimtab_engine.api.error_responses import ApiError
+from trimtab_engine.api.lifecycle_routes import lifecycle_routes
 from trimtab_engine.api.profile_routes import profile_routes
 from trimtab_engine.api.request_identity import bearer_digest
 from trimtab_engine.api.state import ServerState
@@ -18,7 +17,6 @@ from trimtab_engine.errors import EngineDead
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
 MAX_DRAIN_SECONDS = 86_400.0
-MAX_INT64_CHARACTERS = 19  # 9223372036854775807
 
 
 def build_admin_app(state: ServerState) -> FastAPI:
@@ -30,6 +28,7 @@ def build_admin_app(state: ServerState) -> FastAPI:
     authorized = [Depends(_authorized(state.options.admin_token_sha256))]
     app.include_router(_routes(state), dependencies=authorized)
     app.include_router(profile_routes(state), dependencies=authorized)
+    app.include_router(lifecycle_routes(state), dependencies=authorized)
     app.add_middleware(BodyLimit, max_bytes=MAX_ADMIN_BODY_BYTES)
     return app
 
@@ -43,7 +42,11 @@ def _routes(state: ServerState) -> APIRouter:
 
     @router.patch("/config")
     async def patch_config(request: Request, dry_run: str = "0") -> Response:
-        body = {"values": await _json(request), "if_match": _if_match(request), "dry_run": _flag("dry_run", dry_run)}
+        body = {
+            "values": await read_json(request),
+            "if_match": _if_match(request),
+            "dry_run": _flag("dry_run", dry_run),
+        }
         return await _forward(state, "config_patch", body)
 
     @router.get("/memory")
@@ -52,7 +55,7 @@ def _routes(state: ServerState) -> APIRouter:
 
     @router.post("/memory/plan")
     async def memory_plan(request: Request) -> Response:
-        return await _forward(state, "memory_plan", {"values": await _json(request)})
+        return await _forward(state, "memory_plan", {"values": await read_json(request)})
 
     @router.get("/layout")
     async def layout() -> Response:
@@ -60,7 +63,7 @@ def _routes(state: ServerState) -> APIRouter:
 
     @router.post("/drain")
     async def drain(request: Request) -> Response:
-        seconds = _deadline(await _json(request))
+        seconds = _deadline(await read_json(request))
         state.begin_drain()
         return await _forward(state, "drain", {"deadline_seconds": seconds})
 
@@ -85,30 +88,6 @@ def _authorized(token_sha256: str | None) -> Any:
             raise ApiError(401, "the admin token is missing or wrong; send 'Authorization: Bearer TOKEN'")
 
     return check
-
-
-async def _json(request: Request) -> Any:
-    """The body, with nothing in it that cannot travel to the core: no NaN, no infinity, no broken text."""
-    try:
-        body = json.loads(await request.body(), parse_constant=_refuse, parse_float=_finite, parse_int=_integer)
-        msgspec.msgpack.encode(body)
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {shorten(str(error))}") from error
-    return body
-
-
-def _refuse(text: str) -> float:
-    raise ValueError(f"{text} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    return number if math.isfinite(number) else _refuse(shorten(text))
-
-
-def _integer(text: str) -> int | float:
-    """Integers beyond 64 bits are out of any bounds; as floats they reach the one who says so."""
-    return int(text) if len(text) < MAX_INT64_CHARACTERS else _finite(text)
 
 
 def _if_match(request: Request) -> int | None:

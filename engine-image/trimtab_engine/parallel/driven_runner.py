@@ -13,6 +13,8 @@ from trimtab_engine.step_inputs import StepInputs
 class DrivenRunner(ModelRunner):
     """A ModelRunner whose steps and KV cache operations reach every rank. drive() comes before the first of them."""
 
+    can_drop_weights = False
+
     def drive(self, workers: Workers, meter: WireMeter) -> None:
         """Take the other ranks along from now on."""
         self.workers, self._meter = workers, meter

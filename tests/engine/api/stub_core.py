@@ -127,7 +127,13 @@ def main() -> None:
                 case AbortRequests(ids):
                     aborted += [key for key in ids if running.pop(key, None)]
                 case AdminCall(call_id, method, body, client):
-                    state = {"method": method, "body": body, "running": len(running), "aborted": len(aborted)}
+                    state: dict[str, Any] = {
+                        "method": method,
+                        "body": body,
+                        "running": len(running),
+                        "aborted": len(aborted),
+                    }
+                    state |= {"is_paused": True, "is_sleeping": True}  # at once
                     refused = method == "config_patch" and body["values"] == {"a": 1}
                     link.send(
                         AdminReply(call_id, 422 if refused else 200, {**state, "seen": seen, "added": added}), client

@@ -219,6 +219,61 @@ SCHEMA = {
 AS_RESPONSE_FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "lamp", "strict": True, "schema": SCHEMA}}
 
 
+@pytest.mark.parametrize(("level", "sleep_state"), [(0, "awake"), (1, "weights_offloaded"), (2, "discard_all")])
+def test_requests_wait_through_a_sleep_under_load_and_yield_the_same_text(
+    engine: Engine, client: openai.OpenAI, level: int, sleep_state: str
+) -> None:
+    expected = complete(client, max_tokens=100).choices[0].text
+    texts: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: texts.append(complete(client, max_tokens=100).choices[0].text))
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    engine.wait_for(lambda: engine.memory()["kv"]["blocks_used"] > 0, "requests to run")
+    answer = engine.admin.post(f"/sleep?level={level}&mode=keep")
+    assert (answer.status_code, answer.json()["sleep_level"]) == (200, level), answer.text
+    assert f"sleeps at level {level}" in engine.http.get("/readyz").json()["reason"]
+    assert engine.admin.get("/is_sleeping").json()["is_sleeping"] is True
+    gauge = f'vllm:engine_sleep_state{{engine="0",model_name="tiny",sleep_state="{sleep_state}"}} 1.0'
+    assert gauge in engine.http.get("/metrics").text
+    threads.append(threading.Thread(target=lambda: texts.append(complete(client, max_tokens=100).choices[0].text)))
+    threads[-1].start()  # it queues up
+    assert engine.admin.post("/wake_up").json()["is_sleeping"] is False
+    for thread in threads:
+        thread.join(DEADLINE_SECONDS)
+    assert texts == [expected] * 7
+    assert engine.http.get("/readyz").status_code == 200
+
+
+def test_a_pause_that_waits_answers_when_what_runs_has_finished(engine: Engine, client: openai.OpenAI) -> None:
+    texts: list[str] = []
+    running = threading.Thread(target=lambda: texts.append(complete(client, max_tokens=150).choices[0].text))
+    running.start()
+    engine.wait_for(lambda: engine.memory()["kv"]["blocks_used"] > 0, "the request to run")
+    answer = engine.admin.post("/admin/v1/pause", json={"mode": "wait"}).json()
+    assert (answer["is_paused"], answer["remaining_requests"]) == (True, 0)
+    running.join(DEADLINE_SECONDS)
+    assert len(texts) == 1
+    refused = engine.http.post("/v1/completions", json={"prompt": PROMPT})
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+    assert engine.admin.post("/admin/v1/resume").json()["is_paused"] is False
+    assert complete(client, max_tokens=150).choices[0].text == texts[0]
+
+
+def test_a_pause_that_aborts_ends_what_runs(engine: Engine, client: openai.OpenAI) -> None:
+    reasons: list[Any] = []
+    running = threading.Thread(target=lambda: reasons.append(complete(client, max_tokens=200).choices[0].finish_reason))
+    running.start()
+    engine.wait_for(lambda: engine.memory()["kv"]["blocks_used"] > 0, "the request to run")
+    assert engine.admin.post("/pause").json()["remaining_requests"] == 0
+    running.join(DEADLINE_SECONDS)
+    assert reasons == ["abort"]
+    assert engine.admin.post("/reset_prefix_cache").json() == {"reset": True}
+    assert engine.admin.post("/resume").status_code == 200
+
+
 def test_a_json_schema_is_held_to_by_any_model_streamed_and_not(client: openai.OpenAI) -> None:
     asked: Any = {
         "model": "tiny",
