@@ -11,16 +11,24 @@ import torch
 
 from trimtab_kernels.copy_blocks import copy_blocks_triton
 from trimtab_kernels.device_facts import DeviceFacts
+from trimtab_kernels.gemm_config import default_config
 from trimtab_kernels.jit import Launch, record_launches
 from trimtab_kernels.paged_decode import paged_decode_triton
 from trimtab_kernels.paged_prefill import paged_prefill_triton
 from trimtab_kernels.reshape_and_cache import FLOAT8, reshape_and_cache_triton
 from trimtab_kernels.rms_norm import rms_norm_triton
 from trimtab_kernels.rotary_embedding import rotary_embedding_triton
+from trimtab_kernels.sample import sample_triton
 from trimtab_kernels.silu_and_mul import silu_and_mul_triton
+from trimtab_kernels.w8a8_block_fp8 import quantize_groups_triton, w8a8_block_fp8_triton
 
 BF16 = torch.bfloat16
 NUM_TOKENS = 256  # any number: it is never specialised on
+GEMM_SHAPES = (
+    (2112, 7168), (1536, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048), (36864, 7168), (7168, 18432),
+    (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336),
+)  # fmt: skip
+"""(N, K) of DeepSeek-V3, then of Llama-3.1-8B, on one GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +209,44 @@ def _prefill(heads: Heads, max_query_len: int, *, in_sample: bool) -> Case:
     return Case(name, launch, needs_float8=heads.cache_dtype == FLOAT8, in_sample=in_sample)
 
 
+def _sampling() -> Iterator[Case]:
+    def launch(_: DeviceFacts) -> object:
+        floats, ints = empty(8, dtype=torch.float32), empty(8, dtype=torch.int32)
+        logits = empty(8, 128256, dtype=torch.float32)
+        return sample_triton(logits, floats, ints, floats, floats, empty(8, dtype=torch.int64))
+
+    yield Case("sample", launch, in_sample=True)
+
+
+def _block_fp8() -> Iterator[Case]:
+    for size in (4096, 7168, 14336):
+        yield Case(
+            f"quantize_groups {size}",
+            lambda _, s=size: quantize_groups_triton(empty(NUM_TOKENS, s)),  # type: ignore[misc]
+            needs_float8=True,
+            in_sample=size == 4096,
+        )
+    for n, k in GEMM_SHAPES:
+        for m in (1, 64, 4096):
+            yield _gemm(m, n, k)
+
+
+def _gemm(m: int, n: int, k: int) -> Case:
+    def launch(facts: DeviceFacts) -> object:
+        return w8a8_block_fp8_triton(
+            empty(m, k, dtype=FLOAT8),
+            empty(m, k // 128, dtype=torch.float32),
+            empty(n, k, dtype=FLOAT8),
+            empty(-(-n // 128), k // 128, dtype=torch.float32),
+            BF16,
+            config=default_config(m, n, k, facts),
+            facts=facts,
+        )
+
+    name = f"w8a8_block_fp8 {n}x{k}, {m} tokens"
+    return Case(name, launch, needs_float8=True, in_sample=(n, k) == (4096, 4096) and m != 64)
+
+
 def all_cases() -> list[Case]:
     """Every case, in the order of the report."""
-    return [*_attention(), *_cache(), *_elementwise()]
+    return [*_attention(), *_cache(), *_elementwise(), *_sampling(), *_block_fp8()]

@@ -1,0 +1,1 @@
+"""Measured launch configurations: one JSON file per matrix shape and GPU name, written by `trimtab_kernels.tune`."""
