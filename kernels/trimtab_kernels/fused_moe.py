@@ -9,13 +9,22 @@ w2             [num_local_experts, hidden_size, intermediate_size]
 expert_map     [num_experts] int64: an expert's local index, below 0 where another rank holds it; None: all are local
 y              like x: with an expert_map the local experts' part of the sum
 The softmax over all experts is taken in fp32 before the top_k are chosen; `renormalize` divides by their sum.
+On CUDA four kernels of `moe/` do it; there the weights may be float8 with block scales (w8a8_block_fp8).
 Bound by memory for few tokens: the weights of the experts that are hit. Source: own.
 """
 
 import torch
 import torch.nn.functional as F
 
-from trimtab_kernels.silu_and_mul import silu_and_mul
+from trimtab_kernels.device_facts import DeviceFacts, device_facts
+from trimtab_kernels.gemm_config import GemmConfig
+from trimtab_kernels.moe.alignment import align_triton
+from trimtab_kernels.moe.combination import combine_triton
+from trimtab_kernels.moe.grouped_gemm import grouped_gemm_triton, moe_config
+from trimtab_kernels.moe.routing import route_triton
+from trimtab_kernels.reshape_and_cache import FLOAT8
+from trimtab_kernels.silu_and_mul import silu_and_mul, silu_and_mul_triton
+from trimtab_kernels.w8a8_block_fp8 import quantize_groups_triton
 
 
 def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,6 +59,39 @@ def fused_moe_reference(
     return y
 
 
+def fused_moe_triton(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    expert_map: torch.Tensor | None = None,
+    *,
+    w13_scales: torch.Tensor | None = None,
+    w2_scales: torch.Tensor | None = None,
+    config: GemmConfig | None = None,
+    facts: DeviceFacts | None = None,
+) -> torch.Tensor:
+    """Launch the kernels; shapes have been checked. float8 weights come with scales, and then the activations are
+    quantised before each product."""
+    num_tokens = x.shape[0]
+    if num_tokens == 0:
+        return torch.empty_like(x)
+    num_experts, n, k = w13.shape
+    config = config or moe_config(num_tokens, top_k, num_experts, n, k, w13.dtype, facts or device_facts(x.device))
+    weights, experts = route_triton(router_logits, top_k, renormalize, expert_map)
+    alignment = align_triton(experts, num_experts, config.block_m)
+    num_slots = num_tokens * top_k
+
+    def product(rows: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor | None) -> torch.Tensor:
+        a, a_scales = quantize_groups_triton(rows) if b.dtype == FLOAT8 else (rows.contiguous(), None)
+        return grouped_gemm_triton(a, b, alignment, num_slots, config, x.dtype, a_scales=a_scales, b_scales=b_scales)
+
+    wide = silu_and_mul_triton(product(x, w13, w13_scales))
+    return combine_triton(product(wide, w2, w2_scales), weights, experts)
+
+
 def fused_moe(
     x: torch.Tensor,
     router_logits: torch.Tensor,
@@ -67,4 +109,6 @@ def fused_moe(
             f"fused_moe: x {list(x.shape)}, router_logits {list(router_logits.shape)}, w13 {list(w13.shape)}, "
             f"w2 {list(w2.shape)}, top_k {top_k} do not fit together"
         )
+    if x.is_cuda:
+        return fused_moe_triton(x, router_logits, w13, w2, top_k, renormalize, expert_map)
     return fused_moe_reference(x, router_logits, w13, w2, top_k, renormalize, expert_map)

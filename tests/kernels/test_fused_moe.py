@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from trimtab_kernels.fused_moe import fused_moe
+from trimtab_kernels.fused_moe import fused_moe, fused_moe_reference, fused_moe_triton
+from trimtab_kernels.gemm_config import GemmConfig
 from trimtab_kernels.silu_and_mul import silu_and_mul_reference
 
+CONFIG = GemmConfig(16, 32, 32, 2, 4, 2)
 NUM_EXPERTS, TOP_K, HIDDEN, WIDE = 6, 2, 12, 20
 
 
@@ -57,3 +59,26 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         fused_moe(x, logits, w13, w2[:, :, 1:], TOP_K, True)
     with pytest.raises(ValueError, match="top_k 7"):
         fused_moe(x, logits, w13, w2, NUM_EXPERTS + 1, True)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 7, 20])
+def test_the_kernels_match_the_reference(num_tokens: int, renormalize: bool) -> None:
+    inputs = an_input(num_tokens)
+    ours = fused_moe_triton(*inputs, TOP_K, renormalize, config=CONFIG)
+    torch.testing.assert_close(ours, by_token(*inputs, renormalize), rtol=1e-5, atol=1e-4)
+
+
+def test_the_kernels_leave_out_experts_that_another_rank_holds() -> None:
+    x, logits, w13, w2 = an_input(9)
+    held = [4, 1, 3]
+    expert_map = torch.full((NUM_EXPERTS,), -1)
+    expert_map[held] = torch.arange(len(held))
+    expected = fused_moe_reference(x, logits, w13[held], w2[held], TOP_K, True, expert_map)
+    ours = fused_moe_triton(x, logits, w13[held], w2[held], TOP_K, True, expert_map, config=CONFIG)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_the_kernels_choose_a_configuration_of_their_own() -> None:
+    inputs = an_input(5)
+    torch.testing.assert_close(fused_moe_triton(*inputs, TOP_K, True), by_token(*inputs, True), rtol=1e-5, atol=1e-4)

@@ -11,8 +11,10 @@ import torch
 
 from trimtab_kernels.copy_blocks import copy_blocks_triton
 from trimtab_kernels.device_facts import DeviceFacts
+from trimtab_kernels.fused_moe import fused_moe_triton
 from trimtab_kernels.gemm_config import default_config
 from trimtab_kernels.jit import Launch, record_launches
+from trimtab_kernels.moe.grouped_gemm import default_moe_config
 from trimtab_kernels.paged_decode import paged_decode_triton
 from trimtab_kernels.paged_prefill import paged_prefill_triton
 from trimtab_kernels.reshape_and_cache import FLOAT8, reshape_and_cache_triton
@@ -247,6 +249,57 @@ def _gemm(m: int, n: int, k: int) -> Case:
     return Case(name, launch, needs_float8=True, in_sample=(n, k) == (4096, 4096) and m != 64)
 
 
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Shapes of a model's experts on one GPU."""
+
+    name: str
+    num_experts: int
+    top_k: int
+    hidden: int
+    wide: int
+    dtype: torch.dtype
+
+
+MIXTURES = (
+    Mixture("Qwen3-30B-A3B", 128, 8, 2048, 768, BF16),
+    Mixture("Qwen3-30B-A3B float8", 128, 8, 2048, 768, FLOAT8),
+    Mixture("DeepSeek-V3 of 8", 32, 8, 7168, 2048, FLOAT8),  # 256 experts over 8 ranks
+)
+
+
+def _mixture(mixture: Mixture, num_tokens: int) -> Case:
+    e, h, w = mixture.num_experts, mixture.hidden, mixture.wide
+
+    def scales(n: int, k: int) -> torch.Tensor | None:
+        return empty(e, n // 128, k // 128, dtype=torch.float32) if mixture.dtype == FLOAT8 else None
+
+    def launch(facts: DeviceFacts) -> object:
+        return fused_moe_triton(
+            empty(num_tokens, h),
+            empty(num_tokens, e),
+            empty(e, 2 * w, h, dtype=mixture.dtype),
+            empty(e, h, w, dtype=mixture.dtype),
+            mixture.top_k,
+            True,
+            w13_scales=scales(2 * w, h),
+            w2_scales=scales(h, w),
+            config=default_moe_config(num_tokens, mixture.top_k, e, mixture.dtype.itemsize, facts),
+            facts=facts,
+        )
+
+    is_float8 = mixture.dtype == FLOAT8
+    name = f"fused_moe {mixture.name}, {num_tokens} tokens"
+    in_sample = num_tokens == 4096 and mixture.hidden == 2048
+    return Case(name, launch, needs_float8=is_float8, in_sample=in_sample)
+
+
+def _mixtures() -> Iterator[Case]:
+    for mixture in MIXTURES:
+        for num_tokens in (1, 256, 4096):
+            yield _mixture(mixture, num_tokens)
+
+
 def all_cases() -> list[Case]:
     """Every case, in the order of the report."""
-    return [*_attention(), *_cache(), *_elementwise(), *_sampling(), *_block_fp8()]
+    return [*_attention(), *_cache(), *_elementwise(), *_sampling(), *_block_fp8(), *_mixtures()]

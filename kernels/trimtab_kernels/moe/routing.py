@@ -1,0 +1,76 @@
+"""Chooses each token's experts:  softmax over all experts in fp32, the top_k of them, renormalised if asked.
+
+router_logits  [num_tokens, num_experts]  fp32 | bf16 | fp16
+expert_map     [num_experts] int64: an expert's local index, below 0 where another rank holds it; None: all are local
+weights        [num_tokens, top_k] fp32, rounded to the logits' dtype as transformers does
+experts        [num_tokens, top_k] int32: local indices, -1 where another rank holds the expert
+
+The reference is fused_moe's `route`. Bound by latency: a few hundred values per token. Source: own.
+"""
+
+import torch
+
+from trimtab_kernels.jit import kernel, next_power_of_2, tl
+
+
+@kernel()
+def _route(
+    router_logits: tl.tensor,
+    expert_map: tl.tensor,
+    weights: tl.tensor,
+    experts: tl.tensor,
+    stride: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+) -> None:
+    """One program per token. The best is taken TOP_K times: cheaper than a sort for the 1 to 8 that models take."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    logits = tl.load(router_logits + token * stride + columns, mask=columns < NUM_EXPERTS, other=float("-inf"))
+    scores = logits.to(tl.float32)
+    shifted = tl.exp(scores - tl.max(scores, 0))
+    left = shifted / tl.sum(shifted, 0)
+    places = tl.arange(0, BLOCK_K)
+    chosen = tl.zeros([BLOCK_K], dtype=tl.int32)
+    values = tl.zeros([BLOCK_K], dtype=tl.float32)
+    for place in tl.static_range(TOP_K):
+        best = tl.max(left, 0)
+        expert = tl.min(tl.where(left == best, columns, BLOCK), 0)  # the lowest of equals
+        chosen = tl.where(places == place, expert, chosen)
+        values = tl.where(places == place, best, values)
+        left = tl.where(columns == expert, -1.0, left)
+    if RENORMALIZE:
+        values = values / tl.sum(values, 0)
+    rounded = values.to(router_logits.dtype.element_ty).to(tl.float32)
+    is_place = places < TOP_K
+    if expert_map is not None:
+        chosen = tl.maximum(tl.load(expert_map + chosen, mask=is_place, other=-1), -1).to(tl.int32)
+    tl.store(weights + token * TOP_K + places, rounded, mask=is_place)
+    tl.store(experts + token * TOP_K + places, chosen, mask=is_place)
+
+
+def route_triton(
+    router_logits: torch.Tensor, top_k: int, renormalize: bool, expert_map: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights, experts)."""
+    num_tokens, num_experts = router_logits.shape
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=router_logits.device)
+    experts = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)
+    if num_tokens:
+        _route[(num_tokens,)](
+            router_logits,
+            expert_map,
+            weights,
+            experts,
+            router_logits.stride(0),
+            NUM_EXPERTS=num_experts,
+            BLOCK=next_power_of_2(num_experts),
+            TOP_K=top_k,
+            BLOCK_K=next_power_of_2(top_k),
+            RENORMALIZE=renormalize,
+            num_warps=1 if num_experts <= 128 else 4,
+        )
+    return weights, experts

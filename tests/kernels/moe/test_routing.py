@@ -1,0 +1,22 @@
+"""route in Triton's interpreter against fused_moe's own."""
+
+import pytest
+import torch
+from trimtab_kernels.fused_moe import route
+from trimtab_kernels.moe.routing import route_triton
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (6, 2), (128, 8), (200, 3)])
+def test_it_chooses_the_same_experts_with_the_same_weights(num_experts: int, top_k: int, renormalize: bool) -> None:
+    logits = torch.randn(5, num_experts)
+    weights, experts = route_triton(logits, top_k, renormalize)
+    expected_weights, expected = route(logits, top_k, renormalize)
+    assert torch.equal(experts.long(), expected)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
+
+
+def test_experts_get_their_local_index() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
+    _, experts = route_triton(logits, 3, True, torch.tensor([0, -1, 1, -5]))
+    assert experts.tolist() == [[-1, 1, -1]]
