@@ -18,6 +18,7 @@ import torch
 from trimtab_kernels.apply_penalties import apply_penalties
 from trimtab_kernels.apply_token_bitmask import apply_token_bitmask
 from trimtab_kernels.keep_likely_tokens import keep_likely_tokens
+from trimtab_kernels.sample import sample_triton
 
 from trimtab_engine.messages import SamplingParams, TokenLogprobs
 from trimtab_engine.speculative.drafted_request import SampledRow
@@ -218,6 +219,8 @@ def _penalise(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:
 
 def _draw(logits: torch.Tensor, requests: Sequence[SampledRow]) -> torch.Tensor:
     """A random token per row, [rows] int64."""
+    if logits.is_cuda:
+        return _draw_by_kernel(logits, requests)
     _limit(logits, requests)
     probabilities = logits.softmax(dim=-1)
     # Exponential sampling: argmax of p / Exp(1) is a draw from p; each row can have its own generator.
@@ -230,6 +233,26 @@ def _draw(logits: torch.Tensor, requests: Sequence[SampledRow]) -> torch.Tensor:
                 generator=_generator(request.sampling.seed, request.num_output_tokens, logits.device)
             )
     return probabilities.div_(noise.clamp_min_(SMALLEST_EXPONENTIAL)).argmax(dim=-1)
+
+
+def _draw_by_kernel(logits: torch.Tensor, requests: Sequence[SampledRow]) -> torch.Tensor:
+    """`_draw` in one Triton kernel, which sorts nothing and does not wait for the device. A request without a seed
+    takes one from torch's generator. Numbers differ from the CPU's; the distribution does not."""
+    device, params = logits.device, [request.sampling for request in requests]
+    fresh = torch.randint(1 << 62, (len(params),)).tolist()
+    seeds = [
+        number if p.seed is None else zlib.crc32(f"{p.seed} {request.num_output_tokens}".encode())
+        for number, p, request in zip(fresh, params, requests, strict=True)
+    ]
+    token_ids, _ = sample_triton(
+        logits,
+        torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+        torch.tensor([p.top_k or logits.shape[1] for p in params], dtype=torch.int32, device=device),
+        torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+        torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+        torch.tensor(seeds, dtype=torch.int64, device=device),
+    )
+    return token_ids
 
 
 def _limit(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from trimtab_engine.messages import SamplingParams
 from trimtab_engine.request import Request
-from trimtab_engine.sampler import TokenMasks, sample
+from trimtab_engine.sampler import TokenMasks, _draw_by_kernel, sample
 
 VOCABULARY = 50
 
@@ -158,3 +158,13 @@ def test_a_bad_word_is_never_completed() -> None:
     assert sample(logits_with(7, 8, 9), [a_request(output=(5,), **bad)]).token_ids == [9]
     assert sample(logits_with(8, 9), [a_request(output=(), **bad)]).token_ids == [9]
     assert sample(logits_with(7, 8), [a_request(prompt=(5,), **bad)]).token_ids == [7]  # the prompt does not count
+
+
+def test_the_devices_draw_obeys_the_same_limits_and_seeds() -> None:
+    """The Triton kernel, here in its interpreter."""
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    requests = [a_request(top_k=1), a_request(seed=5, temperature=2.0), a_request(top_p=0.01)]
+    drawn = _draw_by_kernel(logits, requests)
+    assert drawn[0] == logits[0].argmax()
+    assert drawn[2] == logits[2].argmax()
+    assert _draw_by_kernel(logits[1:2], requests[1:2])[0] == drawn[1], "a seeded draw depends on nothing else"

@@ -15,7 +15,8 @@ from trimtab_kernels.fused_moe import fused_moe
 from trimtab_engine.layers.linear import Linear
 from trimtab_engine.parallel.groups import RankGroups
 
-MAX_TOKENS = 1024  # of one call: the wide intermediate of more would set the activations' peak
+MAX_TOKENS = 1024  # of one call on the CPU: the wide intermediate of more would set the activations' peak
+MAX_CUDA_TOKENS = 16384  # on CUDA every call reads all experts' weights, so a step is one call
 
 
 class MixtureOfExperts:
@@ -41,9 +42,10 @@ class MixtureOfExperts:
         logits = self._router(x)
         if self._data is not None:
             x, logits = self._data.all_gather(x), self._data.all_gather(logits)
+        most = MAX_CUDA_TOKENS if x.is_cuda else MAX_TOKENS
         parts = [
             fused_moe(rows, scores, self._w13, self._w2, self._top_k, self._renormalize, self._expert_map)
-            for rows, scores in zip(torch.split(x, MAX_TOKENS), torch.split(logits, MAX_TOKENS), strict=True)
+            for rows, scores in zip(torch.split(x, most), torch.split(logits, most), strict=True)
         ]
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self._data is not None:
