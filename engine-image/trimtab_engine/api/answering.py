@@ -131,7 +131,10 @@ async def _stream(
             if not piece.text and piece.finish_reason is None:
                 continue  # characters or a possible stop string are held back
             positions = held[index] if wants_logprobs else None
-            yield written(form.chunk(piece, positions, offsets[index]))
+            body_of_piece = form.chunk(piece, positions, offsets[index])
+            if body_of_piece is None:
+                continue
+            yield written(body_of_piece)
             held[index] = []
             offsets[index] += len(piece.text)
     if includes_usage:

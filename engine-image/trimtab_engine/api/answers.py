@@ -50,7 +50,8 @@ class AnswerForm(ABC):
         """The last chunk of a stream that asked for usage: no choices."""
         return self._head(self.object_chunk) | {"choices": [], "usage": usage.to_json()}
 
-    def chunk(self, piece: Piece, positions: Positions, offset: int) -> Json:
+    def chunk(self, piece: Piece, positions: Positions, offset: int) -> Json | None:
+        """What to send of this piece; None: nothing yet."""
         return self._head(self.object_chunk) | {"choices": [self._delta(piece, positions, offset)]}
 
     def opening(self, index: int) -> list[Json]:

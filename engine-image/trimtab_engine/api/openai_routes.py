@@ -13,7 +13,9 @@ from trimtab_engine.api.planning import chat_prompt, completion_prompts, plan_of
 from trimtab_engine.api.protocol import ChatRequest, CompletionRequest
 from trimtab_engine.api.request_identity import request_id_of
 from trimtab_engine.api.restrictions import restrictions_of
-from trimtab_engine.api.state import ServerState
+from trimtab_engine.api.state import ServerState, Serving
+from trimtab_engine.api.tool_answers import ToolForm
+from trimtab_engine.api.tools import ToolUse, tool_use_of
 
 DEFAULT_MAX_TOKENS = 16  # of a completion that does not say; OpenAI's number
 
@@ -51,8 +53,14 @@ def openai_router(state: ServerState) -> APIRouter:
         if max_tokens is not None and body.min_tokens > max_tokens:
             raise invalid(f"min_tokens is {body.min_tokens}, above max_completion_tokens {max_tokens}", "min_tokens")
         with state.answering() as until:
-            form = ChatForm(state.check_model(body.model), serving.tokenizer, request_id_of(request))
-            ids = await chat_prompt(serving, [message.for_template() for message in body.messages])
+            use = tool_use_of(
+                body,
+                template_knows_tools=serving.renderer.uses_tools,
+                auto_parser=state.options.tool_call_parser if state.options.enable_auto_tool_choice else None,
+                is_constrained=body.constraint() is not None,
+            )
+            form = _chat_form(state, serving, body, request, use)
+            ids = await chat_prompt(serving, body, use.for_template)
             plan = plan_of(
                 state,
                 serving,
@@ -63,7 +71,7 @@ def openai_router(state: ServerState) -> APIRouter:
                 max_tokens=max_tokens,
                 logprobs=body.num_logprobs,
                 prompt_logprobs=body.prompt_logprobs,
-                restrictions=await restrictions_of(body, serving),
+                restrictions=await restrictions_of(body, serving, use.constraint),
                 arrival=arrival,
             )
             return await answer(state, request, body, form, plan, until)
@@ -86,3 +94,12 @@ def openai_router(state: ServerState) -> APIRouter:
         return {"object": "list", "data": entries}
 
     return router
+
+
+def _chat_form(state: ServerState, serving: Serving, body: ChatRequest, request: Request, use: ToolUse) -> ChatForm:
+    """Calls are read from text in which special tokens are not skipped: some models write calls with them."""
+    model, request_id = state.check_model(body.model), request_id_of(request)
+    if use.parser is None:
+        return ChatForm(model, serving.tokenizer, request_id)
+    body.skip_special_tokens = False
+    return ToolForm(model, serving.tokenizer, request_id, use.parser, use.only_first)

@@ -1,11 +1,14 @@
 """From a checked body to a plan: prompts become token ids, and lengths are judged against the model's context."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from fastapi import Request
 
 from trimtab_engine.api.answers import AnswerForm
 from trimtab_engine.api.error_responses import invalid, shorten
 from trimtab_engine.api.generation import GenerationPlan
-from trimtab_engine.api.protocol import CompletionRequest, GenerationRequest
+from trimtab_engine.api.protocol import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
 from trimtab_engine.api.request_identity import key_salt
 from trimtab_engine.api.restrictions import Restrictions
 from trimtab_engine.api.state import ServerState, Serving
@@ -40,18 +43,31 @@ async def completion_prompts(serving: Serving, body: CompletionRequest) -> tuple
     return ids, texts or [decode(prompt, skip_special_tokens=body.skip_special_tokens) for prompt in ids]
 
 
-async def chat_prompt(serving: Serving, messages: list[dict[str, str]]) -> list[int]:
+async def chat_prompt(serving: Serving, body: ChatRequest, tools: Sequence[dict[str, Any]] | None) -> list[int]:
     """Token ids of a conversation, up to where the assistant's answer begins."""
-    text = await rendered(serving, messages)
+    text = await rendered(serving, body.messages, tools=tools, variables=body.chat_template_kwargs)
     ids = await bounded(serving, text, "messages", add_special_tokens=False)
     if not ids:
         raise invalid("messages have no tokens; send at least one", "messages")
     return ids
 
 
-async def rendered(serving: Serving, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+async def rendered(
+    serving: Serving,
+    messages: Sequence[ChatMessage],
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    try:
+        written = [message.for_template() for message in messages]
+    except ValueError as error:
+        raise invalid(str(error), "messages") from error
     return await serving.renderer.render(
-        messages,
+        written,
+        tools=tools,
+        variables=variables,
         add_generation_prompt=add_generation_prompt,
         max_characters=serving.facts.max_model_len * MAX_CHARACTERS_PER_TOKEN,
     )

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trimtab_engine.api.restrictions import NO_RESTRICTIONS, RestrictionFields, Restrictions
+from trimtab_engine.api.tools import ToolCalls, ToolFields
+from trimtab_engine.chat_template import RESERVED
 from trimtab_engine.messages import SamplingParams
 
 MAX_BODY_BYTES = 8 << 20  # a prompt of a million tokens fits; nothing larger is read
@@ -20,6 +22,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_MESSAGES = 4096
 MAX_NAME_CHARACTERS = 512
 MAX_PRIORITY = 2**31 - 1
+MAX_TEMPLATE_VALUES = 16
 MAX_FIELDS = 256  # of one JSON object: each unknown one is reported, and many would hold up other requests
 MAX_INT64 = 2**63 - 1
 
@@ -28,21 +31,17 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
     "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
     "echo": (None, False),  # in chat; completions have it
     "function_call": (None, "none"),
     "functions": (None, []),
     "length_penalty": (None, 1.0),
     "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
     "prompt_embeds": (None,),
     "reasoning_effort": (None,),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "top_a": (None,),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
@@ -56,6 +55,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 # The first wrong element is enough: a report on each of a million would take minutes and gigabytes.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TemplateValue = str | bool | int | float | None
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
@@ -200,17 +200,19 @@ class TextPart(BaseModel):
         return _check_number_of_fields(data)
 
 
-WITHOUT_TEXT = ("audio", "function_call", "refusal", "tool_calls", "tool_call_id")
+WITHOUT_TEXT = ("audio", "function_call", "refusal", "tool_calls", "tool_call_id", "annotations")
 """Fields of messages that clients send back empty from an earlier answer."""
 
 
 class ChatMessage(BaseModel):
-    """One message. Content parts other than text (images, audio) and tool calls are not supported yet."""
+    """One message. Content parts other than text (images, audio) are not supported yet."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -218,10 +220,10 @@ class ChatMessage(BaseModel):
         if not isinstance(data, dict):
             return data
         _check_number_of_fields(data)
-        if data.get("role") in ("tool", "function"):
-            raise ValueError(f"messages with role {data['role']} are not supported yet")
+        if data.get("role") == "function":
+            raise ValueError("messages with role function are not supported; they are called tool now")
         for name in WITHOUT_TEXT:
-            if data.get(name):
+            if data.get(name) and name not in cls.model_fields:
                 raise ValueError(f"{name} in a message is not supported yet; leave it out")
         for part in data["content"] if isinstance(data.get("content"), list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
@@ -229,16 +231,31 @@ class ChatMessage(BaseModel):
                 raise ValueError(f"content of type {kind[:50]} is not supported yet; send text")
         return {key: value for key, value in data.items() if key not in WITHOUT_TEXT or value}
 
+    @model_validator(mode="after")
+    def _check_together(self) -> "ChatMessage":
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} has tool_calls; only the assistant's do")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError(f"a message of role {self.role} has a tool_call_id; only the tool's do")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing; only an assistant's message with tool_calls may do without")
+        return self
+
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "\n".join(part.text for part in self.content)
 
-    def for_template(self) -> dict[str, str]:
-        message = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-        return message | ({"name": self.name} if self.name else {})
+    def for_template(self) -> dict[str, Any]:
+        """Raises ValueError for tool calls whose arguments are no JSON."""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message | {k: v for k, v in (("name", self.name), ("tool_call_id", self.tool_call_id)) if v}
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, ToolFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -246,11 +263,15 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
     add_generation_prompt: Literal[True] = True
+    chat_template_kwargs: Annotated[dict[str, TemplateValue], Field(max_length=MAX_TEMPLATE_VALUES)] | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
+        reserved = RESERVED.intersection(self.chat_template_kwargs or ())
+        if reserved:
+            raise ValueError(f"chat_template_kwargs has {min(reserved)!r}, which a field of its own says")
         return self
 
     @property

@@ -33,6 +33,8 @@ class ServerOptions:
     otlp_traces_endpoint: str | None = None
     chat_template: str | None = None
     """The text that takes the place of the model's own."""
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

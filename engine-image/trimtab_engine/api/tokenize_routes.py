@@ -18,8 +18,7 @@ def tokenize_router(state: ServerState) -> APIRouter:
         serving = state.require_serving()
         state.check_model(body.model)
         if body.messages is not None:
-            messages = [message.for_template() for message in body.messages]
-            text = await rendered(serving, messages, add_generation_prompt=body.add_generation_prompt)
+            text = await rendered(serving, body.messages, add_generation_prompt=body.add_generation_prompt)
             ids = await bounded(serving, text, "messages", add_special_tokens=False)
         else:
             ids = await bounded(serving, body.prompt or "", "prompt", add_special_tokens=body.add_special_tokens)

@@ -23,7 +23,6 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
     "--config": (),
     "--cpu-offload-gb": ("0",),
     "--cudagraph-capture-sizes": (),
-    "--enable-auto-tool-choice": (),
     "--enable-lora": (),
     "--enable-sleep-mode": (),
     "--enforce-eager": (None,),  # every step is eager: there are no graphs yet
@@ -37,7 +36,6 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
     "--root-path": (),
     "--ssl-certfile": (),
     "--ssl-keyfile": (),
-    "--tool-call-parser": (),
     "--trust-remote-code": (),
     "--uds": (),
 }

@@ -15,7 +15,7 @@ from trimtab_engine.cli.not_built import add_not_built
 from trimtab_engine.cli.parallel_flags import add_parallel_flags, parallel_fields
 from trimtab_engine.cli.speculative_flags import add_speculative_flags, speculative_fields
 from trimtab_engine.config import EngineConfig
-from trimtab_engine.errors import ConfigError, ModelError
+from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
 
 LARGE_GPU_BYTES = 70 << 30  # from here on vLLM's larger defaults hold
 DEFAULT_LIMITS = {"cpu": (128, 2048), "cuda": (256, 2048), "large": (1024, 8192)}
@@ -202,6 +202,14 @@ def _add_server_flags(group: Any) -> None:
         help="Jinja file that takes the place of the model's chat template; or the template itself, on one line",
     )
     group.add_argument(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="let the model choose whether to call a tool; needs --tool-call-parser",
+    )
+    group.add_argument(
+        "--tool-call-parser", metavar="NAME", help="how the model writes tool calls: hermes or llama3_json"
+    )
+    group.add_argument(
         "--max-logprobs",
         type=types.not_negative,
         default=20,
@@ -269,6 +277,8 @@ def run(arguments: argparse.Namespace) -> int:
         admin_token_sha256=arguments.admin_token_sha256,
         max_logprobs=arguments.max_logprobs,
         chat_template=chat_template(arguments.chat_template),
+        enable_auto_tool_choice=arguments.enable_auto_tool_choice,
+        tool_call_parser=tool_call_parser(arguments),
         api_server_count=arguments.api_server_count,
         stream_interval=arguments.stream_interval,
         log_requests=arguments.enable_log_requests,
@@ -316,6 +326,18 @@ def engine_config(
         **parallel_fields(arguments),
         profiler_dir=arguments.profiler_dir,
     )
+
+
+def tool_call_parser(arguments: argparse.Namespace) -> str | None:
+    """Raises ConfigError for one that is not built, and when none is given for --enable-auto-tool-choice."""
+    from trimtab_engine.api.tool_parsers import PARSERS
+
+    name: str | None = arguments.tool_call_parser
+    if name is not None and name not in PARSERS:
+        raise NotBuiltError(f"--tool-call-parser {name} is not built; choose one of {', '.join(PARSERS)}")
+    if arguments.enable_auto_tool_choice and name is None:
+        raise ConfigError("--enable-auto-tool-choice requires --tool-call-parser; give both")
+    return name
 
 
 def chat_template(given: str | None) -> str | None:

@@ -330,6 +330,28 @@ def test_a_grammar_that_does_not_end_is_400_and_the_engine_goes_on(client: opena
     assert complete(client, max_tokens=1).usage.completion_tokens == 1
 
 
+TOOL: Any = {"type": "function", "function": {"name": "set", "parameters": SCHEMA}}
+
+
+def test_required_and_named_tool_choices_are_enforced_on_any_model(tiny_model: Path, tmp_path: Path) -> None:
+    template = "{% if tools %}{{ tools | length }}{% endif %}{{ messages[0].content }}"
+    engine = Engine(tiny_model, tmp_path / "log", "--chat-template", template)
+    try:
+        with openai.OpenAI(base_url=f"{engine.http.base_url}/v1", api_key="none", max_retries=0) as client:
+            for choice in ("required", {"type": "function", "function": {"name": "set"}}):
+                asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "on"}], "tools": [TOOL]}
+                asked |= {"tool_choice": choice, "parallel_tool_calls": False, "seed": 3}
+                answer = client.chat.completions.create(**asked).choices[0]
+                (call,) = answer.message.tool_calls
+                assert (answer.finish_reason, call.function.name) == ("tool_calls", "set")
+                assert json.loads(call.function.arguments).keys() == {"on", "level"}
+                deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+                parts = [part for delta in deltas for part in delta.tool_calls or []]
+                assert json.loads("".join(part.function.arguments for part in parts)).keys() == {"on", "level"}
+    finally:
+        engine.end()
+
+
 def test_biases_allowed_tokens_and_bad_words_steer_the_choice(client: openai.OpenAI) -> None:
     assert complete(client, max_tokens=4, logit_bias={"120": 100}).choices[0].text == "xxxx"
     assert set(complete(client, extra_body={"allowed_token_ids": [97, 98]}).choices[0].text) <= {"a", "b"}
