@@ -19,9 +19,10 @@ from trimtab_engine.config import EngineConfig
 from trimtab_engine.device import Device
 from trimtab_engine.engine import Engine
 from trimtab_engine.messages import AddRequest, SamplingParams, StepStats
+from trimtab_engine.speculative.config import SpeculativeConfig
 from trimtab_engine.startup import start_engine
 
-STEPS = 3000  # of each engine
+STEPS = 2000  # of each of the six engines
 ALIVE = 12  # requests at a time
 MARGIN = 1e-3  # between the log-probabilities of the two best tokens
 VOCABULARY = 97
@@ -43,6 +44,8 @@ BYTES_PER_BLOCK = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4
 ONE_REQUEST_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE
 TIGHT = {"num_gpu_blocks_override": 2 * ONE_REQUEST_BLOCKS}
 SWAP = {"swap_space_bytes": 40 * BYTES_PER_BLOCK, "swap_space_bytes_cap": 60 * BYTES_PER_BLOCK}
+GUESSING = {"num_speculative_tokens": 3, "num_speculative_tokens_cap": 4}
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=4)
 DEVICE_BYTES = 4 << 30
 
 
@@ -75,6 +78,8 @@ def an_engine(model: Path, **changes: Any) -> Engine:
         "max_num_batched_tokens": 48,
         "max_num_batched_tokens_cap": 128,
     }
+    if changes.get("speculative") == "the model itself":
+        changes["speculative"] = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model=str(model))
     config = EngineConfig(model=str(model), **values | changes)
     return start_engine(config, lambda stage, percent: None, time.monotonic)[0]
 
@@ -117,7 +122,7 @@ class Life:
         self.alive: dict[str, tuple[Question, list[int]]] = {}
         self.num_asked = self.num_ended = self.num_aborted = self.num_doubtful = self.num_patched = 0
         self.preempted: Counter[str] = Counter()
-        self.hits = 0
+        self.hits = self.num_accepted = 0
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -197,6 +202,7 @@ class Life:
 
     def count(self, stats: StepStats) -> None:
         self.hits += stats.prefix_cache_hits
+        self.num_accepted += sum(stats.accepted_per_position)
         for mode, reasons in stats.preempted.items():
             self.preempted[mode] += sum(reasons.values())
 
@@ -218,8 +224,10 @@ def resized() -> dict[str, Any]:
         ({**TIGHT, **SWAP, "preemption_mode": "swap", "async_scheduling": True}, True),
         ({**TIGHT, **SWAP, "preemption_mode": "auto"}, True),
         (resized, False),
+        ({**TIGHT, **SWAP, **GUESSING, "preemption_mode": "auto", "speculative": NGRAM}, True),
+        ({**TIGHT, **GUESSING, "speculative": "the model itself"}, True),
     ],
-    ids=["recompute", "swap, steps overlapping", "auto", "resized"],
+    ids=["recompute", "swap, steps overlapping", "auto", "resized", "n-gram drafts", "drafts of the model itself"],
 )
 def test_whatever_happens_every_request_that_ends_has_its_own_tokens(
     model: Path, questions: list[Question], changes: Any, preempts: bool
@@ -231,4 +239,5 @@ def test_whatever_happens_every_request_that_ends_has_its_own_tokens(
     assert life.num_aborted > STEPS / 50
     assert life.hits > STEPS / 10
     assert life.num_doubtful <= life.num_ended / 50
+    assert life.num_accepted > (STEPS / 20 if isinstance(changes, dict) and "speculative" in changes else -1)
     assert sum(life.preempted.values()) > (STEPS / 100 if preempts else -1)
