@@ -1,6 +1,7 @@
 """A `trimtab-engine serve` of one's own for a measurement: started on free ports of the loopback, ended with it."""
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,6 +18,7 @@ from trimtab_engine.errors import EngineDead
 
 START_SECONDS = 300.0
 STOP_SECONDS = 10.0
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 SERVED_NAME = "bench"
 
 
@@ -25,6 +28,11 @@ class LocalServer:
 
     url: str
     admin_url: str
+    pid: int = 0
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all its processes so far. Other work on the machine hardly changes what a run takes."""
+        return sum(_cpu_seconds(pid) for pid in _tree(self.pid))
 
     async def patch(self, **values: Any) -> float:
         """PATCH the live configuration. Returns how many seconds it took; EngineDead with the reason if refused."""
@@ -55,7 +63,7 @@ async def local_server(model: str, flags: Sequence[str]) -> AsyncIterator[LocalS
     command += ["--host", "127.0.0.1", "--port", str(port), "--admin-port", str(admin), *flags]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220  # it must outlive no await
     try:
-        server = LocalServer(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}")
+        server = LocalServer(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}", process.pid)
         await _until_ready(server, process)
         yield server
     finally:
@@ -78,6 +86,18 @@ async def _until_ready(server: LocalServer, process: "subprocess.Popen[bytes]") 
                         return
             await asyncio.sleep(0.1)
     raise EngineDead(f"the server was not ready after {START_SECONDS:.0f} s")
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(one for child in children for one in _tree(int(child)))]
+
+
+def _cpu_seconds(pid: int) -> float:
+    """User and system time: fields 14 and 15 of proc(5)'s stat, counted behind the name in parentheses."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
 
 def _free_port() -> int:

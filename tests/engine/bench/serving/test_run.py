@@ -181,3 +181,8 @@ def test_ctrl_c_prints_what_was_measured_so_far(port: str, tiny_model: Path, tmp
     assert result["completed"] in (1, 2)
     assert (result["failed"], result["interrupted"]) == (0, True)
     assert result["duration"] < DEADLINE_SECONDS
+
+
+def test_the_load_generator_imports_no_torch() -> None:
+    code = "import sys, trimtab_engine.bench.serving.run; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=DEADLINE_SECONDS).returncode == 0

@@ -1,0 +1,20 @@
+"""Processor time of a server's processes."""
+
+import os
+import subprocess
+import sys
+
+from trimtab_engine.bench.local_server import LocalServer, _tree
+
+
+def test_the_tree_has_the_process_and_its_children() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert {os.getpid(), child.pid} <= set(_tree(os.getpid()))
+        child.communicate(b"\n")
+
+
+def test_processor_time_grows_with_work() -> None:
+    server = LocalServer("", "", os.getpid())
+    before = server.cpu_seconds()
+    while server.cpu_seconds() < before + 0.02:
+        sum(range(10_000))
