@@ -85,8 +85,8 @@ async def chunked_prefill(model: str, rounds: int) -> Row:
     budgets = (64, 256, 1024)
     flags = ("--device", "cpu", "--max-model-len", "2048", "--num-gpu-blocks-override", "1000", "--max-num-seqs", "32")
     words = Words(None, seed=1)
-    mixed = random_samples(10, RandomLengths(500, 20, range_ratio=0.2), words)
-    at_once = random_samples(16, RandomLengths(128, 16), words)
+    mixed = random_samples(8, RandomLengths(400, 20, range_ratio=0.2), words)
+    at_once = random_samples(12, RandomLengths(128, 12), words)
     more = ("--max-num-batched-tokens", "1024", "--no-enable-prefix-caching")
     async with local_server(model, (*flags, *more)) as server:
         rate = await sustainable_rate(server, mixed)
@@ -117,7 +117,7 @@ async def prefix_caching(model: str, rounds: int) -> Row:
         def load(number: int) -> Load:
             """Prefixes are new in each round, so that no round finds those of another."""
             samples = prefix_repetition_samples(
-                16, prefix_len=384, suffix_len=16, num_prefixes=2, output_len=8, words=Words(None, seed=number)
+                12, prefix_len=256, suffix_len=16, num_prefixes=2, output_len=8, words=Words(None, seed=number)
             )
             return load_of(server, samples, rate=float("inf"))
 
@@ -129,8 +129,7 @@ async def prefix_caching(model: str, rounds: int) -> Row:
 # --- preemption: recompute, swap, auto ----------------------------------------------------------------------------
 
 PREEMPTION_LOADS = {
-    "long prompts": RandomLengths(260, 100, range_ratio=0.2),
-    "short prompts": RandomLengths(32, 120, range_ratio=0.2),
+    "long prompts": RandomLengths(200, 110, range_ratio=0.2),
 }
 
 
@@ -141,7 +140,7 @@ async def preemption(model: str, rounds: int) -> Row:
     result: Row = {}
     async with local_server(model, (*flags, *more, "--swap-space", "512Mi")) as server:
         for name, lengths in PREEMPTION_LOADS.items():
-            samples = random_samples(10, lengths, Words(None, seed=5))
+            samples = random_samples(6, lengths, Words(None, seed=5))
             result[name] = await compare(
                 server,
                 "preemption_mode",
@@ -163,7 +162,7 @@ async def resize(model: str, rounds: int) -> Row:
     """
     flags = ("--device", "cpu", "--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "256")
     more = ("--device-memory-bytes", "1600Mi", "--gpu-memory-utilization", "0.95")
-    samples = random_samples(8, RandomLengths(64, 150), Words(None, seed=3))
+    samples = random_samples(6, RandomLengths(64, 100), Words(None, seed=3))
     rows: dict[str, list[Row]] = {"quiet": [], "resized": []}
     async with local_server(model, (*flags, *more)) as server:
         high, low = 0.95, await _half_of(server, 0.95)
