@@ -474,6 +474,7 @@ class Engine:
             kind=step.kind if step is not None else "idle",
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            num_deferred=self._grammars.num_waiting,
             kv_blocks_used=scheduler.num_blocks_used,
             kv_blocks_total=self._kv_cache.num_blocks,
             kv_blocks_cap=self._kv_cache.cap_blocks,

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
-from trimtab_engine.api.metrics import EngineMetrics, Interval, statistics_line
+from trimtab_engine.api.stats_line import StatisticsLine
 from trimtab_engine.config import EngineConfig, set_core_environment
 from trimtab_engine.errors import ConfigError, EngineDead, InvalidRequest
 from trimtab_engine.llm_arguments import in_keywords, read_keywords
@@ -26,7 +26,6 @@ from trimtab_engine.outputs import Choice, RequestMetrics, RequestOutput
 from trimtab_engine.profiler import Profiler
 from trimtab_engine.progress_bar import progress_bar
 from trimtab_engine.sampling_params import SamplingParams
-from trimtab_engine.speculative.counts import speculation_line
 from trimtab_engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ class LLM:
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_path = config.tokenizer or config.model
         self._numbers = itertools.count()
-        self._statistics = _Statistics(on_step, log=self._log_stats, ready=self.ready)
+        self._statistics = _Statistics(on_step, log=self._log_stats)
         self._profiler = Profiler(config.profiler_dir)
         self._closed = False
 
@@ -319,23 +318,21 @@ class _Rates:
 class _Statistics:
     """Hands each step's statistics on and, when asked to, logs the line that the server logs."""
 
-    def __init__(self, on_step: OnStep | None, *, log: bool, ready: Any) -> None:
+    def __init__(self, on_step: OnStep | None, *, log: bool) -> None:
         self._on_step = on_step
-        self._metrics = EngineMetrics("llm", ready.max_model_len) if log else None
+        self._line = StatisticsLine() if log else None
         self._logged = time.monotonic()
 
     def note(self, stats: StepStats) -> None:
         if self._on_step is not None:
             self._on_step(stats)
-        if self._metrics is None:
+        if self._line is None:
             return
-        self._metrics.on_step(stats)
+        self._line.add(stats)
         now = time.monotonic()
         if now - self._logged >= STATS_SECONDS:
-            interval, self._metrics.interval = self._metrics.interval, Interval()
-            logger.info("%s", statistics_line(interval, stats, now - self._logged))
-            if interval.speculation.num_drafts:
-                logger.info("%s", speculation_line(interval.speculation, now - self._logged))
+            for text in self._line.take(now - self._logged)[0]:
+                logger.info("%s", text)
             self._logged = now
 
 

@@ -224,6 +224,8 @@ class StepStats(msgspec.Struct, array_like=True):
     """Such blocks that were taken for something else."""
     token_budget: int = 0
     """max_num_batched_tokens of this step."""
+    num_deferred: int = 0
+    """Requests that could not run even if there were room: they wait for their grammar."""
     config_generation: int = 1
     config_values: dict[str, float] | None = None
     """The applied live values; sent when they changed and about once a second."""

@@ -11,10 +11,11 @@ from typing import Protocol
 
 from prometheus_client import generate_latest
 
-from trimtab_engine.api.metrics import EngineMetrics, Interval, MergedRegistry, statistics_line
+from trimtab_engine.api.metric_families import Buckets
+from trimtab_engine.api.metrics import EngineMetrics, MergedRegistry
 from trimtab_engine.api.observations import Observations
+from trimtab_engine.api.stats_line import StatisticsLine
 from trimtab_engine.messages import CoreReady, EngineState, StepStats
-from trimtab_engine.speculative.counts import speculation_line
 
 TICK_SECONDS = 0.5  # how often it is looked whether the interval, which is live, is over
 
@@ -36,12 +37,15 @@ class EngineExporter:
     see. Other cores have theirs from their first step on. disable_log_stats hides all of it, live.
     """
 
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
+    def __init__(self, model_name: str, custom_buckets: Buckets | None = None) -> None:
+        self._model_name, self._custom_buckets = model_name, custom_buckets
         self.metrics: EngineMetrics | None = None
         self._of_cores: dict[int, EngineMetrics] = {}
+        self._lines: dict[int, StatisticsLine] = {}
         self._facts: CoreReady | None = None
         self._state = EngineState()
+        if custom_buckets:
+            EngineMetrics(model_name, 1, custom_buckets=custom_buckets)  # raises ConfigError now, not when it is ready
 
     def begin(self, facts: CoreReady) -> None:
         """The core is ready: the families have their buckets and labels."""
@@ -50,9 +54,10 @@ class EngineExporter:
 
     def _metrics_of(self, core: int, facts: CoreReady) -> EngineMetrics:
         if core not in self._of_cores:
-            metrics = self._of_cores[core] = EngineMetrics(self._model_name, facts.max_model_len, str(core))
+            metrics = EngineMetrics(self._model_name, facts.max_model_len, str(core), self._custom_buckets)
             metrics.cache_config(facts.cache_config)
             metrics.layout(facts.num_ranks)
+            self._of_cores[core] = metrics
         return self._of_cores[core]
 
     def on_state(self, state: EngineState) -> None:
@@ -61,8 +66,12 @@ class EngineExporter:
             self.metrics.sleep_level(state.sleep_level)
 
     def on_step(self, stats: StepStats) -> None:
+        core = stats.engine_index
+        if core not in self._lines:
+            self._lines[core] = StatisticsLine(core)
+        self._lines[core].add(stats)
         if self._facts is not None:
-            self._metrics_of(stats.engine_index, self._facts).on_step(stats)
+            self._metrics_of(core, self._facts).on_step(stats)
 
     def add(self, observations: Observations) -> None:
         if self.metrics is not None:
@@ -83,27 +92,15 @@ class EngineExporter:
         return generate_latest(MergedRegistry(list(self._of_cores.values())))
 
     async def log_statistics(self) -> None:
-        """vLLM's line every stats_interval_seconds while there is something to say."""
-        was_idle, since = True, time.monotonic()
+        """vLLM's line for each core, every stats_interval_seconds while there is something to say."""
+        since = time.monotonic()
         while True:
             await asyncio.sleep(TICK_SECONDS)
             seconds = time.monotonic() - since
             if seconds < self._state.stats_interval_seconds:
                 continue
             since += seconds
-            was_idle = self._log_line(seconds, was_idle)
-
-    def _log_line(self, seconds: float, was_idle: bool) -> bool:
-        """Log the interval's line, at DEBUG when it is the second idle one. Returns whether it was idle."""
-        metrics = self.metrics
-        if metrics is None or metrics.latest is None:
-            return True
-        interval, metrics.interval = metrics.interval, Interval()
-        latest = metrics.latest
-        idle = not (interval.prompt_tokens or interval.generation_tokens or latest.num_running or latest.num_waiting)
-        if not self._state.disable_log_stats:
-            level = logging.DEBUG if idle and was_idle else logging.INFO
-            logger.log(level, "%s", statistics_line(interval, latest, seconds))
-            if interval.speculation.num_drafts:
-                logger.log(level, "%s", speculation_line(interval.speculation, seconds))
-        return idle
+            for line in self._lines.values():
+                texts, is_quiet = line.take(seconds)
+                for text in () if self._state.disable_log_stats else texts:
+                    logger.log(logging.DEBUG if is_quiet else logging.INFO, "%s", text)

@@ -225,10 +225,12 @@ class SequenceClock:
         self._last_token: float | None = None
         self.num_tokens = 0
         self._num_preemptions = 0
+        self._num_cached_tokens = 0
 
     def note(self, output: RequestOutput) -> None:
         if output.first_scheduled_time is not None:
             self._scheduled = output.first_scheduled_time
+        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
         self._num_preemptions = max(self._num_preemptions, output.num_preemptions)
         if not output.token_ids:
             return
@@ -255,6 +257,7 @@ class SequenceClock:
             num_generation_tokens=self.num_tokens,
             max_tokens=self._max_tokens,
             num_preemptions=self._num_preemptions,
+            num_cached_tokens=self._num_cached_tokens,
         )
         self._observer.finished(life)
         return life

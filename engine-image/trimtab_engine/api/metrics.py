@@ -4,16 +4,16 @@ Fed with the core's StepStats and with each sequence's life; one registry per se
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
+from trimtab_engine.api.cache_metrics import CacheMetrics
+from trimtab_engine.api.metric_families import LATENCY_BUCKETS, Buckets, FamilyFactory
 from trimtab_engine.api.observations import FinishedSequence
+from trimtab_engine.api.saturation_metrics import SaturationMetrics
 from trimtab_engine.api.speculation_metrics import SpeculationMetrics
 from trimtab_engine.messages import StepStats
-from trimtab_engine.speculative.counts import SpeculationCounts
 
-LABELS = ("model_name", "engine")
 TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
     160.0, 640.0, 2560.0,
@@ -21,15 +21,10 @@ TTFT_BUCKETS = (
 ITL_BUCKETS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
-LATENCY_BUCKETS = (
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
-    1920.0, 7680.0,
-)  # fmt: skip
 ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 N_BUCKETS = (1, 2, 5, 10, 20)
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
-STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 def length_buckets(max_model_len: int) -> list[int]:
@@ -37,29 +32,23 @@ def length_buckets(max_model_len: int) -> list[int]:
     return [m * 10**e for e in range(12) for m in (1, 2, 5) if m * 10**e <= max_model_len]
 
 
-@dataclass(slots=True)
-class Interval:
-    """Sums since the last statistics line."""
-
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
-    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
-
-
 class EngineMetrics:
     """All families of one engine core. `max_model_len` sets the upper end of the length histograms; `engine` is the
     label that tells data-parallel cores apart.
     """
 
-    def __init__(self, model_name: str, max_model_len: int, engine: str = "0") -> None:
+    def __init__(
+        self, model_name: str, max_model_len: int, engine: str = "0", custom_buckets: Buckets | None = None
+    ) -> None:
         self.registry = CollectorRegistry()
-        self._values = (model_name, engine)
-        self.interval = Interval()
-        self.latest: StepStats | None = None
+        self._families = FamilyFactory(self.registry, model_name, engine, custom_buckets or {})
+        self._values = self._families.values
         self._build_gauges()
         self._build_counters()
         self._build_histograms(length_buckets(max_model_len))
+        self._cache = CacheMetrics(self._families)
+        self._saturation = SaturationMetrics(self._families)
+        self._families.check_all_used()
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
@@ -79,7 +68,8 @@ class EngineMetrics:
         self._layout_ranks.set(num_ranks)
 
     def on_step(self, stats: StepStats) -> None:
-        self.latest = stats
+        self._cache.on_step(stats)
+        self._saturation.on_step(stats)
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         total = max(stats.kv_blocks_total, 1)
@@ -88,6 +78,7 @@ class EngineMetrics:
             ("total", stats.kv_blocks_total),
             ("used", stats.kv_blocks_used),
             ("free", stats.kv_blocks_total - stats.kv_blocks_used),
+            ("cached", stats.kv_blocks_cached),
             ("cap", stats.kv_blocks_cap),
         ):
             self._kv_blocks.labels(*self._values, state).set(blocks)
@@ -106,7 +97,6 @@ class EngineMetrics:
         for mode, reason, count in ((m, r, n) for m, reasons in stats.preempted.items() for r, n in reasons.items()):
             self._preemptions.inc(count)
             self._preempted.labels(*self._values, mode, reason).inc(count)
-            self.interval.preemptions += count
         self._recomputed.inc(stats.recomputed_tokens)
         for collective, num_bytes in stats.wire_bytes.items():
             self._wire.labels(*self._values, collective).inc(num_bytes)
@@ -116,11 +106,7 @@ class EngineMetrics:
             self._stall.observe(seconds)
         if stats.num_scheduled_tokens:
             self._iteration.observe(stats.num_scheduled_tokens)
-            self._step.labels(*self._values, stats.kind).observe(stats.step_seconds)
         self._speculation.note(stats)
-        self.interval.speculation.add(stats.num_drafts, stats.num_draft_tokens, stats.accepted_per_position)
-        self.interval.prompt_tokens += stats.num_prompt_tokens
-        self.interval.generation_tokens += stats.num_generation_tokens
 
     def sleep_level(self, level: int | None) -> None:
         """Which of vLLM's sleep states the engine is in; a paused one (level 0) has discarded nothing."""
@@ -142,6 +128,7 @@ class EngineMetrics:
         self._success.labels(*self._values, life.reason).inc()
         self._e2e.observe(life.end - life.arrival)
         self._length_prompt.observe(life.num_prompt_tokens)
+        self._length_computed.observe(life.num_prompt_tokens - life.num_cached_tokens)
         self._length_generation.observe(life.num_generation_tokens)
         self._params_max_tokens.observe(life.max_tokens)
         self._num_preemptions.observe(life.num_preemptions)
@@ -193,12 +180,13 @@ class EngineMetrics:
             self._rejections.labels(*self._values, reason)
         for reason in ("stop", "length", "abort", "error"):
             self._success.labels(*self._values, reason)
-        for reason in ("capacity", "resize"):
-            self._preempted.labels(*self._values, "recompute", reason)
+        for mode in ("recompute", "swap"):
+            for reason in ("capacity", "resize", "reset"):
+                self._preempted.labels(*self._values, mode, reason)
         for reason in ("kv", "seqs", "tokens"):
             self._blocked.labels(*self._values, reason)
 
-        self._speculation = SpeculationMetrics(self.registry, LABELS, self._values)
+        self._speculation = SpeculationMetrics(self._families)
 
     def _build_histograms(self, lengths: list[int]) -> None:
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Time to first token", TTFT_BUCKETS)
@@ -212,6 +200,9 @@ class EngineMetrics:
         self._prefill = self._histogram("vllm:request_prefill_time_seconds", "In prefill", LATENCY_BUCKETS)
         self._decode = self._histogram("vllm:request_decode_time_seconds", "In decode", LATENCY_BUCKETS)
         self._length_prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", lengths)
+        self._length_computed = self._histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens of a request that were computed", lengths
+        )
         self._length_generation = self._histogram(
             "vllm:request_generation_tokens", "Generated tokens of a request", lengths
         )
@@ -227,25 +218,21 @@ class EngineMetrics:
         self._stall = self._histogram(
             "trimtab_preempt_stall_seconds", "From preempted to running again", LATENCY_BUCKETS
         )
-        self._step = Histogram(
-            "trimtab_step_seconds", "A step's time", (*LABELS, "kind"), registry=self.registry, buckets=STEP_BUCKETS
-        )
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, LABELS, registry=self.registry).labels(*self._values)
+        return self._families.gauge(name, text)
 
     def _labelled_gauge(self, name: str, text: str, label: str) -> Gauge:
-        return Gauge(name, text, (*LABELS, label), registry=self.registry)
+        return self._families.labelled_gauge(name, text, label)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, LABELS, registry=self.registry).labels(*self._values)
+        return self._families.counter(name, text)
 
     def _labelled_counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, (*LABELS, *labels), registry=self.registry)
+        return self._families.labelled_counter(name, text, *labels)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        histogram = Histogram(name, text, LABELS, registry=self.registry, buckets=buckets)
-        return histogram.labels(*self._values)
+        return self._families.histogram(name, text, buckets)
 
 
 class MergedRegistry:
@@ -263,15 +250,3 @@ class MergedRegistry:
                 else:
                     families[family.name] = family
         return list(families.values())
-
-
-def statistics_line(interval: Interval, latest: StepStats, seconds: float) -> str:
-    """vLLM's periodic line. Preemptions are those of the interval and are named only when there were any."""
-    usage = 100 * latest.kv_blocks_used / max(latest.kv_blocks_total, 1)
-    preemptions = f", Preemptions: {interval.preemptions}" if interval.preemptions else ""
-    return (
-        f"Engine 000: Avg prompt throughput: {interval.prompt_tokens / seconds:.1f} tokens/s, "
-        f"Avg generation throughput: {interval.generation_tokens / seconds:.1f} tokens/s, "
-        f"Running: {latest.num_running} reqs, Waiting: {latest.num_waiting} reqs{preemptions}, "
-        f"GPU KV cache usage: {usage:.1f}%"
-    )

@@ -22,6 +22,8 @@ class FinishedSequence(msgspec.Struct, frozen=True, array_like=True, kw_only=Tru
     num_generation_tokens: int
     max_tokens: int
     num_preemptions: int
+    num_cached_tokens: int = 0
+    """Of the prompt, found in the prefix cache."""
 
 
 class Observer(Protocol):

@@ -60,7 +60,7 @@ class _EngineServer:
         self._options, self._shutdown_timeout = options, shutdown_timeout
         count = options.api_server_count
         self._launcher = CoreLauncher(config, num_clients=1 if count == 1 else 1 + count)
-        self._exporter = EngineExporter(options.served_model_names[0])
+        self._exporter = EngineExporter(options.served_model_names[0], options.custom_histogram_buckets)
         self._core = CoreClient(
             self._launcher.addresses[0],
             on_ready=self._exporter.begin,

@@ -35,6 +35,7 @@ class ServerOptions:
     """The text that takes the place of the model's own."""
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
+    custom_histogram_buckets: dict[str, list[float]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

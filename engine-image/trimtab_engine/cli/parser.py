@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 import math
 import re
 import sys
@@ -130,6 +131,19 @@ def kv_cache_dtype(text: str) -> str:
     if text not in get_args(KVCacheDtype):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is none of {', '.join(get_args(KVCacheDtype))}")
     return text
+
+
+def buckets(text: str) -> dict[str, list[float]]:
+    """Upper bounds by family: a JSON object of rising lists of numbers."""
+    try:
+        given = json.loads(text)
+        bounds = {name: [float(bound) for bound in given[name]] for name in given}
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not a JSON object of lists of numbers") from error
+    for name, values in bounds.items():
+        if not values or not all(map(math.isfinite, values)) or sorted(set(values)) != values:
+            raise argparse.ArgumentTypeError(f"{name}: {given[name]} is not a rising list of numbers")
+    return bounds
 
 
 def sha256(text: str) -> str:

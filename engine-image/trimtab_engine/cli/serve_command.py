@@ -238,6 +238,12 @@ def _add_server_flags(group: Any) -> None:
         metavar="URL",
         help="send a span per request there, such as http://collector:4318/v1/traces (needs the extra tracing)",
     )
+    group.add_argument(
+        "--custom-histogram-buckets",
+        type=types.buckets,
+        metavar="JSON",
+        help='replace histograms\' buckets: {"vllm:time_to_first_token_seconds": [0.1, 1, 10]}',
+    )
     add_queue_flags(group)
     add_log_flags(group)
 
@@ -283,6 +289,7 @@ def run(arguments: argparse.Namespace) -> int:
         stream_interval=arguments.stream_interval,
         log_requests=arguments.enable_log_requests,
         otlp_traces_endpoint=arguments.otlp_traces_endpoint,
+        custom_histogram_buckets=arguments.custom_histogram_buckets,
     )
     admin_host = arguments.host if arguments.admin_token_sha256 else LOOPBACK
     listen = Listen(arguments.host, arguments.port, admin_host, arguments.admin_port)

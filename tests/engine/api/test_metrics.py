@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from trimtab_engine.api.metrics import EngineMetrics, Interval, length_buckets, statistics_line
+from trimtab_engine.api.metrics import EngineMetrics, length_buckets
 from trimtab_engine.api.observations import FinishedSequence
+from trimtab_engine.errors import ConfigError
 from trimtab_engine.messages import StepStats
 
 CONTRACT = Path(__file__).parents[3] / "docs" / "contract.md"
@@ -24,6 +25,7 @@ def a_step(**fields: Any) -> StepStats:
 def a_life(**fields: Any) -> FinishedSequence:
     times = {"arrival": 10.0, "scheduled": 11.0, "first_token": 13.0, "last_token": 17.0, "end": 17.5}
     counts = {"num_prompt_tokens": 5, "num_generation_tokens": 3, "max_tokens": 8, "num_preemptions": 1}
+    counts["num_cached_tokens"] = 2
     return FinishedSequence(**{"reason": "stop", **times, **counts, **fields})
 
 
@@ -115,8 +117,11 @@ def test_a_step_sets_gauges_and_adds_to_counters(metrics: EngineMetrics) -> None
 def test_counters_start_at_zero_so_that_rates_see_the_first_event(metrics: EngineMetrics) -> None:
     for reason in ("stop", "length", "abort", "error"):
         assert sample(metrics, "vllm:request_success_total", finished_reason=reason) == 0
-    for reason in ("capacity", "resize"):
-        assert sample(metrics, "trimtab_preempted_requests_total", mode="recompute", reason=reason) == 0
+    for mode, reason in (("recompute", "capacity"), ("swap", "capacity"), ("swap", "resize"), ("recompute", "reset")):
+        assert sample(metrics, "trimtab_preempted_requests_total", mode=mode, reason=reason) == 0
+    for source in ("local_compute", "local_cache_hit", "external_kv_transfer"):
+        assert sample(metrics, "vllm:prompt_tokens_by_source_total", source=source) == 0
+    assert sample(metrics, "vllm:prefix_cache_queries_total") == sample(metrics, "vllm:prefix_cache_hits_total") == 0
 
 
 def test_a_sequences_life_is_split_into_queue_prefill_and_decode(metrics: EngineMetrics) -> None:
@@ -133,6 +138,7 @@ def test_a_sequences_life_is_split_into_queue_prefill_and_decode(metrics: Engine
         ("request_generation_tokens", 3),
         ("request_params_max_tokens", 8),
         ("request_num_preemptions", 1),
+        ("request_prefill_kv_computed_tokens", 3),
         ("request_params_n", 2),
         ("request_max_num_generation_tokens", 3),
     ):
@@ -145,13 +151,12 @@ def test_a_sequence_that_never_ran_has_no_phases(metrics: EngineMetrics) -> None
     assert sample(metrics, "vllm:request_prefill_time_seconds_count") == 0
 
 
-def test_the_statistics_line_is_vllms_and_names_preemptions_only_when_there_were_any() -> None:
-    line = statistics_line(Interval(50, 200, 0), a_step(), 10.0)
-    assert line == (
-        "Engine 000: Avg prompt throughput: 5.0 tokens/s, Avg generation throughput: 20.0 tokens/s, "
-        "Running: 2 reqs, Waiting: 3 reqs, GPU KV cache usage: 25.0%"
-    )
-    assert ", Preemptions: 4, " in statistics_line(Interval(0, 0, 4), a_step(), 10.0)
+def test_custom_buckets_replace_those_of_the_family_they_name() -> None:
+    metrics = EngineMetrics("m", 4096, custom_buckets={"vllm:time_to_first_token_seconds": [0.5, 2]})
+    found = families(metrics)["vllm:time_to_first_token_seconds"].samples
+    assert [s.labels["le"] for s in found if s.name.endswith("_bucket")] == ["0.5", "2.0", "+Inf"]
+    with pytest.raises(ConfigError, match="names vllm:nonsense, which is no histogram"):
+        EngineMetrics("m", 4096, custom_buckets={"vllm:nonsense": [1]})
 
 
 def test_a_served_request_is_counted(server: Any) -> None:
@@ -181,4 +186,3 @@ def test_drafts_are_counted_in_all_and_by_position(metrics: EngineMetrics) -> No
         sample(metrics, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(n)) for n in range(3)
     ]
     assert by_position == [3, 2, 1]
-    assert metrics.interval.speculation.accepted_per_position == [3, 2, 1]
