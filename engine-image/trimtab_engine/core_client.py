@@ -7,6 +7,7 @@ processes are core_launcher.py's.
 
 import asyncio
 import logging
+import operator
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,9 @@ class CoreClient:
         self._requests: dict[str, _Asked] = {}
         self._calls: dict[str, asyncio.Future[AdminReply]] = {}
         self._closing = False
+        self._stepped = asyncio.Event()
+        self.last_steps = [0] * len(addresses)
+        """The newest step of each core that anything has been heard of."""
         self._progress = [LoadProgress("starting", 0.0) for _ in addresses]
         self._readies: dict[int, CoreReady] = {}
         self.ready: CoreReady | None = None
@@ -206,6 +210,12 @@ class CoreClient:
         finally:
             self._calls.pop(call_id, None)
 
+    async def heard_of(self, steps: Sequence[int]) -> None:
+        """Return when these steps, one number per core, have been heard of."""
+        while any(map(operator.lt, self.last_steps, steps)):
+            self._stepped.clear()
+            await self._stepped.wait()
+
     # --- the end --------------------------------------------------------------------------------------------------
 
     def shut_down_core(self) -> None:
@@ -248,11 +258,13 @@ class CoreClient:
     def _handle(self, message: FromCore, core: int) -> None:
         match message:
             case StepOutputs():
+                self._note_step(message.stats.step, core)
                 self._deliver(message.outputs)
                 self._note_load(message.stats, core)
                 if self._on_step is not None:
                     self._on_step(message.stats)
             case ClientOutputs():
+                self._note_step(message.step, core)
                 self._deliver(message.outputs)
             case EngineState():
                 self._note_state(message, core)
@@ -286,6 +298,10 @@ class CoreClient:
         stats.engine_index = core
         usage = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
         self._balancer.report(core, num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=usage)
+
+    def _note_step(self, step: int, core: int) -> None:
+        self.last_steps[core] = max(self.last_steps[core], step)
+        self._stepped.set()
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

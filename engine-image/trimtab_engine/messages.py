@@ -248,9 +248,10 @@ class StepOutputs(msgspec.Struct, tag="outputs"):
 
 
 class ClientOutputs(msgspec.Struct, tag="client_outputs"):
-    """What one step brought to the requests of another client."""
+    """What one step brought to the requests of another client. `step` is that of the step's statistics."""
 
     outputs: list[RequestOutput]
+    step: int = 0
 
 
 class EngineState(msgspec.Struct, tag="engine_state", frozen=True, kw_only=True):

@@ -71,8 +71,8 @@ def test_outputs_go_to_the_one_who_asked_and_statistics_to_the_first(three: Thre
     an_add(link, third, "b", 2)
     link.send_step(StepOutputs([RequestOutput("a", [7]), RequestOutput("b", [8], "stop")], STATS))
     assert first.receive() == StepOutputs([], STATS)
-    assert second.receive() == ClientOutputs([RequestOutput("a", [7])])
-    assert third.receive() == ClientOutputs([RequestOutput("b", [8], "stop")])
+    assert second.receive() == ClientOutputs([RequestOutput("a", [7])], 1)
+    assert third.receive() == ClientOutputs([RequestOutput("b", [8], "stop")], 1)
 
 
 def test_a_client_without_outputs_hears_nothing(three: Three) -> None:

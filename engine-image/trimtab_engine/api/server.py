@@ -73,7 +73,7 @@ class _EngineServer:
             self._servers = LocalServer(config, self._state, self._exporter, sockets[0])
         else:
             others = self._launcher.addresses[1:]
-            self._servers = ServerProcesses(config, options, self._exporter, sockets[0], others, self._core.fail)
+            self._servers = ServerProcesses(config, options, self._exporter, sockets[0], others, self._core)
         self._state.on_drain = self._servers.begin_drain
         self._admin = HttpServer(build_admin_app(self._state), sockets[1]) if len(sockets) > 1 else None
         self._stop = asyncio.Event()

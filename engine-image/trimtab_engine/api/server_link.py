@@ -85,7 +85,10 @@ class LoadFailed(msgspec.Struct, tag="load_failed"):
 
 
 class Flushed(msgspec.Struct, tag="flushed"):
+    """All is sent. `steps`: up to which step of each core this server has had outputs."""
+
     flush_id: int
+    steps: list[int]
 
 
 class Ask(msgspec.Struct, tag="ask"):

@@ -153,7 +153,7 @@ class ServerProcess:
                     self._core.fail(failure)
                 case Flush(flush_id):
                     self._flush()
-                    self._link.send(Flushed(flush_id))
+                    self._link.send(Flushed(flush_id, self._core.last_steps))
                 case Answer():
                     self._exporter.answered(message)
                 case Start():

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from trimtab_engine.api.exporter import EngineExporter
 from trimtab_engine.api.observations import Observations
@@ -35,6 +35,7 @@ from trimtab_engine.api.server_link import (
 )
 from trimtab_engine.api.state import ServerOptions
 from trimtab_engine.config import EngineConfig
+from trimtab_engine.core_client import CoreClient
 from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.messages import ClientAddresses, CoreFailed
 
@@ -44,7 +45,8 @@ KILL_SECONDS = 0.5  # beyond the time to close, before a server that does not en
 
 
 class ServerProcesses:
-    """N servers. `on_lost` is called once, when the first of them ends unasked."""
+    """N servers. When one of them ends unasked, that fails the engine as if the core had. `core` is this process's line
+    to it, which gets the statistics."""
 
     def __init__(
         self,
@@ -53,10 +55,10 @@ class ServerProcesses:
         exporter: EngineExporter,
         bound: socket.socket,
         addresses: Sequence[Sequence[ClientAddresses]],
-        on_lost: Callable[[CoreFailed], None],
+        core: CoreClient,
     ) -> None:
         self._config, self._options, self._exporter, self._bound = config, options, exporter, bound
-        self._addresses, self._on_lost = addresses, on_lost
+        self._addresses, self._core = addresses, core
         self._servers: list[_Server] = []
         self._closing = False
         self._last_flush = 0
@@ -84,9 +86,13 @@ class ServerProcesses:
         self._tell(Drain())
 
     async def settle(self) -> None:
-        """Have every server send what it has seen. One that is too busy is waited for, up to FLUSH_SECONDS."""
+        """Have every server send what it has seen, and the statistics of all steps that it knows of be here. What is
+        too busy is waited for, up to FLUSH_SECONDS."""
         self._last_flush += 1
-        await asyncio.gather(*(server.flush(self._last_flush) for server in self._servers))
+        known = await asyncio.gather(*(server.flush(self._last_flush) for server in self._servers))
+        newest = [max(steps) for steps in zip(*(steps for steps in known if steps), strict=True)]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._core.heard_of(newest), FLUSH_SECONDS)
 
     def abort_all(self) -> None:
         self._tell(AbortAll())
@@ -116,8 +122,8 @@ class ServerProcesses:
             case LoadFailed(text):
                 if not server.loaded.done():
                     server.loaded.set_exception(ConfigError(text))
-            case Flushed(flush_id):
-                server.flushed(flush_id)
+            case Flushed(flush_id, steps):
+                server.flushed(flush_id, steps)
             case Ask():
                 server.answering.add(task := asyncio.create_task(self._answer(server, message)))
                 task.add_done_callback(server.answering.discard)
@@ -127,7 +133,7 @@ class ServerProcesses:
         if self._closing:
             return
         cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        self._on_lost(CoreFailed(f"API server {server.index} ended unexpectedly ({cause}); everything ends", 1))
+        self._core.fail(CoreFailed(f"API server {server.index} ended unexpectedly ({cause}); everything ends", 1))
 
     async def _answer(self, asking: "_Server", ask: Ask) -> None:
         await self.settle()
@@ -147,7 +153,7 @@ class _Server:
         self.num_http_requests = 0
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.answering: set[asyncio.Task[None]] = set()
-        self._flushes: dict[int, asyncio.Future[None]] = {}
+        self._flushes: dict[int, asyncio.Future[list[int]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -172,18 +178,22 @@ class _Server:
         server._tasks = [asyncio.create_task(server._read(owner)), asyncio.create_task(server._watch(owner))]
         return server
 
-    async def flush(self, flush_id: int) -> None:
-        """Return when the server has sent all it has seen, or has had FLUSH_SECONDS for it."""
+    async def flush(self, flush_id: int) -> list[int]:
+        """Return when the server has sent all it has seen: the newest step of each core that it knows of. Nothing when
+        it needs more than FLUSH_SECONDS."""
         future = self._flushes[flush_id] = asyncio.get_running_loop().create_future()
         self.link.send(Flush(flush_id))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(future, FLUSH_SECONDS)
-        self._flushes.pop(flush_id, None)
+        try:
+            return await asyncio.wait_for(future, FLUSH_SECONDS)
+        except TimeoutError:
+            return []
+        finally:
+            del self._flushes[flush_id]
 
-    def flushed(self, flush_id: int) -> None:
+    def flushed(self, flush_id: int, steps: list[int]) -> None:
         future = self._flushes.get(flush_id)
         if future is not None and not future.done():
-            future.set_result(None)
+            future.set_result(steps)
 
     async def close(self, seconds: float) -> None:
         """Wait for its end; kill it after `seconds`."""
