@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 120.0  # generous: machines are slow when much is built on them
 END_SECONDS = 5.0  # within which everything must have ended after one process was killed
 PROMPT = "the quick brown fox"
 MODEL = {
