@@ -20,7 +20,7 @@ def merge_replies(method: str, replies: list[AdminReply]) -> AdminReply:
         case "layout":
             body = _merge_layouts(bodies)
         case "drain":
-            for name in ("remaining_requests", "remaining_tokens"):
+            for name in body.keys() - {"eta_seconds", "deadline_seconds"}:
                 body[name] = sum(each[name] for each in bodies)
             body["eta_seconds"] = max(each["eta_seconds"] for each in bodies)
         case "pause" | "resume" | "sleep" | "wake_up" | "lifecycle":

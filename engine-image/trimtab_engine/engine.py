@@ -5,6 +5,7 @@ handed in. How it comes to be is startup.py's, who talks to it is core_process.p
 """
 
 import logging
+import math
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from trimtab_engine.device import Device
 from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.execution import Execution, Flight, PreparedStep, StepResult
 from trimtab_engine.kv_cache import KVCache
-from trimtab_engine.lifecycle import Lifecycle, Refused
+from trimtab_engine.lifecycle import Lifecycle, Refused, RemainingWork
 from trimtab_engine.live_config import LiveConfig
 from trimtab_engine.log_level import set_log_level
 from trimtab_engine.memory import Ledger, MemoryFormula
@@ -405,16 +406,29 @@ class Engine:
         return self._layout
 
     def drain(self, deadline_seconds: float) -> dict[str, Any]:
-        """Let what runs finish until the deadline, counted from now; abort the rest then. Reports what remains."""
-        self._drain_deadline = self._clock() + deadline_seconds
-        remaining = self._scheduler.remaining_tokens()
-        rate = self._tokens_per_second
+        """Let what runs finish until the deadline, counted from now; abort the rest then. Reports what remains.
+
+        Called again it reports the progress; the deadline may come nearer, but not move away.
+        """
+        now, scheduler = self._clock(), self._scheduler
+        self._drain_deadline = min(now + deadline_seconds, self._drain_deadline or math.inf)
+        left = self._drain_deadline - now
+        work = RemainingWork(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + self._grammars.num_waiting,
+            output_tokens=scheduler.remaining_tokens(),
+            longest_output=scheduler.longest_remaining(),
+            prompt_tokens=scheduler.num_waiting_tokens,
+        )
+        eta = work.eta_seconds(self._tokens_per_second, scheduler.costs.recompute_seconds_per_token)
         return {
-            "remaining_requests": self._scheduler.num_unfinished,
-            "remaining_tokens": remaining,
-            "eta_seconds": 0.0
-            if remaining == 0
-            else min(deadline_seconds, remaining / rate if rate else deadline_seconds),
+            "remaining_requests": work.num_running + work.num_waiting,
+            "running_requests": work.num_running,
+            "waiting_requests": work.num_waiting,
+            "remaining_tokens": work.output_tokens,
+            "remaining_prompt_tokens": work.prompt_tokens,
+            "eta_seconds": max(0.0, left if eta is None else min(left, eta)),
+            "deadline_seconds": max(0.0, left),
         }
 
     def state(self) -> EngineState:

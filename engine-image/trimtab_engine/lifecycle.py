@@ -142,3 +142,29 @@ class Lifecycle:
             "awake": {"weights": self.has_weights, "kv_cache": self.has_kv_cache},
             "remaining_requests": self.scheduler.num_unfinished,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemainingWork:
+    """What a drain still waits for. Tokens are at most: a request may end before."""
+
+    num_running: int
+    num_waiting: int
+    output_tokens: int
+    longest_output: int
+    """Of one request."""
+    prompt_tokens: int
+    """Of the requests that wait."""
+
+    def eta_seconds(self, tokens_per_second: float, prompt_seconds_per_token: float) -> float | None:
+        """How long it takes at the present pace; None: there is none yet.
+
+        Requests run side by side, so the longest one counts as well as the sum: it gets its share of the pace.
+        """
+        if self.num_running + self.num_waiting == 0:
+            return 0.0
+        if not tokens_per_second:
+            return None
+        alone = self.longest_output * max(1, self.num_running) / tokens_per_second
+        together = self.output_tokens / tokens_per_second
+        return max(alone, together) + self.prompt_tokens * prompt_seconds_per_token

@@ -558,6 +558,10 @@ class Scheduler:
         """How many output tokens the unfinished requests may still ask for, at most."""
         return sum(request.max_num_tokens - request.num_tokens for request in self._requests.values())
 
+    def longest_remaining(self) -> int:
+        """The most output tokens that one of them may still ask for."""
+        return max((request.max_num_tokens - request.num_tokens for request in self._requests.values()), default=0)
+
     def unfinished_request_ids(self) -> list[str]:
         return list(self._requests)
 

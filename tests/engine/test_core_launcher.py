@@ -45,3 +45,23 @@ async def test_a_core_that_cannot_be_started_is_a_dead_engine(monkeypatch: pytes
     with pytest.raises(EngineDead, match="cannot be started"):
         await launcher.start(client)
     await launcher.close(client)
+
+
+KILLED = "import os, signal, sys; sys.stdin.readline(); os.kill(os.getpid(), signal.SIGKILL)"
+
+
+async def test_a_core_that_the_kernel_kills_while_loading_is_told_as_out_of_memory_with_what_to_lower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(core_launcher, "CORE_COMMAND", (sys.executable, "-c", KILLED))
+    launcher = CoreLauncher(EngineConfig(model="m"))
+    client = CoreClient(launcher.addresses[0])
+    client.open()
+    await launcher.start(client)
+    await asyncio.wait_for(client.ended.wait(), DEADLINE_SECONDS)
+    await launcher.close(client)
+    assert client.failure is not None
+    message = client.failure.message
+    assert "killed (signal 9) in stage starting of loading" in message
+    assert "raise its memory limit, or lower --max-num-batched-tokens" in message
+    assert "\n" not in message

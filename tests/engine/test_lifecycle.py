@@ -9,6 +9,7 @@ import pytest
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.device import Device
 from trimtab_engine.engine import Engine
+from trimtab_engine.lifecycle import RemainingWork
 from trimtab_engine.messages import AddRequest, SamplingParams
 from trimtab_engine.startup import start_engine
 
@@ -248,3 +249,35 @@ def test_the_prefix_cache_is_reset_when_nothing_is_in_use_or_by_preempting(
     assert run.engine.step().stats.kv_blocks_cached > 0
     assert run.engine.reset_prefix_cache(reset_running_requests=False) == (200, {"reset": True})
     assert run.engine.step().stats.kv_blocks_cached == 0
+
+
+@pytest.mark.parametrize(
+    ("work", "pace", "eta"),
+    [
+        ({}, 0.0, 0.0),
+        ({"num_running": 2, "output_tokens": 100, "longest_output": 50}, 0.0, None),  # no pace is known yet
+        ({"num_running": 2, "output_tokens": 100, "longest_output": 50}, 10.0, 10.0),
+        ({"num_running": 2, "output_tokens": 60, "longest_output": 50}, 10.0, 10.0),  # the longest goes on alone
+        ({"num_running": 2, "num_waiting": 6, "output_tokens": 400, "longest_output": 50}, 10.0, 40.0),
+        ({"num_waiting": 1, "output_tokens": 10, "longest_output": 10, "prompt_tokens": 500}, 10.0, 6.0),
+    ],
+)
+def test_the_end_of_a_drain_is_told_from_the_pace_and_from_the_longest_request(
+    work: dict[str, int], pace: float, eta: float | None
+) -> None:
+    nothing = dict.fromkeys(("num_running", "num_waiting", "output_tokens", "longest_output", "prompt_tokens"), 0)
+    assert RemainingWork(**nothing | work).eta_seconds(pace, prompt_seconds_per_token=0.01) == eta
+
+
+def test_a_drain_tells_what_remains_and_its_deadline_only_comes_nearer(tiny_model: Path) -> None:
+    run = Run(an_engine(tiny_model))
+    run.step(8)
+    first = run.engine.drain(50.0)
+    assert first["remaining_requests"] == first["running_requests"] + first["waiting_requests"] == 6
+    assert first["remaining_prompt_tokens"] > 0
+    assert 0 < first["eta_seconds"] <= first["deadline_seconds"] <= 50
+    run.step(20)
+    later = run.engine.drain(1000.0)
+    assert later["remaining_tokens"] < first["remaining_tokens"]
+    assert later["deadline_seconds"] < 50
+    assert run.engine.drain(1.0)["deadline_seconds"] <= 1

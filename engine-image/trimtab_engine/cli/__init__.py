@@ -11,8 +11,8 @@ from trimtab_engine.errors import ConfigError, TrimtabError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0 as asked, 1 failed while running, 2 not allowed as asked."""
     parser = _parser()
-    parsed = parser.parse_args(arguments)
     try:
+        parsed = parser.parse_args(_with_config_file(sys.argv[1:] if arguments is None else arguments, parser))
         return int(parsed.run(parsed))
     except ConfigError as error:
         print(f"trimtab-engine: {error}", file=sys.stderr)
@@ -24,6 +24,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader of our output, such as head, has gone
         return 141
+
+
+def _with_config_file(arguments: Sequence[str], parser: OneLineParser) -> Sequence[str]:
+    """`serve` may take its flags from a file."""
+    if arguments[:1] != ["serve"]:
+        return arguments
+    from trimtab_engine.cli.config_file import take_config_file
+
+    return take_config_file(arguments, parser.command("serve"))
 
 
 def _parser() -> OneLineParser:

@@ -20,7 +20,6 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
     "--eplb-config": (),
     "--headless": (),
     "--compilation-config": (),
-    "--config": (),
     "--cpu-offload-gb": ("0",),
     "--cudagraph-capture-sizes": (),
     "--enable-lora": (),

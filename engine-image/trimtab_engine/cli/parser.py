@@ -34,6 +34,18 @@ class OneLineParser(argparse.ArgumentParser):
         close = difflib.get_close_matches(unknown.group(1), self.all_flags(), n=1)
         return f"; did you mean {close[0]}?" if close else ""
 
+    def command(self, name: str) -> "OneLineParser":
+        """The parser of a subcommand."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and name in action.choices:
+                parser: OneLineParser = action.choices[name]
+                return parser
+        raise KeyError(name)
+
+    def dest_of(self, flag: str) -> str:
+        """Where the value of a flag (or of flag=value) goes."""
+        return self._option_string_actions[flag.partition("=")[0]].dest
+
     def all_flags(self) -> list[str]:
         """Every long flag of this command and of its subcommands."""
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]

@@ -183,6 +183,7 @@ def _add_scheduler_flags(group: Any) -> None:
 
 
 def _add_server_flags(group: Any) -> None:
+    group.add_argument("--config", metavar="FILE", help="YAML with flags as keys; the command line wins")
     group.add_argument("--host", default="0.0.0.0", help="address of the API (default: 0.0.0.0)")
     group.add_argument(
         "--port", type=types.port, default=8000, help="port of the API, the probes and /metrics (default: 8000)"
@@ -377,7 +378,7 @@ def _limits(arguments: argparse.Namespace, defaults: tuple[int, int]) -> tuple[i
 
 
 def _model_path(arguments: argparse.Namespace) -> str:
-    model = arguments.model or arguments.model_flag
+    model = arguments.model or arguments.model_flag or getattr(arguments, "model_of_file", None)
     if not model:
         raise ConfigError("no model; say which: trimtab-engine serve MODEL")
     if arguments.model and arguments.model_flag and arguments.model != arguments.model_flag:
