@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab_engine.bench.local_server import SERVED_NAME, local_server
+from trimtab_engine.bench.local_server import SERVED_NAME, end_on_sigterm, local_server
 
 REQUESTS, CONCURRENCY, INPUT_TOKENS, OUTPUT_TOKENS = 24, 4, 64, 16
 FEWEST = REQUESTS - CONCURRENCY  # guidellm drops what is under way when its limit is reached
@@ -181,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--guidellm", default="guidellm", metavar="PATH", help="the program (default: on the PATH)")
     parser.add_argument("--aiperf", default="aiperf", metavar="PATH", help="the program (default: on the PATH)")
     options = parser.parse_args(arguments)
+    end_on_sigterm()
     every = tools(options.guidellm, options.aiperf)
     for tool in every:
         if tool.program is None:

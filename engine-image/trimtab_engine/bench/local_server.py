@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -53,6 +54,11 @@ class LocalServer:
     async def metrics(self) -> str:
         async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as answer:
             return await answer.text()
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end this process as Ctrl-C does, so that its server ends too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab_engine.bench.local_server import SERVED_NAME, LocalServer, local_server
+from trimtab_engine.bench.local_server import SERVED_NAME, LocalServer, end_on_sigterm, local_server
 from trimtab_engine.bench.serving.arrivals import arrival_times
 from trimtab_engine.bench.serving.client import RequestResult, Target
 from trimtab_engine.bench.serving.load import Load, Outcome, run_load
@@ -237,6 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
     parser.add_argument("--output", type=Path, help="folder for MECHANISM.json")
     options = parser.parse_args(arguments)
+    end_on_sigterm()
 
     async def run() -> Row:
         return await MECHANISMS[options.mechanism](options.model, options.rounds)
