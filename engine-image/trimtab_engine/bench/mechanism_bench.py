@@ -129,18 +129,18 @@ async def prefix_caching(model: str, rounds: int) -> Row:
 # --- preemption: recompute, swap, auto ----------------------------------------------------------------------------
 
 PREEMPTION_LOADS = {
-    "long prompts": RandomLengths(200, 110, range_ratio=0.2),
+    "long prompts": RandomLengths(250, 130, range_ratio=0.2),
 }
 
 
 async def preemption(model: str, rounds: int) -> Row:
     """More requests than the KV cache holds, so that running ones are preempted, in each mode."""
-    flags = ("--device", "cpu", "--max-model-len", "1024", "--num-gpu-blocks-override", "80", "--max-num-seqs", "16")
+    flags = ("--device", "cpu", "--max-model-len", "1024", "--num-gpu-blocks-override", "128", "--max-num-seqs", "16")
     more = ("--max-num-batched-tokens", "256", "--no-enable-prefix-caching", "--preemption-mode", "auto")
     result: Row = {}
     async with local_server(model, (*flags, *more, "--swap-space", "512Mi")) as server:
         for name, lengths in PREEMPTION_LOADS.items():
-            samples = random_samples(6, lengths, Words(None, seed=5))
+            samples = random_samples(8, lengths, Words(None, seed=5))
             result[name] = await compare(
                 server,
                 "preemption_mode",
