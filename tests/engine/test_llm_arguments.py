@@ -45,6 +45,36 @@ def test_what_is_not_allowed_is_refused_by_its_keyword(keywords: dict[str, Any],
     assert "--" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"max_num_batched_tokens": 16384},
+        {"tensor_parallel_size": 4},
+        {"tensor_parallel_size": 4, "pipeline_parallel_size": 2},
+        {"max_model_len": 2048, "max_num_seqs": 4},
+        {"enforce_eager": True},
+        {"enable_chunked_prefill": True, "max_num_batched_tokens": 2048},
+    ],
+)
+def test_the_examples_of_the_tuning_guide_are_understood(keywords: dict[str, Any]) -> None:
+    config, _ = read_keywords("m", {"device": "cpu", **keywords})
+    known = {name: value for name, value in keywords.items() if hasattr(config, name)}
+    assert known == {name: getattr(config, name) for name in known}
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"compilation_config": {"level": 3, "cudagraph_capture_sizes": [1, 2, 4, 8]}},
+        {"limit_mm_per_prompt": {"image": 2}},
+        {"mm_processor_cache_gb": 8},
+    ],
+)
+def test_those_that_are_not_built_are_refused_by_name(keywords: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(keywords))):
+        read_keywords("m", {"device": "cpu", **keywords})
+
+
 def test_what_asks_for_nothing_is_accepted() -> None:
     read_keywords("m", {"device": "cpu", "tensor_parallel_size": 1, "enforce_eager": True, "trust_remote_code": False})
 
