@@ -35,6 +35,7 @@ from trimtab_engine.messages import (
     LoadProgress,
     RequestOutput,
     Shutdown,
+    StartWave,
     StepOutputs,
     StepStats,
     ToCore,
@@ -279,6 +280,10 @@ class CoreClient:
                 self._readies[core] = message
                 if len(self._readies) == self.num_cores:
                     self._all_ready()
+            case StartWave():
+                for other in range(self.num_cores):
+                    if other != core:
+                        self._send(message, other)
             case CoreFailed():
                 self.fail(message)
 

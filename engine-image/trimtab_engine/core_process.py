@@ -31,6 +31,7 @@ from trimtab_engine.messages import (
     EngineState,
     LoadProgress,
     Shutdown,
+    StartWave,
 )
 from trimtab_engine.profiler import Profiler
 from trimtab_engine.startup import Progress, start_engine
@@ -45,6 +46,7 @@ logger = logging.getLogger("trimtab_engine.core")
 def serve(engine: Engine, link: Link, profiler: Profiler) -> None:
     """Serve until Shutdown."""
     reporter = StateReporter(engine, link)
+    engine.follow_waves(lambda number: link.send(StartWave(number)))
     while True:
         reporter.report()
         idle = BUILDING_MILLISECONDS if engine.is_building else IDLE_REPORT_MILLISECONDS
@@ -62,6 +64,8 @@ def serve(engine: Engine, link: Link, profiler: Profiler) -> None:
                     reply = answer(engine, profiler, message)
                     reporter.report()  # first, so that who reads the answer finds it in force
                     link.send(reply, message.client_index)
+                case StartWave():
+                    engine.join_wave(message.number)
                 case Shutdown():
                     return
         link.send_step(engine.step())

@@ -104,7 +104,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         can_run = not self._scheduler.is_idle and not self._lifecycle.is_frozen
-        return bool(self._ready) or bool(self._flights) or can_run
+        return bool(self._ready) or bool(self._flights) or can_run or self._execution.is_needed
 
     @property
     def is_building(self) -> bool:
@@ -169,7 +169,7 @@ class Engine:
     def _fill_pipeline(self, now: float) -> None:
         """Have a step in flight, or as many as there are pipeline stages, while there is something to run."""
         while len(self._flights) < self._execution.num_stages:
-            step = self._prepare(now)
+            step = self._prepare(now) or self._execution.prepare_idle()
             if step is None:
                 return
             self._take_off(step)
@@ -397,6 +397,16 @@ class Engine:
             return 409, {"message": message, "reset": False}
         self._scheduler.reset_prefix_cache()
         return 200, {"reset": True}
+
+    def follow_waves(self, announce: Callable[[int], None]) -> None:
+        """`announce` tells the other data-parallel cores of a wave that this one begins (parallel/wave.py)."""
+        if self._runner.wave is not None:
+            self._runner.wave.announce = announce
+
+    def join_wave(self, number: int) -> None:
+        """Another core has begun it."""
+        if self._runner.wave is not None:
+            self._runner.wave.join(number)
 
     def config(self) -> dict[str, Any]:
         """The body of GET /admin/v1/config."""

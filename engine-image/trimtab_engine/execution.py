@@ -102,6 +102,16 @@ class Execution:
         cache = self._swap_cache
         return 0 if cache is None else max(0, cache.mapped_bytes - cache.resident_bytes())
 
+    def prepare_idle(self) -> PreparedStep | None:
+        """A step without a batch, where data-parallel cores in lockstep need this one's part; None: nobody does."""
+        wave = self._runner.wave
+        return self.prepare(Batch(0, [], 0, [])) if wave is not None and wave.is_on else None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether others wait for this core's part of a step."""
+        return self._runner.wave is not None and self._runner.wave.is_on
+
     def prepare(self, batch: Batch, *, depth: int = 0) -> PreparedStep:
         """The batch's inputs. Tokens that a step in flight samples are left open. `depth` is the live number of drafts
         per request; above 0 no step may be in flight."""
@@ -116,7 +126,7 @@ class Execution:
         if not step.speculates:  # else its inputs are made when the drafts are known
             self._runner.send(step.inputs)
         if self.num_stages > 1:
-            return Flight(step, started, partial(self._compute, step))
+            return Flight(step, started, partial(self._compute_and_score, step))
         if self._thread is None:
             result = self._compute_and_score(step)
             return Flight(step, started, lambda: result)

@@ -107,11 +107,17 @@ class AdminCall(msgspec.Struct, tag="admin"):
     client_index: int = 0
 
 
+class StartWave(msgspec.Struct, tag="wave"):
+    """A data-parallel core has begun this wave: the others take part (parallel/wave.py). The client passes it on."""
+
+    number: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Leave the loop; requests that still run are aborted."""
 
 
-ToCore = AddRequest | AbortRequests | AdminCall | Shutdown
+ToCore = AddRequest | AbortRequests | AdminCall | StartWave | Shutdown
 
 
 # --- engine core -> API server ------------------------------------------------------------------------------------
@@ -281,4 +287,4 @@ class AdminReply(msgspec.Struct, tag="admin_reply"):
     body: dict[str, Any]
 
 
-FromCore = LoadProgress | CoreReady | CoreFailed | StepOutputs | ClientOutputs | EngineState | AdminReply
+FromCore = LoadProgress | CoreReady | CoreFailed | StepOutputs | ClientOutputs | EngineState | AdminReply | StartWave

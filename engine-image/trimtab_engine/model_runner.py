@@ -24,6 +24,7 @@ from trimtab_engine.models.llama import LlamaForCausalLM
 from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import ModelShard, shard_model
+from trimtab_engine.parallel.wave import Wave
 from trimtab_engine.request import Request
 from trimtab_engine.sampler import ROWS_AT_ONCE, report_rows, sample
 from trimtab_engine.step_inputs import StepInputs, Unknown, flatten
@@ -232,6 +233,14 @@ class ModelRunner:
         longest = max_decode_tokens(self._device.torch)
         return flatten(sequences, block_size=self._block_size, max_decode_tokens=longest)
 
+    wave: Wave | None = None
+    """The steps that data-parallel cores make together; None: this core is on its own."""
+
+    def padded_rows(self, inputs: StepInputs) -> int:
+        """Rows that this rank would compute for these tokens."""
+        num_tokens = len(inputs.token_ids)
+        return padded_rows(num_tokens) if self._model.pads_rows and num_tokens else num_tokens
+
     def send(self, inputs: StepInputs) -> None:
         """Let the other ranks begin a step; run() computes this rank's part. One rank alone has nobody to tell."""
 
@@ -242,7 +251,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _run(self, inputs: StepInputs, kv_cache: KVTensors, num_layers: int | None = None) -> torch.Tensor | None:
         num_tokens, num_rows = len(inputs.token_ids), len(inputs.sampled)
-        padding = [0] * (padded_rows(num_tokens) - num_tokens if self._model.pads_rows else 0)
+        padding = [0] * (max(inputs.num_rows, self.padded_rows(inputs)) - num_tokens)
         device = self._device.torch
         metadata = build_attention_metadata(
             inputs.slots, inputs.decodes, inputs.chunks, block_size=self._block_size, device=device

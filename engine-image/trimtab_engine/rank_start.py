@@ -42,13 +42,12 @@ class LoadedRank:
 
 def load_rank(config: EngineConfig, progress: Progress, on_rank_death: OnDeath | None) -> LoadedRank:
     """Load the engine core's rank; with several ranks start the others and wait until they have loaded, too."""
-    layout = Layout.of(config)
+    layout = _layout_of(config)
     if layout.world_size == 1:
         device = _own_device(config, layout)
         other_bytes = device.used_bytes()
         runner = ModelRunner.load(config, device, progress, layout=layout)
         return LoadedRank(device, runner, other_bytes, None, [rank_report(runner, device, layout, 0)])
-    _check_layout(config, layout)
     workers = Workers(config, layout, on_rank_death)
     try:
         return _load_driven(config, layout, workers, progress)
@@ -69,11 +68,13 @@ def _own_device(config: EngineConfig, layout: Layout) -> Device:
     )
 
 
-def _check_layout(config: EngineConfig, layout: Layout) -> None:
-    """Raise ConfigError, before any process starts, for a layout that the model does not allow."""
+def _layout_of(config: EngineConfig) -> Layout:
+    """Raises ConfigError, before any process starts, for a layout that the model does not allow."""
     source = open_source(config.model, config.load_format)
     model = parse_model_config(source.config, source.generation_config, source.where)
+    layout = Layout.of(config, is_moe=model.moe is not None)
     check_layout(model, layout, config.pipeline_layer_partition)
+    return layout
 
 
 def _load_driven(config: EngineConfig, layout: Layout, workers: Workers, progress: Progress) -> LoadedRank:
@@ -82,7 +83,7 @@ def _load_driven(config: EngineConfig, layout: Layout, workers: Workers, progres
     other_bytes = device.used_bytes()
     runner = DrivenRunner.load(config, device, progress, layout=layout, rank=workers.rank, groups=groups)
     assert isinstance(runner, DrivenRunner)
-    runner.drive(workers, meter)
+    runner.drive(workers, meter, groups.data)
     reports = [answer.report for answer in workers.answers(Loaded)]
     return LoadedRank(
         device, runner, other_bytes, workers, [*reports, rank_report(runner, device, layout, workers.rank)]

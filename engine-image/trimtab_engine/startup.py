@@ -122,7 +122,7 @@ def _scheduler(config: EngineConfig, runner: ModelRunner, size: KVSize) -> Sched
         max_model_len=max_model_len,
         enable_chunked_prefill=config.enable_chunked_prefill,
         eos_token_ids=runner.facts.eos_token_ids,
-        num_stages=config.pipeline_parallel_size,
+        num_stages=num_stages(config, runner),
     )
 
 
@@ -198,7 +198,7 @@ def _execution(config: EngineConfig, runner: ModelRunner, speculation: Speculati
         )
     num_blocks = config.swap_space_bytes_cap // runner.kv_cache.bytes_per_block
     overlaps = config.device == "cuda" if config.async_scheduling is None else config.async_scheduling
-    stages = config.pipeline_parallel_size
+    stages = num_stages(config, runner)
     return Execution(
         runner,
         runner.new_swap_cache(num_blocks) if num_blocks else None,
@@ -206,6 +206,12 @@ def _execution(config: EngineConfig, runner: ModelRunner, speculation: Speculati
         num_stages=stages,
         proposer=None if speculation is None else speculation.proposer(config, runner),
     )
+
+
+def num_stages(config: EngineConfig, runner: ModelRunner) -> int:
+    """Steps in flight. Cores in lockstep agree on each step before it begins, and drafts continue a known token: these
+    have one."""
+    return 1 if runner.wave is not None or config.speculative is not None else config.pipeline_parallel_size
 
 
 def _grammars(config: EngineConfig, runner: ModelRunner) -> GrammarCompiler:

@@ -26,6 +26,8 @@ class StepInputs(msgspec.Struct, array_like=True):
     scored: list[tuple[int, int, int]] = []
     """(index in token_ids, next token of the prompt, how many likely tokens) of every token whose logits are to judge
     the next one, in the order of the scheduled sequences."""
+    num_rows: int = 0
+    """Rows to compute at least, padding included: what data-parallel ranks in lockstep have agreed on."""
 
 
 NO_INPUTS = StepInputs([], [], [], [], [], [])

@@ -4,7 +4,8 @@ import torch
 
 from trimtab_engine.kv_cache import KVLayers
 from trimtab_engine.model_runner import ModelRunner
-from trimtab_engine.parallel.groups import WireMeter
+from trimtab_engine.parallel.groups import RankGroup, WireMeter
+from trimtab_engine.parallel.wave import Wave
 from trimtab_engine.parallel.wire_messages import InitKvCache, Step
 from trimtab_engine.parallel.workers import Workers
 from trimtab_engine.step_inputs import StepInputs
@@ -15,9 +16,10 @@ class DrivenRunner(ModelRunner):
 
     can_drop_weights = False
 
-    def drive(self, workers: Workers, meter: WireMeter) -> None:
-        """Take the other ranks along from now on."""
+    def drive(self, workers: Workers, meter: WireMeter, lockstep: RankGroup | None) -> None:
+        """Take the other ranks along from now on; with `lockstep`, in step with that group's cores."""
         self.workers, self._meter = workers, meter
+        self.wave = None if lockstep is None else Wave(lockstep)
 
     def take_wire_bytes(self) -> dict[str, int]:
         """What this rank has sent to others since the last call, by kind of collective."""
@@ -29,10 +31,16 @@ class DrivenRunner(ModelRunner):
 
     def send(self, inputs: StepInputs) -> None:
         """The other ranks begin at once. Stages before this one's run ahead of it."""
+        if self.wave is not None:
+            inputs.num_rows = self.wave.agree_on_rows(self.padded_rows(inputs))
+            if inputs.num_rows == 0:
+                return  # no core has work: the wave is over
         self.workers.send(Step(inputs))
 
     def run(self, inputs: StepInputs) -> torch.Tensor | None:
         """This rank's part of a step; steps are run in the order in which they were sent."""
+        if self.wave is not None and inputs.num_rows == 0:
+            return torch.empty(0, self.facts.vocab_size)
         try:
             return super().run(inputs)
         except RuntimeError as error:  # torch's, when a connection to another rank breaks

@@ -35,6 +35,11 @@ class RankGroup:
         self.size, self.index = len(ranks), ranks.index(rank)
         self._stages_on_host = dist.get_backend(group) == "gloo"
 
+    @property
+    def device(self) -> str:
+        """Where a tensor best lies that is made to be sent."""
+        return "cpu" if self._stages_on_host else "cuda"
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in place; x is returned."""
         self._meter.add("all_reduce", 2 * x.nbytes * (self.size - 1) // self.size)

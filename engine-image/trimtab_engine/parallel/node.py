@@ -13,9 +13,10 @@ POLL_SECONDS = 0.2
 
 def run_node(config: EngineConfig) -> int:
     """Run this node's workers until one ends or SIGTERM. Returns 0 when all ended as they were told, else 1."""
-    count = Layout.of(config).world_size // config.nnodes
+    layout = Layout.of(config, is_moe=False)  # data-parallel cores share one node
+    count = layout.ranks_per_engine // config.nnodes
     numbers = range(config.node_rank * count, (config.node_rank + 1) * count)
-    processes = start_processes(config, numbers, count, rendezvous_of(config, None))
+    processes = start_processes(config, layout, numbers, rendezvous_of(config, None))
     stopped = False
 
     def stop(*_: object) -> None:

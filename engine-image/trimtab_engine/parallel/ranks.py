@@ -38,11 +38,14 @@ class Layout:
     expert: bool = False
 
     @classmethod
-    def of(cls, config: EngineConfig) -> "Layout":
-        """The ranks of one engine core."""
+    def of(cls, config: EngineConfig, *, is_moe: bool) -> "Layout":
+        """The world of ranks that one engine core belongs to. Data-parallel cores share one only for a mixture of
+        experts; those of a dense model know nothing of each other.
+        """
         return cls(
             tensor=config.tensor_parallel_size,
             pipeline=config.pipeline_parallel_size,
+            data=config.data_parallel_size if is_moe else 1,
             expert=config.enable_expert_parallel,
         )
 

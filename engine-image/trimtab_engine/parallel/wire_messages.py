@@ -4,6 +4,7 @@ import msgspec
 
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.memory import MemoryFormula
+from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.step_inputs import StepInputs
 
 # --- on a worker's standard input -----------------------------------------------------------------------------------
@@ -13,6 +14,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     """All that a worker's process needs. `process` counts the engine's processes over its nodes, the core being 0."""
 
     config: EngineConfig
+    layout: Layout
     process: int
     local_index: int
     local_count: int

@@ -21,7 +21,6 @@ import zmq
 from trimtab_engine.device import Device
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.model_runner import ModelRunner
-from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.rendezvous import join_groups, open_store
 from trimtab_engine.parallel.wire_messages import (
     HEARTBEAT_SECONDS,
@@ -57,13 +56,13 @@ class Worker:
 
     def __init__(self, start: WorkerStart) -> None:
         self._start, self._config = start, start.config
-        self.layout = Layout.of(start.config)
-        self.rank = self.layout.rank_of_process(start.process)
+        self.layout, data = start.layout, start.config.data_parallel_rank
+        self.rank = self.layout.rank_of_process(start.process, data)
         self._store = open_store(start.rendezvous, serves=False)
         self._context = zmq.Context()
-        self._control_address = self._store.get("control").decode()
+        self._control_address = self._store.get(f"control-{data}").decode()
         self._control = self._connect(zmq.DEALER, self._control_address)
-        self._steps = self._connect(zmq.PULL, self._store.get(f"steps-{start.process}").decode())
+        self._steps = self._connect(zmq.PULL, self._store.get(f"steps-{data}-{start.process}").decode())
         self._steps.setsockopt(zmq.RCVHWM, 0)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 

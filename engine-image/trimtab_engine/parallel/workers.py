@@ -36,26 +36,29 @@ class Workers:
     """All ranks but the core's own. Call join() once, then send() and answers(); close() at the end."""
 
     def __init__(self, config: EngineConfig, layout: Layout, on_death: OnDeath | None = None) -> None:
-        self.layout, self.rank = layout, layout.driver()
+        data = config.data_parallel_rank if layout.data > 1 else 0
+        self.layout, self.rank = layout, layout.driver(data)
+        self._num_others = layout.ranks_per_engine - 1
         self._on_one_node = config.nnodes == 1
         self._uses_nccl = uses_nccl(config, layout)
         self._folder = Path(tempfile.mkdtemp(prefix="trimtab-ranks-"))  # mode 0700
-        self._rendezvous = rendezvous_of(config, self._folder)
+        shared = Path(config.data_parallel_folder) if config.data_parallel_folder and layout.data > 1 else self._folder
+        self._rendezvous = rendezvous_of(config, shared)
         self._context = zmq.Context()
         control = self._context.socket(zmq.ROUTER)
         self._store = open_store(self._rendezvous, serves=True)
-        self._store.set("control", self._bind(control, "control"))
+        self._store.set(f"control-{config.data_parallel_rank}", self._bind(control, "control"))
         self._steps = []
-        for process in range(1, layout.world_size):
+        for process in range(1, layout.ranks_per_engine):
             steps = self._context.socket(zmq.PUSH)
             steps.setsockopt(zmq.SNDHWM, 0)
-            self._store.set(f"steps-{process}", self._bind(steps, f"steps-{process}"))
+            self._store.set(f"steps-{config.data_parallel_rank}-{process}", self._bind(steps, f"steps-{process}"))
             self._steps.append(steps)
         self._encoder = msgspec.msgpack.Encoder()
         self._closed = threading.Event()
         count = layout.ranks_per_engine // config.nnodes
-        self._processes = start_processes(config, range(1, count), count, self._rendezvous)
-        by_rank = {layout.rank_of_process(index): process for index, process in self._processes.items()}
+        self._processes = start_processes(config, layout, range(1, count), self._rendezvous)
+        by_rank = {layout.rank_of_process(index, data): process for index, process in self._processes.items()}
         tell = None if on_death is None else (lambda failure: on_death(_line(failure), failure.exit_code))
         self._watch = Watch(control, by_rank, self.rank, tell)
         self._control = control
@@ -86,10 +89,10 @@ class Workers:
                 message = self._watch.inbox.get(timeout=0.1)
             except queue.Empty:
                 if time.monotonic() > deadline:
-                    missing = self.layout.world_size - 1 - len(answers)
+                    missing = self._num_others - len(answers)
                     raise WorkerDied(
-                        f"{missing} of {self.layout.world_size} ranks did not report within {timeout:.0f} s; are all "
-                        f"{self.layout.world_size} processes running, with the same flags?"
+                        f"{missing} of {self._num_others} other ranks did not report within {timeout:.0f} s; are the "
+                        f"processes of all nodes running, with the same flags?"
                     ) from None
                 continue
             assert isinstance(message, kind), message
@@ -141,18 +144,19 @@ class Workers:
 
 
 def rendezvous_of(config: EngineConfig, folder: Path | None) -> str:
-    """Where the ranks meet; the folder is the engine core's own, which only its node sees."""
+    """Where the ranks meet. On one node it is a file: in the core's own folder, or in that of data-parallel cores."""
     return f"file:{folder}/store" if config.nnodes == 1 else f"tcp:{config.master_addr}:{config.master_port}"
 
 
 def start_processes(
-    config: EngineConfig, processes: range, local_count: int, rendezvous: str
+    config: EngineConfig, layout: Layout, processes: range, rendezvous: str
 ) -> dict[int, "subprocess.Popen[bytes]"]:
     """Start this node's workers, by their number among the engine's processes."""
     started = {}
+    local_count = layout.ranks_per_engine // config.nnodes
     for process in processes:
         local_index = config.data_parallel_rank * local_count + process % local_count
-        start = WorkerStart(config, process, local_index, config.data_parallel_size * local_count, rendezvous)
+        start = WorkerStart(config, layout, process, local_index, config.data_parallel_size * local_count, rendezvous)
         worker = subprocess.Popen(WORKER_COMMAND, stdin=subprocess.PIPE, env=core_environment())
         assert worker.stdin is not None
         worker.stdin.write(msgspec.json.encode(start) + b"\n")
@@ -167,7 +171,7 @@ def uses_nccl(config: EngineConfig, layout: Layout) -> bool:
         return False
     import torch
 
-    return torch.cuda.device_count() >= layout.world_size // config.nnodes
+    return torch.cuda.device_count() >= config.data_parallel_size * layout.ranks_per_engine // config.nnodes
 
 
 def _line(failure: WorkerFailed) -> str:

@@ -14,6 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save_file
+from trimtab_engine.model_config import parse_model_config
+from trimtab_engine.models.checkpoint import expected_shapes
 
 DEADLINE_SECONDS = 60.0
 DEATH_SECONDS = 10.0  # within which a dead rank ends the engine
@@ -29,6 +33,15 @@ MODEL = {
     "tie_word_embeddings": True,
     "eos_token_id": 256,
 }
+MIXTURE = MODEL | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
 PROMPTS = [f"{word} is what they said " * (1 + number % 3) for number, word in enumerate("abcdefghijkl")]
 
 
@@ -37,10 +50,12 @@ class Engine:
 
     def __init__(self, model: Path, log: Path, *flags: str) -> None:
         command = [sys.executable, "-m", "trimtab_engine.cli", "serve", str(model), "--served-model-name", "tiny"]
-        command += ["--load-format", "dummy", "--device", "cpu", "--cpu-threads", "1", "--max-model-len", "256"]
+        command += ["--device", "cpu", "--cpu-threads", "1", "--max-model-len", "256"]
         command += ["--num-gpu-blocks-override", "40", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
         command += ["--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--shutdown-timeout", "10"]
         command += ["--device-memory-bytes", "4Gi", *flags]
+        if not any(model.glob("*.safetensors")):
+            command += ["--load-format", "dummy"]
         self.log = log
         with log.open("wb") as stream:
             self.process = subprocess.Popen(command, stderr=stream)
@@ -107,6 +122,22 @@ def tiny_model(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
+@pytest.fixture(scope="module")
+def tiny_mixture(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts with random weights large enough for its experts to matter."""
+    folder = tmp_path_factory.mktemp("mixture")
+    for file in tiny_model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "config.json").write_text(json.dumps(MIXTURE))
+    generator = torch.Generator().manual_seed(5)
+    tensors = {}
+    for name, shape in expected_shapes(parse_model_config(MIXTURE, {}, "config.json")).items():
+        noise = torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.1)
+        tensors[name] = noise + 1.0 if "norm" in name else noise
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 Serve = Callable[..., Engine]
 
 
@@ -114,8 +145,8 @@ Serve = Callable[..., Engine]
 def serve(tiny_model: Path, tmp_path: Path) -> Iterator[Serve]:
     engines: list[Engine] = []
 
-    def start(*flags: str) -> Engine:
-        engines.append(Engine(tiny_model, tmp_path / f"log-{len(engines)}", *flags))
+    def start(*flags: str, model: Path | None = None) -> Engine:
+        engines.append(Engine(model or tiny_model, tmp_path / f"log-{len(engines)}", *flags))
         return engines[-1]
 
     yield start
@@ -127,6 +158,14 @@ def serve(tiny_model: Path, tmp_path: Path) -> Iterator[Serve]:
 def expected(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What one rank yields."""
     engine = Engine(tiny_model, tmp_path_factory.mktemp("one") / "log")
+    texts = engine.texts()
+    engine.end()
+    return texts
+
+
+@pytest.fixture(scope="module")
+def expected_of_mixture(tiny_mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    engine = Engine(tiny_mixture, tmp_path_factory.mktemp("one-mixture") / "log")
     texts = engine.texts()
     engine.end()
     return texts
@@ -145,6 +184,31 @@ def test_two_cores_of_two_ranks_each_give_the_text_of_one_and_share_the_work(ser
     generated = engine.metric("vllm:generation_tokens_total")
     assert sum(generated.values()) == 20 * len(PROMPTS)
     assert min(generated.values()) >= 20 * 3, "four seats each: neither core had all"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("-dp", "2"),
+        ("-dp", "2", "--enable-expert-parallel"),
+        ("-dp", "2", "-tp", "2", "--enable-expert-parallel", "--expert-placement-strategy", "round_robin"),
+        ("-dp", "2", "-pp", "2"),
+    ],
+    ids=" ".join,
+)
+def test_a_mixture_of_experts_over_data_parallel_cores_gives_the_text_of_one_rank(
+    flags: tuple[str, ...], serve: Serve, tiny_mixture: Path, expected_of_mixture: list[str]
+) -> None:
+    engine = serve(*flags, model=tiny_mixture)
+    assert engine.texts() == expected_of_mixture
+    assert engine.post(PROMPTS[0]).json()["choices"][0]["text"] == expected_of_mixture[0], "alone, the others idle"
+    experts = [tuple(row["experts"]) for row in engine.layout()["ranks"]]
+    if "--enable-expert-parallel" in flags:
+        assert sorted(expert for held in experts for expert in held) == list(range(6)), "each expert is held once"
+    else:
+        assert set(experts) == {tuple(range(6))}
+    generated = engine.metric("vllm:generation_tokens_total")
+    assert min(generated.values()) >= 20 * 3, "both cores served"
 
 
 def test_a_request_can_name_its_core_and_a_change_reaches_all(serve: Serve) -> None:

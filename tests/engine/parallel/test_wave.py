@@ -1,0 +1,98 @@
+"""Waves: all cores step together from the first request on until none has one."""
+
+import random
+import threading
+from functools import partial
+from typing import Any
+
+import torch
+from trimtab_engine.parallel.wave import Wave
+
+DEADLINE_SECONDS = 30.0
+
+
+class Meeting:
+    """A group of as many threads as there are cores: each brings its rows, all get those of all."""
+
+    device = "cpu"
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=DEADLINE_SECONDS)
+        self._rows: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+        self._gathered = torch.empty(0)
+
+    def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
+        with self._lock:
+            self._rows.append(rows)
+        if self._barrier.wait() == 0:
+            self._gathered, self._rows = torch.cat(self._rows), []
+        self._barrier.wait()
+        return self._gathered
+
+
+def waves(size: int) -> list[Wave]:
+    """Cores that hear of each other's waves at once."""
+    meeting: Any = Meeting(size)
+    made = [Wave(meeting) for _ in range(size)]
+    for own in made:
+        own.announce = partial(_tell, [other for other in made if other is not own])
+    return made
+
+
+def _tell(others: list[Wave], number: int) -> None:
+    for other in others:
+        other.join(number)
+
+
+def test_a_core_that_begins_a_wave_announces_it_once_and_all_end_it_together() -> None:
+    (wave,) = waves(1)
+    announced: list[int] = []
+    wave.announce = announced.append
+    assert not wave.is_on
+    assert [wave.agree_on_rows(rows) for rows in (8, 4, 0)] == [8, 4, 0]
+    assert not wave.is_on
+    wave.agree_on_rows(2)
+    assert announced == [0, 1]
+
+
+def test_an_announcement_that_comes_early_is_joined_when_the_wave_before_has_ended_and_a_late_one_is_not() -> None:
+    (wave,) = waves(1)
+    wave.agree_on_rows(8)
+    wave.join(1)  # another core has finished wave 0 and begun the next one already
+    wave.agree_on_rows(0)
+    assert wave.is_on
+    wave.agree_on_rows(0)
+    wave.join(1)  # on its way for long
+    assert not wave.is_on
+
+
+def test_cores_that_get_requests_at_random_times_never_wait_for_ever() -> None:
+    """Each thread is a core's loop: it steps while it has requests or takes part in a wave."""
+    num_cores, num_requests = 3, 60
+    made = waves(num_cores)
+    left = [num_requests] * num_cores
+    work = [0] * num_cores
+    steps: list[list[int]] = [[] for _ in range(num_cores)]
+    idle = threading.Event()
+
+    def loop(core: int) -> None:
+        dice = random.Random(core)
+        while not idle.wait(0.0005 * dice.random()):
+            if work[core] == 0 and left[core] and dice.random() < 0.3:
+                work[core] = dice.randint(1, 4)
+                left[core] -= 1
+            if work[core] or made[core].is_on:
+                steps[core].append(made[core].agree_on_rows(8 if work[core] else 0))
+                work[core] = max(0, work[core] - 1)
+            elif not any(left) and not any(work) and not any(wave.is_on for wave in made):
+                idle.set()
+
+    threads = [threading.Thread(target=loop, args=(core,)) for core in range(num_cores)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    assert steps[0] == steps[1] == steps[2], "all have made the same steps"
+    assert steps[0].count(0) > 1, "there were several waves"
