@@ -26,7 +26,7 @@ from trimtab_engine.messages import CoreReady
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.parallel.wire_messages import RankReport
 from trimtab_engine.parallel.workers import OnDeath
-from trimtab_engine.rank_start import load_rank
+from trimtab_engine.rank_start import LoadedRank, load_rank
 from trimtab_engine.scheduler import Scheduler
 from trimtab_engine.speculative.loading import Speculation
 from trimtab_engine.structured.compiler import GrammarCompiler
@@ -76,6 +76,17 @@ def _start(
     progress("starting", 0.0)
     low, high = WEIGHTS_PERCENT
     rank = load_rank(config, lambda stage, percent: progress(stage, low + percent / 100 * (high - low)), on_rank_death)
+    try:
+        return _build(config, rank, progress, clock, began)
+    except BaseException:
+        rank.runner.close()  # the other ranks end as well
+        raise
+
+
+def _build(
+    config: EngineConfig, rank: LoadedRank, progress: Progress, clock: Callable[[], float], began: float
+) -> tuple[Engine, CoreReady]:
+    """The engine around ranks that have loaded."""
     device, runner = rank.device, rank.runner
     speculation = Speculation.load(config, device, runner.facts)
     progress("profile", PROFILE_PERCENT)

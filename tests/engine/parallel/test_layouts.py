@@ -6,10 +6,17 @@ from typing import Any
 import pytest
 from trimtab_engine.engine import Engine
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.speculative.config import SpeculativeConfig
 
+DRAFTS = {
+    "speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1),
+    "num_speculative_tokens": 3,
+    "num_speculative_tokens_cap": 3,
+}
 LAYOUTS = [
     pytest.param("dense", {"tensor_parallel_size": 2}, id="dense tp2"),
     pytest.param("dense", {"tensor_parallel_size": 2, "async_scheduling": True}, id="dense tp2 async"),
+    pytest.param("dense", {"tensor_parallel_size": 2} | DRAFTS, id="dense tp2 with drafts"),
     pytest.param("dense", {"pipeline_parallel_size": 2}, id="dense pp2"),
     pytest.param("dense", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, id="dense tp2 pp2"),
     pytest.param("dense", {"pipeline_parallel_size": 3}, id="dense pp3"),
@@ -108,6 +115,7 @@ def test_all_ranks_have_as_many_blocks_as_the_tightest(models: dict[str, str], s
         ("dense", {"tensor_parallel_size": 3}, "num_attention_heads 4 cannot be divided by 3"),
         ("dense", {"pipeline_parallel_size": 4}, "--pipeline-parallel-size is 4, but the model has 3 layers"),
         ("dense", {"enable_expert_parallel": True, "tensor_parallel_size": 2}, "LlamaForCausalLM has none"),
+        ("dense", {"pipeline_parallel_size": 2} | DRAFTS, "--speculative-config with --pipeline-parallel-size"),
         ("dense", {"tensor_parallel_size": 2, "nnodes": 3}, "= 2 ranks cannot be divided evenly among so many nodes"),
         ("dense", {"tensor_parallel_size": 2, "node_rank": 1}, "--node-rank is 1; with --nnodes 1"),
     ],
