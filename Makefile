@@ -89,6 +89,11 @@ AIPERF ?= aiperf
 clients: setup ## guidellm and aiperf, unmodified, on our server (skips what is not installed; GUIDELLM=, AIPERF=)
 	$(BIN)/python -m trimtab_engine.bench.clients_bench $(MODEL) --guidellm $(GUIDELLM) --aiperf $(AIPERF)
 
+# On a GPU machine's own Python: torch with CUDA, triton, numpy; nothing is installed.
+BENCH_PYTHON ?= $(PYTHON)
+bench-gpu: ## every kernel checked and measured on this machine's GPU (10 min at most; ONLY=paged RESUME=1)
+	PYTHONPATH=kernels $(BENCH_PYTHON) -m benchmarks --output docs/results $(addprefix --only ,$(ONLY)) $(if $(RESUME),--resume)
+
 soak: all-set-up ## longer runs of the same stories
 	$(BIN)/pytest e2e --soak
 

@@ -1,0 +1,47 @@
+"""paged_decode at Llama-3.1-8B's heads: 64k tokens and more in all, few and many sequences, bf16 and float8 caches.
+
+Beside it torch's attention on keys that lie contiguous, which no paged cache has.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from trimtab_kernels.paged_decode import paged_decode_reference, paged_decode_triton
+from trimtab_kernels.reshape_and_cache import FLOAT8
+
+from benchmarks.row import Row, tolerance_of
+
+SHAPES = ((256, 1024), (64, 1024), (16, 8192), (1, 131072), (128, 4096))
+"""(sequences, tokens of context each)."""
+
+
+def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
+    dtype = torch.float32 if tiny else torch.bfloat16
+    heads, kv_heads, size, block = (4, 2, 16, 8) if tiny else (32, 8, 128, 16)
+    for num_seqs, length in ((3, 20),) if tiny else SHAPES:
+        for cache_dtype in (dtype,) if tiny else (dtype, FLOAT8):
+            per_sequence = -(-length // block)
+            num_blocks = num_seqs * per_sequence
+            shape = (num_blocks, block, kv_heads, size)
+            keys, values = (torch.randn(shape, device=device, dtype=dtype).to(cache_dtype) for _ in range(2))
+            query = torch.randn(num_seqs, heads, size, device=device, dtype=dtype)
+            tables = torch.randperm(num_blocks, device=device).to(torch.int32).view(num_seqs, per_sequence)
+            lengths = torch.full((num_seqs,), length, dtype=torch.int32, device=device)
+            tensors = (query, keys, values, tables, lengths)
+            peers: dict[str, Callable[[], object]] = {}
+            if cache_dtype == dtype:
+                dense = [c.view(num_seqs, -1, kv_heads, size)[:, :length].transpose(1, 2) for c in (keys, values)]
+                attend = partial(F.scaled_dot_product_attention, query.unsqueeze(2), dense[0], dense[1])
+                peers["torch SDPA, contiguous"] = partial(attend, scale=0.1, enable_gqa=True)
+            yield Row(
+                f"paged_decode {num_seqs} of {length} {str(cache_dtype).removeprefix('torch.')}",
+                "copy",
+                2 * num_seqs * length * kv_heads * size * cache_dtype.itemsize,
+                0.85,
+                partial(paged_decode_triton, *tensors, max_seq_len=length, scale=0.1),
+                partial(paged_decode_reference, *tensors, scale=0.1),
+                tolerance_of(dtype),
+                peers,
+            )
