@@ -2,6 +2,7 @@
 sm_90 and whatever differs from the committed figures."""
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -26,23 +27,32 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, required=True, help="folder of results, by hash of source and choice")
     parser.add_argument("--results", type=Path, help="folder of aot.json and kernels.md: written, or read by --sample")
     parser.add_argument("--sample", action="store_true", help="sm_90 only: a fixed sample, and what has changed")
+    parser.add_argument("--targets", type=int, nargs="+", default=[80, 89, 90, 100], help="compute capabilities")
+    parser.add_argument(
+        "--budget-seconds", type=float, default=math.inf, help="with --sample: begin nothing but the sample after this"
+    )
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (the cores)")
     return parser.parse_args(arguments)
 
 
-def find_jobs(*, only: str, sample: bool, known: set[str]) -> list[Job]:
-    """Distinct jobs. In a sample: the marked cases, and those whose key is not among the `known`."""
+def find_jobs(*, only: str, targets: list[int]) -> list[Job]:
+    """Distinct jobs of the cases whose name contains `only`, in the order of the report."""
     jobs: dict[str, Job] = {}
     for case in all_cases():
-        if only not in case.name:
-            continue
-        for facts in (H200,) if sample else TARGETS:
-            for launch in case.launches(facts):
-                job = Job.of(case.name, facts, launch)
-                if not sample or case.in_sample or job.key not in known:
+        for facts in TARGETS:
+            if only in case.name and facts.capability in targets:
+                for launch in case.launches(facts):
+                    job = Job.of(case.name, facts, launch)
                     jobs.setdefault(job.key, job)
     return list(jobs.values())
+
+
+def find_sample(*, only: str, known: set[str]) -> tuple[list[Job], list[Job]]:
+    """(the fixed sample, what is not among the `known` keys), both for sm_90."""
+    in_sample = {case.name for case in all_cases() if case.in_sample}
+    jobs = find_jobs(only=only, targets=[H200.capability])
+    return [j for j in jobs if j.case in in_sample], [j for j in jobs if j.case not in in_sample and j.key not in known]
 
 
 def _compile(index: int) -> Compiled:
@@ -55,8 +65,11 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' … '.join(lines[-2:])[:500]}"
 
 
-def compile_all(jobs: list[Job], cache: Path, workers: int) -> tuple[list[Compiled], list[str]]:
-    """(results, errors), from the cache where it has them, in the order of the jobs."""
+def compile_all(
+    jobs: list[Job], cache: Path, workers: int, deadline: float = math.inf
+) -> tuple[list[Compiled], list[str]]:
+    """(results, errors), from the cache where it has them, in the order of the jobs. Past the deadline (of the
+    monotonic clock) nothing more is begun."""
     results = {job.key: found for job in jobs if (found := load(cache, job.key)) is not None}
     _jobs[:] = [job for job in jobs if job.key not in results]
     errors = []
@@ -65,6 +78,10 @@ def compile_all(jobs: list[Job], cache: Path, workers: int) -> tuple[list[Compil
         futures = {pool.submit(_compile, index): job for index, job in enumerate(_jobs)}
         for done, future in enumerate(as_completed(futures), start=1):
             job = futures[future]
+            if future.cancelled():
+                continue
+            if time.monotonic() > deadline:
+                pool.shutdown(wait=False, cancel_futures=True)
             try:
                 results[job.key] = future.result()
                 store(cache, results[job.key])
@@ -86,11 +103,20 @@ def main(arguments: list[str] | None = None) -> int:
         print("aot: TRITON_INTERPRET is set, so kernels are not compiled; unset it", file=sys.stderr)
         return 2
     started = time.monotonic()
-    known = recorded_keys(options.results) if options.sample else set()
-    jobs = find_jobs(only=options.only, sample=options.sample, known=known)
     with tempfile.TemporaryDirectory(prefix="trimtab-aot-") as scratch:
         os.environ["TRITON_CACHE_DIR"] = scratch  # Triton's own cache would grow by tens of MiB per run
-        results, errors = compile_all(jobs, options.cache, options.jobs)
+        if options.sample:
+            jobs, changed = find_sample(only=options.only, known=recorded_keys(options.results))
+            results, errors = compile_all(jobs, options.cache, options.jobs)
+            deadline = started + options.budget_seconds
+            more, more_errors = compile_all(changed, options.cache, options.jobs, deadline)
+            results, errors = results + more, errors + more_errors
+            left = len(changed) - len(more) - len(more_errors)
+            if left:
+                print(f"{left} changed kernels are left to `make aot`: the time is over")
+        else:
+            jobs = find_jobs(only=options.only, targets=options.targets)
+            results, errors = compile_all(jobs, options.cache, options.jobs)
     if options.results and not options.sample and not options.only and not errors:
         write_report(options.results, results)
     spilled = sum(1 for r in results if r.spill_bytes)

@@ -20,11 +20,11 @@ CACHE = Path(os.environ.get("TRIMTAB_CACHE", "~/.cache/trimtab")).expanduser() /
 RESULT = Compiled("case", "kernel", 90, 8, 3, 128, 0, 200_000, True, "source", "key")
 
 
-@pytest.mark.timeout(240)
-def test_the_sample_and_every_kernel_that_changed_compile_for_sm_90() -> None:
+@pytest.mark.timeout(600)  # 1 minute on 2 idle cores the first time; cached then
+def test_the_sample_and_what_has_changed_compile_for_sm_90() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "trimtab_kernels.aot", "--sample", "--cache", str(CACHE)]
-    command += ["--results", str(REPOSITORY / "docs" / "results")]
+    command += ["--budget-seconds", "90", "--results", str(REPOSITORY / "docs" / "results")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
