@@ -8,8 +8,8 @@ from typing import Any
 
 from trimtab_engine import LLM, SamplingParams
 from trimtab_engine.bench.latency_bench import check_profile, profile
-from trimtab_engine.bench.serving.run import dataset_samples
 from trimtab_engine.bench.serving.samples import Sample
+from trimtab_engine.bench.serving.workload import dataset_samples
 from trimtab_engine.cli.serve_command import engine_config
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.outputs import RequestOutput

@@ -10,20 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from trimtab_engine.bench.serving import report, server
-from trimtab_engine.bench.serving.arrivals import RampUp, arrival_times, recorded_times
 from trimtab_engine.bench.serving.client import RequestResult, Target
 from trimtab_engine.bench.serving.load import Load, Outcome, run_load
 from trimtab_engine.bench.serving.plot import check_plot, plot
-from trimtab_engine.bench.serving.samples import (
-    RandomLengths,
-    Sample,
-    Words,
-    as_text,
-    custom_samples,
-    prefix_repetition_samples,
-    random_samples,
-    sharegpt_samples,
-)
+from trimtab_engine.bench.serving.samples import Sample, as_text
 from trimtab_engine.bench.serving.statistics import (
     Goodput,
     details,
@@ -31,7 +21,7 @@ from trimtab_engine.bench.serving.statistics import (
     parse_percentiles,
     summarize,
 )
-from trimtab_engine.bench.serving.traces import Cut, fit, read_trace, samples_of
+from trimtab_engine.bench.serving.workload import dataset_samples, send_times
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.progress_bar import progress_bar
 from trimtab_engine.tokenizer import Tokenizer
@@ -53,6 +43,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     goodput = Goodput.parse(arguments.goodput or [])
     percentiles = parse_percentiles(arguments.metric_percentiles)
     metrics = parse_metrics(arguments.percentile_metrics)
+    _metadata(arguments)  # faults are found before anything is measured
     if arguments.plot:
         check_plot(arguments.plot)
     outcome, facts = asyncio.run(_measure(arguments))
@@ -118,70 +109,12 @@ def _load(
         endpoint = "/v1/chat/completions"
     return Load(
         samples=samples,
-        times=_times(arguments, samples),
+        times=send_times(arguments, samples),
         target=Target(base + endpoint, headers),
         body=_body(arguments, model),
         is_chat=is_chat,
         max_concurrency=arguments.max_concurrency,
     ), notes
-
-
-def dataset_samples(
-    arguments: argparse.Namespace, tokenizer: Tokenizer | None, max_model_len: int | None = None
-) -> tuple[list[Sample], dict[str, Any]]:
-    """What --dataset-name and its flags ask for, and what the result should say about it. Raises ConfigError."""
-    words, count = Words(tokenizer, arguments.seed), arguments.num_prompts
-    output_len = arguments.output_len
-    match arguments.dataset_name:
-        case "random":
-            lengths = RandomLengths(
-                arguments.input_len or arguments.random_input_len,
-                output_len or arguments.random_output_len,
-                arguments.random_prefix_len,
-                arguments.random_range_ratio,
-            )
-            return random_samples(count, lengths, words), {}
-        case "prefix_repetition":
-            return prefix_repetition_samples(
-                count,
-                prefix_len=arguments.prefix_repetition_prefix_len,
-                suffix_len=arguments.prefix_repetition_suffix_len,
-                num_prefixes=arguments.prefix_repetition_num_prefixes,
-                output_len=output_len or arguments.prefix_repetition_output_len,
-                words=words,
-            ), {}
-        case "sharegpt":
-            if tokenizer is None:
-                raise ConfigError("--dataset-name sharegpt counts tokens; give --tokenizer the model's folder")
-            wanted = output_len or arguments.sharegpt_output_len
-            return sharegpt_samples(_path(arguments), count, wanted, tokenizer, arguments.seed), {}
-        case "custom":
-            return custom_samples(_path(arguments), count, output_len or arguments.custom_output_len, tokenizer), {}
-        case _:
-            return _trace(arguments, words, max_model_len)
-
-
-def _path(arguments: argparse.Namespace) -> Path:
-    if arguments.dataset_path is None:
-        raise ConfigError(f"--dataset-name {arguments.dataset_name} needs --dataset-path FILE")
-    path: Path = arguments.dataset_path
-    return path
-
-
-def _trace(
-    arguments: argparse.Namespace, words: Words, max_model_len: int | None
-) -> tuple[list[Sample], dict[str, Any]]:
-    path = arguments.trace_path or arguments.dataset_path
-    if path is None:
-        raise ConfigError("--dataset-name trace needs --trace-path FILE")
-    cut = Cut(arguments.trace_start, arguments.trace_duration, arguments.trace_sample)
-    requests = read_trace(path, cut=cut, seed=arguments.seed, lengths=arguments.trace_lengths)
-    if arguments.num_prompts_given:
-        requests = requests[: arguments.num_prompts]
-    limit = arguments.trace_max_model_len or max_model_len
-    scale, fitted = fit(requests, max_model_len=limit, scale=arguments.trace_length_scale)
-    samples = samples_of(fitted, words, scale=scale, speedup=arguments.trace_speedup)
-    return samples, {"trace": str(path), "trace_length_scale": scale, "trace_speedup": arguments.trace_speedup}
 
 
 def _tokenizer(arguments: argparse.Namespace, model: server.ServedModel) -> Tokenizer | None:
@@ -192,19 +125,6 @@ def _tokenizer(arguments: argparse.Namespace, model: server.ServedModel) -> Toke
     if named is None and model.root and Path(model.root).is_dir():
         named = model.root
     return None if named is None else Tokenizer(named)
-
-
-def _times(arguments: argparse.Namespace, samples: Sequence[Sample]) -> list[float]:
-    ramp_up = None
-    if arguments.ramp_up_strategy:
-        start, end = arguments.ramp_up_start_rps, arguments.ramp_up_end_rps
-        if start is None or end is None or end <= 0 or (start <= 0 and arguments.ramp_up_strategy == "exponential"):
-            raise ConfigError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, above 0")
-        ramp_up = RampUp(arguments.ramp_up_strategy, start, end)
-    rate = arguments.request_rate
-    if arguments.dataset_name == "trace" and rate == float("inf") and ramp_up is None:
-        return recorded_times(samples)
-    return arrival_times(len(samples), rate=rate, burstiness=arguments.burstiness, seed=arguments.seed, ramp_up=ramp_up)
 
 
 def _check_lengths(samples: Sequence[Sample], model: server.ServedModel) -> None:
@@ -273,12 +193,17 @@ def _header(arguments: argparse.Namespace, facts: dict[str, Any]) -> dict[str, A
         "max_concurrency": arguments.max_concurrency,
         "dataset_name": arguments.dataset_name,
     }
-    for item in arguments.metadata or []:
-        name, separator, value = item.partition("=")
+    trace = {name: value for name, value in facts.items() if name.startswith("trace")}
+    return header | trace | _metadata(arguments)
+
+
+def _metadata(arguments: argparse.Namespace) -> dict[str, str]:
+    """--metadata NAME=VALUE …. Raises ConfigError."""
+    pairs = [item.partition("=") for item in arguments.metadata or []]
+    for name, separator, value in pairs:
         if not separator:
-            raise ConfigError(f"--metadata {item!r}: write NAME=VALUE")
-        header[name] = value
-    return header | {name: value for name, value in facts.items() if name.startswith("trace")}
+            raise ConfigError(f"--metadata {name + value!r}: write NAME=VALUE")
+    return {name: value for name, _, value in pairs}
 
 
 def _write(arguments: argparse.Namespace, result: dict[str, Any], outcome: Outcome) -> None:

@@ -125,6 +125,7 @@ def test_failed_requests_are_listed_and_make_exit_code_1(
         (("--dataset-name", "sharegpt"), "--dataset-path"),
         (("--dataset-name", "trace"), "--trace-path"),
         (("--header", "x"), "NAME=VALUE"),
+        (("--metadata", "x"), "NAME=VALUE"),
         (("--ramp-up-strategy", "linear"), "--ramp-up-start-rps"),
         (("--plot", "x.txt"), "must end in"),
         (("--profile",), "start_profile answers 404"),
