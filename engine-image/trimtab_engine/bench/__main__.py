@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab_engine.bench import decode_bench, live_bench, scheduler_bench
+from trimtab_engine.bench.decode_bench import CONTENDERS, ahead
 
 SCHEDULER_STEPS = 1000
 PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "msgspec")
@@ -25,7 +26,7 @@ PARTS: dict[str, tuple[str, Callable[[str], Any]]] = {
         "scheduler time per step, 20 s",
         lambda model: scheduler_bench.report(scheduler_bench.measure(SCHEDULER_STEPS)),
     ),
-    "decode": ("decode beside transformers, 6 min", decode_bench.measure_decode),
+    "decode": ("decode and prefill beside transformers, 7 min", decode_bench.measure_decode),
     "live": (
         "a real server, re-trimmed under load, 1 min",
         lambda model: asdict(asyncio.run(live_bench.measure_live(model))),
@@ -72,18 +73,33 @@ def _decode_lines(decode: dict[str, Any]) -> list[str]:
         "## Decode, tokens/s (SmolLM2-135M, float32, prompt 64, output 64)",
         "",
         (
-            f"Limit: weights read per step ÷ {rates['read_gb_per_second']:.1f} GB/s measured, or FLOPs ÷ the best "
-            f"measured matrix rate at that many rows, whichever is lower. {rates['num_threads']} threads, best of the "
-            f"rounds."
+            f"`whole`: generated tokens over the whole run, prompts included. `decode`: those after the first, over "
+            f"the time after the first. `t.`: transformers. Limit: weights read per step ÷ "
+            f"{rates['read_gb_per_second']:.1f} GB/s measured, or (batch above 1) FLOPs ÷ the best measured matrix "
+            f"rate at that many rows, whichever is lower. {rates['num_threads']} threads, best of the rounds."
         ),
         "",
-        "| batch | Trimtab | transformers `generate` | `generate_batch` | ahead of the better | limit | share of it |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        (
+            "| batch | whole: Trimtab | t. `generate` | t. `generate_batch` | ahead of `generate` | decode: Trimtab "
+            "| t. `generate` | t. `generate_batch` | ahead of `generate` | limit | share of it |"
+        ),
+        "| --- " * 11 + "|",
     ]
+    for row in decode["decode"]:
+        cells = [str(row["batch"])]
+        for part in (row["whole"], row["decode"]):
+            trimtab, *others = (_short(part[name]) for name in CONTENDERS)
+            cells += [f"**{trimtab}**", *others, f"{ahead(part) or 0:.2f}×"]
+        lines.append("| " + " | ".join([*cells, _short(row["limit"]), f"{row['share_of_limit']:.0%}"]) + " |")
+    prefill = decode["prefill"]
+    tokens = prefill["tokens_per_second"]
     lines += [
-        f"| {row['batch']} | **{row['trimtab']:.1f}** | {_short(row['generate'])} | {_short(row['generate_batch'])} | "
-        f"{row['ahead']:.2f}× | {row['limit']:.1f} | {row['share_of_limit']:.0%} |"
-        for row in decode["decode"]
+        "",
+        (
+            f"A prompt of {prefill['num_tokens']} tokens and its first token: **{_short(tokens['trimtab'])} "
+            f"tokens/s**, transformers {_short(tokens['generate'])}: {prefill['gflops']:.0f} GFLOP/s, "
+            f"{prefill['share_of_limit']:.0%} of the matrix rate at that many rows ({prefill['matrix_gflops']:.0f})."
+        ),
     ]
     return lines + [f"\n{name}: {note}" for name, note in decode["notes"].items()]
 
@@ -122,10 +138,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     rows = results["decode"]["decode"]
-    contenders = ("trimtab", "generate", "generate_batch")
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    for offset, name in enumerate(contenders):
-        axes.bar([i + 0.25 * offset for i in range(len(rows))], [row[name] or 0 for row in rows], 0.24, label=name)
+    for offset, name in enumerate(CONTENDERS):
+        rates = [row["decode"][name] or 0 for row in rows]
+        axes.bar([i + 0.25 * offset for i in range(len(rows))], rates, 0.24, label=name)
     for i, row in enumerate(rows):
         axes.hlines(
             row["limit"], i - 0.15, i + 0.65, colors="black", linestyles="dotted", label="limit" if i == 0 else ""
