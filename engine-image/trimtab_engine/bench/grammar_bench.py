@@ -46,14 +46,14 @@ SCHEMA = {
 ARITHMETIC = (
     'start: sum\nsum: product (("+"|"-") product)*\nproduct: atom (("*"|"/") atom)*\natom: /[0-9]+/ | "(" sum ")"'
 )
-GRAMMARS = {
+GRAMMARS: dict[str, dict[str, object]] = {
     "JSON schema": {"kind": "json", "value": json.dumps(SCHEMA)},
     "any JSON object": {"kind": "json", "value": '{"type":"object"}'},
     "regex": {"kind": "regex", "value": r"([a-z]{1,12} ){1,500}[0-9]{4}"},
     "1,000 choices": {"kind": "choice", "value": [f"choice number {n}" for n in range(1000)]},
     "Lark grammar": {"kind": "grammar", "value": ARITHMETIC},
 }
-LONG = {"kind": "regex", "value": r"([a-z]{1,12} )+"}
+LONG: dict[str, object] = {"kind": "regex", "value": r"([a-z]{1,12} )+"}
 """For the steps: nearly every token of a language model is a question to it, and it does not end."""
 
 

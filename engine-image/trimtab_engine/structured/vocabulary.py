@@ -1,14 +1,27 @@
 """The tokenizer's files as llguidance wants them."""
 
+from pathlib import Path
+
 from tokenizers import Tokenizer as FastTokenizer
 
+from trimtab_engine.errors import ModelError
 from trimtab_engine.structured.matcher import Vocabulary
-from trimtab_engine.tokenizer import Tokenizer
+from trimtab_engine.tokenizer import TOKENIZER_FILE, Tokenizer
 
 
 def read_vocabulary(path: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
-    """From the model's folder or GGUF file. `vocab_size` is the logits' width. Raises ModelError."""
-    return vocabulary_of(Tokenizer(path).fast, vocab_size, eos_token_ids)
+    """From the model's folder or GGUF file. `vocab_size` is the logits' width. Raises ModelError.
+
+    tokenizer.json is read without transformers, whose import takes the engine core longer than all the rest.
+    """
+    file = Path(path) / TOKENIZER_FILE
+    if not file.exists():
+        return vocabulary_of(Tokenizer(path).fast, vocab_size, eos_token_ids)
+    try:
+        fast = FastTokenizer.from_file(str(file))
+    except Exception as error:  # its only kind
+        raise ModelError(f"cannot read the tokenizer of {path}: {error}") from None
+    return vocabulary_of(fast, vocab_size, eos_token_ids)
 
 
 def vocabulary_of(fast: FastTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
