@@ -147,7 +147,8 @@ def _wish(envelope: Envelope, values: LiveValues, given: str, value: object) -> 
     if not field.is_number:
         wanted = read(field.kind, given, value, choices=field.choices(envelope))
         if isinstance(wanted, Unreadable):
-            return Refusal(given, value, wanted.message, nearest=wanted.nearest)
+            hint = f"; start the engine with {field.missing} for others" if len(field.choices(envelope)) == 1 else ""
+            return Refusal(given, value, wanted.message + hint, nearest=wanted.nearest)
         return _Wish(field, given, wanted)
     low, high = field.bounds(envelope, values)
     wanted = read(field.kind, given, value, bounds=(low, high))

@@ -34,6 +34,8 @@ class Field:
     at_least: Joint | None = None
     at_most: Joint | None = None
     choices: Callable[[Envelope], tuple[str, ...]] = lambda _: ()
+    missing: str = ""
+    """What a start must set for choices that it left out."""
     aliases: tuple[str, ...] = ()
     is_live: Callable[[Envelope], bool] = lambda _: True
     kept_as_decimal: bool = False
@@ -151,7 +153,7 @@ FIELDS: tuple[Field, ...] = (
     Field(name="long_prefill_token_threshold", kind="integer", own=_between(0, MAX_BATCHED_TOKENS)),
     Field(name="watermark", kind="number", own=_between(0, MAX_WATERMARK)),
     Field(name="scheduling_policy", kind="choice", choices=lambda _: get_args(QueueOrder)),
-    Field(name="preemption_mode", kind="choice", choices=_preemption_modes),
+    Field(name="preemption_mode", kind="choice", choices=_preemption_modes, missing="--swap-space-cap"),
     Field(name="swap_space_bytes", kind="bytes", own=_swap_space),
     Field(name="max_num_queued_reqs", kind="integer", own=_between(0, MAX_QUEUE_LIMIT)),
     Field(name="max_num_queued_tokens", kind="integer", own=_between(0, MAX_QUEUE_LIMIT)),

@@ -52,3 +52,10 @@ def test_the_states_of_several_cores_add_up() -> None:
     merged = merge_states([first, second])
     assert (merged.num_running, merged.num_waiting, merged.max_num_seqs) == (6, 1, 8)
     assert (merged.time, merged.max_num_queued_reqs) == (2.0, 9)
+
+
+def test_several_cores_sleep_when_all_do() -> None:
+    awake = {"is_paused": True, "is_sleeping": False, "sleep_level": None, "remaining_requests": 2}
+    asleep = {"is_paused": True, "is_sleeping": True, "sleep_level": 1, "remaining_requests": 3}
+    body = merge_replies("sleep", replies(asleep, awake)).body
+    assert (body["is_paused"], body["is_sleeping"], body["remaining_requests"]) == (True, False, 5)

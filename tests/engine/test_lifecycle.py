@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from trimtab_engine.config import EngineConfig
@@ -11,6 +11,7 @@ from trimtab_engine.device import Device
 from trimtab_engine.engine import Engine
 from trimtab_engine.lifecycle import RemainingWork
 from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.speculative.config import SpeculativeConfig
 from trimtab_engine.startup import start_engine
 
 NUM_BLOCKS = 64
@@ -169,6 +170,22 @@ def test_requests_that_were_kept_through_a_sleep_yield_the_same_tokens(
         assert run.engine.state().sleep_level == level
         assert ask(run.engine, "wake_up", tags=["weights", "kv_cache", "scheduling"])["is_sleeping"] is False
         run.step(4)
+    assert run.finish() == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_speculation_goes_on_after_a_sleep(
+    tiny_model: Path, expected: dict[str, list[int]], method: Literal["ngram", "draft_model"], level: int
+) -> None:
+    drafts = SpeculativeConfig(
+        method=method, num_speculative_tokens=3, model=str(tiny_model) if method == "draft_model" else None
+    )
+    depth = {"num_speculative_tokens": 3, "num_speculative_tokens_cap": 3}
+    run = Run(an_engine(tiny_model, speculative=drafts, max_num_batched_tokens_cap=64, **depth))
+    run.step(5)
+    ask(run.engine, "sleep", level=level, mode="keep")
+    ask(run.engine, "wake_up", tags=["weights", "kv_cache", "scheduling"])
     assert run.finish() == expected
 
 

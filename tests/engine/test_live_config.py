@@ -221,7 +221,7 @@ def test_each_field_takes_a_value_of_its_kind(patch: dict[str, Any], shown: obje
 
 def test_without_swap_space_in_the_envelope_nothing_can_be_swapped() -> None:
     body = refused(a_config(swap_cap=0), {"preemption_mode": "swap"})
-    assert "preemption_mode is swap; it must be recompute" in body["message"]
+    assert "preemption_mode is swap; it must be recompute; start the engine with --swap-space-cap" in body["message"]
     assert a_config(swap_cap=0).patch({"preemption_mode": "recompute"})[1] == 200
 
 

@@ -1,6 +1,8 @@
-"""The server as its users meet it, measured from outside: start-up, first token, live PATCHes under load, peak memory.
+"""The server as its users meet it, measured from outside: start-up, first token, live PATCHes and sleep under load,
+peak memory.
 
-Starts `trimtab-engine serve` as a process of its own, keeps streams running, and PATCHes the utilisation down and up.
+Starts `trimtab-engine serve` as a process of its own, keeps streams running, halves the KV cache and doubles it again
+by PATCHes of the utilisation, then puts it to sleep and wakes it with requests in the middle.
 
     python -m trimtab_engine.bench.live_bench MODEL [-o json]
 """
@@ -8,6 +10,7 @@ Starts `trimtab-engine serve` as a process of its own, keeps streams running, an
 import argparse
 import asyncio
 import json
+import math
 import socket
 import statistics
 import subprocess
@@ -17,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -26,7 +30,9 @@ PROMPT = "Tell a long story about a ship and its crew. "
 STREAM_TOKENS = 200
 NUM_PATCHES = 20
 SETTLE_SECONDS = 0.5  # between two PATCHes
-LOW, HIGH = 0.80, 0.95
+HIGH = 0.95
+NUM_SLEEPS = 5  # of each level
+SLEEPER_STREAMS, SLEEPER_TOKENS = 4, 64
 DEVICE = "1600Mi"
 
 
@@ -44,7 +50,12 @@ class Live:
     num_tokens: int = 0
     num_failed: int = 0
     kv_tokens: list[int] = field(default_factory=list)
-    """KV tokens at the low and at the high utilisation."""
+    """KV tokens at the low and at the high utilisation: half, and all."""
+    sleep_median_seconds: dict[str, float] = field(default_factory=dict)
+    """By level, with requests that are kept."""
+    wake_median_seconds: dict[str, float] = field(default_factory=dict)
+    given_back_mib: dict[str, float] = field(default_factory=dict)
+    """By level: what the driver counts less while it sleeps."""
     api_peak_mib: float = 0.0
     core_peak_mib: float = 0.0
 
@@ -73,6 +84,8 @@ async def measure_live(model: str) -> Live:
         ):
             await _until_ready(api, process, live, started)
             await _under_load(api, control, live)
+            for level in (1, 2):
+                await _asleep(api, control, live, level)
             live.api_peak_mib, live.core_peak_mib = _peaks(process.pid)
     finally:
         process.terminate()
@@ -102,19 +115,57 @@ async def _under_load(api: httpx.AsyncClient, control: httpx.AsyncClient, live: 
     streams = [asyncio.create_task(_stream(api, live, tokens=STREAM_TOKENS)) for _ in range(NUM_STREAMS)]
     await asyncio.sleep(SETTLE_SECONDS)
     patches, sizes = [], {}
+    low = _utilization_of_half(await _ledger(control))
     for number in range(NUM_PATCHES):
-        value = HIGH if number % 2 else LOW
+        value = HIGH if number % 2 else low
         before = time.monotonic()
         answer = await control.patch("/admin/v1/config", json={"gpu_memory_utilization": value})
         patches.append(time.monotonic() - before)
         answer.raise_for_status()
-        kv = (await control.get("/admin/v1/memory")).json()["kv"]
+        kv = (await _ledger(control))["kv"]
         sizes[value] = kv["blocks_total"] * kv["block_size"]
         await asyncio.sleep(SETTLE_SECONDS)
     gaps = [gap for times in await asyncio.gather(*streams) for gap in times[1:]]
     live.patch_median_seconds, live.patch_max_seconds = statistics.median(patches), max(patches)
     live.step_median_seconds, live.longest_gap_seconds = statistics.median(gaps), max(gaps)
-    live.kv_tokens = [sizes[LOW], sizes[HIGH]]
+    live.kv_tokens = [sizes[low], sizes[HIGH]]
+
+
+async def _asleep(api: httpx.AsyncClient, control: httpx.AsyncClient, live: Live, level: int) -> None:
+    """Sleep and wake in the middle of streams, NUM_SLEEPS times."""
+    slept, woken, given_back = [], [], []
+    for _ in range(NUM_SLEEPS):
+        streams = [asyncio.create_task(_stream(api, live, tokens=SLEEPER_TOKENS)) for _ in range(SLEEPER_STREAMS)]
+        await asyncio.sleep(SETTLE_SECONDS)
+        awake = (await _ledger(control))["driver_used_bytes"]
+        slept.append(await _seconds(control, "sleep", {"level": level, "mode": "keep"}))
+        given_back.append((awake - (await _ledger(control))["driver_used_bytes"]) / (1 << 20))
+        woken.append(await _seconds(control, "wake_up", {}))
+        await asyncio.gather(*streams)
+    name = str(level)
+    live.sleep_median_seconds[name] = statistics.median(slept)
+    live.wake_median_seconds[name] = statistics.median(woken)
+    live.given_back_mib[name] = statistics.median(given_back)
+
+
+async def _seconds(control: httpx.AsyncClient, call: str, body: dict[str, Any]) -> float:
+    """How long an admin call takes."""
+    before = time.monotonic()
+    (await control.post(f"/admin/v1/{call}", json=body)).raise_for_status()
+    return time.monotonic() - before
+
+
+async def _ledger(control: httpx.AsyncClient) -> dict[str, Any]:
+    ledger: dict[str, Any] = (await control.get("/admin/v1/memory")).json()
+    return ledger
+
+
+def _utilization_of_half(ledger: dict[str, Any]) -> float:
+    """The utilisation at which the KV cache has half of its blocks."""
+    kinds = ledger["kinds"]
+    fixed = sum(size for kind, size in kinds.items() if kind not in ("kv_mapped", "kv_used", "free"))
+    share: float = (fixed + kinds["kv_mapped"] / 2) / ledger["device_bytes"]
+    return math.ceil(share * 10_000) / 10_000
 
 
 async def _stream(api: httpx.AsyncClient, live: Live, *, tokens: int) -> list[float]:
