@@ -11,6 +11,7 @@ from llguidance import LLMatcher
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.engine import Engine
 from trimtab_engine.messages import AddRequest, RequestOutput, SamplingParams
+from trimtab_engine.speculative.config import SpeculativeConfig
 from trimtab_engine.startup import start_engine
 
 END = 256
@@ -122,6 +123,24 @@ def test_preempted_requests_keep_their_place_in_the_grammar(tiny_model: Path) ->
     for name, outputs in tight.items():
         assert re.fullmatch("[a-z]{50}", text(outputs))
         assert text(outputs) == text(roomy[name])
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_drafts_change_nothing_and_are_accepted_where_the_grammar_allows_them(
+    tiny_model: Path, ignore_eos: bool
+) -> None:
+    ngram = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3)
+    speculation = {"speculative": ngram, "num_speculative_tokens": 4, "num_speculative_tokens_cap": 4}
+    requests = [
+        a_request(f"r{n}", LLMatcher.grammar_from_regex(regex), temperature=0.0, ignore_eos=ignore_eos)
+        for n, regex in enumerate(("(ab ){15}", "(ab ){3}[0-9]{2}(ab ){6}", "[a-z]{30}"))
+    ]
+    plain = serve(an_engine(tiny_model), *requests)
+    drafted = serve(an_engine(tiny_model, **speculation), *requests)
+    for name, outputs in drafted.items():
+        assert text(outputs) == text(plain[name])
+        assert outputs[-1].finish_reason == "stop"
+    assert len(drafted["r0"]) < len(plain["r0"]) / 2  # steps
 
 
 def test_the_end_of_the_grammar_ends_the_request_with_its_last_token_as_text(tiny_model: Path) -> None:
