@@ -130,7 +130,7 @@ def test_drafts_change_nothing_and_are_accepted_where_the_grammar_allows_them(
     tiny_model: Path, ignore_eos: bool
 ) -> None:
     ngram = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3)
-    speculation = {"speculative": ngram, "num_speculative_tokens": 4, "num_speculative_tokens_cap": 4}
+    speculation: dict[str, Any] = {"speculative": ngram, "num_speculative_tokens": 4, "num_speculative_tokens_cap": 4}
     requests = [
         a_request(f"r{n}", LLMatcher.grammar_from_regex(regex), temperature=0.0, ignore_eos=ignore_eos)
         for n, regex in enumerate(("(ab ){15}", "(ab ){3}[0-9]{2}(ab ){6}", "[a-z]{30}"))
