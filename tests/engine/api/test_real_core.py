@@ -389,3 +389,38 @@ def test_sigterm_finishes_what_runs_and_ends_with_0(engine: Engine, client: open
     assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
     assert engine.process.wait(DEADLINE_SECONDS) == 0
     assert "Traceback" not in engine.log.read_text()
+
+
+def test_drafts_change_the_number_of_steps_and_nothing_else(
+    engine: Engine, client: openai.OpenAI, tiny_model: Path
+) -> None:
+    """The model as its own draft: every draft stands, a chunk brings several tokens; at depth 0 there are none."""
+    expected = complete(client, logprobs=1).choices[0]
+    flags = ["--spec-model", str(tiny_model), "--spec-tokens", "3", "--stats-interval-seconds", "1"]
+    speculating = Engine(tiny_model, tiny_model / "log-drafts", *flags)
+    try:
+        with openai.OpenAI(base_url=f"{speculating.http.base_url}/v1", api_key="none", max_retries=0) as other:
+            answer = complete(other, logprobs=1).choices[0]
+            chunks = [chunk for chunk in complete(other, stream=True) if chunk.choices and chunk.choices[0].text]
+            accepted = counter(speculating, "vllm:spec_decode_num_accepted_tokens_total")
+            assert answer.text == expected.text == "".join(chunk.choices[0].text for chunk in chunks)
+            assert answer.logprobs.tokens == expected.logprobs.tokens
+            assert len(chunks) < 20, "40 tokens, up to 4 in a chunk"
+            assert accepted == counter(speculating, "vllm:spec_decode_num_draft_tokens_total") > 40
+            depth = {"num_speculative_tokens": 0}
+            assert speculating.admin.patch("/admin/v1/config", json=depth).status_code == 200
+            assert complete(other).choices[0].text == expected.text
+            assert counter(speculating, "vllm:spec_decode_num_accepted_tokens_total") == accepted
+            refused = speculating.admin.patch("/admin/v1/config", json={"num_speculative_tokens": 4}).json()
+            assert (refused["max"], refused["nearest"]) == (3, 3)
+            speculating.wait_for(
+                lambda: "SpecDecoding metrics: Mean acceptance length: 4." in speculating.log.read_text(), "the line"
+            )
+    finally:
+        speculating.end()
+
+
+def counter(engine: Engine, name: str) -> float:
+    found = re.search(rf"^{name}\{{[^}}]*\}} (\S+)$", engine.http.get("/metrics").text, re.MULTILINE)
+    assert found is not None
+    return float(found.group(1))
