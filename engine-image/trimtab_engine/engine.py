@@ -18,7 +18,7 @@ from trimtab_engine.device import Device
 from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.execution import Execution, Flight, PreparedStep, StepResult
 from trimtab_engine.kv_cache import KVCache
-from trimtab_engine.lifecycle import Lifecycle, Refused, RemainingWork
+from trimtab_engine.lifecycle import Lifecycle, Refused, RemainingWork, Weights
 from trimtab_engine.live_config import LiveConfig
 from trimtab_engine.log_level import set_log_level
 from trimtab_engine.memory import Ledger, MemoryFormula
@@ -50,6 +50,7 @@ class EngineParts:
 
     device: Device
     runner: ModelRunner
+    weights: Weights
     kv_cache: KVCache
     scheduler: Scheduler
     execution: Execution
@@ -92,7 +93,7 @@ class Engine:
         self._lifecycle = Lifecycle(
             scheduler=self._scheduler,
             kv_cache=self._kv_cache,
-            weights=self._runner,
+            weights=parts.weights,
             is_idle=lambda: self._scheduler.is_idle and not self.is_building,
             abort_all=self._abort_everything,
             settle=self._settle,

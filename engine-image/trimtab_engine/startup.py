@@ -104,6 +104,7 @@ def _build(
     parts = EngineParts(
         device=device,
         runner=runner,
+        weights=runner if speculation is None else speculation.weights(runner),
         kv_cache=runner.kv_cache,
         scheduler=_scheduler(config, runner, size),
         formula=formula,

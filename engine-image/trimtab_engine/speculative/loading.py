@@ -8,6 +8,7 @@ from trimtab_engine.config import EngineConfig
 from trimtab_engine.device import Device
 from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.kv_cache import KVLayers
+from trimtab_engine.lifecycle import Weights
 from trimtab_engine.memory import MemoryFormula
 from trimtab_engine.model_runner import ModelFacts, ModelRunner
 from trimtab_engine.speculative.config import FLAG
@@ -56,6 +57,10 @@ class Speculation:
             )
         return cls(draft)
 
+    def weights(self, target: ModelRunner) -> Weights:
+        """What goes and comes back when the engine sleeps at level 2 and wakes up."""
+        return target if self.draft is None else _BothWeights(target, self.draft)
+
     @property
     def kv_layers(self) -> KVLayers | None:
         """What the draft model needs of the KV cache."""
@@ -87,3 +92,19 @@ class Speculation:
             max_tokens_per_step=config.max_num_batched_tokens_cap,
             eos_token_ids=target.facts.eos_token_ids,
         )
+
+
+class _BothWeights:
+    """The target's and the draft model's: they sleep and wake up together."""
+
+    def __init__(self, *runners: ModelRunner) -> None:
+        self._runners = runners
+        self.can_drop_weights = all(runner.can_drop_weights for runner in runners)
+
+    def drop_weights(self) -> None:
+        for runner in self._runners:
+            runner.drop_weights()
+
+    def reload_weights(self) -> None:
+        for runner in self._runners:
+            runner.reload_weights()

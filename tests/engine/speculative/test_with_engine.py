@@ -331,3 +331,34 @@ def test_a_draft_model_over_several_ranks_is_refused_by_name(model: Path) -> Non
     config = EngineConfig(model=str(model), speculative=drafts_of(model), tensor_parallel_size=2)
     with pytest.raises(NotBuiltError, match="draft_model over several ranks is not built"):
         Speculation.load(config, Device("cpu"), load_runner(str(model)).facts)
+
+
+def test_the_depth_is_live_and_a_draft_model_catches_up_after_0(model: Path, expected: dict[str, list[int]]) -> None:
+    engine = an_engine(model, drafts_of(model))
+    depths = iter([4, 0, 0, 2, 4, 0, 1] * 100)
+
+    def turn(step: int) -> None:
+        if step % 5 == 0:
+            status, body = engine.patch_config({"values": {"num_speculative_tokens": next(depths)}})
+            assert status == 200, body
+
+    served = serve(engine, REQUESTS, turn)
+    assert served.tokens == expected
+    assert served.counts.num_accepted_tokens == served.counts.num_draft_tokens > 50
+    assert len(served.counts.accepted_per_position) == DEPTH
+    status, refusal = engine.patch_config({"values": {"num_speculative_tokens": DEPTH + 1}})
+    assert (status, refusal["max"], refusal["nearest"]) == (422, DEPTH, DEPTH)
+
+
+def test_a_draft_model_sleeps_and_wakes_up_with_the_target(model: Path, expected: dict[str, list[int]]) -> None:
+    engine = an_engine(model, drafts_of(model))
+
+    def nap(step: int) -> None:
+        if step == 4:
+            assert engine.lifecycle("sleep", {"level": 2, "mode": "keep"})[0] == 200
+            assert engine.lifecycle("wake_up", {"tags": ["weights", "kv_cache", "scheduling"]})[0] == 200
+
+    served = serve(engine, REQUESTS[:4], nap)
+    assert served.tokens == {request.request_id: expected[request.request_id] for request in REQUESTS[:4]}
+    assert served.num_preemptions > 0
+    assert served.counts.num_accepted_tokens == served.counts.num_draft_tokens
