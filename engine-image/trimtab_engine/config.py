@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from trimtab_engine.errors import ConfigError
+from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.scheduling_policy import PreemptionMode, QueueOrder
 from trimtab_engine.speculative.config import SpeculativeConfig
 
@@ -131,12 +131,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"--{flag} is {value}; it must be 0 or more")
             if value > cap:
                 raise _above_cap(flag, value, cap)
-        depth_cap = 0 if self.speculative is None else self.speculative.num_speculative_tokens
-        if self.num_speculative_tokens_cap > depth_cap:
-            raise ConfigError(
-                f"the cap of num_speculative_tokens is {self.num_speculative_tokens_cap}, but --speculative-config "
-                f"makes {depth_cap} drafts"
-            )
+        self._check_speculation()
         for name, (low, high) in RANGES.items():
             if not low <= getattr(self, name) <= high:
                 flag, value = name.replace("_", "-"), getattr(self, name)
@@ -175,6 +170,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--preemption-mode {self.preemption_mode} and --swap-space are not built yet for {ranks} ranks; "
                 f"leave the mode at recompute and the swap space at 0"
+            )
+
+    def _check_speculation(self) -> None:
+        depth_cap = 0 if self.speculative is None else self.speculative.num_speculative_tokens
+        if self.num_speculative_tokens_cap > depth_cap:
+            raise ConfigError(
+                f"the cap of num_speculative_tokens is {self.num_speculative_tokens_cap}, but --speculative-config "
+                f"makes {depth_cap} drafts"
+            )
+        if self.speculative is None:
+            return
+        if self.pipeline_parallel_size > 1:
+            raise NotBuiltError(
+                "--speculative-config with --pipeline-parallel-size above 1, where several steps are in flight, is not "
+                "built; leave one of them out"
+            )
+        if self.speculative.method == "draft_model" and self.tensor_parallel_size > 1:
+            raise NotBuiltError(
+                "--speculative-config: a draft model beside --tensor-parallel-size above 1 is not built; use method "
+                "ngram, or one rank"
             )
 
 

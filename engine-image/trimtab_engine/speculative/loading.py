@@ -6,7 +6,7 @@ import msgspec
 
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.device import Device
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError
 from trimtab_engine.kv_cache import KVLayers
 from trimtab_engine.lifecycle import Weights
 from trimtab_engine.memory import MemoryFormula
@@ -31,17 +31,8 @@ class Speculation:
         speculative = config.speculative
         if speculative is None:
             return None
-        if config.pipeline_parallel_size > 1:
-            raise NotBuiltError(
-                f"{FLAG} with --pipeline-parallel-size above 1, where several steps are in flight, is not built; leave "
-                f"one of them out"
-            )
         if speculative.method == "ngram":
             return cls(None)
-        if config.tensor_parallel_size > 1:
-            raise NotBuiltError(
-                f"{FLAG}: method draft_model over several ranks is not built; use method ngram, or one rank"
-            )
         assert speculative.model is not None  # the configuration was checked
         own = msgspec.structs.replace(
             config,

@@ -324,13 +324,19 @@ def test_a_draft_model_of_another_vocabulary_is_refused(model: Path, tmp_path: P
         an_engine(model, drafts_of(tmp_path))
 
 
-def test_a_draft_model_over_several_ranks_is_refused_by_name(model: Path) -> None:
-    from trimtab_engine.device import Device
-    from trimtab_engine.speculative.loading import Speculation
-
-    config = EngineConfig(model=str(model), speculative=drafts_of(model), tensor_parallel_size=2)
-    with pytest.raises(NotBuiltError, match="draft_model over several ranks is not built"):
-        Speculation.load(config, Device("cpu"), load_runner(str(model)).facts)
+@pytest.mark.parametrize(
+    ("speculative", "layout", "message"),
+    [
+        (NGRAM, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size above 1"),
+        (drafts_of(Path("/models/small")), {"tensor_parallel_size": 2}, "use method ngram, or one rank"),
+    ],
+    ids=["pipeline stages", "a draft model over several ranks"],
+)
+def test_layouts_that_cannot_speculate_yet_are_refused_by_name(
+    speculative: SpeculativeConfig, layout: dict[str, int], message: str
+) -> None:
+    with pytest.raises(NotBuiltError, match=message):
+        EngineConfig(model="/models/m", speculative=speculative, **layout)  # type: ignore[arg-type]  # sizes only
 
 
 def test_the_depth_is_live_and_a_draft_model_catches_up_after_0(model: Path, expected: dict[str, list[int]]) -> None:
