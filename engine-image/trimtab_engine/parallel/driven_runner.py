@@ -48,7 +48,7 @@ class DrivenRunner(ModelRunner):
 
     def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
         """Reserve it on every rank; later changes follow."""
-        assert draft is None  # speculative/loading.py refuses a draft model over several ranks
+        assert draft is None  # config.py refuses a draft model beside several ranks
         self.workers.send(InitKvCache(cap_blocks))
         super().init_kv_cache(cap_blocks)
         self.kv_cache.mirror = self.workers.send
