@@ -1,5 +1,6 @@
 """The offline LLM class on a tiny random model: what vLLM's users expect of it."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -192,3 +193,10 @@ def test_prompt_logprobs_come_for_all_tokens_but_the_first(llm: LLM) -> None:
     first, *rest = output.prompt_logprobs
     assert first is None
     assert [ord(character) in (entries or {}) for character, entries in zip("bcd", rest, strict=True)] == [True] * 3
+
+
+def test_structured_outputs_are_held_to(llm: LLM) -> None:
+    params = SamplingParams(structured_outputs={"regex": "[ab]{3}-[0-9]{2}"}, max_tokens=20, seed=1)
+    for output in llm.generate(["one", "two"], params, use_tqdm=False):
+        assert re.fullmatch("[ab]{3}-[0-9]{2}", output.outputs[0].text)
+        assert output.outputs[0].finish_reason == "stop"
