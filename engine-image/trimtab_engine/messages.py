@@ -236,7 +236,7 @@ class StepStats(msgspec.Struct, array_like=True):
     config_values: dict[str, float] | None = None
     """The applied live values; sent when they changed and about once a second."""
     wire_bytes: dict[str, int] = {}
-    """Sent by the core's own rank to other ranks in this step, by kind of collective."""
+    """Between the core's own rank and other ranks in this step, by kind of collective (parallel/groups.py)."""
     engine_index: int = 0
     """Which of several data-parallel cores; the client fills it in, which knows whom it hears."""
     num_drafts: int = 0

@@ -222,7 +222,7 @@ class ModelRunner:
         return scores
 
     def take_wire_bytes(self) -> dict[str, int]:
-        """What this rank has sent to others since the last call, by collective: alone it sends nothing."""
+        """What went over this rank's wire since the last call, by kind of collective: alone it has none."""
         return {}
 
     def close(self) -> None:

@@ -168,7 +168,7 @@ class EngineMetrics:
         self._success = self._labelled_counter("vllm:request_success", "Finished requests", "finished_reason")
         self._preempted = self._labelled_counter("trimtab_preempted_requests", "Preempted requests", "mode", "reason")
         self._wire = self._labelled_counter(
-            "trimtab_wire_bytes", "Bytes that the core's own rank sent to other ranks", "collective"
+            "trimtab_wire_bytes", "Bytes between the core's own rank and other ranks", "collective"
         )
         self._blocked = self._labelled_counter(
             "trimtab_blocked_seconds", "Seconds in which the head of the queue could not be admitted", "reason"

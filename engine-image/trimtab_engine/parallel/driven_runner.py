@@ -22,7 +22,7 @@ class DrivenRunner(ModelRunner):
         self.wave = None if lockstep is None else Wave(lockstep)
 
     def take_wire_bytes(self) -> dict[str, int]:
-        """What this rank has sent to others since the last call, by kind of collective."""
+        """What went over this rank's wire since the last call, by kind of collective."""
         return self._meter.take()
 
     def close(self) -> None:

@@ -1,9 +1,11 @@
 """Groups of ranks that compute together: collectives over torch.distributed, counted in bytes on the wire.
 
-gloo on the CPU, NCCL on CUDA; a group whose backend knows only host memory stages a device's tensors through it. What
-a rank sends is counted by what a ring sends, whatever the backend's own algorithm: n ranks, s bytes each,
+gloo on the CPU, NCCL on CUDA; a group whose backend knows only host memory stages a device's tensors through it.
+Counted is what a rank sends in a ring, whatever the backend's own algorithm, for n ranks with s bytes each; and at both
+ends what goes one way only:
 
-all_reduce 2 s (n-1)/n · all_gather s (n-1) · reduce_scatter s (n-1)/n of the whole s · gather, point to point s
+all_reduce 2 s (n-1)/n · all_gather s (n-1) · reduce_scatter s (n-1)/n of the whole s · point to point s · gather s,
+on the rank that gathers s (n-1)
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 @dataclass(slots=True)
 class WireMeter:
-    """Bytes that this rank has sent, by kind of collective."""
+    """Bytes on this rank's wire, by kind of collective."""
 
     sent_bytes: dict[str, int] = field(default_factory=dict)
 
@@ -22,7 +24,7 @@ class WireMeter:
         self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + num_bytes
 
     def take(self) -> dict[str, int]:
-        """What was sent since the last call."""
+        """What was counted since the last call."""
         sent, self.sent_bytes = self.sent_bytes, {}
         return sent
 
@@ -70,6 +72,7 @@ class RankGroup:
             self._meter.add("gather", x.nbytes)
             dist.gather(wire, None, self._ranks[0], group=self._group)
             return None
+        self._meter.add("gather", x.nbytes * (self.size - 1))
         parts = [torch.empty_like(wire) for _ in self._ranks]
         dist.gather(wire, parts, self._ranks[0], group=self._group)
         return torch.cat(parts, dim=1).to(x.device)
@@ -81,6 +84,7 @@ class RankGroup:
 
     def receive(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """Into x, from the rank at this place of the group."""
+        self._meter.add("point_to_point", x.nbytes)
         wire = torch.empty_like(x, device="cpu") if self._stages_on_host and x.device.type != "cpu" else x
         dist.recv(wire, self._ranks[index], group=self._group)
         return x if wire is x else x.copy_(wire)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 from trimtab_engine.model_config import parse_model_config
 from trimtab_engine.models.checkpoint import expected_shapes
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 180.0  # generous: several processes each load torch, perhaps on a busy machine
 DEATH_SECONDS = 10.0  # within which a dead rank ends the engine
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -246,3 +247,71 @@ def test_a_rank_that_is_killed_ends_the_engine_by_name_and_requests_get_a_5xx(
         rf"trimtab-engine: .*rank {victim['rank']} \(.*pid {victim['pid']}\) was killed by SIGKILL", last
     )
     assert not Path(f"/proc/{victim['pid']}").exists()
+
+
+@pytest.fixture
+def second_node(tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts the other node of two: the same flags, and nothing of its own."""
+    nodes: list[subprocess.Popen[bytes]] = []
+
+    def start(*flags: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "trimtab_engine.cli", "serve", str(tiny_model), "--load-format", "dummy"]
+        command += [
+            "--device",
+            "cpu",
+            "--cpu-threads",
+            "1",
+            "--max-model-len",
+            "256",
+            "--num-gpu-blocks-override",
+            "40",
+        ]
+        command += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--device-memory-bytes", "4Gi", *flags]
+        with (tmp_path / "node").open("wb") as stream:
+            nodes.append(subprocess.Popen([*command, "--node-rank", "1"], stderr=stream))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        if node.poll() is None:
+            node.kill()
+        node.wait()
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_two_nodes_give_the_text_of_one_rank_and_end_together(
+    serve: Serve, second_node: Callable[..., subprocess.Popen[bytes]], expected: list[str], tmp_path: Path
+) -> None:
+    flags = ("-pp", "2", "--nnodes", "2", "--master-port", free_port())
+    node = second_node(*flags)  # it waits for node 0, whichever comes first
+    engine = serve(*flags)
+    assert engine.texts() == expected
+    rows = engine.layout()["ranks"]
+    assert [tuple(row["layers"]) for row in rows] == [(0, 0), (1, 1)]
+    children = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
+    assert [str(rows[0]["pid"])] == children, "node 1 has the first stage"
+    os.kill(int(children[0]), signal.SIGKILL)
+    assert engine.process.wait(2 * DEATH_SECONDS) == 1
+    assert node.wait(2 * DEATH_SECONDS) == 1
+    assert "node 1 ends: a rank of the engine has ended" in (tmp_path / "node").read_text()
+    assert "a rank of the engine died: rank 0 (" in engine.log.read_text().splitlines()[-1]
+
+
+def test_a_node_whose_engine_core_is_gone_ends(
+    serve: Serve, second_node: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    flags = ("-tp", "2", "--nnodes", "2", "--master-port", free_port())
+    node = second_node(*flags)
+    engine = serve(*flags)
+    core = next(row for row in engine.layout()["ranks"] if row["rank"] == 0)
+    os.kill(core["pid"], signal.SIGSTOP)  # as a node that is paused: nobody closes a connection
+    try:
+        assert node.wait(2 * DEATH_SECONDS) == 1
+    finally:
+        os.kill(core["pid"], signal.SIGKILL)
+    assert "rank 1 ends: the engine core is gone" in (tmp_path / "node").read_text()

@@ -61,7 +61,7 @@ def test_a_rank_that_stands_still_is_told_within_ten_seconds(
     finally:
         os.kill(victim, signal.SIGKILL)
     assert "rank 1 " in cause
-    assert "has been silent for 7 s" in cause
+    assert "has been silent for 5 s" in cause
 
 
 def test_a_rank_that_cannot_start_is_told_and_leaves_no_process(

@@ -111,3 +111,19 @@ def test_truncated_files_are_one_clear_line(tmp_path: Path) -> None:
         file.write_bytes(data[:size])
         with pytest.raises(ModelError, match=r"truncated"):
             open_source(str(file))
+
+
+def test_a_part_of_a_tensor_is_that_part_of_the_whole(tmp_path: Path) -> None:
+    for kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0):
+        a_gguf(tmp_path / "model.gguf", kind)
+        source = open_source(str(tmp_path / "model.gguf"))
+        query = "model.layers.0.self_attn.q_proj.weight"  # rows are cut between heads of 8
+        assert torch.equal(source.tensor(query, rows=(8, 24)), source.tensor(query)[8:24])
+        down = "model.layers.0.mlp.down_proj.weight"
+        assert torch.equal(source.tensor(down, columns=(3, 9)), source.tensor(down)[:, 3:9])
+
+
+def test_only_llamas_query_and_key_rows_are_permuted(tmp_path: Path) -> None:
+    tensors = a_gguf(tmp_path / "model.gguf", architecture="qwen2")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(open_source(str(tmp_path)).tensor(name), pairs_from_halves(tensors[name], 4))
