@@ -143,6 +143,22 @@ def test_drafts_change_nothing_and_are_accepted_where_the_grammar_allows_them(
     assert len(drafted["r0"]) < len(plain["r0"]) / 2  # steps
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"seed": 3}, {}, {"min_tokens": 20}], ids=str)
+def test_a_draft_model_that_knows_no_grammar_does_not_break_it(tiny_model: Path, sampling: dict[str, Any]) -> None:
+    """Drafts that the grammar forbids fall, drawn ones too, also where they would go past its end."""
+    itself = SpeculativeConfig(method="draft_model", model=str(tiny_model), num_speculative_tokens=4)
+    speculation: dict[str, Any] = {"speculative": itself, "num_speculative_tokens": 4, "num_speculative_tokens_cap": 4}
+    regexes = ("[a-z]{8}", "(yes|no|perhaps)", "(ab ){6}", "(.|\\n){1,12}")
+    requests = [a_request(f"r{n}", LLMatcher.grammar_from_regex(regex), **sampling) for n, regex in enumerate(regexes)]
+    drafted = serve(an_engine(tiny_model, **speculation), *requests)
+    for (name, outputs), regex in zip(drafted.items(), regexes, strict=True):
+        assert outputs[-1].finish_reason == "stop", name
+        assert re.fullmatch(regex, text(outputs)), name
+    if "temperature" in sampling or "seed" in sampling:
+        plain = serve(an_engine(tiny_model), *requests)
+        assert {n: text(o) for n, o in drafted.items()} == {n: text(o) for n, o in plain.items()}
+
+
 def test_the_end_of_the_grammar_ends_the_request_with_its_last_token_as_text(tiny_model: Path) -> None:
     (outputs,) = serve(an_engine(tiny_model), a_request("r", LLMatcher.grammar_from_regex("abc"))).values()
     assert [output.token_ids for output in outputs] == [[97], [98], [99]]
