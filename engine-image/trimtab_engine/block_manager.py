@@ -53,8 +53,7 @@ class BlockManager:
             raise ValueError(f"num_blocks is {num_blocks}; it must be above 0 and at most cap_blocks {cap_blocks}")
         self.block_size = block_size
         self.swap_space = swap_space or SwapSpace(0, 0)
-        self.num_evicted = 0
-        """Cached blocks that were evicted so far."""
+        self._num_evicted = 0
         self._cap = cap_blocks
         self._num_total = num_blocks
         self._num_users = [0] * cap_blocks
@@ -83,6 +82,11 @@ class BlockManager:
     @property
     def cap(self) -> int:
         return self._cap
+
+    def take_evicted(self) -> int:
+        """Cached blocks that were taken for something else since the last call."""
+        evicted, self._num_evicted = self._num_evicted, 0
+        return evicted
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold that many tokens."""
@@ -114,7 +118,7 @@ class BlockManager:
         else:
             block, _ = self._cached.popitem(last=False)
             self._forget(block)
-            self.num_evicted += 1
+            self._num_evicted += 1
         self._num_users[block] = 1
         return block
 

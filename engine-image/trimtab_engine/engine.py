@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from trimtab_engine.batch import Batch, Preempted
 from trimtab_engine.device import Device
 from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.execution import Execution, Flight, PreparedStep, StepResult
@@ -25,18 +24,15 @@ from trimtab_engine.memory import Ledger, MemoryFormula
 from trimtab_engine.memory_plan import PlanBase, plan_memory
 from trimtab_engine.messages import AddRequest, EngineState, RequestOutput, StepOutputs, StepStats, TokenLogprobs
 from trimtab_engine.model_runner import ModelRunner
-from trimtab_engine.preemption import PreemptionCosts
+from trimtab_engine.preemption_watch import PreemptionWatch
 from trimtab_engine.request import Request, RequestStatus
 from trimtab_engine.scheduler import Sampled, Scheduler
+from trimtab_engine.step_stats import step_stats
 from trimtab_engine.structured.compiler import GrammarCompiler
 from trimtab_engine.structured.matcher import GrammarMatcher
 
 REPORT_SECONDS = 1.0  # how often the ledger and the live values are sent when nothing changed
-RATE_WEIGHT = 0.1  # of the newest step in the running means: tokens per second, and what preemption costs
-MIN_MEASURED_TOKENS = 32  # of a step of prefill alone, to tell what computing a token costs
-PREEMPTION_WARNING_SECONDS = 10.0  # between two warnings; each gives the number of preemptions so far
-
-NO_BATCH = Batch(0, [], 0, [])
+RATE_WEIGHT = 0.1  # of the newest step in the running mean of tokens per second
 
 LayoutReport = dict[str, Any]
 Item = TypeVar("Item")
@@ -83,9 +79,7 @@ class Engine:
         """In the order in which they land. Several only with pipeline stages."""
         self._ready: list[RequestOutput] = []
         """Outputs that the next step() reports."""
-        self._num_preempted = 0
-        self._num_evicted = 0
-        self._last_warning = float("-inf")
+        self._preemption = PreemptionWatch(parts.scheduler)
         self._announced: set[str] = set()
         self._last_report = -REPORT_SECONDS
         self._drain_deadline: float | None = None
@@ -186,7 +180,7 @@ class Engine:
             return None
         batch = self._scheduler.schedule(now)
         if batch.preempted:
-            self._warn_of_preemption(batch.preempted, now)
+            self._preemption.warn(batch.preempted, now)
         if not batch.sequences:
             return None
         return self._execution.prepare(batch, depth=self._scheduler.policy.num_speculative_tokens)
@@ -205,7 +199,7 @@ class Engine:
             if request.grammar is not None and isinstance(tokens, list):
                 _end_with_grammar(request.grammar, tokens)
         sampled = self._scheduler.update(batch, result.token_ids, now)
-        self._measure_costs(flight, result, now)
+        self._preemption.measure(flight, result, now)
         for entry, positions in zip(sampled, result.logprobs, strict=True):
             if entry[1] != []:  # else it ended while the step was in flight
                 self._ready.append(self._output(self._follow_grammar(entry), positions))
@@ -223,41 +217,18 @@ class Engine:
     def _report(self, step: PreparedStep | None, result: StepResult, started: float) -> StepOutputs:
         self._lifecycle.on_step_end()
         outputs, self._ready = self._ready, []
-        stats = self._stats(step, result, started, self._clock())
+        now = self._clock()
+        stats = step_stats(step, result, self._scheduler, self._kv_cache)
+        stats.time, stats.step_seconds = now, now - started
+        stats.num_deferred = self._grammars.num_waiting
+        stats.config_generation = self._live.generation
+        stats.wire_bytes = self._runner.take_wire_bytes()
+        if now - self._last_report >= REPORT_SECONDS:
+            self._last_report = now
+            stats.memory_bytes = self.ledger().by_kind()
+            stats.config_values = self._live.numbers()
         self._note_rate(stats)
         return StepOutputs(outputs, stats)
-
-    def _measure_costs(self, flight: Flight, result: StepResult, now: float) -> None:
-        """What a preempted token costs, from steps of prefill alone, and what a swapped block costs."""
-        costs, batch = self._scheduler.costs, flight.step.batch
-        num_swapped = len(batch.swap_out) + len(batch.swap_in)
-        per_token, per_block = costs.recompute_seconds_per_token, costs.swap_seconds_per_block
-        if flight.step.kind == "prefill" and batch.num_tokens >= MIN_MEASURED_TOKENS:
-            seconds = (now - flight.started - result.swap_seconds) / batch.num_tokens
-            per_token += RATE_WEIGHT * (seconds - per_token)
-        if num_swapped:
-            per_block += RATE_WEIGHT * (result.swap_seconds / num_swapped - per_block)
-        self._scheduler.costs = PreemptionCosts(per_token, per_block)
-
-    def _warn_of_preemption(self, preempted: list[Preempted], now: float) -> None:
-        """vLLM's line, which people and alerts look for."""
-        self._num_preempted += len(preempted)
-        if now - self._last_warning < PREEMPTION_WARNING_SECONDS:
-            return
-        self._last_warning = now
-        first = preempted[0]
-        logger.warning(
-            "Sequence group %s is preempted by PreemptionMode.%s mode because there is not enough KV cache space. This "
-            "can affect the end-to-end performance. Increase gpu_memory_utilization or tensor_parallel_size to provide "
-            "more KV cache memory. total_cumulative_preemption_cnt=%d (tokens %s: %d; KV blocks in use: %d of %d)",
-            first.request.request_id,
-            first.mode.upper(),
-            self._num_preempted,
-            "to compute again" if first.mode == "recompute" else "moved to the swap space",
-            first.num_tokens,
-            self._scheduler.num_blocks_used,
-            self._scheduler.num_blocks_total,
-        )
 
     def _follow_grammar(self, sampled: Sampled) -> Sampled:
         """Move a request's grammar on by its new token. Its end ends the request, also before min_tokens; an error too,
@@ -487,52 +458,6 @@ class Engine:
     def memory_plan(self, body: Any) -> tuple[int, dict[str, Any]]:
         """What another configuration would give: HTTP status and body."""
         return plan_memory(replace(self._plan, formula=self._formula), body)
-
-    def _stats(self, step: PreparedStep | None, result: StepResult, started: float, ended: float) -> StepStats:
-        scheduler, counts = self._scheduler, self._scheduler.take_stats()
-        batch = step.batch if step is not None else NO_BATCH
-        evicted, self._num_evicted = scheduler.blocks.num_evicted - self._num_evicted, scheduler.blocks.num_evicted
-        stats = StepStats(
-            step=batch.step,
-            time=ended,
-            step_seconds=ended - started,
-            kind=step.kind if step is not None else "idle",
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_deferred=self._grammars.num_waiting,
-            kv_blocks_used=scheduler.num_blocks_used,
-            kv_blocks_total=self._kv_cache.num_blocks,
-            kv_blocks_cap=self._kv_cache.cap_blocks,
-            num_scheduled_tokens=batch.num_tokens,
-            num_prompt_tokens=counts.num_prompt_tokens,
-            num_generation_tokens=counts.num_generation_tokens,
-            num_batch_requests=step.num_requests if step is not None else 0,
-            preempted=counts.preempted,
-            recomputed_tokens=counts.recomputed_tokens,
-            preempt_stall_seconds=counts.preempt_stall_seconds,
-            blocked_seconds=counts.blocked_seconds,
-            num_cached_prompt_tokens=counts.num_cached_prompt_tokens,
-            prefix_cache_queries=counts.prefix_cache_queries,
-            prefix_cache_hits=counts.prefix_cache_hits,
-            swapped_out_bytes=len(batch.swap_out) * self._kv_cache.bytes_per_block,
-            swapped_in_bytes=len(batch.swap_in) * self._kv_cache.bytes_per_block,
-            swap_seconds=result.swap_seconds,
-            num_waiting_tokens=scheduler.num_waiting_tokens,
-            oldest_waiting_arrival=scheduler.oldest_arrival(),
-            kv_blocks_cached=scheduler.blocks.num_cached,
-            evicted_blocks=evicted,
-            token_budget=scheduler.policy.max_num_batched_tokens,
-            config_generation=self._live.generation,
-            wire_bytes=self._runner.take_wire_bytes(),
-            num_drafts=result.speculation.num_drafts,
-            num_draft_tokens=result.speculation.num_draft_tokens,
-            accepted_per_position=result.speculation.accepted_per_position,
-        )
-        if ended - self._last_report >= REPORT_SECONDS:
-            self._last_report = ended
-            stats.memory_bytes = self.ledger().by_kind()
-            stats.config_values = self._live.numbers()
-        return stats
 
     def _note_rate(self, stats: StepStats) -> None:
         if stats.step_seconds > 0 and stats.num_generation_tokens:
