@@ -50,11 +50,16 @@ class Engine:
         self.log = log
         with log.open("wb") as stream:
             self.process = subprocess.Popen(command, stderr=stream)
-        self.wait_for(lambda: len(self._ports()) == 2, "two listening ports")
-        self.http, self.admin = (
-            httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_SECONDS) for port in self._ports()
-        )
-        self.wait_for(lambda: self.http.get("/readyz").status_code == 200, "readiness")
+        try:
+            self.wait_for(lambda: len(self._ports()) == 2, "two listening ports")
+            self.http, self.admin = (
+                httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_SECONDS) for port in self._ports()
+            )
+            self.wait_for(lambda: self.http.get("/readyz").status_code == 200, "readiness")
+        except AssertionError:  # nobody else knows the process yet
+            self.process.kill()
+            self.process.wait()
+            raise
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + DEADLINE_SECONDS
