@@ -12,4 +12,54 @@ class Prediction:
     prediction: str
 
 
-PREDICTIONS: tuple[Prediction, ...] = ()
+PREDICTIONS: tuple[Prediction, ...] = (
+    Prediction(
+        "paged decode attention, 64k tokens or more in all",
+        "0.85 of copy bandwidth",
+        "0.75 to 0.90. The split gives every shape at least 8 programs per multiprocessor; the block-table look-up in "
+        "front of each tile is the risk, and one extra launch costs the smallest shapes 3 to 5 µs of about 65",
+    ),
+    Prediction(
+        "prefill attention, 8k, causal, heads of 128",
+        "0.60 of 990 TFLOP/s",
+        "0.40 to 0.55, so below the bar: warp-group products are used, but keys come by gathered asynchronous copies "
+        "and not by the tensor memory accelerator, and softmax and products do not overlap across warp groups",
+    ),
+    Prediction(
+        "memory-bound kernels",
+        "0.90 of copy bandwidth",
+        "0.88 to 0.95 at 16k tokens: each byte is read and written once, in vectors of 16 bytes",
+    ),
+    Prediction(
+        "fp8 block product, 1024 tokens and more",
+        "0.70 of the measured fp8 peak",
+        "0.45 to 0.60 untuned: the fp32 addition after every 128 columns takes registers (215 of 255) and time",
+    ),
+    Prediction(
+        "fp8 block product, 32 tokens and fewer",
+        "0.80 of weight-read bandwidth",
+        "0.60 to 0.80: matrices of 16 MiB take 4 µs, of which the second launch of a shared sum is a good part; above "
+        "0.80 for matrices of 100 MiB",
+    ),
+    Prediction(
+        "fused MoE, Qwen3-30B-A3B and DeepSeek-V3 shapes",
+        "0.65 of the binding limit",
+        "0.50 to 0.70 for many tokens; below 0.4 for one token, where eight launches take longer than the weights",
+    ),
+    Prediction(
+        "Llama-3.1-8B, bf16, decode of 1, 32 and 256 sequences at 1k",
+        "0.90, 0.85, 0.75 of the limit",
+        "without CUDA graphs 0.3, 0.5 and 0.6: about 300 launches per step at 5 to 8 µs of host time each. The bars need "
+        "the graphs, which are not built",
+    ),
+    Prediction(
+        "Llama-3.1-8B, prefill", "0.70 of 52.6k tokens/s", "0.65 to 0.75: cuBLAS products dominate at 1k tokens"
+    ),
+    Prediction(
+        "nano-vllm's workload, Qwen3-0.6B and 8B shapes", "0.60 of the ideal", "0.1 and 0.4 without CUDA graphs"
+    ),
+    Prediction("GPU busy at 32 sequences or more", "0.97", "0.5 to 0.7 without CUDA graphs"),
+    Prediction(
+        "live KV resize of 10 GiB under load", "stall of 200 ms at most", "none: mapping by virtual memory is not built"
+    ),
+)
