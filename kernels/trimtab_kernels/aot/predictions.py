@@ -49,7 +49,7 @@ PREDICTIONS: tuple[Prediction, ...] = (
     Prediction(
         "Llama-3.1-8B, bf16, decode of 1, 32 and 256 sequences at 1k",
         "0.90, 0.85, 0.75 of the limit",
-        "without CUDA graphs 0.3, 0.5 and 0.6: about 300 launches per step at 5 to 8 µs of host time each. The bars need "
+        "without CUDA graphs 0.3, 0.5 and 0.6: about 300 launches per step at 5 to 8 µs of host time. The bars need "
         "the graphs, which are not built",
     ),
     Prediction(
