@@ -146,9 +146,9 @@ def _sample(
         x = tl.load(row + tokens, mask=tokens < vocab_size, other=float("-inf"))
         highest = tl.maximum(highest, x)
     top = tl.max(highest, 0) * inverse
-    # p >= m * p_max  <=>  x >= x_max + log(m)
+    # p >= m * p_max  <=>  x >= x_max + log(m). A smaller literal than 1e-37 would be a float64 in Triton 3.6.
     least = tl.load(min_p + index)
-    threshold = tl.where(least > 0.0, top + tl.log(tl.maximum(least, 1e-38)), float("-inf"))
+    threshold = tl.where(least > 0.0, top + tl.log(tl.maximum(least, 1e-37)), float("-inf"))
     threshold = tl.minimum(threshold, top)
     count = tl.load(top_k + index)
     mass = tl.load(top_p + index)

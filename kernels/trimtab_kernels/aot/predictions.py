@@ -16,7 +16,7 @@ PREDICTIONS: tuple[Prediction, ...] = (
     Prediction(
         "paged decode attention, 64k tokens or more in all",
         "0.85 of copy bandwidth",
-        "0.75 to 0.90. The split gives every shape at least 8 programs per multiprocessor; the block-table look-up in "
+        "0.75 to 0.90. The split aims at 8 programs per multiprocessor; the block-table look-up in "
         "front of each tile is the risk, and one extra launch costs the smallest shapes 3 to 5 µs of about 65",
     ),
     Prediction(

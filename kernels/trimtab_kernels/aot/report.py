@@ -12,7 +12,8 @@ COMMAND = "make aot"
 INTRODUCTION = """No GPU was at hand: **nothing on this page is measured on a device.** Registers, spills and shared
 memory are those of the compiled machine code. `make bench-gpu` measures."""
 LEGEND = """Per target (sm_80 A100, sm_89 L40, sm_90 H200, sm_100 B200): registers per thread · shared memory in KiB,
-and bytes spilled per thread where there are any. `w` marks warp-group matrix instructions (sm_90)."""
+and bytes spilled per thread where there are any. `w` marks warp-group matrix instructions (sm_90).
+A dash: that target was not compiled in this run (`--targets`), or lacks float8."""
 
 
 def recorded_keys(results: Path | None) -> set[str]:
