@@ -67,6 +67,7 @@ def serve(engine: Engine, link: Link, profiler: Profiler) -> None:
                 case StartWave():
                     engine.join_wave(message.number)
                 case Shutdown():
+                    engine.finish_wave()
                     return
         link.send_step(engine.step())
         profiler.on_step()

@@ -375,6 +375,13 @@ class Engine:
         if self._runner.wave is not None:
             self._runner.wave.announce = announce
 
+    def finish_wave(self) -> None:
+        """Before this core ends: drop what runs, and take part in the wave that is on until it is over for all."""
+        if self._execution.is_needed:
+            self._scheduler.abort(self._scheduler.unfinished_request_ids())
+        while self._execution.is_needed:
+            self.step()
+
     def join_wave(self, number: int) -> None:
         """Another core has begun it."""
         if self._runner.wave is not None:

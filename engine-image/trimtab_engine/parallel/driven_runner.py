@@ -32,7 +32,10 @@ class DrivenRunner(ModelRunner):
     def send(self, inputs: StepInputs) -> None:
         """The other ranks begin at once. Stages before this one's run ahead of it."""
         if self.wave is not None:
-            inputs.num_rows = self.wave.agree_on_rows(self.padded_rows(inputs))
+            try:
+                inputs.num_rows = self.wave.agree_on_rows(self.padded_rows(inputs))
+            except RuntimeError as error:  # torch's, when another core has ended
+                raise self.workers.cause_of(error) from error
             if inputs.num_rows == 0:
                 return  # no core has work: the wave is over
         self.workers.send(Step(inputs))
