@@ -49,7 +49,23 @@ def test_every_family_of_the_contract_is_there(metrics: EngineMetrics) -> None:
     named = re.findall(r"`([a-z_]+)(?:\{[^}]*\})?`", section)
     present = {family.removeprefix("vllm:") for family in families(metrics)}
     # "vllm", "model_name" and the like are words of the text, not families
-    words = {"model_name", "engine", "mode", "reason", "kv", "seqs", "tokens", "prefill", "decode", "mixed"}
+    words = {
+        "model_name",
+        "engine",
+        "mode",
+        "reason",
+        "kv",
+        "seqs",
+        "tokens",
+        "prefill",
+        "decode",
+        "mixed",
+        "all_gather",
+        "all_reduce",
+        "gather",
+        "point_to_point",
+        "reduce_scatter",
+    }
     missing = {n.removesuffix("_total") if n != "iteration_tokens_total" else n for n in named} - words - present
     assert not missing
 
