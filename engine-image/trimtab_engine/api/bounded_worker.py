@@ -30,6 +30,10 @@ class WorkerDied(WorkerError):
     """Its process ended: it crashed, or took too much memory."""
 
 
+class NotText(WorkerError):
+    """The request holds half of a surrogate pair, which UTF-8 cannot say. No process was asked."""
+
+
 class AllBusy(WorkerError):
     """Too many calls wait already."""
 
@@ -56,6 +60,10 @@ class WorkerPool:
 
     async def call(self, request: Any) -> Any:
         """The worker's answer. Raises a WorkerError when there is none."""
+        try:
+            frame = encode_frame(request)
+        except UnicodeEncodeError:
+            raise NotText("it holds half of a surrogate pair, which is no text") from None
         if self._num_waiting >= self._limits.max_waiting:
             raise AllBusy
         self._num_waiting += 1
@@ -64,15 +72,15 @@ class WorkerPool:
         finally:
             self._num_waiting -= 1
         try:
-            return await self._call(request)
+            return await self._call(frame)
         finally:
             self._free.release()
 
-    async def _call(self, request: Any) -> Any:
+    async def _call(self, frame: bytes) -> Any:
         worker = self._idle.pop() if self._idle else await self._started()
         answered = False
         try:
-            answer = await worker.ask(request, self._limits.seconds)
+            answer = await worker.ask(frame, self._limits.seconds)
             answered = True
             return answer
         finally:  # cancelled in the middle, its answer would be the next one's
@@ -94,7 +102,7 @@ class WorkerPool:
         )
         self._workers.add(worker)
         try:
-            await worker.ask(self._start, START_SECONDS)
+            await worker.ask(encode_frame(self._start), START_SECONDS)
         except BaseException:
             self._end(worker)
             raise
@@ -118,9 +126,9 @@ class _Worker:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    async def ask(self, request: Any, seconds: float) -> Any:
+    async def ask(self, frame: bytes, seconds: float) -> Any:
         try:
-            return await asyncio.wait_for(self._exchange(encode_frame(request)), seconds)
+            return await asyncio.wait_for(self._exchange(frame), seconds)
         except TimeoutError:
             raise TookTooLong(f"it took more than {seconds:g} s") from None
         except (ConnectionError, asyncio.IncompleteReadError):

@@ -1,13 +1,15 @@
 """Chat templates for the server: rendered in processes that can be killed, so that none holds up other requests."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trimtab_engine.api.bounded_worker import AllBusy, TookTooLong, WorkerError, WorkerLimits, WorkerPool
+from trimtab_engine.api.bounded_worker import AllBusy, NotText, TookTooLong, WorkerError, WorkerLimits, WorkerPool
 from trimtab_engine.api.error_responses import ApiError, invalid
 from trimtab_engine.chat_template import ChatTemplates
 from trimtab_engine.errors import ModelError
+from trimtab_engine.tokenizer import well_formed
 
 LIMITS = WorkerLimits(seconds=2.0, max_workers=4, max_waiting=4096)
 """Usual is a millisecond for a conversation of a hundred messages. Four, so that three that do not end leave one."""
@@ -60,7 +62,10 @@ class ChatRenderer:
             "max_characters": max_characters,
         }
         try:
-            answer = await self._pool.call(request)
+            try:
+                answer = await self._pool.call(request)
+            except NotText:
+                answer = await self._pool.call(json.loads(well_formed(json.dumps(request, ensure_ascii=False))))
         except AllBusy:
             raise ApiError(503, "too many conversations wait to be rendered", retry_after=RETRY_SECONDS) from None
         except WorkerError as error:

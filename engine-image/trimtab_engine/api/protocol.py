@@ -25,6 +25,7 @@ MAX_PRIORITY = 2**31 - 1
 MAX_TEMPLATE_VALUES = 16
 MAX_FIELDS = 256  # of one JSON object: each unknown one is reported, and many would hold up other requests
 MAX_INT64 = 2**63 - 1
+LEAST_TEMPERATURE = 1e-5  # below it a choice is greedy, as in vLLM: logits divided by less overflow
 
 # Field: values that ask for nothing and are therefore fine.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -136,7 +137,7 @@ class GenerationRequest(RestrictionFields):
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min(self.min_tokens, max_tokens),
-            temperature=1.0 if self.temperature is None else self.temperature,
+            temperature=_temperature(self.temperature),
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),
             min_p=self.min_p or 0.0,
@@ -153,6 +154,12 @@ class GenerationRequest(RestrictionFields):
             bad_words=restrictions.bad_words,
             grammar=restrictions.grammar,
         )
+
+
+def _temperature(given: float | None) -> float:
+    if given is None:
+        return 1.0
+    return given if given >= LEAST_TEMPERATURE else 0.0
 
 
 Texts = Annotated[list[str], Field(fail_fast=True)]

@@ -43,6 +43,11 @@ async def test_conversations_are_rendered_by_the_template(make: Make) -> None:
     assert await say(renderer, "hi", tools=[{"name": "f"}], variables={"x": 1}) == "hif1"
 
 
+async def test_half_a_surrogate_pair_becomes_the_replacement_character(make: Make) -> None:
+    renderer = await make("{{ messages[0].content }}")
+    assert await say(renderer, "a\ud800b") == "a\ufffdb"
+
+
 async def test_a_conversation_that_does_not_end_is_400_while_others_are_rendered(make: Make) -> None:
     renderer = await make(ENDLESS_ON_DEMAND)
     await renderer.check()

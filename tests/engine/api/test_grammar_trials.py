@@ -37,6 +37,12 @@ async def refusal(trials: GrammarTrials, constraint: Constraint) -> ApiError:
     return refused.value
 
 
+async def test_half_a_surrogate_pair_is_refused(trials: GrammarTrials) -> None:
+    error = await refusal(trials, Constraint("regex", "\ud800"))
+    assert error.status == 400
+    assert "surrogate" in error.message
+
+
 async def test_a_grammar_that_passes_comes_in_llguidances_form(trials: GrammarTrials) -> None:
     assert await trials.grammar(Constraint("choice", ("a", "b"))) == 'start: "a" | "b"'
 

@@ -40,3 +40,9 @@ def test_a_request_with_many_faults_is_refused_for_the_first_few(model: type[Bas
         model.model_validate(body)
     assert refused.value.error_count() <= MAX_FINDINGS
     assert time.process_time() - began < CPU_SECONDS
+
+
+@pytest.mark.parametrize(("given", "sampled"), [(None, 1.0), (0.0, 0.0), (1e-300, 0.0), (1e-6, 0.0), (1e-5, 1e-5)])
+def test_a_temperature_by_which_logits_would_overflow_is_greedy(given: float | None, sampled: float) -> None:
+    request = CompletionRequest.model_validate({"prompt": "a", "temperature": given})
+    assert request.sampling(max_tokens=1, logprobs=None, index=0).temperature == sampled
