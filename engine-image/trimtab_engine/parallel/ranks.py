@@ -90,6 +90,10 @@ class Layout:
             groups.setdefault(key(self.place(rank)), []).append(rank)
         return tuple(tuple(ranks) for ranks in groups.values())
 
+    def data_rank(self, config: EngineConfig) -> int:
+        """Which of its world's data-parallel cores this one is; a dense model's is the only one of its world."""
+        return config.data_parallel_rank if self.data > 1 else 0
+
     def driver(self, data: int = 0) -> int:
         """The rank in the engine core's own process: of the last stage, which has the logits and samples."""
         return self.rank(Place(0, data, self.pipeline - 1, 0))

@@ -56,13 +56,13 @@ class Worker:
 
     def __init__(self, start: WorkerStart) -> None:
         self._start, self._config = start, start.config
-        self.layout, data = start.layout, start.config.data_parallel_rank
-        self.rank = self.layout.rank_of_process(start.process, data)
+        self.layout, core = start.layout, start.config.data_parallel_rank
+        self.rank = self.layout.rank_of_process(start.process, self.layout.data_rank(start.config))
         self._store = open_store(start.rendezvous, serves=False)
         self._context = zmq.Context()
-        self._control_address = self._store.get(f"control-{data}").decode()
+        self._control_address = self._store.get(f"control-{core}").decode()
         self._control = self._connect(zmq.DEALER, self._control_address)
-        self._steps = self._connect(zmq.PULL, self._store.get(f"steps-{data}-{start.process}").decode())
+        self._steps = self._connect(zmq.PULL, self._store.get(f"steps-{core}-{start.process}").decode())
         self._steps.setsockopt(zmq.RCVHWM, 0)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 

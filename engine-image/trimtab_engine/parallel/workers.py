@@ -36,7 +36,7 @@ class Workers:
     """All ranks but the core's own. Call join() once, then send() and answers(); close() at the end."""
 
     def __init__(self, config: EngineConfig, layout: Layout, on_death: OnDeath | None = None) -> None:
-        data = config.data_parallel_rank if layout.data > 1 else 0
+        data = layout.data_rank(config)
         self.layout, self.rank = layout, layout.driver(data)
         self._num_others = layout.ranks_per_engine - 1
         self._on_one_node = config.nnodes == 1
