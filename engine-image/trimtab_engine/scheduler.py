@@ -309,8 +309,9 @@ class Scheduler:
         return budget
 
     def _chunk_of(self, num_left: int, budget: int) -> int:
-        """How much of a prefill goes into one step: a long one leaves room for others, if there are any."""
-        threshold = self._policy.long_prefill_token_threshold
+        """How much of a prefill goes into one step: a long one leaves room for others, if there are any. All of it
+        where prefills are not cut."""
+        threshold = self._policy.long_prefill_token_threshold if self._chunked_prefill else 0
         if 0 < threshold < num_left and len(self._running) + len(self._waiting) > 1:
             num_left = threshold
         return min(num_left, budget)

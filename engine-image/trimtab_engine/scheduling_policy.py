@@ -16,7 +16,8 @@ class SchedulingPolicy:
     max_num_batched_tokens: int
     """Tokens of one step, over all requests."""
     long_prefill_token_threshold: int = 0
-    """Most tokens of one request's prefill in a step while others could use them too; 0: no limit."""
+    """Most tokens of one request's prefill in a step while others could use them too; 0: no limit, and none without
+    chunked prefill."""
     watermark: float = 0.0
     """Part of the KV blocks that admission leaves free while something runs, so that what runs has room to grow."""
     scheduling_policy: QueueOrder = "fcfs"

@@ -286,7 +286,7 @@ class SchedulerLives(RuleBasedStateMachine):
         assert batch.num_tokens == sum(s.num_tokens for s in batch.sequences) <= policy.max_num_batched_tokens
         assert in_flight or bool(batch.sequences) == bool(self.alive)  # something always runs
         assert self.scheduler.num_running <= max(policy.max_num_seqs, was_running)
-        if not self.chunked and not policy.long_prefill_token_threshold:
+        if not self.chunked:
             assert all(s.samples for s in batch.sequences)
         return Prepared.of(batch)
 
