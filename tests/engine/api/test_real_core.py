@@ -386,16 +386,6 @@ def test_two_servers_give_the_text_of_one_and_end_with_one_of_them(
         pair.end()
 
 
-def test_sigterm_finishes_what_runs_and_ends_with_0(engine: Engine, client: openai.OpenAI) -> None:
-    """The last test: it ends the engine."""
-    stream = complete(client, max_tokens=200, stream=True)
-    next(stream)
-    engine.process.terminate()
-    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
-    assert engine.process.wait(DEADLINE_SECONDS) == 0
-    assert "Traceback" not in engine.log.read_text()
-
-
 def test_drafts_change_the_number_of_steps_and_nothing_else(
     engine: Engine, client: openai.OpenAI, tiny_model: Path
 ) -> None:
@@ -423,6 +413,16 @@ def test_drafts_change_the_number_of_steps_and_nothing_else(
             )
     finally:
         speculating.end()
+
+
+def test_sigterm_finishes_what_runs_and_ends_with_0(engine: Engine, client: openai.OpenAI) -> None:
+    """The last test: it ends the engine."""
+    stream = complete(client, max_tokens=200, stream=True)
+    next(stream)
+    engine.process.terminate()
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+    assert engine.process.wait(DEADLINE_SECONDS) == 0
+    assert "Traceback" not in engine.log.read_text()
 
 
 def counter(engine: Engine, name: str) -> float:
