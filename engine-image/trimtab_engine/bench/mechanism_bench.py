@@ -246,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = json.dumps(result, indent=1)
     print(text)
     if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
         (options.output / f"{options.mechanism}.json").write_text(text + "\n")
     return 0
 
