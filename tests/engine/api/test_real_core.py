@@ -20,22 +20,6 @@ import pytest
 DEADLINE_SECONDS = 120.0  # generous: machines are slow when much is built on them
 END_SECONDS = 5.0  # within which everything must have ended after one process was killed
 PROMPT = "the quick brown fox"
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 258,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "eos_token_id": 256,
-    "hidden_act": "silu",
-    "torch_dtype": "float32",
-}
 
 
 class Engine:
@@ -82,15 +66,6 @@ class Engine:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    for file in tokenizer_folder.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    return folder
 
 
 @pytest.fixture(scope="module")
