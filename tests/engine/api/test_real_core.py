@@ -383,9 +383,9 @@ def test_drafts_change_the_number_of_steps_and_nothing_else(
             assert counter(speculating, "vllm:spec_decode_num_accepted_tokens_total") == accepted
             refused = speculating.admin.patch("/admin/v1/config", json={"num_speculative_tokens": 4}).json()
             assert (refused["max"], refused["nearest"]) == (3, 3)
-            speculating.wait_for(
-                lambda: "SpecDecoding metrics: Mean acceptance length: 4." in speculating.log.read_text(), "the line"
-            )
+            # The drafts that the end of a text cuts short bring the mean below the 4 of every other step.
+            line = re.compile(r"SpecDecoding metrics: Mean acceptance length: (3\.[5-9]|4\.0).* rate: 100\.0%")
+            speculating.wait_for(lambda: bool(line.search(speculating.log.read_text())), "the line")
     finally:
         speculating.end()
 
