@@ -96,8 +96,9 @@ def answer(engine: Engine, profiler: Profiler, call: AdminCall) -> AdminReply:
         case "config_get":
             body = engine.config()
         case "config_patch":
+            before = engine.config()["generation"]
             status, body = engine.patch_config(call.body)
-            if status == 200 and not call.body.get("dry_run"):
+            if status == 200 and body["generation"] != before:
                 logger.info("configuration is now at generation %s: %s", body["generation"], body["desired"])
         case "memory":
             body = engine.ledger().to_json()

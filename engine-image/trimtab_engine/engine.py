@@ -22,7 +22,15 @@ from trimtab_engine.live_config import LiveConfig
 from trimtab_engine.log_level import set_log_level
 from trimtab_engine.memory import Ledger, MemoryFormula
 from trimtab_engine.memory_plan import PlanBase, plan_memory
-from trimtab_engine.messages import AddRequest, EngineState, RequestOutput, StepOutputs, StepStats, TokenLogprobs
+from trimtab_engine.messages import (
+    AddRequest,
+    EngineState,
+    RequestOutput,
+    SamplingParams,
+    StepOutputs,
+    StepStats,
+    TokenLogprobs,
+)
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.preemption_watch import PreemptionWatch
 from trimtab_engine.request import Request, RequestStatus
@@ -129,10 +137,12 @@ class Engine:
     def _queue(self, request: Request) -> None:
         try:
             if request.sampling.grammar is not None and (request.grammar is None or request.grammar.error is not None):
-                raise InvalidRequest("its grammar cannot be built")
+                reason = "its tokenizer cannot be read" if request.grammar is None else request.grammar.error
+                raise InvalidRequest(f"the grammar cannot be built: {reason}")
             self._scheduler.add(request)
-        except InvalidRequest:
-            self._ready.append(RequestOutput(request.request_id, [], RequestStatus.FINISHED_ERROR.value))
+        except InvalidRequest as error:
+            ended = RequestOutput(request.request_id, [], RequestStatus.FINISHED_ERROR.value, error=str(error))
+            self._ready.append(ended)
 
     def abort(self, request_ids: list[str]) -> None:
         """Free these requests' blocks now. The one who aborts knows: no output is sent."""
@@ -239,7 +249,8 @@ class Engine:
             return sampled
         grammar.accept(as_list(token_ids))
         if grammar.error is not None:
-            logger.warning("request %s ends: its grammar cannot go on: %s", request.request_id, grammar.error)
+            request.error = _why_stuck(request.sampling, grammar.error)
+            logger.warning("request %s ends: %s", request.request_id, request.error)
             ended = RequestStatus.FINISHED_ERROR
         elif grammar.is_complete:
             ended = RequestStatus.FINISHED_STOPPED
@@ -271,6 +282,7 @@ class Engine:
                 and token_ids[-1] not in self._runner.facts.eos_token_ids
             )
             output.num_preemptions = request.num_preemptions
+            output.error = request.error
         return output
 
     def _abort_past_drain_deadline(self, now: float) -> None:
@@ -485,6 +497,18 @@ class Engine:
 
 def as_list(value: Item | list[Item]) -> list[Item]:
     return value if isinstance(value, list) else [value]
+
+
+def _why_stuck(sampling: SamplingParams, error: str) -> str:
+    """Where other restrictions leave none of the tokens that a grammar allows, those are what the client can change."""
+    others = {
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "bad_words": sampling.bad_words,
+        "logit_bias": sampling.logit_bias,
+    }
+    given = [name for name, value in others.items() if value]
+    hint = f"; {' and '.join(given)} may leave no token that the grammar allows" if given else ""
+    return f"the output cannot go on as its grammar demands: {error}{hint}"
 
 
 def _end_with_grammar(grammar: GrammarMatcher, token_ids: list[int]) -> None:

@@ -179,6 +179,8 @@ class RequestOutput(msgspec.Struct, array_like=True):
     """Sent with the first output: how many of the prompt's tokens were found in the prefix cache."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Sent with the first output, where they were asked for: of the prompt's tokens from the second on."""
+    error: str = ""
+    """With finish_reason error: what was wrong with the request, in words for its client."""
 
 
 REFUSED = "refused"

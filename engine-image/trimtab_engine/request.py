@@ -73,6 +73,8 @@ class Request:
     """The one of its own stop_token_ids that ended it."""
     grammar: "GrammarMatcher | None" = None
     """What its output must match, after the output tokens so far; the engine moves it on."""
+    error: str = ""
+    """Why it ended with finish_reason error, for its client."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of its prompt's tokens from the second on, as far as they are computed; where they were asked for."""
     num_ever_computed_tokens: int = 0

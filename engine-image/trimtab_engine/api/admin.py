@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 
 from trimtab_engine.api.admin_body import read_json
 from trimtab_engine.api.app import BodyLimit, add_error_handlers
-from trimtab_engine.api.error_responses import ApiError
+from trimtab_engine.api.error_responses import ApiError, shorten
 from trimtab_engine.api.lifecycle_routes import lifecycle_routes
 from trimtab_engine.api.profile_routes import profile_routes
 from trimtab_engine.api.request_identity import bearer_digest
@@ -29,7 +29,7 @@ def build_admin_app(state: ServerState) -> FastAPI:
     app.include_router(_routes(state), dependencies=authorized)
     app.include_router(profile_routes(state), dependencies=authorized)
     app.include_router(lifecycle_routes(state), dependencies=authorized)
-    app.add_middleware(BodyLimit, max_bytes=MAX_ADMIN_BODY_BYTES)
+    app.add_middleware(BodyLimit, max_bytes=MAX_ADMIN_BODY_BYTES, remedy="name fewer fields", respond=_flat)
     return app
 
 
@@ -42,6 +42,7 @@ def _routes(state: ServerState) -> APIRouter:
 
     @router.patch("/config")
     async def patch_config(request: Request, dry_run: str = "0") -> Response:
+        _check_query(request, {"dry_run"})
         body = {
             "values": await read_json(request),
             "if_match": _if_match(request),
@@ -100,6 +101,14 @@ def _if_match(request: Request) -> int | None:
     return int(text)
 
 
+def _check_query(request: Request, known: set[str]) -> None:
+    """A misspelt dry_run must not change anything."""
+    unknown = sorted(request.query_params.keys() - known)
+    if unknown:
+        shown = shorten(unknown[0])
+        raise ApiError(400, f"the query parameter {shown!r} is not known here; there is {', '.join(sorted(known))}")
+
+
 def _flag(name: str, text: str) -> bool:
     if text.lower() in ("1", "true"):
         return True
@@ -118,6 +127,10 @@ def _deadline(body: Any) -> float:
 async def _on_error(_: Request, error: Exception) -> Response:
     """The admin API's errors are flat: {"message"}, as its 412 and 422 are."""
     assert isinstance(error, ApiError)
+    return _flat(error)
+
+
+def _flat(error: ApiError) -> Response:
     return JSONResponse({"message": error.message}, error.status)
 
 

@@ -1,6 +1,7 @@
 """The HTTP application on --port: OpenAI's surface, probes and metrics, behind a body limit and an optional key."""
 
 import contextlib
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -27,6 +28,7 @@ from trimtab_engine.api.streaming import ClientGone
 from trimtab_engine.api.tokenize_routes import tokenize_router
 from trimtab_engine.errors import EngineDead
 
+LOOK = ["GET", "HEAD"]  # load balancers, and aiperf before it measures, look with HEAD
 CLIENT_CLOSED = 499  # nginx's number for it; nobody reads the answer
 
 
@@ -38,7 +40,7 @@ def build_app(state: ServerState) -> FastAPI:
     app.include_router(openai_router(state))
     app.include_router(tokenize_router(state))
     app.add_middleware(ApiKeyGuard, keys=state.options.api_keys)
-    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
+    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, remedy="send a shorter prompt")
     app.add_middleware(RequestIds)
     return app
 
@@ -59,42 +61,41 @@ async def _on_client_gone(_: Request, __: Exception) -> Response:
 def _probes(state: ServerState) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/livez")
+    @router.api_route("/livez", methods=LOOK)
     async def livez() -> Response:
         if state.core.is_alive:
             return PlainTextResponse("ok")
         return JSONResponse({"reason": state.not_ready_reason}, 503)
 
-    @router.get("/readyz")
+    @router.api_route("/readyz", methods=LOOK)
     async def readyz() -> Response:
         reason = state.not_ready_reason
         return PlainTextResponse("ok") if reason is None else JSONResponse({"reason": reason}, 503)
 
-    @router.get("/startupz")
+    @router.api_route("/startupz", methods=LOOK)
     async def startupz() -> Response:
         progress = state.core.progress
         ready = state.serving is not None and state.core.is_alive
         body = {"stage": progress.stage, "percent": round(progress.percent, 1)}
         return JSONResponse(body, 200 if ready else 503)
 
-    @router.get("/health")
+    @router.api_route("/health", methods=LOOK)
     async def health() -> Response:
         return Response(status_code=200 if state.not_ready_reason is None else 503)
 
-    @router.get("/version")
+    @router.api_route("/version", methods=LOOK)
     async def show_version() -> dict[str, Any]:
         return {"version": version("trimtab")}
 
-    @router.api_route("/metrics", methods=["GET", "HEAD"])  # aiperf looks with HEAD first
+    @router.api_route("/metrics", methods=LOOK)
     async def metrics() -> Response:
         return Response(await state.exporter.exposition(), media_type=CONTENT_TYPE_LATEST)
 
-    @router.get("/load")
+    @router.api_route("/load", methods=LOOK)
     async def load() -> dict[str, int]:
         return {"server_load": await state.exporter.server_load(state.num_http_requests)}
 
-    @router.get("/ping")
-    @router.post("/ping")
+    @router.api_route("/ping", methods=[*LOOK, "POST"])
     async def ping() -> Response:
         return Response(status_code=200 if state.not_ready_reason is None else 503)
 
@@ -102,10 +103,15 @@ def _probes(state: ServerState) -> APIRouter:
 
 
 class BodyLimit:
-    """Refuses bodies above a size before anything reads them: by Content-Length, and by counting what comes."""
+    """Refuses bodies above a size before anything reads them: by Content-Length, and by counting what comes.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max = app, max_bytes
+    `respond` makes the answer of an ApiError.
+    """
+
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, remedy: str, respond: Callable[[ApiError], Response] = ApiError.response
+    ) -> None:
+        self._app, self._max, self._remedy, self._respond = app, max_bytes, remedy, respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -113,7 +119,7 @@ class BodyLimit:
             return
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if not announced.isdigit() or int(announced[:20]) > self._max:
-            await self._refusal().response()(scope, receive, send)
+            await self._respond(self._refusal())(scope, receive, send)
             return
         num_bytes = 0
 
@@ -133,7 +139,7 @@ class BodyLimit:
         with contextlib.suppress(ApiError):
             await self._app(scope, counted, unless_refused)
         if num_bytes > self._max:
-            await self._refusal().response()(scope, receive, send)
+            await self._respond(self._refusal())(scope, receive, send)
 
     def _refusal(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._max} bytes; send a shorter prompt")
+        return ApiError(413, f"the body is larger than {self._max} bytes; {self._remedy}")

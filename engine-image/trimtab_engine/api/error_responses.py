@@ -1,5 +1,6 @@
 """Errors in OpenAI's form, {"error": {"message", "type", "param", "code"}}, so that clients raise the right ones."""
 
+import re
 from typing import Any
 
 from fastapi import Request, Response
@@ -9,6 +10,7 @@ from starlette.exceptions import HTTPException
 
 from trimtab_engine.errors import EngineDead
 
+TYPE_NAME = re.compile(r"^(str|int|float|bool|none|dict|list)$|[\[\]()-]")
 MAX_ECHO_CHARACTERS = 200  # of a client's own input in an error message
 
 
@@ -53,9 +55,7 @@ async def on_validation_error(_: Request, error: Exception) -> Response:
 def validation_error(findings: Any) -> ApiError:
     """The first of pydantic's findings as a 400."""
     first = findings[0]
-    parts = [str(part) for part in first["loc"] if part != "body"]
-    field = ".".join(parts) or None
-    message = str(first["msg"]).removeprefix("Value error, ")
+    field, message = _field_and_message(findings)
     if first["type"] == "json_invalid":
         return invalid(f"the body is not valid JSON: {first.get('ctx', {}).get('error', message)}")
     if first["loc"] in (("body",), ()) and first["type"] in ("missing", "model_attributes_type", "model_type"):
@@ -63,6 +63,23 @@ def validation_error(findings: Any) -> ApiError:
     if first["type"] == "extra_forbidden":
         return invalid(f"unrecognized request argument: {shorten(field or '')}", shorten(field or ""))
     return invalid(f"{shorten(field)}: {message}" if field else message, shorten(field) if field else None)
+
+
+def _field_and_message(findings: Any) -> tuple[str | None, str]:
+    """The first field that is wrong. Of one that may be of several types each type has its own finding: the deepest
+    ones are of the type that was meant; where none is deeper, all are told."""
+    places = [_place(finding["loc"]) for finding in findings]
+    root = places[0][:1]
+    same = [(place, finding) for place, finding in zip(places, findings, strict=True) if place[:1] == root]
+    depth = max(len(place) for place, _ in same)
+    deepest = next(place for place, _ in same if len(place) == depth)
+    messages = [str(finding["msg"]).removeprefix("Value error, ") for place, finding in same if place == deepest]
+    return ".".join(deepest) or None, "; or: ".join(dict.fromkeys(messages))
+
+
+def _place(loc: tuple[str | int, ...]) -> tuple[str, ...]:
+    """Pydantic's location without the names of types that it puts in for the branches of a union."""
+    return tuple(str(part) for part in loc if part != "body" and not TYPE_NAME.search(str(part)))
 
 
 async def on_http_error(_: Request, error: Exception) -> Response:

@@ -159,7 +159,7 @@ class Generator:
                     piece = piece_of(output, detokenizer, stop, index=index, num_unarmed=num_unarmed)
                     finish_reason = piece.finish_reason
                     if finish_reason == "error":
-                        raise ApiError(500, "the engine could not run this request")
+                        raise error_of(output)
                     if held is not None:
                         held.join(piece)
                         piece, held = held, None
@@ -175,6 +175,11 @@ class Generator:
             if self._tracer is not None:
                 name = plan.request_id if len(plan.sampling) == 1 else f"{plan.request_id}-{index}"
                 self._tracer.record(name, life, plan.sampling[index], plan.n, plan.trace_headers)
+
+
+def error_of(output: RequestOutput) -> ApiError:
+    """400 when the request itself was wrong, 500 when the engine does not know better."""
+    return ApiError(400, output.error) if output.error else ApiError(500, "the engine could not run this request")
 
 
 def piece_of(

@@ -78,22 +78,25 @@ def openai_router(state: ServerState) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        serving = state.serving
-        entries = [
-            {
-                "id": name,
-                "object": "model",
-                "created": int(state.started),
-                "owned_by": "trimtab",
-                "root": state.options.served_model_names[0],
-                "parent": None,
-                "max_model_len": serving.facts.max_model_len if serving else None,
-            }
-            for name in state.options.served_model_names
-        ]
-        return {"object": "list", "data": entries}
+        return {"object": "list", "data": [_model(state, name) for name in state.options.served_model_names]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        return _model(state, state.check_model(name))
 
     return router
+
+
+def _model(state: ServerState, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(state.started),
+        "owned_by": "trimtab",
+        "root": state.options.served_model_names[0],
+        "parent": None,
+        "max_model_len": state.serving.facts.max_model_len if state.serving else None,
+    }
 
 
 def _chat_form(state: ServerState, serving: Serving, body: ChatRequest, request: Request, use: ToolUse) -> ChatForm:

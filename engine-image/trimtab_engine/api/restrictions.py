@@ -45,7 +45,10 @@ class RestrictionFields(StructuredFields):
             is_number = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
             if not is_number and type(key) is not int:
                 raise ValueError(f"the key {str(key)[:50]!r} is no token id")
-        return {int(key): bias for key, bias in value.items()}
+        read = {int(key): bias for key, bias in value.items()}
+        if len(read) < len(value):
+            raise ValueError("a token id is given twice, in two spellings")
+        return read
 
 
 @dataclass(frozen=True, slots=True)

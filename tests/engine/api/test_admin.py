@@ -81,12 +81,18 @@ def test_the_cores_refusal_is_the_answer(server: Any) -> None:
         ("config", {"If-Match": "new"}, b"{}"),
         ("config", {"If-Match": "9" * 40}, b"{}"),
         ("config?dry_run=maybe", {}, b"{}"),
+        ("config?dryrun=1", {}, b"{}"),
     ],
 )
 def test_a_malformed_patch_is_400(server: Any, path: str, headers: dict[str, str], content: bytes) -> None:
     answer = server.admin.patch(f"/admin/v1/{path}", content=content, headers=headers)
     assert answer.status_code == 400, answer.text
     assert answer.json()["message"]
+
+
+def test_a_body_that_is_too_large_is_refused_as_all_else_is_on_this_port(server: Any) -> None:
+    answer = server.admin.patch("/admin/v1/config", content=b" " * (65 << 10))
+    assert (answer.status_code, set(answer.json())) == (413, {"message"})
 
 
 @pytest.mark.parametrize(

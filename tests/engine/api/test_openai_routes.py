@@ -127,6 +127,12 @@ def test_models_lists_every_served_name(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["stub", "alias"]
 
 
+def test_one_model_can_be_asked_for(client: openai.OpenAI) -> None:
+    assert client.models.retrieve("alias").id == "alias"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("org/other")
+
+
 def test_tokenize_takes_a_prompt_or_messages(server: Any) -> None:
     assert server.http.post("/tokenize", json={"prompt": "ab"}).json()["tokens"] == [97, 98]
     answer = server.http.post("/tokenize", json={"messages": [{"role": "user", "content": "c"}]}).json()

@@ -310,6 +310,19 @@ def test_a_grammar_that_does_not_end_is_400_and_the_engine_goes_on(client: opena
     assert complete(client, max_tokens=1).usage.completion_tokens == 1
 
 
+@pytest.mark.parametrize(
+    "restriction", [{"allowed_token_ids": [97]}, {"bad_words": ["x"]}], ids=["allowed_token_ids", "bad_words"]
+)
+def test_a_grammar_without_a_token_that_the_rest_allows_is_400_and_says_why(
+    client: openai.OpenAI, restriction: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=next(iter(restriction))):
+        complete(client, extra_body={"guided_regex": "x+", **restriction})
+    many = {f"key{number}": {"type": "string"} for number in range(1000)}  # passes its trial, ends at a limit later
+    with pytest.raises(openai.BadRequestError, match="grammar"):
+        complete(client, max_tokens=100, extra_body={"guided_json": {"type": "object", "properties": many}})
+
+
 TOOL: Any = {"type": "function", "function": {"name": "set", "parameters": SCHEMA}}
 
 

@@ -178,6 +178,7 @@ def test_a_paused_engine_is_not_ready_and_takes_requests_only_to_keep_them(
     assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == status
 
 
-def test_metrics_can_be_looked_for_without_their_body(server: Any) -> None:
-    answer = server.http.head("/metrics")
+@pytest.mark.parametrize("path", ["/metrics", "/health", "/livez", "/readyz", "/startupz", "/ping"])
+def test_probes_and_metrics_can_be_looked_for_without_their_body(server: Any, path: str) -> None:
+    answer = server.http.head(path)
     assert (answer.status_code, answer.content) == (200, b"")
