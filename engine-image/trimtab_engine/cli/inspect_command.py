@@ -2,7 +2,13 @@
 
 import argparse
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from trimtab_engine.errors import ConfigError, TrimtabError
+
+MAX_OUTPUT_FILE_BYTES = 4096  # Kubernetes keeps no more of a container's termination message
 
 
 def add_to(commands: Any) -> None:
@@ -13,13 +19,27 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="a folder with safetensors, or a .gguf file")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table", help="default: table")
+    parser.add_argument(
+        "--output-file",
+        type=Path,
+        metavar="PATH",
+        help=f"write the facts there too, as JSON on one line, or why there are none; {MAX_OUTPUT_FILE_BYTES} bytes "
+        "at most, as in a container's termination message",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from trimtab_engine.inspect_model import model_facts
 
-    facts = model_facts(arguments.model)
+    try:
+        facts = model_facts(arguments.model)
+        if arguments.output_file is not None:
+            write_bounded(arguments.output_file, compact(facts))
+    except TrimtabError as error:
+        if arguments.output_file is not None:
+            write_bounded(arguments.output_file, f"trimtab-engine: {error}")
+        raise
     if arguments.output == "json":
         print(json.dumps(facts, indent=2))
     else:
@@ -27,3 +47,23 @@ def run(arguments: argparse.Namespace) -> int:
         for name, value in facts.items():
             print(f"{name:<{width}}  {value}")
     return 0
+
+
+def compact(facts: Mapping[str, Any]) -> str:
+    """The facts on one line. Raises ConfigError when the file could not hold them: half a JSON object helps nobody."""
+    line = json.dumps(facts, separators=(",", ":"))
+    if len(line.encode()) > MAX_OUTPUT_FILE_BYTES:
+        raise ConfigError(
+            f"the facts of {facts['model']} take {len(line.encode())} bytes, more than {MAX_OUTPUT_FILE_BYTES}; "
+            "a name in its config.json is too long: shorten it"
+        )
+    return line
+
+
+def write_bounded(path: Path, text: str) -> None:
+    """Write at most MAX_OUTPUT_FILE_BYTES. Raises ConfigError when the file cannot be written."""
+    data = text.encode(errors="replace")[:MAX_OUTPUT_FILE_BYTES].decode(errors="ignore")
+    try:
+        path.write_text(data, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output-file {path} cannot be written: {error.strerror}; name another file") from error
