@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab_engine.model_config import SUPPORTED_ARCHITECTURES, architecture_of, parse_model_config
+from trimtab_engine.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, architecture_of, parse_model_config
 from trimtab_engine.weights.source import WeightSource, open_source
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -40,7 +40,45 @@ def _supported(source: WeightSource) -> dict[str, Any]:
         "weights_bytes": config.num_parameters * DTYPE_BYTES[config.dtype],
         "dtype": config.dtype,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "num_experts": 0 if config.moe is None else config.moe.num_experts,
+        **_mixture(config),
+        "latent_kv_size": 0,
+        "quantization": None,
+        "weights_by_part": {
+            part: count * DTYPE_BYTES[config.dtype] for part, count in parameters_by_part(config).items()
+        },
+    }
+
+
+def _mixture(config: ModelConfig) -> dict[str, Any]:
+    if config.moe is None:
+        return {"num_experts": 0, "num_experts_per_token": 0, "moe_intermediate_size": 0, "dense_layers": []}
+    return {
+        "num_experts": config.moe.num_experts,
+        "num_experts_per_token": config.moe.num_experts_per_token,
+        "moe_intermediate_size": config.moe.intermediate_size,
+        "dense_layers": sorted(config.moe.dense_layers),
+    }
+
+
+def parameters_by_part(config: ModelConfig) -> dict[str, int]:
+    """How many of `num_parameters` are divided in which way (docs/contract.md section 6 says which part is what)."""
+    hidden, heads = config.hidden_size, config.num_attention_heads * config.head_size
+    kv = 2 * config.num_kv_heads * config.head_size
+    num_mixtures = 0 if config.moe is None else config.num_layers - len(config.moe.dense_layers)
+    num_dense = config.num_layers - num_mixtures
+    mlp = 3 * hidden * config.intermediate_size + 2 * config.intermediate_size * config.mlp_bias
+    experts = 0 if config.moe is None else config.moe.num_experts * 3 * hidden * config.moe.intermediate_size
+    per_layer = 2 * hidden + hidden * config.output_bias + 2 * config.head_size * config.qk_norm
+    routers = 0 if config.moe is None else num_mixtures * config.moe.num_experts * hidden
+    return {
+        "embedding": config.vocab_size * hidden,
+        "lm_head": 0 if config.tie_word_embeddings else config.vocab_size * hidden,
+        "attention": config.num_layers * (2 * hidden * heads + heads * config.qkv_bias),
+        "kv_projection": config.num_layers * (hidden * kv + kv * config.qkv_bias),
+        "dense_mlp": num_dense * mlp,
+        "experts": num_mixtures * experts,
+        "shared_experts": 0,
+        "replicated": config.num_layers * per_layer + num_dense * hidden * config.mlp_bias + routers + hidden,
     }
 
 
@@ -70,4 +108,10 @@ def _unsupported(source: WeightSource) -> dict[str, Any]:
         "dtype": dtype,
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "num_experts": next((words[key] for key in EXPERT_KEYS if words.get(key)), 0),
+        "num_experts_per_token": words.get("num_experts_per_tok"),
+        "moe_intermediate_size": words.get("moe_intermediate_size"),
+        "dense_layers": None,
+        "latent_kv_size": None,
+        "quantization": None,
+        "weights_by_part": None,
     }

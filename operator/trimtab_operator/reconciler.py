@@ -37,11 +37,12 @@ from trimtab_operator.plan import (
     plan,
     plan_tuning_state,
 )
+from trimtab_operator.refusal import Refusal
 from trimtab_operator.spec import KIND, InferenceDeployment, ModelSource, Spec
 from trimtab_operator.status import EngineView, Facts, Reason, TuningView, changed_conditions, status_of
 from trimtab_operator.tuner import Decision, Pace, TickResult, TunerState, tick
 from trimtab_operator.tuning import settings_of, stored_state
-from trimtab_operator.validation import Refusal, refusals
+from trimtab_operator.validation import refusals
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from trimtab_operator.builders.labels import HTTP_PORT, leader_selector, selecto
 from trimtab_operator.engine_values import knobs
 from trimtab_operator.layout import layout_of
 from trimtab_operator.plan import Group, Manifest, is_terminating
+from trimtab_operator.refusal import Refusal
 from trimtab_operator.spec import InferenceDeployment
 from trimtab_operator.tuner import Decision, Knob, Value, Verdict
-from trimtab_operator.validation import Refusal
 
 MAX_MESSAGE = 1024  # characters of a pod's own message that are worth repeating
 

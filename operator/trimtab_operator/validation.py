@@ -15,20 +15,10 @@ from typing import Any
 
 from trimtab_operator.engine_values import knobs
 from trimtab_operator.quantity import parse_quantity, parse_seconds
+from trimtab_operator.refusal import Refusal
 from trimtab_operator.spec import DNS_LABEL, MAX_NAME_LENGTH, SERVED_NAME, InferenceDeployment, PodOverlay, Spec
 
 MAX_DRAIN_SECONDS = 3600.0  # a pod that takes longer to stop holds its node for ever
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """One thing that cannot be, where it stands and what to do about it."""
-
-    field: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.field}: {self.message}"
 
 
 Rule = Callable[[InferenceDeployment], Iterable[Refusal]]

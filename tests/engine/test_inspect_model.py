@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from trimtab_engine.errors import ModelError
-from trimtab_engine.inspect_model import model_facts
+from trimtab_engine.inspect_model import model_facts, parameters_by_part
 from trimtab_engine.model_config import parse_model_config
 from trimtab_engine.models.checkpoint import expected_shapes
 
@@ -28,7 +28,8 @@ CONFIG = {
 KEYS = {
     "model", "architecture", "supported", "num_layers", "hidden_size", "intermediate_size", "num_attention_heads",
     "num_kv_heads", "head_size", "vocab_size", "max_model_len", "num_parameters", "weights_bytes", "dtype",
-    "tie_word_embeddings", "num_experts", "format",
+    "tie_word_embeddings", "num_experts", "num_experts_per_token", "moe_intermediate_size", "dense_layers",
+    "latent_kv_size", "quantization", "weights_by_part", "format",
 }  # fmt: skip
 
 
@@ -47,6 +48,36 @@ def test_facts_of_a_supported_model(tmp_path: Path) -> None:
     shapes = expected_shapes(parse_model_config(CONFIG, {}, "config.json")).values()
     assert facts["num_parameters"] == sum(torch.Size(shape).numel() for shape in shapes)
     assert facts["weights_bytes"] == 2 * facts["num_parameters"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True, "mlp_bias": True},
+        {"architectures": ["Qwen2ForCausalLM"]},
+        {"architectures": ["Qwen3ForCausalLM"], "head_dim": 6},
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 10,
+            "mlp_only_layers": [1],
+        },
+    ],
+)
+def test_the_parts_add_up_to_the_weights(changes: dict[str, object]) -> None:
+    config = parse_model_config(CONFIG | changes, {}, "config.json")
+    assert sum(parameters_by_part(config).values()) == config.num_parameters
+
+
+def test_a_mixture_says_where_its_experts_are(tmp_path: Path) -> None:
+    mixture = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "mlp_only_layers": [1]}
+    config = CONFIG | mixture | {"architectures": ["Qwen3MoeForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts = model_facts(str(tmp_path), load_format="dummy")
+    assert (facts["num_experts"], facts["num_experts_per_token"], facts["dense_layers"]) == (6, 2, [1])
+    assert facts["weights_by_part"]["experts"] == 6 * 3 * 8 * 10 * 2  # one mixture layer, bfloat16
 
 
 def test_an_architecture_that_is_not_built_has_facts_too(tmp_path: Path) -> None:

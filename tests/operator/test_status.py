@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL
 from trimtab_operator.plan import Group
+from trimtab_operator.refusal import Refusal
 from trimtab_operator.spec import InferenceDeployment
 from trimtab_operator.status import EngineView, Facts, Reason, applied_values, changed_conditions, status_of
-from trimtab_operator.validation import Refusal
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 DOCUMENT = Path(__file__).parents[2] / "docs/resource.md"

@@ -1,0 +1,175 @@
+"""What is known of a model: the facts of docs/contract.md section 6, as `trimtab-engine inspect` prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsByPart:
+    """Bytes of the whole model's weights, by the way in which ranks divide them."""
+
+    embedding: int
+    """Over the tensor ranks of the first stage; of the last one as well when the output layer is tied to it."""
+    lm_head: int
+    """Over the tensor ranks of the last stage; 0 when it is tied to the embedding."""
+    attention: int
+    """Over the tensor ranks, all layers alike: queries and output."""
+    kv_projection: int
+    """Over the tensor ranks, but in no more parts than there are KV heads: keys and values."""
+    dense_mlp: int
+    """Over the tensor ranks, in the layers that have a plain MLP."""
+    experts: int
+    """Over tensor × data ranks, in the mixture layers."""
+    shared_experts: int
+    """Over the tensor ranks, in the mixture layers: experts that every token passes."""
+    replicated: int
+    """Whole on every rank of a layer: norms, routers, what else is not divided."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """One model's numbers. Sizes are bytes in memory at `dtype` (or at `quantization`)."""
+
+    model: str
+    architecture: str
+    supported: bool
+    """Whether Trimtab's engine runs it. What it does not run can be planned, not served."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    """Width of the plain MLP."""
+    num_attention_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    max_model_len: int
+    num_parameters: int
+    dtype: str
+    quantization: str | None
+    """How the weights are stored when not at `dtype`; None: at `dtype`."""
+    tie_word_embeddings: bool
+    num_experts: int
+    """0: no mixture."""
+    num_experts_per_token: int
+    moe_intermediate_size: int
+    """Width of one expert; 0 without any."""
+    dense_layers: tuple[int, ...]
+    """Of a mixture, the layers that have a plain MLP instead. Empty for a dense model."""
+    latent_kv_size: int
+    """Elements that a token keeps per layer as one latent vector (multi-head latent attention), on every tensor rank;
+    0: keys and values per KV head."""
+    weights: WeightsByPart
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.weights.total
+
+    @property
+    def is_mixture(self) -> bool:
+        return self.num_experts > 0
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether any layer has a plain MLP."""
+        return not self.is_mixture or bool(self.dense_layers)
+
+    @classmethod
+    def parse(cls, facts: Mapping[str, object]) -> ModelFacts:
+        """Read what `inspect -o json` printed. Unknown keys are passed over: a newer engine may say more.
+
+        Raises ValueError that names what is missing or malformed.
+        """
+        reader = _Reader(facts)
+        by_part = facts.get("weights_by_part")
+        if not isinstance(by_part, Mapping):
+            raise ValueError(f"model facts: weights_by_part is {by_part!r}{reader.hint}")
+        parts = _Reader(by_part, "weights_by_part.", reader.hint)
+        num_experts = reader.count("num_experts")
+        found = cls(
+            model=reader.text("model"),
+            architecture=reader.text("architecture"),
+            supported=reader.flag("supported"),
+            num_layers=reader.count("num_layers", least=1),
+            hidden_size=reader.count("hidden_size", least=1),
+            intermediate_size=reader.count("intermediate_size"),
+            num_attention_heads=reader.count("num_attention_heads", least=1),
+            num_kv_heads=reader.count("num_kv_heads", least=1),
+            head_size=reader.count("head_size", least=1),
+            vocab_size=reader.count("vocab_size", least=1),
+            max_model_len=reader.count("max_model_len", least=1),
+            num_parameters=reader.count("num_parameters", least=1),
+            dtype=reader.text("dtype"),
+            quantization=None if facts.get("quantization") is None else reader.text("quantization"),
+            tie_word_embeddings=reader.flag("tie_word_embeddings"),
+            num_experts=num_experts,
+            num_experts_per_token=reader.count("num_experts_per_token", least=min(1, num_experts)),
+            moe_intermediate_size=reader.count("moe_intermediate_size", least=min(1, num_experts)),
+            dense_layers=reader.counts("dense_layers"),
+            latent_kv_size=reader.count("latent_kv_size"),
+            weights=WeightsByPart(**{part.name: parts.count(part.name) for part in fields(WeightsByPart)}),
+        )
+        if found.dtype not in DTYPE_BYTES:
+            raise ValueError(f"model facts: dtype is {found.dtype!r}, not one of {', '.join(DTYPE_BYTES)}")
+        if found.weights_bytes != reader.count("weights_bytes", least=1):
+            raise ValueError(
+                f"model facts: weights_by_part adds up to {found.weights_bytes}, "
+                f"weights_bytes is {facts['weights_bytes']}"
+            )
+        return found
+
+    def to_json(self) -> dict[str, object]:
+        """What `parse` reads."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("weights", "dense_layers")}
+        parts = {part.name: getattr(self.weights, part.name) for part in fields(self.weights)}
+        return {
+            **plain,
+            "dense_layers": list(self.dense_layers),
+            "weights_bytes": self.weights_bytes,
+            "weights_by_part": parts,
+        }
+
+
+class _Reader:
+    """Typed reading of a JSON object, with errors that name the key."""
+
+    def __init__(self, values: Mapping[str, object], prefix: str = "", hint: str | None = None) -> None:
+        self._values, self._prefix = values, prefix
+        unsupported = f"; the engine knows too little of {values.get('architecture')}, which it does not run"
+        self.hint = (unsupported if values.get("supported") is False else "") if hint is None else hint
+
+    def _error(self, key: str, wanted: str) -> ValueError:
+        return ValueError(
+            f"model facts: {self._prefix}{key} is {self._values.get(key)!r}; {wanted} is needed{self.hint}"
+        )
+
+    def text(self, key: str) -> str:
+        value = self._values.get(key)
+        if not isinstance(value, str) or not value:
+            raise self._error(key, "a text")
+        return value
+
+    def flag(self, key: str) -> bool:
+        value = self._values.get(key)
+        if not isinstance(value, bool):
+            raise self._error(key, "true or false")
+        return value
+
+    def count(self, key: str, *, least: int = 0) -> int:
+        value = self._values.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self._error(key, f"a whole number of {least} or more")
+        return value
+
+    def counts(self, key: str) -> tuple[int, ...]:
+        value = self._values.get(key)
+        if not isinstance(value, list) or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in value):
+            raise self._error(key, "a list of whole numbers")
+        return tuple(value)
