@@ -1,6 +1,6 @@
 """paged_decode at Llama-3.1-8B's heads: 64k tokens and more in all, few and many sequences, bf16 and float8 caches.
 
-Beside it torch's attention on keys that lie contiguous, which no paged cache has.
+Beside it torch's attention on keys that lie contiguous, which no paged cache has, and those of paged_peers.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from trimtab_kernels.paged_decode import paged_decode_reference, paged_decode_triton
 from trimtab_kernels.reshape_and_cache import FLOAT8
 
+from benchmarks.paged_peers import flashinfer_paged, flex_paged, on_first_call
 from benchmarks.row import Row, tolerance_of
 
 SHAPES = ((256, 1024), (64, 1024), (16, 8192), (1, 131072), (128, 4096))
@@ -32,9 +33,14 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
             tensors = (query, keys, values, tables, lengths)
             peers: dict[str, Callable[[], object]] = {}
             if cache_dtype == dtype:
-                dense = [c.view(num_seqs, -1, kv_heads, size)[:, :length].transpose(1, 2) for c in (keys, values)]
+                whole = [c.view(num_seqs, -1, kv_heads, size)[:, :length] for c in (keys, values)]
+                dense = [c.transpose(1, 2) for c in whole]
                 attend = partial(F.scaled_dot_product_attention, query.unsqueeze(2), dense[0], dense[1])
                 peers["torch SDPA, contiguous"] = partial(attend, scale=0.1, enable_gqa=True)
+                flex = partial(flex_paged, query, whole[0], whole[1], scale=0.1)
+                peers["FlexAttention, pages of 128"] = on_first_call(flex)
+                flashinfer = partial(flashinfer_paged, *tensors[:4], length=length, scale=0.1)
+                peers["FlashInfer"] = on_first_call(flashinfer)
             yield Row(
                 f"paged_decode {num_seqs} of {length} {str(cache_dtype).removeprefix('torch.')}",
                 "copy",

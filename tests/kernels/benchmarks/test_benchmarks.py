@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from benchmarks.__main__ import MODULES, all_rows, main, measure, parse, run
+from benchmarks.paged_peers import flex_paged
 from benchmarks.report import Report, identity, plot
 from benchmarks.row import Row, Wrong, check
 
@@ -31,6 +33,17 @@ def test_every_kernels_rows_pass_their_check(module: Any) -> None:
     assert rows
     for row in rows:
         check(row)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_given_the_sequences_that_our_kernel_has() -> None:
+    torch.manual_seed(0)
+    query = torch.randn(3, 4, 16)
+    keys, values = (torch.randn(3, 256, 2, 16) for _ in range(2))
+    found = flex_paged(query, keys, values, scale=0.1, compiled=False)()
+    dense_keys, dense_values = keys.transpose(1, 2), values.transpose(1, 2)
+    expected = F.scaled_dot_product_attention(query.unsqueeze(2), dense_keys, dense_values, scale=0.1, enable_gqa=True)
+    torch.testing.assert_close(found, expected.squeeze(2))
 
 
 def test_names_differ() -> None:
