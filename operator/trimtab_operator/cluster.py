@@ -21,10 +21,10 @@ from kubernetes.aio.dynamic.exceptions import ConflictError, DynamicApiError, No
 from kubernetes.aio.dynamic.resource import Resource
 
 from trimtab_operator.builders.labels import children_selector
+from trimtab_operator.conditions import timestamp
 from trimtab_operator.errors import MisconfiguredOperator, NameTaken
-from trimtab_operator.plan import Manifest, Observed
+from trimtab_operator.groups import Manifest, Observed
 from trimtab_operator.spec import GROUP, KIND, PLURAL, VERSION, InferenceDeployment
-from trimtab_operator.status import timestamp
 
 FIELD_MANAGER = "trimtab-operator"
 STATUS_MANAGER = "trimtab-status"

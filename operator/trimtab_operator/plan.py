@@ -7,28 +7,16 @@ alone, so an idle tick writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from trimtab_operator.builders.config_map import tuning_config_map
-from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, ROLE_LABEL
+from trimtab_operator.builders.labels import ROLE_LABEL
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import leader_stateful_set, pod_template, revision_of
-from trimtab_operator.quantity import is_same_quantity
+from trimtab_operator.drift import first_difference
+from trimtab_operator.groups import Group, Manifest, Observed, groups_of, is_terminating, ordinal_of
 from trimtab_operator.spec import InferenceDeployment
-
-Manifest = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """The children of one resource as the API server gave them; all owned by it."""
-
-    services: tuple[Manifest, ...] = ()
-    stateful_sets: tuple[Manifest, ...] = ()
-    config_maps: tuple[Manifest, ...] = ()
-    pods: tuple[Manifest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,63 +39,6 @@ class Delete:
 
 
 Action = Apply | Delete
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """One replica group as observed. `pod` is None while there is none."""
-
-    ordinal: int
-    stateful_set: Manifest
-    pod: Manifest | None
-
-    @property
-    def name(self) -> str:
-        return str(self.stateful_set["metadata"]["name"])
-
-    @property
-    def revision(self) -> str:
-        return str(self.stateful_set["metadata"].get("labels", {}).get(REVISION_LABEL, ""))
-
-    @property
-    def pod_revision(self) -> str | None:
-        if self.pod is None:
-            return None
-        return str(self.pod["metadata"].get("labels", {}).get(REVISION_LABEL, ""))
-
-    @property
-    def is_ready(self) -> bool:
-        """Its pod runs the group's revision, is Ready and is not going away."""
-        return self.pod is not None and self.pod_revision == self.revision and is_pod_ready(self.pod)
-
-
-def is_pod_ready(pod: Manifest) -> bool:
-    """Ready by its condition and not being deleted."""
-    if is_terminating(pod):
-        return False
-    conditions = (pod.get("status") or {}).get("conditions") or []
-    return any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
-
-
-def is_terminating(manifest: Manifest) -> bool:
-    return bool(manifest["metadata"].get("deletionTimestamp"))
-
-
-def groups_of(observed: Observed) -> tuple[Group, ...]:
-    """The groups that are there to stay, by ordinal; StatefulSets being deleted are left out."""
-    pods = {ordinal_of(pod): pod for pod in observed.pods if ordinal_of(pod) is not None}
-    found = []
-    for stateful_set in observed.stateful_sets:
-        ordinal = ordinal_of(stateful_set)
-        if ordinal is not None and not is_terminating(stateful_set):
-            found.append(Group(ordinal, stateful_set, pods.get(ordinal)))
-    return tuple(sorted(found, key=lambda group: group.ordinal))
-
-
-def ordinal_of(manifest: Manifest) -> int | None:
-    """The group's number, from its label; None when it carries none."""
-    text = str((manifest["metadata"].get("labels") or {}).get(GROUP_LABEL, ""))
-    return int(text) if text.isdigit() else None
 
 
 def plan(deployment: InferenceDeployment, observed: Observed, *, admin_token_sha256: str) -> tuple[Action, ...]:
@@ -191,9 +122,6 @@ def _uid(manifest: Manifest) -> str:
     return str(manifest["metadata"].get("uid", ""))
 
 
-# --- drift ------------------------------------------------------------------------------------------------------------
-
-
 def differing(wanted: Iterable[Manifest], observed: Observed) -> tuple[Apply, ...]:
     """The manifests that are missing or that somebody changed."""
     everything = {
@@ -212,55 +140,3 @@ def differing(wanted: Iterable[Manifest], observed: Observed) -> tuple[Apply, ..
             if where is not None:
                 actions.append(Apply(manifest, False, f"{where} differs"))
     return tuple(actions)
-
-
-LIST_KEYS = {  # lists that server-side apply merges by key: entries of others are not ours to judge
-    "containers": "name",
-    "env": "name",
-    "volumes": "name",
-    "volumeMounts": "mountPath",
-    "imagePullSecrets": "name",
-}
-EMPTY: tuple[Any, ...] = (None, "", {}, [])  # the API server leaves these out
-
-
-def first_difference(wanted: Any, present: Any, path: str = "") -> str | None:
-    """Path of the first thing that we render and that is otherwise in the cluster; None when all is as rendered.
-
-    What is in the cluster and not rendered is somebody else's (defaults, injected labels) and does not count.
-    """
-    if wanted == present or (wanted in EMPTY and present in EMPTY):
-        return None
-    if isinstance(wanted, Mapping) and isinstance(present, Mapping):
-        for key, value in wanted.items():
-            if key in ("apiVersion", "kind") and not path:
-                continue
-            found = first_difference(value, present.get(key), f"{path}.{key}" if path else str(key))
-            if found is not None:
-                return found
-        return None
-    if isinstance(wanted, (list, tuple)) and isinstance(present, list):
-        return _first_list_difference(list(wanted), present, path)
-    if isinstance(wanted, (str, int, float)) and isinstance(present, (str, int, float)) and _holds_quantities(path):
-        return None if is_same_quantity(wanted, present) else path
-    return path
-
-
-def _first_list_difference(wanted: list[Any], present: list[Any], path: str) -> str | None:
-    key = LIST_KEYS.get(path.rsplit(".", 1)[-1])
-    if key is None:
-        if len(wanted) != len(present):
-            return path
-        pairs = list(zip(wanted, present, strict=True))
-    else:
-        by_key = {item.get(key): item for item in present}
-        pairs = [(item, by_key.get(item.get(key))) for item in wanted]
-    for index, (mine, theirs) in enumerate(pairs):
-        found = first_difference(mine, theirs, f"{path}[{index}]")
-        if found is not None:
-            return found
-    return None
-
-
-def _holds_quantities(path: str) -> bool:
-    return any(part in path for part in (".limits.", ".requests.", ".sizeLimit", ".divisor"))

@@ -21,25 +21,18 @@ from trimtab_operator.admin_token import admin_token, token_hash
 from trimtab_operator.bounded_http import pod_url
 from trimtab_operator.builders.stateful_set import pod_template, revision_of
 from trimtab_operator.cluster import Cluster
+from trimtab_operator.conditions import Facts, Reason, TuningView, changed_conditions
 from trimtab_operator.engine_client import EngineClient, Layout, Patched
 from trimtab_operator.errors import InvalidSpec, NameTaken
+from trimtab_operator.groups import Group, Observed, groups_of, is_terminating, ordinal_of
 from trimtab_operator.health import Heartbeats, OperatorMetrics
 from trimtab_operator.lease import CONNECTION_ERRORS
 from trimtab_operator.metrics import ADMIN_PORT, GroupObservation, Target, observe
-from trimtab_operator.plan import (
-    Action,
-    Apply,
-    Group,
-    Observed,
-    groups_of,
-    is_terminating,
-    ordinal_of,
-    plan,
-    plan_tuning_state,
-)
+from trimtab_operator.phases import EngineView
+from trimtab_operator.plan import Action, Apply, plan, plan_tuning_state
 from trimtab_operator.refusal import Refusal
 from trimtab_operator.spec import KIND, InferenceDeployment, ModelSource, Spec
-from trimtab_operator.status import EngineView, Facts, Reason, TuningView, changed_conditions, status_of
+from trimtab_operator.status import status_of
 from trimtab_operator.tuner import Decision, Pace, TickResult, TunerState, tick
 from trimtab_operator.tuning import settings_of, stored_state
 from trimtab_operator.validation import refusals
@@ -261,7 +254,7 @@ class Reconciler:
 
     async def _learn_layouts(self, groups: tuple[Group, ...], token: str, memory: LoopMemory) -> None:
         """Ask each engine once what really runs; forget those that are gone."""
-        ready = {str(g.pod["metadata"]["uid"]): g for g in groups if g.pod is not None and g.is_ready}
+        ready = {str(g.leader["metadata"]["uid"]): g for g in groups if g.leader is not None and g.is_ready}
         memory.world_sizes = {uid: size for uid, size in memory.world_sizes.items() if uid in ready}
         for uid, group in ready.items():
             address = _target(group).address
@@ -362,14 +355,14 @@ def _facts(deployment: InferenceDeployment, observed: Observed, token: str, *, r
 
 def _target(group: Group) -> Target:
     """Where the engine of a group answers; a pod that goes away or runs an old revision is left alone."""
-    pod = group.pod
-    if pod is None or is_terminating(pod) or group.pod_revision != group.revision:
+    pod = group.leader
+    if pod is None or group.is_terminating or group.is_outdated:
         return Target(group.name, None, False)
     return Target(group.name, (pod.get("status") or {}).get("podIP"), group.is_ready, str(pod["metadata"]["uid"]))
 
 
 def _view(group: Group, seen: GroupObservation, memory: LoopMemory) -> EngineView:
-    uid = str(group.pod["metadata"]["uid"]) if group.pod is not None else ""
+    uid = str(group.leader["metadata"]["uid"]) if group.leader is not None else ""
     progress = seen.progress
     return EngineView(
         load=(progress.stage, round(progress.percent)) if progress is not None else None,

@@ -8,18 +8,8 @@ from typing import Any
 
 import pytest
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, common_labels, group_selector
-from trimtab_operator.plan import (
-    Action,
-    Apply,
-    Delete,
-    Observed,
-    allowed_down,
-    first_difference,
-    groups_of,
-    is_pod_ready,
-    plan,
-    plan_tuning_state,
-)
+from trimtab_operator.groups import Observed, groups_of, is_pod_ready
+from trimtab_operator.plan import Action, Apply, Delete, allowed_down, plan, plan_tuning_state
 from trimtab_operator.spec import InferenceDeployment
 
 HASH = "a" * 64
@@ -207,18 +197,6 @@ def test_drift_is_repaired(kind: str, name: str, path: tuple[str | int, ...], va
     assert isinstance(action, Apply)
     assert action.manifest["metadata"]["name"] == name
     assert str(path[0]) in action.reason
-
-
-def test_what_the_api_server_adds_is_no_drift() -> None:
-    wanted = {"limits": {"cpu": "1000m", "memory": "1024Mi"}, "env": [{"name": "A", "value": ""}], "list": []}
-    present = {"limits": {"cpu": "1", "memory": "1Gi"}, "env": [{"name": "A"}, {"name": "B"}], "uid": "x"}
-    assert first_difference({"resources": wanted}, {"resources": present}) is None
-
-
-def test_an_amount_that_is_written_as_a_number_is_no_drift() -> None:
-    """`cpu: 0.5` without quotes is a number in YAML; the API server stores 500m."""
-    wanted, present = {"limits": {"cpu": 0.5}}, {"limits": {"cpu": "500m"}}
-    assert first_difference({"resources": wanted}, {"resources": present}) is None
 
 
 def test_a_claim_that_may_be_written_is_no_drift() -> None:

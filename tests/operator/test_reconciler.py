@@ -12,8 +12,8 @@ import pytest
 from prometheus_client import generate_latest
 from trimtab_operator.bounded_http import new_client
 from trimtab_operator.cluster import Cluster
+from trimtab_operator.groups import Observed
 from trimtab_operator.health import Heartbeats, OperatorMetrics
-from trimtab_operator.plan import Observed
 from trimtab_operator.reconciler import BUSY_TICK_SECONDS, Gone, LoopMemory, Reconciler, WakeUps
 from trimtab_operator.spec import InferenceDeployment
 from trimtab_operator.tuner import Decision, Reason, TickResult, TunerState, Verdict

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL
-from trimtab_operator.plan import Group
+from trimtab_operator.conditions import Facts, Reason, changed_conditions
+from trimtab_operator.groups import Group
+from trimtab_operator.phases import EngineView
 from trimtab_operator.refusal import Refusal
 from trimtab_operator.spec import InferenceDeployment
-from trimtab_operator.status import EngineView, Facts, Reason, applied_values, changed_conditions, status_of
+from trimtab_operator.status import applied_values, status_of
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 DOCUMENT = Path(__file__).parents[2] / "docs/resource.md"
@@ -32,7 +34,7 @@ def a_group(ordinal: int = 0, *, pod_status: dict[str, Any] | None = None) -> Gr
     labels = {GROUP_LABEL: str(ordinal), REVISION_LABEL: "r1"}
     name = f"m-g{ordinal}"
     pod = {"metadata": {"name": f"{name}-0", "uid": f"p{ordinal}", "labels": labels}, "status": pod_status or {}}
-    return Group(ordinal, {"metadata": {"name": name, "labels": labels}}, pod)
+    return Group(ordinal, {"metadata": {"name": name, "labels": labels}}, (pod,))
 
 
 READY = {"conditions": [{"type": "Ready", "status": "True"}], "containerStatuses": [{"state": {"running": {}}}]}

@@ -10,6 +10,7 @@ GROUP_LABEL = "trimtab.dev/group"  # the replica's ordinal
 ROLE_LABEL = "trimtab.dev/role"
 REVISION_LABEL = "trimtab.dev/revision"  # hash of the rendered pod template
 LEADER = "leader"
+WORKER = "worker"
 
 HTTP_PORT = 8000  # docs/contract.md, section 7
 ADMIN_PORT = 8001

@@ -1,0 +1,218 @@
+"""The seven conditions as functions of what was observed. Pure.
+
+Every reason is a member of `Reason` (or of the tuner's enums) and is documented in docs/resource.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from trimtab_operator.groups import Group, Manifest
+from trimtab_operator.layout import layout_of
+from trimtab_operator.phases import EngineView, unschedulable
+from trimtab_operator.refusal import Refusal
+from trimtab_operator.spec import InferenceDeployment
+from trimtab_operator.tuner import Decision, Knob, Value, Verdict
+
+
+class Reason(StrEnum):
+    """Why a condition is as it is."""
+
+    READY = "ReplicasReady"  # every wanted replica takes requests
+    SCALED_TO_ZERO = "ScaledToZero"  # spec.replicas is 0
+    NOT_READY = "ReplicasNotReady"  # some wanted replica does not take requests, and is not known to load
+    LOADING = "Loading"  # a replica loads its model
+    PENDING = "Pending"  # a replica's pod does not run yet
+    FAILING = "ReplicaFailing"  # a replica crashes again and again, or its image cannot be pulled
+    INVALID = "InvalidSpec"  # the spec asks for something that cannot be carried out
+    NAME_TAKEN = "NameTaken"  # an object with a child's name belongs to somebody else
+    RECONCILE_ERROR = "ReconcileError"  # the API server refused, or the operator failed; it tries again
+    ROLLING_OUT = "RollingOut"  # replicas are brought to a new revision
+    SCALING = "Scaling"  # replicas are added or removed
+    SETTLED = "Settled"  # what runs is what is wanted
+    LAYOUT_REPORTED = "LayoutReported"  # every ready engine runs as many ranks as asked for
+    LAYOUT_DIFFERS = "WorldSizeDiffers"  # an engine runs another number of ranks
+    LAYOUT_UNKNOWN = "NotYetReported"  # no engine has reported its layout
+    NOT_LIMITED = "NotLimited"  # nothing keeps the replica count from what is wanted
+    UNSCHEDULABLE = "Unschedulable"  # pods of replicas find no node
+    AS_EXPECTED = "AsExpected"  # nothing is wrong
+    STOPPED = "Stopped"  # nothing runs that could be tuned or measured
+
+
+@dataclass(frozen=True, slots=True)
+class TuningView:
+    """What the tuner said in this tick."""
+
+    metrics_available: Verdict
+    tuning_active: Verdict
+    applied: Mapping[Knob, Value]
+    history: Sequence[Decision]
+    recommendation: Decision | None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that a status is made from. `problem` is a (reason, message) that keeps the loop from working."""
+
+    groups: tuple[Group, ...] = ()
+    draining: tuple[Manifest, ...] = ()
+    revision: str = ""
+    engines: Mapping[str, EngineView] | None = None
+    tuning: TuningView | None = None
+    refusals: tuple[Refusal, ...] = ()
+    problem: tuple[Reason, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A condition without its times."""
+
+    type: str
+    status: str
+    reason: str
+    message: str
+
+
+def conditions(deployment: InferenceDeployment, facts: Facts, groups: Sequence[Mapping[str, Any]]) -> list[Claim]:
+    """All seven conditions, Ready first."""
+    return [
+        ready_claim(deployment, facts, groups),
+        progressing_claim(deployment, facts, groups),
+        layout_claim(deployment, facts),
+        *tuning_claims(facts),
+        scaling_claim(facts),
+        degraded_claim(facts, groups),
+    ]
+
+
+def ready_claim(deployment: InferenceDeployment, facts: Facts, groups: Sequence[Mapping[str, Any]]) -> Claim:
+    blocked = _blocked(facts)
+    if blocked is not None:
+        return Claim("Ready", "False", blocked[0], blocked[1])
+    wanted = deployment.replicas
+    ready = sum(g["ready"] for g in groups)
+    if wanted == 0:
+        return Claim("Ready", "True", Reason.SCALED_TO_ZERO, "spec.replicas is 0: nothing runs, as asked")
+    if ready >= wanted:
+        return Claim("Ready", "True", Reason.READY, f"{ready} of {wanted} replicas take requests")
+    reason, why = _why_not_ready(groups)
+    return Claim("Ready", "False", reason, f"{ready} of {wanted} replicas take requests{why}")
+
+
+def _why_not_ready(groups: Sequence[Mapping[str, Any]]) -> tuple[Reason, str]:
+    """The worst thing first; messages name the replica but no percentages, which change all the time."""
+    order = (("Failed", Reason.FAILING), ("Pending", Reason.PENDING), ("Loading", Reason.LOADING))
+    for phase, reason in order:
+        found = next((g for g in groups if g["phase"] == phase), None)
+        if found is not None:
+            detail = found.get("message")
+            return reason, f"; {found['name']} is {phase.lower()}" + (f": {detail}" if detail else "")
+    return Reason.NOT_READY, ""
+
+
+def _blocked(facts: Facts) -> tuple[Reason, str] | None:
+    if facts.refusals:
+        return Reason.INVALID, "; ".join(str(refusal) for refusal in facts.refusals)
+    return facts.problem
+
+
+def progressing_claim(deployment: InferenceDeployment, facts: Facts, groups: Sequence[Mapping[str, Any]]) -> Claim:
+    blocked = _blocked(facts)
+    if blocked is not None:
+        return Claim("Progressing", "False", blocked[0], blocked[1])
+    if any(group.revision != facts.revision or group.is_outdated for group in facts.groups):
+        return Claim("Progressing", "True", Reason.ROLLING_OUT, "replicas are brought to the current pod template")
+    if len(facts.groups) != deployment.replicas or facts.draining:
+        return Claim("Progressing", "True", Reason.SCALING, f"the replica count moves to {deployment.replicas}")
+    if any(g["phase"] == "Loading" for g in groups):
+        return Claim("Progressing", "True", Reason.LOADING, "replicas load the model")
+    if any(not g["ready"] for g in groups):
+        return Claim("Progressing", "True", Reason.PENDING, "replicas wait for their pods")
+    return Claim("Progressing", "False", Reason.SETTLED, "what runs is what is wanted")
+
+
+def layout_claim(deployment: InferenceDeployment, facts: Facts) -> Claim:
+    refused = [r for r in facts.refusals if r.field.startswith("spec.parallelism")]
+    if refused:
+        return Claim("LayoutValid", "False", Reason.INVALID, "; ".join(str(refusal) for refusal in refused))
+    wanted = layout_of(deployment.spec).world_size
+    reported = {name: v.world_size for name, v in (facts.engines or {}).items() if v.world_size is not None}
+    wrong = {name: size for name, size in reported.items() if size != wanted}
+    if wrong:
+        name, size = sorted(wrong.items())[0]
+        return Claim(
+            "LayoutValid", "False", Reason.LAYOUT_DIFFERS, f"{name} runs {size} ranks, {wanted} were asked for"
+        )
+    if not reported:
+        return Claim("LayoutValid", "Unknown", Reason.LAYOUT_UNKNOWN, "no engine has reported its layout yet")
+    return Claim("LayoutValid", "True", Reason.LAYOUT_REPORTED, f"every ready engine runs {wanted} rank(s), as asked")
+
+
+def tuning_claims(facts: Facts) -> list[Claim]:
+    if facts.tuning is None and facts.groups and (blocked := _blocked(facts)):
+        return [Claim("MetricsAvailable", "Unknown", *blocked), Claim("TuningActive", "False", *blocked)]
+    if facts.tuning is None:
+        message = "nothing runs that could be measured"
+        return [
+            Claim("MetricsAvailable", "Unknown", Reason.STOPPED, message),
+            Claim("TuningActive", "False", Reason.STOPPED, message),
+        ]
+    return [
+        _from_verdict("MetricsAvailable", facts.tuning.metrics_available),
+        _from_verdict("TuningActive", facts.tuning.tuning_active),
+    ]
+
+
+def _from_verdict(kind: str, verdict: Verdict) -> Claim:
+    return Claim(kind, "True" if verdict.ok else "False", verdict.reason, verdict.message)
+
+
+def scaling_claim(facts: Facts) -> Claim:
+    stuck = [(group.name, unschedulable(pod)) for group in facts.groups for pod in group.pods if unschedulable(pod)]
+    if stuck:
+        name, why = stuck[0]
+        return Claim("ScalingLimited", "True", Reason.UNSCHEDULABLE, f"{name} finds no node: {why}")
+    return Claim("ScalingLimited", "False", Reason.NOT_LIMITED, "nothing keeps the replica count from what is wanted")
+
+
+def degraded_claim(facts: Facts, groups: Sequence[Mapping[str, Any]]) -> Claim:
+    """The one condition where True is bad."""
+    blocked = _blocked(facts)
+    if blocked is not None:
+        return Claim("Degraded", "True", blocked[0], blocked[1])
+    failed = next((g for g in groups if g["phase"] == "Failed"), None)
+    if failed is not None:
+        return Claim("Degraded", "True", Reason.FAILING, f"{failed['name']}: {failed.get('message', 'fails')}")
+    return Claim("Degraded", "False", Reason.AS_EXPECTED, "nothing is wrong")
+
+
+def timed(claim: Claim, deployment: InferenceDeployment, *, now: datetime) -> dict[str, Any]:
+    """A claim as a condition; its transition time is the previous one unless its status changed."""
+    before = next((c for c in deployment.status.get("conditions") or [] if c.get("type") == claim.type), None)
+    same = before is not None and before.get("status") == claim.status and before.get("lastTransitionTime")
+    return {
+        "type": claim.type,
+        "status": claim.status,
+        "reason": str(claim.reason),
+        "message": claim.message,
+        "observedGeneration": deployment.generation,
+        "lastTransitionTime": before["lastTransitionTime"] if same and before else timestamp(now),
+    }
+
+
+def timestamp(moment: datetime) -> str:
+    """RFC 3339 in whole seconds, as the API server writes it."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def changed_conditions(
+    before: Mapping[str, Any], after: Mapping[str, Any], types: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Conditions of the named types whose status or reason changed: each is worth an Event."""
+    old = {c["type"]: (c.get("status"), c.get("reason")) for c in before.get("conditions") or []}
+    wanted = set(types)
+    return [c for c in after["conditions"] if c["type"] in wanted and old.get(c["type"]) != (c["status"], c["reason"])]

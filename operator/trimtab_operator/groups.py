@@ -1,0 +1,119 @@
+"""The children of one resource, and its replica groups as they were observed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, ROLE_LABEL, WORKER
+
+Manifest = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The children of one resource as the API server gave them; all owned by it."""
+
+    services: tuple[Manifest, ...] = ()
+    stateful_sets: tuple[Manifest, ...] = ()
+    config_maps: tuple[Manifest, ...] = ()
+    pods: tuple[Manifest, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One replica group: the leader's StatefulSet, the workers' when it spans pods, and the pods that there are."""
+
+    ordinal: int
+    stateful_set: Manifest
+    pods: tuple[Manifest, ...] = ()
+    """Leader first, then the workers by their number."""
+    worker_set: Manifest | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.stateful_set["metadata"]["name"])
+
+    @property
+    def revision(self) -> str:
+        """That of both StatefulSets; empty while they differ, which is no revision."""
+        revision = revision_label(self.stateful_set)
+        return revision if self.worker_set is None or revision_label(self.worker_set) == revision else ""
+
+    @property
+    def num_pods(self) -> int:
+        """How many pods its StatefulSets ask for."""
+        sets = [self.stateful_set, *([self.worker_set] if self.worker_set is not None else [])]
+        return sum(int((stateful_set.get("spec") or {}).get("replicas", 1)) for stateful_set in sets)
+
+    @property
+    def leader(self) -> Manifest | None:
+        """The pod that serves; None while there is none."""
+        return next((pod for pod in self.pods if not is_worker(pod)), None)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a pod of another revision than the group's is still there."""
+        return any(revision_label(pod) != self.revision for pod in self.pods)
+
+    @property
+    def is_terminating(self) -> bool:
+        """Whether one of its pods is being deleted: the engine that runs in all of them ends with it."""
+        return any(is_terminating(pod) for pod in self.pods)
+
+    @property
+    def is_ready(self) -> bool:
+        """All its pods run the group's revision, are Ready and are not going away."""
+        is_whole = self.leader is not None and len(self.pods) == self.num_pods
+        return is_whole and not self.is_outdated and all(is_pod_ready(pod) for pod in self.pods)
+
+
+def groups_of(observed: Observed) -> tuple[Group, ...]:
+    """The groups that are there to stay, by ordinal; StatefulSets being deleted are left out."""
+    staying = [s for s in observed.stateful_sets if ordinal_of(s) is not None and not is_terminating(s)]
+    workers = {ordinal_of(s): s for s in staying if is_worker(s)}
+    found = []
+    for stateful_set in staying:
+        ordinal = ordinal_of(stateful_set)
+        if ordinal is not None and not is_worker(stateful_set):
+            pods = sorted((pod for pod in observed.pods if ordinal_of(pod) == ordinal), key=_place)
+            found.append(Group(ordinal, stateful_set, tuple(pods), workers.get(ordinal)))
+    return tuple(sorted(found, key=lambda group: group.ordinal))
+
+
+def _place(pod: Manifest) -> tuple[bool, int, str]:
+    name = str(pod["metadata"]["name"])
+    number = name.rsplit("-", 1)[-1]
+    return is_worker(pod), int(number) if number.isdigit() else 0, name
+
+
+def is_pod_ready(pod: Manifest) -> bool:
+    """Ready by its condition and not being deleted."""
+    if is_terminating(pod):
+        return False
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
+
+
+def is_terminating(manifest: Manifest) -> bool:
+    return bool(manifest["metadata"].get("deletionTimestamp"))
+
+
+def is_worker(manifest: Manifest) -> bool:
+    """Whether a pod or StatefulSet is for workers; what carries no role is a leader's."""
+    return label_of(manifest, ROLE_LABEL) == WORKER
+
+
+def revision_label(manifest: Manifest) -> str:
+    return label_of(manifest, REVISION_LABEL)
+
+
+def ordinal_of(manifest: Manifest) -> int | None:
+    """The group's number, from its label; None when it carries none."""
+    text = label_of(manifest, GROUP_LABEL)
+    return int(text) if text.isdigit() else None
+
+
+def label_of(manifest: Manifest, label: str) -> str:
+    return str((manifest["metadata"].get("labels") or {}).get(label, ""))
