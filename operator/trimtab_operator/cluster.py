@@ -36,6 +36,7 @@ RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, versi
     "Service": ("", "v1", "services", True),
     "StatefulSet": ("apps", "v1", "statefulsets", True),
     "ConfigMap": ("", "v1", "configmaps", True),
+    "Job": ("batch", "v1", "jobs", True),
     "Pod": ("", "v1", "pods", True),
     "Event": ("", "v1", "events", True),
     "Secret": ("", "v1", "secrets", True),
@@ -155,13 +156,14 @@ class Cluster:
         selector = children_selector(deployment.name)
         lists = {
             kind: await self.list(kind, deployment.namespace, selector=selector)
-            for kind in ("Service", "StatefulSet", "ConfigMap", "Pod")
+            for kind in ("Service", "StatefulSet", "ConfigMap", "Pod", "Job")
         }
         return Observed(
             services=owned(lists["Service"], deployment.uid),
             stateful_sets=owned(lists["StatefulSet"], deployment.uid),
             config_maps=owned(lists["ConfigMap"], deployment.uid),
             pods=tuple(lists["Pod"]),
+            jobs=owned(lists["Job"], deployment.uid),
         )
 
     async def event(

@@ -13,6 +13,7 @@ from typing import Any
 
 from trimtab_operator.groups import Group, Manifest
 from trimtab_operator.layout import layout_of
+from trimtab_operator.model_facts import FactsState, Reading, Unreadable
 from trimtab_operator.phases import EngineView, unschedulable
 from trimtab_operator.refusal import Refusal
 from trimtab_operator.spec import InferenceDeployment
@@ -29,6 +30,8 @@ class Reason(StrEnum):
     PENDING = "Pending"  # a replica's pod does not run yet
     FAILING = "ReplicaFailing"  # a replica crashes again and again, or its image cannot be pulled
     INVALID = "InvalidSpec"  # the spec asks for something that cannot be carried out
+    READING_MODEL = "ReadingModel"  # a Job reads what the model is; no engine starts before
+    MODEL_UNREADABLE = "ModelUnreadable"  # that Job failed; it is tried again
     NAME_TAKEN = "NameTaken"  # an object with a child's name belongs to somebody else
     RECONCILE_ERROR = "ReconcileError"  # the API server refused, or the operator failed; it tries again
     ROLLING_OUT = "RollingOut"  # replicas are brought to a new revision
@@ -56,7 +59,11 @@ class TuningView:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that a status is made from. `problem` is a (reason, message) that keeps the loop from working."""
+    """All that a status is made from. `problem` is a (reason, message) that keeps the loop from working.
+
+    `refusals` is everything that is wrong with the spec, `layout_refusals` those of them that concern the layout.
+    `model` is what is known of the model; None: nobody looked.
+    """
 
     groups: tuple[Group, ...] = ()
     draining: tuple[Manifest, ...] = ()
@@ -64,6 +71,8 @@ class Facts:
     engines: Mapping[str, EngineView] | None = None
     tuning: TuningView | None = None
     refusals: tuple[Refusal, ...] = ()
+    layout_refusals: tuple[Refusal, ...] = ()
+    model: FactsState | None = None
     problem: tuple[Reason, str] | None = None
 
 
@@ -99,6 +108,9 @@ def ready_claim(deployment: InferenceDeployment, facts: Facts, groups: Sequence[
         return Claim("Ready", "True", Reason.SCALED_TO_ZERO, "spec.replicas is 0: nothing runs, as asked")
     if ready >= wanted:
         return Claim("Ready", "True", Reason.READY, f"{ready} of {wanted} replicas take requests")
+    unknown = _unknown_model(facts)
+    if unknown is not None and not groups:
+        return Claim("Ready", "False", *unknown)
     reason, why = _why_not_ready(groups)
     return Claim("Ready", "False", reason, f"{ready} of {wanted} replicas take requests{why}")
 
@@ -120,10 +132,22 @@ def _blocked(facts: Facts) -> tuple[Reason, str] | None:
     return facts.problem
 
 
+def _unknown_model(facts: Facts) -> tuple[Reason, str] | None:
+    """Why nothing is known of the model yet; None when it is known, or does not matter."""
+    if isinstance(facts.model, Reading):
+        return Reason.READING_MODEL, facts.model.message
+    if isinstance(facts.model, Unreadable):
+        return Reason.MODEL_UNREADABLE, f"the model cannot be read: {facts.model.message}; it is tried again"
+    return None
+
+
 def progressing_claim(deployment: InferenceDeployment, facts: Facts, groups: Sequence[Mapping[str, Any]]) -> Claim:
     blocked = _blocked(facts)
     if blocked is not None:
         return Claim("Progressing", "False", blocked[0], blocked[1])
+    unknown = _unknown_model(facts)
+    if unknown is not None:
+        return Claim("Progressing", "True" if isinstance(facts.model, Reading) else "False", *unknown)
     if any(group.revision != facts.revision or group.is_outdated for group in facts.groups):
         return Claim("Progressing", "True", Reason.ROLLING_OUT, "replicas are brought to the current pod template")
     if len(facts.groups) != deployment.replicas or facts.draining:
@@ -136,7 +160,7 @@ def progressing_claim(deployment: InferenceDeployment, facts: Facts, groups: Seq
 
 
 def layout_claim(deployment: InferenceDeployment, facts: Facts) -> Claim:
-    refused = [r for r in facts.refusals if r.field.startswith("spec.parallelism")]
+    refused = facts.layout_refusals or [r for r in facts.refusals if r.field.startswith("spec.parallelism")]
     if refused:
         return Claim("LayoutValid", "False", Reason.INVALID, "; ".join(str(refusal) for refusal in refused))
     wanted = layout_of(deployment.spec).world_size
@@ -147,6 +171,9 @@ def layout_claim(deployment: InferenceDeployment, facts: Facts) -> Claim:
         return Claim(
             "LayoutValid", "False", Reason.LAYOUT_DIFFERS, f"{name} runs {size} ranks, {wanted} were asked for"
         )
+    unknown = _unknown_model(facts)
+    if not reported and unknown is not None:
+        return Claim("LayoutValid", "Unknown", *unknown)
     if not reported:
         return Claim("LayoutValid", "Unknown", Reason.LAYOUT_UNKNOWN, "no engine has reported its layout yet")
     return Claim("LayoutValid", "True", Reason.LAYOUT_REPORTED, f"every ready engine runs {wanted} rank(s), as asked")
@@ -184,6 +211,9 @@ def degraded_claim(facts: Facts, groups: Sequence[Mapping[str, Any]]) -> Claim:
     blocked = _blocked(facts)
     if blocked is not None:
         return Claim("Degraded", "True", blocked[0], blocked[1])
+    unknown = _unknown_model(facts)
+    if unknown is not None and isinstance(facts.model, Unreadable):
+        return Claim("Degraded", "True", *unknown)
     failed = next((g for g in groups if g["phase"] == "Failed"), None)
     if failed is not None:
         return Claim("Degraded", "True", Reason.FAILING, f"{failed['name']}: {failed.get('message', 'fails')}")

@@ -19,6 +19,7 @@ class Observed:
     stateful_sets: tuple[Manifest, ...] = ()
     config_maps: tuple[Manifest, ...] = ()
     pods: tuple[Manifest, ...] = ()
+    jobs: tuple[Manifest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

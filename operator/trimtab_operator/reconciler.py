@@ -28,6 +28,7 @@ from trimtab_operator.groups import Group, Observed, groups_of, is_terminating, 
 from trimtab_operator.health import Heartbeats, OperatorMetrics
 from trimtab_operator.lease import CONNECTION_ERRORS
 from trimtab_operator.metrics import ADMIN_PORT, GroupObservation, Target, observe
+from trimtab_operator.model_facts import gate_of, plan_facts
 from trimtab_operator.phases import EngineView
 from trimtab_operator.plan import Action, Apply, plan, plan_tuning_state
 from trimtab_operator.refusal import Refusal
@@ -169,9 +170,19 @@ class Reconciler:
             await self._write_status(deployment, facts)
             return self.tick_seconds
         self.metrics.desired_replicas.labels(namespace=namespace, name=name).set(deployment.replicas)
-        if await self._execute(deployment, plan(deployment, observed, admin_token_sha256=token_hash(token))):
+        if await self._execute(deployment, plan_facts(deployment, observed, now=self.clock())):
             observed = await self.cluster.observe(deployment)
-        facts = await self._tune(deployment, observed, token, memory)
+        gate = gate_of(deployment, observed, revision=_revision(deployment, token))
+        if gate.refusals:
+            facts = replace(_facts(deployment, observed, token, renders=False), refusals=gate.refusals)
+            await self._write_status(deployment, replace(facts, layout_refusals=gate.refusals))
+            return self.tick_seconds
+        actions = plan(deployment, observed, admin_token_sha256=token_hash(token)) if gate.is_open else ()
+        if await self._execute(deployment, actions):
+            observed = await self.cluster.observe(deployment)
+        facts = replace(
+            await self._tune(deployment, observed, token, memory), model=None if gate.is_open else gate.model
+        )
         status = await self._write_status(deployment, facts)
         return BUSY_TICK_SECONDS if _is_moving(status) else self.tick_seconds
 
@@ -347,10 +358,11 @@ def _facts(deployment: InferenceDeployment, observed: Observed, token: str, *, r
     groups = groups_of(observed)
     present = {group.ordinal for group in groups}
     draining = tuple(pod for pod in observed.pods if ordinal_of(pod) is not None and ordinal_of(pod) not in present)
-    revision = ""
-    if renders:
-        revision = revision_of(pod_template(deployment, admin_token_sha256=token_hash(token)))
-    return Facts(groups=groups, draining=draining, revision=revision)
+    return Facts(groups=groups, draining=draining, revision=_revision(deployment, token) if renders else "")
+
+
+def _revision(deployment: InferenceDeployment, token: str) -> str:
+    return revision_of(pod_template(deployment, admin_token_sha256=token_hash(token)))
 
 
 def _target(group: Group) -> Target:

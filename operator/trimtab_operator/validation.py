@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_operator.engine_values import knobs
+from trimtab_operator.layout.check import check_layout
+from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.quantity import parse_quantity, parse_seconds
 from trimtab_operator.refusal import Refusal
 from trimtab_operator.spec import DNS_LABEL, MAX_NAME_LENGTH, SERVED_NAME, InferenceDeployment, PodOverlay, Spec
@@ -24,9 +27,15 @@ MAX_DRAIN_SECONDS = 3600.0  # a pod that takes longer to stop holds its node for
 Rule = Callable[[InferenceDeployment], Iterable[Refusal]]
 
 
-def refusals(deployment: InferenceDeployment) -> tuple[Refusal, ...]:
-    """Everything that is wrong with a resource, in the order of the table; empty when it can be carried out."""
-    return tuple(refusal for rule in RULES for refusal in rule(deployment))
+def refusals(
+    deployment: InferenceDeployment, facts: ModelFacts | None = None, gpu: Gpu | None = None
+) -> tuple[Refusal, ...]:
+    """Everything that is wrong with a resource, in the order of the table; empty when it can be carried out.
+
+    The layout comes last: judged by the spec alone, and by the model and the GPU where they are known.
+    """
+    by_table = tuple(refusal for rule in RULES for refusal in rule(deployment))
+    return (*by_table, *check_layout(deployment.spec, facts, gpu))
 
 
 # --- the resource as a whole ------------------------------------------------------------------------------------------
@@ -152,7 +161,6 @@ OWNED_FLAGS: Mapping[str, str] = {
     "--mm-processor-cache-gb": "spec.engine.mmProcessorCache",
     "--limit-mm-per-prompt": "spec.engine.limitMmPerPrompt",
     "--enforce-eager": "spec.engine.enforceEager",
-    "--no-enforce-eager": "spec.engine.enforceEager",
     "--cudagraph-capture-sizes": "spec.engine.cudagraphCaptureSizes",
     "--tensor-parallel-size": "spec.parallelism.tensor",
     "--pipeline-parallel-size": "spec.parallelism.pipeline",
@@ -236,6 +244,15 @@ NOT_BUILT_ENGINE_FIELDS = (
         "limitMmPerPrompt",
         lambda v: not any(v.values()),
         "multimodal input is not built yet; remove it",
+    ),
+    NotBuilt(
+        "enforce_eager",
+        "enforceEager",
+        lambda v: False,
+        "CUDA graphs are not built yet, every step runs eagerly; remove it",
+    ),
+    NotBuilt(
+        "cudagraph_capture_sizes", "cudagraphCaptureSizes", lambda v: not v, "CUDA graphs are not built yet; remove it"
     ),
 )
 

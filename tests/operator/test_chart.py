@@ -113,6 +113,7 @@ WORKLOADS = {
     ("trimtab.dev", "inferencedeployments", ("get", "list", "watch", "patch")),
     ("trimtab.dev", "inferencedeployments/status", ("patch",)),
     ("apps", "statefulsets", ("get", "list", "watch", "create", "patch", "delete")),
+    ("batch", "jobs", ("get", "list", "create", "patch", "delete")),
     ("", "services", ("get", "list", "watch", "create", "patch", "delete")),
     ("", "configmaps", ("get", "list", "watch", "create", "patch", "delete")),
     ("", "pods", ("get", "list", "watch")),

@@ -5,27 +5,37 @@ from __future__ import annotations
 import copy
 from collections.abc import AsyncIterator, Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import pytest
 from prometheus_client import generate_latest
 from trimtab_operator.bounded_http import new_client
+from trimtab_operator.builders.config_map import facts_config_map
 from trimtab_operator.cluster import Cluster
 from trimtab_operator.groups import Observed
 from trimtab_operator.health import Heartbeats, OperatorMetrics
+from trimtab_operator.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
 from trimtab_operator.reconciler import BUSY_TICK_SECONDS, Gone, LoopMemory, Reconciler, WakeUps
 from trimtab_operator.spec import InferenceDeployment
 from trimtab_operator.tuner import Decision, Reason, TickResult, TunerState, Verdict
+
+FACTS = (Path(__file__).parents[1] / "golden" / "model_facts_smollm2.json").read_text()
 
 
 class FakeCluster:
     """Keeps what is applied; no controllers, so no pods. `failures` are raised by the next observations."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
+    def __init__(self, spec: dict[str, Any], *, knows_the_model: bool = False) -> None:
         metadata = {"name": "m", "namespace": "models", "uid": "u-1", "generation": 1}
         self.body: dict[str, Any] | None = {"metadata": metadata, "spec": spec}
         self.children: dict[tuple[str, str], dict[str, Any]] = {}
+        if knows_the_model:
+            deployment = InferenceDeployment.parse(self.body, default_image="engine:1")
+            data = {SUBJECT_KEY: subject_of(deployment), FACTS_KEY: FACTS}
+            self.children["ConfigMap", "m-facts"] = facts_config_map(deployment, data)
+        self.pods: list[dict[str, Any]] = []
         self.writes = 0
         self.events: list[str] = []
         self.failures: list[Exception] = []
@@ -40,12 +50,16 @@ class FakeCluster:
         def of(kind: str) -> tuple[dict[str, Any], ...]:
             return tuple(m for (k, _), m in sorted(self.children.items()) if k == kind)
 
-        return Observed(of("Service"), of("StatefulSet"), of("ConfigMap"), ())
+        return Observed(of("Service"), of("StatefulSet"), of("ConfigMap"), tuple(self.pods), of("Job"))
 
     async def apply(self, manifest: Mapping[str, Any], _owner: InferenceDeployment, *, is_new: bool) -> None:
         key = (manifest["kind"], manifest["metadata"]["name"])
         assert is_new == (key not in self.children)
         self.children[key] = copy.deepcopy(dict(manifest))
+        self.writes += 1
+
+    async def delete(self, kind: str, _namespace: str, name: str, *, uid: str) -> None:
+        assert self.children.pop((kind, name))["metadata"].get("uid", "") == uid
         self.writes += 1
 
     async def apply_status(self, _deployment: InferenceDeployment, status: Mapping[str, Any]) -> None:
@@ -83,15 +97,51 @@ GOOD = {"model": {"uri": "file:///models/m"}, "runtime": {"device": "cpu"}}
 
 
 async def test_the_first_tick_creates_and_the_second_writes_nothing(http: httpx.AsyncClient) -> None:
-    cluster, memory = FakeCluster(GOOD), LoopMemory()
+    cluster, memory = FakeCluster(GOOD, knows_the_model=True), LoopMemory()
     reconciler = a_reconciler(cluster, http)
     assert await reconciler.tick("models", "m", "u-1", memory) == BUSY_TICK_SECONDS
     kinds = sorted(kind for kind, _ in cluster.children)
-    assert kinds == ["ConfigMap", "Service", "Service", "StatefulSet"]
+    assert kinds == ["ConfigMap", "ConfigMap", "Service", "Service", "StatefulSet"]
     assert cluster.events == ["ReplicaCreated"]
     written = cluster.writes
     await reconciler.tick("models", "m", "u-1", memory)
     assert cluster.writes == written
+
+
+async def test_no_engine_exists_before_the_model_was_read(http: httpx.AsyncClient) -> None:
+    cluster, memory = FakeCluster(GOOD), LoopMemory()
+    reconciler = a_reconciler(cluster, http)
+    assert await reconciler.tick("models", "m", "u-1", memory) == BUSY_TICK_SECONDS
+    assert [kind for kind, _ in cluster.children if kind in ("Job", "StatefulSet")] == ["Job"]
+    assert cluster.body is not None
+    assert cluster.body["status"]["phase"] == "ReadingModel"
+    ended = {"terminated": {"exitCode": 0, "message": FACTS}}
+    owner = [{"uid": None}]  # the Job that was just created has no uid here
+    cluster.pods = [
+        {"metadata": {"name": "x", "ownerReferences": owner}, "status": {"containerStatuses": [{"state": ended}]}}
+    ]
+    await reconciler.tick("models", "m", "u-1", memory)
+    assert {kind for kind, _ in cluster.children} == {"ConfigMap", "Service", "StatefulSet"}
+
+
+async def test_a_model_that_cannot_be_read_starts_nothing_and_shows_the_last_words(http: httpx.AsyncClient) -> None:
+    cluster, memory = FakeCluster(GOOD), LoopMemory()
+    reconciler = a_reconciler(cluster, http)
+    await reconciler.tick("models", "m", "u-1", memory)
+    ended = {"terminated": {"exitCode": 2, "message": "no such file"}}
+    cluster.pods = [
+        {
+            "metadata": {"name": "x", "ownerReferences": [{"uid": None}]},
+            "status": {"containerStatuses": [{"state": ended}]},
+        }
+    ]
+    await reconciler.tick("models", "m", "u-1", memory)
+    assert all(kind == "ConfigMap" for kind, _ in cluster.children)
+    assert cluster.body is not None
+    by_type = {c["type"]: c for c in cluster.body["status"]["conditions"]}
+    assert (by_type["Ready"]["status"], by_type["Ready"]["reason"]) == ("False", "ModelUnreadable")
+    assert "no such file" in by_type["Degraded"]["message"]
+    assert by_type["LayoutValid"]["status"] == "Unknown"
 
 
 async def test_a_refused_spec_creates_nothing_and_says_so(http: httpx.AsyncClient) -> None:
@@ -128,7 +178,7 @@ async def test_the_loop_ends_with_its_resource(change: str, http: httpx.AsyncCli
 
 
 async def test_a_failing_tick_is_tried_again_and_shown_when_it_keeps_failing(http: httpx.AsyncClient) -> None:
-    cluster, memory = FakeCluster(GOOD), LoopMemory()
+    cluster, memory = FakeCluster(GOOD, knows_the_model=True), LoopMemory()
     reconciler = a_reconciler(cluster, http)
     cluster.failures = [OSError("no route")] * 3
     delays = [await reconciler._guarded_tick("models", "m", "u-1", memory) for _ in range(3)]
@@ -169,7 +219,7 @@ def test_a_namesake_keeps_its_alarm_when_the_old_loop_ends() -> None:
 async def test_a_decision_whose_memory_could_not_be_written_is_told_on_the_next_tick(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster, memory = FakeCluster(GOOD), LoopMemory()
+    cluster, memory = FakeCluster(GOOD, knows_the_model=True), LoopMemory()
     reconciler, apply, refusing = a_reconciler(cluster, http), cluster.apply, [OSError("no route")]
 
     async def refuses_a_config_map_once(m: Mapping[str, Any], owner: InferenceDeployment, *, is_new: bool) -> None:

@@ -1,10 +1,11 @@
-"""The ConfigMap NAME-tuning: what tuning remembers across restarts of the operator. It is rebuilt if lost."""
+"""The ConfigMaps: what the operator remembers of one resource across its own restarts. All are rebuilt if lost."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from trimtab_operator.builders.labels import common_labels, tuning_config_map_name
+from trimtab_operator.builders.labels import FACTS_COMPONENT, common_labels, facts_name, tuning_config_map_name
 from trimtab_operator.spec import InferenceDeployment
 
 STATE_KEY = "state.json"
@@ -21,4 +22,18 @@ def tuning_config_map(deployment: InferenceDeployment, state: str) -> dict[str, 
             "labels": common_labels(deployment),
         },
         "data": {STATE_KEY: state},
+    }
+
+
+def facts_config_map(deployment: InferenceDeployment, data: Mapping[str, str]) -> dict[str, Any]:
+    """What is known of the model, or why nothing is."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": facts_name(deployment),
+            "namespace": deployment.namespace,
+            "labels": {**common_labels(deployment), "app.kubernetes.io/component": FACTS_COMPONENT},
+        },
+        "data": dict(data),
     }

@@ -23,6 +23,12 @@ def model_path(spec: Spec) -> str:
     return rest
 
 
+def model_claim(spec: Spec) -> str | None:
+    """The PersistentVolumeClaim of a pvc:// model; None for others."""
+    scheme, _, rest = spec.model.uri.partition("://")
+    return rest.split("/", 1)[0] if scheme == "pvc" else None
+
+
 def served_name(spec: Spec) -> str:
     """The name clients send as `model`."""
     return spec.model.name_for_clients
@@ -57,8 +63,6 @@ def _engine_flags(spec: Spec) -> dict[str, object | None]:
         "--enable-prefix-caching" if caching else "--no-enable-prefix-caching": None if caching is None else SWITCH,
         "--speculative-config": _speculative_config(engine.speculative),
         "--api-server-count": engine.api_server_count,
-        "--enforce-eager": SWITCH if engine.enforce_eager else None,
-        "--cudagraph-capture-sizes": ",".join(map(str, engine.cudagraph_capture_sizes or ())) or None,
     }
 
 

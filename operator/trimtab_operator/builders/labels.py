@@ -11,6 +11,7 @@ ROLE_LABEL = "trimtab.dev/role"
 REVISION_LABEL = "trimtab.dev/revision"  # hash of the rendered pod template
 LEADER = "leader"
 WORKER = "worker"
+FACTS_COMPONENT = "model-facts"  # the Job that reads a model, its pod and what it found
 
 HTTP_PORT = 8000  # docs/contract.md, section 7
 ADMIN_PORT = 8001
@@ -57,6 +58,11 @@ def group_name(deployment: InferenceDeployment, ordinal: int) -> str:
 def service_name(deployment: InferenceDeployment) -> str:
     """Name of the Service that clients use."""
     return deployment.name
+
+
+def facts_name(deployment: InferenceDeployment) -> str:
+    """Name of the Job that reads the model, and of the ConfigMap with what it found."""
+    return f"{deployment.name}-facts"
 
 
 def tuning_config_map_name(deployment: InferenceDeployment) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from trimtab_operator.builders.engine_args import MODEL_MOUNT, engine_args
+from trimtab_operator.builders.engine_args import MODEL_MOUNT, engine_args, model_claim
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT
 from trimtab_operator.layout import layout_of
 from trimtab_operator.quantity import parse_seconds
@@ -92,7 +92,7 @@ def _volumes(deployment: InferenceDeployment) -> list[dict[str, Any]]:
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHM_SIZE_LIMIT}},
         {"name": "tmp", "emptyDir": {}},
     ]
-    claim = _claim(deployment)
+    claim = model_claim(deployment.spec)
     if claim:
         volumes.append({"name": "model", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
     return volumes
@@ -103,11 +103,6 @@ def _mounts(deployment: InferenceDeployment) -> list[dict[str, Any]]:
         {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - a path in the pod
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a path in the pod
     ]
-    if _claim(deployment):
+    if model_claim(deployment.spec):
         mounts.append({"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True})
     return mounts
-
-
-def _claim(deployment: InferenceDeployment) -> str | None:
-    scheme, _, rest = deployment.spec.model.uri.partition("://")
-    return rest.split("/", 1)[0] if scheme == "pvc" else None
