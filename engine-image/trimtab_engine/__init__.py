@@ -1,20 +1,44 @@
 """The Trimtab engine: an LLM server whose memory and batch knobs are live.
 
-`from trimtab_engine import LLM, SamplingParams` runs the engine in this process (docs/offline.md). Both are imported
-when they are first asked for: importing the package alone stays cheap, and never imports torch.
+`from trimtab_engine import LLM, SamplingParams` runs the engine in this process (docs/offline.md). All names are
+imported when they are first asked for: importing the package alone stays cheap, and never imports torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trimtab_engine.graphs.compilation import (
+        CompilationConfig,
+        CompilationLevel,
+        CompilationMode,
+        CUDAGraphMode,
+    )
     from trimtab_engine.llm import LLM
     from trimtab_engine.outputs import CompletionOutput, RequestOutput
     from trimtab_engine.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CUDAGraphMode",
+    "CompilationConfig",
+    "CompilationLevel",
+    "CompilationMode",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+]
 
-_HOME = {"LLM": "llm", "SamplingParams": "sampling_params", "RequestOutput": "outputs", "CompletionOutput": "outputs"}
+_HOME = {
+    "LLM": "llm",
+    "SamplingParams": "sampling_params",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+    "CUDAGraphMode": "graphs.compilation",
+    "CompilationConfig": "graphs.compilation",
+    "CompilationLevel": "graphs.compilation",
+    "CompilationMode": "graphs.compilation",
+}
 
 
 def __getattr__(name: str) -> Any:

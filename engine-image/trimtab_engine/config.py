@@ -10,6 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.graphs.compilation import CompilationConfig
+from trimtab_engine.graphs.plan import DEFAULT_LEVEL, MODES_BY_LEVEL, NO_GRAPHS, GraphPlan, plan_graphs
 from trimtab_engine.scheduling_policy import PreemptionMode, QueueOrder
 from trimtab_engine.speculative.config import SpeculativeConfig
 
@@ -100,6 +102,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 29501
+    enforce_eager: bool = False
+    optimization_level: int = DEFAULT_LEVEL
+    compilation: CompilationConfig = CompilationConfig()
     seed: int = 0
     profiler_dir: str | None = None
 
@@ -107,6 +112,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def max_num_sampled_rows(self) -> int:
         """Rows of logits of one step, at most: the newest token and the drafts of every request."""
         return min(self.max_num_batched_tokens_cap, self.max_num_seqs_cap * (1 + self.num_speculative_tokens_cap))
+
+    @property
+    def graph_plan(self) -> GraphPlan:
+        """The CUDA graphs of this engine; none on the CPU, whatever the flags say."""
+        if self.device != "cuda":
+            return NO_GRAPHS
+        return plan_graphs(
+            self.compilation,
+            enforce_eager=self.enforce_eager,
+            optimization_level=self.optimization_level,
+            max_num_seqs=self.max_num_seqs_cap,
+            max_num_batched_tokens=self.max_num_batched_tokens_cap,
+            num_drafts=self.num_speculative_tokens_cap,
+        )
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
@@ -141,6 +160,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"--max-num-batched-tokens (or its cap) is {self.max_num_batched_tokens_cap}; start-up runs one step "
                 f"of that size, and more than {MAX_BATCHED_TOKENS} is not meant; set {MAX_BATCHED_TOKENS} or less"
             )
+        if self.optimization_level not in MODES_BY_LEVEL:
+            raise ConfigError(f"-O is {self.optimization_level}; it must be 0 to {max(MODES_BY_LEVEL)}")
         self._check_ranks()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import msgspec
+
 from trimtab_engine.cli import serve_command
 from trimtab_engine.cli.parser import OneLineParser
 from trimtab_engine.config import EngineConfig
@@ -72,7 +74,14 @@ def _as_flag(parser: OneLineParser, name: str, value: Any) -> list[str]:
         return [f"{flag}={value}"]
     if isinstance(value, list | tuple):
         return [flag, *map(str, value)]
-    return [f"{flag}={json.dumps(value, default=repr)}"]
+    return [f"{flag}={json.dumps(value, default=_plain)}"]
+
+
+def _plain(value: object) -> object:
+    """A configuration object, such as CompilationConfig, as the fields that it sets."""
+    if isinstance(value, msgspec.Struct):
+        return {name: field for name, field in msgspec.to_builtins(value).items() if field is not None}
+    return repr(value)
 
 
 def _server_flags(parser: OneLineParser) -> set[str]:

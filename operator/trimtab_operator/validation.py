@@ -161,6 +161,7 @@ OWNED_FLAGS: Mapping[str, str] = {
     "--mm-processor-cache-gb": "spec.engine.mmProcessorCache",
     "--limit-mm-per-prompt": "spec.engine.limitMmPerPrompt",
     "--enforce-eager": "spec.engine.enforceEager",
+    "--no-enforce-eager": "spec.engine.enforceEager",
     "--cudagraph-capture-sizes": "spec.engine.cudagraphCaptureSizes",
     "--tensor-parallel-size": "spec.parallelism.tensor",
     "--pipeline-parallel-size": "spec.parallelism.pipeline",
@@ -244,15 +245,6 @@ NOT_BUILT_ENGINE_FIELDS = (
         "limitMmPerPrompt",
         lambda v: not any(v.values()),
         "multimodal input is not built yet; remove it",
-    ),
-    NotBuilt(
-        "enforce_eager",
-        "enforceEager",
-        lambda v: False,
-        "CUDA graphs are not built yet, every step runs eagerly; remove it",
-    ),
-    NotBuilt(
-        "cudagraph_capture_sizes", "cudagraphCaptureSizes", lambda v: not v, "CUDA graphs are not built yet; remove it"
     ),
 )
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from trimtab_engine import CompilationConfig, CompilationLevel
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.llm_arguments import in_keywords, read_keywords
 
@@ -28,9 +29,8 @@ def test_a_switch_takes_true_false_or_its_default(value: bool | None, expected: 
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"compilation_config": {"level": 3}}, "compilation_config is not built yet"),
-        ({"compilation_config": object()}, "compilation_config is not built yet"),
-        ({"cudagraph_capture_sizes": [1, 2]}, "cudagraph_capture_sizes is not built yet"),
+        ({"compilation_config": {"level": 1}}, "compilation_config: level 1 .* is torch.compile, which is not built"),
+        ({"compilation_config": object()}, "compilation_config must be a JSON object"),
         ({"trust_remote_code": True}, "the model's code never runs here"),
         ({"max_num_seq": 4}, "did you mean max_num_seqs"),
         ({"port": 8000}, "port belongs to a server"),
@@ -53,6 +53,12 @@ def test_what_is_not_allowed_is_refused_by_its_keyword(keywords: dict[str, Any],
         {"tensor_parallel_size": 4, "pipeline_parallel_size": 2},
         {"max_model_len": 2048, "max_num_seqs": 4},
         {"enforce_eager": True},
+        {
+            "compilation_config": CompilationConfig(
+                level=CompilationLevel.PIECEWISE, cudagraph_capture_sizes=(1, 2, 4, 8)
+            )
+        },
+        {"compilation_config": 3, "optimization_level": 1},
         {"enable_chunked_prefill": True, "max_num_batched_tokens": 2048},
     ],
 )
@@ -65,7 +71,6 @@ def test_the_examples_of_the_tuning_guide_are_understood(keywords: dict[str, Any
 @pytest.mark.parametrize(
     "keywords",
     [
-        {"compilation_config": {"level": 3, "cudagraph_capture_sizes": [1, 2, 4, 8]}},
         {"limit_mm_per_prompt": {"image": 2}},
         {"mm_processor_cache_gb": 8},
     ],
@@ -81,3 +86,9 @@ def test_what_asks_for_nothing_is_accepted() -> None:
 
 def test_flags_in_messages_become_keywords() -> None:
     assert in_keywords("raise --max-num-seqs or lower --block-size") == "raise max_num_seqs or lower block_size"
+
+
+def test_a_compilation_config_object_gives_the_fields_that_it_sets() -> None:
+    given = CompilationConfig(level=CompilationLevel.PIECEWISE, cudagraph_capture_sizes=(1, 2, 4, 8))
+    config, _ = read_keywords("m", {"device": "cpu", "compilation_config": given})
+    assert config.compilation == CompilationConfig(level=3, cudagraph_capture_sizes=(1, 2, 4, 8))

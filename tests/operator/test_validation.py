@@ -75,8 +75,6 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("spec.runtime.args", ["--spec-tokens=3"], "spec.runtime.args[0]", "repeats spec.engine.speculative"),
     ("spec.engine.mmProcessorCache", "4Gi", "spec.engine.mmProcessorCache", "not built yet"),
     ("spec.engine.limitMmPerPrompt", {"image": 2}, "spec.engine.limitMmPerPrompt", "not built yet"),
-    ("spec.engine.enforceEager", True, "spec.engine.enforceEager", "not built yet"),
-    ("spec.engine.cudagraphCaptureSizes", [1, 2], "spec.engine.cudagraphCaptureSizes", "not built yet"),
     ("spec.engine.gpuMemoryUtilization", "0.0", "spec.engine.gpuMemoryUtilization", "is 0"),
     ("spec.engine.gpuMemoryUtilization", "1.5", "spec.engine.gpuMemoryUtilization", "pattern"),
     ("spec.engine.gpuMemoryUtilization", "0.95", "spec.engine.gpuMemoryUtilization", "outside"),
@@ -208,6 +206,8 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("spec.template.spec.nodeSelector", {"kubernetes.io/arch": "amd64", "gpu": ""}),
     ("spec.template.metadata.annotations", {"example.com/a": "b"}),
     ("spec.runtime.args", ["--api-key=$(API_KEY)"]),
+    ("spec.engine.enforceEager", True),
+    ("spec.engine.cudagraphCaptureSizes", [1, 2, 4]),
     (
         "spec.template.spec",
         {

@@ -19,16 +19,12 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
     "--enable-eplb": (),
     "--eplb-config": (),
     "--headless": (),
-    "--compilation-config": (),
     "--cpu-offload-gb": ("0",),
-    "--cudagraph-capture-sizes": (),
     "--enable-lora": (),
     "--enable-sleep-mode": (),
-    "--enforce-eager": (None,),  # every step is eager: there are no graphs yet
     "--kv-offloading-size": ("0",),
     "--limit-mm-per-prompt": (),
     "--mm-processor-cache-gb": (),
-    "--optimization-level": ("0",),
     "--performance-mode": ("balanced",),
     "--quantization": (),
     "--revision": (),
@@ -41,8 +37,6 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
 SHORT = {
     "-dpl": "--data-parallel-size-local",
     "-dpr": "--data-parallel-rank",
-    "-cc": "--compilation-config",
-    "-O": "--optimization-level",
 }
 
 

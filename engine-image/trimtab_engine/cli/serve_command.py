@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab_engine.cli import parser as types
+from trimtab_engine.cli.graph_flags import add_graph_flags, graph_fields
 from trimtab_engine.cli.live_flags import add_log_flags, add_queue_flags, add_scheduling_flags, live_values
 from trimtab_engine.cli.not_built import add_not_built
 from trimtab_engine.cli.parallel_flags import add_parallel_flags, parallel_fields
@@ -45,6 +46,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_parallel_flags(parser.add_argument_group("parallel layout"))
     _add_scheduler_flags(parser.add_argument_group("scheduler"))
     add_speculative_flags(parser.add_argument_group("speculative decoding"))
+    add_graph_flags(parser.add_argument_group("CUDA graphs"))
     parser.add_argument_group("profiling").add_argument(
         "--profiler-dir",
         metavar="DIR",
@@ -332,6 +334,7 @@ def engine_config(
         seed=arguments.seed,
         **speculative_fields(arguments),
         **parallel_fields(arguments),
+        **graph_fields(arguments),
         profiler_dir=arguments.profiler_dir,
     )
 

@@ -63,6 +63,8 @@ def _engine_flags(spec: Spec) -> dict[str, object | None]:
         "--enable-prefix-caching" if caching else "--no-enable-prefix-caching": None if caching is None else SWITCH,
         "--speculative-config": _speculative_config(engine.speculative),
         "--api-server-count": engine.api_server_count,
+        "--enforce-eager": SWITCH if engine.enforce_eager else None,
+        "--cudagraph-capture-sizes": ",".join(map(str, engine.cudagraph_capture_sizes or ())) or None,
     }
 
 

@@ -106,7 +106,9 @@ def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path:
     [
         ["--tensor-parallel-size", "1"],
         ["--tensor-parallel-size=1", "-pp", "1"],
-        ["--enforce-eager"],
+        ["--no-enforce-eager"],
+        ["-O2"],
+        ["--compilation-config", "{}"],
         ["--preemption-mode", "recompute"],
         ["--kv-cache-dtype", "auto"],
         ["--swap-space", "0"],

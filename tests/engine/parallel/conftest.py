@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.engine import Engine
-from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.messages import AddRequest, SamplingParams, StepStats
 from trimtab_engine.model_config import parse_model_config
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.startup import start_engine
@@ -78,6 +78,20 @@ def a_config(model: str, **changes: Any) -> EngineConfig:
     return EngineConfig(**values | changes)
 
 
+TIGHT = {"num_gpu_blocks_override": 13, "max_num_batched_tokens": 24}
+"""Blocks for little more than one request, and chunks of a few tokens: requests are preempted and chunked."""
+
+
+@pytest.fixture
+def tight() -> dict[str, Any]:
+    return TIGHT
+
+
+@pytest.fixture
+def config_of() -> Callable[..., EngineConfig]:
+    return a_config
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[..., Engine]]:
     """Starts engines; those that the test leaves open are closed. The clock stands still."""
@@ -106,17 +120,15 @@ def requests(count: int = 12, output: int = 12) -> list[AddRequest]:
     return made
 
 
-def serve(
-    engine: Engine, asked: list[AddRequest], preempted: list[dict[str, dict[str, int]]] | None = None
-) -> dict[str, list[int]]:
-    """The tokens of every request, all together; the invariants hold after every step. `preempted` gets each step's."""
+def serve(engine: Engine, asked: list[AddRequest], steps: list[StepStats] | None = None) -> dict[str, list[int]]:
+    """The tokens of every request, all together; the invariants hold after every step. `steps` gets each one's."""
     tokens: dict[str, list[int]] = {request.request_id: [] for request in asked}
     for request in asked:
         engine.add(request)
     while engine.has_work:
         step = engine.step()
-        if preempted is not None and step.stats.preempted:
-            preempted.append(step.stats.preempted)
+        if steps is not None:
+            steps.append(step.stats)
         for output in step.outputs:
             assert output.finish_reason in (None, "length")
             tokens[output.request_id] += output.token_ids
@@ -124,7 +136,15 @@ def serve(
     return tokens
 
 
+def check_disturbed(steps: list[StepStats], asked: list[AddRequest]) -> None:
+    """Fail unless requests were preempted, cut into chunks and given cached prefixes, as the test means them to be."""
+    assert any(stats.preempted for stats in steps), "the test is to preempt"
+    assert sum(stats.prefix_cache_hits for stats in steps) > 0, "the test is to find prefixes"
+    own = [len(request.prompt_token_ids) for number, request in enumerate(asked) if number % 2 == 0]
+    assert max(own) > steps[0].token_budget, "a prompt that shares nothing is to need two chunks or more"
+
+
 @pytest.fixture
 def serving() -> Any:
-    """(serve, requests), which a test module cannot import from here."""
-    return serve, requests
+    """(serve, requests, check_disturbed), which a test module cannot import from here."""
+    return serve, requests, check_disturbed

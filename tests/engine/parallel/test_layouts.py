@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from trimtab_engine.engine import Engine
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.messages import AddRequest, SamplingParams, StepStats
 from trimtab_engine.speculative.config import SpeculativeConfig
 
 DRAFTS = {
@@ -20,8 +21,11 @@ LAYOUTS = [
     pytest.param("dense", {"pipeline_parallel_size": 2}, id="dense pp2"),
     pytest.param("dense", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, id="dense tp2 pp2"),
     pytest.param("dense", {"pipeline_parallel_size": 3}, id="dense pp3"),
+    pytest.param("moe", {"enable_expert_parallel": True}, id="moe ep of one rank"),
     pytest.param("moe", {"tensor_parallel_size": 2}, id="moe tp2"),
     pytest.param("moe", {"pipeline_parallel_size": 2}, id="moe pp2"),
+    pytest.param("moe", {"pipeline_parallel_size": 2, "enable_expert_parallel": True}, id="moe pp2 ep"),
+    pytest.param("moe", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, id="moe tp2 pp2"),
     pytest.param("moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, id="moe tp2 ep"),
     pytest.param(
         "moe",
@@ -34,8 +38,6 @@ LAYOUTS = [
         id="moe tp2 pp2 ep",
     ),
 ]
-TIGHT = {"num_gpu_blocks_override": 13, "max_num_batched_tokens": 24}
-"""Blocks for little more than one request, and chunks of a few tokens: requests are preempted and chunked."""
 
 
 @pytest.fixture(scope="module")
@@ -51,25 +53,24 @@ def test_tokens_equal_those_of_one_rank(
     models: dict[str, str],
     start: Callable[..., Engine],
     serving: Any,
+    tight: dict[str, Any],
     expected: dict[str, dict[str, list[int]]],
 ) -> None:
-    serve, requests = serving
+    serve, requests, check_disturbed = serving
     asked = requests()
     if model not in expected:
         expected[model] = serve(start(models[model]), asked)
-    engine = start(models[model], **TIGHT, **layout)
-    preempted: list[dict[str, dict[str, int]]] = []
-    assert serve(engine, asked, preempted) == expected[model]
-    assert preempted, "the test is to preempt"
-    assert serve(engine, asked) == expected[model], "again, with whatever the cache has kept"
+    engine = start(models[model], **tight, **layout)
+    steps: list[StepStats] = []
+    assert serve(engine, asked, steps) == expected[model]
+    assert serve(engine, asked, steps) == expected[model], "again, with whatever the cache has kept"
+    check_disturbed(steps, asked)
 
 
 def test_one_request_alone_and_sampled_with_a_seed_is_the_same_on_two_ranks(
     models: dict[str, str], start: Callable[..., Engine], serving: Any
 ) -> None:
-    from trimtab_engine.messages import AddRequest, SamplingParams
-
-    serve, _ = serving
+    serve, *_ = serving
     sampling = SamplingParams(
         max_tokens=20, temperature=1.0, top_p=0.9, seed=7, repetition_penalty=1.1, ignore_eos=True
     )

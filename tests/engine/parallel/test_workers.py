@@ -25,7 +25,7 @@ def pid_of_rank(engine: Engine, rank: int) -> int:
 def test_a_rank_killed_under_load_ends_the_step_with_its_name_and_the_cause(
     layout: dict[str, int], models: dict[str, str], start: Callable[..., Engine], serving: Any
 ) -> None:
-    _, requests = serving
+    _, requests, _ = serving
     engine = start(models["dense"], **layout)
     own = os.getpid()
     victim = next(rank for rank in (0, 1) if pid_of_rank(engine, rank) != own)

@@ -79,6 +79,8 @@ def test_engine_fields_become_vllms_flags_and_absent_ones_none() -> None:
             "enablePrefixCaching": False,
             "speculative": {"method": "draft_model", "model": "file:///models/draft", "numSpeculativeTokens": 4},
             "apiServerCount": 2,
+            "enforceEager": True,
+            "cudagraphCaptureSizes": [1, 2, 4],
         }
     )
     assert {
@@ -87,9 +89,12 @@ def test_engine_fields_become_vllms_flags_and_absent_ones_none() -> None:
         "--no-enable-prefix-caching",
         '--speculative-config={"method": "draft_model", "model": "/models/draft", "num_speculative_tokens": 4}',
         "--api-server-count=2",
+        "--enforce-eager",
+        "--cudagraph-capture-sizes=1,2,4",
     } <= set(found)
     assert "--enable-prefix-caching" in args(engine={"enablePrefixCaching": True})
     assert not [flag for flag in args() if "prefix-caching" in flag or "swap" in flag or "specul" in flag]
+    assert not [flag for flag in args(engine={"enforceEager": False}) if "eager" in flag or "cudagraph" in flag]
 
 
 def test_further_args_are_passed_on_last() -> None:
