@@ -105,6 +105,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool = False
     optimization_level: int = DEFAULT_LEVEL
     compilation: CompilationConfig = CompilationConfig()
+    rendezvous_id: str = ""
+    """Ranks of different ids never form one engine: the revision of a group, say."""
     seed: int = 0
     profiler_dir: str | None = None
 

@@ -79,6 +79,7 @@ def _layout_of(config: EngineConfig) -> Layout:
 
 def _load_driven(config: EngineConfig, layout: Layout, workers: Workers, progress: Progress) -> LoadedRank:
     device = _own_device(config, layout)
+    progress("ranks", 0.0)
     groups, meter = workers.join()
     other_bytes = device.used_bytes()
     runner = DrivenRunner.load(config, device, progress, layout=layout, rank=workers.rank, groups=groups)

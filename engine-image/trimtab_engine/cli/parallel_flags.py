@@ -1,6 +1,8 @@
 """The flags that lay one model out over several ranks, and what they become."""
 
 import argparse
+import re
+import socket
 from typing import Any
 
 from trimtab_engine.cli import parser as types
@@ -58,14 +60,21 @@ def add_parallel_flags(group: Any) -> None:
     )
     group.add_argument(
         "--node-rank",
-        type=types.not_negative,
+        type=node_rank,
         default=0,
         metavar="N",
-        help="this node's number; 0 serves the API, the others only compute (default: 0)",
+        help="this node's number; 0 serves the API, the others only compute; auto: 1 + the number at the end of the "
+        "host's name, as of a StatefulSet's pod (default: 0)",
     )
     group.add_argument("--master-addr", default="127.0.0.1", metavar="HOST", help="where node 0 is reached")
     group.add_argument(
         "--master-port", type=types.port, default=29501, help="port on which the nodes meet (default: 29501)"
+    )
+    group.add_argument(
+        "--rendezvous-id",
+        default="",
+        metavar="TEXT",
+        help="nodes meet only those with the same one, such as a revision (default: none)",
     )
 
 
@@ -84,6 +93,7 @@ def parallel_fields(arguments: argparse.Namespace) -> dict[str, Any]:
             "node_rank",
             "master_addr",
             "master_port",
+            "rendezvous_id",
         )
     }
 
@@ -97,3 +107,16 @@ def layer_partition(text: str) -> tuple[int, ...]:
     if not counts or min(counts) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of layer counts such as 15,15")
     return counts
+
+
+def node_rank(text: str) -> int:
+    """A number, or auto: pod NAME-w-0 of a StatefulSet of workers is node 1; node 0 is the leader's, elsewhere."""
+    if text != "auto":
+        return types.not_negative(text)
+    host = socket.gethostname().partition(".")[0]
+    found = re.search(r"-(\d+)$", host)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"auto: the host's name {host} does not end in a number, as NAME-0 does; give the node's number"
+        )
+    return 1 + int(found[1])

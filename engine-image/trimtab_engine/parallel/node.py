@@ -12,22 +12,26 @@ POLL_SECONDS = 0.2
 
 
 def run_node(config: EngineConfig) -> int:
-    """Run this node's workers until one ends or SIGTERM. Returns 0 when all ended as they were told, else 1."""
+    """Run this node's workers until one ends. Returns 0 when all ended as they were told, else 1."""
     layout = Layout.of(config, is_moe=False)  # data-parallel cores share one node
     count = layout.ranks_per_engine // config.nnodes
     numbers = range(config.node_rank * count, (config.node_rank + 1) * count)
     processes = start_processes(config, layout, numbers, rendezvous_of(config, None))
-    stopped = False
+    signals = 0
 
-    def stop(*_: object) -> None:
-        nonlocal stopped
-        stopped = True
+    def stop(number: int, _: object) -> None:
+        """The ranks stay as long as the engine core, which may be draining, needs them; a second word ends them."""
+        nonlocal signals
+        signals += 1 if number == signal.SIGTERM else 2
+        for process in processes.values():
+            process.terminate()
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    while not stopped and all(process.poll() is None for process in processes.values()):
+    while signals < 2 and all(process.poll() is None for process in processes.values()):
         time.sleep(POLL_SECONDS)
-    deadline = time.monotonic() + (0.0 if stopped else STOP_SECONDS)
+    stopped = signals > 0
+    deadline = time.monotonic() + (0.0 if signals > 1 else STOP_SECONDS)
     while time.monotonic() < deadline and any(process.poll() is None for process in processes.values()):
         time.sleep(POLL_SECONDS)
     for process in processes.values():

@@ -5,19 +5,27 @@ Several: torch's TCP store on --master-addr and --master-port, which the node of
 messages then use the nodes' own addresses. The network between the nodes is trusted (docs/parallelism.md).
 """
 
+import logging
 import socket
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from trimtab_engine.config import use_loopback_between_ranks
+from trimtab_engine.config import EngineConfig, use_loopback_between_ranks
 from trimtab_engine.parallel.groups import RankGroup, RankGroups, WireMeter
 from trimtab_engine.parallel.ranks import Layout
 
-JOIN_TIMEOUT = timedelta(minutes=10)  # for the other nodes' pods to be scheduled and pull their image
+STORE_TIMEOUT = timedelta(minutes=10)  # for what every rank writes once all are there
+KEY_TIMEOUT = timedelta(seconds=30)  # for what the core writes as soon as it serves the store
 STEP_TIMEOUT = timedelta(minutes=10)  # a stage waits for the one before it: as long as its longest step
+CONNECT_SECONDS = 3.0  # an address whose node is gone swallows packets: try again, it may lead elsewhere by then
+RETRY_SECONDS = 1.0
 LOOPBACK = "127.0.0.1"
+ID_KEY = "rendezvous-id"
+
+logger = logging.getLogger("trimtab_engine.rendezvous")
 
 
 def open_store(rendezvous: str, *, serves: bool) -> Store:
@@ -25,15 +33,70 @@ def open_store(rendezvous: str, *, serves: bool) -> Store:
     kind, _, address = rendezvous.partition(":")
     if kind == "file":
         return FileStore(address)
-    host, _, port = address.rpartition(":")
-    return TCPStore(LOOPBACK if serves else host, int(port), None, serves, timeout=JOIN_TIMEOUT, wait_for_workers=False)
+    host, port = _address(rendezvous)
+    return TCPStore(LOOPBACK if serves else host, port, None, serves, timeout=STORE_TIMEOUT, wait_for_workers=False)
+
+
+def announce_core(store: Store, config: EngineConfig, control: str) -> None:
+    """Say where the core's control socket is, and whose core it is."""
+    store.set(_control_key(config), control)
+    store.set(ID_KEY, config.rendezvous_id)
+
+
+def find_core(rendezvous: str, config: EngineConfig) -> tuple[Store, str]:
+    """The store of this rank's core, and its control address. Waits as long as it takes for one with the same id."""
+    told = False
+    while True:
+        if not rendezvous.startswith("file:"):
+            _await_listener(*_address(rendezvous))
+        try:
+            store = open_store(rendezvous, serves=False)
+            store.wait([ID_KEY, _control_key(config)], KEY_TIMEOUT)
+            found, control = store.get(ID_KEY).decode(), store.get(_control_key(config)).decode()
+        except RuntimeError as error:  # torch's: the core went while it was asked
+            logger.info("the engine core could not be asked (%s); asking again", str(error).splitlines()[0])
+        else:
+            if found == config.rendezvous_id:
+                return store, control
+            if not told:
+                logger.warning(
+                    "the engine core at %s has --rendezvous-id %r, this node %r: waiting for one with the same",
+                    rendezvous,
+                    found,
+                    config.rendezvous_id,
+                )
+                told = True
+        time.sleep(RETRY_SECONDS)
+
+
+def _await_listener(host: str, port: int) -> None:
+    """Return when somebody listens there. Resolves and connects anew each time: the address may change its owner."""
+    told = False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
+        except OSError as error:
+            if not told:
+                logger.info("waiting for the engine core at %s:%d (%s)", host, port, error)
+                told = True
+            time.sleep(RETRY_SECONDS)
+        else:
+            return
+
+
+def _control_key(config: EngineConfig) -> str:
+    return f"control-{config.data_parallel_rank}"
+
+
+def _address(rendezvous: str) -> tuple[str, int]:
+    host, _, port = rendezvous.removeprefix("tcp:").rpartition(":")
+    return host, int(port)
 
 
 def own_address(rendezvous: str) -> str:
     """The address under which other nodes reach this one: that of the route to the master (nothing is sent)."""
-    host, _, port = rendezvous.removeprefix("tcp:").rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
+        probe.connect(_address(rendezvous))
         return str(probe.getsockname()[0])
 
 

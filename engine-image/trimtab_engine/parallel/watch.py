@@ -15,20 +15,32 @@ from typing import Any
 import msgspec
 import zmq
 
-from trimtab_engine.parallel.wire_messages import SILENCE_SECONDS, Alive, FromWorker, Hello, WorkerFailed
+from trimtab_engine.parallel.wire_messages import (
+    SILENCE_SECONDS,
+    Alive,
+    FromWorker,
+    Hello,
+    Taken,
+    Welcome,
+    WorkerFailed,
+)
 
 POLL_MILLISECONDS = 200
 LAST_WORD_SECONDS = 0.5  # for a dying worker's message, which says why, to arrive after its process has ended
 
 
 class Watch:
-    """Owns the control socket. `processes`: this node's workers by rank; ranks elsewhere are known by what they say."""
+    """Owns the control socket. `processes`: this node's workers by rank; ranks elsewhere are known by what they say.
+
+    A rank belongs to whoever says Hello first: a pod that was given up for dead and comes back finds its place taken.
+    """
 
     def __init__(
         self,
         control: "zmq.Socket[bytes]",
         processes: Mapping[int, "subprocess.Popen[bytes]"],
         own_rank: int,
+        steps: Mapping[int, str],
         on_death: Callable[[WorkerFailed], None] | None,
     ) -> None:
         self.inbox: queue.Queue[FromWorker] = queue.Queue()
@@ -37,6 +49,8 @@ class Watch:
         self.failed = threading.Event()
         self._control, self._processes, self._on_death = control, processes, on_death
         self._hosts = dict.fromkeys(processes, "this node")
+        self._steps = steps
+        self._welcomed: set[int] = set()
         self._alive = msgspec.msgpack.encode(Alive(own_rank))
         self._heard: dict[int, float] = {}
         self._closing = threading.Event()
@@ -54,19 +68,29 @@ class Watch:
             if self._control.poll(POLL_MILLISECONDS):
                 sender, body = self._control.recv_multipart()
                 message: FromWorker = decoder.decode(body)
-                self._hear(message)
+                if isinstance(message, Hello):
+                    self._control.send_multipart([sender, self._answer(message)])
+                else:
+                    self._hear(message)
                 if isinstance(message, Alive):
                     self._control.send_multipart([sender, self._alive])
             if self.failure is None:
                 self._look()
 
+    def _answer(self, hello: Hello) -> bytes:
+        """Give the rank away, once."""
+        rank, place = hello.rank, f"{hello.host}, pid {hello.pid}"
+        if rank in self._welcomed:
+            return msgspec.msgpack.encode(Taken(self._hosts[rank]))
+        self._welcomed.add(rank)
+        self._hosts[rank], self._heard[rank] = place, time.monotonic()
+        self.inbox.put(hello)
+        return msgspec.msgpack.encode(Welcome(self._steps[rank]))
+
     def _hear(self, message: FromWorker) -> None:
         rank = message.report.rank if hasattr(message, "report") else message.rank
         self._heard[rank] = time.monotonic()
         match message:
-            case Hello():
-                self._hosts[rank] = f"{message.host}, pid {message.pid}"
-                self.inbox.put(message)
             case WorkerFailed():
                 self._die(message)
             case Alive():

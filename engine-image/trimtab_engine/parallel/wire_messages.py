@@ -26,6 +26,22 @@ class WorkerStart(msgspec.Struct, frozen=True):
 # --- engine core -> worker ------------------------------------------------------------------------------------------
 
 
+class Welcome(msgspec.Struct, tag="welcome"):
+    """The answer to Hello: the rank is yours. What all ranks do comes from `steps`, first Join."""
+
+    steps: str
+
+
+class Taken(msgspec.Struct, tag="taken"):
+    """The other answer to Hello: `holder` has this rank."""
+
+    holder: str
+
+
+class Join(msgspec.Struct, tag="join"):
+    """Every rank is there: join the groups."""
+
+
 class Profile(msgspec.Struct, tag="profile"):
     """Run the largest steps of the envelope, as every rank does now, and answer with Profiled."""
 
@@ -55,7 +71,8 @@ class Stop(msgspec.Struct, tag="stop"):
 
 
 KvChange = MapBlocks | UnmapAbove | CopyBlocks
-ToWorker = Profile | InitKvCache | MapBlocks | UnmapAbove | CopyBlocks | Step | Stop
+ToHello = Welcome | Taken
+ToWorker = Join | Profile | InitKvCache | MapBlocks | UnmapAbove | CopyBlocks | Step | Stop
 
 
 # --- worker -> engine core ------------------------------------------------------------------------------------------
@@ -78,7 +95,7 @@ class RankReport(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    """The worker runs and is about to join the groups."""
+    """The worker runs and asks for its rank."""
 
     rank: int
     host: str

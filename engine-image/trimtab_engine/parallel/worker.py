@@ -21,7 +21,7 @@ import zmq
 from trimtab_engine.device import Device
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.model_runner import ModelRunner
-from trimtab_engine.parallel.rendezvous import join_groups, open_store
+from trimtab_engine.parallel.rendezvous import RETRY_SECONDS, find_core, join_groups
 from trimtab_engine.parallel.wire_messages import (
     HEARTBEAT_SECONDS,
     SILENCE_SECONDS,
@@ -30,14 +30,17 @@ from trimtab_engine.parallel.wire_messages import (
     FromWorker,
     Hello,
     InitKvCache,
+    Join,
     Loaded,
     MapBlocks,
     Profile,
     Profiled,
     Step,
     Stop,
+    ToHello,
     ToWorker,
     UnmapAbove,
+    Welcome,
     WorkerFailed,
     WorkerStart,
 )
@@ -56,15 +59,40 @@ class Worker:
 
     def __init__(self, start: WorkerStart) -> None:
         self._start, self._config = start, start.config
-        self.layout, core = start.layout, start.config.data_parallel_rank
+        self.layout = start.layout
         self.rank = self.layout.rank_of_process(start.process, self.layout.data_rank(start.config))
-        self._store = open_store(start.rendezvous, serves=False)
         self._context = zmq.Context()
-        self._control_address = self._store.get(f"control-{core}").decode()
-        self._control = self._connect(zmq.DEALER, self._control_address)
-        self._steps = self._connect(zmq.PULL, self._store.get(f"steps-{core}-{start.process}").decode())
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToWorker)
+        steps = self._be_welcomed()
+        self._steps = self._connect(zmq.PULL, steps)
         self._steps.setsockopt(zmq.RCVHWM, 0)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def _be_welcomed(self) -> str:
+        """Wait for a core that gives this rank to this process; the address of its steps.
+
+        Until then SIGTERM ends the process. From then on the core, which may be draining, says when it has done with
+        it: it ends by Stop, or when the core is gone.
+        """
+        hello = msgspec.msgpack.encode(Hello(self.rank, socket.gethostname(), os.getpid()))
+        decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToHello)
+        holder = None
+        while True:
+            self._store, self._control_address = find_core(self._start.rendezvous, self._config)
+            self._control = self._connect(zmq.DEALER, self._control_address)
+            while True:
+                self._control.send(hello)
+                if not self._control.poll(int(SILENCE_SECONDS * 1000)):
+                    break  # it has gone; there may be another by now
+                answer: ToHello = decoder.decode(self._control.recv())
+                if isinstance(answer, Welcome):
+                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                    return answer.steps
+                if holder != answer.holder:
+                    logger.warning("rank %d is held by %s: waiting", self.rank, answer.holder)
+                holder = answer.holder
+                time.sleep(RETRY_SECONDS)
+            self._control.close(linger=0)
 
     def _connect(self, kind: int, address: str) -> "zmq.Socket[bytes]":
         connected: zmq.Socket[bytes] = self._context.socket(kind)
@@ -74,6 +102,10 @@ class Worker:
 
     def tell(self, message: FromWorker) -> None:
         self._control.send(msgspec.msgpack.encode(message))
+
+    def await_others(self) -> bool:
+        """Whether every rank came. The core ends instead when it cannot start."""
+        return isinstance(self._next(), Join)
 
     def load(self) -> None:
         """Join the groups and read the shard."""
@@ -85,7 +117,6 @@ class Worker:
             local_index=start.local_index,
             local_count=start.local_count,
         )
-        self.tell(Hello(self.rank, socket.gethostname(), os.getpid()))
         nccl = uses_nccl(config, self.layout)
         groups, _ = join_groups(
             self._store, self.layout, self.rank, uses_nccl=nccl, on_one_node=start.rendezvous.startswith("file:")
@@ -99,10 +130,9 @@ class Worker:
 
     def serve(self) -> None:
         """Carry out what the core sends, in its order, until Stop."""
-        decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToWorker)
         runner = self._runner
         while True:
-            message: ToWorker = decoder.decode(self._steps.recv())
+            message = self._next()
             match message:
                 case Step():
                     runner.run(message.inputs)
@@ -119,6 +149,12 @@ class Worker:
                     runner.init_kv_cache(message.cap_blocks)
                 case Stop():
                     return
+                case Join():
+                    raise AssertionError("the groups are joined once")
+
+    def _next(self) -> ToWorker:
+        message: ToWorker = self._decoder.decode(self._steps.recv())
+        return message
 
     def close(self) -> None:
         """Let the last message leave."""
@@ -146,8 +182,9 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     worker = Worker(msgspec.json.decode(sys.stdin.readline(), type=WorkerStart))
     try:
-        worker.load()
-        worker.serve()
+        if worker.await_others():
+            worker.load()
+            worker.serve()
     except ConfigError as error:
         worker.tell(WorkerFailed(worker.rank, str(error), exit_code=2))
         return 2

@@ -1,6 +1,7 @@
 """The other ranks of an engine, seen from its core: their processes, what is sent to all of them, their answers."""
 
 import contextlib
+import logging
 import queue
 import shutil
 import subprocess
@@ -19,17 +20,22 @@ from trimtab_engine.config import EngineConfig, core_environment
 from trimtab_engine.errors import ConfigError, WorkerDied
 from trimtab_engine.parallel.groups import RankGroups, WireMeter
 from trimtab_engine.parallel.ranks import Layout
-from trimtab_engine.parallel.rendezvous import JOIN_TIMEOUT, join_groups, leave_groups, open_store, own_address
+from trimtab_engine.parallel.rendezvous import announce_core, join_groups, leave_groups, open_store, own_address
 from trimtab_engine.parallel.watch import Watch
-from trimtab_engine.parallel.wire_messages import FromWorker, Hello, Stop, ToWorker, WorkerFailed, WorkerStart
+from trimtab_engine.parallel.wire_messages import FromWorker, Hello, Join, Stop, ToWorker, WorkerFailed, WorkerStart
 
 WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.parallel.worker")
 STOP_SECONDS = 3.0  # for a worker to leave before it is killed
 CAUSE_SECONDS = 3.0  # for the watch to name the rank whose connection broke
+POLL_MILLISECONDS = 100
+START_SECONDS = 600.0  # for a process on this node to start: it imports torch
 LOAD_SECONDS = 3600.0  # for the slowest rank's weights
+SAY_SECONDS = 30.0  # between lines about ranks of other nodes that have not come
 OnDeath = Callable[[str, int], None]
 """Called from a thread of its own with the line that names the rank and the cause, and an exit code."""
 Answer = TypeVar("Answer", bound=FromWorker)
+
+logger = logging.getLogger("trimtab_engine.core")
 
 
 class Workers:
@@ -47,12 +53,12 @@ class Workers:
         self._context = zmq.Context()
         control = self._context.socket(zmq.ROUTER)
         self._store = open_store(self._rendezvous, serves=True)
-        self._store.set(f"control-{config.data_parallel_rank}", self._bind(control, "control"))
-        self._steps = []
+        control_address = self._bind(control, "control")
+        self._steps, addresses = [], {}
         for process in range(1, layout.ranks_per_engine):
             steps = self._context.socket(zmq.PUSH)
             steps.setsockopt(zmq.SNDHWM, 0)
-            self._store.set(f"steps-{config.data_parallel_rank}-{process}", self._bind(steps, f"steps-{process}"))
+            addresses[layout.rank_of_process(process, data)] = self._bind(steps, f"steps-{process}")
             self._steps.append(steps)
         self._encoder = msgspec.msgpack.Encoder()
         self._closed = threading.Event()
@@ -60,12 +66,20 @@ class Workers:
         self._processes = start_processes(config, layout, range(1, count), self._rendezvous)
         by_rank = {layout.rank_of_process(index, data): process for index, process in self._processes.items()}
         tell = None if on_death is None else (lambda failure: on_death(_line(failure), failure.exit_code))
-        self._watch = Watch(control, by_rank, self.rank, tell)
+        self._watch = Watch(control, by_rank, self.rank, addresses, tell)
         self._control = control
+        announce_core(self._store, config, control_address)
 
     def join(self) -> tuple[RankGroups, WireMeter]:
-        """Wait for all ranks and make the groups. Raises WorkerDied when one ends before."""
-        self.answers(Hello, JOIN_TIMEOUT.total_seconds())
+        """Wait for all ranks and make the groups. Raises WorkerDied when one ends before.
+
+        On other nodes they may have to be scheduled first and to pull their image: that takes what it takes.
+        """
+        self.answers(Hello, START_SECONDS if self._on_one_node else None)
+        for steps in self._steps:
+            while not steps.poll(POLL_MILLISECONDS, zmq.POLLOUT):  # welcomed, and not connected yet
+                self.check()
+        self.send(Join())
         return join_groups(
             self._store, self.layout, self.rank, uses_nccl=self._uses_nccl, on_one_node=self._on_one_node
         )
@@ -79,21 +93,29 @@ class Workers:
             except zmq.Again:  # nobody is connected: the rank has died
                 raise self.cause_of(WorkerDied("a rank does not take messages")) from None
 
-    def answers(self, kind: type[Answer], timeout: float = LOAD_SECONDS) -> list[Answer]:
-        """One message of this kind from every worker, by rank. Raises WorkerDied or ConfigError with a rank's cause."""
+    def answers(self, kind: type[Answer], timeout: float | None = LOAD_SECONDS) -> list[Answer]:
+        """One message of this kind from every worker, by rank. Raises WorkerDied or ConfigError with a rank's cause.
+
+        Without a timeout it says from time to time how many it waits for.
+        """
         answers: dict[int, Answer] = {}
-        deadline = time.monotonic() + timeout
+        began = said = time.monotonic()
         while len(answers) < len(self._steps):
             self.check()
             try:
                 message = self._watch.inbox.get(timeout=0.1)
             except queue.Empty:
-                if time.monotonic() > deadline:
-                    missing = self._num_others - len(answers)
-                    raise WorkerDied(
-                        f"{missing} of {self._num_others} other ranks did not report within {timeout:.0f} s; are the "
-                        f"processes of all nodes running, with the same flags?"
-                    ) from None
+                now = time.monotonic()
+                missing = f"{self._num_others - len(answers)} of {self._num_others} other ranks"
+                if timeout is not None and now > began + timeout:
+                    raise WorkerDied(f"{missing} did not report within {timeout:.0f} s") from None
+                if timeout is None and now > said + SAY_SECONDS:
+                    logger.warning(
+                        "%s have not reported for %.0f s; are the processes of all nodes running, with the same flags?",
+                        missing,
+                        now - began,
+                    )
+                    said = now
                 continue
             assert isinstance(message, kind), message
             rank = message.report.rank if hasattr(message, "report") else message.rank

@@ -315,3 +315,30 @@ def test_a_node_whose_engine_core_is_gone_ends(
     finally:
         os.kill(core["pid"], signal.SIGKILL)
     assert "rank 1 ends: the engine core is gone" in (tmp_path / "node").read_text()
+
+
+def test_a_node_that_is_told_to_end_serves_until_the_engine_has_drained(
+    serve: Serve, second_node: Callable[..., subprocess.Popen[bytes]], expected: list[str]
+) -> None:
+    """All pods of a group get SIGTERM at once: the workers must not end before the leader's last request."""
+    flags = ("-tp", "2", "--nnodes", "2", "--master-port", free_port(), "--rendezvous-id", "r1")
+    node = second_node(*flags)
+    engine = serve(*flags)
+    node.terminate()
+    assert engine.texts() == expected
+    engine.process.terminate()
+    assert engine.process.wait(2 * DEATH_SECONDS) == 0
+    assert node.wait(2 * DEATH_SECONDS) == 0
+
+
+def test_a_node_that_waits_for_its_engine_core_ends_when_told(
+    second_node: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    node = second_node("-tp", "2", "--nnodes", "2", "--master-port", free_port())
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while "waiting for the engine core at" not in (tmp_path / "node").read_text():
+        assert time.monotonic() < deadline
+        assert node.poll() is None
+        time.sleep(0.05)
+    node.terminate()
+    assert node.wait(2 * DEATH_SECONDS) == 0

@@ -36,6 +36,19 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
+def test_a_nodes_number_may_be_that_of_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pods of the workers' StatefulSet count from 0, and node 0 is the leader."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "smollm2-g0-w-1")
+    assert config("-tp", "3", "--nnodes", "3", "--node-rank", "auto").node_rank == 2
+
+
+def test_a_host_without_a_number_is_no_pod(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "laptop.example.org")
+    assert "the host's name laptop does not end in a number" in refused(
+        capsys, "serve", "/models/m", "-tp", "2", "--nnodes", "2", "--node-rank", "auto"
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "word"),
     [

@@ -42,11 +42,29 @@ def test_a_rank_that_dies_while_nothing_runs_is_told_from_a_thread(
 ) -> None:
     told: queue.Queue[tuple[str, int]] = queue.Queue()
     engine = start(models["dense"], tensor_parallel_size=2, on_rank_death=lambda cause, code: told.put((cause, code)))
-    os.kill(pid_of_rank(engine, 1), signal.SIGTERM)
+    os.kill(pid_of_rank(engine, 1), signal.SIGABRT)
     cause, exit_code = told.get(timeout=10)
     assert exit_code == 1
     assert "rank 1 " in cause
-    assert "SIGTERM" in cause
+    assert "SIGABRT" in cause
+
+
+def test_a_rank_that_is_told_to_end_stays_while_the_engine_needs_it(
+    models: dict[str, str], start: Callable[..., Engine], serving: Any
+) -> None:
+    """Pods of a group get SIGTERM at once; the core drains, and ends its ranks when it has done with them."""
+    _, requests = serving
+    engine = start(models["dense"], tensor_parallel_size=2)
+    victim = pid_of_rank(engine, 1)
+    for request in requests(output=8):
+        engine.add(request)
+    engine.step()
+    os.kill(victim, signal.SIGTERM)
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(victim, 0)
 
 
 def test_a_rank_that_stands_still_is_told_within_ten_seconds(
