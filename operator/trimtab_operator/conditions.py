@@ -12,9 +12,10 @@ from enum import StrEnum
 from typing import Any
 
 from trimtab_operator.groups import Group, Manifest
-from trimtab_operator.layout import layout_of
+from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.model_facts import FactsState, Reading, Unreadable
 from trimtab_operator.phases import EngineView, unschedulable
+from trimtab_operator.readiness import reported_layouts
 from trimtab_operator.refusal import Refusal
 from trimtab_operator.spec import InferenceDeployment
 from trimtab_operator.tuner import Decision, Knob, Value, Verdict
@@ -37,8 +38,8 @@ class Reason(StrEnum):
     ROLLING_OUT = "RollingOut"  # replicas are brought to a new revision
     SCALING = "Scaling"  # replicas are added or removed
     SETTLED = "Settled"  # what runs is what is wanted
-    LAYOUT_REPORTED = "LayoutReported"  # every ready engine runs as many ranks as asked for
-    LAYOUT_DIFFERS = "WorldSizeDiffers"  # an engine runs another number of ranks
+    LAYOUT_REPORTED = "LayoutReported"  # every ready engine runs the layout that was asked for
+    LAYOUT_DIFFERS = "LayoutDiffers"  # an engine runs another layout
     LAYOUT_UNKNOWN = "NotYetReported"  # no engine has reported its layout
     NOT_LIMITED = "NotLimited"  # nothing keeps the replica count from what is wanted
     UNSCHEDULABLE = "Unschedulable"  # pods of replicas find no node
@@ -163,20 +164,18 @@ def layout_claim(deployment: InferenceDeployment, facts: Facts) -> Claim:
     refused = facts.layout_refusals or [r for r in facts.refusals if r.field.startswith("spec.parallelism")]
     if refused:
         return Claim("LayoutValid", "False", Reason.INVALID, "; ".join(str(refusal) for refusal in refused))
-    wanted = layout_of(deployment.spec).world_size
-    reported = {name: v.world_size for name, v in (facts.engines or {}).items() if v.world_size is not None}
-    wrong = {name: size for name, size in reported.items() if size != wanted}
+    wanted = Degrees.wanted(deployment.spec)
+    reported = dict(reported_layouts(facts.groups, facts.engines, facts.revision))
+    wrong = sorted(name for name, layout in reported.items() if layout != wanted)
     if wrong:
-        name, size = sorted(wrong.items())[0]
-        return Claim(
-            "LayoutValid", "False", Reason.LAYOUT_DIFFERS, f"{name} runs {size} ranks, {wanted} were asked for"
-        )
+        message = f"{wrong[0]} runs {reported[wrong[0]]}; asked for was {wanted}"
+        return Claim("LayoutValid", "False", Reason.LAYOUT_DIFFERS, message)
     unknown = _unknown_model(facts)
     if not reported and unknown is not None:
         return Claim("LayoutValid", "Unknown", *unknown)
     if not reported:
         return Claim("LayoutValid", "Unknown", Reason.LAYOUT_UNKNOWN, "no engine has reported its layout yet")
-    return Claim("LayoutValid", "True", Reason.LAYOUT_REPORTED, f"every ready engine runs {wanted} rank(s), as asked")
+    return Claim("LayoutValid", "True", Reason.LAYOUT_REPORTED, f"every ready engine runs {wanted}, as asked")
 
 
 def tuning_claims(facts: Facts) -> list[Claim]:

@@ -13,6 +13,7 @@ import httpx
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from trimtab_operator.bounded_http import Reply, Unreachable, fetch
+from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.tuner import EngineConfig, FieldRange, Knob, Value
 
 __all__ = [
@@ -118,6 +119,16 @@ class Layout(_Wire):
     pipeline_parallel_size: Annotated[int, Field(ge=1)]
     data_parallel_size: Annotated[int, Field(ge=1)]
     expert_parallel: bool
+
+    def degrees(self) -> Degrees:
+        """As the operator compares them with the spec."""
+        return Degrees(
+            tensor=self.tensor_parallel_size,
+            pipeline=self.pipeline_parallel_size,
+            data=self.data_parallel_size,
+            expert=self.expert_parallel,
+            world_size=self.world_size,
+        )
 
 
 class DrainProgress(_Wire):

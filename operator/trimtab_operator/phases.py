@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_operator.groups import Group, Manifest
+from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.tuner import Value
 
 
@@ -17,7 +18,7 @@ class EngineView:
     load: tuple[str, int] | None = None
     config_generation: int | None = None
     applied: Mapping[str, Value] | None = None
-    world_size: int | None = None
+    layout: Degrees | None = None
 
 
 def phase_of(group: Group, view: EngineView) -> tuple[str, str | None]:

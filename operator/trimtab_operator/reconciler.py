@@ -26,6 +26,7 @@ from trimtab_operator.engine_client import EngineClient, Layout, Patched
 from trimtab_operator.errors import InvalidSpec, NameTaken
 from trimtab_operator.groups import Group, Observed, groups_of, is_terminating, ordinal_of
 from trimtab_operator.health import Heartbeats, OperatorMetrics
+from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.lease import CONNECTION_ERRORS
 from trimtab_operator.metrics import ADMIN_PORT, GroupObservation, Target, observe
 from trimtab_operator.model_facts import gate_of, plan_facts
@@ -78,7 +79,7 @@ class LoopMemory:
     """What one loop carries from tick to tick. All of it can be lost: it is read or measured again."""
 
     tuner: TunerState | None = None
-    world_sizes: dict[str, int] = field(default_factory=dict)  # by the uid of the pod
+    layouts: dict[str, Degrees] = field(default_factory=dict)  # what engines reported, by the leader's uid
     failures: int = 0
 
 
@@ -266,13 +267,13 @@ class Reconciler:
     async def _learn_layouts(self, groups: tuple[Group, ...], token: str, memory: LoopMemory) -> None:
         """Ask each engine once what really runs; forget those that are gone."""
         ready = {str(g.leader["metadata"]["uid"]): g for g in groups if g.leader is not None and g.is_ready}
-        memory.world_sizes = {uid: size for uid, size in memory.world_sizes.items() if uid in ready}
+        memory.layouts = {uid: layout for uid, layout in memory.layouts.items() if uid in ready}
         for uid, group in ready.items():
             address = _target(group).address
-            if uid not in memory.world_sizes and address is not None:
+            if uid not in memory.layouts and address is not None:
                 layout = await EngineClient(self.http, pod_url(address, ADMIN_PORT), token).layout()
                 if isinstance(layout, Layout):
-                    memory.world_sizes[uid] = layout.world_size
+                    memory.layouts[uid] = layout.degrees()
 
     async def _announce(self, deployment: InferenceDeployment, decision: Decision) -> None:
         """One decision: one Event, one log line, one metric, all with the id that status.tuning.history shows."""
@@ -380,7 +381,7 @@ def _view(group: Group, seen: GroupObservation, memory: LoopMemory) -> EngineVie
         load=(progress.stage, round(progress.percent)) if progress is not None else None,
         config_generation=seen.config.generation if seen.config is not None else None,
         applied=seen.config.applied if seen.config is not None and group.is_ready else None,
-        world_size=memory.world_sizes.get(uid),
+        layout=memory.layouts.get(uid),
     )
 
 

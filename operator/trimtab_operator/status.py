@@ -13,7 +13,9 @@ from trimtab_operator.conditions import Facts, conditions, timed, timestamp
 from trimtab_operator.engine_values import knobs
 from trimtab_operator.groups import Group, Manifest, is_worker, ordinal_of, revision_label
 from trimtab_operator.layout import layout_of
+from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.phases import EngineView, phase_of
+from trimtab_operator.readiness import Readiness, readiness_of, reported_layouts
 from trimtab_operator.spec import InferenceDeployment
 from trimtab_operator.tuner import Decision, Value
 
@@ -22,7 +24,7 @@ MAX_MESSAGE = 1024  # characters of a pod's own message that are worth repeating
 
 def status_of(deployment: InferenceDeployment, facts: Facts, *, now: datetime) -> dict[str, Any]:
     """The complete status. `now` is used only where a condition's status differs from the previous one."""
-    groups = [group_status(group, facts) for group in facts.groups]
+    groups = [group_status(deployment, group, facts) for group in facts.groups]
     groups += [draining_status(pod) for pod in facts.draining if not is_worker(pod)]
     ready = sum(g["ready"] for g in groups)
     claims = conditions(deployment, facts, groups)
@@ -34,7 +36,7 @@ def status_of(deployment: InferenceDeployment, facts: Facts, *, now: datetime) -
         "ready": f"{ready}/{deployment.replicas}",
         "replicas": len(facts.groups),
         "readyReplicas": ready,
-        "updatedReplicas": sum(group.is_ready and group.revision == facts.revision for group in facts.groups),
+        "updatedReplicas": sum(g["ready"] and g["revision"] == facts.revision for g in groups),
         "desiredReplicas": deployment.replicas,
         "selector": selector_text(leader_selector(deployment)),
         "url": f"http://{service_name(deployment)}.{deployment.namespace}.svc:{HTTP_PORT}/v1",
@@ -43,12 +45,7 @@ def status_of(deployment: InferenceDeployment, facts: Facts, *, now: datetime) -
     if groups:
         status["groups"] = groups
     if not facts.refusals:
-        layout = layout_of(deployment.spec)
-        status["layout"] = {
-            "worldSize": layout.world_size,
-            "podsPerReplica": layout.pods,
-            "gpusPerPod": layout.gpus_per_pod,
-        }
+        status["layout"] = layout_status(deployment, facts)
         status["engine"] = engine_status(deployment, facts)
     tuning = tuning_status(deployment, facts)
     if tuning:
@@ -60,16 +57,22 @@ def status_of(deployment: InferenceDeployment, facts: Facts, *, now: datetime) -
 # --- replicas ---------------------------------------------------------------------------------------------------------
 
 
-def group_status(group: Group, facts: Facts) -> dict[str, Any]:
+def group_status(deployment: InferenceDeployment, group: Group, facts: Facts) -> dict[str, Any]:
     """One entry of `groups`."""
     view = (facts.engines or {}).get(group.name, EngineView())
+    wanted = Degrees.wanted(deployment.spec)
+    readiness = readiness_of(group, facts.engines, revision=facts.revision, wanted=wanted, previous=deployment.status)
     phase, message = phase_of(group, view)
+    if readiness is Readiness.OTHER_LAYOUT:
+        phase, message = "Failed", f"its engine runs {view.layout}; asked for was {wanted}"
+    elif readiness is Readiness.UNVERIFIED:
+        phase, message = "Loading", "its engine has not said yet what layout it runs"
     entry: dict[str, Any] = {
         "name": group.name,
         "ordinal": group.ordinal,
         "revision": group.revision,
         "phase": phase,
-        "ready": group.is_ready,
+        "ready": readiness is Readiness.READY,
     }
     load = ("ready", 100) if group.is_ready else view.load
     if load is not None and phase in ("Loading", "Ready"):
@@ -92,6 +95,20 @@ def draining_status(pod: Manifest) -> dict[str, Any]:
         "phase": "Draining",
         "ready": False,
     }
+
+
+def layout_status(deployment: InferenceDeployment, facts: Facts) -> dict[str, Any]:
+    """What is asked for, and what a ready replica reports: one that differs, where there is one."""
+    layout, wanted = layout_of(deployment.spec), Degrees.wanted(deployment.spec)
+    status: dict[str, Any] = {
+        **wanted.status(),
+        "podsPerReplica": layout.pods,
+        "gpusPerPod": layout.gpus_per_pod,
+    }
+    reported = [found for _, found in reported_layouts(facts.groups, facts.engines, facts.revision)]
+    if reported:
+        status["reported"] = next((found for found in reported if found != wanted), wanted).status()
+    return status
 
 
 # --- engine and tuning ------------------------------------------------------------------------------------------------

@@ -54,12 +54,24 @@ class GroupStatus(Model):
     )
 
 
-class LayoutStatus(Model):
-    """Where ranks run."""
+class ReportedLayoutStatus(Model):
+    """What an engine says that it runs."""
 
     world_size: int = Field(ge=1, description="Ranks of one replica.")
+    tensor: int = Field(ge=1, description="Tensor parallel degree.")
+    pipeline: int = Field(ge=1, description="Pipeline parallel degree.")
+    data: int = Field(ge=1, description="Data parallel degree.")
+    expert: bool = Field(description="Whether experts are spread over the ranks.")
+
+
+class LayoutStatus(ReportedLayoutStatus):
+    """Where ranks run."""
+
     pods_per_replica: int = Field(ge=1, description="Pods of one replica.")
     gpus_per_pod: int = Field(ge=0, description="Devices that one pod asks for.")
+    reported: ReportedLayoutStatus | None = Field(
+        default=None, description="What a ready replica reports; one that differs, where there is one."
+    )
 
 
 class EngineStatus(Model):

@@ -11,6 +11,8 @@ import pytest
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL
 from trimtab_operator.conditions import Facts, Reason, changed_conditions
 from trimtab_operator.groups import Group
+from trimtab_operator.layout.degrees import Degrees
+from trimtab_operator.model_facts import Unreadable
 from trimtab_operator.phases import EngineView
 from trimtab_operator.refusal import Refusal
 from trimtab_operator.spec import InferenceDeployment
@@ -51,8 +53,14 @@ CRASHING = {
 NO_IMAGE = {"containerStatuses": [{"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}]}
 
 
+ONE_RANK = Degrees(tensor=1, pipeline=1, data=1, expert=False, world_size=1)
+
+
 def facts(*groups: Group, **engine: EngineView) -> Facts:
-    return Facts(groups=groups, revision="r1", engines={name.replace("_", "-"): view for name, view in engine.items()})
+    """Engines that are not given answered nothing but their layout, which is the sample's."""
+    given = {name.replace("_", "-"): view for name, view in engine.items()}
+    engines = {group.name: EngineView(layout=ONE_RANK) for group in groups} | given
+    return Facts(groups=groups, revision="r1", engines=engines)
 
 
 def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -120,10 +128,62 @@ def test_zero_replicas_are_ready_as_asked() -> None:
     assert status["ready"] == "0/0"
 
 
-def test_a_wrong_world_size_is_told() -> None:
-    view = EngineView(world_size=2)
-    status = status_of(a_deployment(), facts(a_group(pod_status=READY), m_g0=view), now=NOW)
-    assert condition(status, "LayoutValid")["reason"] == Reason.LAYOUT_DIFFERS
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(ONE_RANK, tensor=2, world_size=2),
+        replace(ONE_RANK, pipeline=2),
+        replace(ONE_RANK, data=2),
+        replace(ONE_RANK, expert=True),
+        replace(ONE_RANK, world_size=2),
+    ],
+)
+def test_a_replica_with_another_layout_is_not_ready_and_both_layouts_are_named(other: Degrees) -> None:
+    groups = [a_group(n, pod_status=READY) for n in range(2)]
+    status = status_of(a_deployment(replicas=2), facts(*groups, m_g1=EngineView(layout=other)), now=NOW)
+    valid = condition(status, "LayoutValid")
+    assert (valid["status"], valid["reason"]) == ("False", Reason.LAYOUT_DIFFERS)
+    assert f"m-g1 runs {other}; asked for was {ONE_RANK}" in valid["message"]
+    assert condition(status, "Ready")["status"] == "False"
+    assert (status["readyReplicas"], status["updatedReplicas"]) == (1, 1)
+    assert status["layout"]["reported"] == other.status()
+    assert (status["layout"]["tensor"], status["layout"]["worldSize"]) == (1, 1)
+
+
+def test_a_replica_whose_engine_has_not_spoken_is_not_ready_yet() -> None:
+    status = status_of(a_deployment(), facts(a_group(pod_status=READY), m_g0=EngineView()), now=NOW)
+    assert condition(status, "Ready")["status"] == "False"
+    assert condition(status, "LayoutValid")["reason"] == Reason.LAYOUT_UNKNOWN
+    assert "reported" not in status["layout"]
+
+
+def test_an_engine_that_is_too_busy_to_answer_stays_ready() -> None:
+    before = status_of(a_deployment(), facts(a_group(pod_status=READY)), now=NOW)
+    silent = facts(a_group(pod_status=READY), m_g0=EngineView())
+    assert status_of(a_deployment(status=before), silent, now=NOW)["readyReplicas"] == 1
+
+
+def test_a_replica_of_the_previous_revision_still_counts_while_it_serves() -> None:
+    old = replace(facts(a_group(pod_status=READY), m_g0=EngineView(layout=replace(ONE_RANK, tensor=2))), revision="r2")
+    status = status_of(a_deployment(), old, now=NOW)
+    assert condition(status, "Ready")["status"] == "True"
+    assert condition(status, "Progressing")["reason"] == Reason.ROLLING_OUT
+    assert status["updatedReplicas"] == 0
+
+
+def test_an_unreadable_model_degrades_and_is_told_in_its_own_words() -> None:
+    status = status_of(a_deployment(), Facts(model=Unreadable("no such file (exit code 2)")), now=NOW)
+    for kind, value in (("Ready", "False"), ("Progressing", "False"), ("LayoutValid", "Unknown"), ("Degraded", "True")):
+        found = condition(status, kind)
+        assert (found["status"], found["reason"]) == (value, Reason.MODEL_UNREADABLE)
+        assert "no such file (exit code 2)" in found["message"]
+
+
+def test_a_layout_that_cannot_work_is_told_as_such() -> None:
+    refusal = Refusal("spec.engine.maxModelLen", "needs 9 GiB of KV cache")
+    status = status_of(a_deployment(), Facts(refusals=(refusal,), layout_refusals=(refusal,)), now=NOW)
+    assert condition(status, "LayoutValid")["status"] == "False"
+    assert "9 GiB" in condition(status, "LayoutValid")["message"]
 
 
 def test_pods_without_a_node_limit_scaling() -> None:
@@ -133,7 +193,8 @@ def test_pods_without_a_node_limit_scaling() -> None:
 
 
 def test_effective_is_what_most_report_and_exceptions_stand_with_their_group() -> None:
-    common, other = EngineView(applied={"max_num_seqs": 64}), EngineView(applied={"max_num_seqs": 8})
+    common = EngineView(applied={"max_num_seqs": 64}, layout=ONE_RANK)
+    other = EngineView(applied={"max_num_seqs": 8}, layout=ONE_RANK)
     groups = [a_group(n, pod_status=READY) for n in range(3)]
     status = status_of(a_deployment(replicas=3), facts(*groups, m_g0=common, m_g1=common, m_g2=other), now=NOW)
     assert status["engine"]["effective"] == {"maxNumSeqs": "64"}

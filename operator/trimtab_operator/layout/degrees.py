@@ -1,0 +1,45 @@
+"""The degrees of a layout, as the spec asks for them and as an engine reports them: comparable values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab_operator.spec import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degrees:
+    """Tensor, pipeline and data parallel degrees, whether experts are spread, and the ranks of one replica."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    expert: bool
+    world_size: int
+
+    @classmethod
+    def wanted(cls, spec: Spec) -> Degrees:
+        """What the spec asks of one replica."""
+        parallelism = spec.parallelism
+        ranks = parallelism.tensor * parallelism.pipeline * parallelism.data
+        return cls(
+            tensor=parallelism.tensor,
+            pipeline=parallelism.pipeline,
+            data=parallelism.data,
+            expert=parallelism.expert,
+            world_size=ranks,
+        )
+
+    def __str__(self) -> str:
+        experts = ", experts spread" if self.expert else ""
+        return f"tensor {self.tensor}, pipeline {self.pipeline}, data {self.data}{experts} ({self.world_size} ranks)"
+
+    def status(self) -> dict[str, int | bool]:
+        """As it stands in `status.layout`."""
+        return {
+            "worldSize": self.world_size,
+            "tensor": self.tensor,
+            "pipeline": self.pipeline,
+            "data": self.data,
+            "expert": self.expert,
+        }
