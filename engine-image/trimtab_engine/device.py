@@ -16,7 +16,9 @@ from pathlib import Path
 
 import torch
 
+from trimtab_engine.address_range import AddressSpace, HostMemory
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.mapped_range import open_cuda_memory
 
 NO_LIMIT_BYTES = 1 << 60
 """Control groups write "no limit" as a number near 2^63; no machine has this much."""
@@ -63,8 +65,12 @@ class Device:
             torch.cuda.set_device(self.torch)
         self.num_threads = cpu_threads or max(1, allowed_cpus() // local_count)
         self.total_bytes = memory_bytes or self._own_size()
+        self.memory: AddressSpace = HostMemory()
+        """Where its KV cache lies."""
         if kind == "cpu":
             torch.set_num_threads(self.num_threads)
+        else:
+            self.memory = open_cuda_memory(self.torch, self.total_bytes)
 
     def _own_size(self) -> int:
         if self.kind == "cuda":

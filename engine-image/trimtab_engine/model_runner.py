@@ -10,11 +10,12 @@ import torch
 from trimtab_kernels.paged_attention import build_attention_metadata, max_decode_tokens, plan_cpu_reads
 from trimtab_kernels.paged_batch import warm_up_attention
 
+from trimtab_engine.address_range import AddressSpace
 from trimtab_engine.batch import ScheduledSequence
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.device import Device
 from trimtab_engine.errors import ConfigError, NotBuiltError
-from trimtab_engine.kv_cache import HOST, KVCache, KVLayers, KVTensors, MemoryKind
+from trimtab_engine.kv_cache import HOST, KVCache, KVLayers, KVTensors
 from trimtab_engine.kv_size import Unmeasured, check_weights_fit
 from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.messages import SamplingParams, TokenLogprobs
@@ -199,7 +200,7 @@ class ModelRunner:
 
     def new_swap_cache(self, num_blocks: int) -> KVCache:
         """Host memory for that many blocks like the KV cache's."""
-        cache = self._new_kv_cache(num_blocks, device=HOST, draft=self._draft_layers)
+        cache = self._new_kv_cache(num_blocks, memory=HOST, draft=self._draft_layers)
         cache.map_blocks(num_blocks)
         return cache
 
@@ -296,7 +297,7 @@ class ModelRunner:
         cap_blocks: int,
         *,
         num_layers: int | None = None,
-        device: MemoryKind | None = None,
+        memory: AddressSpace | None = None,
         draft: KVLayers | None = None,
     ) -> KVCache:
         return KVCache(
@@ -306,7 +307,7 @@ class ModelRunner:
             num_kv_heads=self.facts.num_kv_heads,
             head_size=self.facts.head_size,
             dtype=self._dtype,
-            device=device or self._device,
+            memory=memory or self._device.memory,
             draft=draft,
         )
 

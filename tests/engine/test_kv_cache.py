@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from trimtab_engine.device import Device
-from trimtab_engine.kv_cache import KVCache, KVLayers
+from trimtab_engine.kv_cache import HOST, KVCache, KVLayers
 
 MIB = 1 << 20
 
@@ -16,7 +15,7 @@ def a_cache(cap_blocks: int = 64, *, num_layers: int = 3, kv_heads: int = 2, hea
         num_kv_heads=kv_heads,
         head_size=head_size,
         dtype=torch.float32,
-        device=Device("cpu"),
+        memory=HOST,
     )
 
 
@@ -106,7 +105,7 @@ def test_a_draft_models_layers_share_the_block_ids_and_what_happens_to_them() ->
         num_kv_heads=2,
         head_size=64,
         dtype=torch.float32,
-        device=Device("cpu"),
+        memory=HOST,
         draft=draft,
     )
     cache.map_blocks(200)
