@@ -62,7 +62,7 @@ class CudaDriver:
         self._call("cuMemSetAccess", address, num_bytes, [self._access], 1)
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Take the memory away again: whole maps, as many as there are in the range."""
+        """Take the memory of one map away again."""
         self._call("cuMemUnmap", address, num_bytes)
 
     def _call(self, name: str, *arguments: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from trimtab_engine.address_range import AddressSpace, HostMemory
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.mapped_range import open_cuda_memory
+from trimtab_engine.mapped_range import CudaMemory, open_cuda_memory
 
 NO_LIMIT_BYTES = 1 << 60
 """Control groups write "no limit" as a number near 2^63; no machine has this much."""
@@ -71,6 +71,8 @@ class Device:
             torch.set_num_threads(self.num_threads)
         else:
             self.memory = open_cuda_memory(self.torch, self.total_bytes)
+        self.scratch: AddressSpace = self.memory if kind == "cpu" else CudaMemory(self.torch, self.total_bytes, None)
+        """Where a KV cache lies that is soon dropped: torch frees it."""
 
     def _own_size(self) -> int:
         if self.kind == "cuda":
@@ -83,6 +85,12 @@ class Device:
         limit, or CUDA."""
         limit = cgroup_memory_limit() if self.kind == "cpu" else None
         return None if limit is None else limit // self._local_count
+
+    def kv_rounding_bytes(self, num_regions: int) -> int:
+        """What a KV cache of so many regions may take beyond its blocks, because its memory comes in pages. The CPU's
+        pages are too small to count."""
+        is_mapped = isinstance(self.memory, CudaMemory) and self.memory.is_mapped
+        return num_regions * self.memory.page_bytes(num_regions) if is_mapped else 0
 
     def used_bytes(self) -> int:
         """What the driver says is in use.

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from trimtab_engine.device import Device
 from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.execution import Execution, Flight, PreparedStep, StepResult
+from trimtab_engine.field_values import Refusal
 from trimtab_engine.kv_cache import KVCache
 from trimtab_engine.lifecycle import Lifecycle, Refused, RemainingWork, Weights
 from trimtab_engine.live_config import LiveConfig
@@ -314,6 +315,12 @@ class Engine:
         )
         if after is not before:
             self._settle()
+            try:
+                self._map_ahead(after.values.gpu_memory_utilization)
+            except MemoryError as error:
+                name, message = "gpu_memory_utilization", f"the device has no memory for that: {error}; nothing changed"
+                refusal = Refusal(name, after.numbers()[name], message, nearest=before.numbers()[name])
+                return 422, refusal.to_json()
             self._live = after
             self._apply(before)
             self._last_report = -REPORT_SECONDS
@@ -329,6 +336,13 @@ class Engine:
             formula = self._formula.at(values.gpu_memory_utilization)
             self._resize_kv(min(formula.num_blocks, self._live.envelope.num_blocks_cap))
             self._formula = formula
+
+    def _map_ahead(self, utilization: str) -> None:
+        """Map what this utilisation gives more. It alone can fail, so it comes before everything else."""
+        wanted = min(self._formula.at(utilization).num_blocks, self._live.envelope.num_blocks_cap)
+        fixed = self._live.envelope.kv_fixed_by is not None
+        if self._lifecycle.has_kv_cache and not fixed and wanted > self._kv_cache.num_blocks:
+            self._kv_cache.map_blocks(wanted)
 
     def _resize_kv(self, num_blocks: int) -> None:
         """Map before blocks are handed out; copy, then unmap, after they are taken back. Asleep nothing is mapped, and
@@ -453,6 +467,7 @@ class Engine:
     def ledger(self) -> Ledger:
         """Who owns the device's bytes now, beside what the driver counts."""
         formula, kv_cache = self._formula, self._kv_cache
+        rounding = 0 if self._device.kind == "cpu" else kv_cache.rounding_bytes  # the formula's workspace holds it
         return Ledger(
             device_bytes=formula.device_bytes,
             driver_used_bytes=self._device.used_bytes(),
@@ -465,7 +480,7 @@ class Engine:
                 "graphs": formula.graphs_bytes,
                 "communicator": formula.communicator_bytes,
             },
-            untouched_bytes=max(0, kv_cache.mapped_bytes - kv_cache.resident_bytes())
+            untouched_bytes=max(0, kv_cache.mapped_bytes + rounding - kv_cache.resident_bytes())
             + (self._execution.untouched_swap_bytes if formula.workspace_bytes else 0),
             block_size=formula.block_size,
             bytes_per_block=formula.bytes_per_block,

@@ -86,7 +86,7 @@ class KVCache:
         self.mirror: Callable[[KvChange], None] | None = None
         """Told of each change before it is made, so that other ranks make it too."""
         models = [KVLayers(num_layers, num_kv_heads, head_size, dtype), *([draft] if draft else [])]
-        page = memory.page_bytes(sum(2 * model.num_layers for model in models))
+        self._page = page = memory.page_bytes(sum(2 * model.num_layers for model in models))
         self._regions = _lay_out(models, cap_blocks, block_size, page)
         self._range: AddressRange = memory.reserve([(r.start, r.end) for r in self._regions], page)
         whole = self._range.whole
@@ -119,6 +119,11 @@ class KVCache:
         return self.num_blocks * self.bytes_per_block
 
     @property
+    def rounding_bytes(self) -> int:
+        """What the last pages of all regions may take beyond mapped_bytes."""
+        return self._page * len(self._regions) if self.gives_memory_back else 0
+
+    @property
     def gives_memory_back(self) -> bool:
         """Whether memory comes and goes with the blocks; else num_blocks is a limit in the books only."""
         return self._range.is_live
@@ -141,7 +146,12 @@ class KVCache:
             )
         if self.mirror is not None:
             self.mirror(MapBlocks(num_blocks))
-        self._keep(num_blocks)
+        try:
+            self._keep(num_blocks)
+        except MemoryError:
+            if self.mirror is not None:
+                self.mirror(UnmapAbove(self.num_blocks))
+            raise
 
     def unmap_above(self, num_blocks: int) -> None:
         """Give blocks [num_blocks, cap) back; their content is lost. The caller has moved or retired them.

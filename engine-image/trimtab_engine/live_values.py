@@ -4,10 +4,14 @@ A new live field is an attribute of LiveValues, a row in live_fields.py, and a l
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from trimtab_engine.config import LogLevel
 from trimtab_engine.field_values import Json
 from trimtab_engine.scheduling_policy import PreemptionMode, QueueOrder, SchedulingPolicy
+
+FACTS = ("num_blocks_cap", "kv_fixed_by", "kv_memory")
+"""Of the envelope, what no flag sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,8 @@ class Envelope:
     num_speculative_tokens_cap: int = 0
     kv_fixed_by: str | None = None
     """The flag that fixes the KV cache and takes gpu_memory_utilization out of the live fields; None: nothing does."""
+    kv_memory: Literal["mapped", "allocated"] = "mapped"
+    """allocated: the cap's memory is taken from the start, and a lower utilisation gives none of it back."""
     restart_fields: tuple[tuple[str, object], ...] = ()
     """Further fields that only a restart changes, with their values, such as ("model", "/models/m")."""
 
@@ -42,13 +48,14 @@ class Envelope:
             "enable_chunked_prefill": self.enable_chunked_prefill,
             "num_blocks_cap": self.num_blocks_cap,
             "kv_fixed_by": self.kv_fixed_by,
+            "kv_memory": self.kv_memory,
         }
         return body | dict(self.restart_fields)
 
     @property
     def restart_names(self) -> list[str]:
         """Every field that only a restart changes."""
-        names = [name for name in self.to_json() if name not in ("num_blocks_cap", "kv_fixed_by")]
+        names = [name for name in self.to_json() if name not in FACTS]
         return [*names, "gpu_memory_utilization"] if self.kv_fixed_by else names
 
 

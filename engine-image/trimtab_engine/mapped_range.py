@@ -6,8 +6,8 @@ region   |-- page 0 --|-- page 1 --|-- page 2 --|............ reserved only ....
 used     |---------------------------..^                       the last page is shared with blocks that are not used
 ```
 A page here is one map of the driver, some of its 2 MiB: a map can only be undone as a whole, so a page is as large as
-the rounding allows, that growing takes few calls (`page_bytes_for`). Growing costs two calls and a release per page
-and one per region, shrinking one per region.
+the rounding allows, so that a resize takes few calls (`page_bytes_for`). Growing costs three calls per page (create,
+map, release) and one per region (access), shrinking one per page.
 """
 
 import logging
@@ -104,10 +104,10 @@ class MappedRange:
             return
         self._synchronize()
         for region, end in enumerate(ends):
-            extra = self._mapped[region] - end
-            if extra:
-                self._driver.unmap(self._address + self._regions[region][0] + end, extra)
-                self._mapped[region] = end
+            start = self._address + self._regions[region][0]
+            while self._mapped[region] > end:
+                self._mapped[region] -= self._page
+                self._driver.unmap(start + self._mapped[region], self._page)
 
 
 class CudaMemory:
@@ -147,6 +147,6 @@ def open_cuda_memory(device: torch.device, device_bytes: int) -> CudaMemory:
             "below the cap is a limit that gives no memory back; install the extra `cuda` to map it page by page"
         )
         return CudaMemory(device, device_bytes, None)
-    torch.cuda.init()  # the calls want this thread's context
+    torch.cuda.synchronize(device)  # the calls want this thread's context
     index = torch.cuda.current_device() if device.index is None else device.index
     return CudaMemory(device, device_bytes, CudaDriver(bindings, index))

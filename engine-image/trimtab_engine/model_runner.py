@@ -173,10 +173,11 @@ class ModelRunner:
         return peak.bytes
 
     def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
-        """Reserve the KV cache's address range, with a draft model's layers in it; map_blocks is the engine's. On CUDA
-        attention is compiled here."""
+        """Reserve the KV cache's address range, with a draft model's layers in it, and map block 0: attention, which on
+        CUDA is compiled here, reads it. Further blocks are the engine's to map."""
         self._draft_layers = draft
         self.kv_cache = self._new_kv_cache(cap_blocks, draft=draft)
+        self.kv_cache.map_blocks(1)
         self._kv_tensors = self.kv_cache
         self._warm_up_attention()
 
@@ -191,6 +192,11 @@ class ModelRunner:
             shape = (1, self.facts.num_attention_heads, self.facts.head_size)
             query = torch.zeros(shape, dtype=self._dtype, device=self._device.torch)
             warm_up_attention(query, self._kv_tensors.keys[0], self._kv_tensors.values[0])
+
+    @property
+    def kv_rounding_bytes(self) -> int:
+        """What pages of the KV cache's memory may take beyond its blocks."""
+        return self._device.kv_rounding_bytes(2 * self.facts.num_layers)
 
     @property
     def kv_layers(self) -> KVLayers:
@@ -322,7 +328,8 @@ class ModelRunner:
             request = Request.of(f"profile-{index}", [0] * (before + now), sampling, arrival_time=0.0)
             request.block_ids = [0] * -(-longest // self._block_size)
             sequences.append(ScheduledSequence(request, before, now, samples=True))
-        scratch = self._new_kv_cache(1, num_layers=1)
+        scratch = self._new_kv_cache(1, num_layers=1, memory=self._device.scratch)
+        scratch.map_blocks(1)
         logits = self._run(self.flatten(sequences)[0], scratch, num_layers=1)
         if logits is not None:
             sample(logits, [s.request for s in sequences])

@@ -101,7 +101,7 @@ def measure(config: EngineConfig, device: Device, runner: ModelRunner, other_byt
         weights_bytes=facts.weights_bytes,
         activations_peak_bytes=runner.profile(config.max_num_batched_tokens_cap, config.max_num_sampled_rows),
         # On the CPU the swap space lies in the same memory as the KV cache.
-        workspace_bytes=config.swap_space_bytes_cap if config.device == "cpu" else 0,
+        workspace_bytes=runner.kv_rounding_bytes + (config.swap_space_bytes_cap if config.device == "cpu" else 0),
         graphs_bytes=0,
         communicator_bytes=0,
         num_layers=facts.num_layers,

@@ -99,6 +99,9 @@ def _build(
     size = size_kv_cache(config, formula)
     progress("kv_cache", KV_CACHE_PERCENT)
     runner.init_kv_cache(size.cap_blocks, None if speculation is None else speculation.kv_layers)
+    # Whatever is measured from here on makes the formula's blocks fewer: the addresses stay, the cap is lowered.
+    size = size_kv_cache(config, formula)
+    runner.kv_cache.limit(size.cap_blocks)
     runner.kv_cache.map_blocks(size.num_blocks)
     _log_size(formula, size, time.monotonic() - began)
     parts = EngineParts(
@@ -151,6 +154,7 @@ def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormu
         swap_space_bytes_cap=config.swap_space_bytes_cap,
         num_speculative_tokens_cap=config.num_speculative_tokens_cap,
         kv_fixed_by=size.fixed_by,
+        kv_memory="mapped" if runner.kv_cache.gives_memory_back else "allocated",
         restart_fields=(
             ("model", config.model),
             ("dtype", runner.facts.dtype),

@@ -367,6 +367,7 @@ def test_the_description_gives_values_classes_and_what_could_be_set_alone_now() 
         "enable_chunked_prefill": True,
         "num_blocks_cap": 599,
         "kv_fixed_by": None,
+        "kv_memory": "mapped",
         "model": "/models/m",
         "dtype": "float32",
         "tensor_parallel_size": 1,

@@ -68,7 +68,9 @@ class Speculation:
             formula,
             weights_bytes=formula.weights_bytes + self.draft.facts.weights_bytes,
             activations_peak_bytes=formula.activations_peak_bytes + peak,
-            workspace_bytes=formula.workspace_bytes + num_drafts * self.draft.facts.vocab_size * PROBABILITY_BYTES,
+            workspace_bytes=formula.workspace_bytes
+            + self.draft.kv_rounding_bytes
+            + num_drafts * self.draft.facts.vocab_size * PROBABILITY_BYTES,
             draft_kv_bytes_per_token=2 * layers.num_layers * layers.bytes_per_token,
         )
 
