@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,17 @@ def test_facts_of_a_supported_model(tmp_path: Path) -> None:
 def test_the_parts_add_up_to_the_weights(changes: dict[str, object]) -> None:
     config = parse_model_config(CONFIG | changes, {}, "config.json")
     assert sum(parameters_by_part(config).values()) == config.num_parameters
+
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden/model_facts.json").read_text())
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["name"])
+def test_facts_are_those_of_the_contract(case: dict[str, Any], tmp_path: Path) -> None:
+    """The operator, which shares no code with the engine, is held to the same file."""
+    (tmp_path / "config.json").write_text(json.dumps(case["config"]))
+    facts = model_facts(str(tmp_path), load_format="dummy")
+    assert {key: value for key, value in facts.items() if key not in ("model", "format")} == case["facts"]
 
 
 def test_a_mixture_says_where_its_experts_are(tmp_path: Path) -> None:

@@ -1,22 +1,86 @@
-"""Whether a layout can work: every number that is wrong is named, before any pod exists."""
+"""Whether a layout can work: every number that is wrong is named, before any pod exists.
+
+The webhook, the loop and `trimtab plan` ask here. A refusal says the field, its value, what it may be, and the nearest
+layouts that work, with the KV cache and the concurrency that they would have.
+"""
 
 from __future__ import annotations
 
 from trimtab_operator.layout.facts import ModelFacts
-from trimtab_operator.layout.gpus import Gpu
+from trimtab_operator.layout.gpus import GIB, Gpu
+from trimtab_operator.layout.memory_fit import Envelope, MemoryFit, memory_fit
+from trimtab_operator.layout.nearest import Offer, nearest_layouts
+from trimtab_operator.layout.rules import Problem, facts_problems, spec_problems
 from trimtab_operator.refusal import Refusal
-from trimtab_operator.spec import Spec
+from trimtab_operator.spec import Parallelism, Spec
 
 
 def check_layout(spec: Spec, facts: ModelFacts | None, gpu: Gpu | None = None) -> tuple[Refusal, ...]:
     """Everything that is wrong with `spec.parallelism`; empty when it can work.
 
-    Without facts only what the spec alone can say is checked; without a GPU, nothing about memory.
+    Without facts only what the spec alone can say is checked; without a GPU (or on the CPU) nothing about memory.
     """
-    return tuple(_the_architecture_is_run(spec, facts)) if facts is not None else ()
+    parallelism = spec.parallelism
+    if facts is None:
+        return tuple(Refusal(problem.field, str(problem)) for problem in spec_problems(parallelism))
+    if not facts.supported and spec.runtime.kind == "trimtab":
+        return (_not_run(facts),)
+    on_gpu = gpu if spec.runtime.device == "cuda" else None
+    envelope = Envelope.of_spec(spec, facts, on_gpu) if on_gpu is not None else None
+    problems = layout_problems(parallelism, facts, on_gpu, envelope)
+    if not problems:
+        return ()
+    offers = nearest_layouts(parallelism, facts, on_gpu, envelope)
+    *first, last = problems
+    return (
+        *(Refusal(problem.field, str(problem)) for problem in first),
+        Refusal(last.field, f"{last}. {_offered(offers, on_gpu)}"),
+    )
 
 
-def _the_architecture_is_run(spec: Spec, facts: ModelFacts) -> list[Refusal]:
-    if facts.supported or spec.runtime.kind != "trimtab":
-        return []
-    return [Refusal("spec.model.uri", f"is of architecture {facts.architecture}, which the engine does not run")]
+def layout_problems(
+    parallelism: Parallelism, facts: ModelFacts, gpu: Gpu | None = None, envelope: Envelope | None = None
+) -> tuple[Problem, ...]:
+    """What is wrong by rule, else by memory: where the rules refuse a layout its memory means nothing."""
+    by_rule = spec_problems(parallelism) + facts_problems(parallelism, facts)
+    if by_rule or gpu is None or envelope is None:
+        return by_rule
+    fit = memory_fit(facts, parallelism, gpu, envelope)
+    return () if fit.fits else (_does_not_fit(parallelism, fit, gpu, envelope),)
+
+
+def _not_run(facts: ModelFacts) -> Refusal:
+    stored = f" stored as {facts.quantization}" if facts.quantization else ""
+    message = f"is {facts.architecture}{stored}, which the engine does not run; `trimtab plan` can still plan for it"
+    return Refusal("spec.model.uri", message)
+
+
+def _does_not_fit(parallelism: Parallelism, fit: MemoryFit, gpu: Gpu, envelope: Envelope) -> Problem:
+    """The tightest rank's sum, against what the utilisation leaves it; and what else than a layout would help."""
+    rank = fit.tightest
+    shape, given = rank.shape, rank.capacity.requested_bytes
+    rest = shape.fixed_bytes - shape.weights_bytes
+    where = "" if parallelism.pipeline == 1 else f" of stage {rank.stage.index}"
+    reason = (
+        f"but a rank{where} needs {_gib(rank.needed_bytes)}: {_gib(shape.weights_bytes)} of weights, "
+        f"{_gib(rank.one_request_bytes)} of KV cache for one request of {envelope.max_model_len} tokens, about "
+        f"{_gib(rest)} of activations, graphs and others; of the GPU's {_gib(gpu.memory_bytes)} "
+        f"({gpu.name}) gpuMemoryUtilization {envelope.gpu_memory_utilization} gives it {_gib(given)}"
+    )
+    remedies = ["set more tensor or pipeline ranks"]
+    if fit.longest_model_len:
+        remedies.append(f"set maxModelLen to {fit.longest_model_len} or less")
+    if fit.min_utilization is not None:
+        remedies.append(f"raise gpuMemoryUtilization to {fit.min_utilization}")
+    degrees = f"tensor {parallelism.tensor} × pipeline {parallelism.pipeline}"
+    return Problem("spec.parallelism", degrees, ", or ".join(remedies), reason)
+
+
+def _offered(offers: tuple[Offer, ...], gpu: Gpu | None) -> str:
+    if offers:
+        return f"The nearest layouts that work: {'; '.join(map(str, offers))}"
+    return "No layout of this model works" + (f" on {gpu.name} GPUs" if gpu is not None else "")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

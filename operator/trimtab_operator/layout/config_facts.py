@@ -1,0 +1,205 @@
+"""Model facts from a config.json alone, without a checkpoint and without the engine.
+
+For planning: `trimtab plan` takes a folder that holds nothing but its config.json, and architectures that the engine
+does not run (DeepSeek-V3, Llama-4, Mixtral). What the engine runs has the same facts here as from
+`trimtab-engine inspect`; tests/golden/model_facts.json holds both to it. Vision towers are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts, WeightsByPart
+
+RUN_BY_THE_ENGINE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+PLANNED_ONLY = (
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Llama4ForConditionalGeneration",
+    "Llama4ForCausalLM",
+)
+SCALE_BYTES = 4  # of a block-quantised weight: one float32 per block
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """Parameters of one layer. `latent` are projections that every rank holds whole; `norms` likewise."""
+
+    queries_and_output: int
+    keys_and_values: int
+    latent: int
+    norms: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixture:
+    num_experts: int
+    per_token: int
+    width: int
+    shared_width: int
+    dense_layers: tuple[int, ...]
+
+
+def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
+    """The facts. Raises ValueError for an architecture that is not known here, and for what is missing or malformed."""
+    architecture = _architecture(config)
+    inner = config.get("text_config")
+    words = {**config, **inner} if isinstance(inner, Mapping) else config
+    hidden, num_layers = _count(words, "hidden_size"), _count(words, "num_hidden_layers")
+    heads = _count(words, "num_attention_heads")
+    kv_heads = _count(words, "num_key_value_heads", default=heads)
+    head_size = _count(words, "head_dim", default=max(1, hidden // heads))
+    vocabulary = _count(words, "vocab_size")
+    is_latent = words.get("kv_lora_rank") is not None
+    attention = (
+        _latent_attention(words, hidden, heads)
+        if is_latent
+        else _attention(words, architecture, hidden, heads, kv_heads, head_size)
+    )
+    mixture = _mixture(words, architecture, num_layers)
+    num_dense = num_layers if mixture is None else len(mixture.dense_layers)
+    num_mixtures = num_layers - num_dense
+    mlp_width = _count(words, "intermediate_size_mlp", default=_count(words, "intermediate_size"))
+    mlp_bias = bool(words.get("mlp_bias")) and architecture == "LlamaForCausalLM"
+    tied = bool(config.get("tie_word_embeddings", words.get("tie_word_embeddings", False)))
+    per_expert = 0 if mixture is None else 3 * hidden * mixture.width
+    linear = {
+        "attention": num_layers * attention.queries_and_output,
+        "kv_projection": num_layers * attention.keys_and_values,
+        "dense_mlp": num_dense * (3 * hidden * mlp_width + 2 * mlp_width * mlp_bias),
+        "experts": 0 if mixture is None else num_mixtures * mixture.num_experts * per_expert,
+        "shared_experts": 0 if mixture is None else num_mixtures * 3 * hidden * mixture.shared_width,
+        "replicated": num_layers * attention.latent,
+    }
+    routers = 0 if mixture is None else num_mixtures * mixture.num_experts * hidden
+    plain = {
+        "embedding": vocabulary * hidden,
+        "lm_head": 0 if tied else vocabulary * hidden,
+        "replicated": num_layers * (attention.norms + 2 * hidden) + num_dense * hidden * mlp_bias + routers + hidden,
+    }
+    dtype = str(words.get("dtype") or words.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"config.json: dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    quantization, linear_bytes = _quantization(config, DTYPE_BYTES[dtype])
+    parts = {
+        part: round(linear.get(part, 0) * linear_bytes) + plain.get(part, 0) * DTYPE_BYTES[dtype]
+        for part in (*linear, "embedding", "lm_head")
+    }
+    return ModelFacts(
+        model=model,
+        architecture=architecture,
+        supported=architecture in RUN_BY_THE_ENGINE and quantization is None,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        intermediate_size=mlp_width,
+        num_attention_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        vocab_size=vocabulary,
+        max_model_len=_count(words, "max_position_embeddings"),
+        num_parameters=sum(linear.values()) + sum(plain.values()),
+        dtype=dtype,
+        quantization=quantization,
+        tie_word_embeddings=tied,
+        num_experts=0 if mixture is None else mixture.num_experts,
+        num_experts_per_token=0 if mixture is None else mixture.per_token,
+        moe_intermediate_size=0 if mixture is None else mixture.width,
+        dense_layers=() if mixture is None else mixture.dense_layers,
+        latent_kv_size=_count(words, "kv_lora_rank") + _count(words, "qk_rope_head_dim") if is_latent else 0,
+        weights=WeightsByPart(**parts),
+    )
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if name not in RUN_BY_THE_ENGINE + PLANNED_ONLY:
+        known = ", ".join(RUN_BY_THE_ENGINE + PLANNED_ONLY)
+        raise ValueError(f"config.json: architecture {name!r} is not known; known are {known}")
+    return str(name)
+
+
+def _attention(
+    words: Mapping[str, Any], architecture: str, hidden: int, heads: int, kv_heads: int, head_size: int
+) -> _Attention:
+    """Keys and values per KV head. Qwen2 has biases on q, k and v and does not say so."""
+    q, kv = heads * head_size, 2 * kv_heads * head_size
+    qkv_bias = bool(words.get("attention_bias")) or architecture == "Qwen2ForCausalLM"
+    output_bias = bool(words.get("attention_bias")) and architecture != "Qwen2ForCausalLM"
+    qk_norm = architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+    return _Attention(
+        queries_and_output=2 * hidden * q + q * qkv_bias,
+        keys_and_values=hidden * kv + kv * qkv_bias,
+        latent=0,
+        norms=hidden * output_bias + 2 * head_size * qk_norm,
+    )
+
+
+def _latent_attention(words: Mapping[str, Any], hidden: int, heads: int) -> _Attention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): projections down to the latents are held by every
+    rank, those up from them are divided by heads.
+    """
+    q_rank, kv_rank = _count(words, "q_lora_rank"), _count(words, "kv_lora_rank")
+    plain, rotary = _count(words, "qk_nope_head_dim"), _count(words, "qk_rope_head_dim")
+    value = _count(words, "v_head_dim")
+    up = q_rank * heads * (plain + rotary) + kv_rank * heads * (plain + value)
+    return _Attention(
+        queries_and_output=up + heads * value * hidden,
+        keys_and_values=0,
+        latent=hidden * (q_rank + kv_rank + rotary),
+        norms=q_rank + kv_rank,
+    )
+
+
+def _mixture(words: Mapping[str, Any], architecture: str, num_layers: int) -> _Mixture | None:
+    """Who has experts, in each family's words; None for a dense model."""
+    layers = range(num_layers)
+    if architecture == "Qwen3MoeForCausalLM":
+        step = _count(words, "decoder_sparse_step", default=1)
+        listed = set(words.get("mlp_only_layers") or ())
+        key = "num_experts" if "num_experts" in words else "num_local_experts"
+        dense = tuple(n for n in layers if n in listed or (n + 1) % step)
+        return _Mixture(
+            _count(words, key), _count(words, "num_experts_per_tok"), _count(words, "moe_intermediate_size"), 0, dense
+        )
+    if architecture == "MixtralForCausalLM":
+        per_token, width = _count(words, "num_experts_per_tok"), _count(words, "intermediate_size")
+        return _Mixture(_count(words, "num_local_experts"), per_token, width, 0, ())
+    if architecture == "DeepseekV3ForCausalLM":
+        width = _count(words, "moe_intermediate_size")
+        shared = width * _count(words, "n_shared_experts", default=0, least=0)
+        dense = tuple(n for n in layers if n < _count(words, "first_k_dense_replace", default=0, least=0))
+        return _Mixture(_count(words, "n_routed_experts"), _count(words, "num_experts_per_tok"), width, shared, dense)
+    if architecture.startswith("Llama4"):
+        step = _count(words, "interleave_moe_layer_step", default=1)
+        width = _count(words, "intermediate_size")
+        per_token = _count(words, "num_experts_per_tok")
+        dense = tuple(n for n in layers if (n + 1) % step)
+        return _Mixture(_count(words, "num_local_experts"), per_token, width, width, dense)
+    return None
+
+
+def _quantization(config: Mapping[str, Any], dtype_bytes: int) -> tuple[str | None, float]:
+    """The name of the scheme, and bytes per parameter of the linear layers: embeddings, norms and routers stay as they
+    are. Raises ValueError for a scheme that is not known.
+    """
+    scheme = config.get("quantization_config")
+    if scheme is None:
+        return None, dtype_bytes
+    method = scheme.get("quant_method") if isinstance(scheme, Mapping) else scheme
+    if method != "fp8":
+        raise ValueError(f"config.json: quant_method {method!r} is not known; only 'fp8' is")
+    block = scheme.get("weight_block_size")
+    return "fp8", 1 + (SCALE_BYTES / (block[0] * block[1]) if block else 0)
+
+
+def _count(words: Mapping[str, Any], key: str, *, default: int | None = None, least: int = 1) -> int:
+    value = words.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"config.json: {key} is {value!r}; a whole number of {least} or more is needed")
+    return value

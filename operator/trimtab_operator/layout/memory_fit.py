@@ -1,0 +1,206 @@
+"""What a layout's ranks need of a GPU's memory, before anything runs: an estimate, rank by rank.
+
+Weights and keys and values are arithmetic (docs/contract.md sections 5 and 6). The rest can only be measured, and the
+engine's ledger does; the figures here are meant to err on the large side:
+
+- activations: the largest of what one layer keeps for `max_num_batched_tokens` tokens and what sampling `max_num_seqs`
+  tokens takes, with a margin. For Llama-3-8B, 8192 tokens: 1.16 GiB here, 1.26 GiB in vLLM's log (vllm#10511).
+- graphs, other (the CUDA context) and communicator: constants of the usual size.
+
+All ranks get as many KV blocks as the tightest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from trimtab_operator.engine_values import knobs
+from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts
+from trimtab_operator.layout.gpus import GIB, Gpu
+from trimtab_operator.layout.stages import Stage, stages_of
+from trimtab_operator.memory import KvCapacity, MemoryShape, kv_capacity, min_utilization
+from trimtab_operator.spec import Parallelism, Spec
+
+MIB = 1 << 20
+OTHER_BYTES = 600 * MIB  # the CUDA context with its modules: 0.5 GiB on an H100
+GRAPHS_BYTES = 512 * MIB  # captured decode graphs; vLLM's logs say 0.1 to 0.9 GiB
+COMMUNICATOR_BYTES = 512 * MIB  # NCCL's buffers, per kind of group that a rank is in
+ACTIVATION_MARGIN = Fraction(5, 4)  # for what the allocator cannot reuse
+HIDDEN_COPIES = 4  # of [tokens, hidden_size]: residual, normed input, a block's output, its sum over ranks
+LOGITS_COPIES = 3  # of [max_num_seqs, vocab_size] in float32: logits, their sorted copy, probabilities
+LOGITS_BYTES = 4
+
+LARGE_GPU_BYTES = 70 * GIB  # from here on the engine starts with larger batches (docs/contract.md section 1)
+LARGE_GPU_TOKENS, SMALL_GPU_TOKENS = 8192, 2048
+LARGE_GPU_SEQS, SMALL_GPU_SEQS = 1024, 256
+DEFAULT_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """What an engine starts with, as far as memory goes. The counts are caps: start-up allocates for them."""
+
+    gpu_memory_utilization: str = "0.9"
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int = DEFAULT_BLOCK_SIZE
+    kv_dtype_bytes: int
+    captures_graphs: bool = True
+
+    @classmethod
+    def of_spec(cls, spec: Spec, facts: ModelFacts, gpu: Gpu) -> Envelope:
+        """What this spec's engine starts with on this GPU; where it says nothing, the engine's defaults."""
+        engine = spec.engine
+        _, seqs, tokens = knobs(spec)
+        defaults = cls.default(facts, gpu)
+        return cls(
+            gpu_memory_utilization=engine.gpu_memory_utilization or defaults.gpu_memory_utilization,
+            max_model_len=engine.max_model_len or facts.max_model_len,
+            max_num_batched_tokens=int(tokens.cap or defaults.max_num_batched_tokens),
+            max_num_seqs=int(seqs.cap or defaults.max_num_seqs),
+            block_size=engine.block_size or defaults.block_size,
+            kv_dtype_bytes=kv_dtype_bytes(engine.kv_cache_dtype, facts),
+            captures_graphs=not engine.enforce_eager,
+        )
+
+    @classmethod
+    def default(cls, facts: ModelFacts, gpu: Gpu) -> Envelope:
+        is_large = gpu.memory_bytes >= LARGE_GPU_BYTES
+        return cls(
+            max_model_len=facts.max_model_len,
+            max_num_batched_tokens=LARGE_GPU_TOKENS if is_large else SMALL_GPU_TOKENS,
+            max_num_seqs=LARGE_GPU_SEQS if is_large else SMALL_GPU_SEQS,
+            kv_dtype_bytes=kv_dtype_bytes(None, facts),
+        )
+
+
+def kv_dtype_bytes(kv_cache_dtype: str | None, facts: ModelFacts) -> int:
+    """Bytes of one element of the KV cache; None and auto: the model's dtype."""
+    if kv_cache_dtype is None or kv_cache_dtype == "auto":
+        return DTYPE_BYTES[facts.dtype]
+    return 1 if kv_cache_dtype.startswith("fp8") else DTYPE_BYTES[kv_cache_dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """One stage's fullest rank."""
+
+    stage: Stage
+    shape: MemoryShape
+    capacity: KvCapacity
+
+    @property
+    def needed_bytes(self) -> int:
+        """With the KV cache of one request of max_model_len."""
+        return self.shape.fixed_bytes + self.one_request_bytes
+
+    @property
+    def one_request_bytes(self) -> int:
+        return self.shape.blocks_per_request * self.shape.bytes_per_block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFit:
+    """All stages of one layout on one kind of GPU."""
+
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def tightest(self) -> RankMemory:
+        """The rank with the fewest KV blocks; among those that have none, the one that lacks most."""
+        return min(self.ranks, key=lambda r: (r.capacity.num_blocks, r.capacity.requested_bytes - r.needed_bytes))
+
+    @property
+    def fits(self) -> bool:
+        """One request of max_model_len can be served."""
+        return self.tightest.capacity.num_blocks >= self.tightest.shape.blocks_per_request
+
+    @property
+    def kv_tokens(self) -> int:
+        """Of one engine: a token's keys and values are spread over all of its ranks."""
+        return self.tightest.capacity.num_tokens
+
+    @property
+    def max_concurrency(self) -> float:
+        """Requests of max_model_len at once, in one engine."""
+        return self.tightest.capacity.max_concurrency
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of the rank that has most."""
+        return max(rank.shape.weights_bytes for rank in self.ranks)
+
+    @property
+    def min_utilization(self) -> str | None:
+        """The gpu_memory_utilization at which one request fits; None when not even 1 will do."""
+        needed = [min_utilization(rank.shape) for rank in self.ranks]
+        return None if None in needed else max((text for text in needed if text), key=float)
+
+    @property
+    def longest_model_len(self) -> int:
+        """The longest request that the KV cache would hold; 0: not even one block is left."""
+        return self.kv_tokens
+
+
+def memory_fit(facts: ModelFacts, parallelism: Parallelism, gpu: Gpu, envelope: Envelope) -> MemoryFit:
+    """The memory of each stage of a layout that the rules allow."""
+    ranks = []
+    for stage in stages_of(facts, parallelism):
+        shape = _shape(facts, parallelism, stage, gpu, envelope)
+        ranks.append(RankMemory(stage=stage, shape=shape, capacity=kv_capacity(shape, envelope.gpu_memory_utilization)))
+    return MemoryFit(ranks=tuple(ranks))
+
+
+def _shape(facts: ModelFacts, parallelism: Parallelism, stage: Stage, gpu: Gpu, envelope: Envelope) -> MemoryShape:
+    heads, size = kv_heads_and_size(facts, parallelism.tensor)
+    return MemoryShape(
+        device_bytes=gpu.memory_bytes,
+        other_bytes=OTHER_BYTES,
+        weights_bytes=stage.weights_bytes,
+        activations_peak_bytes=activation_bytes(facts, parallelism, stage, envelope),
+        workspace_bytes=0,
+        graphs_bytes=GRAPHS_BYTES if envelope.captures_graphs else 0,
+        communicator_bytes=COMMUNICATOR_BYTES * _kinds_of_groups(facts, parallelism),
+        num_layers=stage.num_layers,
+        num_kv_heads=heads,
+        head_size=size,
+        kv_dtype_bytes=envelope.kv_dtype_bytes,
+        block_size=envelope.block_size,
+        max_model_len=envelope.max_model_len,
+    )
+
+
+def kv_heads_and_size(facts: ModelFacts, tensor: int) -> tuple[int, int]:
+    """KV heads of one rank, and their size. A latent vector is one head whose key and value are half of it each."""
+    if facts.latent_kv_size:
+        return 1, -(-facts.latent_kv_size // 2)
+    return max(1, facts.num_kv_heads // tensor), facts.head_size
+
+
+def activation_bytes(facts: ModelFacts, parallelism: Parallelism, stage: Stage, envelope: Envelope) -> int:
+    """The peak of one step of the envelope's size on one rank."""
+    itemsize, tensor = DTYPE_BYTES[facts.dtype], parallelism.tensor
+    tokens = envelope.max_num_batched_tokens
+    heads = facts.num_attention_heads // tensor + 2 * max(1, facts.num_kv_heads // tensor)
+    attention = 2 * heads * facts.head_size  # before and after the rotation
+    mlp = 3 * facts.intermediate_size // tensor if facts.has_dense_layers else 0  # gate, up and their product
+    widest = max(attention, mlp, _mixture_width(facts, parallelism) if stage.num_mixture_layers else 0)
+    layer = tokens * (HIDDEN_COPIES * facts.hidden_size + widest) * itemsize
+    sampling = envelope.max_num_seqs * facts.vocab_size * LOGITS_BYTES * LOGITS_COPIES if stage.is_last else 0
+    return int(max(layer, sampling) * ACTIVATION_MARGIN)
+
+
+def _mixture_width(facts: ModelFacts, parallelism: Parallelism) -> int:
+    """Elements per token of a data-parallel rank: all its group's tokens are gathered and summed, and each of a token's
+    experts has gate, up, product and output, of which a rank has its share.
+    """
+    gathered = 2 * facts.hidden_size * parallelism.data if parallelism.data > 1 else 0
+    own = facts.num_experts_per_token * (3 * facts.moe_intermediate_size + facts.hidden_size)
+    return gathered + own // parallelism.tensor
+
+
+def _kinds_of_groups(facts: ModelFacts, parallelism: Parallelism) -> int:
+    shares_experts = facts.is_mixture and parallelism.data > 1
+    return (parallelism.tensor > 1) + (parallelism.pipeline > 1) + shares_experts

@@ -1,0 +1,169 @@
+"""Which layouts the engine can run, by number: its own rules (docs/parallelism.md, "What is refused"), before any pod.
+
+A table of rules, each yielding what is wrong: the field, its value, what it may be, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.spec import Parallelism
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One number that cannot be. `limit` says what it may be, as far as this rule goes."""
+
+    field: str
+    value: str
+    limit: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"is {self.value}, {self.reason}; {self.limit}"
+
+
+SpecRule = Callable[[Parallelism], Iterator[Problem]]
+FactsRule = Callable[[Parallelism, ModelFacts], Iterator[Problem]]
+
+
+def spec_problems(parallelism: Parallelism) -> tuple[Problem, ...]:
+    """What is wrong whatever the model."""
+    return tuple(problem for rule in SPEC_RULES for problem in rule(parallelism))
+
+
+def facts_problems(parallelism: Parallelism, facts: ModelFacts) -> tuple[Problem, ...]:
+    """What is wrong for this model."""
+    return tuple(problem for rule in FACTS_RULES for problem in rule(parallelism, facts))
+
+
+# --- pods -------------------------------------------------------------------------------------------------------------
+
+
+def pods_are_full(parallelism: Parallelism) -> Iterator[Problem]:
+    """Each pod asks for gpusPerNode GPUs: a rank for each, or some would idle."""
+    ranks = parallelism.tensor * parallelism.pipeline * parallelism.data
+    per_pod = parallelism.gpus_per_node
+    if per_pod is None:
+        return
+    if per_pod > ranks:
+        reason = f"but a replica has {ranks} rank{'s' * (ranks > 1)} (tensor × pipeline × data): a GPU would idle"
+        yield Problem("spec.parallelism.gpusPerNode", str(per_pod), f"set it to {ranks}, or leave it out", reason)
+    elif ranks % per_pod:
+        reason = f"which does not divide the replica's {ranks} ranks (tensor × pipeline × data): a GPU would idle"
+        engine = parallelism.tensor * parallelism.pipeline if parallelism.data > 1 else 1  # a pod holds whole engines
+        yield Problem("spec.parallelism.gpusPerNode", str(per_pod), f"set {_divisors(ranks, ranks, engine)}", reason)
+
+
+def engines_of_a_replica_are_whole(parallelism: Parallelism) -> Iterator[Problem]:
+    """Several engines, or one that spans pods; not both."""
+    ranks, per_pod = parallelism.tensor * parallelism.pipeline, parallelism.gpus_per_node
+    if parallelism.data == 1 or per_pod is None or per_pod % ranks == 0:
+        return
+    reason = (
+        f"but with data {parallelism.data} every pod holds whole engines of {ranks} ranks (tensor × pipeline): "
+        "an engine that spans pods cannot be one of several"
+    )
+    limit = f"set a multiple of {ranks}, or data to 1 and spec.replicas to {parallelism.data}"
+    yield Problem("spec.parallelism.gpusPerNode", str(per_pod), limit, reason)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def stages_have_layers(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
+    if parallelism.pipeline > facts.num_layers:
+        reason = f"but the model has {facts.num_layers} layers"
+        limit = f"set {facts.num_layers} or less"
+        yield Problem("spec.parallelism.pipeline", str(parallelism.pipeline), limit, reason)
+
+
+def heads_divide(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
+    yield from _divides(parallelism, facts.num_attention_heads, "num_attention_heads")
+
+
+def kv_heads_divide_or_repeat(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
+    """Divided, or each held by several ranks when there are fewer than ranks. A latent vector is on every rank."""
+    tensor, heads = parallelism.tensor, facts.num_kv_heads
+    if facts.latent_kv_size or (heads % tensor == 0 if heads >= tensor else tensor % heads == 0):
+        return
+    reason = f"which is neither a divisor nor a multiple of num_key_value_heads {heads}"
+    yield Problem(
+        "spec.parallelism.tensor", str(tensor), f"set {_divisors(heads, heads)}, or a multiple of {heads}", reason
+    )
+
+
+def mlp_divides(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
+    if facts.has_dense_layers:
+        yield from _divides(parallelism, facts.intermediate_size, "intermediate_size")
+
+
+def every_rank_has_vocabulary(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
+    """Every part but the last has the same number of rows; the last may be shorter, never empty."""
+    tensor, rows = parallelism.tensor, -(-facts.vocab_size // parallelism.tensor)
+    if (tensor - 1) * rows >= facts.vocab_size:
+        reason = f"but vocab_size {facts.vocab_size} in parts of {rows} rows leaves the last rank none"
+        yield Problem("spec.parallelism.tensor", str(tensor), f"set {-(-facts.vocab_size // rows)} or less", reason)
+
+
+def only_mixtures_have_experts(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
+    if parallelism.expert and not facts.is_mixture:
+        reason = f"but {facts.architecture} has no experts"
+        yield Problem("spec.parallelism.expert", "true", "set it to false", reason)
+
+
+def every_rank_has_experts(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
+    ranks = parallelism.tensor * parallelism.data
+    if parallelism.expert and facts.is_mixture and ranks > facts.num_experts:
+        reason = f"but tensor × data gives {ranks} ranks and the model has {facts.num_experts} experts"
+        limit = f"set a product of {facts.num_experts} or less, or expert to false"
+        yield Problem(_larger_of_tensor_and_data(parallelism), _value(parallelism), limit, reason)
+
+
+def experts_divide(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
+    """Without expert parallelism each expert's width is divided over tensor × data ranks."""
+    ranks, width = parallelism.tensor * parallelism.data, facts.moe_intermediate_size
+    if facts.is_mixture and not parallelism.expert and width % ranks:
+        reason = (
+            f"but without expert parallelism each expert is split over tensor × data = {ranks} ranks, which do not "
+        )
+        reason += f"divide moe_intermediate_size {width}"
+        limit = f"set a product that divides it ({_divisors(width, ranks)}), or expert to true"
+        yield Problem(_larger_of_tensor_and_data(parallelism), _value(parallelism), limit, reason)
+
+
+def _larger_of_tensor_and_data(parallelism: Parallelism) -> str:
+    """Of a product that is too large, the field to look at first."""
+    return "spec.parallelism.data" if parallelism.data > parallelism.tensor else "spec.parallelism.tensor"
+
+
+def _value(parallelism: Parallelism) -> str:
+    return str(max(parallelism.tensor, parallelism.data))
+
+
+def _divides(parallelism: Parallelism, total: int, what: str) -> Iterator[Problem]:
+    tensor = parallelism.tensor
+    if total % tensor:
+        reason = f"which does not divide {what} {total}"
+        yield Problem("spec.parallelism.tensor", str(tensor), f"set {_divisors(total, 2 * tensor)}", reason)
+
+
+def _divisors(total: int, most: int, of: int = 1) -> str:
+    """Divisors up to `most` that are multiples of `of`, as a choice in words; the largest eight of them."""
+    found = [str(n) for n in range(of, min(total, most) + 1, of) if total % n == 0][-8:]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+
+
+SPEC_RULES: tuple[SpecRule, ...] = (pods_are_full, engines_of_a_replica_are_whole)
+FACTS_RULES: tuple[FactsRule, ...] = (
+    only_mixtures_have_experts,
+    stages_have_layers,
+    heads_divide,
+    kv_heads_divide_or_repeat,
+    mlp_divides,
+    every_rank_has_vocabulary,
+    every_rank_has_experts,
+    experts_divide,
+)

@@ -1,0 +1,98 @@
+"""What each pipeline stage holds: the engine's partition of layers, and the bytes that one of its ranks keeps.
+
+The same rules as the engine's (docs/parallelism.md): layers that do not divide go one each to the stages before the
+last, from the back; the first stage embeds, the last one has the output layer. Ranks of a stage hold equal shares, but
+for a vocabulary or experts that do not divide: the largest share is meant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts
+from trimtab_operator.spec import Parallelism
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One pipeline stage, and the weights (bytes) of the rank that holds most of it."""
+
+    index: int
+    num_layers: int
+    num_mixture_layers: int
+    is_first: bool
+    is_last: bool
+    expert_bytes: int
+    """Experts that are divided over tensor × data ranks: in a step only those that some token chose are read."""
+    lookup_bytes: int
+    """An embedding of which a step reads only its tokens' rows."""
+    read_bytes: int
+    """All else: a step reads all of it."""
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.expert_bytes + self.lookup_bytes + self.read_bytes
+
+
+def layers_of_stages(num_layers: int, num_stages: int) -> tuple[range, ...]:
+    """The layers of each stage. `num_stages` must not exceed `num_layers`."""
+    each, remainder = divmod(num_layers, num_stages)
+    spans, start = [], 0
+    for stage in range(num_stages):
+        end = start + each + (num_stages - 1 - remainder <= stage < num_stages - 1)
+        spans.append(range(start, end))
+        start = end
+    return tuple(spans)
+
+
+def stages_of(facts: ModelFacts, parallelism: Parallelism) -> tuple[Stage, ...]:
+    """The stages of a layout that the rules allow."""
+    spans = layers_of_stages(facts.num_layers, parallelism.pipeline)
+    return tuple(_stage(facts, parallelism, index, span) for index, span in enumerate(spans))
+
+
+def _stage(facts: ModelFacts, parallelism: Parallelism, index: int, layers: range) -> Stage:
+    weights, tensor = facts.weights, parallelism.tensor
+    is_first, is_last = index == 0, index == parallelism.pipeline - 1
+    num_dense = sum(1 for layer in facts.dense_layers if layer in layers) if facts.is_mixture else len(layers)
+    num_mixtures = len(layers) - num_dense
+    all_dense = len(facts.dense_layers) if facts.is_mixture else facts.num_layers
+    all_mixtures = facts.num_layers - all_dense
+    kv_parts = tensor if facts.latent_kv_size else min(tensor, facts.num_kv_heads)
+    read = _share(weights.attention, len(layers), facts.num_layers * tensor)
+    read += _share(weights.kv_projection, len(layers), facts.num_layers * kv_parts)
+    final_norm = facts.hidden_size * DTYPE_BYTES[facts.dtype]
+    router = facts.num_experts * final_norm  # of one mixture layer
+    per_layer = max(0, weights.replicated - all_mixtures * router - final_norm)
+    read += _share(per_layer, len(layers), facts.num_layers)
+    read += num_mixtures * router + is_last * final_norm
+    read += _share(weights.dense_mlp, num_dense, all_dense * tensor)
+    read += _share(weights.shared_experts, num_mixtures, all_mixtures * tensor)
+    rows = -(-facts.vocab_size // tensor)
+    if is_last:
+        read += _share(weights.embedding if facts.tie_word_embeddings else weights.lm_head, rows, facts.vocab_size)
+    has_lookup = is_first and not (is_last and facts.tie_word_embeddings)
+    return Stage(
+        index=index,
+        num_layers=len(layers),
+        num_mixture_layers=num_mixtures,
+        is_first=is_first,
+        is_last=is_last,
+        expert_bytes=_expert_bytes(facts, parallelism, num_mixtures, all_mixtures),
+        lookup_bytes=_share(weights.embedding, rows, facts.vocab_size) if has_lookup else 0,
+        read_bytes=read,
+    )
+
+
+def _expert_bytes(facts: ModelFacts, parallelism: Parallelism, num_mixtures: int, all_mixtures: int) -> int:
+    """Whole experts under expert parallelism, the first ranks holding one more when they do not divide; else slices."""
+    ranks = parallelism.tensor * parallelism.data
+    if parallelism.expert and facts.is_mixture:
+        held = -(-facts.num_experts // ranks)
+        return _share(facts.weights.experts, num_mixtures * held, all_mixtures * facts.num_experts)
+    return _share(facts.weights.experts, num_mixtures, all_mixtures * ranks)
+
+
+def _share(total: int, part: int, of: int) -> int:
+    """total × part / of, rounded up; 0 of nothing."""
+    return -(-total * part // of) if total and part else 0

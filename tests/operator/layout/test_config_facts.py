@@ -1,0 +1,85 @@
+"""Facts from a config.json alone, against the engine's and against what the makers publish."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trimtab_operator.layout.config_facts import PLANNED_ONLY, RUN_BY_THE_ENGINE, facts_of_config
+from trimtab_operator.layout.facts import ModelFacts
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+Published = Callable[[str], ModelFacts]
+Configs = dict[str, dict[str, Any]]
+CASES: list[dict[str, Any]] = json.loads((GOLDEN / "model_facts.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_facts_are_the_engines(case: dict[str, Any]) -> None:
+    """tests/engine/test_inspect_model.py holds the engine to the same file."""
+    facts = facts_of_config(case["config"], "m").to_json()
+    assert {key: value for key, value in facts.items() if key != "model"} == case["facts"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Llama-3.1-8B", 8_030_261_248),  # these five are the totals of the published safetensors headers
+        ("Llama-3.1-70B", 70_553_706_496),
+        ("Llama-3.1-405B", 405_853_388_800),
+        ("Qwen3-235B-A22B", 235_093_634_560),
+        ("SmolLM2-135M", 134_515_008),
+        ("DeepSeek-V3", 671e9),  # "671B", without the multi-token prediction layer
+        ("Llama-4-Scout", 108.6e9),  # with its vision tower of 0.9e9, which is not counted here
+        ("Llama-4-Maverick", 401.6e9),
+    ],
+)
+def test_parameters_are_within_one_percent_of_the_published_count(
+    published: Published, name: str, parameters: float
+) -> None:
+    assert published(name).num_parameters == pytest.approx(parameters, rel=0.01)
+
+
+def test_fp8_blocks_halve_the_linear_layers_and_leave_the_rest(published: Published, configs: Configs) -> None:
+    facts = published("DeepSeek-V3")
+    whole = facts_of_config({k: v for k, v in configs["DeepSeek-V3"].items() if k != "quantization_config"}, "m")
+    assert facts.weights.experts == round(whole.weights.experts / 2 * (1 + 4 / 128**2))
+    assert facts.weights.embedding == whole.weights.embedding
+    assert facts.quantization == "fp8"
+    assert not facts.supported
+
+
+def test_a_latent_cache_is_576_elements_per_token_and_layer_of_deepseek(published: Published) -> None:
+    assert published("DeepSeek-V3").latent_kv_size == 512 + 64
+
+
+def test_maverick_has_experts_in_every_second_layer(published: Published) -> None:
+    facts = published("Llama-4-Maverick")
+    assert facts.dense_layers == tuple(range(0, 48, 2))
+    assert (facts.intermediate_size, facts.moe_intermediate_size) == (16384, 8192)
+
+
+def test_what_the_engine_runs_is_what_the_engine_says_it_runs() -> None:
+    from trimtab_engine.model_config import SUPPORTED_ARCHITECTURES
+
+    assert RUN_BY_THE_ENGINE == SUPPORTED_ARCHITECTURES
+    assert not set(RUN_BY_THE_ENGINE) & set(PLANNED_ONLY)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["BloomForCausalLM"]}, "'BloomForCausalLM' is not known; known are LlamaForCausalLM"),
+        ({"architectures": None}, "architecture None"),
+        ({"hidden_size": "8"}, "hidden_size is '8'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; a whole number of 1 or more"),
+        ({"torch_dtype": "int4"}, "dtype 'int4'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq' is not known"),
+    ],
+)
+def test_what_is_wrong_with_a_configuration_is_named(configs: Configs, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        facts_of_config(configs["Llama-3.1-8B"] | changes, "m")

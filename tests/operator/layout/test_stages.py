@@ -1,0 +1,94 @@
+"""What a rank holds, against what the engine's ranks read of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from trimtab_engine.model_config import parse_model_config
+from trimtab_engine.models.checkpoint import expected_shapes
+from trimtab_engine.models.llama import LlamaForCausalLM
+from trimtab_engine.parallel.groups import RankGroup, RankGroups
+from trimtab_engine.parallel.partition import layers_of_stages as engine_layers
+from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.parallel.shard import shard_model
+from trimtab_engine.weights.dummy import DummySource
+from trimtab_operator.layout.config_facts import facts_of_config
+from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.rules import facts_problems
+from trimtab_operator.layout.stages import layers_of_stages, stages_of
+from trimtab_operator.spec import Parallelism
+
+Published = Callable[[str], ModelFacts]
+RandomCase = Callable[[int], tuple[dict[str, Any], dict[str, Any]]]
+
+
+def test_layers_are_dealt_to_stages_as_the_engine_deals_them() -> None:
+    for num_layers in range(1, 40):
+        for num_stages in range(1, num_layers + 1):
+            spans = [(span.start, span.stop) for span in layers_of_stages(num_layers, num_stages)]
+            assert tuple(spans) == engine_layers(num_layers, num_stages)
+
+
+def a_group(size: int) -> RankGroup | None:
+    """What layers keep for later: nothing is sent while weights are read."""
+    return cast(RankGroup, SimpleNamespace(index=0, size=size)) if size > 1 else None
+
+
+def elements_read(config: dict[str, Any], layout: Layout, folder: Path) -> list[int]:
+    """How many elements each rank of the engine reads, by building its shard of the model."""
+    (folder / "config.json").write_text(json.dumps(config))
+    model = parse_model_config(config, {}, "config.json")
+    groups = RankGroups(tensor=a_group(layout.tensor), pipeline=a_group(layout.pipeline), data=a_group(layout.data))
+    found = []
+    for rank in range(layout.world_size):
+        source = DummySource(folder, seed=0)
+        source.expect(expected_shapes(model))
+        counts: list[int] = []
+        shard = shard_model(model, layout, rank)
+        LlamaForCausalLM(model, source, torch.float32, torch.device("cpu"), counts.append, shard, groups)
+        found.append(sum(counts))
+    return found
+
+
+def a_layout_that_works(a_random_case: RandomCase, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The first from this seed on. Cores of a dense model are worlds of their own: one of them is looked at."""
+    while True:
+        config, layout = a_random_case(seed)
+        if config["architectures"] != ["Qwen3MoeForCausalLM"]:
+            layout["data"] = 1
+        if layout["pipeline"] * layout["tensor"] > 1 and not facts_problems(
+            Parallelism(**layout), facts_of_config(config, "m")
+        ):
+            return config, layout
+        seed += 1000
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_stages_weights_are_what_its_fullest_rank_reads(a_random_case: RandomCase, seed: int, tmp_path: Path) -> None:
+    config, layout = a_layout_that_works(a_random_case, seed)
+    read = elements_read(config, Layout(**layout), tmp_path)
+    stages = stages_of(facts_of_config(config, "m"), Parallelism(**layout))
+    tensor, pipeline = layout["tensor"], layout["pipeline"]
+    for stage in stages:
+        ranks = [rank for rank in range(len(read)) if rank // tensor % pipeline == stage.index]
+        fullest = 2 * max(read[rank] for rank in ranks)  # bfloat16
+        assert fullest <= stage.weights_bytes <= fullest + 8  # each part is rounded up to a whole byte
+
+
+def test_one_rank_holds_everything(published: Published) -> None:
+    facts = published("Qwen3-235B-A22B")
+    assert stages_of(facts, Parallelism())[0].weights_bytes == facts.weights_bytes
+
+
+def test_kv_projections_are_repeated_when_there_are_more_ranks_than_kv_heads(published: Published) -> None:
+    facts = published("Qwen3-235B-A22B")  # 4 KV heads
+    four, eight = (stages_of(facts, Parallelism(tensor=t))[0].weights_bytes for t in (4, 8))
+    repeated = facts.weights.kv_projection / 4 - facts.weights.kv_projection / 8
+    replicated = facts.weights.replicated
+    assert eight == pytest.approx((four - replicated) / 2 + replicated + repeated, rel=1e-6)
