@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError
 from trimtab_engine.graphs.compilation import CompilationConfig
 from trimtab_engine.graphs.plan import DEFAULT_LEVEL, MODES_BY_LEVEL, NO_GRAPHS, GraphPlan, plan_graphs
 from trimtab_engine.scheduling_policy import PreemptionMode, QueueOrder
@@ -189,11 +189,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(f"--node-rank is {self.node_rank}; with --nnodes {self.nnodes} it must be below that")
-        if ranks > 1 and (self.preemption_mode != "recompute" or self.swap_space_bytes_cap):
-            raise ConfigError(
-                f"--preemption-mode {self.preemption_mode} and --swap-space are not built yet for {ranks} ranks; "
-                f"leave the mode at recompute and the swap space at 0"
-            )
 
     def _check_speculation(self) -> None:
         depth_cap = 0 if self.speculative is None else self.speculative.num_speculative_tokens
@@ -201,18 +196,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"the cap of num_speculative_tokens is {self.num_speculative_tokens_cap}, but --speculative-config "
                 f"makes {depth_cap} drafts"
-            )
-        if self.speculative is None:
-            return
-        if self.pipeline_parallel_size > 1:
-            raise NotBuiltError(
-                "--speculative-config with --pipeline-parallel-size above 1, where several steps are in flight, is not "
-                "built; leave one of them out"
-            )
-        if self.speculative.method == "draft_model" and self.tensor_parallel_size > 1:
-            raise NotBuiltError(
-                "--speculative-config: a draft model beside --tensor-parallel-size above 1 is not built; use method "
-                "ngram, or one rank"
             )
 
 

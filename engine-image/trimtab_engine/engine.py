@@ -229,7 +229,7 @@ class Engine:
         self._lifecycle.on_step_end()
         outputs, self._ready = self._ready, []
         now = self._clock()
-        stats = step_stats(step, result, self._scheduler, self._kv_cache)
+        stats = step_stats(step, result, self._scheduler, self._kv_cache, self._formula.block_bytes_of_all_ranks)
         stats.time, stats.step_seconds = now, now - started
         stats.num_deferred = self._grammars.num_waiting
         stats.config_generation = self._live.generation
@@ -353,7 +353,7 @@ class Engine:
         if num_blocks > self._kv_cache.num_blocks:
             self._kv_cache.map_blocks(num_blocks)
         resized = self._scheduler.resize_kv(num_blocks, self._clock())
-        self._execution.swap(resized.swap_out, [])
+        self._execution.swap_out(resized.swap_out)
         self._kv_cache.copy_blocks(list(resized.moves))
         if num_blocks < self._kv_cache.num_blocks:
             self._kv_cache.unmap_above(num_blocks)
@@ -364,7 +364,7 @@ class Engine:
 
     def set_swap_space(self, num_bytes: int) -> None:
         """Live: how much of the reserved swap space is used. The caller has settled what is in flight."""
-        self._scheduler.resize_swap_space(num_bytes // self._kv_cache.bytes_per_block)
+        self._scheduler.resize_swap_space(num_bytes // self._formula.widest_block_bytes)
 
     def lifecycle(self, method: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """pause, resume, sleep, wake_up, or what they have led to: HTTP status and body."""

@@ -4,14 +4,12 @@ that the caller can schedule the next step meanwhile.
 A batch takes off with everything that it needs, as plain values: the scheduler may use its sequences again at once.
 """
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
 from trimtab_engine.batch import Batch, ScheduledSequence
-from trimtab_engine.kv_cache import KVCache, copy_across
 from trimtab_engine.messages import TokenLogprobs
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.request import Request
@@ -21,6 +19,7 @@ from trimtab_engine.speculative.proposer import Proposer
 from trimtab_engine.speculative.rejection import verify
 from trimtab_engine.step_inputs import NO_INPUTS, StepInputs, Unknown, num_scored
 from trimtab_engine.structured.masks import MaskedRows, MaskMaker
+from trimtab_engine.swap_cache import Pairs, SwapCache
 
 
 @dataclass(slots=True)
@@ -77,7 +76,7 @@ class Execution:
     def __init__(
         self,
         runner: ModelRunner,
-        swap_cache: KVCache | None,
+        swap_cache: SwapCache | None,
         *,
         in_thread: bool,
         num_stages: int = 1,
@@ -99,8 +98,7 @@ class Execution:
     @property
     def untouched_swap_bytes(self) -> int:
         """Swap space that nobody has written yet, which the kernel does not count as used."""
-        cache = self._swap_cache
-        return 0 if cache is None else max(0, cache.mapped_bytes - cache.resident_bytes())
+        return 0 if self._swap_cache is None else self._swap_cache.untouched_bytes
 
     def prepare_idle(self) -> PreparedStep | None:
         """A step without a batch, where data-parallel cores in lockstep need this one's part; None: nobody does."""
@@ -123,6 +121,7 @@ class Execution:
     def begin(self, step: PreparedStep, started: float) -> Flight:
         """Start computing; all steps before it have landed."""
         step.fill_in()
+        self._announce_swap(step.batch.swap_out, step.batch.swap_in)
         if not step.speculates:  # else its inputs are made when the drafts are known
             self._runner.send(step.inputs)
         if self.num_stages > 1:
@@ -148,7 +147,7 @@ class Execution:
             return self._speculate(batch)
         masked = [MaskedRows(row, r.grammar) for row, r in enumerate(batch.sampling) if r.grammar is not None]
         masks = self._masks.begin(masked)
-        swap_seconds = self.swap(batch.swap_out, batch.swap_in)
+        swap_seconds = self._copy_swapped(batch.swap_out, batch.swap_in)
         logits = self._runner.run(step.inputs)
         assert logits is not None  # the engine holds a rank of the last stage
         if not batch.sampling:
@@ -170,7 +169,7 @@ class Execution:
     def _speculate(self, batch: Batch) -> StepResult:
         """As _compute, with drafts: propose before, verify after. A draft model reads what was swapped in."""
         assert self._proposer is not None
-        swap_seconds = self.swap(batch.swap_out, batch.swap_in)
+        swap_seconds = self._copy_swapped(batch.swap_out, batch.swap_in)
         proposals = self._proposer.propose(batch)
         sampling = [sequence for sequence in batch.sequences if sequence.samples]
         masks = self._masks.begin(_masked_rows(sampling))
@@ -193,15 +192,21 @@ class Execution:
                 result.speculation.note(len(sequence.draft_token_ids), len(tokens.token_ids) - 1)
         return result
 
-    def swap(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]]) -> float:
-        """Copy blocks out (device, host), then in (host, device). Returns the seconds that it took."""
-        if not swap_out and not swap_in:
+    def swap_out(self, pairs: Pairs) -> None:
+        """Copy blocks out (device, host) between two steps, with none in flight."""
+        self._announce_swap(pairs, [])
+        self._copy_swapped(pairs, [])
+
+    def _announce_swap(self, swap_out: Pairs, swap_in: Pairs) -> None:
+        if self._swap_cache is not None:
+            self._swap_cache.announce(swap_out, swap_in)
+
+    def _copy_swapped(self, swap_out: Pairs, swap_in: Pairs) -> float:
+        """This rank's part of it. Returns the seconds that it took."""
+        if self._swap_cache is None:
+            assert not swap_out + swap_in  # without it the swap space has no blocks
             return 0.0
-        assert self._swap_cache is not None  # without it the swap space has no blocks
-        began = time.perf_counter()
-        copy_across(self._runner.kv_cache, self._swap_cache, swap_out)
-        copy_across(self._swap_cache, self._runner.kv_cache, swap_in)
-        return time.perf_counter() - began
+        return self._swap_cache.copy(swap_out, swap_in)
 
 
 def _masked_rows(sampling: list[ScheduledSequence]) -> list[MaskedRows]:

@@ -74,6 +74,16 @@ class MemoryFormula:
         return self.block_size * (own + self.draft_kv_bytes_per_token)
 
     @property
+    def widest_block_bytes(self) -> int:
+        """Of one block on the rank where it is largest: what sizes a number of blocks that all ranks share."""
+        return max(rank.bytes_per_block for rank in (self, *self.other_ranks))
+
+    @property
+    def block_bytes_of_all_ranks(self) -> int:
+        """Of one block on all ranks together."""
+        return sum(rank.bytes_per_block for rank in (self, *self.other_ranks))
+
+    @property
     def num_blocks(self) -> int:
         """Of every rank."""
         own = self.kv_bytes // self.bytes_per_block

@@ -29,6 +29,7 @@ from trimtab_engine.parallel.wave import Wave
 from trimtab_engine.request import Request
 from trimtab_engine.sampler import ROWS_AT_ONCE, report_rows, sample
 from trimtab_engine.step_inputs import StepInputs, Unknown, flatten
+from trimtab_engine.swap_cache import SwapCache
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.weights.source import WeightSource, open_source
 
@@ -204,11 +205,11 @@ class ModelRunner:
         facts = self.facts
         return KVLayers(facts.num_layers, facts.num_kv_heads, facts.head_size, self._dtype)
 
-    def new_swap_cache(self, num_blocks: int) -> KVCache:
+    def new_swap_cache(self, num_blocks: int) -> SwapCache:
         """Host memory for that many blocks like the KV cache's."""
-        cache = self._new_kv_cache(num_blocks, memory=HOST, draft=self._draft_layers)
-        cache.map_blocks(num_blocks)
-        return cache
+        host = self._new_kv_cache(num_blocks, memory=HOST, draft=self._draft_layers)
+        host.map_blocks(num_blocks)
+        return SwapCache(self.kv_cache, host)
 
     def limit_model_len(self, max_model_len: int) -> None:
         """Serve shorter requests than the model could; nothing that was measured grows by it."""

@@ -352,6 +352,9 @@ class Scheduler:
         while waiting:
             request = waiting.head
             num_tokens = request.num_tokens
+            if request.num_pending_tokens:  # preempted while a step in flight computes its newest token
+                self._blocked = BlockedReason.KV
+                break
             if len(running) >= policy.max_num_seqs:
                 self._blocked = BlockedReason.SEQS
                 break

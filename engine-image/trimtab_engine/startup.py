@@ -109,9 +109,9 @@ def _build(
         runner=runner,
         weights=runner if speculation is None else speculation.weights(runner),
         kv_cache=runner.kv_cache,
-        scheduler=_scheduler(config, runner, size),
+        scheduler=_scheduler(config, runner, formula, size),
         formula=formula,
-        execution=_execution(config, runner, speculation),
+        execution=_execution(config, runner, formula, speculation),
         live=_live_config(config, runner, formula, size),
         plan=_plan_base(config, runner, formula),
         layout=_layout(config, rank.reports),
@@ -121,7 +121,7 @@ def _build(
     return Engine(parts, clock), _ready(config, runner, formula, size, len(rank.reports))
 
 
-def _scheduler(config: EngineConfig, runner: ModelRunner, size: KVSize) -> Scheduler:
+def _scheduler(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula, size: KVSize) -> Scheduler:
     max_model_len = runner.facts.max_model_len
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
         raise ConfigError(
@@ -129,7 +129,7 @@ def _scheduler(config: EngineConfig, runner: ModelRunner, size: KVSize) -> Sched
             f"{config.max_num_batched_tokens} is below max_model_len {max_model_len}; raise it to {max_model_len} or "
             f"more, or lower --max-model-len"
         )
-    bytes_per_block = runner.kv_cache.bytes_per_block
+    bytes_per_block = formula.widest_block_bytes
     swap_space = SwapSpace(config.swap_space_bytes // bytes_per_block, config.swap_space_bytes_cap // bytes_per_block)
     return Scheduler(
         BlockManager(size.num_blocks, size.cap_blocks, config.block_size, swap_space),
@@ -206,13 +206,10 @@ def _layout(config: EngineConfig, ranks: list[RankReport]) -> dict[str, Any]:
     }
 
 
-def _execution(config: EngineConfig, runner: ModelRunner, speculation: Speculation | None) -> Execution:
-    if config.swap_space_bytes_cap and config.tensor_parallel_size * config.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "--swap-space (or its cap) with --tensor-parallel-size or --pipeline-parallel-size above 1 is not built "
-            "yet; leave it out and use --preemption-mode recompute"
-        )
-    num_blocks = config.swap_space_bytes_cap // runner.kv_cache.bytes_per_block
+def _execution(
+    config: EngineConfig, runner: ModelRunner, formula: MemoryFormula, speculation: Speculation | None
+) -> Execution:
+    num_blocks = config.swap_space_bytes_cap // formula.widest_block_bytes
     overlaps = config.device == "cuda" if config.async_scheduling is None else config.async_scheduling
     stages = num_stages(config, runner)
     return Execution(

@@ -9,10 +9,13 @@ from trimtab_engine.scheduler import Scheduler
 NO_BATCH = Batch(0, [], 0, [])
 
 
-def step_stats(step: PreparedStep | None, result: StepResult, scheduler: Scheduler, kv_cache: KVCache) -> StepStats:
+def step_stats(
+    step: PreparedStep | None, result: StepResult, scheduler: Scheduler, kv_cache: KVCache, block_bytes: int
+) -> StepStats:
     """The scheduler's counts since the last call, and its state. `step` None: nothing was computed.
 
-    Times and what others know (grammars, configuration, ranks) are the caller's to fill in.
+    `block_bytes`: of a block on all ranks together. Times and what others know (grammars, configuration, ranks) are the
+    caller's to fill in.
     """
     counts = scheduler.take_stats()
     batch = step.batch if step is not None else NO_BATCH
@@ -37,8 +40,8 @@ def step_stats(step: PreparedStep | None, result: StepResult, scheduler: Schedul
         num_cached_prompt_tokens=counts.num_cached_prompt_tokens,
         prefix_cache_queries=counts.prefix_cache_queries,
         prefix_cache_hits=counts.prefix_cache_hits,
-        swapped_out_bytes=len(batch.swap_out) * kv_cache.bytes_per_block,
-        swapped_in_bytes=len(batch.swap_in) * kv_cache.bytes_per_block,
+        swapped_out_bytes=len(batch.swap_out) * block_bytes,
+        swapped_in_bytes=len(batch.swap_in) * block_bytes,
         swap_seconds=result.swap_seconds,
         num_waiting_tokens=scheduler.num_waiting_tokens,
         oldest_waiting_arrival=scheduler.oldest_arrival(),

@@ -3,6 +3,8 @@
 Requests here are driven with tokens chosen by the test. test_scheduler_properties.py drives whole random lives.
 """
 
+import random
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -628,3 +630,32 @@ def test_a_request_that_is_preempted_while_it_is_in_flight_keeps_its_token() -> 
     scheduler.update(again, [WORD], 0.0)
     scheduler.check_integrity()
     assert (first.num_output_tokens, second.num_output_tokens) == (3, 2)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_with_steps_in_flight_every_position_is_sampled_once_whoever_is_preempted(stages: int, mode: str) -> None:
+    """Also a request that is preempted while it is in flight, when another one's end makes room for it at once."""
+    preempted_in_flight = 0
+    for seed in range(60):
+        dice = random.Random(seed)
+        scheduler = a_scheduler(blocks=8, stages=stages, tokens=24, swap=50, preemption_mode=mode)
+        requests = [
+            a_request(f"r{n}", dice.randint(1, 12), max_tokens=dice.randint(1, 12), ignore_eos=True) for n in range(8)
+        ]
+        add(scheduler, *requests)
+        flights: deque[tuple[Batch, list[int]]] = deque()
+        while not scheduler.is_idle:
+            while len(flights) < stages:
+                batch = scheduler.schedule(0.0)
+                preempted_in_flight += sum(p.request.num_pending_tokens > 0 for p in batch.preempted)
+                if not batch.sequences:
+                    break
+                flights.append((batch, [s.start + s.num_tokens for s in batch.sequences if s.samples]))
+            batch, positions = flights.popleft()
+            scheduler.update(batch, [100 + position for position in positions], 0.0)
+            scheduler.check_integrity()
+        for request in requests:
+            known = request.num_prompt_tokens
+            assert request.token_ids[known:] == [100 + position for position in range(known, request.max_num_tokens)]
+    assert preempted_in_flight > 0

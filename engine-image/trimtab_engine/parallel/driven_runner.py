@@ -6,9 +6,10 @@ from trimtab_engine.kv_cache import KVLayers
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.parallel.groups import RankGroup, WireMeter
 from trimtab_engine.parallel.wave import Wave
-from trimtab_engine.parallel.wire_messages import InitKvCache, Step
+from trimtab_engine.parallel.wire_messages import InitKvCache, InitSwapSpace, Step
 from trimtab_engine.parallel.workers import Workers
 from trimtab_engine.step_inputs import StepInputs
+from trimtab_engine.swap_cache import SwapCache
 
 
 class DrivenRunner(ModelRunner):
@@ -50,8 +51,14 @@ class DrivenRunner(ModelRunner):
             raise self.workers.cause_of(error) from error
 
     def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
-        """Reserve it on every rank; later changes follow."""
-        assert draft is None  # config.py refuses a draft model beside several ranks
+        """Reserve it on every rank; later changes follow. A draft model's layers are on this rank alone."""
         self.workers.send(InitKvCache(cap_blocks))
-        super().init_kv_cache(cap_blocks)
+        super().init_kv_cache(cap_blocks, draft)
         self.kv_cache.mirror = self.workers.send
+
+    def new_swap_cache(self, num_blocks: int) -> SwapCache:
+        """As many host blocks on every rank, which swaps its own part of each."""
+        self.workers.send(InitSwapSpace(num_blocks))
+        swap_cache = super().new_swap_cache(num_blocks)
+        swap_cache.mirror = self.workers.send
+        return swap_cache

@@ -62,6 +62,19 @@ class CopyBlocks(msgspec.Struct, tag="copy"):
     pairs: list[tuple[int, int]]
 
 
+class InitSwapSpace(msgspec.Struct, tag="init_swap"):
+    """Host blocks, as many on every rank."""
+
+    num_blocks: int
+
+
+class SwapBlocks(msgspec.Struct, tag="swap"):
+    """Before the next step: copy blocks out (device, host), then in (host, device)."""
+
+    swap_out: list[tuple[int, int]]
+    swap_in: list[tuple[int, int]]
+
+
 class Step(msgspec.Struct, tag="step"):
     inputs: StepInputs
 
@@ -72,7 +85,7 @@ class Stop(msgspec.Struct, tag="stop"):
 
 KvChange = MapBlocks | UnmapAbove | CopyBlocks
 ToHello = Welcome | Taken
-ToWorker = Join | Profile | InitKvCache | MapBlocks | UnmapAbove | CopyBlocks | Step | Stop
+ToWorker = Join | Profile | InitKvCache | MapBlocks | UnmapAbove | CopyBlocks | InitSwapSpace | SwapBlocks | Step | Stop
 
 
 # --- worker -> engine core ------------------------------------------------------------------------------------------

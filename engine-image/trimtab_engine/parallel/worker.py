@@ -30,6 +30,7 @@ from trimtab_engine.parallel.wire_messages import (
     FromWorker,
     Hello,
     InitKvCache,
+    InitSwapSpace,
     Join,
     Loaded,
     MapBlocks,
@@ -37,6 +38,7 @@ from trimtab_engine.parallel.wire_messages import (
     Profiled,
     Step,
     Stop,
+    SwapBlocks,
     ToHello,
     ToWorker,
     UnmapAbove,
@@ -46,6 +48,7 @@ from trimtab_engine.parallel.wire_messages import (
 )
 from trimtab_engine.parallel.workers import uses_nccl
 from trimtab_engine.rank_start import measure, rank_report
+from trimtab_engine.swap_cache import SwapCache
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 OTHERS_FIRST_SECONDS = 2.0  # for the engine core to notice a rank that died before this one
@@ -131,6 +134,7 @@ class Worker:
     def serve(self) -> None:
         """Carry out what the core sends, in its order, until Stop."""
         runner = self._runner
+        swap_cache: SwapCache | None = None
         while True:
             message = self._next()
             match message:
@@ -142,6 +146,11 @@ class Worker:
                     runner.kv_cache.unmap_above(message.num_blocks)
                 case CopyBlocks():
                     runner.kv_cache.copy_blocks(message.pairs)
+                case InitSwapSpace():
+                    swap_cache = runner.new_swap_cache(message.num_blocks)
+                case SwapBlocks():
+                    assert swap_cache is not None  # without it the core's swap space has no blocks
+                    swap_cache.copy(message.swap_out, message.swap_in)
                 case Profile():
                     formula = measure(self._config, self._device, runner, self._other_bytes)
                     self.tell(Profiled(self.rank, formula))

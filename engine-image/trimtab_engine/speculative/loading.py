@@ -21,7 +21,9 @@ PROBABILITY_BYTES = 4  # a draft's distribution is kept in float32 until it is v
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What speculation brings to start-up. `draft` is the draft model's runner; None with n-grams."""
+    """What speculation brings to start-up. `draft` is the draft model's runner; None with n-grams. Beside several ranks
+    it runs whole on the engine core's: a draft is one small step after another, so collectives in each would cost more
+    than dividing it saves."""
 
     draft: ModelRunner | None
 
@@ -38,6 +40,7 @@ class Speculation:
             config,
             model=speculative.model,
             max_model_len="auto",  # its own; what it is given of the KV cache has the target's length
+            pipeline_layer_partition=None,
             load_format="dummy" if config.load_format == "dummy" else "auto",
         )
         draft = ModelRunner.load(own, device, lambda stage, percent: None)

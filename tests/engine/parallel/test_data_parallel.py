@@ -12,16 +12,24 @@ from trimtab_engine.core_client import CoreClient
 from trimtab_engine.core_launcher import CoreLauncher
 from trimtab_engine.engine import Engine
 from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.speculative.config import SpeculativeConfig
 
 DEADLINE_SECONDS = 180.0  # generous: several processes each load torch, perhaps on a busy machine
 NUM_REQUESTS, OUTPUT = 12, 12
 TP2, PP2, EP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True}
+SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
+DRAFTS = {
+    "speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1),
+    "num_speculative_tokens": 3,
+    "num_speculative_tokens_cap": 3,
+}
 LAYOUTS: list[Any] = [
     pytest.param("dense", {}, id="dense dp2"),
     pytest.param("dense", TP2, id="dense tp2 dp2"),
     pytest.param("dense", PP2, id="dense pp2 dp2"),
     pytest.param("moe", {}, id="moe dp2"),
     pytest.param("moe", EP, id="moe dp2 ep"),
+    pytest.param("moe", EP | SWAP | DRAFTS, id="moe dp2 ep swapping, with n-grams"),
     pytest.param("moe", TP2, id="moe tp2 dp2"),
     pytest.param("moe", TP2 | EP, id="moe tp2 dp2 ep"),
     pytest.param("moe", PP2, id="moe pp2 dp2"),
@@ -86,3 +94,5 @@ async def test_tokens_equal_those_of_one_rank(
         few = asked[3:4]
         assert await cores.serve(few) == {r.request_id: expected[model][r.request_id] for r in few}, "one alone, again"
     check_disturbed(cores.steps, asked)
+    assert (sum(stats.swapped_in_bytes for stats in cores.steps) > 0) == ("preemption_mode" in layout)
+    assert (sum(stats.num_drafts for stats in cores.steps) > 0) == ("speculative" in layout)

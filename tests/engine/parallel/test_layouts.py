@@ -14,6 +14,7 @@ DRAFTS = {
     "num_speculative_tokens": 3,
     "num_speculative_tokens_cap": 3,
 }
+SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
 LAYOUTS = [
     pytest.param("dense", {"tensor_parallel_size": 2}, id="dense tp2"),
     pytest.param("dense", {"tensor_parallel_size": 2, "async_scheduling": True}, id="dense tp2 async"),
@@ -21,6 +22,11 @@ LAYOUTS = [
     pytest.param("dense", {"pipeline_parallel_size": 2}, id="dense pp2"),
     pytest.param("dense", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, id="dense tp2 pp2"),
     pytest.param("dense", {"pipeline_parallel_size": 3}, id="dense pp3"),
+    pytest.param("dense", {"pipeline_parallel_size": 3} | SWAP, id="dense pp3 swapping"),
+    pytest.param("dense", {"tensor_parallel_size": 2, "async_scheduling": True} | SWAP, id="dense tp2 async swapping"),
+    pytest.param(
+        "dense", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2} | SWAP | DRAFTS, id="dense tp2 pp2 all"
+    ),
     pytest.param("moe", {"enable_expert_parallel": True}, id="moe ep of one rank"),
     pytest.param("moe", {"tensor_parallel_size": 2}, id="moe tp2"),
     pytest.param("moe", {"pipeline_parallel_size": 2}, id="moe pp2"),
@@ -65,6 +71,59 @@ def test_tokens_equal_those_of_one_rank(
     assert serve(engine, asked, steps) == expected[model]
     assert serve(engine, asked, steps) == expected[model], "again, with whatever the cache has kept"
     check_disturbed(steps, asked)
+    assert (sum(stats.swapped_in_bytes for stats in steps) > 0) == ("preemption_mode" in layout)
+    assert (sum(stats.num_drafts for stats in steps) > 0) == ("speculative" in layout)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "is_always_right"),
+    [
+        pytest.param("dense", {"tensor_parallel_size": 2} | SWAP, True, id="dense tp2 swapping"),
+        pytest.param("dense", {"pipeline_parallel_size": 2, "pipeline_layer_partition": (1, 2)}, True, id="dense pp2"),
+        pytest.param("moe", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, False, id="moe tp2 pp2"),
+    ],
+)
+def test_a_draft_model_on_the_core_s_rank_changes_no_token(
+    model: str,
+    layout: dict[str, Any],
+    is_always_right: bool,
+    models: dict[str, str],
+    start: Callable[..., Engine],
+    serving: Any,
+    tight: dict[str, Any],
+    expected: dict[str, dict[str, list[int]]],
+) -> None:
+    serve, requests, check_disturbed = serving
+    asked = requests()
+    if model not in expected:
+        expected[model] = serve(start(models[model]), asked)
+    drafts = DRAFTS | {
+        "speculative": SpeculativeConfig(method="draft_model", model=models["dense"], num_speculative_tokens=3)
+    }
+    steps: list[StepStats] = []
+    assert serve(start(models[model], **tight, **layout, **drafts), asked, steps) == expected[model]
+    check_disturbed(steps, asked)
+    assert (sum(stats.swapped_in_bytes for stats in steps) > 0) == ("preemption_mode" in layout)
+    drafted = sum(stats.num_draft_tokens for stats in steps)
+    accepted = sum(sum(stats.accepted_per_position) for stats in steps)
+    assert drafted > 0
+    assert (accepted == drafted) is is_always_right
+
+
+def test_swapped_bytes_count_every_rank_and_the_space_is_sized_by_the_widest(
+    models: dict[str, str], start: Callable[..., Engine], serving: Any, tight: dict[str, Any]
+) -> None:
+    serve, requests, _ = serving
+    layout = {"pipeline_parallel_size": 2, "pipeline_layer_partition": (2, 1)}
+    one_layer = 2 * 8 * 2 * 12 * 4  # keys and values of 8 tokens in 2 heads of 12 floats
+    space = {"preemption_mode": "swap", "swap_space_bytes": 9 * one_layer, "swap_space_bytes_cap": 9 * one_layer}
+    engine = start(models["dense"], **tight, **layout, **space)
+    assert engine._scheduler.blocks.swap_space.num_total == 4, "of two layers each, on the first stage"
+    steps: list[StepStats] = []
+    serve(engine, requests(), steps)
+    swapped = [stats.swapped_out_bytes for stats in steps if stats.swapped_out_bytes]
+    assert swapped
+    assert all(count % (3 * one_layer) == 0 for count in swapped)
 
 
 def test_one_request_alone_and_sampled_with_a_seed_is_the_same_on_two_ranks(
@@ -116,7 +175,6 @@ def test_all_ranks_have_as_many_blocks_as_the_tightest(models: dict[str, str], s
         ("dense", {"tensor_parallel_size": 3}, "num_attention_heads 4 cannot be divided by 3"),
         ("dense", {"pipeline_parallel_size": 4}, "--pipeline-parallel-size is 4, but the model has 3 layers"),
         ("dense", {"enable_expert_parallel": True, "tensor_parallel_size": 2}, "LlamaForCausalLM has none"),
-        ("dense", {"pipeline_parallel_size": 2} | DRAFTS, "--speculative-config with --pipeline-parallel-size"),
         ("dense", {"tensor_parallel_size": 2, "nnodes": 3}, "= 2 ranks cannot be divided evenly among so many nodes"),
         ("dense", {"tensor_parallel_size": 2, "node_rank": 1}, "--node-rank is 1; with --nnodes 1"),
     ],
