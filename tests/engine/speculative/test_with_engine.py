@@ -12,7 +12,7 @@ from trimtab_engine.batch import ScheduledSequence
 from trimtab_engine.bench.parity import load_runner
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.engine import Engine
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError
 from trimtab_engine.messages import AddRequest, RequestOutput, SamplingParams
 from trimtab_engine.request import Request
 from trimtab_engine.sampler import target_probabilities
@@ -322,21 +322,6 @@ def test_a_draft_model_of_another_vocabulary_is_refused(model: Path, tmp_path: P
     other.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"has 50 tokens, the model .* 97; their vocabularies must be one"):
         an_engine(model, drafts_of(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("speculative", "layout", "message"),
-    [
-        (NGRAM, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size above 1"),
-        (drafts_of(Path("/models/small")), {"tensor_parallel_size": 2}, "use method ngram, or one rank"),
-    ],
-    ids=["pipeline stages", "a draft model over several ranks"],
-)
-def test_layouts_that_cannot_speculate_yet_are_refused_by_name(
-    speculative: SpeculativeConfig, layout: dict[str, int], message: str
-) -> None:
-    with pytest.raises(NotBuiltError, match=message):
-        EngineConfig(model="/models/m", speculative=speculative, **layout)  # type: ignore[arg-type]  # sizes only
 
 
 def test_the_depth_is_live_and_a_draft_model_catches_up_after_0(model: Path, expected: dict[str, list[int]]) -> None:
