@@ -53,7 +53,7 @@ def test_a_rank_that_is_told_to_end_stays_while_the_engine_needs_it(
     models: dict[str, str], start: Callable[..., Engine], serving: Any
 ) -> None:
     """Pods of a group get SIGTERM at once; the core drains, and ends its ranks when it has done with them."""
-    _, requests = serving
+    _, requests, _ = serving
     engine = start(models["dense"], tensor_parallel_size=2)
     victim = pid_of_rank(engine, 1)
     for request in requests(output=8):
