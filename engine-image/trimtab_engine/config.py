@@ -33,6 +33,7 @@ RANGES: dict[str, tuple[float, float]] = {
 """Fields whose bounds no other value moves."""
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LOOPBACK_INTERFACE = "lo"
 MAX_RANKS = 4096  # of one degree: far beyond any machine, small enough to refuse nonsense at once
 CORE_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
 """Rounds that the model's threads spin before they sleep, where the container sets nothing. By default they spin so
@@ -91,14 +92,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     data_parallel_rank: int = 0
-    """Which of the data-parallel cores this one is; set by whoever starts them, with the folder where they meet."""
-    data_parallel_folder: str | None = None
+    """Which of the data-parallel cores this one is; set by whoever starts them, with the place where they meet."""
+    data_parallel_rendezvous: str | None = None
+    """As parallel/rendezvous.py has it: file:PATH on one node, tcp:HOST:PORT over several."""
     enable_expert_parallel: bool = False
     expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
     pipeline_layer_partition: tuple[int, ...] | None = None
     """Layers of each pipeline stage. None: divided evenly."""
     nnodes: int = 1
-    """Nodes over which one engine's ranks are spread evenly; this process's is `node_rank`."""
+    """Nodes over which the ranks are spread evenly, whole engine cores where there are several; this one is
+    `node_rank`."""
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 29501
@@ -109,6 +112,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of different ids never form one engine: the revision of a group, say."""
     seed: int = 0
     profiler_dir: str | None = None
+
+    @property
+    def num_local_cores(self) -> int:
+        """Engine cores on one node."""
+        return max(1, self.data_parallel_size // self.nnodes)
+
+    @property
+    def nodes_per_core(self) -> int:
+        """Nodes that one engine core's ranks are spread over: several only where there is one core."""
+        return self.nnodes if self.data_parallel_size == 1 else 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of one engine core."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size // self.nodes_per_core
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Of all engine cores on one node."""
+        return self.num_local_cores * self.ranks_per_node
+
+    @property
+    def first_local_rank(self) -> int:
+        """This core's first rank among those of its node."""
+        return self.data_parallel_rank % self.num_local_cores * self.ranks_per_node
 
     @property
     def max_num_sampled_rows(self) -> int:
@@ -177,12 +205,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} is {getattr(self, name)}; it must be between 1 and {MAX_RANKS}")
         ranks = self.tensor_parallel_size * self.pipeline_parallel_size
-        if self.data_parallel_size > 1 and self.nnodes > 1:
-            raise ConfigError(
-                f"--data-parallel-size {self.data_parallel_size} with --nnodes {self.nnodes} is not built yet: data "
-                f"parallel ranks share one node; run one engine per node, or set one of the two to 1"
+        if self.data_parallel_size > 1 and self.data_parallel_size % self.nnodes:
+            raise NotBuiltError(
+                f"--data-parallel-size {self.data_parallel_size} with --nnodes {self.nnodes} is not built: each node "
+                f"holds as many whole engines as the others; set a multiple of {self.nnodes}, or fewer nodes"
             )
-        if ranks % self.nnodes:
+        if ranks % self.nodes_per_core:
             raise ConfigError(
                 f"--nnodes is {self.nnodes}, but tensor x pipeline parallel = {ranks} ranks cannot be divided evenly "
                 f"among so many nodes; set a divisor of {ranks}"
@@ -224,6 +252,9 @@ def set_core_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def use_loopback_between_ranks() -> None:
-    """On one node gloo's connections stay on the loopback interface, unless the environment says otherwise."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def use_interface_between_ranks(name: str | None) -> None:
+    """The ranks' connections stay on this interface, unless the environment says otherwise. None: they choose."""
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        if name != LOOPBACK_INTERFACE:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")

@@ -284,8 +284,9 @@ class CoreClient:
                 for other in range(self.num_cores):
                     if other != core:
                         self._send(message, other)
-            case CoreFailed():
-                self.fail(message)
+            case CoreFailed(text, exit_code):
+                is_one_of_many = self.num_cores > 1 and exit_code != 2  # 2: what is wrong is so for all cores
+                self.fail(CoreFailed(f"engine core {core}: {text}", exit_code) if is_one_of_many else message)
 
     def _all_ready(self) -> None:
         self.ready = self._readies[0]

@@ -1,122 +1,140 @@
-"""The engine cores' processes, seen from the one that starts them: start, unexpected end, orderly end.
+"""The engine cores' processes, seen from the first process: start, unexpected end, orderly end.
 
-There is one, or one per data-parallel rank. The private folder with the sockets of all clients belongs to it.
+There is one, or one per data-parallel rank, on this node or in equal shares on several (nodes/). The private folder
+with the sockets of all clients belongs to it; clients and cores of different nodes meet on ports of this node's address
+towards --master-addr.
 """
 
 import asyncio
-import contextlib
 import shutil
-import signal
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from trimtab_engine.config import EngineConfig, core_environment
+from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_client import CoreClient
-from trimtab_engine.errors import EngineDead
+from trimtab_engine.core_processes import DEAD_GRACE_SECONDS, CoreProcess, cause_of_end
 from trimtab_engine.messages import ClientAddresses, CoreFailed, CoreStart
-
-CORE_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.core_process")
-SHUTDOWN_SECONDS = 5.0  # for the core to leave its loop before it is killed
-DEAD_GRACE_SECONDS = 0.5  # for the core's last message, which says why, to arrive after its process has ended
+from trimtab_engine.network import ReservedPorts, own_address
+from trimtab_engine.nodes.hub import Hub
+from trimtab_engine.nodes.messages import CoreEnded
 
 
 class CoreLauncher:
     """Starts the engine cores for `num_clients` clients. Client 0 is this process's own.
 
-    `addresses`: for each client, where it meets each core.
+    `addresses`: for each client, where it meets each core. Raises ConfigError when other nodes cannot reach this one.
     """
 
     def __init__(self, config: EngineConfig, num_clients: int = 1) -> None:
+        self._config = config
         self._folder = Path(tempfile.mkdtemp(prefix="trimtab-"))  # mode 0700: nobody else can reach the sockets
-        self._configs = core_configs(config, self._folder)
+        self._ports: ReservedPorts | None = None
+        if config.data_parallel_size > config.num_local_cores:
+            self._ports = ReservedPorts(own_address(config.master_addr, config.master_port))
+        self._configs = core_configs(config, self._rendezvous())
         self.addresses: Sequence[Sequence[ClientAddresses]] = [
             [self._address(client, core) for core in range(len(self._configs))] for client in range(num_clients)
         ]
-        self.processes: list[asyncio.subprocess.Process] = []
+        self._cores: list[CoreProcess] = []
         self._watches: list[asyncio.Task[None]] = []
+        self._hub: Hub | None = None
         self._closing = False
 
+    def _rendezvous(self) -> str:
+        """Where the ranks of a mixture of experts that spans the cores meet."""
+        if self._ports is None:
+            return f"file:{self._folder}/store"
+        return f"tcp:{self._ports.address}:{self._ports.take()}"
+
     def _address(self, client: int, core: int) -> ClientAddresses:
+        if self._ports is not None and core >= self._config.num_local_cores:
+            name = f"tcp://{self._ports.address}"
+            return ClientAddresses(f"{name}:{self._ports.take()}", f"{name}:{self._ports.take()}")
         name = f"ipc://{self._folder}"
         return ClientAddresses(f"{name}/to-{core}-{client}", f"{name}/from-{core}-{client}")
 
     @property
+    def processes(self) -> list[asyncio.subprocess.Process]:
+        """Of this node's cores, once they were started."""
+        return [core.process for core in self._cores]
+
+    @property
     def process(self) -> asyncio.subprocess.Process | None:
         """Of the first core, once it was started."""
-        return self.processes[0] if self.processes else None
+        return self.processes[0] if self._cores else None
 
-    async def start(self, client: CoreClient) -> None:
-        """Start the processes; `client` learns of an unexpected end. Loading goes on in the background. Raises
-        EngineDead when there can be no process."""
-        for core, config in enumerate(self._configs):
-            start = CoreStart(msgspec.to_builtins(config), [addresses[core] for addresses in self.addresses])
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *CORE_COMMAND, stdin=asyncio.subprocess.PIPE, env=core_environment()
-                )
-            except OSError as error:
-                raise EngineDead(f"the engine core's process cannot be started: {error}") from error
-            assert process.stdin is not None
-            with contextlib.suppress(ConnectionError):  # it has ended already: the watch says so
-                process.stdin.write(msgspec.json.encode(start) + b"\n")
-                await process.stdin.drain()
-            self.processes.append(process)
-            self._watches.append(asyncio.create_task(self._tell_the_end(process, client)))
+    async def start(self, client: CoreClient, on_stop: Callable[[], None] = lambda: None) -> None:
+        """Start this node's cores, and let the other nodes join and start theirs; `client` learns of an unexpected end,
+        `on_stop` is called when another node is told to end. Loading goes on in the background. Raises EngineDead when
+        there can be no process, ConfigError when the port cannot be had where nodes meet.
+        """
+        if self._ports is not None:
+            self._hub = Hub(
+                self._config,
+                self._ports.address,
+                self._cores_of_node,
+                on_failure=client.fail,
+                on_core_end=lambda host, end: client.fail(self._failure(client, end.core, host, end)),
+                on_stop=on_stop,
+            )
+            await self._hub.open()
+        for index in range(self._config.num_local_cores):
+            core = await CoreProcess.start(index, self._core_start(index))
+            self._cores.append(core)
+            self._watches.append(asyncio.create_task(self._tell_the_end(core, client)))
+
+    def _cores_of_node(self, node_rank: int) -> tuple[int, list[CoreStart]]:
+        count = self._config.num_local_cores
+        first = node_rank * count
+        return first, [self._core_start(core) for core in range(first, first + count)]
+
+    def _core_start(self, core: int) -> CoreStart:
+        return CoreStart(msgspec.to_builtins(self._configs[core]), [addresses[core] for addresses in self.addresses])
 
     async def close(self, client: CoreClient) -> None:
-        """End the processes, by word if they still listen, and remove the sockets."""
+        """End the cores, by word if they still listen, and remove the sockets."""
         self._closing = True
-        running = [process for process in self.processes if process.returncode is None]
+        running = [core for core in self._cores if core.process.returncode is None]
         if client.ready is not None and client.failure is None:
             client.shut_down_core()
         else:
-            for process in running:
-                process.terminate()
-        await asyncio.gather(*(_wait_or_kill(process) for process in running))
+            for core in running:
+                core.process.terminate()
+        cause = None if client.failure is None else client.failure.message
+        nodes = [] if self._hub is None else [self._hub.close(cause)]
+        await asyncio.gather(*(core.end() for core in running), *nodes)
         for watch in self._watches:
             watch.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
         await client.close()
+        if self._ports is not None:
+            self._ports.release()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _tell_the_end(self, process: asyncio.subprocess.Process, client: CoreClient) -> None:
+    async def _tell_the_end(self, core: CoreProcess, client: CoreClient) -> None:
         """Notice that the process has ended, even when it could not say so."""
-        code = await process.wait()
+        code = await core.process.wait()
         if self._closing:
             return
         await asyncio.sleep(DEAD_GRACE_SECONDS)
-        client.fail(CoreFailed(_cause_of_end(code, client), exit_code=1))
+        client.fail(self._failure(client, core.index, "this node", CoreEnded(core.index, core.process.pid, code)))
+
+    def _failure(self, client: CoreClient, core: int, host: str, end: CoreEnded) -> CoreFailed:
+        name = "the engine core"
+        if len(self._configs) > 1:
+            name = f"engine core {core} ({host}, pid {end.pid})"
+        stage = client.progress.stage if client.ready is None else None
+        return CoreFailed(cause_of_end(name, end.code, stage), exit_code=1)
 
 
-def _cause_of_end(code: int, client: CoreClient) -> str:
-    """Words for an end that a core could not tell of itself. The kernel kills what exceeds the container's memory."""
-    if code == -signal.SIGKILL and client.ready is None:
-        return (
-            f"the engine core was killed (signal 9) in stage {client.progress.stage} of loading, most likely because "
-            f"the container ran out of memory: raise its memory limit, or lower --max-num-batched-tokens and "
-            f"--max-num-seqs (with their caps), --max-model-len, or use --dtype bfloat16 or a smaller model"
-        )
-    cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    return f"the engine core ended unexpectedly ({cause})"
-
-
-async def _wait_or_kill(process: asyncio.subprocess.Process) -> None:
-    try:
-        await asyncio.wait_for(process.wait(), SHUTDOWN_SECONDS)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-
-
-def core_configs(config: EngineConfig, folder: Path) -> list[EngineConfig]:
-    """One per data-parallel rank. Their ranks meet in the folder when a mixture of experts spans them."""
+def core_configs(config: EngineConfig, rendezvous: str) -> list[EngineConfig]:
+    """One per data-parallel rank. Their ranks meet there when a mixture of experts spans them."""
     if config.data_parallel_size == 1:
         return [config]
     return [
-        msgspec.structs.replace(config, data_parallel_rank=rank, data_parallel_folder=str(folder))
+        msgspec.structs.replace(config, data_parallel_rank=rank, data_parallel_rendezvous=rendezvous)
         for rank in range(config.data_parallel_size)
     ]

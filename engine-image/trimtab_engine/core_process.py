@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,15 +44,15 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 logger = logging.getLogger("trimtab_engine.core")
 
 
-def serve(engine: Engine, link: Link, profiler: Profiler) -> None:
-    """Serve until Shutdown."""
+def serve(engine: Engine, link: Link, profiler: Profiler, clock: Callable[[], float]) -> None:
+    """Serve until Shutdown. `clock` is the API servers'."""
     reporter = StateReporter(engine, link)
     engine.follow_waves(lambda number: link.send(StartWave(number)))
     while True:
         reporter.report()
         idle = BUILDING_MILLISECONDS if engine.is_building else IDLE_REPORT_MILLISECONDS
         messages = link.receive(0 if engine.has_work else idle)
-        reporter.inbox_read = time.monotonic()
+        reporter.inbox_read = clock()
         for message in messages:
             match message:
                 case AddRequest(may_queue=False) if not engine.has_room_for(message):
@@ -130,9 +131,10 @@ def main() -> int:
         config = msgspec.convert(start.config, EngineConfig)
         set_log_level(config.log_level)
         progress: Progress = lambda stage, percent: link.broadcast(LoadProgress(stage, percent))  # noqa: E731
-        engine, ready = start_engine(config, progress, time.monotonic, partial(_end_with_rank, start))
+        clock: Callable[[], float] = lambda: time.monotonic() + start.clock_offset  # noqa: E731
+        engine, ready = start_engine(config, progress, clock, partial(_end_with_rank, start))
         link.broadcast(ready)
-        serve(engine, link, Profiler(config.profiler_dir))
+        serve(engine, link, Profiler(config.profiler_dir), clock)
         engine.close()
     except ConfigError as error:
         link.broadcast(CoreFailed(str(error), exit_code=2))

@@ -1,6 +1,6 @@
 """What the API server and the engine core say to each other: msgspec structs over ZMQ, never pickle.
 
-Times are CLOCK_MONOTONIC seconds, which both processes share on one host. Every message is a tagged struct, so that
+Times are CLOCK_MONOTONIC seconds of the API servers' host (nodes/clock.py). Every message is a tagged struct, so that
 one decoder per direction reads all of them.
 """
 
@@ -62,6 +62,8 @@ class CoreStart(msgspec.Struct):
 
     config: dict[str, Any]
     clients: list[ClientAddresses]
+    clock_offset: float = 0.0
+    """Seconds to add to this host's CLOCK_MONOTONIC to have that of the API servers, which are on another one."""
 
 
 # --- API server -> engine core ------------------------------------------------------------------------------------

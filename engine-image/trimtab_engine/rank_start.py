@@ -44,7 +44,7 @@ def load_rank(config: EngineConfig, progress: Progress, on_rank_death: OnDeath |
     """Load the engine core's rank; with several ranks start the others and wait until they have loaded, too."""
     layout = _layout_of(config)
     if layout.world_size == 1:
-        device = _own_device(config, layout)
+        device = _own_device(config)
         other_bytes = device.used_bytes()
         runner = ModelRunner.load(config, device, progress, layout=layout)
         return LoadedRank(device, runner, other_bytes, None, [rank_report(runner, device, layout, 0)])
@@ -56,15 +56,14 @@ def load_rank(config: EngineConfig, progress: Progress, on_rank_death: OnDeath |
         raise
 
 
-def _own_device(config: EngineConfig, layout: Layout) -> Device:
-    """The core's. Data-parallel cores share the node with all their ranks."""
-    ranks = layout.ranks_per_engine // config.nnodes
+def _own_device(config: EngineConfig) -> Device:
+    """The core's. The node's data-parallel cores share it with all their ranks."""
     return Device(
         config.device,
         memory_bytes=config.device_memory_bytes,
         cpu_threads=config.cpu_threads,
-        local_index=config.data_parallel_rank * ranks,
-        local_count=config.data_parallel_size * ranks,
+        local_index=config.first_local_rank,
+        local_count=config.num_local_ranks,
     )
 
 
@@ -78,7 +77,7 @@ def _layout_of(config: EngineConfig) -> Layout:
 
 
 def _load_driven(config: EngineConfig, layout: Layout, workers: Workers, progress: Progress) -> LoadedRank:
-    device = _own_device(config, layout)
+    device = _own_device(config)
     progress("ranks", 0.0)
     groups, meter = workers.join()
     other_bytes = device.used_bytes()

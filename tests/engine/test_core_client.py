@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from trimtab_engine import core_launcher
+from trimtab_engine import core_processes
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.core_launcher import CoreLauncher
@@ -36,7 +36,7 @@ async def run_core(monkeypatch: pytest.MonkeyPatch) -> Any:
     started: list[tuple[CoreLauncher, CoreClient]] = []
 
     async def run(lines: str, on_step: Callable[[StepStats], None] = lambda stats: None) -> CoreClient:
-        monkeypatch.setattr(core_launcher, "CORE_COMMAND", (sys.executable, "-c", BEGIN + lines))
+        monkeypatch.setattr(core_processes, "CORE_COMMAND", (sys.executable, "-c", BEGIN + lines))
         launcher = CoreLauncher(EngineConfig(model="m"))
         client = CoreClient(launcher.addresses[0], on_step=on_step)
         started.append((launcher, client))
@@ -138,7 +138,7 @@ core = 0 if "/to-0-" in mine["to_core"] else 1
 
 
 async def two_cores(monkeypatch: pytest.MonkeyPatch, lines: str) -> tuple[CoreLauncher, CoreClient]:
-    monkeypatch.setattr(core_launcher, "CORE_COMMAND", (sys.executable, "-c", BEGIN + TWO_CORES + lines))
+    monkeypatch.setattr(core_processes, "CORE_COMMAND", (sys.executable, "-c", BEGIN + TWO_CORES + lines))
     launcher = CoreLauncher(EngineConfig(model="m", data_parallel_size=2))
     client = CoreClient(launcher.addresses[0])
     client.open()

@@ -4,7 +4,7 @@ import asyncio
 import sys
 
 import pytest
-from trimtab_engine import core_launcher
+from trimtab_engine import core_processes
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.core_launcher import CoreLauncher
@@ -23,7 +23,7 @@ DEADLINE_SECONDS = 20.0
 
 
 async def test_closing_leaves_neither_process_nor_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_launcher, "CORE_COMMAND", (sys.executable, "-c", READY))
+    monkeypatch.setattr(core_processes, "CORE_COMMAND", (sys.executable, "-c", READY))
     launcher = CoreLauncher(EngineConfig(model="m"), num_clients=2)
     clients = [CoreClient(addresses, client_index=index) for index, addresses in enumerate(launcher.addresses)]
     for client in clients:
@@ -39,7 +39,7 @@ async def test_closing_leaves_neither_process_nor_folder(monkeypatch: pytest.Mon
 
 
 async def test_a_core_that_cannot_be_started_is_a_dead_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_launcher, "CORE_COMMAND", ("/no/such/program",))
+    monkeypatch.setattr(core_processes, "CORE_COMMAND", ("/no/such/program",))
     launcher = CoreLauncher(EngineConfig(model="m"))
     client = CoreClient(launcher.addresses[0])
     with pytest.raises(EngineDead, match="cannot be started"):
@@ -53,7 +53,7 @@ KILLED = "import os, signal, sys; sys.stdin.readline(); os.kill(os.getpid(), sig
 async def test_a_core_that_the_kernel_kills_while_loading_is_told_as_out_of_memory_with_what_to_lower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(core_launcher, "CORE_COMMAND", (sys.executable, "-c", KILLED))
+    monkeypatch.setattr(core_processes, "CORE_COMMAND", (sys.executable, "-c", KILLED))
     launcher = CoreLauncher(EngineConfig(model="m"))
     client = CoreClient(launcher.addresses[0])
     client.open()

@@ -87,7 +87,7 @@ class _EngineServer:
         background: list[asyncio.Task[None]] = []
         try:
             await self._servers.start()
-            await self._launcher.start(self._core)
+            await self._launcher.start(self._core, on_stop=self._stop.set)
             load = asyncio.create_task(self._load())
             background = [load, asyncio.create_task(self._exporter.log_statistics())]
             return await self._until_the_end(load)

@@ -1,12 +1,4 @@
-"""What the first process and its API servers say to each other, and the socket they say it on.
-
-Each server has one stream socket to the first process, inherited at its start: msgpack with a length before each
-message. Its end is noticed at once by the other side, however a process dies.
-"""
-
-import asyncio
-import socket
-from typing import Any, Generic, TypeVar
+"""What the first process and its API servers say to each other, on a stream socket that each inherits at its start."""
 
 import msgspec
 
@@ -14,8 +6,6 @@ from trimtab_engine.api.observations import Observations
 from trimtab_engine.api.state import ServerOptions
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.messages import ClientAddresses, CoreFailed
-
-LENGTH_BYTES = 4
 
 # --- first process -> server --------------------------------------------------------------------------------------
 
@@ -99,39 +89,3 @@ class Ask(msgspec.Struct, tag="ask"):
 
 
 FromServer = Loaded | LoadFailed | Observations | Flushed | Ask
-
-# --- the socket ---------------------------------------------------------------------------------------------------
-
-Received = TypeVar("Received")
-
-
-class Link(Generic[Received]):
-    """One end. `received` is the union of the messages that come to this end."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, received: Any) -> None:
-        self._reader, self._writer = reader, writer
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(received)
-
-    @classmethod
-    async def over(cls, end: socket.socket, received: Any) -> "Link[Received]":
-        reader, writer = await asyncio.open_unix_connection(sock=end)
-        return cls(reader, writer, received)
-
-    def send(self, message: ToServer | FromServer) -> None:
-        """Never waits; to a process that has ended it does nothing."""
-        if self._writer.is_closing():
-            return
-        body = self._encoder.encode(message)
-        self._writer.write(len(body).to_bytes(LENGTH_BYTES, "big") + body)
-
-    async def receive(self) -> Received | None:
-        """The next message; None when the other side has ended."""
-        try:
-            length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
-            return self._decoder.decode(await self._reader.readexactly(length))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return None
-
-    def close(self) -> None:
-        self._writer.close()

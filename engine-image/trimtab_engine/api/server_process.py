@@ -25,7 +25,6 @@ from trimtab_engine.api.server_link import (
     Failed,
     Flush,
     Flushed,
-    Link,
     Loaded,
     LoadFailed,
     Serve,
@@ -37,6 +36,7 @@ from trimtab_engine.api.tracing import tracer_of
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.log_level import set_log_level
+from trimtab_engine.stream_link import Link
 
 BATCH_SECONDS = 0.1  # how often observations are sent on; a scrape fetches what is younger
 PR_SET_PDEATHSIG = 1  # linux/prctl.h

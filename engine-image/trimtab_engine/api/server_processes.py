@@ -26,7 +26,6 @@ from trimtab_engine.api.server_link import (
     Flush,
     Flushed,
     FromServer,
-    Link,
     Loaded,
     LoadFailed,
     Serve,
@@ -38,6 +37,7 @@ from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.messages import ClientAddresses, CoreFailed
+from trimtab_engine.stream_link import Link
 
 SERVER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.api.server_process")
 FLUSH_SECONDS = 0.5  # how long a scrape waits for a server that is too busy to say what it has seen

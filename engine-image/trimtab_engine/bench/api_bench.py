@@ -33,8 +33,8 @@ ROUNDS = 5
 START_SECONDS = 120.0
 DETOKENIZED = 20_000
 SERVE = (
-    "import sys; from trimtab_engine import core_launcher; "
-    "core_launcher.CORE_COMMAND = (sys.executable, '-m', 'trimtab_engine.bench.stub_core'); "
+    "import sys; from trimtab_engine import core_processes; "
+    "core_processes.CORE_COMMAND = (sys.executable, '-m', 'trimtab_engine.bench.stub_core'); "
     "from trimtab_engine.cli import main; sys.exit(main())"
 )
 CONDITIONS = (

@@ -7,18 +7,13 @@ from trimtab_engine.errors import NotBuiltError
 
 # Flag: values that ask for nothing. None stands for the flag without a value.
 NOT_BUILT: dict[str, tuple[str | None, ...]] = {
-    "--data-parallel-address": (),
     "--data-parallel-backend": ("mp",),
     "--data-parallel-external-lb": (),
     "--data-parallel-hybrid-lb": (),
     "--data-parallel-rank": (),
-    "--data-parallel-rpc-port": (),
-    "--data-parallel-size-local": (),
-    "--data-parallel-start-rank": (),
     "--enable-elastic-ep": (),
     "--enable-eplb": (),
     "--eplb-config": (),
-    "--headless": (),
     "--cpu-offload-gb": ("0",),
     "--enable-lora": (),
     "--enable-sleep-mode": (),
@@ -35,7 +30,6 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
     "--uds": (),
 }
 SHORT = {
-    "-dpl": "--data-parallel-size-local",
     "-dpr": "--data-parallel-rank",
 }
 

@@ -6,6 +6,7 @@ import socket
 from typing import Any
 
 from trimtab_engine.cli import parser as types
+from trimtab_engine.errors import ConfigError, NotBuiltError
 
 
 def add_parallel_flags(group: Any) -> None:
@@ -56,19 +57,49 @@ def add_parallel_flags(group: Any) -> None:
         "--distributed-executor-backend", choices=("mp",), default="mp", help="ranks are processes (default: mp)"
     )
     group.add_argument(
-        "--nnodes", type=types.positive, default=1, metavar="N", help="nodes that share the ranks (default: 1)"
+        "--nnodes",
+        type=types.positive,
+        metavar="N",
+        help="nodes that share the ranks: those of the only engine, or whole engines of data parallel (default: 1)",
     )
     group.add_argument(
         "--node-rank",
         type=node_rank,
-        default=0,
         metavar="N",
         help="this node's number; 0 serves the API, the others only compute; auto: 1 + the number at the end of the "
         "host's name, as of a StatefulSet's pod (default: 0)",
     )
-    group.add_argument("--master-addr", default="127.0.0.1", metavar="HOST", help="where node 0 is reached")
     group.add_argument(
-        "--master-port", type=types.port, default=29501, help="port on which the nodes meet (default: 29501)"
+        "--master-addr",
+        "--data-parallel-address",
+        "-dpa",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="where node 0 is reached (default: 127.0.0.1)",
+    )
+    group.add_argument(
+        "--master-port",
+        "--data-parallel-rpc-port",
+        "-dpp",
+        type=types.port,
+        default=29501,
+        help="port on which the nodes meet (default: 29501)",
+    )
+    group.add_argument(
+        "--data-parallel-size-local",
+        "-dpl",
+        type=types.not_negative,
+        metavar="N",
+        help="another way to say --nnodes: the engine cores on each node",
+    )
+    group.add_argument(
+        "--data-parallel-start-rank",
+        type=types.not_negative,
+        metavar="N",
+        help="another way to say --node-rank: the first engine core of this node",
+    )
+    group.add_argument(
+        "--headless", action="store_true", help="this node serves no API: said of every node but the first"
     )
     group.add_argument(
         "--rendezvous-id",
@@ -79,8 +110,12 @@ def add_parallel_flags(group: Any) -> None:
 
 
 def parallel_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of EngineConfig that these flags set."""
+    """The fields of EngineConfig that these flags set. Raises ConfigError where they contradict each other."""
+    nnodes, node_rank = _nodes(arguments)
     return {
+        "nnodes": nnodes,
+        "node_rank": node_rank,
+    } | {
         name: getattr(arguments, name)
         for name in (
             "tensor_parallel_size",
@@ -89,13 +124,54 @@ def parallel_fields(arguments: argparse.Namespace) -> dict[str, Any]:
             "data_parallel_size",
             "enable_expert_parallel",
             "expert_placement_strategy",
-            "nnodes",
-            "node_rank",
             "master_addr",
             "master_port",
             "rendezvous_id",
         )
     }
+
+
+def _nodes(arguments: argparse.Namespace) -> tuple[int, int]:
+    """Their number and this one's, in Trimtab's words or in vLLM's."""
+    nnodes, node_rank = _said_as_cores(arguments)
+    for flag, given, meant in (("--nnodes", arguments.nnodes, nnodes), ("--node-rank", arguments.node_rank, node_rank)):
+        if None not in (given, meant) and given != meant:
+            raise ConfigError(
+                f"{flag} is {given}, but --data-parallel-size-local and --data-parallel-start-rank say {meant}; "
+                f"leave one of them out"
+            )
+    nnodes, node_rank = arguments.nnodes or nnodes or 1, arguments.node_rank or node_rank or 0
+    if arguments.headless and node_rank == 0:
+        raise ConfigError(
+            "--headless is said of a node beside the first, which serves the API; give --data-parallel-start-rank or "
+            "--node-rank, or leave it out"
+        )
+    return nnodes, node_rank
+
+
+def _said_as_cores(arguments: argparse.Namespace) -> tuple[int | None, int | None]:
+    """--nnodes and --node-rank as vLLM's flags say them; None: they do not."""
+    size, local, first = arguments.data_parallel_size, arguments.data_parallel_size_local, None
+    if arguments.data_parallel_start_rank is not None:
+        first = arguments.data_parallel_start_rank
+        local = local or size // (arguments.nnodes or 1)
+    if local == 0:
+        raise NotBuiltError("--data-parallel-size-local 0, an API server without an engine core, is not built; set 1")
+    if local is None:
+        return None, None
+    if size % local:
+        raise NotBuiltError(
+            f"--data-parallel-size-local {local} of --data-parallel-size {size} is not built: every node holds as many "
+            f"engine cores; set a divisor of {size}"
+        )
+    if first is not None and (first % local or first >= size):
+        raise NotBuiltError(
+            f"--data-parallel-start-rank {first} is not built: with --data-parallel-size-local {local} of {size} cores "
+            f"a node begins at a multiple of {local} below {size}"
+        )
+    if first and not arguments.headless:
+        raise ConfigError("--data-parallel-start-rank above 0 without --headless: only the first node serves; add it")
+    return size // local, None if first is None else first // local
 
 
 def layer_partition(text: str) -> tuple[int, ...]:

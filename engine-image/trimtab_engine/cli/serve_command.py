@@ -271,6 +271,10 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are tokenised in threads of our own
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the last line of a log should be why it ended
+    if config.node_rank > 0 and config.data_parallel_size > 1:
+        from trimtab_engine.nodes.member import run_member
+
+        return run_member(config, arguments.shutdown_timeout)
     if config.node_rank > 0:
         from trimtab_engine.parallel.node import run_node
 

@@ -1,4 +1,4 @@
-"""A node without the engine core: it starts its ranks' processes, and ends with them."""
+"""A node beside that of the only engine core: it starts its ranks' processes, and ends with them."""
 
 import signal
 import sys
@@ -13,10 +13,10 @@ POLL_SECONDS = 0.2
 
 def run_node(config: EngineConfig) -> int:
     """Run this node's workers until one ends. Returns 0 when all ended as they were told, else 1."""
-    layout = Layout.of(config, is_moe=False)  # data-parallel cores share one node
-    count = layout.ranks_per_engine // config.nnodes
+    layout = Layout.of(config, is_moe=False)  # one engine core: there are no others to share experts with
+    count = config.ranks_per_node
     numbers = range(config.node_rank * count, (config.node_rank + 1) * count)
-    processes = start_processes(config, layout, numbers, rendezvous_of(config, None))
+    processes = start_processes(config, layout, numbers, rendezvous_of(config, layout, None))
     signals = 0
 
     def stop(number: int, _: object) -> None:

@@ -2,7 +2,7 @@
 
 One node: a file in a private folder, and gloo on the loopback interface, so that nothing listens on the network.
 Several: torch's TCP store on --master-addr and --master-port, which the node of the engine core serves; ranks and
-messages then use the nodes' own addresses. The network between the nodes is trusted (docs/parallelism.md).
+messages then use the nodes' own addresses towards it. The network between the nodes is trusted (docs/parallelism.md).
 """
 
 import logging
@@ -13,7 +13,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from trimtab_engine.config import EngineConfig, use_loopback_between_ranks
+from trimtab_engine.config import LOOPBACK_INTERFACE, EngineConfig, use_interface_between_ranks
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.network import interface_of, own_address
 from trimtab_engine.parallel.groups import RankGroup, RankGroups, WireMeter
 from trimtab_engine.parallel.ranks import Layout
 
@@ -22,19 +24,28 @@ KEY_TIMEOUT = timedelta(seconds=30)  # for what the core writes as soon as it se
 STEP_TIMEOUT = timedelta(minutes=10)  # a stage waits for the one before it: as long as its longest step
 CONNECT_SECONDS = 3.0  # an address whose node is gone swallows packets: try again, it may lead elsewhere by then
 RETRY_SECONDS = 1.0
-LOOPBACK = "127.0.0.1"
 ID_KEY = "rendezvous-id"
 
 logger = logging.getLogger("trimtab_engine.rendezvous")
 
 
 def open_store(rendezvous: str, *, serves: bool) -> Store:
-    """The store of this engine's ranks. `serves`: this process holds it (the engine core)."""
+    """The store of the world's ranks. `serves`: this process holds it (the first engine core), on this node's own
+    address."""
     kind, _, address = rendezvous.partition(":")
     if kind == "file":
         return FileStore(address)
-    host, port = _address(rendezvous)
-    return TCPStore(LOOPBACK if serves else host, port, None, serves, timeout=STORE_TIMEOUT, wait_for_workers=False)
+    host, port = _host_and_port(rendezvous)
+    if not serves:
+        return TCPStore(host, port, None, False, timeout=STORE_TIMEOUT, wait_for_workers=False)
+    own = own_address_at(rendezvous)
+    try:
+        listener = socket.create_server((own, port))
+    except OSError as error:
+        raise ConfigError(f"port {port} on {own}, where the nodes meet, cannot be bound: {error.strerror}") from error
+    return TCPStore(
+        own, port, None, True, timeout=STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def announce_core(store: Store, config: EngineConfig, control: str) -> None:
@@ -48,7 +59,7 @@ def find_core(rendezvous: str, config: EngineConfig) -> tuple[Store, str]:
     told = False
     while True:
         if not rendezvous.startswith("file:"):
-            _await_listener(*_address(rendezvous))
+            _await_listener(*_host_and_port(rendezvous))
         try:
             store = open_store(rendezvous, serves=False)
             store.wait([ID_KEY, _control_key(config)], KEY_TIMEOUT)
@@ -88,24 +99,26 @@ def _control_key(config: EngineConfig) -> str:
     return f"control-{config.data_parallel_rank}"
 
 
-def _address(rendezvous: str) -> tuple[str, int]:
+def own_address_at(rendezvous: str) -> str:
+    """The address under which the other nodes of this rendezvous reach this one."""
+    return own_address(*_host_and_port(rendezvous))
+
+
+def _host_and_port(rendezvous: str) -> tuple[str, int]:
     host, _, port = rendezvous.removeprefix("tcp:").rpartition(":")
     return host, int(port)
 
 
-def own_address(rendezvous: str) -> str:
-    """The address under which other nodes reach this one: that of the route to the master (nothing is sent)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(_address(rendezvous))
-        return str(probe.getsockname()[0])
+def _interface(rendezvous: str) -> str | None:
+    """Over which the ranks talk; None: the one that the host name leads to."""
+    return LOOPBACK_INTERFACE if rendezvous.startswith("file:") else interface_of(own_address_at(rendezvous))
 
 
 def join_groups(
-    store: Store, layout: Layout, rank: int, *, uses_nccl: bool, on_one_node: bool
+    store: Store, layout: Layout, rank: int, *, uses_nccl: bool, rendezvous: str
 ) -> tuple[RankGroups, WireMeter]:
     """Join the world and this rank's groups; returns when every rank has. All ranks make all groups in one order."""
-    if on_one_node:
-        use_loopback_between_ranks()
+    use_interface_between_ranks(_interface(rendezvous))
     dist.init_process_group(
         "nccl" if uses_nccl else "gloo",
         store=PrefixStore("torch", store),

@@ -120,10 +120,8 @@ class Worker:
             local_index=start.local_index,
             local_count=start.local_count,
         )
-        nccl = uses_nccl(config, self.layout)
-        groups, _ = join_groups(
-            self._store, self.layout, self.rank, uses_nccl=nccl, on_one_node=start.rendezvous.startswith("file:")
-        )
+        nccl = uses_nccl(config)
+        groups, _ = join_groups(self._store, self.layout, self.rank, uses_nccl=nccl, rendezvous=start.rendezvous)
         self._other_bytes = device.used_bytes()
         self._runner = ModelRunner.load(
             config, device, lambda stage, percent: None, layout=self.layout, rank=self.rank, groups=groups

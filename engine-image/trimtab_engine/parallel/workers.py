@@ -20,7 +20,7 @@ from trimtab_engine.config import EngineConfig, core_environment
 from trimtab_engine.errors import ConfigError, WorkerDied
 from trimtab_engine.parallel.groups import RankGroups, WireMeter
 from trimtab_engine.parallel.ranks import Layout
-from trimtab_engine.parallel.rendezvous import announce_core, join_groups, leave_groups, open_store, own_address
+from trimtab_engine.parallel.rendezvous import announce_core, join_groups, leave_groups, open_store, own_address_at
 from trimtab_engine.parallel.watch import Watch
 from trimtab_engine.parallel.wire_messages import FromWorker, Hello, Join, Stop, ToWorker, WorkerFailed, WorkerStart
 
@@ -45,14 +45,14 @@ class Workers:
         data = layout.data_rank(config)
         self.layout, self.rank = layout, layout.driver(data)
         self._num_others = layout.ranks_per_engine - 1
-        self._on_one_node = config.nnodes == 1
-        self._uses_nccl = uses_nccl(config, layout)
+        self._uses_nccl = uses_nccl(config)
         self._folder = Path(tempfile.mkdtemp(prefix="trimtab-ranks-"))  # mode 0700
-        shared = Path(config.data_parallel_folder) if config.data_parallel_folder and layout.data > 1 else self._folder
-        self._rendezvous = rendezvous_of(config, shared)
+        self._rendezvous = rendezvous_of(config, layout, self._folder)
+        """Where all ranks of the world meet; those of this core may be on one node where the world is not."""
+        self._core_is_on_one_node = config.nodes_per_core == 1
         self._context = zmq.Context()
         control = self._context.socket(zmq.ROUTER)
-        self._store = open_store(self._rendezvous, serves=True)
+        self._store = open_store(self._rendezvous, serves=data == 0)
         control_address = self._bind(control, "control")
         self._steps, addresses = [], {}
         for process in range(1, layout.ranks_per_engine):
@@ -62,8 +62,7 @@ class Workers:
             self._steps.append(steps)
         self._encoder = msgspec.msgpack.Encoder()
         self._closed = threading.Event()
-        count = layout.ranks_per_engine // config.nnodes
-        self._processes = start_processes(config, layout, range(1, count), self._rendezvous)
+        self._processes = start_processes(config, layout, range(1, config.ranks_per_node), self._rendezvous)
         by_rank = {layout.rank_of_process(index, data): process for index, process in self._processes.items()}
         tell = None if on_death is None else (lambda failure: on_death(_line(failure), failure.exit_code))
         self._watch = Watch(control, by_rank, self.rank, addresses, tell)
@@ -75,14 +74,12 @@ class Workers:
 
         On other nodes they may have to be scheduled first and to pull their image: that takes what it takes.
         """
-        self.answers(Hello, START_SECONDS if self._on_one_node else None)
+        self.answers(Hello, START_SECONDS if self._core_is_on_one_node else None)
         for steps in self._steps:
             while not steps.poll(POLL_MILLISECONDS, zmq.POLLOUT):  # welcomed, and not connected yet
                 self.check()
         self.send(Join())
-        return join_groups(
-            self._store, self.layout, self.rank, uses_nccl=self._uses_nccl, on_one_node=self._on_one_node
-        )
+        return join_groups(self._store, self.layout, self.rank, uses_nccl=self._uses_nccl, rendezvous=self._rendezvous)
 
     def send(self, message: ToWorker) -> None:
         """To every worker, in the order of the calls. Never waits."""
@@ -157,17 +154,19 @@ class Workers:
 
     def _bind(self, socket: "zmq.Socket[bytes]", name: str) -> str:
         """The address that workers connect to."""
-        if self._on_one_node:
+        if self._core_is_on_one_node:
             address = f"ipc://{self._folder}/{name}"
             socket.bind(address)
             return address
-        host = own_address(self._rendezvous)
+        host = own_address_at(self._rendezvous)
         return f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
 
 
-def rendezvous_of(config: EngineConfig, folder: Path | None) -> str:
+def rendezvous_of(config: EngineConfig, layout: Layout, folder: Path | None) -> str:
     """Where the ranks meet. On one node it is a file: in the core's own folder, or in that of data-parallel cores."""
-    return f"file:{folder}/store" if config.nnodes == 1 else f"tcp:{config.master_addr}:{config.master_port}"
+    if config.data_parallel_rendezvous is not None and layout.data > 1:
+        return config.data_parallel_rendezvous
+    return f"file:{folder}/store" if config.nodes_per_core == 1 else f"tcp:{config.master_addr}:{config.master_port}"
 
 
 def start_processes(
@@ -175,10 +174,9 @@ def start_processes(
 ) -> dict[int, "subprocess.Popen[bytes]"]:
     """Start this node's workers, by their number among the engine's processes."""
     started = {}
-    local_count = layout.ranks_per_engine // config.nnodes
     for process in processes:
-        local_index = config.data_parallel_rank * local_count + process % local_count
-        start = WorkerStart(config, layout, process, local_index, config.data_parallel_size * local_count, rendezvous)
+        local_index = config.first_local_rank + process % config.ranks_per_node
+        start = WorkerStart(config, layout, process, local_index, config.num_local_ranks, rendezvous)
         worker = subprocess.Popen(WORKER_COMMAND, stdin=subprocess.PIPE, env=core_environment())
         assert worker.stdin is not None
         worker.stdin.write(msgspec.json.encode(start) + b"\n")
@@ -187,13 +185,13 @@ def start_processes(
     return started
 
 
-def uses_nccl(config: EngineConfig, layout: Layout) -> bool:
+def uses_nccl(config: EngineConfig) -> bool:
     """One GPU per rank of this node. With fewer, ranks share GPUs and talk through host memory by gloo."""
     if config.device != "cuda":
         return False
     import torch
 
-    return torch.cuda.device_count() >= config.data_parallel_size * layout.ranks_per_engine // config.nnodes
+    return torch.cuda.device_count() >= config.num_local_ranks
 
 
 def _line(failure: WorkerFailed) -> str:

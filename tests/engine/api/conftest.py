@@ -1,8 +1,11 @@
-"""A real server process on the stub core."""
+"""Real server processes: on the stub core, and on real cores."""
 
+import json
+import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,8 +14,25 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save_file
+from trimtab_engine.model_config import parse_model_config
+from trimtab_engine.models.checkpoint import expected_shapes
 
 DEADLINE_SECONDS = 120.0  # generous: machines are slow when much is built on them
+
+
+FOUR_SEATS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--device-memory-bytes", "4Gi")
+PROMPTS = [f"{word} is what they said " * (1 + number % 3) for number, word in enumerate("abcdefghijkl")]
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
 
 
 def free_port() -> int:
@@ -115,3 +135,149 @@ def server(start_server: Start) -> Server:
     """One ready server for the module."""
     server: Server = start_server()
     return server
+
+
+class RealEngine:
+    """A running `trimtab-engine serve` with real cores, on ports that the kernel chose. Without weights in the folder
+    they are random."""
+
+    def __init__(self, model: Path, log: Path, *flags: str) -> None:
+        self.log = log
+        command = [*serve_command(model), "--served-model-name", "tiny", "--shutdown-timeout", "10"]
+        command += ["--host", "127.0.0.1", "--port", "0", "--admin-port", "0", *flags]
+        with log.open("wb") as stream:
+            self.process = subprocess.Popen(command, stderr=stream)
+        try:
+            self.wait_for(lambda: len(self._ports()) == 2, "two listening ports")
+            self.http, self.admin = (
+                httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_SECONDS) for port in self._ports()
+            )
+            self.wait_for(lambda: self.http.get("/readyz").status_code == 200, "readiness")
+        except BaseException:  # nobody else knows the process yet
+            self.process.kill()
+            self.process.wait()
+            raise
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not condition():
+            text = self.log.read_text()[-1000:]
+            assert self.process.poll() is None, f"ended while waiting for {what}: {text}"
+            assert time.monotonic() < deadline, f"waited for {what}: {text}"
+            time.sleep(0.01)
+
+    def _ports(self) -> list[str]:
+        return re.findall(r"listens on 127\.0\.0\.1 port (\d+)\n", self.log.read_text())
+
+    def layout(self) -> dict[str, Any]:
+        layout: dict[str, Any] = self.admin.get("/admin/v1/layout").json()
+        return layout
+
+    def memory(self) -> dict[str, Any]:
+        ledger: dict[str, Any] = self.admin.get("/admin/v1/memory").json()
+        return ledger
+
+    def post(self, prompt: str, max_tokens: int = 20, rank: str | None = None) -> httpx.Response:
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        headers = {} if rank is None else {"X-data-parallel-rank": rank}
+        return self.http.post("/v1/completions", json=body, headers=headers)
+
+    def texts(self) -> dict[str, str]:
+        """What every prompt yields, all asked for at once."""
+        answers: dict[str, str] = {}
+
+        def ask(prompt: str) -> None:
+            answers[prompt] = self.post(prompt).json()["choices"][0]["text"]
+
+        threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in PROMPTS]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_SECONDS)
+        return answers
+
+    def metric(self, name: str) -> dict[str, float]:
+        """Values of a family by engine."""
+        lines = self.http.get("/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith(name + "{")]
+        return {re.findall(r'engine="(\d+)"', line)[0]: float(line.split()[-1]) for line in found}
+
+    def end(self) -> None:
+        self.http.close()
+        self.admin.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def serve_command(model: Path) -> list[str]:
+    """The command and the flags that every node of a real engine has."""
+    command = [sys.executable, "-m", "trimtab_engine.cli", "serve", str(model), "--device", "cpu"]
+    command += ["--cpu-threads", "1", "--max-model-len", "256", "--num-gpu-blocks-override", "40"]
+    return command if any(model.glob("*.safetensors")) else [*command, "--load-format", "dummy"]
+
+
+@pytest.fixture(scope="session")
+def real_engine() -> type[RealEngine]:
+    """Starts one; whoever does ends it."""
+    return RealEngine
+
+
+@pytest.fixture(scope="session")
+def node_command() -> Callable[[Path], list[str]]:
+    """The command line of a node beside the first, but for the layout."""
+    return serve_command
+
+
+@pytest.fixture(scope="session")
+def tiny_mixture(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts with random weights large enough for its experts to matter."""
+    folder = tmp_path_factory.mktemp("mixture")
+    for file in tiny_model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text()) | MIXTURE
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(5)
+    tensors = {}
+    for name, shape in expected_shapes(parse_model_config(config, {}, "config.json")).items():
+        noise = torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.1)
+        tensors[name] = noise + 1.0 if "norm" in name else noise
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+Serve = Callable[..., RealEngine]
+
+
+@pytest.fixture
+def serve(tiny_model: Path, tmp_path: Path) -> Iterator[Serve]:
+    """Start engines of four seats; they end with the test."""
+    engines: list[RealEngine] = []
+
+    def start(*flags: str, model: Path | None = None) -> RealEngine:
+        log = tmp_path / f"log-{len(engines)}"
+        engines.append(RealEngine(model or tiny_model, log, *FOUR_SEATS, *flags))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.end()
+
+
+def texts_of_one_rank(model: Path, log: Path) -> dict[str, str]:
+    engine = RealEngine(model, log, *FOUR_SEATS)
+    try:
+        return engine.texts()
+    finally:
+        engine.end()
+
+
+@pytest.fixture(scope="session")
+def expected(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What one rank yields, by prompt."""
+    return texts_of_one_rank(tiny_model, tmp_path_factory.mktemp("one") / "log")
+
+
+@pytest.fixture(scope="session")
+def expected_of_mixture(tiny_mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return texts_of_one_rank(tiny_mixture, tmp_path_factory.mktemp("one-mixture") / "log")

@@ -4,79 +4,34 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import openai
 import pytest
 
+if TYPE_CHECKING:
+    from tests.engine.api.conftest import RealEngine
+
 DEADLINE_SECONDS = 120.0  # generous: machines are slow when much is built on them
+LIMITS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "128")
 END_SECONDS = 5.0  # within which everything must have ended after one process was killed
 PROMPT = "the quick brown fox"
 
 
-class Engine:
-    """A running `trimtab-engine serve` on ports that the kernel chose."""
-
-    def __init__(self, model: Path, log: Path, *flags: str) -> None:
-        command = [sys.executable, "-m", "trimtab_engine.cli", "serve", str(model), "--served-model-name", "tiny"]
-        command += ["--load-format", "dummy", "--device", "cpu", "--cpu-threads", "1", "--max-model-len", "256"]
-        command += ["--num-gpu-blocks-override", "40", "--max-num-seqs", "16", "--max-num-batched-tokens", "128"]
-        command += ["--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--shutdown-timeout", "10"]
-        command += flags
-        self.log = log
-        with log.open("wb") as stream:
-            self.process = subprocess.Popen(command, stderr=stream)
-        try:
-            self.wait_for(lambda: len(self._ports()) == 2, "two listening ports")
-            self.http, self.admin = (
-                httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_SECONDS) for port in self._ports()
-            )
-            self.wait_for(lambda: self.http.get("/readyz").status_code == 200, "readiness")
-        except AssertionError:  # nobody else knows the process yet
-            self.process.kill()
-            self.process.wait()
-            raise
-
-    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not condition():
-            text = self.log.read_text()[-1000:]
-            assert self.process.poll() is None, f"ended while waiting for {what}: {text}"
-            assert time.monotonic() < deadline, f"waited for {what}: {text}"
-            time.sleep(0.01)
-
-    def _ports(self) -> list[str]:
-        return re.findall(r"listens on 127\.0\.0\.1 port (\d+)\n", self.log.read_text())
-
-    def memory(self) -> dict[str, Any]:
-        ledger: dict[str, Any] = self.admin.get("/admin/v1/memory").json()
-        return ledger
-
-    def end(self) -> None:
-        self.http.close()
-        self.admin.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-
-
 @pytest.fixture(scope="module")
-def engine(tiny_model: Path) -> Iterator[Engine]:
-    engine = Engine(tiny_model, tiny_model / "log")
+def engine(tiny_model: Path, real_engine: "type[RealEngine]") -> "Iterator[RealEngine]":
+    engine = real_engine(tiny_model, tiny_model / "log", *LIMITS)
     yield engine
     engine.end()
 
 
 @pytest.fixture
-def client(engine: Engine) -> Iterator[openai.OpenAI]:
+def client(engine: "RealEngine") -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{engine.http.base_url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -103,7 +58,7 @@ def test_logprobs_of_the_real_model_are_sorted_and_begin_with_the_chosen_token(c
         assert chosen == max(top.values()) <= 0
 
 
-def test_a_prompt_can_be_scored_without_generating(engine: Engine, client: openai.OpenAI) -> None:
+def test_a_prompt_can_be_scored_without_generating(engine: "RealEngine", client: openai.OpenAI) -> None:
     scored = complete(client, prompt=[PROMPT, "the slow"], echo=True, max_tokens=0, logprobs=1, extra_body={})
     assert [choice.text for choice in scored.choices] == [PROMPT, "the slow"]
     values = scored.choices[0].logprobs.token_logprobs
@@ -129,7 +84,7 @@ def test_a_seed_gives_the_same_choices_again(client: openai.OpenAI) -> None:
     assert len(set(texts)) == 3
 
 
-def test_more_requests_than_blocks_preempt_and_yield_the_same_text(engine: Engine, client: openai.OpenAI) -> None:
+def test_more_requests_than_blocks_preempt_and_yield_the_same_text(engine: "RealEngine", client: openai.OpenAI) -> None:
     alone = complete(client, max_tokens=200).choices[0].text
     texts: list[str] = []
     threads = [
@@ -146,7 +101,7 @@ def test_more_requests_than_blocks_preempt_and_yield_the_same_text(engine: Engin
     assert float(preempted[0].split()[-1]) > 0
 
 
-def test_bad_requests_disturb_no_neighbour(engine: Engine, client: openai.OpenAI) -> None:
+def test_bad_requests_disturb_no_neighbour(engine: "RealEngine", client: openai.OpenAI) -> None:
     expected = complete(client, max_tokens=200).choices[0].text
     stream = complete(client, max_tokens=200, stream=True)
     text = next(stream).choices[0].text
@@ -165,7 +120,7 @@ def test_bad_requests_disturb_no_neighbour(engine: Engine, client: openai.OpenAI
 
 
 @pytest.mark.parametrize("num_requests", [1, 6])  # six of 200 tokens do not fit: some wait in the queue
-def test_clients_that_go_away_free_their_blocks(engine: Engine, client: openai.OpenAI, num_requests: int) -> None:
+def test_clients_that_go_away_free_their_blocks(engine: "RealEngine", client: openai.OpenAI, num_requests: int) -> None:
     streams = [complete(client, max_tokens=230, stream=True) for _ in range(num_requests)]
     for stream in streams:
         stream.close()
@@ -173,7 +128,7 @@ def test_clients_that_go_away_free_their_blocks(engine: Engine, client: openai.O
     assert engine.memory()["kv"]["blocks_free"] == 40
 
 
-def test_a_live_change_under_load_takes_effect_and_fails_nothing(engine: Engine, client: openai.OpenAI) -> None:
+def test_a_live_change_under_load_takes_effect_and_fails_nothing(engine: "RealEngine", client: openai.OpenAI) -> None:
     with closing(complete(client, max_tokens=200, stream=True)) as stream:
         next(stream)
         before = engine.admin.get("/admin/v1/config").json()
@@ -201,7 +156,7 @@ AS_RESPONSE_FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "lamp"
 
 @pytest.mark.parametrize(("level", "sleep_state"), [(0, "awake"), (1, "weights_offloaded"), (2, "discard_all")])
 def test_requests_wait_through_a_sleep_under_load_and_yield_the_same_text(
-    engine: Engine, client: openai.OpenAI, level: int, sleep_state: str
+    engine: "RealEngine", client: openai.OpenAI, level: int, sleep_state: str
 ) -> None:
     expected = complete(client, max_tokens=100).choices[0].text
     texts: list[str] = []
@@ -227,7 +182,7 @@ def test_requests_wait_through_a_sleep_under_load_and_yield_the_same_text(
     assert engine.http.get("/readyz").status_code == 200
 
 
-def test_a_pause_that_waits_answers_when_what_runs_has_finished(engine: Engine, client: openai.OpenAI) -> None:
+def test_a_pause_that_waits_answers_when_what_runs_has_finished(engine: "RealEngine", client: openai.OpenAI) -> None:
     texts: list[str] = []
     running = threading.Thread(target=lambda: texts.append(complete(client, max_tokens=150).choices[0].text))
     running.start()
@@ -242,7 +197,7 @@ def test_a_pause_that_waits_answers_when_what_runs_has_finished(engine: Engine, 
     assert complete(client, max_tokens=150).choices[0].text == texts[0]
 
 
-def test_a_pause_that_aborts_ends_what_runs(engine: Engine, client: openai.OpenAI) -> None:
+def test_a_pause_that_aborts_ends_what_runs(engine: "RealEngine", client: openai.OpenAI) -> None:
     reasons: list[Any] = []
     running = threading.Thread(target=lambda: reasons.append(complete(client, max_tokens=200).choices[0].finish_reason))
     running.start()
@@ -326,9 +281,11 @@ def test_a_grammar_without_a_token_that_the_rest_allows_is_400_and_says_why(
 TOOL: Any = {"type": "function", "function": {"name": "set", "parameters": SCHEMA}}
 
 
-def test_required_and_named_tool_choices_are_enforced_on_any_model(tiny_model: Path, tmp_path: Path) -> None:
+def test_required_and_named_tool_choices_are_enforced_on_any_model(
+    tiny_model: Path, tmp_path: Path, real_engine: "type[RealEngine]"
+) -> None:
     template = "{% if tools %}{{ tools | length }}{% endif %}{{ messages[0].content }}"
-    engine = Engine(tiny_model, tmp_path / "log", "--chat-template", template)
+    engine = real_engine(tiny_model, tmp_path / "log", *LIMITS, "--chat-template", template)
     try:
         with openai.OpenAI(base_url=f"{engine.http.base_url}/v1", api_key="none", max_retries=0) as client:
             for choice in ("required", {"type": "function", "function": {"name": "set"}}):
@@ -353,10 +310,10 @@ def test_biases_allowed_tokens_and_bad_words_steer_the_choice(client: openai.Ope
 
 
 def test_two_servers_give_the_text_of_one_and_end_with_one_of_them(
-    tiny_model: Path, client: openai.OpenAI, tmp_path: Path
+    tiny_model: Path, client: openai.OpenAI, tmp_path: Path, real_engine: "type[RealEngine]"
 ) -> None:
     expected = complete(client).choices[0].text
-    pair = Engine(tiny_model, tmp_path / "log", "--api-server-count", "2")
+    pair = real_engine(tiny_model, tmp_path / "log", *LIMITS, "--api-server-count", "2")
     try:
         texts = []
         for _ in range(6):  # each on a connection of its own
@@ -375,12 +332,12 @@ def test_two_servers_give_the_text_of_one_and_end_with_one_of_them(
 
 
 def test_drafts_change_the_number_of_steps_and_nothing_else(
-    engine: Engine, client: openai.OpenAI, tiny_model: Path
+    engine: "RealEngine", client: openai.OpenAI, tiny_model: Path, real_engine: "type[RealEngine]"
 ) -> None:
     """The model as its own draft: every draft stands, a chunk brings several tokens; at depth 0 there are none."""
     expected = complete(client, logprobs=1).choices[0]
     flags = ["--spec-model", str(tiny_model), "--spec-tokens", "3", "--stats-interval-seconds", "1"]
-    speculating = Engine(tiny_model, tiny_model / "log-drafts", *flags)
+    speculating = real_engine(tiny_model, tiny_model / "log-drafts", *LIMITS, *flags)
     try:
         with openai.OpenAI(base_url=f"{speculating.http.base_url}/v1", api_key="none", max_retries=0) as other:
             answer = complete(other, logprobs=1).choices[0]
@@ -403,7 +360,7 @@ def test_drafts_change_the_number_of_steps_and_nothing_else(
         speculating.end()
 
 
-def test_sigterm_finishes_what_runs_and_ends_with_0(engine: Engine, client: openai.OpenAI) -> None:
+def test_sigterm_finishes_what_runs_and_ends_with_0(engine: "RealEngine", client: openai.OpenAI) -> None:
     """The last test: it ends the engine."""
     stream = complete(client, max_tokens=200, stream=True)
     next(stream)
@@ -413,7 +370,7 @@ def test_sigterm_finishes_what_runs_and_ends_with_0(engine: Engine, client: open
     assert "Traceback" not in engine.log.read_text()
 
 
-def counter(engine: Engine, name: str) -> float:
+def counter(engine: "RealEngine", name: str) -> float:
     found = re.search(rf"^{name}\{{[^}}]*\}} (\S+)$", engine.http.get("/metrics").text, re.MULTILINE)
     assert found is not None
     return float(found.group(1))

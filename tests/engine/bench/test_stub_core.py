@@ -4,7 +4,7 @@ import asyncio
 import sys
 
 import pytest
-from trimtab_engine import core_launcher
+from trimtab_engine import core_processes
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.core_launcher import CoreLauncher
@@ -15,7 +15,7 @@ DEADLINE_SECONDS = 120.0
 
 async def test_every_request_gets_its_tokens_one_step_each(monkeypatch: pytest.MonkeyPatch) -> None:
     command = (sys.executable, "-m", "trimtab_engine.bench.stub_core")
-    monkeypatch.setattr(core_launcher, "CORE_COMMAND", command)
+    monkeypatch.setattr(core_processes, "CORE_COMMAND", command)
     steps: list[StepStats] = []
     launcher = CoreLauncher(EngineConfig(model="m"))
     client = CoreClient(launcher.addresses[0], on_step=steps.append)

@@ -1,0 +1,50 @@
+"""A stream socket between two processes of the engine: msgpack with a length before each message, never pickle.
+
+The end of either side is noticed at once by the other, however a process dies.
+"""
+
+import asyncio
+import socket
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+LENGTH_BYTES = 4
+MAX_MESSAGE_BYTES = 256 << 20  # far above any batch of observations; what claims to be longer is no message of ours
+
+Received = TypeVar("Received")
+
+
+class Link(Generic[Received]):
+    """One end. `received` is the union of the messages that come to this end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, received: Any) -> None:
+        self._reader, self._writer = reader, writer
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(received)
+
+    @classmethod
+    async def over(cls, end: socket.socket, received: Any) -> "Link[Received]":
+        """Over one end of a socket pair."""
+        reader, writer = await asyncio.open_unix_connection(sock=end)
+        return cls(reader, writer, received)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Never waits; to a process that has ended it does nothing."""
+        if self._writer.is_closing():
+            return
+        body = self._encoder.encode(message)
+        self._writer.write(len(body).to_bytes(LENGTH_BYTES, "big") + body)
+
+    async def receive(self) -> Received | None:
+        """The next message; None when the other side has ended. Raises msgspec.DecodeError for what is no message."""
+        try:
+            length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
+            if length > MAX_MESSAGE_BYTES:
+                raise msgspec.DecodeError(f"a message of {length} bytes")
+            return self._decoder.decode(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, OSError):
+            return None
+
+    def close(self) -> None:
+        self._writer.close()

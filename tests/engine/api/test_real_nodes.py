@@ -1,0 +1,225 @@
+"""Layouts over several nodes, here processes on the loopback interface that share nothing but the network."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+if TYPE_CHECKING:
+    from tests.engine.api.conftest import RealEngine
+
+DEADLINE_SECONDS = 120.0  # generous: several processes each load torch, perhaps on a busy machine
+DEATH_SECONDS = 10.0  # within which a dead core or node ends the replica
+Serve = Callable[..., "RealEngine"]
+FOUR_SEATS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--device-memory-bytes", "4Gi")
+
+
+class Node:
+    """The second of two nodes: the same flags, and nothing of its own."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self._log = log
+        with log.open("wb") as stream:
+            self.process = subprocess.Popen([*command, "--node-rank", "1"], stderr=stream)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that it has started."""
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    @property
+    def text(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def last_line(self) -> str:
+        return self.text.strip().splitlines()[-1]
+
+
+StartNode = Callable[..., Node]
+
+
+@pytest.fixture
+def second_node(tiny_model: Path, tmp_path: Path, node_command: Callable[[Path], list[str]]) -> Iterator[StartNode]:
+    nodes: list[Node] = []
+
+    def start(*flags: str, model: Path | None = None) -> Node:
+        command = [*node_command(model or tiny_model), *FOUR_SEATS, *flags]
+        nodes.append(Node(command, tmp_path / f"node-{len(nodes)}"))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        if node.process.poll() is None:
+            node.process.kill()
+        node.process.wait()
+
+
+@pytest.fixture
+def two_nodes() -> tuple[str, ...]:
+    """Flags of both nodes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "--nnodes", "2", "--master-port", str(probe.getsockname()[1])
+
+
+class Asking:
+    """A long request that is being answered."""
+
+    def __init__(self, engine: "RealEngine", rank: str) -> None:
+        self._answers: list[httpx.Response] = []
+        self._thread = threading.Thread(
+            target=lambda: self._answers.append(engine.post("a", max_tokens=250, rank=rank))
+        )
+        self._thread.start()
+        engine.wait_for(lambda: engine.metric("vllm:num_requests_running").get(rank) == 1.0, "the request to run")
+
+    def status(self) -> int:
+        self._thread.join(DEADLINE_SECONDS)
+        return self._answers[0].status_code
+
+
+def test_ranks_on_two_nodes_give_the_text_of_one_rank_and_end_together(
+    serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...], expected: dict[str, str]
+) -> None:
+    node = second_node("-pp", "2", *two_nodes)  # it waits for node 0, whichever comes first
+    engine = serve("-pp", "2", *two_nodes)
+    assert engine.texts() == expected
+    rows = engine.layout()["ranks"]
+    assert [tuple(row["layers"]) for row in rows] == [(0, 0), (1, 1)]
+    assert node.pids == [rows[0]["pid"]], "node 1 has the first stage"
+    os.kill(node.pids[0], signal.SIGKILL)
+    assert engine.process.wait(2 * DEATH_SECONDS) == 1
+    assert node.process.wait(2 * DEATH_SECONDS) == 1
+    assert "node 1 ends: a rank of the engine has ended" in node.last_line
+    assert "a rank of the engine died: rank 0 (" in engine.log.read_text().splitlines()[-1]
+
+
+def test_a_node_whose_engine_core_is_gone_ends(
+    serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...]
+) -> None:
+    node = second_node("-tp", "2", *two_nodes)
+    engine = serve("-tp", "2", *two_nodes)
+    core = next(row for row in engine.layout()["ranks"] if row["rank"] == 0)
+    os.kill(core["pid"], signal.SIGSTOP)  # as a node that is paused: nobody closes a connection
+    try:
+        assert node.process.wait(2 * DEATH_SECONDS) == 1
+    finally:
+        os.kill(core["pid"], signal.SIGKILL)
+
+
+def test_a_node_that_is_told_to_end_serves_until_the_engine_has_drained(
+    serve: Serve, second_node: StartNode, expected: dict[str, str], two_nodes: tuple[str, ...]
+) -> None:
+    """All pods of a group get SIGTERM at once: the workers must not end before the leader's last request."""
+    flags = ("-tp", "2", "--rendezvous-id", "r1", *two_nodes)
+    node = second_node(*flags)
+    engine = serve(*flags)
+    node.process.terminate()
+    assert engine.texts() == expected
+    engine.process.terminate()
+    assert engine.process.wait(2 * DEATH_SECONDS) == 0
+    assert node.process.wait(2 * DEATH_SECONDS) == 0
+
+
+def test_a_node_that_waits_for_its_engine_core_ends_when_told(
+    second_node: StartNode, two_nodes: tuple[str, ...]
+) -> None:
+    node = second_node("-tp", "2", *two_nodes)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while "waiting for the engine core at" not in node.text:
+        assert time.monotonic() < deadline
+        assert node.process.poll() is None
+        time.sleep(0.05)
+    node.process.terminate()
+    assert node.process.wait(2 * DEATH_SECONDS) == 0
+
+
+def test_cores_on_two_nodes_share_the_work_and_one_that_is_killed_ends_all_by_name(
+    serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...], expected: dict[str, str]
+) -> None:
+    stranger = second_node("-dp", "2", *two_nodes, "--max-num-seqs", "5")
+    node = second_node("-dp", "2", *two_nodes)
+    engine = serve("-dp", "2", *two_nodes)
+    assert engine.texts() == expected
+    rows = engine.layout()["ranks"]
+    assert [(row["rank"], row["data"]) for row in rows] == [(0, 0), (1, 1)]
+    assert node.pids == [rows[1]["pid"]]
+    generated = engine.metric("vllm:generation_tokens_total")
+    assert min(generated.values()) >= 20 * 3, "four seats each: neither core had all"
+    assert stranger.process.wait(DEADLINE_SECONDS) == 2
+    assert "node 1 ends: --max-num-seqs is 5 there and 4 on node 0; start all nodes with the same" in stranger.last_line
+
+    asking = Asking(engine, rank="1")
+    os.kill(node.pids[0], signal.SIGKILL)
+    killed = time.monotonic()
+    assert engine.process.wait(DEATH_SECONDS) == 1
+    assert node.process.wait(DEATH_SECONDS) == 1
+    assert time.monotonic() - killed < DEATH_SECONDS
+    assert asking.status() // 100 == 5
+    cause = rf"engine core 1 \(\S+, pid {rows[1]['pid']}\) ended unexpectedly \(killed by signal 9\)"
+    assert re.fullmatch(f"trimtab-engine: {cause}", engine.log.read_text().strip().splitlines()[-1])
+    assert re.fullmatch(f"trimtab-engine: node 1 ends: the engine has ended: {cause}", node.last_line)
+
+
+def test_a_node_that_is_silent_ends_the_replica_by_name_and_its_requests_get_a_5xx(
+    serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...]
+) -> None:
+    node = second_node("-dp", "2", *two_nodes)
+    engine = serve("-dp", "2", *two_nodes)
+    core = node.pids[0]
+    for pid in (core, node.process.pid):  # as a machine that is paused: nobody closes a connection
+        os.kill(pid, signal.SIGSTOP)
+    asked = time.monotonic()
+    answer = engine.post("a", rank="1")
+    assert (answer.status_code // 100, engine.process.wait(DEATH_SECONDS)) == (5, 1)
+    assert time.monotonic() - asked < DEATH_SECONDS + 5.0
+    last = engine.log.read_text().strip().splitlines()[-1]
+    assert re.fullmatch(
+        rf"trimtab-engine: node 1 \(\S+, pid {node.process.pid}\) is gone: it has been silent for 5 s", last
+    )
+    os.kill(node.process.pid, signal.SIGCONT)
+    assert node.process.wait(DEATH_SECONDS) == 1
+    assert "node 1 ends: the engine has ended: node 1" in node.last_line
+    assert not Path(f"/proc/{core}").exists()
+
+
+def test_a_node_that_is_told_to_end_drains_the_replica(
+    serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...]
+) -> None:
+    node = second_node("-dp", "2", *two_nodes)
+    engine = serve("-dp", "2", *two_nodes)
+    asking = Asking(engine, rank="1")
+    node.process.terminate()
+    assert engine.process.wait(DEADLINE_SECONDS) == 0
+    assert asking.status() == 200
+    assert node.process.wait(DEATH_SECONDS) == 0
+
+
+def test_a_mixture_of_experts_over_two_nodes_gives_the_text_of_one_rank_and_ends_with_node_0(
+    serve: Serve,
+    second_node: StartNode,
+    two_nodes: tuple[str, ...],
+    tiny_mixture: Path,
+    expected_of_mixture: dict[str, str],
+) -> None:
+    flags = ("-dp", "2", "--enable-expert-parallel", *two_nodes)
+    node = second_node(*flags, model=tiny_mixture)
+    engine = serve(*flags, model=tiny_mixture)
+    assert engine.texts() == expected_of_mixture
+    rows = engine.layout()["ranks"]
+    assert [row["experts"] for row in rows] == [[0, 1, 2], [3, 4, 5]]
+    assert node.pids == [rows[1]["pid"]]
+    engine.process.kill()
+    assert node.process.wait(DEATH_SECONDS) == 1
+    assert node.last_line == "trimtab-engine: node 1 ends: node 0, which has the engine, is gone"
