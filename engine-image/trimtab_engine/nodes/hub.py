@@ -144,9 +144,10 @@ class Hub:
         return node.node_rank
 
     def _refusal(self, node: JoinNode) -> Refused | None:
-        theirs, ours = node.config.get("rendezvous_id"), self._config.rendezvous_id
-        if theirs != ours:
-            return Refused(f"--rendezvous-id is {theirs!r} there and {ours!r} on node 0", may_change=True)
+        revision = node.config.get("rendezvous_id")
+        if revision != self._config.rendezvous_id:
+            message = f"--rendezvous-id is {revision!r} there and {self._config.rendezvous_id!r} on node 0"
+            return Refused(message, may_change=True)
         present = self._members.get(node.node_rank)
         if present is not None:
             taken = f"--node-rank {node.node_rank} is taken by {present.host}, pid {present.pid}"
