@@ -179,8 +179,10 @@ def start_processes(
         start = WorkerStart(config, layout, process, local_index, config.num_local_ranks, rendezvous)
         worker = subprocess.Popen(WORKER_COMMAND, stdin=subprocess.PIPE, env=core_environment())
         assert worker.stdin is not None
-        worker.stdin.write(msgspec.json.encode(start) + b"\n")
-        worker.stdin.close()
+        with contextlib.suppress(ConnectionError):  # it has ended already: the watch names it
+            worker.stdin.write(msgspec.json.encode(start) + b"\n")
+        with contextlib.suppress(ConnectionError):
+            worker.stdin.close()
         started[process] = worker
     return started
 
