@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from trimtab_engine.errors import ConfigError
+from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.graphs.compilation import CompilationConfig
 from trimtab_engine.graphs.plan import DEFAULT_LEVEL, MODES_BY_LEVEL, NO_GRAPHS, GraphPlan, plan_graphs
 from trimtab_engine.scheduling_policy import PreemptionMode, QueueOrder
