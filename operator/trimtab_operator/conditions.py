@@ -35,6 +35,8 @@ class Reason(StrEnum):
     MODEL_UNREADABLE = "ModelUnreadable"  # that Job failed; it is tried again
     NAME_TAKEN = "NameTaken"  # an object with a child's name belongs to somebody else
     RECONCILE_ERROR = "ReconcileError"  # the API server refused, or the operator failed; it tries again
+    ROLLED_BACK = "RolledBack"  # a change did not come up; replicas run the last revision that worked
+    START_FAILED = "StartFailed"  # no replica of the first revision became Ready in its time
     ROLLING_OUT = "RollingOut"  # replicas are brought to a new revision
     SCALING = "Scaling"  # replicas are added or removed
     SETTLED = "Settled"  # what runs is what is wanted
@@ -59,6 +61,14 @@ class TuningView:
 
 
 @dataclass(frozen=True, slots=True)
+class FailedChange:
+    """A change that did not come up. `returns_to` is the revision that replicas return to; None: none ever worked."""
+
+    message: str
+    returns_to: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """All that a status is made from. `problem` is a (reason, message) that keeps the loop from working.
 
@@ -74,6 +84,7 @@ class Facts:
     refusals: tuple[Refusal, ...] = ()
     layout_refusals: tuple[Refusal, ...] = ()
     model: FactsState | None = None
+    failed_change: FailedChange | None = None
     problem: tuple[Reason, str] | None = None
 
 
@@ -149,6 +160,8 @@ def progressing_claim(deployment: InferenceDeployment, facts: Facts, groups: Seq
     unknown = _unknown_model(facts)
     if unknown is not None:
         return Claim("Progressing", "True" if isinstance(facts.model, Reading) else "False", *unknown)
+    if facts.failed_change is not None:
+        return _failed_change_claim(deployment, facts.failed_change, facts, groups)
     if any(group.revision != facts.revision or group.is_outdated for group in facts.groups):
         return Claim("Progressing", "True", Reason.ROLLING_OUT, "replicas are brought to the current pod template")
     if len(facts.groups) != deployment.replicas or facts.draining:
@@ -158,6 +171,20 @@ def progressing_claim(deployment: InferenceDeployment, facts: Facts, groups: Seq
     if any(not g["ready"] for g in groups):
         return Claim("Progressing", "True", Reason.PENDING, "replicas wait for their pods")
     return Claim("Progressing", "False", Reason.SETTLED, "what runs is what is wanted")
+
+
+def _failed_change_claim(
+    deployment: InferenceDeployment, failed: FailedChange, facts: Facts, groups: Sequence[Mapping[str, Any]]
+) -> Claim:
+    if failed.returns_to is None:
+        return Claim("Progressing", "False", Reason.START_FAILED, failed.message)
+    is_back = all(group.revision == failed.returns_to and not group.is_outdated for group in facts.groups)
+    is_settled = is_back and len(groups) == deployment.replicas and all(g["ready"] for g in groups)
+    return Claim("Progressing", "False" if is_settled else "True", Reason.ROLLED_BACK, _back(failed))
+
+
+def _back(failed: FailedChange) -> str:
+    return f"a change was taken back until the spec changes again: {failed.message}"
 
 
 def layout_claim(deployment: InferenceDeployment, facts: Facts) -> Claim:
@@ -173,6 +200,8 @@ def layout_claim(deployment: InferenceDeployment, facts: Facts) -> Claim:
     unknown = _unknown_model(facts)
     if not reported and unknown is not None:
         return Claim("LayoutValid", "Unknown", *unknown)
+    if not reported and facts.failed_change is not None and facts.failed_change.returns_to is not None:
+        return Claim("LayoutValid", "Unknown", Reason.ROLLED_BACK, _back(facts.failed_change))
     if not reported:
         return Claim("LayoutValid", "Unknown", Reason.LAYOUT_UNKNOWN, "no engine has reported its layout yet")
     return Claim("LayoutValid", "True", Reason.LAYOUT_REPORTED, f"every ready engine runs {wanted}, as asked")
@@ -213,9 +242,13 @@ def degraded_claim(facts: Facts, groups: Sequence[Mapping[str, Any]]) -> Claim:
     unknown = _unknown_model(facts)
     if unknown is not None and isinstance(facts.model, Unreadable):
         return Claim("Degraded", "True", *unknown)
+    if facts.failed_change is not None and facts.failed_change.returns_to is not None:
+        return Claim("Degraded", "True", Reason.ROLLED_BACK, _back(facts.failed_change))
     failed = next((g for g in groups if g["phase"] == "Failed"), None)
     if failed is not None:
         return Claim("Degraded", "True", Reason.FAILING, f"{failed['name']}: {failed.get('message', 'fails')}")
+    if facts.failed_change is not None:
+        return Claim("Degraded", "True", Reason.START_FAILED, facts.failed_change.message)
     return Claim("Degraded", "False", Reason.AS_EXPECTED, "nothing is wrong")
 
 

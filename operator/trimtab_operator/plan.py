@@ -41,12 +41,22 @@ class Delete:
 Action = Apply | Delete
 
 
-def plan(deployment: InferenceDeployment, observed: Observed, *, admin_token_sha256: str) -> tuple[Action, ...]:
-    """Everything to do now, in order: Services before the pods that they select, removals last."""
+def plan(
+    deployment: InferenceDeployment,
+    observed: Observed,
+    *,
+    admin_token_sha256: str,
+    unproven: frozenset[str] = frozenset(),
+) -> tuple[Action, ...]:
+    """Everything to do now, in order: Services before the pods that they select, removals last.
+
+    `unproven` names groups whose pods are Ready and that still count as down for a rollout.
+    """
     template = pod_template(deployment, admin_token_sha256=admin_token_sha256)
     groups = groups_of(observed)
     staying, leaving = choose_victims(groups, deployment.replicas)
-    to_update = {g.ordinal for g in choose_updates(staying, revision_of(template), allowed_down(deployment))}
+    allowed = allowed_down(deployment) - sum(group.is_ready and group.name in unproven for group in staying)
+    to_update = {g.ordinal for g in choose_updates(staying, revision_of(template), allowed)}
     new = free_ordinals(observed, deployment.replicas - len(staying))
     wanted: list[Manifest] = [client_service(deployment)]
     wanted += [rendezvous_service(deployment, ordinal) for ordinal in sorted({*(g.ordinal for g in staying), *new})]

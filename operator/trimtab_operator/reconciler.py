@@ -33,9 +33,10 @@ from trimtab_operator.model_facts import gate_of, plan_facts
 from trimtab_operator.phases import EngineView
 from trimtab_operator.plan import Action, Apply, plan, plan_tuning_state
 from trimtab_operator.refusal import Refusal
+from trimtab_operator.rollback import Course, RolloutState, course_of, plan_rollout_state, stored_rollout
 from trimtab_operator.spec import KIND, InferenceDeployment, ModelSource, Spec
 from trimtab_operator.status import status_of
-from trimtab_operator.tuner import Decision, Pace, TickResult, TunerState, tick
+from trimtab_operator.tuner import Decision, Mode, Pace, TickResult, TunerState, tick
 from trimtab_operator.tuning import settings_of, stored_state
 from trimtab_operator.validation import refusals
 
@@ -80,7 +81,13 @@ class LoopMemory:
 
     tuner: TunerState | None = None
     layouts: dict[str, Degrees] = field(default_factory=dict)  # what engines reported, by the leader's uid
+    rollout: RolloutState | None = None
     failures: int = 0
+
+    def layouts_of(self, groups: tuple[Group, ...]) -> dict[str, Degrees]:
+        """What the engines of these groups report, by the group's name."""
+        leaders = {group.name: str(group.leader["metadata"]["uid"]) for group in groups if group.leader is not None}
+        return {name: self.layouts[uid] for name, uid in leaders.items() if uid in self.layouts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +185,38 @@ class Reconciler:
             facts = replace(_facts(deployment, observed, token, renders=False), refusals=gate.refusals)
             await self._write_status(deployment, replace(facts, layout_refusals=gate.refusals))
             return self.tick_seconds
-        actions = plan(deployment, observed, admin_token_sha256=token_hash(token)) if gate.is_open else ()
+        course = await self._choose_course(deployment, observed, token, memory, may_start=gate.is_open)
+        actions: tuple[Action, ...] = ()
+        if course.target is not None:
+            token_sha256 = token_hash(token)
+            actions = plan(course.target, observed, admin_token_sha256=token_sha256, unproven=course.unproven)
         if await self._execute(deployment, actions):
             observed = await self.cluster.observe(deployment)
-        facts = replace(
-            await self._tune(deployment, observed, token, memory), model=None if gate.is_open else gate.model
-        )
+        facts = await self._tune(deployment, course.target or deployment, observed, token, memory)
+        facts = replace(facts, model=None if gate.is_open else gate.model, failed_change=course.failed)
         status = await self._write_status(deployment, facts)
         return BUSY_TICK_SECONDS if _is_moving(status) else self.tick_seconds
+
+    async def _choose_course(
+        self, deployment: InferenceDeployment, observed: Observed, token: str, memory: LoopMemory, *, may_start: bool
+    ) -> Course:
+        """What replicas are to run; remembered before it is acted upon."""
+        groups = groups_of(observed)
+        await self._learn_layouts(groups, token, memory)
+        if memory.rollout is None:
+            memory.rollout = stored_rollout(deployment, observed, key=token)
+        course = course_of(
+            memory.rollout,
+            deployment,
+            groups,
+            memory.layouts_of(groups),
+            may_start=may_start,
+            render=lambda rendered: _revision(rendered, token),
+            now=self.clock(),
+        )
+        await self._execute(deployment, plan_rollout_state(deployment, observed, course.state, key=token))
+        memory.rollout = course.state
+        return course
 
     async def _read(self, namespace: str, name: str, uid: str) -> InferenceDeployment:
         """The resource as it is now. Raises Gone, or InvalidSpec."""
@@ -242,8 +273,18 @@ class Reconciler:
 
     # --- tuning -------------------------------------------------------------------------------------------------------
 
-    async def _tune(self, deployment: InferenceDeployment, observed: Observed, token: str, memory: LoopMemory) -> Facts:
-        """Read, decide, remember, say so, act: in this order, so that a crash in between loses nothing."""
+    async def _tune(
+        self,
+        deployment: InferenceDeployment,
+        target: InferenceDeployment,
+        observed: Observed,
+        token: str,
+        memory: LoopMemory,
+    ) -> Facts:
+        """Read, decide, remember, say so, act: in this order, so that a crash in between loses nothing.
+
+        Starts and bounds are those of what runs (`target`); the mode is always the owner's latest word.
+        """
         facts = _facts(deployment, observed, token)
         targets = [_target(group) for group in facts.groups]
         seen = {o.reading.group: o for o in await observe(targets, http=self.http, token=token, clock=self.clock)}
@@ -251,7 +292,8 @@ class Reconciler:
         if memory.tuner is None:
             memory.tuner = stored_state(deployment, observed.config_maps)
         readings = [observation.reading for observation in seen.values()]
-        settings = replace(settings_of(deployment.spec), pace=Pace.for_tick(self.tick_seconds))
+        pace = Pace.for_tick(self.tick_seconds)
+        settings = replace(settings_of(target.spec), mode=Mode(deployment.spec.tuning.mode), pace=pace)
         result = tick(memory.tuner, readings, settings, self.clock())
         await self._execute(deployment, plan_tuning_state(deployment, observed, result.state.to_json()))
         memory.tuner = result.state  # only now: a decision that could not be written is made again, and told

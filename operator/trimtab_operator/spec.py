@@ -312,6 +312,11 @@ class Rollout(Model):
     drain_timeout: Duration = Field(
         default="30s", description="Time that running requests get to finish when a replica is stopped."
     )
+    start_timeout: Duration = Field(
+        default="30m",
+        description="Time in which the first replica of a change must become Ready, once the old one has drained; else "
+        "replicas return to the last revision that worked, until the spec changes again. At most 2h.",
+    )
 
 
 class TemplateMetadata(Model):

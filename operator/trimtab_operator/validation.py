@@ -22,6 +22,7 @@ from trimtab_operator.refusal import Refusal
 from trimtab_operator.spec import DNS_LABEL, MAX_NAME_LENGTH, SERVED_NAME, InferenceDeployment, PodOverlay, Spec
 
 MAX_DRAIN_SECONDS = 3600.0  # a pod that takes longer to stop holds its node for ever
+MAX_START_SECONDS = 7200.0  # the startup probe ends an engine that loads for longer
 
 
 Rule = Callable[[InferenceDeployment], Iterable[Refusal]]
@@ -375,6 +376,17 @@ def drain_fits_the_grace_period(deployment: InferenceDeployment) -> Iterator[Ref
         )
 
 
+def a_start_ends_in_time(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    where = "spec.rollout.startTimeout"
+    try:
+        seconds = parse_seconds(deployment.spec.rollout.start_timeout)
+    except ValueError as error:
+        yield Refusal(where, str(error))
+        return
+    if not 0 < seconds <= MAX_START_SECONDS:
+        yield Refusal(where, f"is {seconds:g} s; set more than 0 s and at most {MAX_START_SECONDS:g} s")
+
+
 # --- the pod template overlay -----------------------------------------------------------------------------------------
 
 REFUSED_POD_FIELDS: Mapping[str, str] = {
@@ -562,6 +574,7 @@ RULES: tuple[Rule, ...] = (
     prometheus_is_not_built,
     max_unavailable_moves_a_rollout,
     drain_fits_the_grace_period,
+    a_start_ends_in_time,
     overlay_pod_fields_are_allowed,
     overlay_gives_no_power_over_the_node,
     overlay_leaves_the_operators_parts_alone,

@@ -96,13 +96,17 @@ def a_reconciler(cluster: FakeCluster, http: httpx.AsyncClient) -> Reconciler:
 GOOD = {"model": {"uri": "file:///models/m"}, "runtime": {"device": "cpu"}}
 
 
-async def test_the_first_tick_creates_and_the_second_writes_nothing(http: httpx.AsyncClient) -> None:
+async def test_the_first_tick_creates_the_second_starts_the_clock_and_the_third_writes_nothing(
+    http: httpx.AsyncClient,
+) -> None:
     cluster, memory = FakeCluster(GOOD, knows_the_model=True), LoopMemory()
     reconciler = a_reconciler(cluster, http)
     assert await reconciler.tick("models", "m", "u-1", memory) == BUSY_TICK_SECONDS
     kinds = sorted(kind for kind, _ in cluster.children)
     assert kinds == ["ConfigMap", "ConfigMap", "Service", "Service", "StatefulSet"]
     assert cluster.events == ["ReplicaCreated"]
+    await reconciler.tick("models", "m", "u-1", memory)
+    assert ("ConfigMap", "m-rollout") in cluster.children
     written = cluster.writes
     await reconciler.tick("models", "m", "u-1", memory)
     assert cluster.writes == written

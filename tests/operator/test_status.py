@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL
-from trimtab_operator.conditions import Facts, Reason, changed_conditions
+from trimtab_operator.conditions import Facts, FailedChange, Reason, changed_conditions
 from trimtab_operator.groups import Group
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.model_facts import Unreadable
@@ -177,6 +177,27 @@ def test_an_unreadable_model_degrades_and_is_told_in_its_own_words() -> None:
         found = condition(status, kind)
         assert (found["status"], found["reason"]) == (value, Reason.MODEL_UNREADABLE)
         assert "no such file (exit code 2)" in found["message"]
+
+
+def test_a_change_that_was_taken_back_degrades_a_resource_that_serves() -> None:
+    failed = FailedChange("m-g0 did not become Ready within 30m: it still loads", "r1")
+    ready = replace(facts(a_group(pod_status=READY)), revision="r2", failed_change=failed)
+    status = status_of(a_deployment(), ready, now=NOW)
+    assert condition(status, "Ready")["status"] == "True"
+    assert status["updatedReplicas"] == 0
+    for kind, value in (("Degraded", "True"), ("Progressing", "False"), ("LayoutValid", "Unknown")):
+        assert (condition(status, kind)["status"], condition(status, kind)["reason"]) == (value, Reason.ROLLED_BACK)
+        assert "it still loads" in condition(status, kind)["message"]
+    loading = replace(facts(a_group(pod_status=RUNNING)), revision="r2", failed_change=failed)
+    assert condition(status_of(a_deployment(), loading, now=NOW), "Progressing")["status"] == "True"
+
+
+def test_a_first_revision_that_does_not_come_up_is_told_when_its_time_is_over() -> None:
+    failed = FailedChange("m-g0 did not become Ready within 30m: it still loads", None)
+    loading = replace(facts(a_group(pod_status=RUNNING)), failed_change=failed)
+    status = status_of(a_deployment(), loading, now=NOW)
+    assert condition(status, "Progressing")["reason"] == Reason.START_FAILED
+    assert condition(status, "Degraded")["reason"] == Reason.START_FAILED
 
 
 def test_a_layout_that_cannot_work_is_told_as_such() -> None:

@@ -91,6 +91,8 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("spec.rollout.maxUnavailable", "0%", "spec.rollout.maxUnavailable", "percentage"),
     ("spec.rollout.drainTimeout", "2h", "spec.rollout.drainTimeout", "at most 3600"),
     ("spec.rollout.drainTimeout", "soon", "spec.rollout.drainTimeout", "pattern"),
+    ("spec.rollout.startTimeout", "3h", "spec.rollout.startTimeout", "at most 7200"),
+    ("spec.rollout.startTimeout", "0s", "spec.rollout.startTimeout", "more than 0"),
     (
         "spec.template.spec.terminationGracePeriodSeconds",
         30,

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab_operator.builders.labels import FACTS_COMPONENT, common_labels, facts_name, tuning_config_map_name
+from trimtab_operator.builders.labels import (
+    FACTS_COMPONENT,
+    common_labels,
+    facts_name,
+    rollout_config_map_name,
+    tuning_config_map_name,
+)
 from trimtab_operator.spec import InferenceDeployment
 
 STATE_KEY = "state.json"
+ROLLOUT_KEY = "rollout.json"
 
 
 def tuning_config_map(deployment: InferenceDeployment, state: str) -> dict[str, Any]:
@@ -36,4 +43,18 @@ def facts_config_map(deployment: InferenceDeployment, data: Mapping[str, str]) -
             "labels": {**common_labels(deployment), "app.kubernetes.io/component": FACTS_COMPONENT},
         },
         "data": dict(data),
+    }
+
+
+def rollout_config_map(deployment: InferenceDeployment, state: str) -> dict[str, Any]:
+    """The last form that worked, and what became of a change; `state` is the text of `rollback.py`."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": rollout_config_map_name(deployment),
+            "namespace": deployment.namespace,
+            "labels": common_labels(deployment),
+        },
+        "data": {ROLLOUT_KEY: state},
     }

@@ -65,6 +65,11 @@ def facts_name(deployment: InferenceDeployment) -> str:
     return f"{deployment.name}-facts"
 
 
+def rollout_config_map_name(deployment: InferenceDeployment) -> str:
+    """Name of the ConfigMap with the last form that worked, and what became of a change."""
+    return f"{deployment.name}-rollout"
+
+
 def tuning_config_map_name(deployment: InferenceDeployment) -> str:
     """Name of the ConfigMap with what tuning remembers."""
     return f"{deployment.name}-tuning"
