@@ -17,13 +17,15 @@ import yaml
 
 from trimtab_operator.admission import refusals_of
 from trimtab_operator.builders.service import client_service, rendezvous_service
-from trimtab_operator.builders.stateful_set import leader_stateful_set, pod_template
+from trimtab_operator.builders.stateful_set import leader_stateful_set, pod_template, worker_stateful_set
 from trimtab_operator.errors import InvalidSpec, TrimtabError
+from trimtab_operator.layout import layout_of
 from trimtab_operator.spec import GROUP, KIND, VERSION, InferenceDeployment
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2  # the input cannot be carried out
 UNKNOWN_TOKEN_HASH = "0" * 64  # stands for the hash that depends on the resource's uid
+UNKNOWN_ADDRESS = "0.0.0.0"
 
 app = typer.Typer(
     add_completion=False,
@@ -138,7 +140,8 @@ def validate(
 
 @app.command()
 def render(file: File, default_image: DefaultImage = None) -> None:
-    """Print what the operator would create, as YAML. The token's hash depends on the cluster and is shown as zeros."""
+    """Print what the operator would create, as YAML. The token's hash and the addresses of
+    rendezvous Services depend on the cluster and are shown as zeros."""
     manifests: list[dict[str, Any]] = []
     for body in _resources(file):
         wrong = refusals_of(body, default_image=default_image)
@@ -152,7 +155,12 @@ def _manifests(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     template = pod_template(deployment, admin_token_sha256=UNKNOWN_TOKEN_HASH)
     found = [client_service(deployment)]
     for ordinal in range(deployment.replicas):
-        found += [rendezvous_service(deployment, ordinal), leader_stateful_set(deployment, ordinal, template)]
+        found.append(rendezvous_service(deployment, ordinal))
+        if layout_of(deployment.spec).pods == 1:
+            found.append(leader_stateful_set(deployment, ordinal, template))
+        else:
+            found.append(leader_stateful_set(deployment, ordinal, template, address=UNKNOWN_ADDRESS))
+            found.append(worker_stateful_set(deployment, ordinal, template, address=UNKNOWN_ADDRESS))
     return json.loads(json.dumps(found))  # type: ignore[no-any-return]
 
 

@@ -21,9 +21,9 @@ from kubernetes.aio.dynamic.exceptions import ConflictError, DynamicApiError, No
 from kubernetes.aio.dynamic.resource import Resource
 
 from trimtab_operator.builders.labels import children_selector
-from trimtab_operator.conditions import timestamp
 from trimtab_operator.errors import MisconfiguredOperator, NameTaken
 from trimtab_operator.groups import Manifest, Observed
+from trimtab_operator.kube_time import timestamp
 from trimtab_operator.spec import GROUP, KIND, PLURAL, VERSION, InferenceDeployment
 
 FIELD_MANAGER = "trimtab-operator"
@@ -40,6 +40,7 @@ RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, versi
     "Pod": ("", "v1", "pods", True),
     "Event": ("", "v1", "events", True),
     "Secret": ("", "v1", "secrets", True),
+    "Node": ("", "v1", "nodes", False),
     "Lease": ("coordination.k8s.io", "v1", "leases", True),
     "ValidatingWebhookConfiguration": (
         "admissionregistration.k8s.io",
@@ -141,9 +142,14 @@ class Cluster:
         }
         await self._apply(body, STATUS_MANAGER, subresource="/status")
 
-    async def delete(self, kind: str, namespace: str, name: str, *, uid: str) -> None:
-        """Delete, if it still is the object with this uid; one that is gone already is fine."""
-        body = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+    async def delete(self, kind: str, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None) -> None:
+        """Delete, if it still is the object with this uid; one that is gone already is fine.
+
+        With `grace_seconds` 0 a pod is gone at once, whether or not its node answers.
+        """
+        body: dict[str, Any] = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+        if grace_seconds is not None:
+            body["gracePeriodSeconds"] = grace_seconds
         try:
             await self._call("delete", self._path(kind, namespace, name), body=body)
         except (NotFoundError, ConflictError):

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
+from trimtab_operator.gang import hold_of
 from trimtab_operator.groups import Group, Manifest
+from trimtab_operator.kube_time import timestamp
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.model_facts import FactsState, Reading, Unreadable
-from trimtab_operator.phases import EngineView, unschedulable
+from trimtab_operator.phases import EngineView
 from trimtab_operator.readiness import reported_layouts
 from trimtab_operator.refusal import Refusal
+from trimtab_operator.scheduling import unschedulable
 from trimtab_operator.spec import InferenceDeployment
 from trimtab_operator.tuner import Decision, Knob, Value, Verdict
 
@@ -227,10 +230,13 @@ def _from_verdict(kind: str, verdict: Verdict) -> Claim:
 
 
 def scaling_claim(facts: Facts) -> Claim:
-    stuck = [(group.name, unschedulable(pod)) for group in facts.groups for pod in group.pods if unschedulable(pod)]
-    if stuck:
-        name, why = stuck[0]
-        return Claim("ScalingLimited", "True", Reason.UNSCHEDULABLE, f"{name} finds no node: {why}")
+    for group in facts.groups:
+        hold = hold_of(group)
+        if hold is not None and group.num_pods == 0:
+            return Claim("ScalingLimited", "True", Reason.UNSCHEDULABLE, f"{group.name} {hold.sentence}")
+        why = next((said for pod in group.pods if (said := unschedulable(pod))), None)
+        if why is not None:
+            return Claim("ScalingLimited", "True", Reason.UNSCHEDULABLE, f"{group.name} finds no node: {why}")
     return Claim("ScalingLimited", "False", Reason.NOT_LIMITED, "nothing keeps the replica count from what is wanted")
 
 
@@ -264,11 +270,6 @@ def timed(claim: Claim, deployment: InferenceDeployment, *, now: datetime) -> di
         "observedGeneration": deployment.generation,
         "lastTransitionTime": before["lastTransitionTime"] if same and before else timestamp(now),
     }
-
-
-def timestamp(moment: datetime) -> str:
-    """RFC 3339 in whole seconds, as the API server writes it."""
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def changed_conditions(

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab_operator.actions import Action, Apply, Delete
 from trimtab_operator.builders.config_map import facts_config_map
 from trimtab_operator.builders.facts_job import facts_job
 from trimtab_operator.builders.labels import facts_name
@@ -19,9 +20,9 @@ from trimtab_operator.groups import Manifest, Observed, groups_of, is_terminatin
 from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
-from trimtab_operator.phases import failure_of, unschedulable
-from trimtab_operator.plan import Action, Apply, Delete
+from trimtab_operator.phases import failure_of
 from trimtab_operator.refusal import Refusal
+from trimtab_operator.scheduling import unschedulable
 from trimtab_operator.spec import InferenceDeployment
 
 SUBJECT_ANNOTATION = "trimtab.dev/facts-of"  # on the Job: the model and the image that it reads

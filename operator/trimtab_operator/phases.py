@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab_operator.gang import hold_of
 from trimtab_operator.groups import Group, Manifest
 from trimtab_operator.layout.degrees import Degrees
+from trimtab_operator.scheduling import unschedulable
 from trimtab_operator.tuner import Value
 
 
@@ -23,6 +25,9 @@ class EngineView:
 
 def phase_of(group: Group, view: EngineView) -> tuple[str, str | None]:
     """The group's phase, and a message when something is wrong."""
+    hold = hold_of(group)
+    if hold is not None and group.num_pods == 0:
+        return "Pending", hold.sentence
     if not group.pods:
         return "Pending", "the pod is not created yet"
     if group.is_terminating or group.is_outdated:
@@ -83,14 +88,6 @@ def waiting_reason(pod: Manifest) -> str | None:
         waiting = (container.get("state") or {}).get("waiting")
         if waiting:
             return str(waiting.get("reason", "")) or None
-    return None
-
-
-def unschedulable(pod: Manifest) -> str | None:
-    """The scheduler's reason why no node takes the pod; None when one does."""
-    for condition in (pod.get("status") or {}).get("conditions") or []:
-        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return str(condition.get("message") or condition.get("reason") or "no node takes the pod")
     return None
 
 

@@ -7,38 +7,24 @@ alone, so an idle tick writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
+from trimtab_operator.actions import Action, Apply, Delete, delete_of
 from trimtab_operator.builders.config_map import tuning_config_map
-from trimtab_operator.builders.labels import ROLE_LABEL
+from trimtab_operator.builders.labels import ROLE_LABEL, group_name
 from trimtab_operator.builders.service import client_service, rendezvous_service
-from trimtab_operator.builders.stateful_set import leader_stateful_set, pod_template, revision_of
+from trimtab_operator.builders.stateful_set import (
+    Held,
+    leader_stateful_set,
+    pod_template,
+    revision_of,
+    worker_stateful_set,
+)
 from trimtab_operator.drift import first_difference
-from trimtab_operator.groups import Group, Manifest, Observed, groups_of, is_terminating, ordinal_of
+from trimtab_operator.groups import Group, Manifest, Observed, groups_of, is_terminating, is_worker, ordinal_of
+from trimtab_operator.layout import layout_of
 from trimtab_operator.spec import InferenceDeployment
-
-
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """Server-side apply this. `is_new` says that no such child was seen."""
-
-    manifest: Manifest
-    is_new: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    """Delete this child, if it still is the one that was seen."""
-
-    kind: str
-    name: str
-    uid: str
-    reason: str
-
-
-Action = Apply | Delete
 
 
 def plan(
@@ -46,11 +32,13 @@ def plan(
     observed: Observed,
     *,
     admin_token_sha256: str,
+    held: Mapping[int, Held] | None = None,
     unproven: frozenset[str] = frozenset(),
 ) -> tuple[Action, ...]:
     """Everything to do now, in order: Services before the pods that they select, removals last.
 
-    `unproven` names groups whose pods are Ready and that still count as down for a rollout.
+    `held`: by ordinal, groups that hold no pods, or did (see gang.py). `unproven` names groups whose pods are Ready and
+    that still count as down for a rollout.
     """
     template = pod_template(deployment, admin_token_sha256=admin_token_sha256)
     groups = groups_of(observed)
@@ -58,14 +46,41 @@ def plan(
     allowed = allowed_down(deployment) - sum(group.is_ready and group.name in unproven for group in staying)
     to_update = {g.ordinal for g in choose_updates(staying, revision_of(template), allowed)}
     new = free_ordinals(observed, deployment.replicas - len(staying))
+    current = [g.ordinal for g in staying if g.revision == revision_of(template) or g.ordinal in to_update]
     wanted: list[Manifest] = [client_service(deployment)]
     wanted += [rendezvous_service(deployment, ordinal) for ordinal in sorted({*(g.ordinal for g in staying), *new})]
-    for group in staying:
-        if group.revision == revision_of(template) or group.ordinal in to_update:
-            wanted.append(leader_stateful_set(deployment, group.ordinal, template))
-    wanted += [leader_stateful_set(deployment, ordinal, template) for ordinal in new]
+    for ordinal in (*current, *new):
+        wanted += group_manifests(deployment, ordinal, template, observed, (held or {}).get(ordinal))
     kept = {group.name for group in staying}
-    return (*differing(wanted, observed), *_removals(leaving, kept, wanted, observed))
+    return (*differing(wanted, observed), *_removals(deployment, staying, leaving, current, kept, wanted, observed))
+
+
+def group_manifests(
+    deployment: InferenceDeployment,
+    ordinal: int,
+    template: Mapping[str, Any],
+    observed: Observed,
+    held: Held | None,
+) -> tuple[Manifest, ...]:
+    """The StatefulSets of one group: always both of one revision, none before its ranks have a place to meet."""
+    if layout_of(deployment.spec).pods == 1:
+        return (leader_stateful_set(deployment, ordinal, template),)
+    address = meeting_place(deployment, ordinal, observed)
+    if address is None:
+        return ()
+    return (
+        leader_stateful_set(deployment, ordinal, template, address=address, held=held),
+        worker_stateful_set(deployment, ordinal, template, address=address, held=held),
+    )
+
+
+def meeting_place(deployment: InferenceDeployment, ordinal: int, observed: Observed) -> str | None:
+    """The ClusterIP of the group's rendezvous Service, which works without cluster DNS; None until it has one."""
+    name = group_name(deployment, ordinal)
+    for service in observed.services:
+        if service["metadata"]["name"] == name and not is_terminating(service):
+            return (service.get("spec") or {}).get("clusterIP") or None
+    return None
 
 
 def plan_tuning_state(deployment: InferenceDeployment, observed: Observed, state: str) -> tuple[Action, ...]:
@@ -113,11 +128,26 @@ def free_ordinals(observed: Observed, count: int) -> tuple[int, ...]:
 
 
 def _removals(
-    leaving: Iterable[Group], kept: set[str], wanted: Iterable[Manifest], observed: Observed
+    deployment: InferenceDeployment,
+    staying: Iterable[Group],
+    leaving: Iterable[Group],
+    current: Collection[int],
+    kept: set[str],
+    wanted: Iterable[Manifest],
+    observed: Observed,
 ) -> Iterable[Delete]:
-    """StatefulSets of groups that go, and group Services that no group needs any more."""
+    """StatefulSets of groups that go, or that need no workers any more, and group Services that no group needs."""
     for group in leaving:
-        yield Delete("StatefulSet", group.name, _uid(group.stateful_set), "scaled in")
+        yield delete_of("StatefulSet", group.stateful_set, "scaled in")
+        if group.worker_set is not None:
+            yield delete_of("StatefulSet", group.worker_set, "scaled in")
+    for group in staying:
+        if group.worker_set is not None and group.ordinal in current and layout_of(deployment.spec).pods == 1:
+            yield delete_of("StatefulSet", group.worker_set, "a replica is one pod now")
+    present = {group.ordinal for group in (*staying, *leaving)}
+    for stateful_set in observed.stateful_sets:
+        if is_worker(stateful_set) and ordinal_of(stateful_set) not in present and not is_terminating(stateful_set):
+            yield delete_of("StatefulSet", stateful_set, "its leader is gone")
     needed = {m["metadata"]["name"] for m in wanted if m["kind"] == "Service"} | kept
     draining = {ordinal_of(pod) for pod in observed.pods}
     for service in observed.services:
@@ -125,11 +155,7 @@ def _removals(
         is_group_service = ROLE_LABEL in (metadata.get("labels") or {})
         is_needed = metadata["name"] in needed or ordinal_of(service) in draining
         if is_group_service and not is_needed and not is_terminating(service):
-            yield Delete("Service", metadata["name"], _uid(service), "its replica is gone")
-
-
-def _uid(manifest: Manifest) -> str:
-    return str(manifest["metadata"].get("uid", ""))
+            yield delete_of("Service", service, "its replica is gone")
 
 
 def differing(wanted: Iterable[Manifest], observed: Observed) -> tuple[Apply, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 from kubernetes.aio.dynamic.exceptions import NotFoundError
 
+from trimtab_operator.actions import Action, Apply
 from trimtab_operator.admin_token import admin_token, token_hash
 from trimtab_operator.bounded_http import pod_url
 from trimtab_operator.builders.stateful_set import pod_template, revision_of
@@ -31,13 +32,14 @@ from trimtab_operator.lease import CONNECTION_ERRORS
 from trimtab_operator.metrics import ADMIN_PORT, GroupObservation, Target, observe
 from trimtab_operator.model_facts import gate_of, plan_facts
 from trimtab_operator.phases import EngineView
-from trimtab_operator.plan import Action, Apply, plan, plan_tuning_state
+from trimtab_operator.plan import plan, plan_tuning_state
 from trimtab_operator.refusal import Refusal
 from trimtab_operator.rollback import Course, RolloutState, course_of, plan_rollout_state, stored_rollout
 from trimtab_operator.spec import KIND, InferenceDeployment, ModelSource, Spec
 from trimtab_operator.status import status_of
 from trimtab_operator.tuner import Decision, Mode, Pace, TickResult, TunerState, tick
 from trimtab_operator.tuning import settings_of, stored_state
+from trimtab_operator.upkeep import upkeep
 from trimtab_operator.validation import refusals
 
 logger = logging.getLogger(__name__)
@@ -186,11 +188,7 @@ class Reconciler:
             await self._write_status(deployment, replace(facts, layout_refusals=gate.refusals))
             return self.tick_seconds
         course = await self._choose_course(deployment, observed, token, memory, may_start=gate.is_open)
-        actions: tuple[Action, ...] = ()
-        if course.target is not None:
-            token_sha256 = token_hash(token)
-            actions = plan(course.target, observed, admin_token_sha256=token_sha256, unproven=course.unproven)
-        if await self._execute(deployment, actions):
+        if await self._execute(deployment, await self._due(deployment, observed, token, course)):
             observed = await self.cluster.observe(deployment)
         facts = await self._tune(deployment, course.target or deployment, observed, token, memory)
         facts = replace(facts, model=None if gate.is_open else gate.model, failed_change=course.failed)
@@ -217,6 +215,21 @@ class Reconciler:
         await self._execute(deployment, plan_rollout_state(deployment, observed, course.state, key=token))
         memory.rollout = course.state
         return course
+
+    async def _due(
+        self, deployment: InferenceDeployment, observed: Observed, token: str, course: Course
+    ) -> tuple[Action, ...]:
+        """What the groups need, and what makes them as wanted."""
+        care = await upkeep(self.cluster, observed, now=datetime.fromtimestamp(self.clock(), UTC))
+        for note in care.notes:
+            await self._event(deployment, "Warning", note.reason, note.message, note.key)
+        if course.target is None:
+            return care.deletions
+        token_sha256 = token_hash(token)
+        wanted = plan(
+            course.target, observed, admin_token_sha256=token_sha256, held=care.held, unproven=course.unproven
+        )
+        return (*care.deletions, *wanted)
 
     async def _read(self, namespace: str, name: str, uid: str) -> InferenceDeployment:
         """The resource as it is now. Raises Gone, or InvalidSpec."""
@@ -249,7 +262,9 @@ class Reconciler:
                 if manifest["kind"] == "StatefulSet":
                     await self._event_of_replica(deployment, action)
             else:
-                await self.cluster.delete(action.kind, deployment.namespace, action.name, uid=action.uid)
+                await self.cluster.delete(
+                    action.kind, deployment.namespace, action.name, uid=action.uid, grace_seconds=action.grace_seconds
+                )
                 self._log_write(deployment, "delete", action.kind, action.name, action.reason)
                 if action.kind == "StatefulSet":
                     await self._event(

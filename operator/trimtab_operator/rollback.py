@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from trimtab_operator.actions import Action
 from trimtab_operator.builders.config_map import ROLLOUT_KEY, rollout_config_map
 from trimtab_operator.builders.labels import rollout_config_map_name
 from trimtab_operator.builders.pod import grace_seconds
@@ -28,7 +29,7 @@ from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.groups import Group, Manifest, Observed
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.phases import EngineView, phase_of
-from trimtab_operator.plan import Action, differing
+from trimtab_operator.plan import differing
 from trimtab_operator.quantity import parse_seconds
 from trimtab_operator.spec import InferenceDeployment
 from trimtab_operator.validation import refusals

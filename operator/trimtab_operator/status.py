@@ -9,9 +9,10 @@ from typing import Any
 
 from trimtab_operator.builders.engine_args import plain, served_name
 from trimtab_operator.builders.labels import HTTP_PORT, leader_selector, selector_text, service_name
-from trimtab_operator.conditions import Facts, conditions, timed, timestamp
+from trimtab_operator.conditions import Facts, conditions, timed
 from trimtab_operator.engine_values import knobs
 from trimtab_operator.groups import Group, Manifest, is_worker, ordinal_of, revision_label
+from trimtab_operator.kube_time import timestamp
 from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.phases import EngineView, phase_of

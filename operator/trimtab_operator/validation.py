@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_operator.engine_values import knobs
+from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
@@ -195,17 +196,24 @@ def args_repeat_no_field(deployment: InferenceDeployment) -> Iterator[Refusal]:
 # --- the layout -------------------------------------------------------------------------------------------------------
 
 
-def parallelism_is_not_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def experts_need_ranks(deployment: InferenceDeployment) -> Iterator[Refusal]:
     parallelism = deployment.spec.parallelism
-    for name in ("tensor", "pipeline", "data"):
-        if getattr(parallelism, name) != 1:
-            yield Refusal(
-                f"spec.parallelism.{name}",
-                f"is {getattr(parallelism, name)}; more than one rank per replica is not built yet: "
-                "set it to 1 and raise spec.replicas",
-            )
-    if parallelism.expert:
-        yield Refusal("spec.parallelism.expert", "expert parallelism is not built yet; set it to false")
+    if parallelism.expert and parallelism.tensor * parallelism.data == 1:
+        yield Refusal(
+            "spec.parallelism.expert",
+            "is true, but tensor x data is 1: experts are spread over those ranks; raise tensor or data, or set it to "
+            "false",
+        )
+
+
+def data_over_several_pods_is_not_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    data, pods = deployment.spec.parallelism.data, layout_of(deployment.spec).pods
+    if data > 1 and pods > 1:
+        yield Refusal(
+            "spec.parallelism.data",
+            f"is {data}, over {pods} pods; data-parallel ranks in several pods are not built yet: raise gpusPerNode so "
+            "that all ranks of a replica fit into one pod, or set it to 1 and raise spec.replicas",
+        )
 
 
 def gpus_fill_whole_engines(deployment: InferenceDeployment) -> Iterator[Refusal]:
@@ -562,7 +570,8 @@ RULES: tuple[Rule, ...] = (
     runtime_kind_is_built,
     an_image_is_known,
     args_repeat_no_field,
-    parallelism_is_not_built,
+    experts_need_ranks,
+    data_over_several_pods_is_not_built,
     gpus_fill_whole_engines,
     engine_fields_are_built,
     swapping_has_space,

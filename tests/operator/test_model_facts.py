@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trimtab_operator.actions import Action, Apply, Delete
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL
 from trimtab_operator.groups import Observed
 from trimtab_operator.model_facts import (
@@ -29,7 +30,6 @@ from trimtab_operator.model_facts import (
     plan_facts,
     subject_of,
 )
-from trimtab_operator.plan import Action, Apply, Delete
 from trimtab_operator.spec import InferenceDeployment
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "model_facts_smollm2.json"

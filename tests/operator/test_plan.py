@@ -7,9 +7,11 @@ import random
 from typing import Any
 
 import pytest
+from trimtab_operator.actions import Action, Apply, Delete
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, common_labels, group_selector
+from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION, Held
 from trimtab_operator.groups import Observed, groups_of, is_pod_ready
-from trimtab_operator.plan import Action, Apply, Delete, allowed_down, plan, plan_tuning_state
+from trimtab_operator.plan import allowed_down, plan, plan_tuning_state
 from trimtab_operator.spec import InferenceDeployment
 
 HASH = "a" * 64
@@ -50,6 +52,9 @@ class Plant:
                 key = (manifest["kind"], manifest["metadata"]["name"])
                 self.uids += 1
                 manifest["metadata"]["uid"] = self.objects.get(key, {}).get("metadata", {}).get("uid", f"o-{self.uids}")
+                if manifest["kind"] == "Service":
+                    before = self.objects.get(key, {}).get("spec", {}).get("clusterIP", f"10.0.0.{self.uids % 250}")
+                    manifest["spec"] = {**manifest["spec"], "clusterIP": before}
                 self.objects[key] = manifest
 
     def controllers(self) -> None:
@@ -58,12 +63,13 @@ class Plant:
         for name in [n for n in self.pods if n.rsplit("-", 1)[0] not in sets]:
             del self.pods[name]
         for name, stateful_set in sets.items():
-            template = stateful_set["spec"]["template"]
-            pod = self.pods.get(f"{name}-0")
-            labels = template["metadata"]["labels"]
-            if pod is None or pod["metadata"]["labels"] != labels:
-                metadata = {"name": f"{name}-0", "labels": dict(labels)}
-                self.pods[f"{name}-0"] = {"metadata": metadata, "status": {}}
+            labels = stateful_set["spec"]["template"]["metadata"]["labels"]
+            wanted = [f"{name}-{number}" for number in range(stateful_set["spec"]["replicas"])]
+            for extra in [n for n in self.pods if n.rsplit("-", 1)[0] == name and n not in wanted]:
+                del self.pods[extra]
+            for pod in wanted:
+                if pod not in self.pods or self.pods[pod]["metadata"]["labels"] != labels:
+                    self.pods[pod] = {"metadata": {"name": pod, "labels": dict(labels)}, "status": {}}
 
     def set_ready(self, name: str, ready: bool = True) -> None:
         self.pods[name]["status"] = {"conditions": [{"type": "Ready", "status": "True" if ready else "False"}]}
@@ -252,3 +258,99 @@ def test_pods_of_other_kinds_are_not_counted_as_groups() -> None:
     pod = {"metadata": {"name": "stray", "labels": common_labels(deployment)}, "status": {}}
     assert groups_of(Observed(pods=(pod,))) == ()
     assert group_selector(deployment, 3)[GROUP_LABEL] == "3"
+
+
+# --- groups of several pods -------------------------------------------------------------------------------------------
+
+THREE = {"tensor": 3, "gpusPerNode": 1}
+
+
+def args_of(manifest: dict[str, Any]) -> list[str]:
+    found: list[str] = manifest["spec"]["template"]["spec"]["containers"][0]["args"]
+    return found
+
+
+def test_a_group_of_several_pods_is_made_once_its_ranks_have_a_place_to_meet() -> None:
+    plant = Plant(a_deployment(parallelism=THREE))
+    first = plant.plan()
+    assert [a.manifest["kind"] for a in first if isinstance(a, Apply)] == ["Service", "Service"]
+    plant.execute(first)
+    address = plant.objects["Service", "m-g0"]["spec"]["clusterIP"]
+    plant.execute(plant.plan())
+    leader, workers = plant.objects["StatefulSet", "m-g0"], plant.objects["StatefulSet", "m-g0-w"]
+    assert (leader["spec"]["replicas"], workers["spec"]["replicas"]) == (1, 2)
+    same = {"--tensor-parallel-size=3", "--nnodes=3", "--master-port=29500", f"--master-addr={address}"}
+    assert same <= set(args_of(leader)) & set(args_of(workers))
+    assert "--node-rank=0" in args_of(leader)
+    assert "--node-rank=auto" in args_of(workers)
+    plant.settle()
+    assert [len(group.pods) for group in groups_of(plant.observed())] == [3]
+
+
+def test_both_stateful_sets_of_a_group_carry_one_revision_in_a_rollout() -> None:
+    plant = Plant(a_deployment(parallelism=THREE, replicas=2))
+    plant.settle()
+    plant.deployment = a_deployment(parallelism=THREE, replicas=2, engine={"maxNumSeqs": 32})
+    plant.execute(plant.plan())
+    for group in groups_of(plant.observed()):
+        assert group.revision, "the leader's and the workers' differ"
+    assert len({group.revision for group in groups_of(plant.observed())}) == 2
+    plant.settle()
+    assert len({group.revision for group in groups_of(plant.observed())}) == 1
+
+
+def test_a_rendezvous_service_made_anew_restarts_its_group() -> None:
+    plant = Plant(a_deployment(parallelism=THREE))
+    plant.settle()
+    before = args_of(plant.objects["StatefulSet", "m-g0"])
+    del plant.objects["Service", "m-g0"]
+    assert [a.manifest["kind"] for a in plant.plan() if isinstance(a, Apply)] == ["Service"]
+    plant.settle()
+    after = args_of(plant.objects["StatefulSet", "m-g0"])
+    assert before != after
+    assert args_of(plant.objects["StatefulSet", "m-g0-w"])[:-1] == after[:-1]
+
+
+def test_scale_in_takes_the_whole_group() -> None:
+    plant = Plant(a_deployment(parallelism=THREE, replicas=2))
+    plant.settle()
+    plant.deployment = a_deployment(parallelism=THREE, replicas=1)
+    deleted = {a.name for a in plant.plan() if isinstance(a, Delete)}
+    assert deleted == {"m-g1", "m-g1-w"}
+    plant.settle()
+    assert sorted(name for _, name in plant.objects) == ["m", "m-g0", "m-g0", "m-g0-w"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(THREE, {}), ({}, THREE), (THREE, {"tensor": 2, "gpusPerNode": 1})])
+def test_a_changed_layout_changes_the_pods_of_a_group(before: dict[str, int], after: dict[str, int]) -> None:
+    plant = Plant(a_deployment(parallelism=before))
+    plant.settle()
+    plant.deployment = a_deployment(parallelism=after)
+    plant.settle()
+    (group,) = groups_of(plant.observed())
+    assert len(group.pods) == after.get("tensor", 1)
+    assert group.is_ready
+
+
+def test_workers_whose_leader_is_gone_go_too() -> None:
+    plant = Plant(a_deployment(parallelism=THREE))
+    plant.settle()
+    del plant.objects["StatefulSet", "m-g0"]
+    assert "m-g0-w" in {a.name for a in plant.plan() if isinstance(a, Delete)}
+    plant.settle()
+    assert all(group.is_ready for group in groups_of(plant.observed()))
+
+
+def test_a_group_that_gave_its_pods_back_has_none_until_it_tries_again() -> None:
+    plant = Plant(a_deployment(parallelism=THREE))
+    plant.settle()
+    for held, pods in (
+        (Held("note", has_pods=False), 0),
+        (Held("note", has_pods=True), 3),
+        (Held("", has_pods=True), 3),
+    ):
+        plant.execute(plan(plant.deployment, plant.observed(), admin_token_sha256=HASH, held={0: held}))
+        plant.controllers()
+        assert len(plant.pods) == pods
+        stored = plant.objects["StatefulSet", "m-g0"]["metadata"]["annotations"]
+        assert stored == {GAVE_BACK_ANNOTATION: held.note}

@@ -58,7 +58,9 @@ class FakeCluster:
         self.children[key] = copy.deepcopy(dict(manifest))
         self.writes += 1
 
-    async def delete(self, kind: str, _namespace: str, name: str, *, uid: str) -> None:
+    async def delete(
+        self, kind: str, _namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
+    ) -> None:
         assert self.children.pop((kind, name))["metadata"].get("uid", "") == uid
         self.writes += 1
 

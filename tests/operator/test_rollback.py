@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trimtab_operator.actions import Apply
 from trimtab_operator.builders.labels import REVISION_LABEL
 from trimtab_operator.builders.stateful_set import pod_template, revision_of
 from trimtab_operator.groups import Group, Observed, groups_of
 from trimtab_operator.layout.degrees import Degrees
-from trimtab_operator.plan import Apply, plan
+from trimtab_operator.plan import plan
 from trimtab_operator.rollback import (
     REFUSED_STARTS,
     Course,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from decimal import Decimal
 
-from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT
+from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, LEADER, RENDEZVOUS_PORT
 from trimtab_operator.engine_values import knobs
+from trimtab_operator.layout import layout_of
 from trimtab_operator.quantity import parse_seconds
 from trimtab_operator.spec import InferenceDeployment, Spec, Speculative
 
@@ -47,6 +48,7 @@ def engine_args(deployment: InferenceDeployment, *, admin_token_sha256: str) -> 
         "--block-size": spec.engine.block_size,
         **_knob_flags(spec),
         **_engine_flags(spec),
+        **_layout_flags(spec),
         "--shutdown-timeout": f"{parse_seconds(spec.rollout.drain_timeout):g}",
     }
     rendered = [flag if value is SWITCH else f"{flag}={value}" for flag, value in flags.items() if value is not None]
@@ -66,6 +68,33 @@ def _engine_flags(spec: Spec) -> dict[str, object | None]:
         "--enforce-eager": SWITCH if engine.enforce_eager else None,
         "--cudagraph-capture-sizes": ",".join(map(str, engine.cudagraph_capture_sizes or ())) or None,
     }
+
+
+def _layout_flags(spec: Spec) -> dict[str, object | None]:
+    """None of them for one rank. Where a group's ranks meet is the group's own matter (`group_flags`)."""
+    layout, parallelism = layout_of(spec), spec.parallelism
+    if layout.world_size == 1:
+        return {}
+    return {
+        "--tensor-parallel-size": parallelism.tensor,
+        "--pipeline-parallel-size": parallelism.pipeline,
+        "--data-parallel-size": parallelism.data,
+        "--enable-expert-parallel": SWITCH if parallelism.expert else None,
+        "--nnodes": layout.pods if layout.pods > 1 else None,
+        "--master-port": RENDEZVOUS_PORT if layout.pods > 1 else None,
+    }
+
+
+def group_flags(*, address: str, revision: str, role: str) -> list[str]:
+    """What the pods of one group of several are told beyond the template: where to meet, whom, and who they are.
+
+    Ranks of another revision are kept out by the id. A worker's number follows from its pod's.
+    """
+    return [
+        f"--master-addr={address}",
+        f"--rendezvous-id={revision}",
+        f"--node-rank={0 if role == LEADER else 'auto'}",
+    ]
 
 
 def _speculative_config(speculative: Speculative | None) -> str | None:

@@ -40,6 +40,11 @@ def group_selector(deployment: InferenceDeployment, ordinal: int) -> dict[str, s
     return {**leader_selector(deployment), GROUP_LABEL: str(ordinal)}
 
 
+def worker_selector(deployment: InferenceDeployment, ordinal: int) -> dict[str, str]:
+    """Selects the worker pods of one group. Neither clients' Service nor `status.selector` selects them."""
+    return {DEPLOYMENT_LABEL: deployment.name, ROLE_LABEL: WORKER, GROUP_LABEL: str(ordinal)}
+
+
 def children_selector(name: str) -> str:
     """Label selector, as text, of everything that belongs to one deployment."""
     return f"app.kubernetes.io/managed-by={MANAGED_BY},{DEPLOYMENT_LABEL}={name}"
@@ -53,6 +58,11 @@ def selector_text(labels: dict[str, str]) -> str:
 def group_name(deployment: InferenceDeployment, ordinal: int) -> str:
     """Name of a group's StatefulSet and rendezvous Service; its pod is NAME-gN-0."""
     return f"{deployment.name}-g{ordinal}"
+
+
+def worker_set_name(deployment: InferenceDeployment, ordinal: int) -> str:
+    """Name of the StatefulSet of a group's workers; its pods are NAME-gN-w-0 and up."""
+    return f"{group_name(deployment, ordinal)}-w"
 
 
 def service_name(deployment: InferenceDeployment) -> str:

@@ -1,8 +1,9 @@
-"""The leader pod of one replica group: the engine in the container `main`, nothing else."""
+"""The pods of one replica group: the engine in the container `main`, nothing else."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from trimtab_operator.builders.engine_args import MODEL_MOUNT, engine_args, model_claim
@@ -14,7 +15,8 @@ from trimtab_operator.spec import InferenceDeployment
 CONTAINER = "main"
 GRACE_MARGIN_SECONDS = 15  # beyond the drain timeout: aborting what is left, writing the last answers, exiting
 ENGINE_USER = 10001  # any non-root user will do; fixed, so that the image's own USER does not matter
-SHM_SIZE_LIMIT = "1Gi"  # a limit, not a reservation; ranks of one pod exchange tensors there
+SHM_GIB_PER_RANK = 1  # a limit, not a reservation; ranks of one pod exchange tensors there
+SERVING_FIELDS = ("ports", "startupProbe", "readinessProbe", "livenessProbe")
 STARTUP_PERIOD_SECONDS = 2
 STARTUP_FAILURES = 3600  # two hours: a large model from slow storage must not be killed while it loads
 
@@ -34,6 +36,18 @@ def pod_spec(deployment: InferenceDeployment, *, admin_token_sha256: str) -> dic
         "containers": [_main(deployment, admin_token_sha256)],
         "volumes": _volumes(deployment),
     }
+
+
+def worker_pod_spec(leader: Mapping[str, Any]) -> dict[str, Any]:
+    """A worker's pod, from the leader's with the user's overlay in it: it serves nobody, so nothing is probed.
+
+    That its engine works shows at the leader, which ends when a rank is gone.
+    """
+    containers = [
+        {key: value for key, value in container.items() if key not in SERVING_FIELDS}
+        for container in leader["containers"]
+    ]
+    return {**leader, "containers": containers}
 
 
 def grace_seconds(deployment: InferenceDeployment) -> int:
@@ -88,8 +102,10 @@ def _resources(deployment: InferenceDeployment) -> dict[str, Any]:
 
 
 def _volumes(deployment: InferenceDeployment) -> list[dict[str, Any]]:
+    layout = layout_of(deployment.spec)
+    shm_gib = SHM_GIB_PER_RANK * math.ceil(layout.world_size / layout.pods)
     volumes: list[dict[str, Any]] = [
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHM_SIZE_LIMIT}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm_gib}Gi"}},
         {"name": "tmp", "emptyDir": {}},
     ]
     claim = model_claim(deployment.spec)

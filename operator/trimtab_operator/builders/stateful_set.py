@@ -1,22 +1,36 @@
-"""The leader StatefulSet of one replica group: one pod that comes back under the same name."""
+"""The StatefulSets of one replica group: the leader's one pod and the workers', which come back under their names."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from trimtab_operator.builders.labels import REVISION_LABEL, common_labels, group_name, group_selector
+from trimtab_operator.builders.engine_args import group_flags
+from trimtab_operator.builders.labels import (
+    DEPLOYMENT_LABEL,
+    GROUP_LABEL,
+    REVISION_LABEL,
+    ROLE_LABEL,
+    common_labels,
+    group_name,
+    group_selector,
+    worker_selector,
+    worker_set_name,
+)
 from trimtab_operator.builders.overlay import lay_over
-from trimtab_operator.builders.pod import pod_spec
+from trimtab_operator.builders.pod import pod_spec, worker_pod_spec
+from trimtab_operator.layout import layout_of
 from trimtab_operator.spec import InferenceDeployment
 
+GAVE_BACK_ANNOTATION = "trimtab.dev/gave-back"  # on a leader's StatefulSet: see gang.py
 REVISION_LENGTH = 10  # hex digits: 40 bits tell the few revisions of one resource apart
 
 
 def pod_template(deployment: InferenceDeployment, *, admin_token_sha256: str) -> dict[str, Any]:
-    """The pod template that all groups share; the group's own labels are added by `leader_stateful_set`."""
+    """The leader's pod template, which all groups share; labels and flags of a group's own are added to it below."""
     rendered = {
         "metadata": {"labels": common_labels(deployment)},
         "spec": pod_spec(deployment, admin_token_sha256=admin_token_sha256),
@@ -30,17 +44,72 @@ def revision_of(template: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:REVISION_LENGTH]
 
 
-def leader_stateful_set(deployment: InferenceDeployment, ordinal: int, template: Mapping[str, Any]) -> dict[str, Any]:
-    """The group's StatefulSet. Parallel, so that a pod that never became ready is replaced by a better template."""
-    selector = group_selector(deployment, ordinal)
+def leader_stateful_set(
+    deployment: InferenceDeployment,
+    ordinal: int,
+    template: Mapping[str, Any],
+    *,
+    address: str | None = None,
+    held: Held | None = None,
+) -> dict[str, Any]:
+    """The StatefulSet of the group's leader. `address`: where the ranks of a group of several pods meet."""
+    name, selector = group_name(deployment, ordinal), group_selector(deployment, ordinal)
+    made = _stateful_set(deployment, name, ordinal, selector, template, address)
+    if held is not None:
+        made["metadata"]["annotations"] = {GAVE_BACK_ANNOTATION: held.note}
+    return _sized(made, 1, held)
+
+
+def worker_stateful_set(
+    deployment: InferenceDeployment,
+    ordinal: int,
+    template: Mapping[str, Any],
+    *,
+    address: str,
+    held: Held | None = None,
+) -> dict[str, Any]:
+    """The StatefulSet of the workers of a group of several pods, from the leader's template: one revision for both."""
+    name, selector = worker_set_name(deployment, ordinal), worker_selector(deployment, ordinal)
+    made = _stateful_set(deployment, name, ordinal, selector, template, address)
+    made["spec"]["template"]["spec"] = worker_pod_spec(made["spec"]["template"]["spec"])
+    return _sized(made, layout_of(deployment.spec).pods - 1, held)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A group that gave its pods back because not all found a node. `note` is kept with it, `has_pods` by the time."""
+
+    note: str
+    has_pods: bool
+
+
+def _sized(stateful_set: dict[str, Any], pods: int, held: Held | None) -> dict[str, Any]:
+    stateful_set["spec"]["replicas"] = pods if held is None or held.has_pods else 0
+    return stateful_set
+
+
+def _stateful_set(
+    deployment: InferenceDeployment,
+    name: str,
+    ordinal: int,
+    selector: dict[str, str],
+    template: Mapping[str, Any],
+    address: str | None,
+) -> dict[str, Any]:
+    """Parallel, so that a pod that never became ready is replaced by a better template."""
     revision = revision_of(template)
     own = {**selector, REVISION_LABEL: revision}
-    metadata = template["metadata"]
+    metadata, pod = template["metadata"], template["spec"]
+    if address is not None:
+        (main,) = pod["containers"]
+        flags = group_flags(address=address, revision=revision, role=selector[ROLE_LABEL])
+        pod = {**pod, "containers": [{**main, "args": [*main["args"], *flags]}]}
+        pod.setdefault("affinity", _apart(deployment, ordinal))
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
         "metadata": {
-            "name": group_name(deployment, ordinal),
+            "name": name,
             "namespace": deployment.namespace,
             "labels": {**common_labels(deployment), **own},
         },
@@ -53,7 +122,18 @@ def leader_stateful_set(deployment: InferenceDeployment, ordinal: int, template:
             "selector": {"matchLabels": selector},
             "template": {
                 "metadata": {**metadata, "labels": {**metadata["labels"], **own}},
-                "spec": template["spec"],
+                "spec": pod,
             },
         },
     }
+
+
+def _apart(deployment: InferenceDeployment, ordinal: int) -> dict[str, Any]:
+    """The pods of one group rather on different nodes: asked for, not insisted on. template.spec.affinity replaces it.
+
+    On GPUs that follows from gpusPerNode anyway; on the CPU nothing else would keep them off one node's cores.
+    """
+    group = {DEPLOYMENT_LABEL: deployment.name, GROUP_LABEL: str(ordinal)}
+    term = {"labelSelector": {"matchLabels": group}, "topologyKey": "kubernetes.io/hostname"}
+    preferred = [{"weight": 100, "podAffinityTerm": term}]
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}

@@ -1,0 +1,134 @@
+"""Groups that race for the last GPUs: who has only some of its pods placed gives them back. Pure.
+
+Kubernetes places pods one by one. Two groups of two pods that race for two GPUs may get one each, and would wait for
+each other for ever. So a group that has been partly placed for too long gives its pods back, and tries again after a
+backoff that grows and that differs from group to group. The oldest of those that are partly placed is patient, the
+others soon give way to it. A group of which no pod is placed holds nothing, and simply waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION
+from trimtab_operator.groups import Group, Manifest, Observed, groups_of
+from trimtab_operator.kube_time import parse_time, timestamp
+from trimtab_operator.scheduling import node_of, unschedulable, unschedulable_since
+
+PATIENCE_SECONDS = 120.0  # of the oldest: a node may be on its way
+PATIENCE_BESIDE_AN_OLDER_SECONDS = 20.0  # the scheduler has looked at every pod several times by then
+FIRST_BACKOFF_SECONDS = 30.0
+MAX_BACKOFF_SECONDS = 600.0
+
+Age = tuple[str, str, str]
+"""(creation time, namespace, name): the smaller, the older."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A group that gave its pods back, for the `count`th time in a row. Its pods come back at `retry_at`."""
+
+    count: int
+    retry_at: datetime
+    why: str
+
+    def is_on(self, now: datetime) -> bool:
+        return now < self.retry_at
+
+    def to_json(self) -> str:
+        return json.dumps({"count": self.count, "retryAt": timestamp(self.retry_at), "why": self.why}, sort_keys=True)
+
+    @property
+    def sentence(self) -> str:
+        return f"gave its pods back, since not all of them found a node ({self.why}); tries again at " + timestamp(
+            self.retry_at
+        )
+
+
+def hold_of(group: Group) -> Hold | None:
+    """What stands at the group; None when nothing does, or nothing that can be read."""
+    text = (group.stateful_set["metadata"].get("annotations") or {}).get(GAVE_BACK_ANNOTATION)
+    if not text:
+        return None
+    try:
+        stored = json.loads(text)
+        retry_at = parse_time(stored["retryAt"])
+        return None if retry_at is None else Hold(int(stored["count"]), retry_at, str(stored["why"]))
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def is_partly_placed(group: Group) -> bool:
+    """Whether some of its pods have a node and another finds none."""
+    return any(node_of(pod) for pod in group.pods) and any(unschedulable(pod) for pod in group.pods)
+
+
+def is_placed(group: Group) -> bool:
+    return len(group.pods) == group.num_pods > 0 and all(node_of(pod) for pod in group.pods)
+
+
+def age_of(group: Group) -> Age:
+    metadata = group.stateful_set["metadata"]
+    return str(metadata.get("creationTimestamp", "")), str(metadata.get("namespace", "")), group.name
+
+
+def ages_of_partly_placed(stateful_sets: Iterable[Manifest], pods: Iterable[Manifest]) -> tuple[Age, ...]:
+    """The ages of all groups, of whatever resource, that are partly placed."""
+    sets, owned_pods = _by_resource(stateful_sets), _by_resource(pods)
+    ages = []
+    for key, own in sets.items():
+        observed = Observed(stateful_sets=tuple(own), pods=tuple(owned_pods.get(key, ())))
+        ages += [age_of(group) for group in groups_of(observed) if is_partly_placed(group)]
+    return tuple(ages)
+
+
+def _by_resource(manifests: Iterable[Manifest]) -> Mapping[tuple[str, str], list[Manifest]]:
+    found: dict[tuple[str, str], list[Manifest]] = {}
+    for manifest in manifests:
+        metadata = manifest["metadata"]
+        name = str((metadata.get("labels") or {}).get("trimtab.dev/deployment", ""))
+        found.setdefault((str(metadata.get("namespace", "")), name), []).append(manifest)
+    return found
+
+
+def holds(groups: Iterable[Group], rivals: Iterable[Age], now: datetime) -> dict[int, Hold]:
+    """By ordinal, the groups that hold no pods at `now` or remember that they did. Groups of one pod never do."""
+    oldest = min(rivals, default=None)
+    found = {}
+    for group in groups:
+        if group.worker_set is None:
+            continue
+        hold = _hold(group, hold_of(group), oldest, now)
+        if hold is not None:
+            found[group.ordinal] = hold
+    return found
+
+
+def _hold(group: Group, before: Hold | None, oldest: Age | None, now: datetime) -> Hold | None:
+    if before is not None and before.is_on(now):
+        return before
+    if is_placed(group):
+        return None
+    stuck = [pod for pod in group.pods if unschedulable(pod)]
+    since = min((when for pod in stuck if (when := unschedulable_since(pod)) is not None), default=None)
+    if not is_partly_placed(group) or since is None:
+        return before
+    is_oldest = oldest is None or age_of(group) <= oldest
+    patience = PATIENCE_SECONDS if is_oldest else PATIENCE_BESIDE_AN_OLDER_SECONDS
+    if (now - since).total_seconds() < patience:
+        return before
+    count = 1 if before is None else before.count + 1
+    retry_at = now + timedelta(seconds=backoff_seconds(group, count))
+    return Hold(count, retry_at.replace(microsecond=0), unschedulable(stuck[0]) or "")
+
+
+def backoff_seconds(group: Group, count: int) -> float:
+    """Doubles from time to time, and is between one and two times that by the group's identity."""
+    base = min(FIRST_BACKOFF_SECONDS * 2.0 ** min(count - 1, 10), MAX_BACKOFF_SECONDS)
+    metadata = group.stateful_set["metadata"]
+    digest = hashlib.sha256(f"{metadata.get('namespace')}/{group.name}/{metadata.get('uid')}".encode()).digest()
+    return base * (1 + digest[0] / 256)

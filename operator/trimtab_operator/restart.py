@@ -1,0 +1,38 @@
+"""A group of several pods ends together. Pure.
+
+One engine runs in all pods of a group: when one is deleted, by a user, a node drain or a rollout, the others can only
+fail. They are deleted, too, while the leader can still finish its requests; all come up again together. When a pod is
+lost without a word, nothing is to be done here: the engine ends by itself in the pods that are left, and their
+containers wait for the new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timedelta
+
+from trimtab_operator.actions import Delete, delete_of
+from trimtab_operator.groups import Group, Manifest, is_terminating
+from trimtab_operator.kube_time import parse_time
+
+
+def companions(groups: Iterable[Group]) -> Iterator[Delete]:
+    """The pods that shared an engine with one that is being deleted. Pods made since then belong to the next engine."""
+    for group in groups:
+        deleted = [(when, pod) for pod in group.pods if (when := deletion_time(pod)) is not None]
+        if not deleted or group.worker_set is None:
+            continue
+        when, first = min(deleted, key=lambda entry: entry[0])
+        for pod in group.pods:
+            created = parse_time(pod["metadata"].get("creationTimestamp"))
+            if not is_terminating(pod) and created is not None and created < when:
+                reason = f"{group.name} restarts as one: {first['metadata']['name']} is being deleted"
+                yield delete_of("Pod", pod, reason)
+
+
+def deletion_time(pod: Manifest) -> datetime | None:
+    """When deletion was asked for; `deletionTimestamp` is when the grace period ends."""
+    ends = parse_time(pod["metadata"].get("deletionTimestamp"))
+    if ends is None:
+        return None
+    return ends - timedelta(seconds=int(pod["metadata"].get("deletionGracePeriodSeconds") or 0))

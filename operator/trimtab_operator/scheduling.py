@@ -1,0 +1,31 @@
+"""What the scheduler made of a pod. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from trimtab_operator.groups import Manifest
+from trimtab_operator.kube_time import parse_time
+
+
+def node_of(pod: Manifest) -> str | None:
+    """The node that a pod was given; None while it waits for one."""
+    return (pod.get("spec") or {}).get("nodeName") or None
+
+
+def unschedulable(pod: Manifest) -> str | None:
+    """The scheduler's reason why no node takes the pod; None when one does."""
+    condition = _refused(pod)
+    return None if condition is None else str(condition.get("message") or condition.get("reason") or "no node takes it")
+
+
+def unschedulable_since(pod: Manifest) -> datetime | None:
+    condition = _refused(pod)
+    return None if condition is None else parse_time(condition.get("lastTransitionTime"))
+
+
+def _refused(pod: Manifest) -> Mapping[str, Any] | None:
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return next((c for c in conditions if c.get("type") == "PodScheduled" and c.get("status") == "False"), None)

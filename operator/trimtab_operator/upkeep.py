@@ -1,0 +1,94 @@
+"""What the groups of a resource need beyond being as rendered: nodes that are gone, pods that end together, GPUs that
+are given back. Reads nodes and rivals only when something is amiss; the decisions are pure, in modules of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from trimtab_operator.actions import Delete
+from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, GROUP_LABEL, MANAGED_BY
+from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION, Held
+from trimtab_operator.cluster import API_ERRORS, Cluster
+from trimtab_operator.gang import Age, Hold, age_of, ages_of_partly_placed, hold_of, holds, is_partly_placed
+from trimtab_operator.groups import Group, Manifest, Observed, groups_of
+from trimtab_operator.node_loss import may_be_lost, pods_to_give_up
+from trimtab_operator.restart import companions
+
+logger = logging.getLogger(__name__)
+
+ALL_GROUPS = f"app.kubernetes.io/managed-by={MANAGED_BY},{DEPLOYMENT_LABEL},{GROUP_LABEL}"
+FORBIDDEN = 403
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Worth an Event: reason, message, and what tells it from others of the same text."""
+
+    reason: str
+    message: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Upkeep:
+    """Pods to delete, and groups that hold no pods for a while."""
+
+    deletions: tuple[Delete, ...] = ()
+    held: Mapping[int, Held] | None = None
+    notes: tuple[Note, ...] = ()
+
+
+async def upkeep(cluster: Cluster, observed: Observed, *, now: datetime) -> Upkeep:
+    """What is due now."""
+    groups = groups_of(observed)
+    lost = pods_to_give_up(observed.pods, await _nodes(cluster), now) if may_be_lost(observed.pods) else ()
+    gone = {deletion.uid for deletion in lost}
+    together = tuple(deletion for deletion in companions(groups) if deletion.uid not in gone)
+    kept = holds(groups, await _rivals(cluster, groups), now)
+    notes = [Note("NodeLost", f"{deletion.name} was given up: {deletion.reason}", deletion.uid) for deletion in lost]
+    notes += [Note("RestartedAsOne", f"{deletion.name}: {deletion.reason}", deletion.uid) for deletion in together]
+    for group in groups:
+        hold = kept.get(group.ordinal)
+        if hold is not None and hold != hold_of(group):
+            notes.append(Note("GaveBack", f"{group.name} {hold.sentence}", str(hold.count)))
+    return Upkeep(
+        (*lost, *together), {group.ordinal: held for group in groups if (held := _held(group, kept, now))}, tuple(notes)
+    )
+
+
+def _held(group: Group, kept: Mapping[int, Hold], now: datetime) -> Held | None:
+    """What is rendered at the group: its hold, or nothing in the place of one that is over."""
+    hold = kept.get(group.ordinal)
+    if hold is not None:
+        return Held(hold.to_json(), has_pods=not hold.is_on(now))
+    is_over = (group.stateful_set["metadata"].get("annotations") or {}).get(GAVE_BACK_ANNOTATION)
+    return Held("", has_pods=True) if is_over else None
+
+
+async def _nodes(cluster: Cluster) -> list[Manifest]:
+    """All nodes; none when the operator has no right to see them (it was installed for some namespaces)."""
+    try:
+        return list(await cluster.list("Node", None))
+    except API_ERRORS as error:
+        if getattr(error, "status", None) != FORBIDDEN:
+            raise
+        logger.warning("nodes cannot be listed: replicas on lost nodes wait until Kubernetes deletes their pods")
+        return []
+
+
+async def _rivals(cluster: Cluster, groups: tuple[Group, ...]) -> tuple[Age, ...]:
+    """The ages of the groups that are partly placed: of this resource, and, where it may be seen, of all others."""
+    own = tuple(age_of(group) for group in groups if is_partly_placed(group))
+    if not own:
+        return ()
+    try:
+        sets = await cluster.list("StatefulSet", None, selector=ALL_GROUPS)
+        return ages_of_partly_placed(sets, await cluster.list("Pod", None, selector=ALL_GROUPS))
+    except API_ERRORS as error:
+        if getattr(error, "status", None) != FORBIDDEN:
+            raise
+        return own

@@ -1,0 +1,211 @@
+"""Groups that race for the last GPUs: none waits for the other for ever, and the older goes first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, GROUP_LABEL, LEADER, ROLE_LABEL, WORKER
+from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION
+from trimtab_operator.gang import (
+    PATIENCE_BESIDE_AN_OLDER_SECONDS,
+    PATIENCE_SECONDS,
+    Hold,
+    age_of,
+    ages_of_partly_placed,
+    backoff_seconds,
+    hold_of,
+    holds,
+    is_partly_placed,
+)
+from trimtab_operator.groups import Group, Manifest
+from trimtab_operator.kube_time import timestamp
+
+NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
+WHY = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+
+
+def a_pod(group: str, role: str, number: int, *, node: str | None, since: float = 0.0) -> dict[str, Any]:
+    name = f"{group}-{number}" if role == LEADER else f"{group}-w-{number}"
+    labels = {DEPLOYMENT_LABEL: group, GROUP_LABEL: "0", ROLE_LABEL: role}
+    pod: dict[str, Any] = {"metadata": {"name": name, "namespace": "n", "labels": labels}, "spec": {}, "status": {}}
+    if node is not None:
+        pod["spec"]["nodeName"] = node
+    else:
+        since_text = timestamp(NOW + timedelta(seconds=since))
+        condition = {"type": "PodScheduled", "status": "False", "message": WHY, "lastTransitionTime": since_text}
+        pod["status"]["conditions"] = [condition]
+    return pod
+
+
+def a_group(name: str, *nodes: str | None, created: float = 0.0, hold: Hold | None = None, pods: int = 2) -> Group:
+    labels = {DEPLOYMENT_LABEL: name, GROUP_LABEL: "0", ROLE_LABEL: LEADER}
+    annotations = {} if hold is None else {GAVE_BACK_ANNOTATION: hold.to_json()}
+    metadata = {
+        "name": name,
+        "namespace": "n",
+        "uid": f"u-{name}",
+        "labels": labels,
+        "annotations": annotations,
+        "creationTimestamp": timestamp(NOW + timedelta(seconds=created)),
+    }
+    leader = {"metadata": metadata, "spec": {"replicas": 1 if nodes else 0}}
+    worker_labels = {**labels, ROLE_LABEL: WORKER}
+    workers = {
+        "metadata": {"name": f"{name}-w", "namespace": "n", "labels": worker_labels},
+        "spec": {"replicas": pods - 1 if nodes else 0},
+    }
+    placed = [a_pod(name, LEADER if i == 0 else WORKER, max(0, i - 1), node=node) for i, node in enumerate(nodes)]
+    return Group(0, leader, tuple(placed), workers)
+
+
+def after(seconds: float) -> datetime:
+    return NOW + timedelta(seconds=seconds)
+
+
+def test_a_partly_placed_group_gives_its_pods_back_after_a_while_and_says_why() -> None:
+    group = a_group("a", "one", None)
+    assert holds([group], [age_of(group)], after(PATIENCE_SECONDS - 1)) == {}
+    (hold,) = holds([group], [age_of(group)], after(PATIENCE_SECONDS)).values()
+    assert hold.count == 1
+    assert hold.is_on(after(PATIENCE_SECONDS + 1))
+    assert WHY in hold.sentence
+    assert hold_of(a_group("a", hold=hold)) == hold
+
+
+def test_beside_an_older_one_the_younger_gives_way_soon() -> None:
+    old, young = a_group("old", "one", None, created=-10), a_group("young", None, "two")
+    ages, soon = [age_of(old), age_of(young)], after(PATIENCE_BESIDE_AN_OLDER_SECONDS)
+    assert holds([old], ages, soon) == {}
+    assert holds([young], ages, soon)
+
+
+@pytest.mark.parametrize("nodes", [(None, None), ("one", "two"), ("one",)])
+def test_a_group_that_is_placed_as_a_whole_or_not_at_all_keeps_what_it_has(nodes: tuple[str | None, ...]) -> None:
+    assert holds([a_group("a", *nodes)], [], after(3600)) == {}
+
+
+def test_a_replica_of_one_pod_never_gives_back() -> None:
+    group = a_group("a", None)
+    alone = Group(0, group.stateful_set, group.pods)
+    assert holds([alone], [], after(3600)) == {}
+
+
+def test_the_backoff_grows_is_bounded_and_differs_between_groups() -> None:
+    groups = [a_group(f"g{number}", "one", None) for number in range(20)]
+    assert len({backoff_seconds(group, 1) for group in groups}) > 15
+    for group in groups:
+        waits = [backoff_seconds(group, count) for count in range(1, 40)]
+        assert waits == sorted(waits)
+        assert 30 <= waits[0] < 60
+        assert waits[-1] <= 1200
+
+
+def test_how_often_it_gave_back_is_remembered_until_it_is_placed() -> None:
+    hold = Hold(3, after(0), WHY)
+    assert holds([a_group("a", None, None, hold=hold)], [], after(10)) == {0: hold}
+    assert holds([a_group("a", "one", "two", hold=hold)], [], after(10)) == {}
+    (again,) = holds([a_group("a", "one", None, hold=hold)], [], after(PATIENCE_SECONDS + 1)).values()
+    assert again.count == 4
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"count": 1}', '{"count": 1, "retryAt": "soon", "why": ""}'])
+def test_a_note_that_cannot_be_read_is_none(text: str) -> None:
+    group = a_group("a", "one", None)
+    group.stateful_set["metadata"]["annotations"][GAVE_BACK_ANNOTATION] = text
+    assert hold_of(group) is None
+
+
+@dataclass
+class Contest:
+    """Groups, nodes of one GPU each, and a scheduler that places pods in an order of its own."""
+
+    sizes: dict[str, int]
+    nodes: int
+    order: int
+    placed: dict[str, int] = field(default_factory=dict)
+    held: dict[str, Hold] = field(default_factory=dict)
+    stuck_since: dict[str, float] = field(default_factory=dict)
+
+    def schedule(self, now: float) -> None:
+        """One pod of each group in turn, as pods created at once come."""
+        names = list(self.sizes)
+        turn = self.order
+        while sum(self.placed.values()) < self.nodes:
+            waiting = [n for n in names if self._wants(n, now) > self.placed.get(n, 0)]
+            if not waiting:
+                break
+            name = waiting[turn % len(waiting)]
+            turn += 1
+            self.placed[name] = self.placed.get(name, 0) + 1
+        for name in names:
+            if self._wants(name, now) > self.placed.get(name, 0):
+                self.stuck_since.setdefault(name, now)
+            else:
+                self.stuck_since.pop(name, None)
+
+    def _wants(self, name: str, now: float) -> int:
+        hold = self.held.get(name)
+        return 0 if hold is not None and hold.is_on(after(now)) else self.sizes[name]
+
+    def group(self, name: str, now: float) -> Group:
+        wanted, placed = self._wants(name, now), self.placed.get(name, 0)
+        pods: tuple[Manifest, ...] = tuple(
+            a_pod(
+                name,
+                LEADER if i == 0 else WORKER,
+                max(0, i - 1),
+                node="n" if i < placed else None,
+                since=self.stuck_since.get(name, now),
+            )
+            for i in range(wanted)
+        )
+        bare = a_group(name, *([None] * wanted), created=list(self.sizes).index(name), pods=self.sizes[name])
+        hold = self.held.get(name)
+        if hold is not None:
+            bare.stateful_set["metadata"]["annotations"][GAVE_BACK_ANNOTATION] = hold.to_json()
+        return Group(0, bare.stateful_set, pods, bare.worker_set)
+
+    def tick(self, now: float) -> None:
+        self.schedule(now)
+        groups = {name: self.group(name, now) for name in self.sizes}
+        rivals = [age_of(group) for group in groups.values() if is_partly_placed(group)]
+        for name, group in groups.items():
+            found = holds([group], rivals, after(now)).get(0)
+            if found is None:
+                self.held.pop(name, None)
+            else:
+                self.held[name] = found
+                if found.is_on(after(now)):
+                    self.placed.pop(name, None)
+                    self.stuck_since.pop(name, None)
+
+
+@pytest.mark.parametrize("order", range(4))
+@pytest.mark.parametrize("sizes", [{"a": 2, "b": 2}, {"a": 2, "b": 2, "c": 2}, {"a": 3, "b": 2}])
+def test_of_groups_that_race_one_is_soon_placed_and_stays(sizes: dict[str, int], order: int) -> None:
+    contest = Contest(sizes, nodes=max(sizes.values()), order=order)
+    whole: list[str] = []
+    for second in range(0, 1800, 5):
+        contest.tick(second)
+        now_whole = [name for name, size in sizes.items() if contest.placed.get(name) == size]
+        assert set(whole) <= set(now_whole), "a placed group was disturbed"
+        whole = now_whole
+        if second == 300:
+            assert whole, contest
+    assert whole
+
+
+def test_the_older_of_two_wins() -> None:
+    contest = Contest({"old": 2, "young": 2}, nodes=2, order=0)
+    for second in range(0, 120, 5):
+        contest.tick(second)
+    assert contest.placed.get("old") == 2
+
+
+def test_the_ages_of_all_resources_groups_are_told_from_their_pods() -> None:
+    old, young = a_group("old", "one", None, created=-10), a_group("young", "two", "three")
+    sets = [manifest for g in (old, young) for manifest in (g.stateful_set, g.worker_set) if manifest is not None]
+    assert ages_of_partly_placed(sets, [*old.pods, *young.pods]) == (age_of(old),)
