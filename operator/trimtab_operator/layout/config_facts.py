@@ -51,9 +51,11 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
     hidden, num_layers = _count(words, "hidden_size"), _count(words, "num_hidden_layers")
     heads = _count(words, "num_attention_heads")
     kv_heads = _count(words, "num_key_value_heads", default=heads)
-    head_size = _count(words, "head_dim", default=max(1, hidden // heads))
-    vocabulary = _count(words, "vocab_size")
     is_latent = words.get("kv_lora_rank") is not None
+    head_size = _count(words, "head_dim", default=max(1, hidden // heads))
+    if is_latent:  # a query's: with and without rotation
+        head_size = _count(words, "qk_nope_head_dim") + _count(words, "qk_rope_head_dim")
+    vocabulary = _count(words, "vocab_size")
     attention = (
         _latent_attention(words, hidden, heads)
         if is_latent

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.layout.memory_fit import Envelope, MemoryFit, memory_fit
+from trimtab_operator.layout.pods import gpus_of_a_pod
 from trimtab_operator.layout.rules import facts_problems, spec_problems
 from trimtab_operator.spec import Parallelism
 
@@ -73,24 +74,23 @@ def _candidates(asked: Parallelism, facts: ModelFacts) -> Iterator[Parallelism]:
             continue
         for pipeline in range(1, min(MAX_PIPELINE, facts.num_layers) + 1):
             for data in halves:
-                per_pod = _per_pod(asked, tensor * pipeline, data)
+                per_pod = _per_pod(asked, tensor, pipeline, data)
                 yield Parallelism(tensor=tensor, pipeline=pipeline, data=data, expert=expert, gpus_per_node=per_pod)
 
 
-def _per_pod(asked: Parallelism, ranks: int, data: int) -> int | None:
+def _per_pod(asked: Parallelism, tensor: int, pipeline: int, data: int) -> int | None:
     """gpusPerNode of a candidate: as asked where its pods would be full, else the largest smaller number that does.
 
-    With several engines a pod holds whole ones. Where nothing was asked, no pod gets more GPUs than nodes usually have.
+    Where nothing was asked, no pod gets more GPUs than nodes usually have.
     """
-    per_pod = asked.gpus_per_node
-    if per_pod is None:
-        per_pod = max(USUAL_GPUS_PER_NODE, asked.tensor * asked.pipeline)
-        if ranks <= per_pod:
+    most = asked.gpus_per_node
+    if most is None:
+        most = max(USUAL_GPUS_PER_NODE, asked.tensor * asked.pipeline)
+        if tensor * pipeline <= most:
             return None
-    unit = ranks if data > 1 else 1
-    world = ranks * data
-    fitting = [n for n in range(unit, min(per_pod, world) + 1, unit) if world % n == 0]
-    return fitting[-1] if fitting else per_pod
+    elif tensor * pipeline * data % most == 0 and (data == 1 or most % (tensor * pipeline) == 0):
+        return most
+    return gpus_of_a_pod(tensor, pipeline, data, most=most) or asked.gpus_per_node
 
 
 def _distance(asked: Parallelism, other: Parallelism) -> tuple[float, int, int]:

@@ -1,0 +1,173 @@
+"""How long a layout's steps take: a roofline, for ranking layouts, not for promising latencies.
+
+A stage takes the longer of what it reads (weights, keys and values) and what it computes, then what its ranks exchange:
+after each layer's attention and MLP an all-reduce over the tensor ranks, for a mixture under data parallelism a gather
+and a scatter of all its tokens, at the end of a stage a transfer to the next. Nothing overlaps; the CPU costs nothing.
+
+Peaks are `gpus.py`'s, times what of them was reached on one H200: 4.3 of 4.8 TB/s copying, 788 of 989 TFLOP/s
+multiplying 8192³ bf16 matrices. Of NVLink's rate NCCL reaches 370 of 450 GB/s (NVIDIA/nccl-tests#212). Latencies, the
+network and the pipeline's balance are assumptions, named below; no machine with two GPUs has confirmed them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts
+from trimtab_operator.layout.gpus import Gpu
+from trimtab_operator.layout.memory_fit import kv_heads_and_size
+from trimtab_operator.layout.stages import Stage, stages_of
+from trimtab_operator.spec import Parallelism
+
+BANDWIDTH_REACHED = 4.3 / 4.8
+FLOPS_REACHED = 788 / 989
+LINK_REACHED = 370 / 450  # of a link's published rate
+NVLINK_LATENCY_SECONDS = 15e-6  # assumed, of one small collective through NCCL
+PCIE_LATENCY_SECONDS = 30e-6  # assumed
+NETWORK_LATENCY_SECONDS = 40e-6  # assumed: between nodes, with RDMA
+NETWORK_GIGABITS = 100.0  # assumed, per GPU, where nothing else is said
+PIPELINE_BALANCE = 0.85  # assumed: of a stage's time with work in it; steps in flight are not equally long
+ALL_REDUCES_PER_LAYER = 2
+HIDDEN_STATES_PER_TRANSFER = 2  # hidden states and residual
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins ranks: bytes per second that each of them sends, and seconds until the first byte is there."""
+
+    bandwidth: float
+    latency_seconds: float
+
+    def ring_seconds(self, num_bytes: float, ranks: int, passes: int) -> float:
+        """A ring over `ranks`: each pass sends (ranks - 1) / ranks of the bytes. An all-reduce has two passes, a gather
+        or a scatter one.
+        """
+        if ranks == 1:
+            return 0.0
+        return self.latency_seconds + passes * (ranks - 1) / ranks * num_bytes / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """A kind of GPU, and what lies between nodes."""
+
+    gpu: Gpu
+    network_gigabits: float = NETWORK_GIGABITS
+    """Per GPU and direction."""
+
+    @property
+    def in_node(self) -> Link:
+        latency = NVLINK_LATENCY_SECONDS if self.gpu.link == "NVLink" else PCIE_LATENCY_SECONDS
+        return Link(self.gpu.link_bandwidth * LINK_REACHED, latency)
+
+    @property
+    def across_nodes(self) -> Link:
+        return Link(self.network_gigabits * 1e9 / 8 * LINK_REACHED, NETWORK_LATENCY_SECONDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """One step. `seconds` is what a running request waits for its next token; the rest is of the slowest stage."""
+
+    seconds: float
+    work_seconds: float
+    """Reading or computing, whichever is longer."""
+    exchange_seconds: float
+    """All-reduces, gathers, scatters and the transfer to the next stage."""
+
+    @property
+    def exchange_share(self) -> float:
+        return self.exchange_seconds / (self.work_seconds + self.exchange_seconds)
+
+
+def tensor_stays_in_a_node(parallelism: Parallelism) -> bool:
+    """Ranks fill pods in order, the tensor rank running fastest; a pod is never larger than a node."""
+    return _per_pod(parallelism) % parallelism.tensor == 0
+
+
+def decode_step(
+    facts: ModelFacts,
+    parallelism: Parallelism,
+    hardware: Hardware,
+    *,
+    batch: int,
+    context: float,
+    kv_dtype_bytes: int | None = None,
+) -> StepCost:
+    """A step in which each of an engine's `batch` requests, of `context` tokens on average, gets its next token.
+
+    With stages, as many steps are in flight, each with its share of the requests.
+    """
+    stages = parallelism.pipeline
+    tokens = max(1.0, batch / stages)
+    costs = [
+        _stage_cost(facts, parallelism, hardware, stage, tokens, context, kv_dtype_bytes)
+        for stage in stages_of(facts, parallelism)
+    ]
+    times = [work + exchange for work, exchange in costs]
+    slowest = max(range(stages), key=times.__getitem__)
+    in_flight = min(batch, stages)  # as long as fewer requests run than there are stages, one step follows the other
+    cycle = in_flight * times[slowest] / (PIPELINE_BALANCE if stages > 1 else 1)
+    return StepCost(seconds=max(sum(times), cycle), work_seconds=costs[slowest][0], exchange_seconds=costs[slowest][1])
+
+
+def prefill_seconds_per_token(
+    facts: ModelFacts, parallelism: Parallelism, hardware: Hardware, *, chunk: int, context: float
+) -> float:
+    """What a prompt's token costs an engine, in chunks of `chunk` tokens that see `context` tokens on average."""
+    costs = [
+        sum(_stage_cost(facts, parallelism, hardware, stage, chunk, context, None, is_prefill=True))
+        for stage in stages_of(facts, parallelism)
+    ]
+    return max(costs) / chunk / (PIPELINE_BALANCE if parallelism.pipeline > 1 else 1)
+
+
+def _stage_cost(
+    facts: ModelFacts,
+    parallelism: Parallelism,
+    hardware: Hardware,
+    stage: Stage,
+    tokens: float,
+    context: float,
+    kv_dtype_bytes: int | None,
+    *,
+    is_prefill: bool = False,
+) -> tuple[float, float]:
+    """Seconds of work and of exchange of one stage's rank, for `tokens` tokens of its engine."""
+    gpu, itemsize = hardware.gpu, DTYPE_BYTES[facts.dtype]
+    shared_tokens = tokens * (parallelism.data if facts.is_mixture else 1)
+    chosen = facts.num_experts_per_token / facts.num_experts if facts.is_mixture else 0.0
+    heads, size = kv_heads_and_size(facts, parallelism.tensor)
+    kv_per_token = 2 * stage.num_layers * heads * size * (kv_dtype_bytes or itemsize)
+    requests = 1 if is_prefill else tokens  # a chunk reads its request's keys and values once
+    read = stage.read_bytes + (1 - (1 - chosen) ** shared_tokens) * stage.expert_bytes
+    read += requests * context * kv_per_token
+    weight_bytes = 1 if facts.quantization == "fp8" else itemsize
+    flops = 2 * (tokens * stage.read_bytes + shared_tokens * chosen * stage.expert_bytes) / weight_bytes
+    flops += 4 * tokens * context * stage.num_layers * facts.num_attention_heads * facts.head_size / parallelism.tensor
+    rate = (gpu.fp8_flops if facts.quantization == "fp8" else None) or gpu.bf16_flops
+    work = max(read / (gpu.bandwidth * BANDWIDTH_REACHED), flops / (rate * FLOPS_REACHED))
+    return work, _exchange_seconds(facts, parallelism, hardware, stage, tokens)
+
+
+def _exchange_seconds(
+    facts: ModelFacts, parallelism: Parallelism, hardware: Hardware, stage: Stage, tokens: float
+) -> float:
+    tensor, data, itemsize = parallelism.tensor, parallelism.data, DTYPE_BYTES[facts.dtype]
+    states = tokens * facts.hidden_size * itemsize
+    link = hardware.in_node if tensor_stays_in_a_node(parallelism) else hardware.across_nodes
+    all_reduces = ALL_REDUCES_PER_LAYER * stage.num_layers + stage.is_first  # and one for the embedding
+    seconds = all_reduces * link.ring_seconds(states, tensor, passes=2)
+    if facts.is_mixture and data > 1:
+        in_pod = _per_pod(parallelism) >= tensor * parallelism.pipeline * data
+        wide = hardware.in_node if in_pod else hardware.across_nodes
+        seconds += stage.num_mixture_layers * 2 * wide.ring_seconds(states * data, data, passes=1)
+    if not stage.is_last:
+        leaves_pod = (stage.index + 1) * tensor % _per_pod(parallelism) == 0
+        hop = hardware.across_nodes if leaves_pod else hardware.in_node
+        seconds += hop.latency_seconds + HIDDEN_STATES_PER_TRANSFER * states / hop.bandwidth
+    return seconds
+
+
+def _per_pod(parallelism: Parallelism) -> int:
+    return parallelism.gpus_per_node or parallelism.tensor * parallelism.pipeline

@@ -1,0 +1,190 @@
+"""Which layouts of a model a number of GPUs allows, the best first, each with its figures and its reason.
+
+Ranked by what all GPUs together would generate per second under a given load (or, for latency, by the wait for a token
+when one request runs), from `cost.py`'s roofline. The figures choose; the reasons say why in words. Replicas fill the
+GPUs: for a dense model they do what data parallel would, and the users of one are isolated from those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from trimtab_operator.layout.check import layout_problems
+from trimtab_operator.layout.cost import (
+    Hardware,
+    StepCost,
+    decode_step,
+    prefill_seconds_per_token,
+    tensor_stays_in_a_node,
+)
+from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.memory_fit import Envelope, MemoryFit, memory_fit
+from trimtab_operator.layout.pods import gpus_of_a_pod
+from trimtab_operator.layout.rules import Problem
+from trimtab_operator.spec import Parallelism
+
+Objective = Literal["throughput", "latency"]
+MAX_TENSOR = 64
+MAX_PIPELINE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What an average request is like."""
+
+    prompt_tokens: int = 1024
+    output_tokens: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`nodes` machines with `gpus_per_node` GPUs each."""
+
+    hardware: Hardware
+    gpus_per_node: int
+    nodes: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.gpus_per_node * self.nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a layout would do under the load. Of all replicas together: tokens_per_second."""
+
+    requests_per_engine: int
+    """How many run at once: as many as the KV cache holds, at most max_num_seqs."""
+    step: StepCost
+    """A decode step with so many."""
+    single_step_seconds: float
+    """A decode step with one request in the engine."""
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A layout that works. `gpus` are those of one replica."""
+
+    parallelism: Parallelism
+    pods: int
+    gpus: int
+    replicas: int
+    fit: MemoryFit
+    estimate: Estimate
+
+    @property
+    def used_gpus(self) -> int:
+        return self.gpus * self.replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    parallelism: Parallelism
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The best row first; refused layouts by size."""
+
+    rows: tuple[Row, ...]
+    refused: tuple[Refused, ...]
+
+
+def rank_layouts(
+    facts: ModelFacts,
+    cluster: Cluster,
+    envelope: Envelope,
+    *,
+    load: Load = Load(),
+    objective: Objective = "throughput",
+) -> Ranking:
+    """Judge every layout that fits the cluster's GPUs."""
+    rows, refused = [], []
+    gpu = cluster.hardware.gpu
+    for parallelism in candidates(facts, cluster):
+        problems = layout_problems(parallelism, facts, gpu, envelope)
+        if problems:
+            refused.append(Refused(parallelism, problems))
+        else:
+            rows.append(_row(facts, parallelism, cluster, envelope, load))
+    return Ranking(_without_twins(sorted(rows, key=lambda row: _order(row, objective))), tuple(refused))
+
+
+def candidates(facts: ModelFacts, cluster: Cluster) -> Iterator[Parallelism]:
+    """Tensor × pipeline within the GPUs; for mixtures also data and expert parallel. Refused ones among them.
+
+    A dense model's engines are replicas: with data 1 everything about them is said.
+    """
+    total = cluster.gpus
+    for tensor in range(1, min(total, MAX_TENSOR) + 1):
+        for pipeline in range(1, min(total // tensor, MAX_PIPELINE) + 1):
+            most = total // (tensor * pipeline) if facts.is_mixture else 1
+            for data in range(1, most + 1):
+                per_pod = gpus_of_a_pod(tensor, pipeline, data, most=cluster.gpus_per_node, nodes=cluster.nodes)
+                if per_pod is None:
+                    continue  # engines larger than a node, or pods that find no room together
+                shares = facts.is_mixture and tensor * data > 1
+                for expert in (False, True) if shares else (False,):
+                    yield Parallelism(tensor=tensor, pipeline=pipeline, data=data, expert=expert, gpus_per_node=per_pod)
+
+
+def _row(facts: ModelFacts, parallelism: Parallelism, cluster: Cluster, envelope: Envelope, load: Load) -> Row:
+    gpus = parallelism.tensor * parallelism.pipeline * parallelism.data
+    per_pod = parallelism.gpus_per_node or gpus
+    pods = gpus // per_pod
+    replicas = cluster.nodes * (cluster.gpus_per_node // per_pod) // pods
+    fit = memory_fit(facts, parallelism, cluster.hardware.gpu, envelope)
+    estimate = estimate_layout(facts, parallelism, cluster.hardware, fit, envelope, load)
+    total = replace(estimate, tokens_per_second=estimate.tokens_per_second * parallelism.data * replicas)
+    return Row(parallelism=parallelism, pods=pods, gpus=gpus, replicas=replicas, fit=fit, estimate=total)
+
+
+def estimate_layout(
+    facts: ModelFacts,
+    parallelism: Parallelism,
+    hardware: Hardware,
+    fit: MemoryFit,
+    envelope: Envelope,
+    load: Load,
+) -> Estimate:
+    """One engine (one data-parallel rank) in the steady state: each request that ends is followed by another, so that
+    each step carries prompt_tokens / output_tokens tokens of prompt per running request.
+    """
+    longest = min(load.prompt_tokens + load.output_tokens, envelope.max_model_len)
+    batch = max(1, min(envelope.max_num_seqs, fit.kv_tokens // longest))
+    output = min(load.output_tokens, longest)
+    prompt = longest - output
+    context = prompt + output / 2
+    kv_bytes = envelope.kv_dtype_bytes
+    step = decode_step(facts, parallelism, hardware, batch=batch, context=context, kv_dtype_bytes=kv_bytes)
+    single = decode_step(facts, parallelism, hardware, batch=1, context=context, kv_dtype_bytes=kv_bytes)
+    chunk = min(envelope.max_num_batched_tokens, max(1, batch * prompt))
+    per_prompt_token = prefill_seconds_per_token(facts, parallelism, hardware, chunk=chunk, context=prompt / 2)
+    return Estimate(
+        requests_per_engine=batch,
+        step=step,
+        single_step_seconds=single.seconds,
+        tokens_per_second=batch / (step.seconds + batch * prompt / output * per_prompt_token),
+    )
+
+
+def _order(row: Row, objective: Objective) -> tuple[float, ...]:
+    """All-reduces across nodes come last, whatever the roofline says: it knows no network that others use too.
+
+    Ties go to the smaller engine, then to whole experts where several engines share them.
+    """
+    p = row.parallelism
+    best = -row.estimate.tokens_per_second if objective == "throughput" else row.estimate.single_step_seconds
+    return not tensor_stays_in_a_node(p), best, row.gpus, p.expert != (p.data > 1), p.pipeline, p.data
+
+
+def _without_twins(rows: list[Row]) -> tuple[Row, ...]:
+    """Whole or sliced experts are the same to a roofline: the first of two such rows stands for both."""
+    found: dict[tuple[int, int, int], Row] = {}
+    for row in rows:
+        found.setdefault((row.parallelism.tensor, row.parallelism.pipeline, row.parallelism.data), row)
+    return tuple(found.values())

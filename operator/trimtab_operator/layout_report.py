@@ -1,0 +1,184 @@
+"""A ranking of layouts as a table for people, and as JSON for programs (docs/layout-planning.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from trimtab_operator.layout.cost import PIPELINE_BALANCE
+from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.gpus import GIB
+from trimtab_operator.layout.memory_fit import Envelope
+from trimtab_operator.layout.ranking import Cluster, Load, Objective, Ranking, Refused, Row
+from trimtab_operator.layout.reasons import reason_for
+from trimtab_operator.spec import Parallelism
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A question with its answer."""
+
+    facts: ModelFacts
+    cluster: Cluster
+    envelope: Envelope
+    load: Load
+    objective: Objective
+    ranking: Ranking
+
+
+def to_json(planned: Planned, *, limit: int, with_refused: bool) -> dict[str, Any]:
+    """The answer as JSON; `rows` are the best `limit`, `num_rows` says how many there are."""
+    answer: dict[str, Any] = {
+        **_question(planned),
+        "num_rows": len(planned.ranking.rows),
+        "rows": [_row(planned, place, row) for place, row in enumerate(planned.ranking.rows[:limit], start=1)],
+    }
+    if with_refused:
+        answer["refused"] = [_refused(refused) for refused in planned.ranking.refused]
+    return answer
+
+
+def _question(planned: Planned) -> dict[str, Any]:
+    facts, cluster, envelope = planned.facts, planned.cluster, planned.envelope
+    return {
+        "model": facts.model,
+        "architecture": facts.architecture,
+        "supported": facts.supported,
+        "num_parameters": facts.num_parameters,
+        "weights_bytes": facts.weights_bytes,
+        "gpu": cluster.hardware.gpu.name,
+        "gpu_memory_bytes": cluster.hardware.gpu.memory_bytes,
+        "gpus_per_node": cluster.gpus_per_node,
+        "nodes": cluster.nodes,
+        "objective": planned.objective,
+        "assumed": {
+            "gpu_memory_utilization": envelope.gpu_memory_utilization,
+            "max_model_len": envelope.max_model_len,
+            "max_num_seqs": envelope.max_num_seqs,
+            "max_num_batched_tokens": envelope.max_num_batched_tokens,
+            "block_size": envelope.block_size,
+            "kv_dtype_bytes": envelope.kv_dtype_bytes,
+            "prompt_tokens": planned.load.prompt_tokens,
+            "output_tokens": planned.load.output_tokens,
+            "network_gigabits": cluster.hardware.network_gigabits,
+            "pipeline_balance": PIPELINE_BALANCE,
+        },
+    }
+
+
+def _row(planned: Planned, place: int, row: Row) -> dict[str, Any]:
+    return {
+        "place": place,
+        **_degrees(row.parallelism),
+        "pods": row.pods,
+        "gpus": row.gpus,
+        "replicas": row.replicas,
+        "used_gpus": row.used_gpus,
+        "weights_bytes_per_gpu": row.fit.weights_bytes,
+        "kv_tokens": row.fit.kv_tokens,
+        "max_concurrency": round(row.fit.max_concurrency, 2),
+        "min_gpu_memory_utilization": row.fit.min_utilization,
+        "requests_per_engine": row.estimate.requests_per_engine,
+        "step_seconds": row.estimate.step.seconds,
+        "single_request_step_seconds": row.estimate.single_step_seconds,
+        "exchange_share": round(row.estimate.step.exchange_share, 4),
+        "tokens_per_second": round(row.estimate.tokens_per_second, 1),
+        "reason": reason_for(row, planned.facts, planned.cluster, planned.envelope),
+        "spec": {
+            "parallelism": row.parallelism.model_dump(by_alias=True, exclude_none=True),
+            "replicas": row.replicas,
+        },
+    }
+
+
+def _refused(refused: Refused) -> dict[str, Any]:
+    problems = [{"field": p.field, "value": p.value, "limit": p.limit, "message": str(p)} for p in refused.problems]
+    return {**_degrees(refused.parallelism), "problems": problems}
+
+
+def _degrees(parallelism: Parallelism) -> Mapping[str, Any]:
+    return {
+        "tensor": parallelism.tensor,
+        "pipeline": parallelism.pipeline,
+        "data": parallelism.data,
+        "expert": parallelism.expert,
+        "gpus_per_node": parallelism.gpus_per_node,
+    }
+
+
+def heading(planned: Planned) -> str:
+    """What was asked, and what the figures rest on."""
+    facts, cluster, envelope = planned.facts, planned.cluster, planned.envelope
+    nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)}"
+    model = (
+        f"{facts.model}: {facts.architecture}, {facts.num_parameters / 1e9:.2f} billion parameters, "
+        f"{facts.weights_bytes / GIB:.1f} GiB of weights ({facts.quantization or facts.dtype})"
+    )
+    question = (
+        f"{nodes} with {cluster.gpus_per_node} × {cluster.hardware.gpu.name}, of which "
+        f"{envelope.gpu_memory_utilization} of the memory is used; requests of up to {envelope.max_model_len} tokens, "
+        f"on average {planned.load.prompt_tokens} in and {planned.load.output_tokens} out"
+    )
+    lines = [model, question]
+    if not facts.supported:
+        stored = f" stored as {facts.quantization}" if facts.quantization else ""
+        lines.append(f"Note: Trimtab's engine does not run {facts.architecture}{stored}; the check refuses it")
+    return "\n".join(lines)
+
+
+def rows_table(planned: Planned, *, limit: int) -> Table:
+    """The best rows. Times and rates are estimates for comparing rows with each other."""
+    mixture = planned.facts.is_mixture
+    table = Table(header_style="bold", expand=False)
+    for name in ("", "TP", "PP", *(("DP", "EP") if mixture else ()), "GPUs × replicas"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("weights/GPU", "KV tokens", "requests", "step", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for place, row in enumerate(planned.ranking.rows[:limit], start=1):
+        p = row.parallelism
+        pods = f" in {row.pods} pods" if row.pods > 1 else ""
+        table.add_row(
+            str(place),
+            str(p.tensor),
+            str(p.pipeline),
+            *((str(p.data), "yes" if p.expert else "no") if mixture else ()),
+            f"{row.gpus}{pods} × {row.replicas}",
+            f"{row.fit.weights_bytes / GIB:.1f} GiB",
+            f"{row.fit.kv_tokens:,}",
+            f"{row.fit.max_concurrency:.1f}",
+            f"{1000 * _shown_step(planned, row):.1f} ms",
+            f"{row.estimate.tokens_per_second:,.0f}",
+            reason_for(row, planned.facts, planned.cluster, planned.envelope),
+        )
+    return table
+
+
+def _shown_step(planned: Planned, row: Row) -> float:
+    """The wait for a token: of a request that is alone where that is ranked by, else beside all that fit."""
+    return row.estimate.single_step_seconds if planned.objective == "latency" else row.estimate.step.seconds
+
+
+def legend(planned: Planned) -> str:
+    """What the columns mean."""
+    load = "one request runs" if planned.objective == "latency" else "as many requests run as the KV cache holds"
+    return (
+        "weights/GPU: of the fullest rank. KV tokens, requests: of one engine; requests of the full length at once. "
+        f"step: what a request waits for a token when {load}. tokens/s: of all GPUs. Times and rates are estimates "
+        "from a roofline (docs/layout-planning.md), for comparing rows."
+    )
+
+
+def refused_table(planned: Planned) -> Table:
+    table = Table(title="Refused", title_justify="left", header_style="bold", expand=False)
+    for name in ("TP", "PP", "DP", "EP"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for refused in planned.ranking.refused:
+        p = refused.parallelism
+        why = "\n".join(f"{problem.field.removeprefix('spec.parallelism.')} {problem}" for problem in refused.problems)
+        table.add_row(str(p.tensor), str(p.pipeline), str(p.data), "yes" if p.expert else "no", why)
+    return table

@@ -1,0 +1,203 @@
+"""The command line for users: `trimtab plan`. Needs no cluster, no GPU and no engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from trimtab_operator.layout.config_facts import facts_of_config
+from trimtab_operator.layout.cost import NETWORK_GIGABITS, Hardware
+from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.gpus import GPUS, Gpu, gpu_named
+from trimtab_operator.layout.memory_fit import Envelope, kv_dtype_bytes
+from trimtab_operator.layout.ranking import Cluster, Load, rank_layouts
+from trimtab_operator.layout_report import Planned, heading, legend, refused_table, rows_table, to_json
+
+EXIT_NO_LAYOUT = 1
+EXIT_REFUSED = 2  # the input cannot be read
+MAX_FACTS_BYTES = 1 << 20
+PIPED_WIDTH = 160  # columns of the table where there is no terminal to ask
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Plans how a model is laid out over GPUs.",
+)
+
+
+class Output(StrEnum):
+    TABLE = "table"
+    JSON = "json"
+
+
+class Objective(StrEnum):
+    THROUGHPUT = "throughput"
+    LATENCY = "latency"
+
+
+class KvDtype(StrEnum):
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FP8 = "fp8"
+
+
+@app.callback()
+def commands() -> None:
+    """Keeps `plan` a command of its own, beside those to come."""
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="What the model is: a folder with a config.json, such a file, or the facts that "
+            "`trimtab-engine inspect MODEL -o json` prints (a file, or - for standard input)."
+        ),
+    ],
+    gpu: Annotated[str, typer.Option(help=f"Kind of GPU: {', '.join(gpu.name for gpu in GPUS)}.")],
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=64, help="GPUs of one node.")] = 8,
+    nodes: Annotated[int, typer.Option(min=1, max=64, help="Nodes.")] = 1,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Longest prompt plus output, in tokens. Default: the model's.")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        str, typer.Option(help="Share of each GPU's memory that the engine may use.")
+    ] = "0.9",
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="Requests that run at once per engine. Default: the engine's.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Token budget of one step. Default: the engine's.")
+    ] = None,
+    kv_cache_dtype: Annotated[
+        KvDtype, typer.Option(help="Type of the KV cache. auto: that of the model.")
+    ] = KvDtype.AUTO,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of an average request.")] = 1024,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of an average request.")] = 256,
+    network_gigabits: Annotated[
+        float, typer.Option(min=0.1, help="Network between nodes: Gbit/s per GPU and direction.")
+    ] = NETWORK_GIGABITS,
+    objective: Annotated[
+        Objective,
+        typer.Option(
+            help="What to rank by: tokens per second of all GPUs, or the wait for a token when one request runs."
+        ),
+    ] = Objective.THROUGHPUT,
+    limit: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,
+    show_all: Annotated[bool, typer.Option("--all", help="Show all layouts, and those that are refused.")] = False,
+    output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.TABLE,
+) -> None:
+    """Rank the layouts of a model over GPUs, each with its KV cache, its estimated speed and its reason.
+
+    Exit code 1 when no layout works, 2 when the input cannot be read.
+    """
+    device, facts = _gpu(gpu), _facts(model)
+    envelope = _envelope(facts, device, gpu_memory_utilization)
+    envelope = replace(
+        envelope,
+        max_model_len=max_model_len or envelope.max_model_len,
+        max_num_seqs=max_num_seqs or envelope.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens or envelope.max_num_batched_tokens,
+        kv_dtype_bytes=kv_dtype_bytes(kv_cache_dtype.value, facts),
+    )
+    cluster = Cluster(
+        hardware=Hardware(gpu=device, network_gigabits=network_gigabits), gpus_per_node=gpus_per_node, nodes=nodes
+    )
+    load = Load(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    ranking = rank_layouts(facts, cluster, envelope, load=load, objective=objective.value)
+    planned = Planned(
+        facts=facts, cluster=cluster, envelope=envelope, load=load, objective=objective.value, ranking=ranking
+    )
+    most = max(1, len(ranking.rows)) if show_all else limit
+    if output is Output.JSON:
+        typer.echo(json.dumps(to_json(planned, limit=most, with_refused=show_all), indent=2))
+    else:
+        _print(planned, limit=most, with_refused=show_all)
+    if not ranking.rows:
+        raise typer.Exit(EXIT_NO_LAYOUT)
+
+
+def _print(planned: Planned, *, limit: int, with_refused: bool) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    console.print(heading(planned), soft_wrap=True, markup=False)
+    rows, refused = planned.ranking.rows, planned.ranking.refused
+    if rows:
+        console.print(rows_table(planned, limit=limit))
+        more = f"{len(rows) - limit} more with --all. " if len(rows) > limit else ""
+        console.print(more + legend(planned), soft_wrap=True, markup=False)
+    else:
+        console.print("No layout of this model works on these GPUs.", markup=False)
+    if refused and (with_refused or not rows):
+        console.print(refused_table(planned))
+
+
+def _gpu(name: str) -> Gpu:
+    try:
+        return gpu_named(name)
+    except ValueError as error:
+        _refuse(f"--gpu: {error}")
+
+
+def _envelope(facts: ModelFacts, gpu: Gpu, utilization: str) -> Envelope:
+    try:
+        share = float(utilization)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1 or not all(character in "0123456789." for character in utilization):
+        _refuse(f"--gpu-memory-utilization: {utilization!r} is no share; write a decimal above 0, up to 1, such as 0.9")
+    return replace(Envelope.default(facts, gpu), gpu_memory_utilization=utilization)
+
+
+def _facts(model: str) -> ModelFacts:
+    """Facts as inspect prints them, or a config.json; which of the two the keys tell."""
+    where, text = _read(model)
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        _refuse(f"{where}: is not JSON ({error}); give a config.json, or what `trimtab-engine inspect -o json` prints")
+    if not isinstance(values, dict):
+        _refuse(f"{where}: holds no JSON object")
+    try:
+        return ModelFacts.parse(values) if "architecture" in values else facts_of_config(values, model)
+    except ValueError as error:
+        _refuse(f"{where}: {error}")
+
+
+def _read(model: str) -> tuple[str, str]:
+    """The name of what was read, and its text."""
+    if model == "-":
+        return "standard input", sys.stdin.read(MAX_FACTS_BYTES)
+    path = Path(model.removeprefix("file://"))
+    if path.is_dir():
+        path /= "config.json"
+    try:
+        if path.stat().st_size > MAX_FACTS_BYTES:
+            _refuse(f"{path}: is too large for a config.json or facts; of a GGUF file give what `inspect` prints")
+        return str(path), path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is no text"
+        _refuse(f"{path}: cannot be read: {reason}; give a folder with a config.json, or the facts that inspect prints")
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(EXIT_REFUSED)
+
+
+def main() -> Any:
+    """The console entry point."""
+    return app()
+
+
+if __name__ == "__main__":
+    main()

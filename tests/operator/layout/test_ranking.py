@@ -1,0 +1,127 @@
+"""Which layout is first, and why: the advice of the guide, as the figures give it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from trimtab_operator.layout.check import check_layout
+from trimtab_operator.layout.cost import Hardware, tensor_stays_in_a_node
+from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.gpus import gpu_named
+from trimtab_operator.layout.memory_fit import Envelope
+from trimtab_operator.layout.ranking import Cluster, Load, Objective, Ranking, rank_layouts
+from trimtab_operator.layout.reasons import reason_for
+from trimtab_operator.spec import Spec
+
+Published = Callable[[str], ModelFacts]
+Degrees = tuple[int, int, int]
+
+
+def a_ranking(
+    facts: ModelFacts,
+    gpu: str,
+    gpus_per_node: int = 8,
+    nodes: int = 1,
+    *,
+    max_model_len: int = 8192,
+    objective: Objective = "throughput",
+) -> tuple[Ranking, Cluster, Envelope]:
+    cluster = Cluster(hardware=Hardware(gpu=gpu_named(gpu)), gpus_per_node=gpus_per_node, nodes=nodes)
+    envelope = replace(Envelope.default(facts, gpu_named(gpu)), max_model_len=max_model_len)
+    return rank_layouts(facts, cluster, envelope, load=Load(), objective=objective), cluster, envelope
+
+
+def first(ranking: Ranking) -> Degrees:
+    p = ranking.rows[0].parallelism
+    return p.tensor, p.pipeline, p.data
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus_per_node", "nodes", "best", "said"),
+    [
+        # What fits one GPU is copied, not split: nothing to synchronise, users isolated.
+        (
+            "Llama-3.1-8B",
+            "H200",
+            8,
+            1,
+            (1, 1, 1),
+            "fits one GPU: nothing to synchronise; 8 replicas, whose users",
+        ),
+        ("Llama-3.1-8B", "L40S", 4, 1, (1, 1, 1), "4 replicas"),
+        # What does not is split inside the node, over no more GPUs than it needs.
+        ("Llama-3.1-70B", "H100", 8, 1, (4, 1, 1), "larger than one GPU; every layer over 4 GPUs of one node (NVLink)"),
+        ("Llama-3.1-405B", "H200", 8, 1, (8, 1, 1), "exchanges take"),
+        # What is larger than a node: tensor inside, stages across.
+        ("Llama-3.1-405B", "H100", 8, 2, (8, 2, 1), "larger than a node; every layer over 8 GPUs of one node (NVLink)"),
+        ("Llama-3.1-405B", "H100", 8, 2, (8, 2, 1), "2 stages over 2 nodes: only hidden states cross the network"),
+        # Without NVLink stages come before wide tensor groups.
+        (
+            "Llama-3.1-70B",
+            "L40S",
+            8,
+            1,
+            (2, 4, 1),
+            "instead of two all-reduces per layer, which counts without NVLink",
+        ),
+        # Experts over the ranks of several attention copies.
+        ("Qwen3-235B-A22B", "H200", 8, 1, (1, 1, 8), "16 whole experts on each of 8 ranks"),
+    ],
+)
+def test_the_best_layout_and_its_reason(
+    published: Published, model: str, gpu: str, gpus_per_node: int, nodes: int, best: Degrees, said: str
+) -> None:
+    facts = published(model)
+    ranking, cluster, envelope = a_ranking(facts, gpu, gpus_per_node, nodes)
+    assert first(ranking) == best
+    assert said in reason_for(ranking.rows[0], facts, cluster, envelope)
+
+
+def test_for_latency_a_model_is_split_as_far_as_the_node_goes(published: Published) -> None:
+    ranking, _, _ = a_ranking(published("Llama-3.1-8B"), "H200", objective="latency")
+    assert first(ranking) == (8, 1, 1)
+
+
+@pytest.mark.parametrize("objective", ["throughput", "latency"])
+def test_tensor_groups_across_nodes_come_last(published: Published, objective: Objective) -> None:
+    ranking, _, _ = a_ranking(published("Llama-3.1-405B"), "H100", 8, 2, objective=objective)
+    inside = [tensor_stays_in_a_node(row.parallelism) for row in ranking.rows]
+    assert False in inside
+    assert inside == sorted(inside, reverse=True)
+
+
+@pytest.mark.parametrize("model", ["Llama-3.1-8B", "Llama-3.1-70B", "Qwen3-235B-A22B", "SmolLM2-135M"])
+@pytest.mark.parametrize(("gpu", "gpus_per_node", "nodes"), [("H100", 8, 2), ("L4", 6, 1), ("A100-40", 4, 3)])
+def test_rows_pass_the_check_and_fit_the_gpus_and_refused_ones_do_not(
+    published: Published, a_spec: Callable[..., Spec], model: str, gpu: str, gpus_per_node: int, nodes: int
+) -> None:
+    facts = published(model)
+    ranking, cluster, _ = a_ranking(facts, gpu, gpus_per_node, nodes, max_model_len=4096)
+    engine = {"maxModelLen": 4096}
+    for row in ranking.rows:
+        spec = a_spec(facts, engine=engine, **row.parallelism.model_dump(by_alias=True))
+        assert check_layout(spec, facts, cluster.hardware.gpu) == ()
+        assert row.replicas >= 1
+        assert row.used_gpus <= cluster.gpus
+        assert row.pods * (row.parallelism.gpus_per_node or 0) == row.gpus
+        assert row.pods * row.replicas <= nodes * (gpus_per_node // (row.parallelism.gpus_per_node or 1))
+    for refused in ranking.refused:
+        spec = a_spec(facts, engine=engine, **refused.parallelism.model_dump(by_alias=True))
+        assert check_layout(spec, facts, cluster.hardware.gpu)
+    assert len({tuple(row.parallelism.model_dump().values()) for row in ranking.rows}) == len(ranking.rows)
+
+
+def test_a_model_that_is_too_large_for_all_gpus_has_no_row(published: Published) -> None:
+    ranking, _, _ = a_ranking(published("Llama-3.1-405B"), "L4", 8, 2)
+    assert ranking.rows == ()
+    assert ranking.refused
+
+
+def test_idle_gpus_and_a_tight_cache_are_said(published: Published) -> None:
+    facts = published("Llama-3.1-405B")
+    ranking, cluster, envelope = a_ranking(facts, "H200", 12, max_model_len=131072)
+    reasons = [reason_for(row, facts, cluster, envelope) for row in ranking.rows]
+    assert any("leaves 4 of 12 GPUs idle" in reason for reason in reasons)
+    assert any("tight: 3." in reason for reason in reasons), reasons

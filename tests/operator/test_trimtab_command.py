@@ -1,0 +1,118 @@
+"""`trimtab plan`: what it reads, what it prints, how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trimtab_operator.layout.config_facts import facts_of_config
+from trimtab_operator.trimtab_command import app
+from typer.testing import CliRunner, Result
+
+CONFIGS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "golden/published_configs.json").read_text())
+DOCUMENT = Path(__file__).parents[2] / "docs/layout-planning.md"
+
+
+def plan(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments], input=stdin)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-3.1-70B"]))
+    return tmp_path
+
+
+def test_the_table_is_ranked_and_says_why(folder: Path) -> None:
+    result = plan(str(folder), "--gpu", "H100", "--max-model-len", "8192", "--limit", "2")
+    assert result.exit_code == 0
+    assert "70.55 billion parameters, 131.4 GiB of weights (bfloat16)" in result.output
+    assert "1 node with 8 × H100" in result.output
+    assert "every layer over 4 GPUs of one node" in result.output
+    assert "more with --all" in result.output
+
+
+def test_json_holds_what_the_page_documents(folder: Path) -> None:
+    result = plan(str(folder), "--gpu", "H100", "--max-model-len", "8192", "--all", "-o", "json")
+    answer = json.loads(result.stdout)
+    assert answer["num_rows"] == len(answer["rows"])
+    best = answer["rows"][0]
+    assert (best["place"], best["tensor"], best["pipeline"], best["replicas"]) == (1, 4, 1, 2)
+    assert best["spec"] == {
+        "parallelism": {"tensor": 4, "pipeline": 1, "data": 1, "expert": False, "gpusPerNode": 4},
+        "replicas": 2,
+    }
+    rates = [row["tokens_per_second"] for row in answer["rows"]]
+    assert rates == sorted(rates, reverse=True)
+    refused = answer["refused"][0]
+    assert refused["problems"][0].keys() == {"field", "value", "limit", "message"}
+    page = DOCUMENT.read_text()
+    for key in {*answer, *best, *refused, *answer["assumed"]}:
+        assert f"`{key}`" in page, f"docs/layout-planning.md does not say what {key} is"
+
+
+def test_facts_that_inspect_printed_are_read_from_standard_input(folder: Path) -> None:
+    facts = facts_of_config(CONFIGS["Llama-3.1-8B"], "/models/m").to_json()
+    result = plan("-", "--gpu", "L4", "--gpus-per-node", "2", "-o", "json", stdin=json.dumps(facts))
+    answer = json.loads(result.stdout)
+    assert (answer["model"], answer["gpus_per_node"]) == ("/models/m", 2)
+
+
+def test_when_nothing_works_the_exit_code_is_1_and_every_reason_is_shown(folder: Path) -> None:
+    result = plan(str(folder), "--gpu", "L4", "--gpus-per-node", "2")
+    assert result.exit_code == 1
+    assert "No layout of this model works on these GPUs" in result.output
+    assert "131.4 GiB of weights" in result.output.replace("\n", " ")
+
+
+def test_an_architecture_that_the_engine_does_not_run_is_planned_with_a_note(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["DeepSeek-V3"]))
+    result = plan(str(tmp_path), "--gpu", "H200", "--nodes", "2", "--max-model-len", "32768")
+    assert result.exit_code == 0
+    assert "does not run DeepseekV3ForCausalLM stored as fp8" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "H300"], "--gpu: GPU 'H300' is not known"),
+        (["--gpu", "H100", "--gpu-memory-utilization", "1.5"], "'1.5' is no share"),
+        (["--gpu", "H100", "--gpu-memory-utilization", "nan"], "'nan' is no share"),
+    ],
+)
+def test_options_that_cannot_be_end_with_2(folder: Path, arguments: list[str], message: str) -> None:
+    result = plan(str(folder), *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds no JSON object"),
+        ("{}", "architecture None is not known"),
+        ('{"architecture": "LlamaForCausalLM"}', "weights_by_part is None"),
+        (None, "cannot be read: No such file or directory; give a folder with a config.json"),
+    ],
+)
+def test_a_model_that_cannot_be_read_ends_with_2(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    result = plan(str(tmp_path), "--gpu", "H100")
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_neither_the_engine_nor_a_cluster_client_is_imported(folder: Path) -> None:
+    code = (
+        "import sys; from trimtab_operator.trimtab_command import app\n"
+        "try: app(['plan', sys.argv[1], '--gpu', 'H100', '-o', 'json'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'kopf', 'kubernetes', 'trimtab_engine'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, stdout=subprocess.DEVNULL)
