@@ -31,7 +31,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "stats_interval_seconds": (MIN_STATS_INTERVAL_SECONDS, MAX_STATS_INTERVAL_SECONDS),
 }
 """Fields whose bounds no other value moves."""
-KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOOPBACK_INTERFACE = "lo"
 MAX_RANKS = 4096  # of one degree: far beyond any machine, small enough to refuse nonsense at once
@@ -59,7 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None: the model's. auto: the longest of which one request fits into the KV cache."""
     block_size: int = 16
     kv_cache_dtype: KVCacheDtype = "auto"
-    """auto: the model's dtype."""
+    """auto: the model's dtype. fp8: fp8_e4m3."""
     gpu_memory_utilization: str = "0.9"
     gpu_memory_utilization_cap: str = "0.9"
     kv_cache_memory_bytes: int | None = None

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from trimtab_kernels.copy_blocks import copy_blocks
 
 from trimtab_engine.address_range import AddressRange, AddressSpace, HostMemory, round_up
 from trimtab_engine.parallel.wire_messages import CopyBlocks, KvChange, MapBlocks, UnmapAbove
+
+WORD_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,9 @@ class KVCache:
         """Per layer, the target's and then the draft's: [cap_blocks, block_size, num_kv_heads, head_size]."""
         self.values = tensors[1::2]
         """Like keys."""
+        self.device = whole.device
+        self.block_words = [_as_words(whole, self._regions[first:last]) for first, last in _runs(models)]
+        """Per model: [regions, blocks, block_bytes // 8] int64, for moving blocks whatever their dtype."""
         self.draft = LayerTensors(self.keys[num_layers:], self.values[num_layers:])
         """The draft model's layers; none without one."""
 
@@ -174,11 +180,7 @@ class KVCache:
             return
         if self.mirror is not None:
             self.mirror(CopyBlocks(pairs))
-        device = self.keys[0].device
-        sources = torch.tensor([source for source, _ in pairs], dtype=torch.int64, device=device)
-        destinations = torch.tensor([destination for _, destination in pairs], dtype=torch.int64, device=device)
-        for region in (*self.keys, *self.values):
-            region.index_copy_(0, destinations, region.index_select(0, sources))
+        copy_across(self, self, pairs)
 
     def resident_bytes(self) -> int:
         """What is really in memory now, in whole pages. One allocation: all of it."""
@@ -186,13 +188,19 @@ class KVCache:
 
 
 def copy_across(source: KVCache, destination: KVCache, pairs: list[tuple[int, int]]) -> None:
-    """Copy whole blocks (of source, of destination) between two caches of one layout, over all layers."""
+    """Copy whole blocks (of source, of destination) between caches of one layout, over all layers. No destination is
+    also a source.
+
+    On CUDA it is ordered with the kernels of the current stream, before and after, and nobody waits here.
+    """
     if not pairs:
         return
-    taken, given = zip(*pairs, strict=True)
-    for ours, theirs in zip((*source.keys, *source.values), (*destination.keys, *destination.values), strict=True):
-        blocks = ours.index_select(0, torch.tensor(taken, device=ours.device))
-        theirs.index_copy_(0, torch.tensor(given, device=theirs.device), blocks.to(theirs.device))
+    on_cuda = [cache.device for cache in (source, destination) if cache.device.type == "cuda"]
+    blocks = torch.tensor(pairs, dtype=torch.int64)
+    if on_cuda:
+        blocks = blocks.pin_memory().to(on_cuda[0], non_blocking=True)
+    for ours, theirs in zip(source.block_words, destination.block_words, strict=True):
+        copy_blocks(ours, theirs, blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +210,25 @@ class _Region:
     layer: KVLayers
     block_bytes: int
     start: int
+    used_end: int
+    """Behind the last block; what follows is padding."""
     end: int
+
+
+def _runs(models: list[KVLayers]) -> list[tuple[int, int]]:
+    """Each model's regions [first, last): equally large, at equal distances."""
+    ends = [sum(2 * model.num_layers for model in models[: n + 1]) for n in range(len(models))]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _as_words(whole: torch.Tensor, regions: list[_Region]) -> torch.Tensor:
+    """[regions, blocks, block_bytes // 8] int64. A block is a multiple of 8 bytes, since it has 8 tokens or more."""
+    first, words = regions[0], regions[0].block_bytes // WORD_BYTES
+    distance = (first.end - first.start) // WORD_BYTES
+    blocks = (first.used_end - first.start) // first.block_bytes
+    return whole.view(torch.int64).as_strided(
+        (len(regions), blocks, words), (distance, words, 1), first.start // WORD_BYTES
+    )
 
 
 def _lay_out(models: list[KVLayers], cap_blocks: int, block_size: int, page: int) -> list[_Region]:
@@ -211,8 +237,9 @@ def _lay_out(models: list[KVLayers], cap_blocks: int, block_size: int, page: int
     end = 0
     for model in models:
         block_bytes = block_size * model.bytes_per_token
-        size = round_up(cap_blocks * block_bytes, page)
+        used = cap_blocks * block_bytes
+        size = round_up(used, page)
         for _ in range(2 * model.num_layers):
-            regions.append(_Region(model, block_bytes, end, end + size))
+            regions.append(_Region(model, block_bytes, end, end + used, end + size))
             end += size
     return regions

@@ -15,7 +15,7 @@ from trimtab_engine.errors import ConfigError
 from trimtab_engine.field_values import Bound, Bounds, Json, Kind, Number, Refusal, Unreadable, Value, clamp, read
 from trimtab_engine.memory import MemoryFormula, check_one_request_fits
 
-KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 MAX_RANKS = 1024  # per degree: beyond any group that is built
 MAX_DEVICE_BYTES = 1 << 50
 LOGITS_COPIES = 3  # of [max_num_seqs, vocabulary] float32 while sampling: logits, their sorted copy, probabilities

@@ -14,7 +14,7 @@ from trimtab_engine.address_range import AddressSpace
 from trimtab_engine.batch import ScheduledSequence
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.device import Device
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError
 from trimtab_engine.kv_cache import HOST, KVCache, KVLayers, KVTensors
 from trimtab_engine.kv_size import Unmeasured, check_weights_fit
 from trimtab_engine.layers.linear import padded_rows, row_sizes
@@ -34,6 +34,8 @@ from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.weights.source import WeightSource, open_source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+FLOAT8_E4M3_CAPABILITY = (8, 9)  # from which compute capability on Triton converts this format
 ONE_RANK = Layout()
 GREEDY = SamplingParams(temperature=0.0)
 COSTLIEST_SAMPLING = SamplingParams(top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1)
@@ -78,10 +80,12 @@ class ModelRunner:
         device: Device,
         block_size: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype,
     ) -> None:
         self.facts = facts
         self._model, self._rebuild, self.shard = model, rebuild, shard
         self._device, self._block_size, self._dtype = device, block_size, dtype
+        self._kv_dtype = kv_dtype
         self._scores: list[TokenLogprobs] = []
 
     @classmethod
@@ -107,7 +111,8 @@ class ModelRunner:
             layer_partition=config.pipeline_layer_partition,
         )
         dtype = DTYPES[_dtype_name(config, model_config, device)]
-        _check_kv_dtype(config, dtype)
+        kv_dtype_name = _kv_dtype_name(config, dtype, device)
+        kv_dtype = KV_DTYPES[kv_dtype_name]
         before = device.used_bytes()
         num_parameters = -(-model_config.num_parameters // layout.ranks_per_engine)  # about: ranks are not quite equal
         unmeasured = Unmeasured(
@@ -118,7 +123,7 @@ class ModelRunner:
             num_layers=shard.num_layers,
             num_kv_heads=shard.num_kv_heads,
             head_size=model_config.head_size,
-            kv_dtype_bytes=dtype.itemsize,
+            kv_dtype_bytes=kv_dtype.itemsize,
             max_model_len=max_model_len,
         )
         check_weights_fit(config, unmeasured)
@@ -140,13 +145,13 @@ class ModelRunner:
             num_kv_heads=shard.num_kv_heads,
             head_size=model_config.head_size,
             dtype=str(dtype).removeprefix("torch."),
-            kv_cache_dtype=str(dtype).removeprefix("torch."),
-            kv_dtype_bytes=dtype.itemsize,
+            kv_cache_dtype=kv_dtype_name,
+            kv_dtype_bytes=kv_dtype.itemsize,
             weights_bytes=max(0, device.used_bytes() - before),
             whole=model_config,
         )
         rebuild = lambda: build(_open(config)[0], lambda count: None)  # noqa: E731
-        return cls(model, rebuild, facts, shard, device, config.block_size, dtype)
+        return cls(model, rebuild, facts, shard, device, config.block_size, dtype, kv_dtype)
 
     def drop_weights(self) -> None:
         """Give the weights' memory back. Nothing runs until reload_weights()."""
@@ -203,7 +208,7 @@ class ModelRunner:
     def kv_layers(self) -> KVLayers:
         """What the model needs of a KV cache."""
         facts = self.facts
-        return KVLayers(facts.num_layers, facts.num_kv_heads, facts.head_size, self._dtype)
+        return KVLayers(facts.num_layers, facts.num_kv_heads, facts.head_size, self._kv_dtype)
 
     def new_swap_cache(self, num_blocks: int) -> SwapCache:
         """Host memory for that many blocks like the KV cache's."""
@@ -313,7 +318,7 @@ class ModelRunner:
             block_size=self._block_size,
             num_kv_heads=self.facts.num_kv_heads,
             head_size=self.facts.head_size,
-            dtype=self._dtype,
+            dtype=self._kv_dtype,
             memory=memory or self._device.memory,
             draft=draft,
         )
@@ -363,13 +368,20 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _check_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> None:
-    name = str(dtype).removeprefix("torch.")
-    if config.kv_cache_dtype not in ("auto", name):
-        raise NotBuiltError(
-            f"--kv-cache-dtype is {config.kv_cache_dtype}, but the model runs in {name}: a KV cache of another dtype "
-            f"is not built yet; use auto, or --dtype {config.kv_cache_dtype}"
-        )
+def _kv_dtype_name(config: EngineConfig, dtype: torch.dtype, device: Device) -> str:
+    """The KV cache's dtype by its name on the command line: auto is the model's, fp8 is fp8_e4m3."""
+    name: str = config.kv_cache_dtype
+    if name == "auto":
+        return str(dtype).removeprefix("torch.")
+    name = "fp8_e4m3" if name == "fp8" else name
+    if name == "fp8_e4m3" and device.kind == "cuda":
+        capability = torch.cuda.get_device_capability(device.torch)
+        if capability < FLOAT8_E4M3_CAPABILITY:
+            raise ConfigError(
+                f"--kv-cache-dtype {config.kv_cache_dtype} needs a GPU of compute capability 8.9 or later, this one "
+                f"has {capability[0]}.{capability[1]}; use fp8_e5m2, or auto"
+            )
+    return name
 
 
 def _dtype_name(config: EngineConfig, model: ModelConfig, device: Device) -> str:

@@ -2,7 +2,8 @@
 
 query                   [num_tokens, num_heads, head_size]                 fp32 | bf16 | fp16
 key, value              [num_tokens, num_kv_heads, head_size]              this step's; already written to the cache
-key_cache, value_cache  [num_blocks, block_size, num_kv_heads, head_size]
+key_cache, value_cache  [num_blocks, block_size, num_kv_heads, head_size], perhaps of another dtype (float8: times
+                        key_scale, value_scale); then this step's keys and values count as rounded by it, too
 y                       [num_tokens, num_heads, head_size]
 Query head h reads kv head h // (num_heads // num_kv_heads). Softmax statistics are fp32.
 
@@ -32,6 +33,7 @@ import torch
 from trimtab_kernels.decode_attention_cpu import ReadPattern, decode_attention_cpu, plan_reads
 from trimtab_kernels.paged_batch import PagedBatch, attend_paged_batch, build_paged_batch
 from trimtab_kernels.prefill_attention_cpu import can_multiply, prefill_attention_cpu
+from trimtab_kernels.reshape_and_cache import as_read, as_stored
 
 GATHER_TOKENS = 4096
 """Tokens gathered at once: keys and values of a few MiB, which stay in the last-level cache between copy and use."""
@@ -332,18 +334,36 @@ def merge_parts(
     return (output * left + other * right).to(output.dtype), merged
 
 
-def _read_blocks(cache: torch.Tensor, blocks: torch.Tensor, run: int | None) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class ScaledCache:
+    """A cache that is read in another dtype than it is stored in."""
+
+    stored: torch.Tensor
+    dtype: torch.dtype
+    scale: float
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.stored.shape
+
+
+Cache = torch.Tensor | ScaledCache
+
+
+def _read_blocks(cache: Cache, blocks: torch.Tensor, run: int | None) -> torch.Tensor:
     """[num_blocks, block_size, kv heads, head size] of these blocks: in place when they lie in a row, else gathered."""
+    if isinstance(cache, ScaledCache):
+        return as_read(_read_blocks(cache.stored, blocks, run), cache.dtype, cache.scale)
     if run is not None:
         return cache[run : run + blocks.shape[0]]
     return torch.index_select(cache, 0, blocks)
 
 
 def _attend_decodes(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, group: DecodeGroup, scale: float
+    query: torch.Tensor, key_cache: Cache, value_cache: Cache, group: DecodeGroup, scale: float
 ) -> torch.Tensor:
     """[tokens, heads, head size]. The heads of one kv head are the rows of one attention call."""
-    if group.reads is not None:
+    if group.reads is not None and isinstance(key_cache, torch.Tensor) and isinstance(value_cache, torch.Tensor):
         return decode_attention_cpu(query[group.first : group.last], key_cache, value_cache, group.reads, scale)
     _, num_heads, head_size = query.shape
     num_kv_heads, m = key_cache.shape[2], group.num_tokens
@@ -368,8 +388,8 @@ def _attend_chunk(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    key_cache: Cache,
+    value_cache: Cache,
     chunk: Chunk,
     scale: float,
 ) -> torch.Tensor:
@@ -405,6 +425,9 @@ def paged_attention(
     value_cache: torch.Tensor,
     metadata: AttentionMetadata,
     scale: float,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> torch.Tensor:
     """Attention of a step. Raises ValueError where shapes do not fit."""
     if query.shape[1] % key_cache.shape[2] or query.shape[2] != key_cache.shape[3]:
@@ -413,7 +436,33 @@ def paged_attention(
             f"num_heads must be a multiple of num_kv_heads, and head_size equal"
         )
     if metadata.paged is not None:
-        return attend_paged_batch(query, key_cache, value_cache, metadata.paged, scale)
+        return attend_paged_batch(
+            query, key_cache, value_cache, metadata.paged, scale, key_scale=key_scale, value_scale=value_scale
+        )
+    if key_cache.dtype == query.dtype:
+        return _attend_step(query, key, value, key_cache, value_cache, metadata, scale)
+    dtype = query.dtype
+    return _attend_step(
+        query,
+        as_read(as_stored(key, key_cache.dtype, key_scale), dtype, key_scale),
+        as_read(as_stored(value, value_cache.dtype, value_scale), dtype, value_scale),
+        ScaledCache(key_cache, dtype, key_scale),
+        ScaledCache(value_cache, dtype, value_scale),
+        metadata,
+        scale,
+    )
+
+
+def _attend_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: Cache,
+    value_cache: Cache,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """On the CPU: group by group, chunk by chunk."""
     groups, chunks = metadata.decode_groups, metadata.chunks
     if len(groups) == 1 and not chunks and metadata.num_tokens == query.shape[0]:
         return _attend_decodes(query, key_cache, value_cache, groups[0], scale)

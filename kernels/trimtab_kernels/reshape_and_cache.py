@@ -1,8 +1,8 @@
 """Writes new keys and values into their slots of the paged KV cache.
 
 key, value              [num_tokens, num_kv_heads, head_size]               fp32 | bf16 | fp16; heads lie in a row
-key_cache, value_cache  [num_blocks, block_size, num_kv_heads, head_size]   written in place: dtype of key, or
-                                                                            float8_e4m3fn
+key_cache, value_cache  [num_blocks, block_size, num_kv_heads, head_size]   written in place: fp32 | bf16 | fp16 |
+                                                                            float8_e4m3fn | float8_e5m2
 slot_mapping            [num_tokens] int64: token i goes to slot block_id * block_size + offset; all slots differ.
                         A negative slot marks a row of padding, which is not written (CUDA only: captured graphs pad)
 
@@ -10,9 +10,9 @@ slot_mapping            [num_tokens] int64: token i goes to slot block_id * bloc
 cache   |-- block 0 --|-- block 1 --|-- block 2 --|      slot = 2 * block_size + 1
                                      ..^
 ```
-A float8 cache holds x / scale, clamped to what the format can express (448) and rounded to nearest; scales are one
-number for all keys and one for all values. Bound by memory: 2 * num_tokens * num_kv_heads * head_size * (itemsize +
-cache itemsize) bytes. Source: own.
+A float8 cache holds x / scale, clamped to what the format can express (448, or 57344 for e5m2) and rounded to nearest;
+scales are one number for all keys and one for all values.
+Bound by memory: 2 * num_tokens * num_kv_heads * head_size * (itemsize + cache itemsize) bytes. Source: own.
 """
 
 import torch
@@ -24,9 +24,26 @@ FLOAT8_MAX = 448.0
 """The largest finite float8_e4m3fn; beyond it the format has only NaN."""
 
 
-def quantize_float8(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """x / scale in float8_e4m3fn, clamped."""
-    return (x.float() / scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
+LARGEST = {FLOAT8: FLOAT8_MAX, torch.float8_e5m2: 57344.0}
+"""The float8 formats that a cache may have, and the largest finite value of each."""
+CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *LARGEST)
+
+
+def quantize_float8(x: torch.Tensor, scale: float, dtype: torch.dtype = FLOAT8) -> torch.Tensor:
+    """x / scale in a float8 format, clamped."""
+    largest = LARGEST[dtype]
+    return (x.float() / scale).clamp_(-largest, largest).to(dtype)
+
+
+def as_stored(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """What a cache of this dtype holds of x. Scales are float8's alone."""
+    return quantize_float8(x, scale, dtype) if dtype in LARGEST else x.to(dtype)
+
+
+def as_read(stored: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """What attention makes of it again, in its own dtype."""
+    read = stored.to(dtype)
+    return read.mul_(scale) if stored.dtype in LARGEST and scale != 1.0 else read
 
 
 def reshape_and_cache_reference(
@@ -42,7 +59,7 @@ def reshape_and_cache_reference(
     """One token at a time."""
     block_size = key_cache.shape[1]
     for new, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
-        stored = quantize_float8(new, scale) if cache.dtype == FLOAT8 else new
+        stored = as_stored(new, cache.dtype, scale)
         for token, slot in enumerate(slot_mapping.tolist()):
             if slot >= 0:
                 cache[slot // block_size, slot % block_size] = stored[token]
@@ -54,10 +71,20 @@ def reshape_and_cache_cpu(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
-    """One indexed copy each, for caches of the key's dtype and slots that are all real."""
-    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
-    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+    """One indexed copy each, for slots that are all real."""
+    if key_cache.dtype == key.dtype:
+        key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
+        value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+        return
+    for new, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
+        slots, stored = cache.flatten(0, 1), as_stored(new, cache.dtype, scale)
+        if cache.dtype in LARGEST:  # torch indexes no float8: its bytes then
+            slots, stored = slots.view(torch.uint8), stored.view(torch.uint8)
+        slots.index_copy_(0, slot_mapping, stored)
 
 
 @kernel()
@@ -73,7 +100,7 @@ def _reshape_and_cache(
     inverse_value_scale: tl.tensor,
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
-    IS_FLOAT8: tl.constexpr,
+    LARGEST_VALUE: tl.constexpr,
 ) -> None:
     """One program per token: all its kv heads are one contiguous row of ROW elements, here and in the cache."""
     token = tl.program_id(0).to(tl.int64)
@@ -83,10 +110,10 @@ def _reshape_and_cache(
         inside = offsets < ROW
         new_key = tl.load(key + token * key_stride + offsets, mask=inside)
         new_value = tl.load(value + token * value_stride + offsets, mask=inside)
-        if IS_FLOAT8:
+        if LARGEST_VALUE is not None:
             # The conversion saturates on some generations and yields NaN on others: clamp first.
-            new_key = tl.clamp(new_key.to(tl.float32) * inverse_key_scale, -448.0, 448.0)
-            new_value = tl.clamp(new_value.to(tl.float32) * inverse_value_scale, -448.0, 448.0)
+            new_key = tl.clamp(new_key.to(tl.float32) * inverse_key_scale, -LARGEST_VALUE, LARGEST_VALUE)
+            new_value = tl.clamp(new_value.to(tl.float32) * inverse_value_scale, -LARGEST_VALUE, LARGEST_VALUE)
         tl.store(key_cache + slot * ROW + offsets, new_key.to(key_cache.dtype.element_ty), mask=inside)
         tl.store(value_cache + slot * ROW + offsets, new_value.to(value_cache.dtype.element_ty), mask=inside)
 
@@ -120,7 +147,7 @@ def reshape_and_cache_triton(
         1.0 / value_scale,
         ROW=row,
         BLOCK=block,
-        IS_FLOAT8=key_cache.dtype == FLOAT8,
+        LARGEST_VALUE=LARGEST.get(key_cache.dtype),
         num_warps=4 if block <= 2048 else 8,
     )
 
@@ -141,15 +168,13 @@ def reshape_and_cache(
             f"reshape_and_cache: key {list(key.shape)}, value {list(value.shape)}, cache {list(key_cache.shape)}, "
             f"slot_mapping {list(slot_mapping.shape)} do not fit together"
         )
-    if key_cache.dtype not in (key.dtype, FLOAT8):
+    if key_cache.dtype not in CACHE_DTYPES:
         raise ValueError(f"reshape_and_cache: key is {key.dtype}, the cache holds {key_cache.dtype}")
     if key.is_cuda:
         reshape_and_cache_triton(
             key, value, key_cache, value_cache, slot_mapping, key_scale=key_scale, value_scale=value_scale
         )
-    elif key_cache.dtype == FLOAT8:
-        reshape_and_cache_reference(
+    else:
+        reshape_and_cache_cpu(
             key, value, key_cache, value_cache, slot_mapping, key_scale=key_scale, value_scale=value_scale
         )
-    else:
-        reshape_and_cache_cpu(key, value, key_cache, value_cache, slot_mapping)

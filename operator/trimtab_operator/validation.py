@@ -241,7 +241,6 @@ class NotBuilt:
 
 
 NOT_BUILT_ENGINE_FIELDS = (
-    NotBuilt("kv_cache_dtype", "kvCacheDtype", lambda v: v == "auto", "only auto is built yet; set auto or remove it"),
     NotBuilt("quantization", "quantization", lambda v: False, "quantization is not built yet; remove it"),
     NotBuilt(
         "mm_processor_cache",

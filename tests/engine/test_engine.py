@@ -11,7 +11,7 @@ import pytest
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.device import Device
 from trimtab_engine.engine import Engine
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError
 from trimtab_engine.messages import AddRequest, CoreReady, SamplingParams
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.startup import start_engine
@@ -345,12 +345,6 @@ def test_every_live_field_of_the_scheduler_takes_effect_while_requests_run(model
 
     for _ in range(3):
         assert run(engine, REQUESTS, patch_at_random) == expected
-
-
-def test_a_kv_cache_of_another_dtype_is_refused_by_name(model: Path) -> None:
-    an_engine(model, kv_cache_dtype="float32")
-    with pytest.raises(NotBuiltError, match="--kv-cache-dtype is bfloat16, but the model runs in float32"):
-        an_engine(model, kv_cache_dtype="bfloat16")
 
 
 def test_memory_that_runs_out_while_starting_is_one_line_with_what_to_set(

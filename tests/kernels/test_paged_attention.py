@@ -17,13 +17,15 @@ from trimtab_kernels.paged_attention import (
     plan_cpu_reads,
     plan_decode_groups,
 )
+from trimtab_kernels.reshape_and_cache import as_read, reshape_and_cache
 
 BLOCK_SIZE = 8
 Sequence = tuple[int, int]  # (tokens before, tokens now)
 
 
 def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, size: int = 16, in_rows: bool = False,
-               dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
+               dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None,
+               scales: tuple[float, float] = (1.0, 1.0)) -> None:  # fmt: skip
     """Compute a step in every way. Blocks are scattered over the cache, or in rows."""
     generator = torch.Generator().manual_seed(1)
     counts = [-(-(before + now) // BLOCK_SIZE) for before, now in sequences]
@@ -32,7 +34,8 @@ def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, 
         random.Random(1).shuffle(ids)
     tables = [[ids.pop(0) for _ in range(count)] for count in counts]
     shape = (sum(counts) + 2, BLOCK_SIZE, kv_heads, size)
-    keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    stored = [torch.randn(shape, generator=generator).to(cache_dtype or dtype) for _ in range(2)]
+    keys, values = (as_read(cache, dtype, scale) for cache, scale in zip(stored, scales, strict=True))
     order = sorted(range(len(sequences)), key=lambda i: (sequences[i][1] != 1, -sequences[i][0]))
     decodes = [(tables[i], sequences[i][0] + 1) for i in order if sequences[i][1] == 1]
     chunks = [(tables[i], *sequences[i]) for i in order if sequences[i][1] != 1]
@@ -46,8 +49,10 @@ def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, 
     new_keys, new_values = keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
     scale = size**-0.5
     outputs = [
-        paged_attention(query, new_keys, new_values, keys, values, way, scale)
-        for way in (metadata, plan_cpu_reads(metadata, heads, keys))
+        paged_attention(
+            query, new_keys, new_values, stored[0], stored[1], way, scale, key_scale=scales[0], value_scale=scales[1]
+        )
+        for way in (metadata, plan_cpu_reads(metadata, heads, stored[0]))
     ]
     first = 0
     tolerance = 16 * torch.finfo(dtype).eps
@@ -77,6 +82,35 @@ def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, 
 )
 def test_any_mix_of_decodes_and_chunks(sequences: list[Sequence], heads: int, kv_heads: int, size: int) -> None:
     check_step(sequences, heads=heads, kv_heads=kv_heads, size=size)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_of_another_dtype_is_read_by_its_scales(cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    if cache_dtype != dtype:
+        scales = (1.0, 1.0) if cache_dtype == torch.bfloat16 else (0.5, 2.0)
+        check_step([(5, 1), (0, 17), (99, 1), (24, 9)], cache_dtype=cache_dtype, dtype=dtype, scales=scales)
+        check_step([(50, 1)], in_rows=True, cache_dtype=cache_dtype, dtype=dtype, scales=scales)
+        check_step([(40, 5), (17, 5), (16, 5)], cache_dtype=cache_dtype, dtype=dtype, scales=scales)
+
+
+def test_fresh_tokens_count_as_rounded_by_the_cache_so_that_chunks_do_not_matter() -> None:
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(24, 2, 16, generator=generator) for _ in range(3))
+    caches = [torch.zeros(4, BLOCK_SIZE, 2, 16).to(torch.float8_e4m3fn) for _ in range(2)]
+    reshape_and_cache(key, value, caches[0], caches[1], torch.arange(24), key_scale=0.5, value_scale=0.25)
+
+    def attended(chunks: list[tuple[int, int]]) -> torch.Tensor:
+        metadata = build_attention_metadata(
+            list(range(24)),
+            [],
+            [([0, 1, 2], before, now) for before, now in chunks],
+            block_size=BLOCK_SIZE,
+            device=torch.device("cpu"),
+        )
+        return paged_attention(query, key, value, caches[0], caches[1], metadata, 0.25, key_scale=0.5, value_scale=0.25)
+
+    torch.testing.assert_close(attended([(0, 24)]), attended([(0, 5), (5, 10), (15, 9)]), rtol=1e-5, atol=1e-5)
 
 
 def test_short_chunks_of_equally_many_tokens_form_groups() -> None:

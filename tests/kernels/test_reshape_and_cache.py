@@ -36,7 +36,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="do not fit together"):
         reshape_and_cache(key, key[:, :2], cache, cache, slots)
     with pytest.raises(ValueError, match="the cache holds"):
-        reshape_and_cache(key.bfloat16(), key.bfloat16(), cache, cache, slots)
+        reshape_and_cache(key, key, cache.int(), cache.int(), slots)
 
 
 @pytest.mark.parametrize("write", [reshape_and_cache, reshape_and_cache_triton])
@@ -53,6 +53,19 @@ def test_a_float8_cache_holds_scaled_and_clamped_values(write: Callable[..., Any
         expected = quantize_float8(new, scale).float()
         assert torch.equal(stored, expected)
     assert caches[0].flatten(0, 1)[31].float().max() == 448
+
+
+@pytest.mark.parametrize("write", [reshape_and_cache, reshape_and_cache_triton])
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e5m2, torch.float16, torch.float32])
+def test_a_cache_of_another_format_holds_what_it_can_express(
+    write: Callable[..., Any], cache_dtype: torch.dtype
+) -> None:
+    key, value = (torch.randn(4, 2, 16).to(torch.float8_e5m2).float() for _ in range(2))
+    key[0, 0, 0] = 1e9 if cache_dtype == torch.float8_e5m2 else 2.0
+    caches = [torch.zeros(2, 8, 2, 16).to(cache_dtype) for _ in range(2)]
+    write(key, value, caches[0], caches[1], torch.tensor([15, 0, 5, 8]))
+    assert torch.equal(caches[0].flatten(0, 1)[[15, 0, 5, 8]].float(), key.clamp(max=57344))
+    assert torch.equal(caches[1].flatten(0, 1)[[15, 0, 5, 8]].float(), value)
 
 
 def test_rows_of_padding_are_not_written() -> None:

@@ -64,7 +64,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("spec.parallelism", {"data": 2}, "spec.parallelism.data", "not built yet"),
     ("spec.parallelism.expert", True, "spec.parallelism.expert", "tensor x data is 1"),
     ("spec.parallelism.gpusPerNode", 8, "spec.parallelism.gpusPerNode", "has 1 rank"),
-    ("spec.engine.kvCacheDtype", "fp8", "spec.engine.kvCacheDtype", "only auto"),
+    ("spec.engine.kvCacheDtype", "fp4", "spec.engine.kvCacheDtype", "'auto', 'bfloat16'"),
     ("spec.engine.quantization", "awq", "spec.engine.quantization", "not built yet"),
     ("spec.engine.preemptionMode", "swap", "spec.engine.swapSpace", "is missing, but preemptionMode swap"),
     ("spec.engine.speculative", {"method": "eagle"}, "spec.engine.speculative.method", "not built yet"),

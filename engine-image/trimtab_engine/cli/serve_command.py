@@ -132,7 +132,8 @@ def _add_device_flags(group: Any) -> None:
         type=types.kv_cache_dtype,
         default="auto",
         metavar="DTYPE",
-        help="dtype of the KV cache: auto is the model's, and no other is built yet (default: auto)",
+        help="dtype of the KV cache: auto (the model's), float32, bfloat16, float16, fp8 (fp8_e4m3) or fp8_e5m2 "
+        "(default: auto)",
     )
     group.add_argument(
         "--block-size",

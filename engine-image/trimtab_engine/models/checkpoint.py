@@ -5,6 +5,7 @@ from trimtab_engine.model_config import ModelConfig
 from trimtab_engine.weights.source import WeightSource
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints store what the configuration says
+KV_SCALE_SUFFIXES = (".k_scale", ".v_scale")  # of keys and values in a float8 KV cache
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -77,7 +78,8 @@ def check_tensors(config: ModelConfig, source: WeightSource) -> None:
     extra = sorted(
         name
         for name in found.keys() - expected.keys()
-        if not name.endswith(IGNORED_SUFFIX) and not (name == "lm_head.weight" and config.tie_word_embeddings)
+        if not name.endswith((IGNORED_SUFFIX, *KV_SCALE_SUFFIXES))
+        and not (name == "lm_head.weight" and config.tie_word_embeddings)
     )
     if missing:
         raise ModelError(f"{source.where}: the weights lack {len(missing)} tensors, first {missing[0]}")

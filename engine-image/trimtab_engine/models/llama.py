@@ -89,6 +89,7 @@ class LlamaLayer:
         if config.qk_norm:
             query_norm, key_norm = (load.copy(f"{attention}{name}.weight") for name in ("q_norm", "k_norm"))
             self._qk_norms = (interleave_pairs(query_norm, size), interleave_pairs(key_norm, size))
+        self._kv_scales = {"key_scale": load.kv_scale(attention, "k"), "value_scale": load.kv_scale(attention, "v")}
         self._output = load.summed(attention + "o_proj", heads, groups.tensor, has_bias=config.output_bias)
         self._post_norm = load.copy(prefix + "post_attention_layernorm.weight")
         self._is_moe = config.is_moe_layer(layer)
@@ -119,9 +120,10 @@ class LlamaLayer:
         rotated = rotary_embedding(unrotated, rotation)
         query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
         value = qkv[:, split:].view(rows, self._num_kv_heads, size)
+        scales = self._kv_scales
         keys, values = kv_cache.keys[self._index], kv_cache.values[self._index]
-        reshape_and_cache(key[:num_tokens], value[:num_tokens], keys, values, metadata.slot_mapping)
-        output = paged_attention(query, key, value, keys, values, metadata, self._scale)
+        reshape_and_cache(key[:num_tokens], value[:num_tokens], keys, values, metadata.slot_mapping, **scales)
+        output = paged_attention(query, key, value, keys, values, metadata, self._scale, **scales)
         return self._output(output.view(rows, -1))
 
     def _normalise(self, heads: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor) -> torch.Tensor:

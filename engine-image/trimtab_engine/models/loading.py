@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from trimtab_kernels.rotary_embedding import interleave_pairs
 
+from trimtab_engine.errors import ModelError
 from trimtab_engine.layers.linear import Linear, RowParallelLinear
 from trimtab_engine.parallel.groups import RankGroup
 from trimtab_engine.weights.source import Span, WeightSource
@@ -24,6 +25,17 @@ class Loader:
         tensor = self._source.tensor(name, rows=rows, columns=columns)
         self._progress(tensor.numel())
         return tensor.to(device=self._device, dtype=self._dtype)
+
+    def kv_scale(self, attention: str, which: str) -> float:
+        """The checkpoint's scale of this layer's keys (k) or values (v) in a float8 KV cache; 1 where it has none."""
+        names = (f"{attention}{place}{which}_scale" for place in ("", f"{which}_proj.", "attn."))
+        name = next((name for name in names if name in self._source.shapes()), None)
+        if name is None:
+            return 1.0
+        scales = self._source.tensor(name).float().flatten()
+        if scales.numel() != 1 or not 0 < float(scales[0]) < float("inf"):
+            raise ModelError(f"{self._source.where}: {name} is {scales.tolist()[:4]}; one number above 0 is needed")
+        return float(scales[0])
 
     def copy(self, name: str) -> torch.Tensor:
         """A tensor of its own memory, for small weights."""

@@ -97,7 +97,7 @@ def _elementwise() -> Iterator[Case]:
 
 def _cache() -> Iterator[Case]:
     for heads, size in ((3, 64), (8, 128), (32, 128), (4, 256)):
-        for dtype in (BF16, FLOAT8):
+        for dtype in (BF16, FLOAT8, *[torch.float8_e5m2] * ((heads, size) == (8, 128))):
             yield Case(
                 f"reshape_and_cache {heads}x{size} {str(dtype).removeprefix('torch.')}",
                 lambda _, h=heads, s=size, d=dtype: reshape_and_cache_triton(  # type: ignore[misc]
@@ -137,6 +137,7 @@ class Heads:
         parts += [f"window {self.window}"] * (self.window is not None)
         parts += ["soft cap"] * (self.soft_cap is not None)
         parts += ["float8"] * (self.cache_dtype == FLOAT8)
+        parts += ["float8_e5m2"] * (self.cache_dtype == torch.float8_e5m2)
         return " ".join(parts)
 
 
@@ -148,6 +149,7 @@ HEADS = (
     Heads(32, 8, 128, block_size=128),
     Heads(32, 8, 128, cache_dtype=FLOAT8),
     Heads(32, 8, 128, block_size=32, cache_dtype=FLOAT8),
+    Heads(32, 8, 128, cache_dtype=torch.float8_e5m2),
     Heads(32, 8, 128, window=4096),  # Mistral
     Heads(16, 8, 128),  # Qwen3-0.6B
     Heads(32, 4, 128),  # Qwen3-30B-A3B

@@ -20,6 +20,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.uint8: "*u8",

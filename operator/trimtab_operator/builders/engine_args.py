@@ -46,6 +46,7 @@ def engine_args(deployment: InferenceDeployment, *, admin_token_sha256: str) -> 
         "--admin-token-sha256": admin_token_sha256,
         "--max-model-len": spec.engine.max_model_len,
         "--block-size": spec.engine.block_size,
+        "--kv-cache-dtype": spec.engine.kv_cache_dtype,
         **_knob_flags(spec),
         **_engine_flags(spec),
         **_layout_flags(spec),
