@@ -20,6 +20,7 @@ from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import leader_stateful_set, pod_template, worker_stateful_set
 from trimtab_operator.errors import InvalidSpec, TrimtabError
 from trimtab_operator.layout import layout_of
+from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.spec import GROUP, KIND, VERSION, InferenceDeployment
 
 EXIT_FAILED = 1
@@ -120,11 +121,16 @@ def run(
 def validate(
     file: File,
     default_image: DefaultImage = None,
+    facts: Annotated[
+        Path | None,
+        typer.Option(help="What `trimtab-engine inspect MODEL -o json` printed: the layout is checked against it."),
+    ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="text or json.")] = Output.TEXT,
 ) -> None:
     """Say what the webhook would say, without a cluster. Exit code 2 when something is refused."""
+    model = None if facts is None else _facts(facts)
     found = [
-        {"name": _name(body), "refusals": refusals_of(body, default_image=default_image or "image")}
+        {"name": _name(body), "refusals": refusals_of(body, default_image=default_image or "image", facts=model)}
         for body in _resources(file)
     ]
     if output is Output.JSON:
@@ -184,6 +190,13 @@ def _resources(file: Path) -> list[dict[str, Any]]:
         if not body["metadata"].get("name"):
             _refuse("metadata.name is missing; give the resource a name")
     return [_as_sent(body) for body in found]
+
+
+def _facts(file: Path) -> ModelFacts:
+    try:
+        return ModelFacts.parse(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError) as error:
+        return _refuse(f"{file} cannot be read as model facts: {error}")  # type: ignore[no-any-return]
 
 
 def _as_sent(body: dict[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Reason(StrEnum):
     LAYOUT_DIFFERS = "LayoutDiffers"  # an engine runs another layout
     LAYOUT_UNKNOWN = "NotYetReported"  # no engine has reported its layout
     NOT_LIMITED = "NotLimited"  # nothing keeps the replica count from what is wanted
+    TOO_FEW_GPUS = "TooFewGPUsPerNode"  # a pod asks for more GPUs than any present node has
     UNSCHEDULABLE = "Unschedulable"  # pods of replicas find no node
     AS_EXPECTED = "AsExpected"  # nothing is wrong
     STOPPED = "Stopped"  # nothing runs that could be tuned or measured
@@ -88,6 +89,7 @@ class Facts:
     layout_refusals: tuple[Refusal, ...] = ()
     model: FactsState | None = None
     failed_change: FailedChange | None = None
+    too_few_gpus: str | None = None
     problem: tuple[Reason, str] | None = None
 
 
@@ -230,6 +232,9 @@ def _from_verdict(kind: str, verdict: Verdict) -> Claim:
 
 
 def scaling_claim(facts: Facts) -> Claim:
+    fits = any(group.is_ready and group.revision == facts.revision for group in facts.groups)
+    if facts.too_few_gpus is not None and not fits:
+        return Claim("ScalingLimited", "True", Reason.TOO_FEW_GPUS, facts.too_few_gpus)
     for group in facts.groups:
         hold = hold_of(group)
         if hold is not None and group.num_pods == 0:

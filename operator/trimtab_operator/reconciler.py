@@ -31,6 +31,8 @@ from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.lease import CONNECTION_ERRORS
 from trimtab_operator.metrics import ADMIN_PORT, GroupObservation, Target, observe
 from trimtab_operator.model_facts import gate_of, plan_facts
+from trimtab_operator.node_gpus import gpu_for, too_few_gpus
+from trimtab_operator.nodes import Nodes
 from trimtab_operator.phases import EngineView
 from trimtab_operator.plan import plan, plan_tuning_state
 from trimtab_operator.refusal import Refusal
@@ -97,6 +99,7 @@ class Reconciler:
     """What all loops share."""
 
     cluster: Cluster
+    nodes: Nodes
     http: httpx.AsyncClient
     secret: bytes
     default_image: str | None
@@ -182,7 +185,9 @@ class Reconciler:
         self.metrics.desired_replicas.labels(namespace=namespace, name=name).set(deployment.replicas)
         if await self._execute(deployment, plan_facts(deployment, observed, now=self.clock())):
             observed = await self.cluster.observe(deployment)
-        gate = gate_of(deployment, observed, revision=_revision(deployment, token))
+        nodes = await self.nodes.present() if deployment.spec.runtime.device == "cuda" else None
+        gpu = gpu_for(deployment, nodes or ())
+        gate = gate_of(deployment, observed, revision=_revision(deployment, token), gpu=gpu)
         if gate.refusals:
             facts = replace(_facts(deployment, observed, token, renders=False), refusals=gate.refusals)
             await self._write_status(deployment, replace(facts, layout_refusals=gate.refusals))
@@ -192,6 +197,7 @@ class Reconciler:
             observed = await self.cluster.observe(deployment)
         facts = await self._tune(deployment, course.target or deployment, observed, token, memory)
         facts = replace(facts, model=None if gate.is_open else gate.model, failed_change=course.failed)
+        facts = replace(facts, too_few_gpus=too_few_gpus(deployment, nodes))
         status = await self._write_status(deployment, facts)
         return BUSY_TICK_SECONDS if _is_moving(status) else self.tick_seconds
 

@@ -22,6 +22,7 @@ from trimtab_operator.errors import MisconfiguredOperator
 from trimtab_operator.handlers import build_registry, build_settings
 from trimtab_operator.health import Heartbeats, OperatorMetrics, measure_lag, serve_health, serve_metrics
 from trimtab_operator.lease import CONNECTION_ERRORS, LeaderLease
+from trimtab_operator.nodes import Nodes
 from trimtab_operator.reconciler import Reconciler, WakeUps
 from trimtab_operator.spec import KIND
 from trimtab_operator.webhook import Webhook
@@ -60,7 +61,8 @@ async def run_operator(options: Options) -> int:
     metrics = OperatorMetrics()
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(Cluster())
-        webhook = _webhook(cluster, options)
+        nodes = Nodes(cluster)
+        webhook = _webhook(cluster, nodes, options)
         health = await serve_health(
             options.liveness_port, heartbeats, is_ready=lambda: webhook is None or webhook.is_serving
         )
@@ -72,14 +74,15 @@ async def run_operator(options: Options) -> int:
             stack.push_async_callback((await webhook.start(options.webhook_port)).cleanup)
             background.append(webhook.keep())
         async with _running(background):
-            return await _lead(cluster, options, heartbeats, metrics, stop)
+            return await _lead(cluster, nodes, options, heartbeats, metrics, stop)
 
 
-def _webhook(cluster: Cluster, options: Options) -> Webhook | None:
+def _webhook(cluster: Cluster, nodes: Nodes, options: Options) -> Webhook | None:
     if options.webhook_port == 0:
         return None
     return Webhook(
         cluster,
+        nodes,
         namespace=options.operator_namespace,
         service=options.service_name,
         secret=options.webhook_secret_name,
@@ -103,7 +106,12 @@ async def _check_installation(cluster: Cluster) -> None:
 
 
 async def _lead(
-    cluster: Cluster, options: Options, heartbeats: Heartbeats, metrics: OperatorMetrics, stop: asyncio.Event
+    cluster: Cluster,
+    nodes: Nodes,
+    options: Options,
+    heartbeats: Heartbeats,
+    metrics: OperatorMetrics,
+    stop: asyncio.Event,
 ) -> int:
     """Wait for the Lease, work while it is ours, give it back."""
     lease = LeaderLease(
@@ -117,6 +125,7 @@ async def _lead(
         secret = await cluster.secret(options.operator_namespace, options.secret_name, {SECRET_KEY: new_secret()})
         reconciler = Reconciler(
             cluster=cluster,
+            nodes=nodes,
             http=http,
             secret=secret[SECRET_KEY],
             default_image=options.default_image,

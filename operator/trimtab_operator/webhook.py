@@ -11,20 +11,24 @@ import json
 import logging
 import ssl
 import tempfile
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
 from trimtab_operator import certificates
-from trimtab_operator.admission import review
+from trimtab_operator.admission import NOTHING_KNOWN, Surroundings, is_checked, review
 from trimtab_operator.certificates import Certificates
-from trimtab_operator.cluster import Cluster
+from trimtab_operator.cluster import Cluster, is_owned
 from trimtab_operator.lease import CONNECTION_ERRORS
+from trimtab_operator.nodes import Nodes
 
 logger = logging.getLogger(__name__)
 
 MAX_REVIEW_BYTES = 4 << 20  # etcd holds objects of 1.5 MiB; a review carries the new and the old one
+LOOK_SECONDS = 2.0  # for what is known beside the resource: the API server waits 5 s for the verdict
 REFRESH_SECONDS = 60.0  # how soon a caBundle that somebody reset is set again
 
 
@@ -34,6 +38,7 @@ class Webhook:
     def __init__(
         self,
         cluster: Cluster,
+        nodes: Nodes,
         *,
         namespace: str,
         service: str,
@@ -42,6 +47,7 @@ class Webhook:
         default_image: str | None,
     ) -> None:
         self._cluster = cluster
+        self._nodes = nodes
         self._namespace = namespace
         self._secret = secret
         self._configuration = configuration
@@ -119,7 +125,25 @@ class Webhook:
 
     async def _validate(self, request: web.Request) -> web.Response:
         try:
-            answer = review(await request.json(), default_image=self._default_image)
+            asked = await request.json()
+            answer = review(asked, default_image=self._default_image, known=await self._surroundings(asked["request"]))
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
             return web.json_response({"message": f"not an AdmissionReview: {error!r}"}, status=400)
         return web.json_response(answer)
+
+    async def _surroundings(self, asked: Mapping[str, Any]) -> Surroundings:
+        """What is known beside the resource. Best effort: what cannot be seen in time is left to the loop."""
+        if not is_checked(asked):
+            return NOTHING_KNOWN
+        metadata = asked["object"]["metadata"]
+        try:
+            async with asyncio.timeout(LOOK_SECONDS):
+                nodes = await self._nodes.present()
+                if asked["operation"] == "CREATE":
+                    return Surroundings(nodes=nodes)
+                found = await self._cluster.get("ConfigMap", metadata["namespace"], f"{metadata['name']}-facts")
+                is_ours = found is not None and is_owned(found, str(metadata.get("uid")))
+                return Surroundings(facts=found if is_ours else None, nodes=nodes)
+        except (TimeoutError, *CONNECTION_ERRORS) as error:
+            logger.warning("the webhook judges by the spec alone", extra={"error": str(error) or "timeout"})
+            return NOTHING_KNOWN

@@ -44,3 +44,14 @@ def test_a_good_file_is_accepted_and_rendered(tmp_path: Path) -> None:
     code, said = run("render", text, tmp_path)
     assert code == 0
     assert "kind: StatefulSet" in said
+
+
+def test_facts_of_the_model_judge_the_layout(tmp_path: Path) -> None:
+    file, facts = tmp_path / "resource.yaml", Path(__file__).parents[1] / "golden" / "model_facts_smollm2.json"
+    file.write_text(f"{HEAD}metadata: {{name: m}}\nspec: {{{SPEC}, parallelism: {{tensor: 2}}}}", encoding="utf-8")
+    result = CliRunner().invoke(app, ["validate", "-f", str(file), "--facts", str(facts)])
+    assert result.exit_code == 2
+    assert "spec.parallelism.tensor: is 2, which does not divide num_attention_heads 9" in result.output
+    nothing = CliRunner().invoke(app, ["validate", "-f", str(file), "--facts", str(tmp_path / "absent")])
+    assert nothing.exit_code == 2
+    assert "cannot be read as model facts" in nothing.output

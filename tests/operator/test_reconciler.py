@@ -17,6 +17,7 @@ from trimtab_operator.cluster import Cluster
 from trimtab_operator.groups import Observed
 from trimtab_operator.health import Heartbeats, OperatorMetrics
 from trimtab_operator.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
+from trimtab_operator.nodes import Nodes
 from trimtab_operator.reconciler import BUSY_TICK_SECONDS, Gone, LoopMemory, Reconciler, WakeUps
 from trimtab_operator.spec import InferenceDeployment
 from trimtab_operator.tuner import Decision, Reason, TickResult, TunerState, Verdict
@@ -84,6 +85,7 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
 def a_reconciler(cluster: FakeCluster, http: httpx.AsyncClient) -> Reconciler:
     return Reconciler(
         cluster=cast("Cluster", cluster),
+        nodes=Nodes(cast("Cluster", cluster)),
         http=http,
         secret=b"s",
         default_image="engine:1",
