@@ -196,16 +196,6 @@ def args_repeat_no_field(deployment: InferenceDeployment) -> Iterator[Refusal]:
 # --- the layout -------------------------------------------------------------------------------------------------------
 
 
-def experts_need_ranks(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    parallelism = deployment.spec.parallelism
-    if parallelism.expert and parallelism.tensor * parallelism.data == 1:
-        yield Refusal(
-            "spec.parallelism.expert",
-            "is true, but tensor x data is 1: experts are spread over those ranks; raise tensor or data, or set it to "
-            "false",
-        )
-
-
 def data_over_several_pods_is_not_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
     data, pods = deployment.spec.parallelism.data, layout_of(deployment.spec).pods
     if data > 1 and pods > 1:
@@ -213,17 +203,6 @@ def data_over_several_pods_is_not_built(deployment: InferenceDeployment) -> Iter
             "spec.parallelism.data",
             f"is {data}, over {pods} pods; data-parallel ranks in several pods are not built yet: raise gpusPerNode so "
             "that all ranks of a replica fit into one pod, or set it to 1 and raise spec.replicas",
-        )
-
-
-def gpus_fill_whole_engines(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    parallelism = deployment.spec.parallelism
-    ranks = parallelism.tensor * parallelism.pipeline
-    if parallelism.gpus_per_node is not None and parallelism.gpus_per_node > ranks * parallelism.data:
-        yield Refusal(
-            "spec.parallelism.gpusPerNode",
-            f"is {parallelism.gpus_per_node} but a replica has {ranks * parallelism.data} rank(s); "
-            f"set it to {ranks * parallelism.data}, or leave it out",
         )
 
 
@@ -569,9 +548,7 @@ RULES: tuple[Rule, ...] = (
     runtime_kind_is_built,
     an_image_is_known,
     args_repeat_no_field,
-    experts_need_ranks,
     data_over_several_pods_is_not_built,
-    gpus_fill_whole_engines,
     engine_fields_are_built,
     swapping_has_space,
     speculation_is_built,

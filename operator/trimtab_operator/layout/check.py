@@ -27,6 +27,9 @@ def check_layout(spec: Spec, facts: ModelFacts | None, gpu: Gpu | None = None) -
         return (_not_run(facts),)
     on_gpu = gpu if spec.runtime.device == "cuda" else None
     envelope = Envelope.of_spec(spec, facts, on_gpu) if on_gpu is not None else None
+    too_long = _longer_than_positions(spec, facts)
+    if too_long is not None:
+        return (too_long,)  # memory for such requests would mean nothing
     problems = layout_problems(parallelism, facts, on_gpu, envelope)
     if not problems:
         return ()
@@ -53,6 +56,13 @@ def _not_run(facts: ModelFacts) -> Refusal:
     stored = f" stored as {facts.quantization}" if facts.quantization else ""
     message = f"is {facts.architecture}{stored}, which the engine does not run; `trimtab plan` can still plan for it"
     return Refusal("spec.model.uri", message)
+
+
+def _longer_than_positions(spec: Spec, facts: ModelFacts) -> Refusal | None:
+    asked = spec.engine.max_model_len
+    if asked is None or asked <= facts.max_model_len:
+        return None
+    return Refusal("spec.engine.maxModelLen", f"is {asked}, but the model's positions allow 1 to {facts.max_model_len}")
 
 
 def _does_not_fit(parallelism: Parallelism, fit: MemoryFit, gpu: Gpu, envelope: Envelope) -> Problem:

@@ -52,7 +52,7 @@ def nearest_layouts(
 ) -> tuple[Offer, ...]:
     """Up to three layouts that work, the nearest first: as many GPUs as were asked for, or the next numbers of them.
 
-    Expert parallelism stays as asked where there are experts; data parallel too, but that engines which share experts
+    Expert parallelism stays as asked where there are experts, and ranks to spread them over; data parallel too, but that engines which share experts
     may become fewer. Pods stay as large as asked where the ranks fill them.
     """
     found: list[Offer] = []
@@ -66,7 +66,6 @@ def nearest_layouts(
 
 
 def _candidates(asked: Parallelism, facts: ModelFacts) -> Iterator[Parallelism]:
-    expert = asked.expert and facts.is_mixture
     shares_experts = facts.is_mixture and asked.data > 1
     halves = [asked.data >> n for n in range(asked.data.bit_length())] if shares_experts else [asked.data]
     for tensor in range(1, min(MAX_TENSOR, facts.num_attention_heads) + 1):
@@ -74,6 +73,7 @@ def _candidates(asked: Parallelism, facts: ModelFacts) -> Iterator[Parallelism]:
             continue
         for pipeline in range(1, min(MAX_PIPELINE, facts.num_layers) + 1):
             for data in halves:
+                expert = asked.expert and facts.is_mixture and tensor * data > 1
                 per_pod = _per_pod(asked, tensor, pipeline, data)
                 yield Parallelism(tensor=tensor, pipeline=pipeline, data=data, expert=expert, gpus_per_node=per_pod)
 

@@ -70,6 +70,12 @@ def engines_of_a_replica_are_whole(parallelism: Parallelism) -> Iterator[Problem
     yield Problem("spec.parallelism.gpusPerNode", str(per_pod), limit, reason)
 
 
+def experts_have_ranks_to_spread_over(parallelism: Parallelism) -> Iterator[Problem]:
+    if parallelism.expert and parallelism.tensor * parallelism.data == 1:
+        reason = "but tensor × data is 1, and experts are spread over those ranks"
+        yield Problem("spec.parallelism.expert", "true", "raise tensor or data, or set it to false", reason)
+
+
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +162,11 @@ def _divisors(total: int, most: int, of: int = 1) -> str:
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 
 
-SPEC_RULES: tuple[SpecRule, ...] = (pods_are_full, engines_of_a_replica_are_whole)
+SPEC_RULES: tuple[SpecRule, ...] = (
+    experts_have_ranks_to_spread_over,
+    pods_are_full,
+    engines_of_a_replica_are_whole,
+)
 FACTS_RULES: tuple[FactsRule, ...] = (
     only_mixtures_have_experts,
     stages_have_layers,

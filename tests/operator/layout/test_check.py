@@ -117,6 +117,12 @@ def test_shorter_requests_and_a_larger_share_are_offered_where_they_would_do(
     assert check_layout(larger, facts, gpu_named("H100")) == ()
 
 
+def test_requests_longer_than_the_models_positions_are_refused(published: Published, a_spec: ASpec) -> None:
+    facts = published("Llama-3.1-8B")
+    (refusal,) = check_layout(a_spec(facts, engine={"maxModelLen": 131073}), facts, gpu_named("H100"))
+    assert str(refusal) == "spec.engine.maxModelLen: is 131073, but the model's positions allow 1 to 131072"
+
+
 def test_without_facts_only_the_spec_is_checked(a_spec: ASpec) -> None:
     assert check_layout(a_spec(tensor=7), None) == ()
     (refusal,) = check_layout(a_spec(tensor=2, gpusPerNode=4), None)

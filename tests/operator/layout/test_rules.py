@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from trimtab_engine.config import EngineConfig
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.model_config import parse_model_config
 from trimtab_engine.parallel.ranks import Layout as EngineLayout
@@ -74,6 +75,7 @@ def test_a_refusal_says_the_field_its_value_and_what_it_may_be(
     [
         ({"tensor": 2, "gpus_per_node": 4}, "is 4, but a replica has 2 ranks"),
         ({"gpus_per_node": 2}, "has 1 rank (tensor"),
+        ({"expert": True}, "is true, but tensor × data is 1"),
         ({"tensor": 8, "pipeline": 1, "gpus_per_node": 3}, "set 1, 2, 4 or 8"),
         ({"tensor": 2, "data": 3, "gpus_per_node": 4}, "which does not divide the replica's 6 ranks"),
         ({"tensor": 2, "data": 3, "gpus_per_node": 4}, "set 2 or 6"),
@@ -104,3 +106,10 @@ def test_a_replica_that_is_accepted_fills_its_pods_with_whole_engines_or_one_eng
     if not spec_problems(parallelism):
         layout = layout_of(a_spec(tensor=tensor, pipeline=pipeline, data=data, gpusPerNode=per_pod))
         assert (layout.pods, layout.gpus_per_pod) == (len(pods), size)
+        EngineConfig(  # raises ConfigError for nodes that the engine would not take
+            model="m",
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=pipeline,
+            data_parallel_size=data,
+            nnodes=layout.pods,
+        )
