@@ -52,8 +52,8 @@ def nearest_layouts(
 ) -> tuple[Offer, ...]:
     """Up to three layouts that work, the nearest first: as many GPUs as were asked for, or the next numbers of them.
 
-    Expert parallelism stays as asked where there are experts, and ranks to spread them over; data parallel too, but that engines which share experts
-    may become fewer. Pods stay as large as asked where the ranks fill them.
+    Expert parallelism stays as asked where there are experts, and ranks to spread them over; data parallel too, but
+    that engines which share experts may become fewer. Pods stay as large as asked where the ranks fill them.
     """
     found: list[Offer] = []
     for candidate in sorted(_candidates(asked, facts), key=lambda p: _distance(asked, p)):
