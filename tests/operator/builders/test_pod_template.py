@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 from trimtab_operator.builders.service import client_service, rendezvous_service
-from trimtab_operator.builders.stateful_set import leader_stateful_set, pod_template, revision_of
+from trimtab_operator.builders.stateful_set import (
+    leader_stateful_set,
+    pod_template,
+    revision_of,
+    worker_stateful_set,
+)
 from trimtab_operator.spec import InferenceDeployment
 
 HASH = "b" * 64
@@ -151,3 +156,85 @@ def test_services_select_leaders_only() -> None:
     rendezvous = rendezvous_service(deployment, 0)
     assert rendezvous["spec"]["publishNotReadyAddresses"] is True
     assert rendezvous["spec"]["selector"].items() <= labels.items()
+
+
+# --- replicas of several ranks and pods -------------------------------------------------------------------------------
+
+
+def test_one_rank_gets_no_flag_of_a_layout() -> None:
+    assert not any(argument.startswith(("--tensor", "--nnodes", "--master", "--node-rank")) for argument in args())
+
+
+def test_several_ranks_in_one_pod_are_told_the_layout_and_no_meeting_place() -> None:
+    found = args(parallelism={"tensor": 2, "data": 2, "expert": True, "gpusPerNode": 4})
+    wanted = {"--tensor-parallel-size=2", "--pipeline-parallel-size=1", "--data-parallel-size=2"}
+    assert wanted | {"--enable-expert-parallel"} <= set(found)
+    assert not any(argument.startswith(("--nnodes", "--master", "--node-rank")) for argument in found)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "size"), [({}, "1Gi"), ({"tensor": 2}, "2Gi"), ({"tensor": 4, "gpusPerNode": 2}, "2Gi")]
+)
+def test_shared_memory_grows_with_the_ranks_of_a_pod(parallelism: dict[str, int], size: str) -> None:
+    volumes = a_template(parallelism=parallelism)["spec"]["volumes"]
+    assert next(v for v in volumes if v["name"] == "shm")["emptyDir"]["sizeLimit"] == size
+
+
+def both_sets(**spec: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    deployment = a_deployment(**spec)
+    template = pod_template(deployment, admin_token_sha256=HASH)
+    return (
+        leader_stateful_set(deployment, 0, template, address="10.0.0.1"),
+        worker_stateful_set(deployment, 0, template, address="10.0.0.1"),
+    )
+
+
+def test_worker_pods_differ_from_the_leaders_only_in_who_they_are() -> None:
+    overlay = {"spec": {"nodeSelector": {"a": "b"}, "containers": [{"name": "main", "env": [{"name": "E"}]}]}}
+    leader, workers = both_sets(parallelism={"pipeline": 2, "gpusPerNode": 1}, template=overlay)
+    ours, theirs = (m["spec"]["template"]["spec"] for m in (leader, workers))
+    (main,), (worker,) = ours.pop("containers"), theirs.pop("containers")
+    assert ours == theirs
+    assert theirs["nodeSelector"] == {"a": "b"}
+    for field in ("ports", "startupProbe", "readinessProbe", "livenessProbe"):
+        assert field in main
+        assert field not in worker, "nobody asks a worker anything"
+    assert main["args"][:-1] == worker["args"][:-1]
+    assert (main["args"][-1], worker["args"][-1]) == ("--node-rank=0", "--node-rank=auto")
+    assert worker["env"] == main["env"]
+
+
+def test_the_pods_of_a_group_are_kept_out_of_clients_sight_but_for_the_leader() -> None:
+    deployment = a_deployment(parallelism={"pipeline": 2, "gpusPerNode": 1})
+    _, workers = both_sets(parallelism={"pipeline": 2, "gpusPerNode": 1})
+    labels = workers["spec"]["template"]["metadata"]["labels"]
+    for service in (client_service(deployment), rendezvous_service(deployment, 0)):
+        assert not service["spec"]["selector"].items() <= labels.items()
+    assert workers["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_ranks_meet_only_those_of_their_own_revision() -> None:
+    first, _ = both_sets(parallelism={"pipeline": 2, "gpusPerNode": 1})
+    second, _ = both_sets(parallelism={"pipeline": 2, "gpusPerNode": 1}, engine={"maxNumSeqs": 32})
+    ids = [
+        next(a for a in m["spec"]["template"]["spec"]["containers"][0]["args"] if a.startswith("--rendezvous-id="))
+        for m in (first, second)
+    ]
+    assert ids[0] != ids[1]
+
+
+def test_pods_of_a_group_rather_run_on_different_nodes_unless_the_user_says_otherwise() -> None:
+    parallelism = {"pipeline": 2, "gpusPerNode": 1}
+    affinity = both_sets(parallelism=parallelism)[0]["spec"]["template"]["spec"]["affinity"]
+    (term,) = affinity["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert term["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
+    own: dict[str, Any] = {"nodeAffinity": {}}
+    leader, workers = both_sets(parallelism=parallelism, template={"spec": {"affinity": own}})
+    assert leader["spec"]["template"]["spec"]["affinity"] == own == workers["spec"]["template"]["spec"]["affinity"]
+
+
+def test_each_pod_of_a_group_asks_for_its_own_gpus() -> None:
+    runtime = {"device": "cuda", "image": "engine:1"}
+    for stateful_set in both_sets(parallelism={"tensor": 4, "gpusPerNode": 2}, runtime=runtime):
+        (main,) = stateful_set["spec"]["template"]["spec"]["containers"]
+        assert main["resources"]["limits"] == {"nvidia.com/gpu": "2"}
