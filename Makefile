@@ -10,6 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 export GOMP_SPINCOUNT ?= 1000
 CLUSTER_TOOL := $(PYTHON) e2e/cluster
 MODEL ?= $(TRIMTAB_CACHE)/models/SmolLM2-135M-Instruct
+NATIVE := kernels/trimtab_kernels/native
 SOURCES := operator engine-image kernels tests e2e
 CRD := crds/trimtab.dev_inferencedeployments.yaml
 CHART_CRD := charts/trimtab/files/crds/trimtab.dev_inferencedeployments.yaml
@@ -29,7 +30,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[operator,engine,tracing,dev]'
 	@touch $@
 
-venv: $(VENV)/.ready ## the virtual environment with everything that development needs
+# The CPU's operators in C. Where there is no compiler the engine does without, so that is said and no error.
+$(NATIVE)/compiled/.ready: $(NATIVE)/build.py $(wildcard $(NATIVE)/*.c $(NATIVE)/*.h)
+	@$(PYTHON) $(NATIVE)/build.py >/dev/null && touch $@ || echo "[set-up] the engine will compute by torch's operators"
+
+venv: $(VENV)/.ready $(NATIVE)/compiled/.ready ## the virtual environment with everything that development needs
 
 model: venv ## the real model (SmolLM2-135M) in the cache, converted once
 	@TRIMTAB_PYTHON=$(BIN)/python $(CLUSTER_TOOL) model
@@ -98,4 +103,4 @@ soak: all-set-up ## longer runs of the same stories
 	$(BIN)/pytest e2e --soak
 
 clean: ## remove what make made inside the checkout
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build
+	rm -rf $(VENV) $(NATIVE)/compiled .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build

@@ -20,7 +20,7 @@ from . import debian, docker_daemon, model
 from .cache import key_of, locked, remove_tree, tree_key
 from .errors import ClusterError
 from .process import output_of, run
-from .progress import in_parallel, stage
+from .progress import in_parallel, say, stage
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 RECIPES = REPOSITORY / "images"
@@ -30,6 +30,7 @@ WASTE_FOLDERS = frozenset({"__pycache__", "tests"})
 WASTE_PATHS = ("torch/include", "torch/share", "torch/test", "bin")
 WASTE_SUFFIXES = (".a", ".pyi", ".pyx", ".pxd")  # not .c and .h: Triton compiles its own when it meets a GPU
 TORCH_HELPER = "torch_shm_manager"  # the only one of torch/bin (50 MB) that `import torch` looks for
+COMPILED = Path("trimtab_kernels/native/compiled")  # made anew from the copied sources
 KEPT_TAGS = 3  # of each image, the newest: a switch between two checkouts rebuilds nothing
 SLIM_IMAGE = "python:3.12-slim"
 LOCAL_BASE_PACKAGES = ("ca-certificates", "python3", "libgomp1")  # torch's threads need libgomp
@@ -149,13 +150,26 @@ def _product(docker: dict[str, str], product: Product, base: str, version: str) 
 def _copy_own_code(product: Product, context: Path) -> None:
     for source in product.sources:
         target = context / "app" / Path(source).name
-        shutil.copytree(REPOSITORY / source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(REPOSITORY / source, target, ignore=shutil.ignore_patterns("__pycache__", COMPILED.name))
+    _compile(context / "app")
     folder, text = distribution_metadata((REPOSITORY / "pyproject.toml").read_text())
     (context / "app" / folder).mkdir()
     (context / "app" / folder / "METADATA").write_text(text)
     (context / "bin").mkdir()
     shutil.copy2(RECIPES / "bin" / f"trimtab-{product.name}", context / "bin")
     _make_readable(context)
+
+
+def _compile(app: Path) -> None:
+    """The CPU's operators, by the host's compiler: they need no library but an older C library than any image's. The
+    image needs no compiler; without one here it computes by torch's operators, and says so."""
+    recipe = app / COMPILED.parent / "build.py"
+    if not recipe.is_file():
+        return
+    if not (os.environ.get("CC") or shutil.which("cc")):
+        say("images: no C compiler here, so the engine's CPU operators are left out: it will be slower on CPUs")
+        return
+    run([sys.executable, recipe], log="native")
 
 
 def _packages_image(docker: dict[str, str], product: Product, base: str, version: str) -> str:

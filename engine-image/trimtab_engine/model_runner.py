@@ -267,7 +267,12 @@ class ModelRunner:
         padding = [0] * (max(inputs.num_rows, self.padded_rows(inputs)) - num_tokens)
         device = self._device.torch
         metadata = build_attention_metadata(
-            inputs.slots, inputs.decodes, inputs.chunks, block_size=self._block_size, device=device
+            inputs.slots,
+            inputs.decodes,
+            inputs.chunks,
+            block_size=self._block_size,
+            device=device,
+            is_native=self._model.is_compiled and kv_cache.keys[0].dtype == torch.float32,
         )
         metadata = plan_cpu_reads(metadata, self.facts.num_attention_heads, kv_cache.keys[0])
         hidden = self._model.forward(

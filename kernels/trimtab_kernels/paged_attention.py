@@ -31,6 +31,7 @@ from itertools import pairwise
 import torch
 
 from trimtab_kernels.decode_attention_cpu import ReadPattern, decode_attention_cpu, plan_reads
+from trimtab_kernels.native.batch import NativeBatch, build_native_batch
 from trimtab_kernels.paged_batch import PagedBatch, attend_paged_batch, build_paged_batch
 from trimtab_kernels.prefill_attention_cpu import can_multiply, prefill_attention_cpu
 from trimtab_kernels.reshape_and_cache import as_read, as_stored
@@ -98,6 +99,8 @@ class AttentionMetadata:
     chunks: tuple[Chunk, ...]
     paged: PagedBatch | None = None
     """The step as the Triton kernels take it: on CUDA, where there are neither groups nor chunks."""
+    native: NativeBatch | None = None
+    """The step as the compiled layers take it, then the same."""
 
 
 def max_decode_tokens(device: torch.device) -> int:
@@ -139,14 +142,19 @@ def build_attention_metadata(
     *,
     block_size: int,
     device: torch.device,
+    is_native: bool = False,
 ) -> AttentionMetadata:
     """Plan a step. decodes: (block table, context length with the new token), longest first, one token each, at most
     GATHER_TOKENS long; chunks: (block table, tokens before, tokens now). `slots`: one per real token, in this order.
+    is_native: the compiled layers of the CPU will take it.
     """
     slot_mapping = torch.tensor(slots, dtype=torch.int64, device=device)
     if device.type == "cuda":
         paged = build_paged_batch(decodes, chunks, block_size=block_size, device=device)
         return AttentionMetadata(paged.num_tokens, slot_mapping, (), (), paged)
+    if is_native:
+        native = build_native_batch(decodes, chunks, block_size=block_size)
+        return AttentionMetadata(len(slots), slot_mapping, (), (), native=native)
     groups: list[DecodeGroup] = []
     planned: list[Chunk] = []
     first = _add_groups(groups, decodes, 1, 0, block_size, device)

@@ -1,6 +1,8 @@
 """y = x @ Wᵀ + b, with the weights in the layout that the device multiplies fastest.
 
-CPU: oneDNN's blocked layout, packed once. It is 2 to 4 times as fast as a plain matrix product for the few rows of a
+CPU, float32, where the compiled operators are (trimtab_kernels.native): their panels, for any number of rows.
+
+CPU otherwise: oneDNN's blocked layout, packed once. It is 2 to 4 times as fast as a plain matrix product for the few rows of a
 decode step (docs/results/), and the packed copy replaces the plain one. Two consequences are handled here and in the
 model runner: oneDNN compiles code for each number of rows (about 0.5 MiB each), so callers pad rows to the sizes of
 `padded_rows`; and more than MAX_ROWS rows are multiplied in slices, which costs nothing because the weights stay in
@@ -9,6 +11,9 @@ the cache between slices.
 
 import torch
 import torch.nn.functional as F
+from trimtab_kernels.native.library import NativeLibrary, native_library
+from trimtab_kernels.native.matrix import PackedMatrix, pack_matrix
+from trimtab_kernels.silu_and_mul import silu_and_mul
 
 from trimtab_engine.parallel.groups import RankGroup
 
@@ -46,11 +51,30 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
 
 
+def library_for(dtype: torch.dtype, device: torch.device) -> NativeLibrary | None:
+    """The compiled operators, where they are there and take weights like these."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return None
+    library = native_library()
+    return library if isinstance(library, NativeLibrary) else None
+
+
+def pads_rows(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether callers pad rows to few sizes: where oneDNN compiles code for each."""
+    return can_pack(dtype, device) and library_for(dtype, device) is None
+
+
 class Linear:
     """weight [out_features, in_features], bias [out_features] or None, of the computing dtype, on the device."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_gated: bool = False) -> None:
         self.out_features, self.in_features = weight.shape
+        library = library_for(weight.dtype, weight.device)
+        self.native: PackedMatrix | None = None
+        """The weight packed for the compiled operators; then there is no other copy."""
+        if library is not None:
+            self.native = pack_matrix(library, weight, bias, is_gated=is_gated)
+            return
         self._bias = bias
         self._packed = can_pack(weight.dtype, weight.device)
         if self._packed:
@@ -63,6 +87,9 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features]."""
+        return self._multiply(x) if self.native is None else self.native(x)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         if self._product is not None:
             if x.shape[0] <= MAX_ROWS:
                 y: torch.Tensor = self._product(x, self._weight, self._bias, "none", [], "")
@@ -73,6 +100,17 @@ class Linear:
             y = torch.matmul(x, self._weight)
             return y if self._bias is None else y.add_(self._bias)
         return F.linear(x, self._weight, self._bias)
+
+
+class GatedLinear(Linear):
+    """Two projections as one, and silu of the first times the second: half of out_features come out."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight, bias, is_gated=True)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in_features] -> [rows, out_features / 2]."""
+        return silu_and_mul(self._multiply(x)) if self.native is None else self.native(x)
 
 
 class RowParallelLinear(Linear):

@@ -10,19 +10,22 @@ A rank computes its shard: some layers, and of each some heads and some columns 
 split, twice per layer, and pass hidden states from stage to stage.
 """
 
+import logging
+
 import torch
+from trimtab_kernels.native.decoder import DecoderShape, LayerWeights
 from trimtab_kernels.paged_attention import AttentionMetadata, paged_attention
 from trimtab_kernels.reshape_and_cache import reshape_and_cache
 from trimtab_kernels.rms_norm import rms_norm
 from trimtab_kernels.rotary_embedding import interleave_pairs, rotary_embedding
-from trimtab_kernels.silu_and_mul import silu_and_mul
 
 from trimtab_engine.kv_cache import KVTensors
-from trimtab_engine.layers.linear import MAX_ROWS, can_pack
+from trimtab_engine.layers.linear import MAX_ROWS, pads_rows
 from trimtab_engine.layers.moe import MixtureOfExperts
 from trimtab_engine.layers.rotary import RotaryAngles
 from trimtab_engine.layers.vocabulary import LmHead, VocabularyEmbedding
 from trimtab_engine.model_config import ModelConfig
+from trimtab_engine.models.compiled_layers import compile_layers, why_not
 from trimtab_engine.models.loading import Loader, Progress
 from trimtab_engine.parallel.experts import expert_map
 from trimtab_engine.parallel.groups import ALONE, RankGroups
@@ -30,16 +33,19 @@ from trimtab_engine.parallel.shard import ModelShard
 from trimtab_engine.weights.source import Span, WeightSource
 
 
+logger = logging.getLogger("trimtab_engine.core")
+
+
 class LlamaMlp:
     """The gated MLP."""
 
     def __init__(self, config: ModelConfig, prefix: str, shard: ModelShard, groups: RankGroups, load: Loader) -> None:
-        self._gate_up = load.joined(prefix, {"gate_proj": shard.mlp, "up_proj": shard.mlp}, has_bias=config.mlp_bias)
-        self._down = load.summed(prefix + "down_proj", shard.mlp, groups.tensor, has_bias=config.mlp_bias)
+        self.gate_up = load.gated(prefix, "gate_proj", "up_proj", shard.mlp, has_bias=config.mlp_bias)
+        self.down = load.summed(prefix + "down_proj", shard.mlp, groups.tensor, has_bias=config.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, hidden_size] -> the same shape."""
-        return self._down(silu_and_mul(self._gate_up(x)))
+        return self.down(self.gate_up(x))
 
 
 def load_mixture(
@@ -92,8 +98,8 @@ class LlamaLayer:
         self._kv_scales = {"key_scale": load.kv_scale(attention, "k"), "value_scale": load.kv_scale(attention, "v")}
         self._output = load.summed(attention + "o_proj", heads, groups.tensor, has_bias=config.output_bias)
         self._post_norm = load.copy(prefix + "post_attention_layernorm.weight")
-        self._is_moe = config.is_moe_layer(layer)
-        make_mlp = load_mixture if self._is_moe else LlamaMlp
+        self.is_moe = config.is_moe_layer(layer)
+        make_mlp = load_mixture if self.is_moe else LlamaMlp
         self._feed_forward = make_mlp(config, prefix + "mlp.", shard, groups, load)
 
     def __call__(
@@ -102,10 +108,10 @@ class LlamaLayer:
         """hidden [num_tokens, hidden_size], changed in place and returned."""
         normalised = rms_norm(hidden, self._input_norm, self._eps)
         hidden = hidden.add_(self._attention(normalised, rotation, kv_cache, metadata))
-        if hidden.shape[0] <= MAX_ROWS or self._is_moe or hidden.is_cuda:
-            return hidden.add_(self._mlp(hidden))
+        if hidden.shape[0] <= MAX_ROWS or self.is_moe or hidden.is_cuda:
+            return hidden.add_(self.mlp(hidden))
         for part in torch.split(hidden, MAX_ROWS):
-            part.add_(self._mlp(part))
+            part.add_(self.mlp(part))
         return hidden
 
     def _attention(
@@ -131,8 +137,28 @@ class LlamaLayer:
         query = rms_norm(heads[:, : self._num_heads], query_norm, self._eps)
         return torch.cat((query, rms_norm(heads[:, self._num_heads :], key_norm, self._eps)), dim=1)
 
-    def _mlp(self, hidden: torch.Tensor) -> torch.Tensor:
+    def mlp(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The second half's result, to be added to hidden [rows, hidden_size]."""
         return self._feed_forward(rms_norm(hidden, self._post_norm, self._eps))
+
+
+    def compiled_weights(self) -> LayerWeights | None:
+        """This layer for the compiled operators, None where its weights are not packed for them."""
+        qkv, output = self._qkv.native, self._output.native
+        if qkv is None or output is None:
+            return None
+        query_norm, key_norm = self._qk_norms or (None, None)
+        mlp = self._feed_forward if isinstance(self._feed_forward, LlamaMlp) else None
+        return LayerWeights(
+            self._input_norm,
+            self._post_norm,
+            qkv,
+            output,
+            query_norm,
+            key_norm,
+            mlp and mlp.gate_up.native,
+            mlp and mlp.down.native,
+        )
 
 
 class LlamaForCausalLM:
@@ -166,7 +192,15 @@ class LlamaForCausalLM:
                 table if tied else load("lm_head.weight", rows=rows), config.vocab_size, groups.tensor
             )
         self._rotary = RotaryAngles(config.rope, config.head_size, device)
-        self.pads_rows = can_pack(dtype, device)
+        self.pads_rows = pads_rows(dtype, device)
+        shape = decoder_shape(config, shard)
+        self._compiled = compile_layers(self._layers, shape, groups.tensor)
+        self.is_compiled = self._compiled is not None
+        """Whether the layers may get metadata for the compiled operators."""
+        if self._compiled is not None:
+            logger.info("CPU operators: compiled, for %s", self._compiled.instruction_set)
+        elif device.type == "cpu":
+            logger.info("CPU operators: torch's, not the compiled ones: %s", why_not(dtype, shape))
 
     def forward(
         self,
@@ -184,8 +218,12 @@ class LlamaForCausalLM:
         """
         hidden = self._embed(token_ids) if self._is_first_stage else self._from_previous_stage(token_ids)
         rotation = self._rotary(positions)
-        for layer in self._layers[:num_layers]:
-            hidden = layer(hidden, rotation, kv_cache, metadata)
+        if metadata.native is not None:
+            assert self._compiled is not None
+            self._compiled(hidden, rotation, kv_cache, metadata, num_layers)
+        else:
+            for layer in self._layers[:num_layers]:
+                hidden = layer(hidden, rotation, kv_cache, metadata)
         if not self._is_last_stage:
             assert self._pipeline is not None
             self._pipeline.send(hidden, self._pipeline.index + 1)
@@ -207,3 +245,16 @@ class LlamaForCausalLM:
 def _elements(heads: Span, head_size: int) -> Span:
     """Rows of a projection that belong to these heads."""
     return heads[0] * head_size, heads[1] * head_size
+
+
+def decoder_shape(config: ModelConfig, shard: ModelShard) -> DecoderShape:
+    """A rank's layers in numbers."""
+    return DecoderShape(
+        hidden_size=config.hidden_size,
+        num_heads=shard.num_heads,
+        num_kv_heads=shard.num_kv_heads,
+        head_size=config.head_size,
+        intermediate_size=shard.mlp[1] - shard.mlp[0],
+        eps=config.rms_norm_eps,
+        scale=config.head_size**-0.5,
+    )

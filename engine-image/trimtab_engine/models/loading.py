@@ -6,7 +6,7 @@ import torch
 from trimtab_kernels.rotary_embedding import interleave_pairs
 
 from trimtab_engine.errors import ModelError
-from trimtab_engine.layers.linear import Linear, RowParallelLinear
+from trimtab_engine.layers.linear import GatedLinear, Linear, RowParallelLinear
 from trimtab_engine.parallel.groups import RankGroup
 from trimtab_engine.weights.source import Span, WeightSource
 
@@ -51,6 +51,13 @@ class Loader:
             weights[:2] = [interleave_pairs(weight, pairs) for weight in weights[:2]]
             biases[:2] = [interleave_pairs(bias, pairs) for bias in biases[:2]]
         return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
+
+    def gated(self, prefix: str, gate: str, up: str, rows: Span, *, has_bias: bool = False) -> GatedLinear:
+        """Rows of the two projections of a gated MLP."""
+        names = (gate, up)
+        weight = torch.cat([self(f"{prefix}{name}.weight", rows=rows) for name in names])
+        bias = torch.cat([self(f"{prefix}{name}.bias", rows=rows) for name in names]) if has_bias else None
+        return GatedLinear(weight, bias)
 
     def summed(self, name: str, columns: Span, group: RankGroup | None, *, has_bias: bool = False) -> Linear:
         """Columns of a projection whose products the group sums."""

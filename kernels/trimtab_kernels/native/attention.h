@@ -1,0 +1,184 @@
+/* Attention over a paged KV cache, softmax taken in passing (Dao 2023, arXiv:2307.08691).
+ *
+ * keys, values [num_blocks, block_size, num_kv_heads, head_size]; a sequence's token at position p lies in block
+ * table[p / block_size]. Two ways: single tokens read the cache where it lies (a decode); many tokens of one sequence
+ * first pack KEYS_AT_ONCE keys and values of one kv head, and then all its query heads multiply with them. */
+#pragma once
+
+typedef struct {
+    const float *keys, *values;
+    long block_size, num_kv_heads, head_size;
+} Cache;
+
+/* What one thread does at a time: heads [head, head + heads) of tokens [row, row + tokens) of the batch, which are
+ * at `position` and after it in the sequence that has `table`. The heads read one kv head. */
+typedef struct {
+    const int32_t *table;
+    long row, tokens, position, head, heads, kv_head;
+} Unit;
+
+#define KEYS_AT_ONCE 128 /* their keys, values and scores stay in the second-level cache beside the queries */
+#define TOKENS_AT_ONCE 60 /* of a unit, a multiple of TILE_ROWS: units enough for all threads, packing a small part */
+#define FEW_TOKENS 2      /* up to here packing costs more than it saves */
+
+INLINE long padded_head(long head_size) { return panels_of(head_size) * PANEL; }
+
+INLINE long attention_scratch(long heads_per_kv_head, long head_size) {
+    long padded = padded_head(head_size), rows = heads_per_kv_head * TOKENS_AT_ONCE;
+    return 2 * KEYS_AT_ONCE * padded + rows * (padded + 2) + (TILE_ROWS + heads_per_kv_head) * KEYS_AT_ONCE;
+}
+
+INLINE const float *cached(const Cache *c, const float *base, const Unit *u, long position) {
+    long slot = (long)u->table[position / c->block_size] * c->block_size + position % c->block_size;
+    return base + (slot * c->num_kv_heads + u->kv_head) * c->head_size;
+}
+
+/* How many tokens from `position` on lie in a row, at most `most`. */
+INLINE long in_a_row(const Cache *c, long position, long most) {
+    return at_most(most, c->block_size - position % c->block_size);
+}
+
+INLINE float dot(const float *a, const float *b, long size) {
+    vec sum[2] = {{0}};
+    long i = 0;
+    for (; i + 2 * WIDTH <= size; i += 2 * WIDTH) {
+        sum[0] += load(a + i) * load(b + i);
+        sum[1] += load(a + i + WIDTH) * load(b + i + WIDTH);
+    }
+    float rest = 0.0f;
+    for (; i < size; i++) rest += a[i] * b[i];
+    return sum_of(sum[0] + sum[1]) + rest;
+}
+
+/* One row's next scores [count], made weights in place (zeros up to `width`): updates its largest score and sum of
+ * weights, and scales what it has summed so far [size]. The first scores are taken when *sum is 0. */
+INLINE void take_scores(float *scores, long count, long width, float scale, float *largest, float *sum, float *output,
+                        long size) {
+    float most = *sum > 0.0f ? *largest : -3e38f;
+    for (long j = count; j < width; j++) scores[j] = -3e38f;
+    vec top = splat(-3e38f);
+    for (long j = 0; j < width; j += WIDTH) top = larger(top, load(scores + j));
+    float here = largest_of(top) * scale;
+    if (here > most) {
+        if (*sum > 0.0f) {
+            vec factor = exp_of(splat(most - here));
+            *sum *= factor[0];
+            for (long j = 0; j < size; j += WIDTH) store(output + j, load(output + j) * factor);
+        }
+        most = here;
+    }
+    vec total = {0};
+    for (long j = 0; j < width; j += WIDTH) {
+        vec weights = exp_of(load(scores + j) * scale - most);
+        store(scores + j, weights);
+        total += weights;
+    }
+    for (long j = count; j < width; j++) scores[j] = 0.0f; /* they were e^-87: nothing beside the sum */
+    *sum += sum_of(total);
+    *largest = most;
+}
+
+/* Rows x[r] . w for any number of rows and whole panels of columns, added to y. */
+INLINE void add_products(const float *x, long ldx, long rows, const float *w, long ldw, long in, float *y, long ldy,
+                         long panels, long panel_stride) {
+    for (long first = 0; first < rows; first += TILE_ROWS)
+        for (long p = 0; p < panels; p++)
+            tiles[at_most(TILE_ROWS, rows - first)](x + first * ldx, ldx, w + p * panel_stride, ldw, in, NULL,
+                                                    FETCH_NOTHING, y + first * ldy + p * PANEL, ldy);
+}
+
+/* A unit of one token. query, output: its first head's. */
+static void attend_token(const Cache *c, const Unit *u, float scale, const float *query, float *output,
+                         float *scratch) {
+    long size = c->head_size, padded = padded_head(size), stride = c->num_kv_heads * size, length = u->position + 1;
+    float *sums = scratch, *largest = sums + u->heads, *weighted = largest + u->heads;
+    float *scores = weighted + u->heads * padded, *copied = scores + u->heads * KEYS_AT_ONCE;
+    memset(scratch, 0, sizeof(float) * u->heads * (2 + padded));
+    for (long first = 0; first < length; first += KEYS_AT_ONCE) {
+        long count = at_most(KEYS_AT_ONCE, length - first), width = (count + WIDTH - 1) / WIDTH * WIDTH, run;
+        for (long j = 0; j < count; j += run) {
+            const float *key = cached(c, c->keys, u, first + j);
+            run = in_a_row(c, first + j, count - j);
+            for (long i = 0; i < run; i++, key += stride)
+                for (long h = 0; h < u->heads; h++)
+                    scores[h * KEYS_AT_ONCE + j + i] = dot(query + h * size, key, size);
+        }
+        for (long h = 0; h < u->heads; h++)
+            take_scores(scores + h * KEYS_AT_ONCE, count, width, scale, largest + h, sums + h, weighted + h * padded,
+                        padded);
+        for (long j = 0; j < count; j += run) {
+            const float *value = cached(c, c->values, u, first + j);
+            long apart = stride;
+            run = in_a_row(c, first + j, at_most(count - j, KEYS_AT_ONCE));
+            if (size != padded) { /* whole panels only: what follows a head is another's, or nobody's */
+                for (long i = 0; i < run; i++) {
+                    memcpy(copied + i * padded, value + i * stride, sizeof(float) * size);
+                    memset(copied + i * padded + size, 0, sizeof(float) * (padded - size));
+                }
+                value = copied, apart = padded;
+            }
+            add_products(scores + j, KEYS_AT_ONCE, u->heads, value, apart, run, weighted, padded, padded / PANEL,
+                         PANEL);
+        }
+    }
+    for (long h = 0; h < u->heads; h++)
+        for (long i = 0; i < size; i++) output[h * size + i] = weighted[h * padded + i] / sums[h];
+}
+
+/* Keys [first, first + count) as packed panels [KEYS_AT_ONCE / PANEL][size][PANEL], values as rows of whole panels. */
+static void pack_keys_and_values(const Cache *c, const Unit *u, long first, long count, float *keys, float *values) {
+    long size = c->head_size, padded = padded_head(size), filled = panels_of(count) * PANEL;
+    for (long j = 0; j < count; j++) {
+        const float *key = cached(c, c->keys, u, first + j);
+        float *to = keys + j / PANEL * PANEL * size + j % PANEL;
+        for (long i = 0; i < size; i++) to[i * PANEL] = key[i];
+        memcpy(values + j * padded, cached(c, c->values, u, first + j), sizeof(float) * size);
+        memset(values + j * padded + size, 0, sizeof(float) * (padded - size));
+    }
+    for (long j = count; j < filled; j++) {
+        float *to = keys + j / PANEL * PANEL * size + j % PANEL;
+        for (long i = 0; i < size; i++) to[i * PANEL] = 0.0f;
+    }
+}
+
+/* A unit of several tokens. query, output: the first token's first head's; tokens are ldq, ldo apart. Token i sees the
+ * keys up to position + i:
+ *
+ *     keys      |-- seen by all --|\-- its own ... --|
+ */
+static void attend_tokens(const Cache *c, const Unit *u, float scale, const float *query, long ldq, float *output,
+                          long ldo, float *scratch) {
+    long size = c->head_size, padded = padded_head(size), rows = u->heads * u->tokens;
+    float *keys = scratch, *values = keys + KEYS_AT_ONCE * padded, *sums = values + KEYS_AT_ONCE * padded;
+    float *largest = sums + rows, *weighted = largest + rows, *scores = weighted + rows * padded;
+    long length = u->position + u->tokens;
+    memset(sums, 0, sizeof(float) * rows * (2 + padded));
+    for (long first = 0; first < length; first += KEYS_AT_ONCE) {
+        long count = at_most(KEYS_AT_ONCE, length - first), panels = panels_of(count);
+        pack_keys_and_values(c, u, first, count, keys, values);
+        for (long h = 0; h < u->heads; h++)
+            for (long t = 0; t < u->tokens; t += TILE_ROWS) {
+                long tokens = at_most(TILE_ROWS, u->tokens - t), row = h * u->tokens + t;
+                if (u->position + t + tokens <= first) continue; /* none of them sees these keys */
+                memset(scores, 0, sizeof(float) * tokens * KEYS_AT_ONCE);
+                add_products(query + t * ldq + h * size, ldq, tokens, keys, PANEL, size, scores, KEYS_AT_ONCE, panels,
+                             PANEL * size);
+                for (long i = 0; i < tokens; i++) {
+                    long seen = at_most(count, u->position + t + i + 1 - first);
+                    if (seen > 0)
+                        take_scores(scores + i * KEYS_AT_ONCE, seen, panels * PANEL, scale, largest + row + i,
+                                    sums + row + i, weighted + (row + i) * padded, padded);
+                    else
+                        memset(scores + i * KEYS_AT_ONCE, 0, sizeof(float) * count);
+                }
+                add_products(scores, KEYS_AT_ONCE, tokens, values, padded, count, weighted + row * padded, padded,
+                             padded / PANEL, PANEL);
+            }
+    }
+    for (long t = 0; t < u->tokens; t++)
+        for (long h = 0; h < u->heads; h++) {
+            const float *from = weighted + (h * u->tokens + t) * padded;
+            float *to = output + t * ldo + h * size, factor = 1.0f / sums[h * u->tokens + t];
+            for (long i = 0; i < size; i++) to[i] = from[i] * factor;
+        }
+}

@@ -1,0 +1,132 @@
+"""Finds the compiled library for this CPU and gives it torch's threads.
+
+The library takes plain addresses, so one file serves every version of Python and of torch. Its threads are those of
+the OpenMP runtime that torch has loaded: a second pool would spin beside the first.
+"""
+
+import ctypes
+import platform
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab_kernels.native.build import FOLDER, INSTRUCTION_SETS, library_name, sources_hash
+
+NEEDED_FLAGS = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
+    "x86-64-v2": {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"},
+    "armv8-a": set[str](),
+}
+"""Of /proc/cpuinfo; v4's include v3's on every CPU that has them."""
+THREAD_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
+
+
+class MatrixView(ctypes.Structure):
+    """`Matrix` of product.h."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_long),
+        ("in_", ctypes.c_long),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Why there are no compiled operators here."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The loaded library. `functions` are those of layers.c."""
+
+    instruction_set: str
+    panel: int
+    """Outputs of a packed weight that lie together."""
+    functions: Any
+    has_threads: bool
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of the next call: torch's."""
+        return torch.get_num_threads() if self.has_threads else 1
+
+
+@cache
+def native_library() -> NativeLibrary | Missing:
+    """The compiled operators for this CPU, looked for once per process."""
+    return load_library(FOLDER)
+
+
+def load_library(folder: Path) -> NativeLibrary | Missing:
+    """The best library in `folder` that this CPU can run."""
+    usable = usable_instruction_sets()
+    if not usable:
+        return Missing(f"there are none for this CPU ({platform.machine()})")
+    for name in usable:
+        path = folder / library_name(name)
+        if path.is_file():
+            return open_library(path, name)
+    return Missing("they were not compiled; python -m trimtab_kernels.native.build does it")
+
+
+def usable_instruction_sets() -> list[str]:
+    """Those that this CPU has, the best first."""
+    flags = _cpu_flags()
+    return [name for name in INSTRUCTION_SETS.get(platform.machine(), {}) if NEEDED_FLAGS[name] <= flags]
+
+
+def open_library(path: Path, name: str) -> NativeLibrary | Missing:
+    """One library, whichever CPU this is."""
+    try:
+        functions = ctypes.CDLL(str(path))
+    except OSError as error:
+        return Missing(f"{path.name} does not load: {error}")
+    functions.trimtab_sources.restype = ctypes.c_char_p
+    if functions.trimtab_sources().decode() != sources_hash():
+        return Missing(f"{path.name} was compiled from other sources; python -m trimtab_kernels.native.build renews it")
+    pointer, long = ctypes.c_void_p, ctypes.c_long
+    functions.trimtab_use_threads.argtypes = (pointer, pointer, pointer, pointer)
+    functions.trimtab_use_threads.restype = None
+    functions.trimtab_panel.restype = long
+    functions.trimtab_scratch.argtypes = (pointer, long)
+    functions.trimtab_scratch.restype = long
+    functions.trimtab_layers.argtypes = (pointer, pointer, long, long, ctypes.c_int, pointer, pointer)
+    functions.trimtab_multiply.argtypes = (pointer, pointer, long, long, pointer, long, ctypes.c_int, long)
+    functions.trimtab_multiply.restype = None
+    functions.trimtab_pack.argtypes = (pointer, long, long, long, pointer, long)
+    functions.trimtab_pack.restype = None
+    runtime = _openmp_runtime()
+    if runtime is not None:
+        functions.trimtab_use_threads(*(ctypes.cast(getattr(runtime, f), pointer) for f in THREAD_FUNCTIONS))
+    return NativeLibrary(name, functions.trimtab_panel(), functions, runtime is not None)
+
+
+def _cpu_flags() -> set[str]:
+    """What the kernel says the CPU can do; empty where it says nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    words = next((line.partition(":")[2] for line in lines if line.startswith("flags")), "")
+    return set(words.split())
+
+
+def _openmp_runtime() -> ctypes.CDLL | None:
+    """The one that torch has loaded, if it speaks GNU's interface. With several nobody knows which is torch's."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in lines if "/" in line and "omp" in line.rpartition("/")[2]}
+    if len(paths) != 1:
+        return None
+    runtime = ctypes.CDLL(paths.pop())
+    return runtime if all(hasattr(runtime, name) for name in THREAD_FUNCTIONS) else None

@@ -1,0 +1,152 @@
+/* Products with packed weights.  y[r][o] = sum_i x[r][i] * w[o][i]
+ *
+ * A weight [out, in] is stored as panels of PANEL outputs, so that a tile reads it as one stream:
+ *
+ *     packed  | in 0: o0 o1 .. o31 | in 1: o0 o1 .. o31 | ... || panel 1: in 0: o32 ..      (zeros behind the last o)
+ *
+ * A tile is up to TILE_ROWS rows of one panel, all sums in registers. While the rows of a panel are computed, the
+ * next panel is fetched: a few rows are bound by reading the weights once, many by the multiplication.
+ */
+#pragma once
+
+typedef struct {
+    const float *weight; /* packed */
+    const float *bias;   /* [out] or NULL */
+    long out, in;
+} Matrix;
+
+#define NEAR_FLOATS 1024 /* with one tile per panel: how far ahead of its reading it fetches, 4 KiB */
+#define LINE_FLOATS 16   /* of a cache line */
+enum fetch { FETCH_NOTHING, FETCH_LINE, FETCH_NEAR };
+
+/* y += x . w for R rows of one panel; w's rows are ldw apart. FETCH_LINE: one line of `ahead` per i. */
+#define TILE(R)                                                                                                        \
+    static void tile_##R(const float *x, long ldx, const float *w, long ldw, long in, const float *ahead,             \
+                         enum fetch fetch, float *y, long ldy) {                                                       \
+        vec sum[R][PANEL_VECTORS];                                                                                     \
+        _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                                           \
+            _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++) sum[r][v] = load(y + r * ldy + v * WIDTH); \
+        for (long i = 0; i < in; i++) {                                                                                \
+            vec part[PANEL_VECTORS];                                                                                   \
+            if (fetch == FETCH_LINE) __builtin_prefetch(ahead + i * LINE_FLOATS, 0, 2);                                \
+            if (fetch == FETCH_NEAR)                                                                                   \
+                for (int v = 0; v < PANEL; v += LINE_FLOATS)                                                           \
+                    __builtin_prefetch(w + i * PANEL + v + NEAR_FLOATS, 0, 3);                                         \
+            _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++) part[v] = load(w + i * ldw + v * WIDTH);   \
+            _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {                                                     \
+                vec value = splat(x[r * ldx + i]);                                                                     \
+                _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++) sum[r][v] += value * part[v];          \
+            }                                                                                                          \
+        }                                                                                                              \
+        _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                                           \
+            _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++) store(y + r * ldy + v * WIDTH, sum[r][v]); \
+    }
+TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+#if TILE_ROWS > 6
+TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+#endif
+
+/* One row of a packed panel: four sums per vector, because one would wait for itself. */
+static void tile_row(const float *x, const float *w, long in, float *y) {
+    vec sum[4][PANEL_VECTORS] = {{{0}}};
+    long i = 0;
+    for (; i + 4 <= in; i += 4)
+        _Pragma("GCC unroll 4") for (int u = 0; u < 4; u++) {
+            const float *row = w + (i + u) * PANEL;
+            for (int v = 0; v < PANEL; v += LINE_FLOATS) __builtin_prefetch(row + v + NEAR_FLOATS, 0, 3);
+            _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++)
+                sum[u][v] += splat(x[i + u]) * load(row + v * WIDTH);
+        }
+    for (; i < in; i++)
+        for (int v = 0; v < PANEL_VECTORS; v++) sum[0][v] += splat(x[i]) * load(w + i * PANEL + v * WIDTH);
+    for (int v = 0; v < PANEL_VECTORS; v++)
+        store(y + v * WIDTH, load(y + v * WIDTH) + (sum[0][v] + sum[1][v]) + (sum[2][v] + sum[3][v]));
+}
+
+typedef void (*tile_function)(const float *, long, const float *, long, long, const float *, enum fetch, float *, long);
+static const tile_function tiles[] = {0, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6,
+#if TILE_ROWS > 6
+                                      tile_7, tile_8, tile_9, tile_10, tile_11, tile_12,
+#endif
+};
+
+/* sums[rows][PANEL] = x . panel; `panel` is one of a row of packed panels. */
+static void multiply_panel(const float *x, long ldx, long rows, const float *panel, long in, float *sums) {
+    long blocks = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    memset(sums, 0, sizeof(float) * rows * PANEL);
+    if (rows == 1) {
+        tile_row(x, panel, in, sums);
+        return;
+    }
+    for (long block = 0; block < blocks; block++) {
+        long first = rows * block / blocks, last = rows * (block + 1) / blocks;
+        /* The next panel has in * PANEL / LINE_FLOATS lines: the first passes fetch it, a line per i. */
+        enum fetch fetch = blocks == 1 ? FETCH_NEAR : block * LINE_FLOATS < PANEL ? FETCH_LINE : FETCH_NOTHING;
+        const float *ahead = panel + PANEL * in + block * LINE_FLOATS * in;
+        tiles[last - first](x + first * ldx, ldx, panel, PANEL, in, ahead, fetch, sums + first * PANEL, PANEL);
+    }
+}
+
+/* rows of y, columns [first, first + count): sums + bias, added to what is there or stored. */
+INLINE void finish_panel(const float *sums, const float *bias, long count, long rows, float *y, long ldy, int adds) {
+    for (long r = 0; r < rows; r++) {
+        const float *from = sums + r * PANEL;
+        float *to = y + r * ldy;
+        if (count == PANEL) {
+            for (int v = 0; v < PANEL; v += WIDTH) {
+                vec value = load(from + v);
+                if (bias) value += load(bias + v);
+                store(to + v, adds ? load(to + v) + value : value);
+            }
+        } else {
+            for (long c = 0; c < count; c++) {
+                float value = from[c] + (bias ? bias[c] : 0.0f);
+                to[c] = adds ? to[c] + value : value;
+            }
+        }
+    }
+}
+
+#define SLICE_ROWS 240 /* rows at once, a multiple of TILE_ROWS: a layer's activations stay in the cache */
+
+INLINE long panels_of(long out) { return (out + PANEL - 1) / PANEL; }
+INLINE long at_most(long a, long b) { return a < b ? a : b; }
+
+/* y[rows][out] = x . m, or y += x . m. This thread's panels; at most SLICE_ROWS rows. No barrier. */
+static void multiply(Team team, const Matrix *m, const float *x, long ldx, long rows, float *y, long ldy, int adds) {
+    float sums[SLICE_ROWS * PANEL] __attribute__((aligned(64)));
+    long first, last;
+    share_of(team, panels_of(m->out), &first, &last);
+    for (long p = first; p < last; p++) {
+        long column = p * PANEL;
+        multiply_panel(x, ldx, rows, m->weight + column * m->in, m->in, sums);
+        finish_panel(sums, m->bias ? m->bias + column : NULL, at_most(PANEL, m->out - column), rows, y + column, ldy,
+                     adds);
+    }
+}
+
+/* y[rows][out / 2] = silu(gate) * up. The panels of m take turns: gate's first, up's first, gate's second, ... */
+static void multiply_gated(Team team, const Matrix *m, const float *x, long ldx, long rows, float *y, long ldy) {
+    float gates[SLICE_ROWS * PANEL] __attribute__((aligned(64)));
+    float ups[SLICE_ROWS * PANEL] __attribute__((aligned(64)));
+    long first, last, size = m->out / 2;
+    share_of(team, panels_of(size), &first, &last);
+    for (long p = first; p < last; p++) {
+        long column = p * PANEL, count = at_most(PANEL, size - column);
+        const float *panel = m->weight + 2 * column * m->in;
+        multiply_panel(x, ldx, rows, panel, m->in, gates);
+        multiply_panel(x, ldx, rows, panel + PANEL * m->in, m->in, ups);
+        if (m->bias) {
+            for (long r = 0; r < rows; r++)
+                for (long c = 0; c < count; c++) {
+                    gates[r * PANEL + c] += m->bias[column + c];
+                    ups[r * PANEL + c] += m->bias[size + column + c];
+                }
+        }
+        for (long i = 0; i < rows * PANEL; i += WIDTH) {
+            vec gate = load(gates + i);
+            store(gates + i, gate / (1.0f + exp_of(-gate)) * load(ups + i));
+        }
+        finish_panel(gates, NULL, count, rows, y + column, ldy, 0);
+    }
+}

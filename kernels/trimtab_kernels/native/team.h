@@ -1,0 +1,40 @@
+/* The threads: those of the OpenMP runtime that torch has loaded, through its functions, so that there is never
+ * a second pool and no runtime is linked. Without them one thread computes. */
+#pragma once
+
+typedef void (*parallel_function)(void (*)(void *), void *, unsigned, unsigned);
+static parallel_function gomp_parallel;
+static int (*thread_number)(void), (*team_size)(void);
+static void (*gomp_barrier)(void);
+
+typedef struct {
+    int index, size;
+} Team;
+
+INLINE void wait_for(Team team) {
+    if (team.size > 1) gomp_barrier();
+}
+
+/* [first, last) of `count` units are this thread's: equal shares in a row. */
+INLINE void share_of(Team team, long count, long *first, long *last) {
+    *first = count * team.index / team.size;
+    *last = count * (team.index + 1) / team.size;
+}
+
+/* The next unit of `count` that nobody has taken; -1 when there is none. */
+INLINE long next_unit(long *taken, long count) {
+    long unit = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+    return unit < count ? unit : -1;
+}
+
+static void run_team(void (*work)(void *), void *data, long threads) {
+    if (threads > 1 && gomp_parallel)
+        gomp_parallel(work, data, (unsigned)threads, 0);
+    else
+        work(data);
+}
+
+/* The runtime may start fewer threads than it was asked for. */
+INLINE Team own_team(long threads) {
+    return threads > 1 && gomp_parallel ? (Team){thread_number(), team_size()} : (Team){0, 1};
+}

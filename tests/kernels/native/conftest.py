@@ -1,0 +1,26 @@
+"""The compiled operators of every instruction set that this CPU has."""
+
+from pathlib import Path
+
+import pytest
+from trimtab_kernels.native.build import build, compiler, library_name
+from trimtab_kernels.native.library import NativeLibrary, open_library, usable_instruction_sets
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made from these very sources."""
+    if compiler() is None:
+        pytest.skip("no C compiler here")
+    folder = tmp_path_factory.mktemp("compiled")
+    build(folder)
+    return folder
+
+
+@pytest.fixture(params=usable_instruction_sets() or ["none"])
+def library(request: pytest.FixtureRequest, compiled: Path) -> NativeLibrary:
+    if request.param == "none":
+        pytest.skip("no instruction set is known for this CPU")
+    found = open_library(compiled / library_name(request.param), request.param)
+    assert isinstance(found, NativeLibrary)
+    return found

@@ -1,0 +1,78 @@
+"""Products with packed weights equal torch's, for every shape."""
+
+import pytest
+import torch
+from trimtab_kernels.native.library import NativeLibrary
+from trimtab_kernels.native.matrix import multiply_reference, pack_matrix
+
+EPSILON = torch.finfo(torch.float32).eps
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, terms: int) -> None:
+    """Sums of `terms` products of numbers around 1, in another order."""
+    tolerance = 4 * EPSILON * max(4.0, terms)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 33, 240, 241, 500])
+@pytest.mark.parametrize(("out", "size"), [(1, 1), (7, 3), (64, 48), (71, 577), (160, 64)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_it_equals_torch(library: NativeLibrary, rows: int, out: int, size: int, has_bias: bool) -> None:
+    x, weight = torch.randn(rows, size), torch.randn(out, size)
+    bias = torch.randn(out) if has_bias else None
+    close(pack_matrix(library, weight, bias)(x), multiply_reference(x, weight, bias), size)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 241])
+@pytest.mark.parametrize("half", [1, 33, 64])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_the_gated_product_is_silu_of_one_half_times_the_other(
+    library: NativeLibrary, rows: int, half: int, has_bias: bool
+) -> None:
+    x, weight = torch.randn(rows, 40), torch.randn(2 * half, 40)
+    bias = torch.randn(2 * half) if has_bias else None
+    packed = pack_matrix(library, weight, bias, is_gated=True)
+    close(packed(x), multiply_reference(x, weight, bias, is_gated=True), 40 * 16)
+
+
+def test_gates_far_from_zero_are_exact_or_nothing(library: NativeLibrary) -> None:
+    x = torch.tensor([[-1e4], [-100.0], [-30.0], [0.0], [30.0], [1e4]])
+    packed = pack_matrix(library, torch.ones(2, 1), is_gated=True)
+    torch.testing.assert_close(packed(x), multiply_reference(x, torch.ones(2, 1), is_gated=True), rtol=1e-6, atol=1e-29)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_threads_computes_every_column(library: NativeLibrary, threads: int) -> None:
+    x, weight = torch.randn(3, 20), torch.randn(200, 20)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        close(pack_matrix(library, weight)(x), multiply_reference(x, weight), 20)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_rows_may_lie_apart_and_columns_may_not(library: NativeLibrary) -> None:
+    weight = torch.randn(9, 8)
+    packed = pack_matrix(library, weight)
+    wide = torch.randn(5, 20)
+    close(packed(wide[:, 4:12]), multiply_reference(wide[:, 4:12], weight), 8)
+    with pytest.raises(ValueError, match="contiguous rows"):
+        packed(torch.randn(8, 5).t())
+
+
+@pytest.mark.parametrize("x", [torch.randn(2, 7), torch.randn(2, 8, dtype=torch.float64)])
+def test_what_does_not_fit_is_refused(library: NativeLibrary, x: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="packed matrix"):
+        pack_matrix(library, torch.randn(9, 8))(x)
+
+
+def test_weights_of_other_dtypes_and_odd_halves_are_refused(library: NativeLibrary) -> None:
+    with pytest.raises(ValueError, match="float32"):
+        pack_matrix(library, torch.randn(4, 4, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="pack_matrix"):
+        pack_matrix(library, torch.randn(3, 4), is_gated=True)
+
+
+def test_no_rows_give_no_rows(library: NativeLibrary) -> None:
+    assert pack_matrix(library, torch.randn(4, 4))(torch.empty(0, 4)).shape == (0, 4)
