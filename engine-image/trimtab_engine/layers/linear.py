@@ -2,10 +2,10 @@
 
 CPU, float32, where the compiled operators are (trimtab_kernels.native): their panels, for any number of rows.
 
-CPU otherwise: oneDNN's blocked layout, packed once. It is 2 to 4 times as fast as a plain matrix product for the few rows of a
-decode step (docs/results/), and the packed copy replaces the plain one. Two consequences are handled here and in the
-model runner: oneDNN compiles code for each number of rows (about 0.5 MiB each), so callers pad rows to the sizes of
-`padded_rows`; and more than MAX_ROWS rows are multiplied in slices, which costs nothing because the weights stay in
+CPU otherwise: oneDNN's blocked layout, packed once. It is 2 to 4 times as fast as a plain matrix product for the few
+rows of a decode step (docs/results/), and the packed copy replaces the plain one. Two consequences are handled here and
+in the model runner: oneDNN compiles code for each number of rows (about 0.5 MiB each), so callers pad rows to the sizes
+of `padded_rows`; and more than MAX_ROWS rows are multiplied in slices, which costs nothing because the weights stay in
 the cache between slices.
 """
 

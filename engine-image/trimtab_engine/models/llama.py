@@ -32,7 +32,6 @@ from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.shard import ModelShard
 from trimtab_engine.weights.source import Span, WeightSource
 
-
 logger = logging.getLogger("trimtab_engine.core")
 
 
@@ -141,7 +140,6 @@ class LlamaLayer:
         """The second half's result, to be added to hidden [rows, hidden_size]."""
         return self._feed_forward(rms_norm(hidden, self._post_norm, self._eps))
 
-
     def compiled_weights(self) -> LayerWeights | None:
         """This layer for the compiled operators, None where its weights are not packed for them."""
         qkv, output = self._qkv.native, self._output.native
@@ -156,8 +154,8 @@ class LlamaLayer:
             output,
             query_norm,
             key_norm,
-            mlp and mlp.gate_up.native,
-            mlp and mlp.down.native,
+            None if mlp is None else mlp.gate_up.native,
+            None if mlp is None else mlp.down.native,
         )
 
 

@@ -1,1 +1,1 @@
-"""Operators compiled from C for the CPU: a decoder layer's whole work in one call. README.md says how and why."""
+"""Operators compiled from C for the CPU: a decoder layer's whole work in one call (docs/decisions/cpu-native-operators.md)."""

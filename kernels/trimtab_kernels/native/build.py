@@ -73,6 +73,6 @@ def build(folder: Path = FOLDER) -> list[Path]:
 if __name__ == "__main__":
     try:
         for path in build(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER):
-            print(path)  # noqa: T201
+            print(path)
     except RuntimeError as error:
         sys.exit(str(error))

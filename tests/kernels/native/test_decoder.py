@@ -32,7 +32,8 @@ class Weights:
 
 def some_weights(shape: DecoderShape, *, is_qwen: bool) -> Weights:
     def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes) / sizes[-1] ** 0.5
+        values: torch.Tensor = torch.randn(*sizes) / sizes[-1] ** 0.5
+        return values
 
     heads, kv, size = shape.num_heads, shape.num_kv_heads, shape.head_size
     return Weights(
@@ -97,7 +98,7 @@ def layer_reference(
     shape = case.shape
     heads, kv, size, rows = shape.num_heads, shape.num_kv_heads, shape.head_size, hidden.shape[0]
     qkv = F.linear(rms_norm_reference(hidden, w.input_norm, EPS), w.qkv, w.qkv_bias).view(rows, -1, size)
-    query, key, value = qkv.split((heads, kv, kv), dim=1)
+    query, key, value = qkv[:, :heads], qkv[:, heads : heads + kv], qkv[:, heads + kv :]
     if w.head_norms is not None:
         query, key = (rms_norm_reference(x, n, EPS) for x, n in zip((query, key), w.head_norms, strict=True))
     query, key = rotary_embedding_reference(query, rotation), rotary_embedding_reference(key, rotation)
@@ -172,7 +173,7 @@ def paged_rows(
     """The attention half's result with the case's own scale."""
     heads, kv, size = case.shape.num_heads, case.shape.num_kv_heads, case.shape.head_size
     qkv = F.linear(rms_norm_reference(hidden, w.input_norm, EPS), w.qkv).view(hidden.shape[0], -1, size)
-    query, key, value = qkv.split((heads, kv, kv), dim=1)
+    query, key, value = qkv[:, :heads], qkv[:, heads : heads + kv], qkv[:, heads + kv :]
     query, key = rotary_embedding_reference(query, rotation), rotary_embedding_reference(key, rotation)
     keys.flatten(0, 1)[case.slots], values.flatten(0, 1)[case.slots] = key, value
     parts, row = [], 0
