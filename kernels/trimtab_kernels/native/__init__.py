@@ -1,1 +1,1 @@
-"""Operators compiled from C for the CPU: a decoder layer's whole work in one call (docs/decisions/cpu-native-operators.md)."""
+"""A decoder layer's whole work compiled from C for the CPU: docs/decisions/cpu-native-operators.md says why."""
