@@ -23,7 +23,7 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("vllm", {"runtime": {"kind": "vllm"}}, ("spec.runtime.kind", "vllm is not built yet")),
     ("args", {"runtime": {"args": ["--max-num-seqs=4"]}}, ("spec.runtime.args[0]", "spec.engine.maxNumSeqs")),
     ("admin-port", {"runtime": {"args": ["--admin-port=9"]}}, ("spec.runtime.args[0]", "set by the operator")),
-    ("tensor", {"parallelism": {"tensor": 2}}, ("spec.parallelism.tensor", "is 2", "raise spec.replicas")),
+    ("layout", {"parallelism": {"gpusPerNode": 3}}, ("spec.parallelism.gpusPerNode", "is 3", "has 1 rank")),
     ("expert", {"parallelism": {"expert": True}}, ("spec.parallelism.expert", "set it to false")),
     ("swap", {"engine": {"preemptionMode": "swap"}}, ("spec.engine.swapSpace", "preemptionMode swap")),
     ("quantization", {"engine": {"quantization": "fp8"}}, ("spec.engine.quantization", "not built yet")),
@@ -49,7 +49,7 @@ MALFORMED: list[tuple[str, dict[str, Any], str]] = [
     ("fraction", {"engine": {"gpuMemoryUtilization": "1.5"}}, "spec.engine.gpuMemoryUtilization"),
     ("scheme", {"model": {"uri": "ftp://x"}}, "spec.model.uri"),
 ]
-WITHOUT_WEBHOOK = ("hub", "tensor", "bounds", "args")
+WITHOUT_WEBHOOK = ("hub", "layout", "bounds", "args")
 
 
 def _refusal(installation: Installation, namespace: str, changes: dict[str, Any]) -> str:
@@ -78,8 +78,8 @@ def test_the_schema_refuses_what_is_malformed(
 
 def test_an_edit_that_cannot_be_carried_out_is_refused_too(apply: Apply, kube: Kube, namespace: str) -> None:
     deployment = apply(replicas=0)
-    with pytest.raises(KubectlError, match=r"spec\.parallelism\.tensor"):
-        kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"parallelism": {"tensor": 4}}})
+    with pytest.raises(KubectlError, match=r"spec\.parallelism\.gpusPerNode"):
+        kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"parallelism": {"gpusPerNode": 3}}})
     assert deployment.get()["metadata"]["generation"] == 1
     kube.delete(CRD_KIND, deployment.name, namespace)
 
@@ -120,7 +120,7 @@ def test_a_running_resource_whose_edit_is_refused_keeps_serving(apply: Apply, ku
     deployment = apply()
     deployment.ready()
     before = deployment.restarts()
-    kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"parallelism": {"tensor": 4}}})
+    kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"parallelism": {"gpusPerNode": 3}}})
 
     def refused() -> None:
         item = deployment.get()
