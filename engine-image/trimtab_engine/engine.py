@@ -36,7 +36,7 @@ from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.preemption_watch import PreemptionWatch
 from trimtab_engine.request import Request, RequestStatus
 from trimtab_engine.scheduler import Sampled, Scheduler
-from trimtab_engine.step_stats import step_stats
+from trimtab_engine.step_stats import note_graphs, step_stats
 from trimtab_engine.structured.compiler import GrammarCompiler
 from trimtab_engine.structured.matcher import GrammarMatcher
 
@@ -167,9 +167,13 @@ class Engine:
             return self._report(None, StepResult(), started)
         flight = self._flights.popleft()
         ahead = self._prepare(self._clock()) if self._schedules_ahead else None
+        follower = self._follow(ahead, flight)
         result = flight.result()
         self._land(flight, result)
-        self._take_off(ahead)
+        if follower is None:
+            self._take_off(ahead)
+        else:
+            follower.started = self._clock()  # until now the device was busy with the step before
         return self._report(flight.step, result, flight.started)
 
     def _fill_pipeline(self, now: float) -> None:
@@ -195,6 +199,14 @@ class Engine:
         if not batch.sequences:
             return None
         return self._execution.prepare(batch, depth=self._scheduler.policy.num_speculative_tokens)
+
+    def _follow(self, step: PreparedStep | None, flight: Flight) -> Flight | None:
+        """Queue a step behind the one that is being computed, where that is possible: the device then never idles."""
+        if step is None or not self._execution.can_follow(step, flight):
+            return None
+        follower = self._execution.begin_behind(step, self._clock(), flight)
+        self._flights.append(follower)
+        return follower
 
     def _take_off(self, step: PreparedStep | None) -> None:
         if step is not None:
@@ -234,6 +246,7 @@ class Engine:
         stats.num_deferred = self._grammars.num_waiting
         stats.config_generation = self._live.generation
         stats.wire_bytes = self._runner.take_wire_bytes()
+        note_graphs(stats, self._runner.take_graph_counts())
         if now - self._last_report >= REPORT_SECONDS:
             self._last_report = now
             stats.memory_bytes = self.ledger().by_kind()

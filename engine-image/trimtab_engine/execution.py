@@ -1,7 +1,9 @@
-"""Carrying out a batch: copy swapped blocks, run the model, sample. In the caller's thread, or in one worker thread so
-that the caller can schedule the next step meanwhile.
+"""Carrying out a batch: copy swapped blocks, run the model, sample. So that the caller can schedule the next step
+meanwhile, in a worker thread on the CPU; on CUDA the device itself works on, and nobody waits before the result is
+asked for.
 
 A batch takes off with everything that it needs, as plain values: the scheduler may use its sequences again at once.
+On CUDA it may take off before the one before it has landed: tokens that only the device knows are fed there.
 """
 
 from collections.abc import Callable
@@ -9,12 +11,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
+
 from trimtab_engine.batch import Batch, ScheduledSequence
+from trimtab_engine.graphs.device_steps import TokensInFlight, feed_of
+from trimtab_engine.graphs.step_buffers import Feed
 from trimtab_engine.messages import TokenLogprobs
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.request import Request
-from trimtab_engine.sampler import sample
+from trimtab_engine.sampler import TokenMasks, needs_host, sample, sample_on_device
 from trimtab_engine.speculative.counts import SpeculationCounts
+from trimtab_engine.speculative.drafted_request import DraftedRequest, SampledRow
 from trimtab_engine.speculative.proposer import Proposer
 from trimtab_engine.speculative.rejection import verify
 from trimtab_engine.step_inputs import NO_INPUTS, StepInputs, Unknown, num_scored
@@ -63,14 +70,17 @@ class Flight:
     started: float
     result: Callable[[], StepResult]
     """Waits for it."""
+    feeds: bool = False
+    """Its tokens are on the device from the start: the next step may begin before this one has landed."""
 
 
 class Execution:
     """Runs batches in order. `swap_cache` holds swapped-out blocks; None without swap space. `proposer` makes the
     drafts that batches verify.
 
-    With several pipeline stages as many steps can be in flight: one is sent to the first stage at once, and this rank,
-    which is of the last stage, computes its part when the result is asked for.
+    `on_stream`: the device works beside the host, so begin() only begins. With several pipeline stages as many steps
+    can be in flight: one is sent to the first stage at once, and this rank, which is of the last stage, computes its
+    part when the result is asked for.
     """
 
     def __init__(
@@ -81,6 +91,7 @@ class Execution:
         in_thread: bool,
         num_stages: int = 1,
         proposer: Proposer | None = None,
+        on_stream: bool = False,
     ) -> None:
         self._runner = runner
         self.num_stages = num_stages
@@ -88,12 +99,13 @@ class Execution:
         self._depth = 0
         self._swap_cache = swap_cache
         self._masks = MaskMaker()
+        self._on_stream = on_stream
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="execution") if in_thread else None
 
     @property
     def overlaps(self) -> bool:
         """Whether a step works while the next one is scheduled."""
-        return self._thread is not None
+        return self._thread is not None or self._on_stream
 
     @property
     def untouched_swap_bytes(self) -> int:
@@ -118,10 +130,28 @@ class Execution:
         scoring = [(s.request, s.start, num_scored(s)) for s in batch.sequences if num_scored(s)]
         return PreparedStep(batch, batch.kind, len(batch.sequences), inputs, unknown, scoring, speculates)
 
+    def can_follow(self, step: PreparedStep, flight: Flight) -> bool:
+        """Whether it may begin before the flight has landed: all that it needs of that is its tokens, which are on the
+        device. What a grammar, a penalty or a report would need is on the host."""
+        batch = step.batch
+        if not flight.feeds or step.speculates or step.scoring or batch.swap_out or batch.swap_in:
+            return False
+        return not any(request.grammar is not None or needs_host(request) for request in batch.sampling)
+
+    def begin_behind(self, step: PreparedStep, started: float, flight: Flight) -> Flight:
+        """Start computing behind a flight that it can follow."""
+        feed = feed_of(step.unknown, flight.step.batch.sampling)
+        fed = {request for _, request, _ in step.unknown}
+        # The token in flight counts as output: seeds and min_tokens go by the number of tokens.
+        rows: list[SampledRow] = [DraftedRequest(r, [0]) if r in fed else r for r in step.batch.sampling]
+        return Flight(step, started, self._launch(step, feed, rows), feeds=True)
+
     def begin(self, step: PreparedStep, started: float) -> Flight:
         """Start computing; all steps before it have landed."""
         step.fill_in()
         self._announce_swap(step.batch.swap_out, step.batch.swap_in)
+        if self._on_stream and not step.speculates:
+            return self._begin_on_stream(step, started)
         if not step.speculates:  # else its inputs are made when the drafts are known
             self._runner.send(step.inputs)
         if self.num_stages > 1:
@@ -136,6 +166,43 @@ class Execution:
         if self._thread is not None:
             self._thread.shutdown(wait=True)
 
+    def _begin_on_stream(self, step: PreparedStep, started: float) -> Flight:
+        """Begin, and sample at once where that needs no host; else when the result is asked for."""
+        batch = step.batch
+        self._runner.send(step.inputs)
+        feeds = self._runner.steps is not None and not any(
+            request.grammar is not None or needs_host(request) for request in batch.sampling
+        )
+        if feeds:
+            return Flight(step, started, self._launch(step, (), list(batch.sampling)), feeds=True)
+        masks = self._masks.begin(_masked_requests(batch.sampling))
+        swap_seconds = self._copy_swapped(batch.swap_out, batch.swap_in)
+        logits = self._runner.run(step.inputs)
+        scores = self._runner.take_scores()
+
+        def land() -> StepResult:
+            result = self._sample(batch, logits, masks, swap_seconds)
+            result.prompt_logprobs = scores
+            return result
+
+        return Flight(step, started, land)
+
+    def _launch(self, step: PreparedStep, feed: Feed, rows: list[SampledRow]) -> Callable[[], StepResult]:
+        """Queue a whole step on the device, sampling included. Returns what waits for its tokens."""
+        batch, steps = step.batch, self._runner.steps
+        assert steps is not None
+        swap_seconds = self._copy_swapped(batch.swap_out, batch.swap_in)
+        logits = self._runner.run_fed(step.inputs, feed)
+        assert logits is not None  # the engine holds a rank of the last stage
+        scores = self._runner.take_scores()
+        tokens: TokensInFlight | None = steps.publish(sample_on_device(logits, rows)) if rows else None
+
+        def land() -> StepResult:
+            token_ids: list[int | list[int]] = [] if tokens is None else [*tokens.result()]
+            return StepResult(token_ids, [None] * len(rows), swap_seconds, scores)
+
+        return land
+
     def _compute_and_score(self, step: PreparedStep) -> StepResult:
         result = self._compute(step)
         result.prompt_logprobs = self._runner.take_scores()
@@ -145,10 +212,13 @@ class Execution:
         batch = step.batch
         if step.speculates:
             return self._speculate(batch)
-        masked = [MaskedRows(row, r.grammar) for row, r in enumerate(batch.sampling) if r.grammar is not None]
-        masks = self._masks.begin(masked)
+        masks = self._masks.begin(_masked_requests(batch.sampling))
         swap_seconds = self._copy_swapped(batch.swap_out, batch.swap_in)
-        logits = self._runner.run(step.inputs)
+        return self._sample(batch, self._runner.run(step.inputs), masks, swap_seconds)
+
+    def _sample(
+        self, batch: Batch, logits: torch.Tensor | None, masks: "Future[TokenMasks] | None", swap_seconds: float
+    ) -> StepResult:
         assert logits is not None  # the engine holds a rank of the last stage
         if not batch.sampling:
             return StepResult(swap_seconds=swap_seconds)
@@ -207,6 +277,11 @@ class Execution:
             assert not swap_out + swap_in  # without it the swap space has no blocks
             return 0.0
         return self._swap_cache.copy(swap_out, swap_in)
+
+
+def _masked_requests(sampling: list[Request]) -> list[MaskedRows]:
+    """The rows of logits of the requests that have a grammar, where each has one row."""
+    return [MaskedRows(row, r.grammar) for row, r in enumerate(sampling) if r.grammar is not None]
 
 
 def _masked_rows(sampling: list[ScheduledSequence]) -> list[MaskedRows]:

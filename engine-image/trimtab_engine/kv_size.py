@@ -100,6 +100,7 @@ def fixed_blocks(config: EngineConfig, formula: MemoryFormula) -> tuple[int, str
 REMEDIES = {
     "weights": "use a larger device, a smaller model or --dtype bfloat16",
     "profile": "lower --max-num-batched-tokens, --max-num-seqs (and caps) or --max-model-len, or use a larger device",
+    "graphs": "capture fewer sizes (--cudagraph-capture-sizes), set --enforce-eager, or use a larger device",
     "kv_cache": "lower --gpu-memory-utilization (with its cap) or what fixes the KV cache, or use a larger device",
 }
 """What to set when memory ran out, by the stage of start-up."""

@@ -248,6 +248,14 @@ class StepStats(msgspec.Struct, array_like=True):
     num_draft_tokens: int = 0
     accepted_per_position: list[int] = []
     """Of those requests, how many accepted their first draft, their second, …; as long as the longest draft."""
+    graph_steps: dict[str, int] = {}
+    """Steps that replayed CUDA graphs, by kind (full, piecewise)."""
+    eager_steps: dict[str, int] = {}
+    """Steps of a device with graphs that replayed none, by reason (off, too_large, mixed)."""
+    graph_padding_tokens: int = 0
+    """Rows that graphs computed for nothing."""
+    graph_captures: int = 0
+    kernel_compilations: int = 0
 
 
 class StepOutputs(msgspec.Struct, tag="outputs"):

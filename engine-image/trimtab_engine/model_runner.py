@@ -15,6 +15,10 @@ from trimtab_engine.batch import ScheduledSequence
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.device import Device
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.graphs.device_steps import AttentionShape, DeviceSteps, GraphCounts, StepLimits
+from trimtab_engine.graphs.plan import GraphPlan
+from trimtab_engine.graphs.recorder import Recorder
+from trimtab_engine.graphs.step_buffers import Feed
 from trimtab_engine.kv_cache import HOST, KVCache, KVLayers, KVTensors
 from trimtab_engine.kv_size import Unmeasured, check_weights_fit
 from trimtab_engine.layers.linear import padded_rows, row_sizes
@@ -69,6 +73,8 @@ class ModelRunner:
     kv_cache: KVCache
     _kv_tensors: KVTensors
     _draft_layers: KVLayers | None
+    steps: DeviceSteps | None = None
+    """Steps with inputs at fixed places and, perhaps, graphs: on CUDA, once the KV cache has its addresses."""
     can_drop_weights = True
 
     def __init__(
@@ -155,12 +161,16 @@ class ModelRunner:
 
     def drop_weights(self) -> None:
         """Give the weights' memory back. Nothing runs until reload_weights()."""
+        if self.steps is not None:
+            self.steps.drop_model()
         del self._model
         self._device.after_weights()
 
     def reload_weights(self) -> None:
         """Read them again, from where they were read. Raises ModelError."""
         self._model = self._rebuild()
+        if self.steps is not None:
+            self.steps.use_model(self._model)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
         """Run the largest step of the envelope and every row size once; returns the peak it added, in bytes.
@@ -198,6 +208,22 @@ class ModelRunner:
             shape = (1, self.facts.num_attention_heads, self.facts.head_size)
             query = torch.zeros(shape, dtype=self._dtype, device=self._device.torch)
             warm_up_attention(query, self._kv_tensors.keys[0], self._kv_tensors.values[0])
+
+    def use_device_steps(self, config: EngineConfig, plan: GraphPlan, recorder: Recorder) -> DeviceSteps:
+        """From now on inputs lie at fixed places, and steps replay the plan's graphs once these are captured."""
+        whole, facts = self.facts.whole, self.facts
+        limits = StepLimits(
+            max_num_batched_tokens=config.max_num_batched_tokens_cap,
+            max_num_seqs=config.max_num_seqs_cap,
+            max_num_rows=config.max_num_sampled_rows,
+            max_model_len=facts.max_model_len,
+            block_size=self._block_size,
+        )
+        shape = AttentionShape(facts.num_attention_heads, facts.head_size, whole.hidden_size, self._dtype)
+        self.steps = DeviceSteps(
+            self._model, self._kv_tensors, plan, recorder, limits=limits, shape=shape, device=self._device.torch
+        )
+        return self.steps
 
     @property
     def kv_rounding_bytes(self) -> int:
@@ -238,6 +264,10 @@ class ModelRunner:
         """What went over this rank's wire since the last call, by kind of collective: alone it has none."""
         return {}
 
+    def take_graph_counts(self) -> GraphCounts:
+        """What steps replayed since the last call, and what was compiled for them."""
+        return GraphCounts() if self.steps is None else self.steps.take_counts()
+
     def close(self) -> None:
         """End what belongs to this runner: one rank alone has nothing."""
 
@@ -259,7 +289,16 @@ class ModelRunner:
 
     def run(self, inputs: StepInputs) -> torch.Tensor | None:
         """Compute a step. Logits of the sampled tokens on the rank that samples, None on the others."""
+        if self.steps is not None:
+            return self.run_fed(inputs, ())
         return self._run(inputs, self._kv_tensors)
+
+    @torch.inference_mode()
+    def run_fed(self, inputs: StepInputs, feed: Feed) -> torch.Tensor | None:
+        """The same beside the host, which waits for nothing. `feed`: tokens that the device alone knows."""
+        assert self.steps is not None
+        hidden, wanted = self.steps.run(inputs, feed)
+        return self._logits(hidden, wanted, inputs)
 
     @torch.inference_mode()
     def _run(self, inputs: StepInputs, kv_cache: KVTensors, num_layers: int | None = None) -> torch.Tensor | None:
@@ -282,16 +321,20 @@ class ModelRunner:
             metadata,
             num_layers=num_layers,
         )
+        rows = padded_rows(num_rows) if self._model.pads_rows and num_rows else num_rows
+        wanted = torch.tensor(inputs.sampled + [0] * (rows - num_rows), dtype=torch.int64, device=device)
+        return self._logits(hidden, wanted, inputs)
+
+    def _logits(self, hidden: torch.Tensor, wanted: torch.Tensor, inputs: StepInputs) -> torch.Tensor | None:
+        """Of the rows that are sampled. `wanted` may go on with rows of padding."""
         if not self.shard.is_last_stage:
             return None
         if inputs.scored:
             self._scores = self._score(hidden, inputs.scored)
-        if not num_rows:
-            return torch.empty(0, self.facts.vocab_size, device=device)
-        rows = padded_rows(num_rows) if self._model.pads_rows else num_rows
-        wanted = torch.tensor(inputs.sampled + [0] * (rows - num_rows), dtype=torch.int64, device=device)
+        if not inputs.sampled:
+            return torch.empty(0, self.facts.vocab_size, device=hidden.device)
         logits = self._model.logits(hidden.index_select(0, wanted))
-        return None if logits is None else logits[:num_rows]
+        return None if logits is None else logits[: len(inputs.sampled)]
 
     def _score(self, hidden: torch.Tensor, scored: list[tuple[int, int, int]]) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt's own next tokens, a few rows at a time, as the sampler takes them; nothing

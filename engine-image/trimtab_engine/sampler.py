@@ -20,6 +20,7 @@ from trimtab_kernels.apply_token_bitmask import apply_token_bitmask
 from trimtab_kernels.keep_likely_tokens import keep_likely_tokens
 from trimtab_kernels.sample import sample_triton
 
+from trimtab_engine.graphs.transfer import send
 from trimtab_engine.messages import SamplingParams, TokenLogprobs
 from trimtab_engine.speculative.drafted_request import SampledRow
 
@@ -71,6 +72,25 @@ def sample(
     return SampledTokens(token_ids, logprobs)
 
 
+def needs_host(request: SampledRow) -> bool:
+    """Whether choosing its next token takes more than its logits and its parameters: its tokens, or a report."""
+    p = request.sampling
+    return (
+        p.logprobs is not None
+        or _has_penalties(p)
+        or bool(p.logit_bias or p.allowed_token_ids or p.bad_words)
+        or request.num_output_tokens < p.min_tokens
+    )
+
+
+@torch.inference_mode()
+def sample_on_device(logits: torch.Tensor, requests: Sequence[SampledRow]) -> torch.Tensor:
+    """`sample` for requests that need no host: the tokens [rows] int64, which nobody has waited for."""
+    if all(request.sampling.temperature == 0 for request in requests):
+        return logits.argmax(dim=-1)
+    return _choose_limited(logits, requests)
+
+
 def choose(logits: torch.Tensor, requests: Sequence[SampledRow], *, eos_token_ids: tuple[int, ...] = ()) -> list[int]:
     """The tokens alone, as `sample` chooses them."""
     token_ids: list[int] = []
@@ -104,14 +124,7 @@ def report_logprobs(raw: torch.Tensor, chosen: torch.Tensor, wanted: int) -> lis
 
 
 def _is_plain_greedy(request: SampledRow) -> bool:
-    p = request.sampling
-    return (
-        p.temperature == 0
-        and p.logprobs is None
-        and not _has_penalties(p)
-        and not (p.logit_bias or p.allowed_token_ids or p.bad_words)
-        and request.num_output_tokens >= p.min_tokens
-    )
+    return request.sampling.temperature == 0 and not needs_host(request)
 
 
 def _has_penalties(p: SamplingParams) -> bool:
@@ -134,6 +147,13 @@ def _sample_rows(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token
 def _choose_rows(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> torch.Tensor:
     """A token per row, [rows] int64."""
     _adjust(logits, requests, eos_token_ids)
+    return _choose_limited(logits, requests)
+
+
+def _choose_limited(logits: torch.Tensor, requests: Sequence[SampledRow]) -> torch.Tensor:
+    """Greedy or random, by temperature, min-p, top-k and top-p; nothing else changes the logits any more."""
+    if logits.is_cuda:
+        return _draw_by_kernel(logits, requests)
     chosen = logits.argmax(dim=-1)
     random_rows = [row for row, request in enumerate(requests) if request.sampling.temperature > 0]
     if random_rows:
@@ -218,9 +238,7 @@ def _penalise(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:
 
 
 def _draw(logits: torch.Tensor, requests: Sequence[SampledRow]) -> torch.Tensor:
-    """A random token per row, [rows] int64."""
-    if logits.is_cuda:
-        return _draw_by_kernel(logits, requests)
+    """A random token per row, [rows] int64. On the CPU."""
     _limit(logits, requests)
     probabilities = logits.softmax(dim=-1)
     # Exponential sampling: argmax of p / Exp(1) is a draw from p; each row can have its own generator.
@@ -236,21 +254,36 @@ def _draw(logits: torch.Tensor, requests: Sequence[SampledRow]) -> torch.Tensor:
 
 
 def _draw_by_kernel(logits: torch.Tensor, requests: Sequence[SampledRow]) -> torch.Tensor:
-    """`_draw` in one Triton kernel, which sorts nothing and does not wait for the device. A request without a seed
-    takes one from torch's generator. Numbers differ from the CPU's; the distribution does not."""
-    device, params = logits.device, [request.sampling for request in requests]
+    """The choice in one Triton kernel, greedy rows too, which sorts nothing and does not wait for the device. A request
+    without a seed takes one from torch's generator. Numbers differ from the CPU's; the distribution does not."""
+    params = [request.sampling for request in requests]
     fresh = torch.randint(1 << 62, (len(params),)).tolist()
     seeds = [
         number if p.seed is None else zlib.crc32(f"{p.seed} {request.num_output_tokens}".encode())
         for number, p, request in zip(fresh, params, requests, strict=True)
     ]
+    rest = [0] * (-len(params) % 4)  # every part starts on 16 bytes, as the kernel was compiled for
+    parts = [
+        torch.tensor(seeds + rest, dtype=torch.int64).view(torch.int32),
+        *(
+            torch.tensor(values + rest, dtype=torch.float32).view(torch.int32)
+            for values in ([p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params])
+        ),
+        torch.tensor([p.top_k or logits.shape[1] for p in params] + rest, dtype=torch.int32),
+    ]
+    packed = send(torch.cat(parts), logits.device)  # one copy for all of them
+    rows, size = len(params), len(params) + len(rest)
+    own, temperature, top_p, min_p, top_k = (
+        packed[first : first + count]
+        for first, count in ((0, 2 * rows), *(((2 + part) * size, rows) for part in range(4)))
+    )
     token_ids, _ = sample_triton(
         logits,
-        torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-        torch.tensor([p.top_k or logits.shape[1] for p in params], dtype=torch.int32, device=device),
-        torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-        torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-        torch.tensor(seeds, dtype=torch.int64, device=device),
+        temperature.view(torch.float32),
+        top_k,
+        top_p.view(torch.float32),
+        min_p.view(torch.float32),
+        own.view(torch.int64),
     )
     return token_ids
 

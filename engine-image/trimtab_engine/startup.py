@@ -17,6 +17,7 @@ from trimtab_engine.device import is_out_of_memory
 from trimtab_engine.engine import Engine, EngineParts
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.execution import Execution
+from trimtab_engine.graphs.start import GRAPHS_STAGE, GraphMemory, start_device_steps
 from trimtab_engine.kv_size import KVSize, longest_that_fits, out_of_memory, size_kv_cache
 from trimtab_engine.live_config import LiveConfig
 from trimtab_engine.live_values import Envelope, LiveValues
@@ -38,7 +39,8 @@ Progress = Callable[[str, float], None]
 
 WEIGHTS_PERCENT = (5.0, 70.0)  # loading weights is by far the longest stage
 PROFILE_PERCENT = 75.0
-KV_CACHE_PERCENT = 95.0
+KV_CACHE_PERCENT = 80.0
+GRAPHS_PERCENT = (82.0, 99.0)
 
 logger = logging.getLogger("trimtab_engine.core")
 
@@ -99,11 +101,15 @@ def _build(
     size = size_kv_cache(config, formula)
     progress("kv_cache", KV_CACHE_PERCENT)
     runner.init_kv_cache(size.cap_blocks, None if speculation is None else speculation.kv_layers)
+    graphs = capture_graphs(config, rank, progress)
+    if graphs is not None:  # what they take is known now
+        formula = graphs.added_to(formula)
     # Whatever is measured from here on makes the formula's blocks fewer: the addresses stay, the cap is lowered.
     size = size_kv_cache(config, formula)
     runner.kv_cache.limit(size.cap_blocks)
     runner.kv_cache.map_blocks(size.num_blocks)
     _log_size(formula, size, time.monotonic() - began)
+    runner.take_graph_counts()  # from here on they are of serving
     parts = EngineParts(
         device=device,
         runner=runner,
@@ -119,6 +125,13 @@ def _build(
     )
     progress("ready", 100.0)
     return Engine(parts, clock), _ready(config, runner, formula, size, len(rank.reports))
+
+
+def capture_graphs(config: EngineConfig, rank: LoadedRank, progress: Progress) -> GraphMemory | None:
+    """On CUDA: fixed inputs for steps, kernels compiled, graphs captured. None where steps stay as they are."""
+    low, high = GRAPHS_PERCENT
+    report = lambda percent: progress(GRAPHS_STAGE, low + percent / 100 * (high - low))  # noqa: E731
+    return start_device_steps(config, rank.device, rank.runner, num_ranks=len(rank.reports), progress=report)
 
 
 def _scheduler(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula, size: KVSize) -> Scheduler:
@@ -215,7 +228,8 @@ def _execution(
     return Execution(
         runner,
         runner.new_swap_cache(num_blocks) if num_blocks else None,
-        in_thread=overlaps and stages == 1,
+        in_thread=overlaps and stages == 1 and runner.steps is None,
+        on_stream=overlaps and stages == 1 and runner.steps is not None,
         num_stages=stages,
         proposer=None if speculation is None else speculation.proposer(config, runner),
     )

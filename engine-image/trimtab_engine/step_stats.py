@@ -2,6 +2,7 @@
 
 from trimtab_engine.batch import Batch
 from trimtab_engine.execution import PreparedStep, StepResult
+from trimtab_engine.graphs.device_steps import GraphCounts
 from trimtab_engine.kv_cache import KVCache
 from trimtab_engine.messages import StepStats
 from trimtab_engine.scheduler import Scheduler
@@ -52,3 +53,10 @@ def step_stats(
         num_draft_tokens=result.speculation.num_draft_tokens,
         accepted_per_position=result.speculation.accepted_per_position,
     )
+
+
+def note_graphs(stats: StepStats, counts: GraphCounts) -> None:
+    """Add what steps replayed."""
+    stats.graph_steps, stats.eager_steps = counts.steps, counts.eager
+    stats.graph_padding_tokens, stats.graph_captures = counts.padding_tokens, counts.captures
+    stats.kernel_compilations = counts.compilations

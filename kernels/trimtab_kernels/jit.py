@@ -4,6 +4,8 @@ Triton comes with torch's CUDA builds and is absent beside its CPU builds, where
 holds its reference, its kernel and its wrapper, and imports everywhere: without Triton a kernel is an object that
 refuses to be launched.
 
+`watch_compilations` counts what Triton compiles from then on: after warm-up nothing may be.
+
 `record_launches` keeps what would be launched instead of launching it. Called with tensors on torch's meta device, a
 launcher thereby tells exactly which specialisation of which kernel it needs: that is what `aot` compiles.
 """
@@ -110,3 +112,29 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is n or more."""
     return 1 << max(0, n - 1).bit_length()
+
+
+_num_compilations = 0
+
+
+def num_compilations() -> int:
+    """Kernels that Triton has compiled, or loaded from its cache, in this process since it is watched."""
+    return _num_compilations
+
+
+def watch_compilations() -> None:
+    """Count every kernel that a launch finds uncompiled. Watching twice counts once."""
+    if not HAS_TRITON:
+        return
+    runtime = triton.knobs.runtime
+    before = runtime.jit_post_compile_hook
+    if getattr(before, "counts_compilations", False):
+        return
+
+    def note(**details: Any) -> Any:
+        global _num_compilations  # noqa: PLW0603  # one process has one Triton
+        _num_compilations += 1
+        return before(**details) if before is not None else None
+
+    note.counts_compilations = True  # type: ignore[attr-defined]  # how the next caller knows it
+    runtime.jit_post_compile_hook = note

@@ -25,14 +25,16 @@ That is the CPU. On CUDA the step goes to the Triton kernels, which read the cac
 Bound by memory for decodes: 2 * sum(lengths) * num_kv_heads * head_size * itemsize bytes per layer. Source: own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 
 from trimtab_kernels.decode_attention_cpu import ReadPattern, decode_attention_cpu, plan_reads
 from trimtab_kernels.native.batch import NativeBatch, build_native_batch
-from trimtab_kernels.paged_batch import PagedBatch, attend_paged_batch, build_paged_batch
+from trimtab_kernels.paged_batch import PagedBatch, attend_paged_batch, attend_paged_batch_reference, build_paged_batch
 from trimtab_kernels.prefill_attention_cpu import can_multiply, prefill_attention_cpu
 from trimtab_kernels.reshape_and_cache import as_read, as_stored
 
@@ -86,11 +88,16 @@ class Chunk:
     prefix: tuple[PrefixSlice, ...]
 
 
+Attend = Callable[[torch.Tensor, PagedBatch, torch.Tensor], torch.Tensor]
+"""One layer's attention: of a query and a batch, into an output like the query."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """What attention needs to know about a step; built once and read by every layer. slot_mapping [num_tokens] int64.
 
-    num_tokens counts the real tokens: rows from there on are padding and their output is undefined.
+    num_tokens counts the real tokens: rows from there on are padding and their output is undefined. In a captured step
+    it counts the rows of the graph, of which those with a negative slot are padding (`is_padded`).
     """
 
     num_tokens: int
@@ -101,6 +108,10 @@ class AttentionMetadata:
     """The step as the Triton kernels take it: on CUDA, where there are neither groups nor chunks."""
     native: NativeBatch | None = None
     """The step as the compiled layers take it, then the same."""
+    is_padded: bool = False
+    """Some slots are negative: their keys and values are not written."""
+    outside: Callable[[torch.Tensor, Attend], torch.Tensor] | None = None
+    """Takes the query and does the layer's attention itself: outside of the graph that is being captured."""
 
 
 def max_decode_tokens(device: torch.device) -> int:
@@ -443,10 +454,17 @@ def paged_attention(
             f"paged_attention: query {list(query.shape)} does not fit the cache {list(key_cache.shape)}: "
             f"num_heads must be a multiple of num_kv_heads, and head_size equal"
         )
-    if metadata.paged is not None:
-        return attend_paged_batch(
-            query, key_cache, value_cache, metadata.paged, scale, key_scale=key_scale, value_scale=value_scale
+    attend = partial(
+        attend_paged_batch if query.is_cuda else attend_paged_batch_reference,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
+    if metadata.outside is not None:
+        return metadata.outside(
+            query, lambda rows, batch, y: attend(rows, key_cache, value_cache, batch, scale, output=y)
         )
+    if metadata.paged is not None:
+        return attend(query, key_cache, value_cache, metadata.paged, scale)
     if key_cache.dtype == query.dtype:
         return _attend_step(query, key, value, key_cache, value_cache, metadata, scale)
     dtype = query.dtype

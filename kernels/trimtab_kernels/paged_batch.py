@@ -4,15 +4,16 @@ paged_prefill.
 ```
 query rows   |-- one per decode --|---- chunk 0 ----|-- chunk 1 --|- padding -|
 ```
-All integers of a step travel to the device in one copy.
+All integers of a step travel to the device in one copy. `attend_paged_batch_reference` takes the same values on
+the CPU, where the engine plans attention otherwise: so a step with inputs at fixed places is checked without a GPU.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from trimtab_kernels.paged_decode import MAX_SPLITS, paged_decode_triton
-from trimtab_kernels.paged_prefill import paged_prefill_triton
+from trimtab_kernels.paged_decode import MAX_SPLITS, paged_decode_reference, paged_decode_triton
+from trimtab_kernels.paged_prefill import paged_prefill_reference, paged_prefill_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,12 @@ def attend_paged_batch(
     soft_cap: float | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """query [rows, num_heads, head_size]; rows from num_tokens on are padding and yield zeros. This step's keys and
-    values are already in the cache."""
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    values are already in the cache. `output`: where the result goes, like query and contiguous."""
+    if output is None:
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     first, last = batch.num_decodes, batch.num_tokens
     if first:
         paged_decode_triton(
@@ -118,17 +121,63 @@ def attend_paged_batch(
     return output
 
 
-def warm_up_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """Launch every variant that a step may choose, on one token in block 0, so that serving compiles nothing.
+def attend_paged_batch_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: PagedBatch,
+    scale: float,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same by the kernels' references, a sequence at a time."""
+    output = torch.zeros_like(query) if output is None else output.zero_()
+    first, last = batch.num_decodes, batch.num_tokens
+    tables, lengths = batch.block_tables, batch.seq_lens
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    if first:
+        output[:first] = paged_decode_reference(
+            query[:first],
+            key_cache,
+            value_cache,
+            tables[:first],
+            lengths[:first],
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            **scales,
+        )
+    if last > first:
+        output[first:last] = paged_prefill_reference(
+            query[first:last],
+            key_cache,
+            value_cache,
+            tables[first:],
+            lengths[first:],
+            batch.query_starts,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            **scales,
+        )
+    return output
 
-    query [1, num_heads, head_size]. Reads the cache, changes nothing.
+
+def warm_up_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    """Launch every variant that a step may choose, on a row of padding, so that serving compiles nothing.
+
+    query [1, num_heads, head_size]. Neither reads nor changes the cache, which may not be mapped yet.
     """
     tables = torch.zeros(1, 1, dtype=torch.int32, device=query.device)
-    lengths = torch.ones(1, dtype=torch.int32, device=query.device)
+    lengths = torch.zeros(1, dtype=torch.int32, device=query.device)
     splits = 1
     while splits <= MAX_SPLITS:
         paged_decode_triton(query, key_cache, value_cache, tables, lengths, max_seq_len=1, scale=1.0, splits=splits)
         splits *= 2
-    starts = torch.tensor([0, 1], dtype=torch.int32, device=query.device)
+    starts = torch.zeros(2, dtype=torch.int32, device=query.device)
     for longest in (1, 2, 4, 8, 16, 32, 64, 128):
         paged_prefill_triton(query, key_cache, value_cache, tables, lengths, starts, max_query_len=longest, scale=1.0)

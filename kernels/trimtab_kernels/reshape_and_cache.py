@@ -4,7 +4,7 @@ key, value              [num_tokens, num_kv_heads, head_size]               fp32
 key_cache, value_cache  [num_blocks, block_size, num_kv_heads, head_size]   written in place: fp32 | bf16 | fp16 |
                                                                             float8_e4m3fn | float8_e5m2
 slot_mapping            [num_tokens] int64: token i goes to slot block_id * block_size + offset; all slots differ.
-                        A negative slot marks a row of padding, which is not written (CUDA only: captured graphs pad)
+                        A negative slot marks a row of padding, which is not written (captured graphs pad)
 
 ```
 cache   |-- block 0 --|-- block 1 --|-- block 2 --|      slot = 2 * block_size + 1
@@ -161,8 +161,10 @@ def reshape_and_cache(
     *,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    is_padded: bool = False,
 ) -> None:
-    """Scatter key and value by slot. Raises ValueError where shapes or dtypes do not fit."""
+    """Scatter key and value by slot. Raises ValueError where shapes or dtypes do not fit. On the CPU `is_padded` must
+    say that there may be negative slots."""
     if key.shape != value.shape or key.shape[1:] != key_cache.shape[2:] or slot_mapping.shape != key.shape[:1]:
         raise ValueError(
             f"reshape_and_cache: key {list(key.shape)}, value {list(value.shape)}, cache {list(key_cache.shape)}, "
@@ -175,6 +177,5 @@ def reshape_and_cache(
             key, value, key_cache, value_cache, slot_mapping, key_scale=key_scale, value_scale=value_scale
         )
     else:
-        reshape_and_cache_cpu(
-            key, value, key_cache, value_cache, slot_mapping, key_scale=key_scale, value_scale=value_scale
-        )
+        write = reshape_and_cache_reference if is_padded else reshape_and_cache_cpu
+        write(key, value, key_cache, value_cache, slot_mapping, key_scale=key_scale, value_scale=value_scale)

@@ -5,7 +5,12 @@ import torch
 from trimtab_kernels.aot.specialisation import specialise
 from trimtab_kernels.jit import record_launches
 from trimtab_kernels.paged_attention import build_attention_metadata, paged_attention
-from trimtab_kernels.paged_batch import attend_paged_batch, build_paged_batch, warm_up_attention
+from trimtab_kernels.paged_batch import (
+    attend_paged_batch,
+    attend_paged_batch_reference,
+    build_paged_batch,
+    warm_up_attention,
+)
 
 BLOCK_SIZE = 8
 
@@ -27,7 +32,11 @@ def test_it_equals_the_cpu_plan_of_the_same_step(num_decodes: int, num_chunks: i
     fresh = (keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots])
     expected = paged_attention(query, *fresh, keys, values, metadata, 0.25)
     batch = build_paged_batch(decodes, chunks, block_size=BLOCK_SIZE, device=device)
-    torch.testing.assert_close(attend_paged_batch(query, keys, values, batch, 0.25), expected, rtol=1e-5, atol=1e-5)
+    for attend in (attend_paged_batch, attend_paged_batch_reference):
+        torch.testing.assert_close(attend(query, keys, values, batch, 0.25), expected, rtol=1e-5, atol=1e-5)
+        place = torch.full_like(query, float("nan"))
+        attend(query, keys, values, batch, 0.25, output=place)
+        torch.testing.assert_close(place, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_tables_are_as_wide_as_the_longest_context_needs() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
 from trimtab_engine.api.cache_metrics import CacheMetrics
+from trimtab_engine.api.graph_metrics import GraphMetrics
 from trimtab_engine.api.metric_families import LATENCY_BUCKETS, Buckets, FamilyFactory
 from trimtab_engine.api.observations import FinishedSequence
 from trimtab_engine.api.saturation_metrics import SaturationMetrics
@@ -48,6 +49,7 @@ class EngineMetrics:
         self._build_histograms(length_buckets(max_model_len))
         self._cache = CacheMetrics(self._families)
         self._saturation = SaturationMetrics(self._families)
+        self._graphs = GraphMetrics(self._families)
         self._families.check_all_used()
 
     def exposition(self) -> bytes:
@@ -70,6 +72,7 @@ class EngineMetrics:
     def on_step(self, stats: StepStats) -> None:
         self._cache.on_step(stats)
         self._saturation.on_step(stats)
+        self._graphs.on_step(stats)
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         total = max(stats.kv_blocks_total, 1)

@@ -127,7 +127,8 @@ class LlamaLayer:
         value = qkv[:, split:].view(rows, self._num_kv_heads, size)
         scales = self._kv_scales
         keys, values = kv_cache.keys[self._index], kv_cache.values[self._index]
-        reshape_and_cache(key[:num_tokens], value[:num_tokens], keys, values, metadata.slot_mapping, **scales)
+        slots, is_padded = metadata.slot_mapping, metadata.is_padded
+        reshape_and_cache(key[:num_tokens], value[:num_tokens], keys, values, slots, is_padded=is_padded, **scales)
         output = paged_attention(query, key, value, keys, values, metadata, self._scale, **scales)
         return self._output(output.view(rows, -1))
 

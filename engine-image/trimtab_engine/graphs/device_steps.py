@@ -1,0 +1,247 @@
+"""Steps on a device that runs beside the host: inputs at fixed places, graphs where there are some, no waiting.
+
+What a step needs of the one before, its sampled tokens, stays on the device: `feed` says which of a step's tokens are
+rows of `last_tokens`. So a step may begin before the host has seen what the one before it brought.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from trimtab_kernels.jit import num_compilations
+from trimtab_kernels.paged_attention import Attend, AttentionMetadata
+from trimtab_kernels.paged_batch import PagedBatch
+
+from trimtab_engine.graphs.dispatcher import Dispatcher, Eager, shape_of
+from trimtab_engine.graphs.plan import GraphKey, GraphPlan
+from trimtab_engine.graphs.recorder import Outside, Recorder, Replay
+from trimtab_engine.graphs.step_buffers import Capacity, Feed, StepBuffers
+from trimtab_engine.graphs.transfer import Mark, copy_to_host, pinned_bytes
+from trimtab_engine.kv_cache import KVTensors
+from trimtab_engine.models.llama import LlamaForCausalLM
+from trimtab_engine.step_inputs import NO_INPUTS, StepInputs
+
+NUM_TOKEN_BUFFERS = 3  # steps whose tokens may be on their way: one that lands, one that runs, one that begins
+
+
+@dataclass(slots=True)
+class GraphCounts:
+    """What steps replayed since the last look."""
+
+    steps: dict[str, int] = field(default_factory=dict)
+    """Steps by kind of graph: full, piecewise."""
+    eager: dict[str, int] = field(default_factory=dict)
+    """Eager steps by reason (dispatcher.Eager)."""
+    padding_tokens: int = 0
+    """Rows that graphs computed for nothing."""
+    captures: int = 0
+    compilations: int = 0
+    """Kernels that had to be compiled: after start-up none should."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """The envelope that the buffers are made for."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_num_rows: int
+    """Of logits."""
+    max_model_len: int
+    block_size: int
+
+    def capacity(self, max_tokens: int) -> Capacity:
+        """Of buffers for steps of up to so many tokens."""
+        return Capacity(
+            max_tokens=max_tokens,
+            max_seqs=min(self.max_num_seqs, max_tokens),
+            max_rows=min(self.max_num_rows, max_tokens),
+            max_blocks=-(-self.max_model_len // self.block_size),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a piecewise graph hands to attention: [tokens, num_heads, head_size], and the hidden states' width."""
+
+    num_heads: int
+    head_size: int
+    hidden_size: int
+    dtype: torch.dtype
+
+
+class TokensInFlight:
+    """Sampled tokens on their way to the host."""
+
+    def __init__(self, pinned: torch.Tensor, arrived: Mark, count: int) -> None:
+        self._pinned, self._arrived, self._count = pinned, arrived, count
+
+    def result(self) -> list[int]:
+        """Wait for them."""
+        self._arrived.wait()
+        tokens: list[int] = self._pinned[: self._count].tolist()
+        return tokens
+
+
+class DeviceSteps:
+    """Runs steps of one model over one KV cache, which never moves."""
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        kv_cache: KVTensors,
+        plan: GraphPlan,
+        recorder: Recorder,
+        *,
+        limits: StepLimits,
+        shape: AttentionShape,
+        device: torch.device,
+    ) -> None:
+        self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
+        self._limits, self.plan = limits, plan
+        self._dispatcher = Dispatcher(plan)
+        self._graphs: dict[GraphKey, Replay] = {}
+        self._counts = GraphCounts()
+        self._large = StepBuffers(limits.capacity(limits.max_num_batched_tokens), device)
+        most = plan.max_tokens
+        self._small = StepBuffers(limits.capacity(most), device) if most else self._large
+        self._batch = self._small.uniform_batch(0, 1, 0)
+        """Of the step at hand: what attention outside of graphs reads."""
+        heads = (max(plan.piecewise, default=0), shape.num_heads, shape.head_size)
+        self._query = torch.zeros(heads, dtype=shape.dtype, device=device)
+        self._attended = torch.zeros_like(self._query)
+        self._hidden = torch.zeros(most, shape.hidden_size, dtype=shape.dtype, device=device)
+        self.last_tokens = torch.zeros(limits.max_num_rows, dtype=torch.int64, device=device)
+        """Of the step that was sampled last."""
+        pinned = [pinned_bytes(8 * limits.max_num_rows, device) for _ in range(NUM_TOKEN_BUFFERS)]
+        self._arrivals = [(buffer.view(torch.int64), Mark(device)) for buffer in pinned]
+        self._turn = 0
+        self._num_compilations = num_compilations()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the fixed buffers, on the device; graphs not included."""
+        own = (self._query, self._attended, self._hidden, self.last_tokens)
+        buffers = {id(b): b.num_bytes for b in (self._large, self._small)}
+        return sum(tensor.nbytes for tensor in own) + sum(buffers.values())
+
+    def take_counts(self) -> GraphCounts:
+        counts, self._counts = self._counts, GraphCounts()
+        compiled = num_compilations()
+        counts.compilations, self._num_compilations = compiled - self._num_compilations, compiled
+        return counts
+
+    # --- graphs ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile what steps of any size need, by steps of nothing but padding."""
+        rows = self._limits.max_num_batched_tokens
+        while rows:
+            self._batch = self._large.fill(NO_INPUTS, (), GraphKey(rows), self._limits.block_size)
+            self._forward(self._large, rows, self._metadata(self._large, rows, self._batch, is_padded=True))
+            rows //= 2
+
+    def capture_all(self, progress: Callable[[int, int], None], most: int | None = None) -> None:
+        """Record the plan's graphs, the largest first, or the first `most` of them. progress gets (done, of)."""
+        keys = [key for key in self.plan.keys if key not in self._graphs]
+        for done, key in enumerate(keys[:most], start=1):
+            self.capture(key)
+            progress(done, len(keys))
+
+    @torch.inference_mode()
+    def capture(self, key: GraphKey) -> None:
+        """Record one graph, on inputs that are all padding: no block is written."""
+        rows, buffers = key.num_tokens, self._small
+        self._batch = buffers.fill(NO_INPUTS, (), key, self._limits.block_size)
+
+        def run(outside: Outside) -> None:
+            if key.tokens_per_sequence is None:
+                metadata = self._metadata(buffers, rows, None, is_padded=True, outside=outside)
+            else:
+                batch = buffers.uniform_batch(rows, key.tokens_per_sequence, self._limits.max_model_len)
+                metadata = self._metadata(buffers, rows, batch, is_padded=True)
+            self._hidden[:rows].copy_(self._forward(buffers, rows, metadata))
+
+        run(lambda call: call())  # compiles, and lets libraries allocate: neither may happen while recording
+        self._graphs[key] = self._recorder.record(run)
+        self._counts.captures += 1
+
+    def drop_model(self) -> None:
+        """The weights go, and with them what was recorded, which reads where they were."""
+        self._graphs.clear()
+        del self._model
+
+    def use_model(self, model: LlamaForCausalLM) -> None:
+        """The weights are back, elsewhere: graphs are recorded again when steps want them."""
+        self._model = model
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs, feed: Feed = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        """Begin a step. Returns hidden states [rows, hidden_size] and which of their rows are sampled."""
+        choice = self._dispatcher.dispatch(shape_of(inputs))
+        num_tokens = len(inputs.token_ids)
+        if isinstance(choice, Eager):
+            self._counts.eager[choice.value] = self._counts.eager.get(choice.value, 0) + 1
+            buffers, batch = self._large, self._large.fill(inputs, feed, None, self._limits.block_size)
+            hidden = self._forward(buffers, num_tokens, self._metadata(buffers, num_tokens, batch))
+        else:
+            if choice not in self._graphs:
+                self.capture(choice)
+            buffers = self._small
+            self._batch = buffers.fill(inputs, feed, choice, self._limits.block_size)
+            self._graphs[choice]()
+            hidden = self._hidden[: choice.num_tokens]
+            self._counts.steps[choice.kind] = self._counts.steps.get(choice.kind, 0) + 1
+            self._counts.padding_tokens += choice.num_tokens - num_tokens
+        return hidden, buffers.longs["sampled"][: len(inputs.sampled)]
+
+    def publish(self, token_ids: torch.Tensor) -> TokensInFlight:
+        """Keep a step's tokens [rows] for the next one, and start their copy to the host."""
+        count = token_ids.shape[0]
+        self.last_tokens[:count].copy_(token_ids)
+        self._turn = (self._turn + 1) % NUM_TOKEN_BUFFERS
+        pinned, arrived = self._arrivals[self._turn]
+        copy_to_host(pinned[:count], self.last_tokens[:count])
+        arrived.set()
+        return TokensInFlight(pinned, arrived, count)
+
+    def _forward(self, buffers: StepBuffers, rows: int, metadata: AttentionMetadata) -> torch.Tensor:
+        longs = buffers.longs
+        sources = longs["sources"][:rows]
+        fed = self.last_tokens.index_select(0, sources.clamp_min(0))
+        token_ids = torch.where(sources < 0, longs["token_ids"][:rows], fed)
+        return self._model.forward(token_ids, longs["positions"][:rows], self._kv_cache, metadata)
+
+    def _metadata(
+        self,
+        buffers: StepBuffers,
+        rows: int,
+        batch: PagedBatch | None,
+        *,
+        is_padded: bool = False,
+        outside: Outside | None = None,
+    ) -> AttentionMetadata:
+        slots = buffers.longs["slots"][:rows]
+        if outside is None:
+            return AttentionMetadata(rows, slots, (), (), batch, is_padded=is_padded)
+
+        def attend_outside(query: torch.Tensor, attend: Attend) -> torch.Tensor:
+            kept, attended = self._query[:rows], self._attended[:rows]
+            kept.copy_(query)
+            outside(lambda: _discard(attend(kept, self._batch, attended)))
+            return attended
+
+        return AttentionMetadata(rows, slots, (), (), is_padded=is_padded, outside=attend_outside)
+
+
+def _discard(_: object) -> None:
+    """The result is where it was asked to be."""
+
+
+def feed_of(unknown: Sequence[tuple[int, object, int]], sampled_before: Sequence[object]) -> list[tuple[int, int]]:
+    """Where a step's unknown tokens are among those that the step before samples: (index, row)."""
+    rows = {id(request): row for row, request in enumerate(sampled_before)}
+    return [(index, rows[id(request)]) for index, request, _ in unknown]

@@ -1,0 +1,81 @@
+"""Recording kernels to be replayed. The interface is what steps need of it; CudaRecorder is the one on the main path.
+
+Tests have another one that replays by calling the recorded function again, so that everything but CUDA's own recording
+runs without a GPU.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+Replay = Callable[[], None]
+Outside = Callable[[Callable[[], None]], None]
+"""Runs its argument now and at every replay, outside of what is recorded."""
+
+
+class Recorder(Protocol):
+    """Records functions whose tensors never move."""
+
+    def record(self, run: Callable[[Outside], None]) -> Replay:
+        """Run it once, recording. What it hands to its argument is not recorded but called again at each replay."""
+
+
+class CudaRecorder:
+    """CUDA graphs that share one pool of memory: they never run at once, so the largest one's memory serves all."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda: Any = torch.cuda
+        self._pool = cuda.graph_pool_handle()
+        self._stream = cuda.Stream(device)
+
+    def record(self, run: Callable[[Outside], None]) -> Replay:
+        """One graph, or several with calls between them."""
+        cuda: Any = torch.cuda
+        pieces: list[Replay] = []
+        graph: Any = None
+
+        def begin() -> None:
+            nonlocal graph
+            graph = cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        def end() -> None:
+            graph.capture_end()
+            pieces.append(graph.replay)
+
+        def outside(call: Callable[[], None]) -> None:
+            end()
+            call()
+            pieces.append(call)
+            begin()
+
+        cuda.synchronize()
+        with _without_collection(), cuda.stream(self._stream):
+            begin()
+            run(outside)
+            end()
+        cuda.synchronize()
+        if len(pieces) == 1:
+            return pieces[0]
+
+        def replay() -> None:
+            for piece in pieces:
+                piece()
+
+        return replay
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Freeing a device's memory in the middle of a recording would break it off."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,48 @@
+"""Between host and device without waiting: pinned memory, copies that are only begun, marks that say when one ended.
+
+The only places of a decode step that touch both sides. On the CPU a copy is done when it returns, and marks are void.
+"""
+
+from typing import Any
+
+import torch
+
+
+def pinned_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Host memory that a CUDA device copies from and to by itself; plain memory for the CPU."""
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def copy_to_device(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Begin to copy from pinned memory. The source must stay as it is until a later mark is reached."""
+    destination.copy_(source, non_blocking=True)
+
+
+def copy_to_host(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Begin to copy into pinned memory, which must not be read before a later mark is reached."""
+    destination.copy_(source, non_blocking=True)
+
+
+def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A few values of a step on the device. Begun, not waited for: torch keeps the pinned memory until it is read."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+class Mark:
+    """A place in the device's queue of work. Void on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        event: Any = torch.cuda.Event
+        self._event: Any = event() if device.type == "cuda" else None
+        self._is_set = False
+
+    def set(self) -> None:
+        """Here: after everything that was begun so far."""
+        self._is_set = True
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until the device has come to the place that was marked last; at once when none was."""
+        if self._event is not None and self._is_set:
+            self._event.synchronize()

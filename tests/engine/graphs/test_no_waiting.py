@@ -1,0 +1,279 @@
+"""A step on CUDA waits for nothing: from its inputs to its tokens on their way back, no operator reads the device.
+
+There is no GPU here, so the tensors are fake ones that say they are on CUDA: every operator runs but for its numbers,
+kernel launches are recorded, and whatever would make the host wait is refused.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from trimtab_engine.batch import ScheduledSequence
+from trimtab_engine.graphs import device_steps, step_buffers
+from trimtab_engine.graphs.compilation import CompilationConfig
+from trimtab_engine.graphs.device_steps import AttentionShape, DeviceSteps, StepLimits
+from trimtab_engine.graphs.plan import plan_graphs
+from trimtab_engine.graphs.transfer import Mark
+from trimtab_engine.kv_cache import LayerTensors
+from trimtab_engine.messages import SamplingParams
+from trimtab_engine.model_config import parse_model_config
+from trimtab_engine.models.checkpoint import expected_shapes
+from trimtab_engine.models.llama import LlamaForCausalLM
+from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.parallel.shard import shard_model
+from trimtab_engine.request import Request
+from trimtab_engine.sampler import sample_on_device
+from trimtab_engine.step_inputs import flatten
+from trimtab_engine.weights.source import Span
+from trimtab_kernels import jit
+from trimtab_kernels.jit import record_launches
+
+CUDA = torch.device("cuda")
+BLOCK_SIZE, MAX_LEN = 16, 256
+DENSE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 304,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
+MIXTURE = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+WAITS = {
+    f"aten::{name}"
+    for name in (
+        "_local_scalar_dense",
+        "item",
+        "nonzero",
+        "is_nonzero",
+        "equal",
+        "masked_select",
+        "_unique2",
+        "unique2",
+    )
+}
+
+
+class Waited(AssertionError):
+    """Something would have made the host wait for the device."""
+
+
+class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's, without annotations
+    """Refuses what reads the device, and every copy between host and device that transfer.py did not begin. With
+    `is_start_up` copies are allowed. Does what fake tensors of a device that is not there cannot do."""
+
+    def __init__(self, *, is_start_up: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self._is_start_up = is_start_up
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, keywords = func._schema.name, kwargs or {}
+        if name in WAITS:
+            if not args[0].is_cuda:
+                return 1  # the host's own number, which a fake tensor does not have
+            raise Waited(f"{name} waits for the device")
+        if name in ("aten::copy_", "aten::zero_"):
+            self._check(name, args[1] if name == "aten::copy_" else args[0], args[0].device)
+            return args[0]
+        if name == "aten::view" and isinstance(args[1], torch.dtype) and args[0].is_cuda:
+            size = args[0].shape[-1] * args[0].itemsize // args[1].itemsize
+            return args[0].new_empty((*args[0].shape[:-1], size), dtype=args[1])
+        if name not in ("aten::to", "aten::_to_copy"):
+            return func(*args, **keywords)
+        asked = [*args[1:], *keywords.values()]
+        target = next((value for value in asked if isinstance(value, torch.device)), args[0].device)
+        dtype = next((value for value in asked if isinstance(value, torch.dtype)), args[0].dtype)
+        self._check(name, args[0], target)
+        return args[0].new_empty(args[0].shape, dtype=dtype, device=target)
+
+    def _check(self, name: str, source: torch.Tensor, target: torch.device) -> None:
+        if target.type != source.device.type and not self._is_start_up:
+            raise Waited(f"{name} from {source.device} to {target}")
+
+
+class FakeCuda(TorchFunctionMode):
+    """Slices and fills of fake tensors by operators: torch's own methods ask for the device before anything else."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__setitem__ and args[0].is_cuda:
+            assert not isinstance(args[2], torch.Tensor) or args[2].is_cuda, "a value from the host"
+            return None
+        if func in (torch.Tensor.copy_, torch.Tensor.zero_) and args[0].is_cuda:
+            assert all(tensor.is_cuda for tensor in args if isinstance(tensor, torch.Tensor)), "a copy from the host"
+            return args[0]
+        if func is not torch.Tensor.__getitem__ or not args[0].is_cuda:
+            return func(*args, **(kwargs or {}))
+        tensor, dimension = args[0], 0
+        for part in args[1] if isinstance(args[1], tuple) else (args[1],):
+            if part is None:
+                tensor = tensor.unsqueeze(dimension)
+            elif isinstance(part, int):
+                tensor = torch.ops.aten.select(tensor, dimension, part)
+                continue
+            else:
+                assert isinstance(part, slice), f"indexing by {type(part)} may wait for the device"
+                tensor = torch.ops.aten.slice(tensor, dimension, part.start, part.stop, part.step or 1)
+            dimension += 1
+        return tensor
+
+
+class CallingRecorder:
+    """Replays by calling again."""
+
+    def record(self, run: Any) -> Any:
+        run(lambda call: call())
+        return lambda: run(lambda call: call())
+
+
+class FakeSource:
+    """Weights of the right shapes, on the device, without values."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+
+    def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> torch.Tensor:
+        return torch.empty(self._shapes[name], dtype=torch.bfloat16, device=CUDA)
+
+
+@contextmanager
+def a_fake_device() -> Iterator[None]:
+    """Tensors of CUDA without CUDA. The three doors of transfer.py check what passes through them."""
+
+    def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
+        assert device.type == "cuda"
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def host(*arguments: Any) -> step_buffers._Host:
+        with _disable_current_modes():  # numpy writes to it: a real tensor
+            return real_host(*arguments)
+
+    def passes(destination: torch.Tensor, source: torch.Tensor) -> None:
+        assert destination.shape == source.shape
+        assert {destination.device.type, source.device.type} == {"cpu", "cuda"}
+
+    def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        assert values.device.type == "cpu"
+        return torch.empty(values.shape, dtype=values.dtype, device=device)
+
+    facts = SimpleNamespace(major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+    real_host = step_buffers._Host
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_buffers, "_Host", host)
+        for module in (step_buffers, device_steps):
+            patch.setattr(module, "pinned_bytes", pinned)
+            patch.setattr(module, "Mark", lambda device: Mark(torch.device("cpu")))
+        patch.setattr(step_buffers, "copy_to_device", passes)
+        patch.setattr(device_steps, "copy_to_host", passes)
+        patch.setattr("trimtab_engine.sampler.send", send)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode(), FakeCuda():
+            yield
+
+
+def some_steps(config: dict[str, Any], folder: Path) -> tuple[DeviceSteps, LlamaForCausalLM]:
+    """Inside a_fake_device()."""
+    with NoWaiting(is_start_up=True):
+        return _some_steps(config, folder)
+
+
+def _some_steps(config: dict[str, Any], folder: Path) -> tuple[DeviceSteps, LlamaForCausalLM]:
+    model_config = parse_model_config(config, {}, str(folder))
+    shard = shard_model(model_config, Layout(), 0)
+    source: Any = FakeSource(dict(expected_shapes(model_config)))
+    model = LlamaForCausalLM(model_config, source, torch.bfloat16, CUDA, lambda count: None, shard)
+    layers = [torch.empty(64, BLOCK_SIZE, 2, 16, dtype=torch.bfloat16, device=CUDA) for _ in range(4)]
+    plan = plan_graphs(
+        CompilationConfig(cudagraph_capture_sizes=(4, 8, 40)),
+        enforce_eager=False,
+        optimization_level=2,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_drafts=2,
+    )
+    limits = StepLimits(
+        max_num_batched_tokens=64, max_num_seqs=8, max_num_rows=24, max_model_len=MAX_LEN, block_size=BLOCK_SIZE
+    )
+    shape = AttentionShape(4, 16, 64, torch.bfloat16)
+    kv_cache = LayerTensors(layers[:2], layers[2:])
+    steps = DeviceSteps(model, kv_cache, plan, CallingRecorder(), limits=limits, shape=shape, device=CUDA)
+    return steps, model
+
+
+def sequences(*spans: tuple[int, int]) -> list[ScheduledSequence]:
+    """(tokens before, tokens now) of each."""
+    made = []
+    for number, (before, now) in enumerate(spans):
+        request = Request.of(str(number), [1] * (before + now), SamplingParams(), arrival_time=0.0)
+        request.block_ids = list(range(1 + 4 * number, 5 + 4 * number))
+        made.append(ScheduledSequence(request, before, now, samples=True))
+    return made
+
+
+def run_step(steps: DeviceSteps, model: LlamaForCausalLM, batch: list[ScheduledSequence], **sampling: Any) -> list[str]:
+    """From inputs to tokens on their way, as Execution queues them; the kernels that were launched."""
+    inputs, _ = flatten(batch, block_size=BLOCK_SIZE, max_decode_tokens=1 << 30)
+    requests = [
+        Request.of("r", [1], SamplingParams(**{"temperature": 0.0, **sampling}), arrival_time=0.0) for _ in batch
+    ]
+    with record_launches() as launches, NoWaiting():
+        hidden, wanted = steps.run(inputs, [(0, 0)])
+        logits = model.logits(hidden.index_select(0, wanted))
+        assert logits is not None
+        steps.publish(sample_on_device(logits, requests))
+    return [launch.kernel.name for launch in launches]
+
+
+pytestmark = pytest.mark.skipif(not jit.HAS_TRITON, reason="records launches of Triton kernels")
+DECODES = ((20, 1), (33, 1), (5, 1))
+MIXED = ((20, 1), (0, 30), (7, 4))
+LARGE = ((0, 40), (0, 24))
+DRAFTS = ((20, 3), (40, 3))
+
+
+@pytest.mark.parametrize("config", [DENSE, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("spans", [DECODES, MIXED, LARGE, DRAFTS], ids=["decode", "mixed", "eager", "drafts"])
+def test_a_step_waits_for_nothing(config: dict[str, Any], spans: tuple[tuple[int, int], ...], tmp_path: Path) -> None:
+    with a_fake_device():
+        steps, model = some_steps(config, tmp_path)
+        launched = run_step(steps, model, sequences(*spans))
+    assert {"_reshape_and_cache", "_rms_norm"} <= set(launched), "the CUDA path was taken"
+    assert ("_paged_decode" in launched) == any(now == 1 for _, now in spans)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.8}, {"temperature": 1.0, "top_k": 5, "seed": 1}])
+def test_random_sampling_waits_for_nothing_either(sampling: dict[str, Any], tmp_path: Path) -> None:
+    with a_fake_device():
+        steps, model = some_steps(DENSE, tmp_path)
+        assert "_sample" in run_step(steps, model, sequences(*DECODES), **sampling)
+
+
+def test_the_check_itself_sees_a_wait(tmp_path: Path) -> None:
+    with a_fake_device():
+        x = torch.empty(3, device=CUDA)
+        with NoWaiting():
+            for wait in (x.sum().item, x.tolist, x.cpu, lambda: torch.zeros(3, device="cpu").to(CUDA)):
+                with pytest.raises(Waited):
+                    wait()
