@@ -154,6 +154,9 @@ class FakeSource:
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self._shapes = shapes
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
     def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> torch.Tensor:
         return torch.empty(self._shapes[name], dtype=torch.bfloat16, device=CUDA)
 

@@ -1,0 +1,122 @@
+"""CUDA graphs on a GPU: the tokens of eager steps, for every mode and size. Skipped without one."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trimtab_engine.config import EngineConfig
+from trimtab_engine.engine import Engine
+from trimtab_engine.graphs.compilation import CompilationConfig, CUDAGraphMode
+from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.startup import start_engine
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+VOCABULARY = 512
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "eos_token_id": 0,
+    "torch_dtype": "float32",
+}
+Requests = list[tuple[list[int], SamplingParams]]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return tmp_path
+
+
+def an_engine(model: Path, **changes: Any) -> Engine:
+    values: dict[str, Any] = {
+        "load_format": "dummy",
+        "device": "cuda",
+        "dtype": "float32",
+        "num_gpu_blocks_override": 512,
+        "max_model_len": 512,
+        "max_num_seqs": 24,
+        "max_num_seqs_cap": 24,
+        "max_num_batched_tokens": 256,
+        "max_num_batched_tokens_cap": 256,
+    }
+    config = EngineConfig(model=str(model), **{**values, **changes})
+    return start_engine(config, lambda stage, percent: None, lambda: 0.0)[0]
+
+
+def some_requests(count: int, **sampling: Any) -> Requests:
+    dice = random.Random(count)
+    return [
+        (
+            [dice.randrange(1, VOCABULARY) for _ in range(dice.randint(1, 120))],
+            SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **sampling}),
+        )
+        for _ in range(count)
+    ]
+
+
+def generate(engine: Engine, requests: Requests) -> tuple[list[list[int]], int]:
+    """Tokens of each request, and how many kernels were compiled meanwhile."""
+    for number, (prompt, sampling) in enumerate(requests):
+        engine.add(AddRequest(str(number), prompt, sampling, arrival_time=0.0))
+    tokens: list[list[int]] = [[] for _ in requests]
+    compiled = 0
+    while engine.has_work:
+        step = engine.step()
+        compiled += step.stats.kernel_compilations
+        for output in step.outputs:
+            tokens[int(output.request_id)] += output.token_ids
+    engine.check_integrity()
+    return tokens, compiled
+
+
+@pytest.mark.parametrize("mode", [mode for mode in CUDAGraphMode if mode.value not in ("none", "full")])
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 40, "seed": 3}], ids=["greedy", "seeded"])
+def test_graphs_give_the_tokens_of_eager_steps(
+    model: Path, mode: CUDAGraphMode, overlaps: bool, sampling: dict[str, Any]
+) -> None:
+    requests = some_requests(40, **sampling)
+    eager = an_engine(model, enforce_eager=True, async_scheduling=False)
+    expected, _ = generate(eager, requests)
+    eager.close()
+    engine = an_engine(model, compilation=CompilationConfig(cudagraph_mode=mode), async_scheduling=overlaps)
+    assert generate(engine, requests) == (expected, 0), "the same tokens, and nothing compiled while serving"
+
+
+def test_every_size_gives_the_tokens_of_eager_steps(model: Path) -> None:
+    eager, engine = an_engine(model, enforce_eager=True), an_engine(model)
+    for count in range(1, 25):
+        requests = some_requests(count)
+        assert generate(engine, requests)[0] == generate(eager, requests)[0], f"{count} requests"
+
+
+def test_what_graphs_take_is_in_the_ledger(model: Path) -> None:
+    engine = an_engine(model)
+    ledger = engine.ledger()
+    assert ledger.kinds["graphs"] > 0
+    assert ledger.kinds["workspace"] > 0
+
+
+def test_resizing_the_kv_cache_leaves_graphs_right(model: Path) -> None:
+    requests = some_requests(24)
+    expected, _ = generate(an_engine(model, enforce_eager=True), requests)
+    engine = an_engine(
+        model, num_gpu_blocks_override=None, gpu_memory_utilization="0.1", gpu_memory_utilization_cap="0.3"
+    )
+    for utilization in (0.3, 0.1, 0.2):
+        status, _ = engine.patch_config({"values": {"gpu_memory_utilization": utilization}})
+        assert status == 200
+        assert generate(engine, requests)[0] == expected

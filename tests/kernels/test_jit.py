@@ -1,0 +1,17 @@
+"""The door to Triton: what it compiles is counted."""
+
+import pytest
+from trimtab_kernels import jit
+
+
+@pytest.mark.skipif(not jit.HAS_TRITON, reason="counts what Triton compiles")
+def test_compilations_are_counted_once_and_others_still_hear_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    runtime = jit.triton.knobs.runtime
+    monkeypatch.setattr(runtime, "jit_post_compile_hook", lambda **details: heard.append(details["repr"]))
+    jit.watch_compilations()
+    jit.watch_compilations()
+    before = jit.num_compilations()
+    runtime.jit_post_compile_hook(repr="kernel(...)")
+    assert jit.num_compilations() == before + 1
+    assert heard == ["kernel(...)"]
