@@ -103,7 +103,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFit:
-    """All stages of one layout on one kind of GPU."""
+    """The stages of one layout on one kind of GPU, but for those that are like an earlier one."""
 
     ranks: tuple[RankMemory, ...]
 
@@ -145,9 +145,10 @@ class MemoryFit:
 
 
 def memory_fit(facts: ModelFacts, parallelism: Parallelism, gpu: Gpu, envelope: Envelope) -> MemoryFit:
-    """The memory of each stage of a layout that the rules allow."""
+    """The memory of each stage of a layout that the rules allow; of stages that are alike, the first stands for all."""
+    unlike = {(s.weights_bytes, s.num_layers, s.is_last): s for s in reversed(stages_of(facts, parallelism))}
     ranks = []
-    for stage in stages_of(facts, parallelism):
+    for stage in reversed(unlike.values()):
         shape = _shape(facts, parallelism, stage, gpu, envelope)
         ranks.append(RankMemory(stage=stage, shape=shape, capacity=kv_capacity(shape, envelope.gpu_memory_utilization)))
     return MemoryFit(ranks=tuple(ranks))

@@ -28,6 +28,8 @@ from trimtab_operator.spec import Parallelism
 Objective = Literal["throughput", "latency"]
 MAX_TENSOR = 64
 MAX_PIPELINE = 64
+MAX_DATA = 1024  # what a spec can say
+ALL_DEGREES_UP_TO = 8  # beyond, only those that divide the number of GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +119,15 @@ def rank_layouts(
 def candidates(facts: ModelFacts, cluster: Cluster) -> Iterator[Parallelism]:
     """Tensor × pipeline within the GPUs; for mixtures also data and expert parallel. Refused ones among them.
 
-    A dense model's engines are replicas: with data 1 everything about them is said.
+    A dense model's engines are replicas: with data 1 everything about them is said. Of larger degrees only those that
+    divide the number of GPUs are tried.
     """
     total = cluster.gpus
-    for tensor in range(1, min(total, MAX_TENSOR) + 1):
-        for pipeline in range(1, min(total // tensor, MAX_PIPELINE) + 1):
-            most = total // (tensor * pipeline) if facts.is_mixture else 1
-            for data in range(1, most + 1):
+    degrees = [n for n in range(1, total + 1) if n <= ALL_DEGREES_UP_TO or total % n == 0]
+    for tensor in (n for n in degrees if n <= MAX_TENSOR):
+        for pipeline in (n for n in degrees if n <= min(total // tensor, MAX_PIPELINE)):
+            most = min(total // (tensor * pipeline), MAX_DATA) if facts.is_mixture else 1
+            for data in (n for n in degrees if n <= most):
                 per_pod = gpus_of_a_pod(tensor, pipeline, data, most=cluster.gpus_per_node, nodes=cluster.nodes)
                 if per_pod is None:
                     continue  # engines larger than a node, or pods that find no room together

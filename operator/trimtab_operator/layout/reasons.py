@@ -42,7 +42,7 @@ def _tensor(row: Row, cluster: Cluster) -> list[str]:
     share = f"exchanges take {row.estimate.step.exchange_share:.0%} of a step"
     if tensor_stays_in_a_node(p):
         return [f"every layer over {p.tensor} GPUs of one node ({cluster.hardware.gpu.link}): {share}"]
-    return [f"every layer over {p.tensor} GPUs of several nodes: {share}, for its all-reduces cross the network"]
+    return [f"every layer over {p.tensor} GPUs of several pods: {share}, for its all-reduces cross the network"]
 
 
 def _pipeline(row: Row, cluster: Cluster) -> list[str]:
@@ -50,7 +50,7 @@ def _pipeline(row: Row, cluster: Cluster) -> list[str]:
     if p.pipeline == 1:
         return []
     if row.pods > 1:
-        return [f"{p.pipeline} stages over {row.pods} nodes: only hidden states cross the network"]
+        return [f"{p.pipeline} stages over {row.pods} pods: only hidden states cross the network"]
     slow = "" if cluster.hardware.gpu.link == "NVLink" else ", which counts without NVLink"
     return [f"{p.pipeline} stages: one transfer each instead of two all-reduces per layer{slow}"]
 

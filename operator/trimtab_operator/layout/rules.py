@@ -25,6 +25,8 @@ class Problem:
         return f"is {self.value}, {self.reason}; {self.limit}"
 
 
+MAX_SHOWN = 1024  # no degree is larger (spec.py); a model may have numbers of any size
+
 SpecRule = Callable[[Parallelism], Iterator[Problem]]
 FactsRule = Callable[[Parallelism, ModelFacts], Iterator[Problem]]
 
@@ -158,7 +160,9 @@ def _divides(parallelism: Parallelism, total: int, what: str) -> Iterator[Proble
 
 def _divisors(total: int, most: int, of: int = 1) -> str:
     """Divisors up to `most` that are multiples of `of`, as a choice in words; the largest eight of them."""
-    found = [str(n) for n in range(of, min(total, most) + 1, of) if total % n == 0][-8:]
+    found = [str(n) for n in range(of, min(total, most, MAX_SHOWN) + 1, of) if total % n == 0][-8:]
+    if not found:
+        return f"a multiple of {of}"
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 
 

@@ -51,6 +51,12 @@ def stages_of(facts: ModelFacts, parallelism: Parallelism) -> tuple[Stage, ...]:
     return tuple(_stage(facts, parallelism, index, span) for index, span in enumerate(spans))
 
 
+def least_weights_bytes(facts: ModelFacts, parallelism: Parallelism) -> int:
+    """What the fullest rank has at least: its share if everything could be divided."""
+    ranks, experts = parallelism.tensor * parallelism.pipeline, facts.weights.experts
+    return (facts.weights_bytes - experts) // ranks + experts // (ranks * parallelism.data)
+
+
 def _stage(facts: ModelFacts, parallelism: Parallelism, index: int, layers: range) -> Stage:
     weights, tensor = facts.weights, parallelism.tensor
     is_first, is_last = index == 0, index == parallelism.pipeline - 1

@@ -56,7 +56,7 @@ def first(ranking: Ranking) -> Degrees:
         ("Llama-3.1-405B", "H200", 8, 1, (8, 1, 1), "exchanges take"),
         # What is larger than a node: tensor inside, stages across.
         ("Llama-3.1-405B", "H100", 8, 2, (8, 2, 1), "larger than a node; every layer over 8 GPUs of one node (NVLink)"),
-        ("Llama-3.1-405B", "H100", 8, 2, (8, 2, 1), "2 stages over 2 nodes: only hidden states cross the network"),
+        ("Llama-3.1-405B", "H100", 8, 2, (8, 2, 1), "2 stages over 2 pods: only hidden states cross the network"),
         # Without NVLink stages come before wide tensor groups.
         (
             "Llama-3.1-70B",
@@ -111,6 +111,12 @@ def test_rows_pass_the_check_and_fit_the_gpus_and_refused_ones_do_not(
         spec = a_spec(facts, engine=engine, **refused.parallelism.model_dump(by_alias=True))
         assert check_layout(spec, facts, cluster.hardware.gpu)
     assert len({tuple(row.parallelism.model_dump().values()) for row in ranking.rows}) == len(ranking.rows)
+
+
+@pytest.mark.parametrize("model", ["Llama-3.1-8B", "Qwen3-235B-A22B"])
+def test_the_largest_cluster_that_can_be_asked_for_is_ranked(published: Published, model: str) -> None:
+    ranking, cluster, _ = a_ranking(published(model), "H100", 64, 64)
+    assert max(row.used_gpus for row in ranking.rows) == cluster.gpus
 
 
 def test_a_model_that_is_too_large_for_all_gpus_has_no_row(published: Published) -> None:

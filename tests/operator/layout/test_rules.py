@@ -88,6 +88,12 @@ def test_pods_hold_whole_engines_and_no_idle_gpu(layout: dict[str, Any], message
     assert any(message in text for text in said), said
 
 
+def test_degrees_beyond_any_cluster_are_refused_as_quickly_as_others() -> None:
+    """A user's numbers must not cost the operator's time: this has 134,217,728 ranks."""
+    huge = Parallelism(tensor=1024, pipeline=128, data=1024, gpus_per_node=7)
+    assert str(spec_problems(huge)[0]).endswith("set a multiple of 131072")
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_a_replica_that_is_accepted_fills_its_pods_with_whole_engines_or_one_engine(
     a_spec: Callable[..., Spec], seed: int

@@ -21,7 +21,7 @@ from trimtab_engine.weights.dummy import DummySource
 from trimtab_operator.layout.config_facts import facts_of_config
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.rules import facts_problems
-from trimtab_operator.layout.stages import layers_of_stages, stages_of
+from trimtab_operator.layout.stages import layers_of_stages, least_weights_bytes, stages_of
 from trimtab_operator.spec import Parallelism
 
 Published = Callable[[str], ModelFacts]
@@ -79,6 +79,14 @@ def test_a_stages_weights_are_what_its_fullest_rank_reads(a_random_case: RandomC
         ranks = [rank for rank in range(len(read)) if rank // tensor % pipeline == stage.index]
         fullest = 2 * max(read[rank] for rank in ranks)  # bfloat16
         assert fullest <= stage.weights_bytes <= fullest + 8  # each part is rounded up to a whole byte
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_layout_has_less_than_its_least(a_random_case: RandomCase, seed: int) -> None:
+    config, layout = a_layout_that_works(a_random_case, seed)
+    facts, parallelism = facts_of_config(config, "m"), Parallelism(**layout)
+    fullest = max(stage.weights_bytes for stage in stages_of(facts, parallelism))
+    assert least_weights_bytes(facts, parallelism) <= fullest
 
 
 def test_one_rank_holds_everything(published: Published) -> None:
