@@ -91,6 +91,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    data_parallel_size_cap: int | None = None
+    """How many cores there may be, live. None: as many as at the start."""
     data_parallel_rank: int = 0
     """Which of the data-parallel cores this one is; set by whoever starts them, with the place where they meet."""
     data_parallel_rendezvous: str | None = None
@@ -114,8 +116,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     profiler_dir: str | None = None
 
     @property
+    def max_cores(self) -> int:
+        """Engine cores that there may be, live."""
+        return self.data_parallel_size_cap or self.data_parallel_size
+
+    @property
     def num_local_cores(self) -> int:
-        """Engine cores on one node."""
+        """Engine cores on one node, at the start."""
         return max(1, self.data_parallel_size // self.nnodes)
 
     @property
@@ -130,13 +137,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_local_ranks(self) -> int:
-        """Of all engine cores on one node."""
-        return self.num_local_cores * self.ranks_per_node
+        """Of all engine cores that there may be on one node: its device is divided among so many."""
+        return self.max_cores // (self.nnodes // self.nodes_per_core) * self.ranks_per_node
 
     @property
     def first_local_rank(self) -> int:
         """This core's first rank among those of its node."""
-        return self.data_parallel_rank % self.num_local_cores * self.ranks_per_node
+        return self.data_parallel_rank * self.ranks_per_node % self.num_local_ranks
 
     @property
     def max_num_sampled_rows(self) -> int:
@@ -205,6 +212,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} is {getattr(self, name)}; it must be between 1 and {MAX_RANKS}")
         ranks = self.tensor_parallel_size * self.pipeline_parallel_size
+        if not self.data_parallel_size <= self.max_cores <= MAX_RANKS:
+            raise _above_cap("data-parallel-size", self.data_parallel_size, self.data_parallel_size_cap)
+        if self.max_cores > self.data_parallel_size and self.nnodes > 1:
+            raise NotBuiltError(
+                f"--data-parallel-size-cap {self.max_cores} with --nnodes {self.nnodes} is not built: engine cores join "
+                f"and retire on one node only; leave the cap out"
+            )
         if self.data_parallel_size > 1 and self.data_parallel_size % self.nnodes:
             raise NotBuiltError(
                 f"--data-parallel-size {self.data_parallel_size} with --nnodes {self.nnodes} is not built: each node "

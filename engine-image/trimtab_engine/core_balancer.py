@@ -4,6 +4,7 @@ A guess only chooses whom to ask first: a core that cannot run the request at on
 (core_client.py). Where all say so, the request queues with the least loaded. Pure.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 WAITING_WEIGHT = 6.0  # vLLM's: how much a waiting request counts on a core whose KV cache is full
@@ -33,10 +34,13 @@ class CoreBalancer:
         self._num_clients = num_clients
         self._turn = 0
 
-    def choose(self, without: frozenset[int] = frozenset()) -> int:
-        """The least loaded core that is not in `without`; of all cores when every one is."""
+    def choose(self, without: frozenset[int] = frozenset(), among: Collection[int] | None = None) -> int:
+        """The least loaded core that is not in `without`; of all cores when every one is. `among`: the cores there are,
+        at least one; None: all."""
         num_cores = len(self._loads)
         order = [(self._turn + offset) % num_cores for offset in range(num_cores)]
+        if among is not None:
+            order = [core for core in order if core in among]
         candidates = [core for core in order if core not in without] or order
         chosen = min(candidates, key=lambda core: self._loads[core].score(self._num_clients))
         self._turn = (chosen + 1) % num_cores
@@ -47,6 +51,10 @@ class CoreBalancer:
 
     def ended(self, core: int) -> None:
         self._loads[core].num_sent -= 1
+
+    def forget(self, core: int) -> None:
+        """Its process is another from now on."""
+        self._loads[core] = CoreLoad(num_sent=self._loads[core].num_sent)
 
     def report(self, core: int, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
         load = self._loads[core]

@@ -1,15 +1,15 @@
 """An API server's side of the engine: two sockets to each core, and who waits for which answer.
 
-There is one core, or one per data-parallel rank: then each request goes to one of them, each admin call to all. The
-sockets are bound in the launcher's private folder, and one task reads each core. It never imports torch. The cores'
-processes are core_launcher.py's.
+There is one core, or one per data-parallel rank: then each request goes to one of them, each admin call to all. Cores
+may join and retire while others serve (core_scaling.py). The sockets are bound where the launcher says, and one task
+reads each core. It never imports torch. The cores' processes are core_launcher.py's.
 """
 
 import asyncio
 import logging
 import operator
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from trimtab_engine.core_balancer import CoreBalancer
 from trimtab_engine.core_replies import merge_replies, merge_states
+from trimtab_engine.core_roster import CoreRoster
 from trimtab_engine.errors import EngineDead, InvalidRequest
 from trimtab_engine.messages import (
     REFUSED,
@@ -29,11 +30,14 @@ from trimtab_engine.messages import (
     ClientAddresses,
     ClientOutputs,
     CoreFailed,
+    CoreLoaded,
     CoreReady,
+    CoreRetiring,
     EngineState,
     FromCore,
     LoadProgress,
     RequestOutput,
+    RetireSeen,
     Shutdown,
     StartWave,
     StepOutputs,
@@ -53,7 +57,8 @@ class _Asked:
 
 
 class CoreClient:
-    """One line to each core. `addresses`: one entry per core. `on_ready` is called when all cores are ready, then
+    """One line to each core. `addresses`: one entry per core that there can be; the first `num_initial` are started with
+    the engine, and are data-parallel ranks from `first_rank` on. `on_ready` is called when all of these are ready, then
     `on_step` with the statistics of each step, in order; only client 0 gets those. `on_state` is called whenever the
     state of all cores together is another.
     """
@@ -64,11 +69,15 @@ class CoreClient:
         *,
         client_index: int = 0,
         num_clients: int = 1,
+        num_initial: int | None = None,
+        first_rank: int = 0,
         on_ready: Callable[[CoreReady], None] | None = None,
         on_step: Callable[[StepStats], None] | None = None,
         on_state: Callable[[EngineState], None] | None = None,
     ) -> None:
-        self._addresses, self._client_index = addresses, client_index
+        self._addresses, self._client_index, self._first_rank = addresses, client_index, first_rank
+        self.roster = CoreRoster(len(addresses), num_initial or len(addresses))
+        self._joining: dict[int, asyncio.Future[None]] = {}
         self._on_ready, self._on_step, self._on_state = on_ready, on_step, on_state
         self._states: dict[int, EngineState] = {}
         self.state = EngineState()
@@ -87,7 +96,7 @@ class CoreClient:
         self.last_steps = [0] * len(addresses)
         """The newest step of each core that anything has been heard of."""
         self._progress = [LoadProgress("starting", 0.0) for _ in addresses]
-        self._readies: dict[int, CoreReady] = {}
+        self._facts: CoreReady | None = None
         self.ready: CoreReady | None = None
         """Of the first core, once all are ready."""
         self.failure: CoreFailed | None = None
@@ -110,13 +119,18 @@ class CoreClient:
             self._readers.append(asyncio.create_task(self._read(index)))
 
     @property
-    def num_cores(self) -> int:
-        return len(self._addresses)
+    def ranks(self) -> list[int]:
+        """The data-parallel ranks that take requests."""
+        return [self._first_rank + core for core in self.roster.serving]
 
     @property
     def progress(self) -> LoadProgress:
-        """Of the core that is furthest behind."""
-        return min(self._progress, key=lambda progress: progress.percent)
+        """Of the core that is furthest behind, of those that start with the engine."""
+        needed = [self._progress[core] for core in self.roster.cores("loading", "serving")]
+        return min(needed, key=lambda progress: progress.percent)
+
+    def progress_of(self, core: int) -> LoadProgress:
+        return self._progress[core]
 
     @property
     def is_alive(self) -> bool:
@@ -162,23 +176,27 @@ class CoreClient:
 
     def _first_choice(self, request: AddRequest) -> int:
         """The core that the request names, else the least loaded. Raises InvalidRequest for one that is not there."""
-        pinned = request.data_parallel_rank
-        if pinned is not None and not 0 <= pinned < self.num_cores:
-            raise InvalidRequest(f"data-parallel rank {pinned} is not there; ranks are 0 to {self.num_cores - 1}")
-        request.may_queue = pinned is not None or self.num_cores == 1
-        return self._balancer.choose() if pinned is None else pinned
+        rank, serving = request.data_parallel_rank, self.roster.serving
+        if rank is None:
+            request.may_queue = len(serving) == 1
+            return self._balancer.choose(among=serving or None)
+        if rank not in self.ranks:
+            raise InvalidRequest(f"data-parallel rank {rank} is not there; ranks here are {self.ranks}")
+        request.may_queue = True
+        return rank - self._first_rank
 
     def _ask_another(self, request: AddRequest, asked: _Asked, refused: frozenset[int]) -> None:
         self._balancer.ended(asked.core)
-        asked.core = self._balancer.choose(refused)
+        serving = self.roster.serving  # never empty: the last core does not retire
+        asked.core = self._balancer.choose(refused, among=serving)
         self._balancer.sent(asked.core)
-        request.may_queue = len(refused) == self.num_cores
+        request.may_queue = refused.issuperset(serving)
         self._send(request, asked.core)
 
     def abort(self, request_ids: list[str]) -> None:
         """Free these requests at the next step boundary. Never waits, so that it is safe while being cancelled."""
         if self.is_alive and not self._closing:
-            self._send_all(AbortRequests(request_ids))
+            self._send_to(self.roster.present, AbortRequests(request_ids))
 
     def abort_all(self) -> None:
         """End everything that runs: the waiting handlers see finish_reason abort."""
@@ -190,17 +208,19 @@ class CoreClient:
     async def call(self, method: str, body: dict[str, Any]) -> AdminReply:
         """One admin call, answered between two steps. EngineDead if a core ends first. With several cores a change is
         tried on all before it is made on any."""
-        if method == "config_patch" and self.num_cores > 1 and not body.get("dry_run"):
+        if method == "config_patch" and len(self.roster.serving) > 1 and not body.get("dry_run"):
             tried = await self._call_all(method, {**body, "dry_run": True})
             if tried.status != 200:
                 return tried
         return await self._call_all(method, body)
 
     async def _call_all(self, method: str, body: dict[str, Any]) -> AdminReply:
-        replies = await asyncio.gather(*(self._call(method, body, core) for core in range(self.num_cores)))
-        return merge_replies(method, replies)
+        self._raise_if_dead()
+        cores = self.roster.serving
+        return merge_replies(method, await asyncio.gather(*(self.call_one(method, body, core) for core in cores)))
 
-    async def _call(self, method: str, body: dict[str, Any], core: int) -> AdminReply:
+    async def call_one(self, method: str, body: dict[str, Any], core: int) -> AdminReply:
+        """One admin call to one core."""
         self._raise_if_dead()
         call_id = uuid.uuid4().hex
         future: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
@@ -217,12 +237,33 @@ class CoreClient:
             self._stepped.clear()
             await self._stepped.wait()
 
+    # --- cores that join and retire (client 0) ----------------------------------------------------------------------
+
+    def expect(self, core: int) -> "asyncio.Future[None]":
+        """A core that is about to be started beside those that serve: done when it has loaded, EngineDead when it ends
+        before."""
+        self.roster.joins(core)
+        self._progress[core] = LoadProgress("starting", 0.0)
+        future = self._joining[core] = asyncio.get_running_loop().create_future()
+        return future
+
+    def core_ended(self, core: int, failure: CoreFailed | None) -> None:
+        """A core's process has ended; None: as it was told. Unless it was needed, the others go on."""
+        if failure is not None and self.roster.is_needed(core):
+            self.fail(failure)
+            return
+        joining = self._joining.pop(core, None)
+        if joining is not None and not joining.done():
+            joining.set_exception(EngineDead("it was ended" if failure is None else failure.message))
+        self.roster.is_gone(core)
+        self._balancer.forget(core)
+
     # --- the end --------------------------------------------------------------------------------------------------
 
     def shut_down_core(self) -> None:
         """Ask every core to leave its loop."""
         self._closing = True
-        self._send_all(Shutdown())
+        self._send_to(self.roster.present, Shutdown())
 
     async def close(self) -> None:
         """Remove the sockets."""
@@ -234,8 +275,8 @@ class CoreClient:
 
     # --- the inside -----------------------------------------------------------------------------------------------
 
-    def _send_all(self, message: ToCore) -> None:
-        for core in range(self.num_cores):
+    def _send_to(self, cores: Iterable[int], message: ToCore) -> None:
+        for core in cores:
             self._send(message, core)
 
     def _send(self, message: ToCore, core: int) -> None:
@@ -260,14 +301,14 @@ class CoreClient:
         match message:
             case StepOutputs():
                 self._note_step(message.stats.step, core)
-                self._deliver(message.outputs)
+                self._deliver(message.outputs, core)
                 self._note_load(message.stats, core)
-                if self._on_step is not None:
+                if self._on_step is not None and self.roster.is_needed(core):
                     self._on_step(message.stats)
             case ClientOutputs():
                 self._note_step(message.step, core)
-                self._deliver(message.outputs)
-            case EngineState():
+                self._deliver(message.outputs, core)
+            case EngineState() if self.roster[core] in ("loading", "serving"):
                 self._note_state(message, core)
             case AdminReply():
                 future = self._calls.get(message.call_id)
@@ -275,21 +316,32 @@ class CoreClient:
                     future.set_result(message)
             case LoadProgress():
                 self._progress[core] = message
+                self.roster.loads(core)
+            case CoreLoaded():
+                joining = self._joining.pop(core, None)
+                if joining is not None and not joining.done():
+                    joining.set_result(None)
             case CoreReady():
                 self._progress[core] = LoadProgress("ready", 100.0)
-                self._readies[core] = message
-                if len(self._readies) == self.num_cores:
+                self.roster.is_ready(core)
+                self._facts = message if core == 0 else self._facts
+                if self.ready is None and self.roster.has_loaded:
                     self._all_ready()
+            case CoreRetiring():
+                self.roster.retires(core)
+                self._states.pop(core, None)
+                self._send(RetireSeen(self._client_index), core)
             case StartWave():
-                for other in range(self.num_cores):
-                    if other != core:
-                        self._send(message, other)
+                self._send_to((other for other in self.roster.present if other != core), message)
             case CoreFailed(text, exit_code):
-                is_one_of_many = self.num_cores > 1 and exit_code != 2  # 2: what is wrong is so for all cores
-                self.fail(CoreFailed(f"engine core {core}: {text}", exit_code) if is_one_of_many else message)
+                is_one_of_many = len(self._addresses) > 1 and exit_code != 2  # 2: what is wrong is so for all cores
+                self.core_ended(
+                    core, CoreFailed(f"engine core {core}: {text}", exit_code) if is_one_of_many else message
+                )
 
     def _all_ready(self) -> None:
-        self.ready = self._readies[0]
+        self.ready = self._facts
+        assert self.ready is not None
         if self._on_ready is not None:
             self._on_ready(self.ready)
         self.loaded.set()
@@ -301,7 +353,7 @@ class CoreClient:
             self._on_state(self.state)
 
     def _note_load(self, stats: StepStats, core: int) -> None:
-        stats.engine_index = core
+        stats.engine_index = self._first_rank + core
         usage = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
         self._balancer.report(core, num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=usage)
 
@@ -309,8 +361,9 @@ class CoreClient:
         self.last_steps[core] = max(self.last_steps[core], step)
         self._stepped.set()
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
+    def _deliver(self, outputs: list[RequestOutput], core: int) -> None:
         for output in outputs:
+            output.engine_index = self._first_rank + core
             asked = self._requests.get(output.request_id)
             if asked is not None:  # none: aborted meanwhile
                 asked.outputs.put_nowait(output)

@@ -38,8 +38,9 @@ class CoreLauncher:
         self.addresses: Sequence[Sequence[ClientAddresses]] = [
             [self._address(client, core) for core in range(len(self._configs))] for client in range(num_clients)
         ]
-        self._cores: list[CoreProcess] = []
-        self._watches: list[asyncio.Task[None]] = []
+        self._cores: dict[int, CoreProcess] = {}
+        """Those of this node, by data-parallel rank."""
+        self._watches: dict[int, asyncio.Task[None]] = {}
         self._hub: Hub | None = None
         self._closing = False
 
@@ -59,7 +60,7 @@ class CoreLauncher:
     @property
     def processes(self) -> list[asyncio.subprocess.Process]:
         """Of this node's cores, once they were started."""
-        return [core.process for core in self._cores]
+        return [core.process for core in self._cores.values()]
 
     @property
     def process(self) -> asyncio.subprocess.Process | None:
@@ -82,9 +83,27 @@ class CoreLauncher:
             )
             await self._hub.open()
         for index in range(self._config.num_local_cores):
-            core = await CoreProcess.start(index, self._core_start(index))
-            self._cores.append(core)
-            self._watches.append(asyncio.create_task(self._tell_the_end(core, client)))
+            await self.start_core(index, client)
+
+    async def start_core(self, index: int, client: CoreClient, *, joins: bool = False) -> None:
+        """Start one of this node's cores. `joins`: beside cores that serve already. Raises EngineDead."""
+        start = self._core_start(index)
+        start.joins = joins
+        core = self._cores[index] = await CoreProcess.start(index, start)
+        self._watches[index] = asyncio.create_task(self._tell_the_end(core, client))
+
+    async def wait_for_end(self, index: int) -> None:
+        """Return when the core's process has ended and the client knows it."""
+        await self._watches[index]
+
+    async def end_core(self, index: int) -> None:
+        """End a core that does not serve."""
+        core = self._cores.get(index)
+        if core is not None:
+            if core.process.returncode is None:
+                core.process.terminate()
+            await core.end()
+            await self._watches[index]
 
     def _cores_of_node(self, node_rank: int) -> tuple[int, list[CoreStart]]:
         count = self._config.num_local_cores
@@ -97,7 +116,7 @@ class CoreLauncher:
     async def close(self, client: CoreClient) -> None:
         """End the cores, by word if they still listen, and remove the sockets."""
         self._closing = True
-        running = [core for core in self._cores if core.process.returncode is None]
+        running = [core for core in self._cores.values() if core.process.returncode is None]
         if client.ready is not None and client.failure is None:
             client.shut_down_core()
         else:
@@ -106,9 +125,9 @@ class CoreLauncher:
         cause = None if client.failure is None else client.failure.message
         nodes = [] if self._hub is None else [self._hub.close(cause)]
         await asyncio.gather(*(core.end() for core in running), *nodes)
-        for watch in self._watches:
+        for watch in self._watches.values():
             watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
         await client.close()
         if self._ports is not None:
             self._ports.release()
@@ -119,22 +138,28 @@ class CoreLauncher:
         code = await core.process.wait()
         if self._closing:
             return
-        await asyncio.sleep(DEAD_GRACE_SECONDS)
-        client.fail(self._failure(client, core.index, "this node", CoreEnded(core.index, core.process.pid, code)))
+        if code == 0 and client.roster[core.index] == "retiring":
+            client.core_ended(core.index, None)
+            return
+        if client.roster.is_needed(core.index):
+            await asyncio.sleep(DEAD_GRACE_SECONDS)
+        end = CoreEnded(core.index, core.process.pid, code)
+        client.core_ended(core.index, self._failure(client, core.index, "this node", end))
 
     def _failure(self, client: CoreClient, core: int, host: str, end: CoreEnded) -> CoreFailed:
         name = "the engine core"
         if len(self._configs) > 1:
             name = f"engine core {core} ({host}, pid {end.pid})"
-        stage = client.progress.stage if client.ready is None else None
+        loads = client.roster[core] in ("loading", "joining")
+        stage = client.progress_of(core).stage if loads else None
         return CoreFailed(cause_of_end(name, end.code, stage), exit_code=1)
 
 
 def core_configs(config: EngineConfig, rendezvous: str) -> list[EngineConfig]:
     """One per data-parallel rank. Their ranks meet there when a mixture of experts spans them."""
-    if config.data_parallel_size == 1:
+    if config.max_cores == 1:
         return [config]
     return [
         msgspec.structs.replace(config, data_parallel_rank=rank, data_parallel_rendezvous=rendezvous)
-        for rank in range(config.data_parallel_size)
+        for rank in range(config.max_cores)
     ]

@@ -28,9 +28,13 @@ from trimtab_engine.messages import (
     AdminCall,
     AdminReply,
     CoreFailed,
+    CoreLoaded,
+    CoreReady,
+    CoreRetiring,
     CoreStart,
     EngineState,
     LoadProgress,
+    RetireSeen,
     Shutdown,
     StartWave,
 )
@@ -44,8 +48,10 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 logger = logging.getLogger("trimtab_engine.core")
 
 
-def serve(engine: Engine, link: Link, profiler: Profiler, clock: Callable[[], float]) -> None:
-    """Serve until Shutdown. `clock` is the API servers'."""
+def serve(
+    engine: Engine, link: Link, profiler: Profiler, clock: Callable[[], float], membership: "Membership"
+) -> None:
+    """Serve until Shutdown, or until a core that retires has finished. `clock` is the API servers'."""
     reporter = StateReporter(engine, link)
     engine.follow_waves(lambda number: link.send(StartWave(number)))
     while True:
@@ -55,12 +61,19 @@ def serve(engine: Engine, link: Link, profiler: Profiler, clock: Callable[[], fl
         reporter.inbox_read = clock()
         for message in messages:
             match message:
+                case AddRequest() if membership.is_retiring:
+                    link.refuse(message)
                 case AddRequest(may_queue=False) if not engine.has_room_for(message):
                     link.refuse(message)
                 case AddRequest():
                     engine.add(message)
                 case AbortRequests():
                     engine.abort(message.request_ids)
+                case AdminCall(method="adopt" | "retire"):
+                    link.send(membership.call(engine, message), message.client_index)
+                    reporter.forget()
+                case RetireSeen(index):
+                    membership.seen_by(index)
                 case AdminCall():
                     reply = answer(engine, profiler, message)
                     reporter.report()  # first, so that who reads the answer finds it in force
@@ -72,6 +85,42 @@ def serve(engine: Engine, link: Link, profiler: Profiler, clock: Callable[[], fl
                     return
         link.send_step(engine.step())
         profiler.on_step()
+        if membership.may_leave(engine):
+            return
+
+
+class Membership:
+    """How this core begins to serve beside others, and how it leaves them: no request is lost on the way.
+
+    A client that has seen that it retires sends nothing further, and what it sent before is refused, so that the client
+    asks another core. When all have seen it and nothing runs, it may leave.
+    """
+
+    def __init__(self, link: Link, num_clients: int, ready: CoreReady) -> None:
+        self._link, self._num_clients, self._ready = link, num_clients, ready
+        self._unseen: set[int] | None = None
+
+    @property
+    def is_retiring(self) -> bool:
+        return self._unseen is not None
+
+    def call(self, engine: Engine, call: AdminCall) -> AdminReply:
+        """adopt: take over the configuration in force, then serve. retire: take nothing new."""
+        if call.method == "adopt":
+            status, body = engine.adopt_config(call.body["values"], call.body["generation"])
+            if status == 200:
+                self._link.broadcast(self._ready)
+            return AdminReply(call.call_id, status, body)
+        self._unseen = set(range(self._num_clients))
+        self._link.broadcast(CoreRetiring())
+        return AdminReply(call.call_id, 200, {})
+
+    def seen_by(self, client_index: int) -> None:
+        if self._unseen is not None:
+            self._unseen.discard(client_index)
+
+    def may_leave(self, engine: Engine) -> bool:
+        return self._unseen == set() and engine.is_empty
 
 
 class StateReporter:
@@ -81,6 +130,10 @@ class StateReporter:
         self._engine, self._link = engine, link
         self._told: EngineState | None = None
         self.inbox_read = 0.0
+
+    def forget(self) -> None:
+        """Whoever begins to listen now knows nothing."""
+        self._told = None
 
     def report(self) -> None:
         state = self._engine.state()
@@ -133,8 +186,12 @@ def main() -> int:
         progress: Progress = lambda stage, percent: link.broadcast(LoadProgress(stage, percent))  # noqa: E731
         clock: Callable[[], float] = lambda: time.monotonic() + start.clock_offset  # noqa: E731
         engine, ready = start_engine(config, progress, clock, partial(_end_with_rank, start))
-        link.broadcast(ready)
-        serve(engine, link, Profiler(config.profiler_dir), clock)
+        if start.joins:
+            link.send(CoreLoaded())
+        else:
+            link.broadcast(ready)
+        membership = Membership(link, len(start.clients), ready)
+        serve(engine, link, Profiler(config.profiler_dir), clock, membership)
         engine.close()
     except ConfigError as error:
         link.broadcast(CoreFailed(str(error), exit_code=2))

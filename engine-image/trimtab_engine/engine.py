@@ -115,6 +115,11 @@ class Engine:
         """Requests wait for their grammar: look again soon."""
         return self._grammars.num_waiting > 0
 
+    @property
+    def is_empty(self) -> bool:
+        """No request is here in any state, and nothing is left to tell."""
+        return self._scheduler.is_idle and not self.has_work and not self.is_building
+
     def has_room_for(self, message: AddRequest) -> bool:
         """Whether the next step would run it at once: nothing waits, and there are a seat and blocks."""
         return self._scheduler.has_room_for(len(message.prompt_token_ids))
@@ -338,6 +343,13 @@ class Engine:
             self._apply(before)
             self._last_report = -REPORT_SECONDS
         return status, answer
+
+    def adopt_config(self, values: dict[str, Any], generation: int) -> tuple[int, dict[str, Any]]:
+        """Take over the configuration that other cores serve under: HTTP status and body as for a PATCH."""
+        status, body = self.patch_config({"values": values})
+        if status == 200:
+            self._live = replace(self._live, generation=generation)
+        return status, body
 
     def _apply(self, before: LiveConfig) -> None:
         values = self._live.values

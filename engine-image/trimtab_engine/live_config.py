@@ -158,6 +158,10 @@ def _wish(envelope: Envelope, values: LiveValues, given: str, value: object) -> 
 
 
 def _not_live(envelope: Envelope, given: str, value: object) -> Refusal:
+    if given == "data_parallel_size" and (rigid := envelope.rigid_cores) is not None:
+        asked = value if isinstance(value, int) else rigid.size
+        message = f"data_parallel_size is of class restart here: {rigid.why(asked)}"
+        return Refusal(given, value, message, rigid.size, rigid.size, rigid.size)
     if given in BY_NAME and envelope.kv_fixed_by:
         message = (
             f"{given} is of class restart here: {envelope.kv_fixed_by} fixes the KV cache; "

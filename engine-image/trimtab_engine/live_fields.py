@@ -38,6 +38,8 @@ class Field:
     """What a start must set for choices that it left out."""
     aliases: tuple[str, ...] = ()
     is_live: Callable[[Envelope], bool] = lambda _: True
+    is_drained: bool = False
+    """Of class drain: what runs under the old value finishes first."""
     kept_as_decimal: bool = False
     """Kept as the decimal text that was written, shown as a number."""
 
@@ -73,7 +75,7 @@ class Field:
         """This field in GET /admin/v1/config."""
         if self.is_number:
             low, high = self.bounds(envelope, values)
-            return {"class": "live", "min": low.value, "max": high.value}
+            return {"class": "drain" if self.is_drained else "live", "min": low.value, "max": high.value}
         allowed = [False, True] if self.kind == "switch" else list(self.choices(envelope))
         return {"class": "live", "min": None, "max": None, "values": allowed}
 
@@ -129,6 +131,10 @@ def _depth(envelope: Envelope) -> Bounds:
     )
 
 
+def _cores(envelope: Envelope) -> Bounds:
+    return Bound(1, "it must be 1 or more"), _cap(envelope.data_parallel_size_cap, "--data-parallel-size-cap")
+
+
 def _preemption_modes(envelope: Envelope) -> tuple[str, ...]:
     """Without swap space in the envelope nothing could ever be swapped."""
     return get_args(PreemptionMode) if envelope.swap_space_bytes_cap else ("recompute",)
@@ -158,6 +164,13 @@ FIELDS: tuple[Field, ...] = (
     Field(name="max_num_queued_reqs", kind="integer", own=_between(0, MAX_QUEUE_LIMIT)),
     Field(name="max_num_queued_tokens", kind="integer", own=_between(0, MAX_QUEUE_LIMIT)),
     Field(name="num_speculative_tokens", kind="integer", own=_depth),
+    Field(
+        name="data_parallel_size",
+        kind="integer",
+        own=_cores,
+        is_live=lambda envelope: envelope.rigid_cores is None,
+        is_drained=True,
+    ),
     Field(name="enable_prefix_caching", kind="switch"),
     Field(name="disable_log_stats", kind="switch"),
     Field(

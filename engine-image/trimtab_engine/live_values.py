@@ -14,6 +14,21 @@ FACTS = ("num_blocks_cap", "kv_fixed_by", "kv_memory")
 """Of the envelope, what no flag sets."""
 
 
+@dataclass(frozen=True, slots=True)
+class RigidCores:
+    """Engine cores that neither join nor retire while the engine serves. `reason` has the asked size as {asked}, and the
+    redundant experts that it would need as {redundant}: each rank keeps its number of places for experts."""
+
+    size: int
+    reason: str
+    num_experts: int = 0
+    places_per_core: int = 0
+
+    def why(self, asked: int) -> str:
+        redundant = self.places_per_core * asked - self.num_experts
+        return self.reason.format(asked=asked, redundant=redundant, places=self.places_per_core * asked)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
     """What start-up fixed. Live values move inside it; to change it the engine must start again."""
@@ -29,6 +44,9 @@ class Envelope:
     num_blocks_cap: int
     swap_space_bytes_cap: int = 0
     num_speculative_tokens_cap: int = 0
+    data_parallel_size_cap: int = 1
+    rigid_cores: RigidCores | None = None
+    """Why data_parallel_size changes only with a restart; None: cores may join and retire."""
     kv_fixed_by: str | None = None
     """The flag that fixes the KV cache and takes gpu_memory_utilization out of the live fields; None: nothing does."""
     kv_memory: Literal["mapped", "allocated"] = "mapped"
@@ -43,6 +61,7 @@ class Envelope:
             "gpu_memory_utilization_cap": float(self.gpu_memory_utilization_cap),
             "swap_space_bytes_cap": self.swap_space_bytes_cap,
             "num_speculative_tokens_cap": self.num_speculative_tokens_cap,
+            "data_parallel_size_cap": self.data_parallel_size_cap,
             "max_model_len": self.max_model_len,
             "block_size": self.block_size,
             "enable_chunked_prefill": self.enable_chunked_prefill,
@@ -56,7 +75,8 @@ class Envelope:
     def restart_names(self) -> list[str]:
         """Every field that only a restart changes."""
         names = [name for name in self.to_json() if name not in FACTS]
-        return [*names, "gpu_memory_utilization"] if self.kv_fixed_by else names
+        names += ["gpu_memory_utilization"] if self.kv_fixed_by else []
+        return [*names, "data_parallel_size"] if self.rigid_cores else names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +95,8 @@ class LiveValues:
     """0: no limit; likewise for the tokens."""
     max_num_queued_tokens: int = 0
     num_speculative_tokens: int = 0
+    data_parallel_size: int = 1
+    """Engine cores that shall serve. The first process starts and retires them (core_scaling.py)."""
     enable_prefix_caching: bool = True
     disable_log_stats: bool = False
     stats_interval_seconds: float = 10.0

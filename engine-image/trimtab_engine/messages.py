@@ -64,6 +64,8 @@ class CoreStart(msgspec.Struct):
     clients: list[ClientAddresses]
     clock_offset: float = 0.0
     """Seconds to add to this host's CLOCK_MONOTONIC to have that of the API servers, which are on another one."""
+    joins: bool = False
+    """Beside cores that serve already: when it has loaded it says so, and waits for the call `adopt`."""
 
 
 # --- API server -> engine core ------------------------------------------------------------------------------------
@@ -97,10 +99,12 @@ class AdminCall(msgspec.Struct, tag="admin"):
     """One admin call, answered by one AdminReply.
 
     `method`: config_get, config_patch, memory, memory_plan, layout, drain, start_profile, stop_profile, pause, resume,
-    sleep, wake_up, lifecycle, reset_prefix_cache.
+    sleep, wake_up, lifecycle, reset_prefix_cache, adopt, retire.
     config_patch body: {"values": {...}, "if_match": int | None, "dry_run": bool}. memory_plan body: {"values": {...}}.
     drain body: {"deadline_seconds": float}. pause body: {"mode": PauseMode}; sleep: {"level": 0..2, "mode": PauseMode};
-    wake_up: {"tags": [str]}; reset_prefix_cache: {"reset_running_requests": bool}.
+    wake_up: {"tags": [str]}; reset_prefix_cache: {"reset_running_requests": bool}. adopt: the configuration in force,
+    {"values": {...}, "generation": int}, with which a core that joins begins to serve; retire: take nothing new, and
+    end when what runs has finished.
     """
 
     call_id: str
@@ -115,11 +119,17 @@ class StartWave(msgspec.Struct, tag="wave"):
     number: int
 
 
+class RetireSeen(msgspec.Struct, tag="retire_seen"):
+    """The answer to CoreRetiring: this client sends the core no further request."""
+
+    client_index: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Leave the loop; requests that still run are aborted."""
 
 
-ToCore = AddRequest | AbortRequests | AdminCall | StartWave | Shutdown
+ToCore = AddRequest | AbortRequests | AdminCall | StartWave | RetireSeen | Shutdown
 
 
 # --- engine core -> API server ------------------------------------------------------------------------------------
@@ -144,6 +154,14 @@ class CoreReady(msgspec.Struct, tag="ready"):
     """Label values of vllm:cache_config_info."""
     num_ranks: int = 1
     """That really run for this core."""
+
+
+class CoreLoaded(msgspec.Struct, tag="loaded"):
+    """A core that joins has loaded. CoreReady follows its adoption."""
+
+
+class CoreRetiring(msgspec.Struct, tag="retiring"):
+    """This core takes nothing new; every client answers with RetireSeen. It ends when what runs has finished."""
 
 
 class CoreFailed(msgspec.Struct, tag="failed"):
@@ -183,6 +201,8 @@ class RequestOutput(msgspec.Struct, array_like=True):
     """Sent with the first output, where they were asked for: of the prompt's tokens from the second on."""
     error: str = ""
     """With finish_reason error: what was wrong with the request, in words for its client."""
+    engine_index: int = 0
+    """Which of several data-parallel cores; the client fills it in, which knows whom it hears."""
 
 
 REFUSED = "refused"
@@ -299,4 +319,15 @@ class AdminReply(msgspec.Struct, tag="admin_reply"):
     body: dict[str, Any]
 
 
-FromCore = LoadProgress | CoreReady | CoreFailed | StepOutputs | ClientOutputs | EngineState | AdminReply | StartWave
+FromCore = (
+    LoadProgress
+    | CoreLoaded
+    | CoreReady
+    | CoreRetiring
+    | CoreFailed
+    | StepOutputs
+    | ClientOutputs
+    | EngineState
+    | AdminReply
+    | StartWave
+)

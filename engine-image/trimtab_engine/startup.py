@@ -20,7 +20,7 @@ from trimtab_engine.execution import Execution
 from trimtab_engine.graphs.start import GRAPHS_STAGE, GraphMemory, start_device_steps
 from trimtab_engine.kv_size import KVSize, longest_that_fits, out_of_memory, size_kv_cache
 from trimtab_engine.live_config import LiveConfig
-from trimtab_engine.live_values import Envelope, LiveValues
+from trimtab_engine.live_values import Envelope, LiveValues, RigidCores
 from trimtab_engine.memory import MemoryFormula
 from trimtab_engine.memory_plan import PlanBase
 from trimtab_engine.messages import CoreReady
@@ -166,6 +166,8 @@ def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormu
         num_blocks_cap=size.cap_blocks,
         swap_space_bytes_cap=config.swap_space_bytes_cap,
         num_speculative_tokens_cap=config.num_speculative_tokens_cap,
+        data_parallel_size_cap=config.max_cores,
+        rigid_cores=_rigid_cores(config, runner),
         kv_fixed_by=size.fixed_by,
         kv_memory="mapped" if runner.kv_cache.gives_memory_back else "allocated",
         restart_fields=(
@@ -175,12 +177,29 @@ def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormu
             ("device_memory_bytes", formula.device_bytes),
             ("tensor_parallel_size", config.tensor_parallel_size),
             ("pipeline_parallel_size", config.pipeline_parallel_size),
-            ("data_parallel_size", config.data_parallel_size),
             ("kv_cache_dtype", runner.facts.kv_cache_dtype),
             ("speculative_method", None if config.speculative is None else config.speculative.method),
         ),
     )
     return LiveConfig(envelope, _start_values(config))
+
+
+def _rigid_cores(config: EngineConfig, runner: ModelRunner) -> RigidCores | None:
+    """Why engine cores neither join nor retire. None: they do."""
+    size, moe = config.data_parallel_size, runner.facts.whole.moe
+    if moe is not None and config.enable_expert_parallel:
+        places = -(-moe.num_experts // (config.tensor_parallel_size * size)) * config.tensor_parallel_size
+        reason = (
+            f"the {moe.num_experts} experts are spread over tensor x data parallel ranks, {places} on the ranks of each "
+            f"core; with data_parallel_size {{asked}} there would be {{places}} places, which needs {{redundant}} "
+            f"redundant experts (less than 0: there is not room for all); start the engine again to change it"
+        )
+        return RigidCores(size, reason, moe.num_experts, places)
+    if moe is not None:
+        return RigidCores(size, "every expert's width is split over all ranks; start the engine again to change it")
+    if config.nnodes > 1:
+        return RigidCores(size, "the cores are spread over nodes; start the engine again to change it")
+    return None
 
 
 def _start_values(config: EngineConfig) -> LiveValues:

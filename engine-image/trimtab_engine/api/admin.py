@@ -1,6 +1,7 @@
 """The admin API on --admin-port (docs/contract.md section 2): checks who asks, reads the call, hands it to the core."""
 
 import hmac
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -14,31 +15,42 @@ from trimtab_engine.api.profile_routes import profile_routes
 from trimtab_engine.api.request_identity import bearer_digest
 from trimtab_engine.api.state import ServerState
 from trimtab_engine.errors import EngineDead
+from trimtab_engine.messages import AdminReply
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
 MAX_DRAIN_SECONDS = 86_400.0
 
 
-def build_admin_app(state: ServerState) -> FastAPI:
+Call = Callable[[str, dict[str, Any]], Awaitable[AdminReply]]
+"""Puts one admin call to the engine as a whole."""
+
+
+def build_admin_app(state: ServerState, call: Call) -> FastAPI:
     """The admin application. With a token hash every call needs the token; without one the caller binds loopback."""
     app = FastAPI(title="Trimtab engine admin", docs_url=None, redoc_url=None)
     add_error_handlers(app)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(EngineDead, _on_engine_dead)
     authorized = [Depends(_authorized(state.options.admin_token_sha256))]
-    app.include_router(_routes(state), dependencies=authorized)
+    app.include_router(_routes(state, call), dependencies=authorized)
     app.include_router(profile_routes(state), dependencies=authorized)
     app.include_router(lifecycle_routes(state), dependencies=authorized)
     app.add_middleware(BodyLimit, max_bytes=MAX_ADMIN_BODY_BYTES, remedy="name fewer fields", respond=_flat)
     return app
 
 
-def _routes(state: ServerState) -> APIRouter:
+def _routes(state: ServerState, call: Call) -> APIRouter:
     router = APIRouter(prefix="/admin/v1")
+
+    async def forward(method: str, body: dict[str, Any]) -> Response:
+        if state.core.ready is None:
+            raise ApiError(503, state.not_ready_reason or "the engine is loading")
+        reply = await call(method, body)
+        return JSONResponse(reply.body, reply.status)
 
     @router.get("/config")
     async def config() -> Response:
-        return await _forward(state, "config_get", {})
+        return await forward("config_get", {})
 
     @router.patch("/config")
     async def patch_config(request: Request, dry_run: str = "0") -> Response:
@@ -48,34 +60,27 @@ def _routes(state: ServerState) -> APIRouter:
             "if_match": _if_match(request),
             "dry_run": _flag("dry_run", dry_run),
         }
-        return await _forward(state, "config_patch", body)
+        return await forward("config_patch", body)
 
     @router.get("/memory")
     async def memory() -> Response:
-        return await _forward(state, "memory", {})
+        return await forward("memory", {})
 
     @router.post("/memory/plan")
     async def memory_plan(request: Request) -> Response:
-        return await _forward(state, "memory_plan", {"values": await read_json(request)})
+        return await forward("memory_plan", {"values": await read_json(request)})
 
     @router.get("/layout")
     async def layout() -> Response:
-        return await _forward(state, "layout", {})
+        return await forward("layout", {})
 
     @router.post("/drain")
     async def drain(request: Request) -> Response:
         seconds = _deadline(await read_json(request))
         state.begin_drain()
-        return await _forward(state, "drain", {"deadline_seconds": seconds})
+        return await forward("drain", {"deadline_seconds": seconds})
 
     return router
-
-
-async def _forward(state: ServerState, method: str, body: dict[str, Any]) -> Response:
-    if state.core.ready is None:
-        raise ApiError(503, state.not_ready_reason or "the engine is loading")
-    reply = await state.core.call(method, body)
-    return JSONResponse(reply.body, reply.status)
 
 
 def _authorized(token_sha256: str | None) -> Any:

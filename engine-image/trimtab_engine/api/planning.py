@@ -136,9 +136,11 @@ def _pinned_rank(state: ServerState, request: Request) -> int | None:
     text = request.headers.get("x-data-parallel-rank")
     if text is None:
         return None
-    last = state.core.num_cores - 1
-    if not (text.isascii() and text.isdigit() and len(text) <= MAX_RANK_CHARACTERS and int(text) <= last):
-        raise invalid(f"X-data-parallel-rank is {shorten(text)!r}; ranks here are 0 to {last}", "X-data-parallel-rank")
+    ranks = state.core.ranks
+    is_number = text.isascii() and text.isdigit() and len(text) <= MAX_RANK_CHARACTERS
+    if not is_number or int(text) not in ranks:
+        there = f"{ranks[0]} to {ranks[-1]}"
+        raise invalid(f"X-data-parallel-rank is {shorten(text)!r}; ranks here are {there}", "X-data-parallel-rank")
     return int(text)
 
 

@@ -21,6 +21,7 @@ from trimtab_engine.api.state import ServerOptions, ServerState
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.core_launcher import CoreLauncher
+from trimtab_engine.core_scaling import CoreScaling
 from trimtab_engine.log_level import set_log_level
 from trimtab_engine.messages import EngineState
 
@@ -63,10 +64,12 @@ class _EngineServer:
         self._exporter = EngineExporter(options.served_model_names[0], options.custom_histogram_buckets)
         self._core = CoreClient(
             self._launcher.addresses[0],
+            num_initial=config.data_parallel_size,
             on_ready=self._exporter.begin,
             on_step=self._exporter.on_step,
             on_state=self._on_state,
         )
+        self._scaling = CoreScaling(self._core, self._launcher, config.data_parallel_size)
         self._state = ServerState(options, self._core, self._exporter)
         self._servers: Servers
         if count == 1:
@@ -75,7 +78,7 @@ class _EngineServer:
             others = self._launcher.addresses[1:]
             self._servers = ServerProcesses(config, options, self._exporter, sockets[0], others, self._core)
         self._state.on_drain = self._servers.begin_drain
-        self._admin = HttpServer(build_admin_app(self._state), sockets[1]) if len(sockets) > 1 else None
+        self._admin = HttpServer(build_admin_app(self._state, self._scaling.call), sockets[1]) if len(sockets) > 1 else None
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -97,6 +100,7 @@ class _EngineServer:
             seconds = CLOSE_SECONDS if self._core.is_alive else DEAD_CLOSE_SECONDS
             admin = [self._admin.close(seconds)] if self._admin is not None else []
             await asyncio.gather(*background, *admin, self._servers.close(seconds), return_exceptions=True)
+            await self._scaling.close()
             await self._launcher.close(self._core)
 
     def _on_state(self, state: EngineState) -> None:

@@ -91,6 +91,7 @@ class ServerProcess:
             start.addresses,
             client_index=start.client_index,
             num_clients=start.num_clients,
+            num_initial=start.config.data_parallel_size,
             on_state=lambda state: set_log_level(state.log_level),
         )
         self._exporter = LinkExporter(link)

@@ -41,6 +41,12 @@ def add_parallel_flags(group: Any) -> None:
         help="engine cores that serve different requests behind this API (default: 1)",
     )
     group.add_argument(
+        "--data-parallel-size-cap",
+        type=types.positive,
+        metavar="N",
+        help="how far it may be raised live, on one node and for dense models (default: the start value)",
+    )
+    group.add_argument(
         "--enable-expert-parallel",
         "-ep",
         action=argparse.BooleanOptionalAction,
@@ -122,6 +128,7 @@ def parallel_fields(arguments: argparse.Namespace) -> dict[str, Any]:
             "pipeline_parallel_size",
             "pipeline_layer_partition",
             "data_parallel_size",
+            "data_parallel_size_cap",
             "enable_expert_parallel",
             "expert_placement_strategy",
             "master_addr",

@@ -1,0 +1,64 @@
+"""Which engine cores there are and what each is at, as one client knows it. Pure.
+
+```
+ (start)  loading ─────────────► serving ──► retiring ──► absent
+                                    ▲                        │
+                     joining ───────┘ ◄──────────────────────┘
+```
+A core that loads at the engine's start is needed: its end is the engine's. One that joins later is so once it serves.
+"""
+
+from typing import Literal
+
+Phase = Literal["absent", "loading", "joining", "serving", "retiring"]
+
+
+class CoreRoster:
+    """Of `num_cores` places the first `num_initial` are taken when the engine starts."""
+
+    def __init__(self, num_cores: int, num_initial: int) -> None:
+        self._phases: list[Phase] = ["loading" if core < num_initial else "absent" for core in range(num_cores)]
+
+    def __getitem__(self, core: int) -> Phase:
+        return self._phases[core]
+
+    def cores(self, *phases: Phase) -> list[int]:
+        return [core for core, phase in enumerate(self._phases) if phase in phases]
+
+    @property
+    def serving(self) -> list[int]:
+        """Those that take requests."""
+        return self.cores("serving")
+
+    @property
+    def present(self) -> list[int]:
+        """Those that have a process."""
+        return [core for core, phase in enumerate(self._phases) if phase != "absent"]
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether all cores of the start are ready."""
+        return "loading" not in self._phases
+
+    def is_needed(self, core: int) -> bool:
+        """Whether its end is the end of the engine."""
+        return self._phases[core] in ("loading", "serving", "retiring")
+
+    def joins(self, core: int) -> None:
+        """It is being started beside those that serve."""
+        self._phases[core] = "joining"
+
+    def loads(self, core: int) -> None:
+        """It says that it loads: one that had retired has been started again."""
+        if self._phases[core] in ("absent", "retiring"):
+            self._phases[core] = "joining"
+
+    def is_ready(self, core: int) -> None:
+        self._phases[core] = "serving"
+
+    def retires(self, core: int) -> None:
+        """It takes nothing new."""
+        self._phases[core] = "retiring"
+
+    def is_gone(self, core: int) -> None:
+        self._phases[core] = "absent"
