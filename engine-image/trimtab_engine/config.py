@@ -216,8 +216,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise _above_cap("data-parallel-size", self.data_parallel_size, self.data_parallel_size_cap)
         if self.max_cores > self.data_parallel_size and self.nnodes > 1:
             raise NotBuiltError(
-                f"--data-parallel-size-cap {self.max_cores} with --nnodes {self.nnodes} is not built: engine cores join "
-                f"and retire on one node only; leave the cap out"
+                f"--data-parallel-size-cap {self.max_cores} with --nnodes {self.nnodes} is not built: engine cores "
+                f"join and retire on one node only; leave the cap out"
             )
         if self.data_parallel_size > 1 and self.data_parallel_size % self.nnodes:
             raise NotBuiltError(

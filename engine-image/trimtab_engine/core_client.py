@@ -57,10 +57,12 @@ class _Asked:
 
 
 class CoreClient:
-    """One line to each core. `addresses`: one entry per core that there can be; the first `num_initial` are started with
-    the engine, and are data-parallel ranks from `first_rank` on. `on_ready` is called when all of these are ready, then
+    """One line to each core.
+
+    `addresses`: one entry per core that there can be, data-parallel ranks from `first_rank` on; the first `num_initial`
+    are started with the engine. `on_ready` is called when all of these are ready, then
     `on_step` with the statistics of each step, in order; only client 0 gets those. `on_state` is called whenever the
-    state of all cores together is another.
+    state of all cores together is another, `on_gone` with the rank of a core that has retired, or could not join.
     """
 
     def __init__(
@@ -74,11 +76,12 @@ class CoreClient:
         on_ready: Callable[[CoreReady], None] | None = None,
         on_step: Callable[[StepStats], None] | None = None,
         on_state: Callable[[EngineState], None] | None = None,
+        on_gone: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self._addresses, self._client_index, self._first_rank = addresses, client_index, first_rank
         self.roster = CoreRoster(len(addresses), num_initial or len(addresses))
         self._joining: dict[int, asyncio.Future[None]] = {}
-        self._on_ready, self._on_step, self._on_state = on_ready, on_step, on_state
+        self._on_ready, self._on_step, self._on_state, self._on_gone = on_ready, on_step, on_state, on_gone
         self._states: dict[int, EngineState] = {}
         self.state = EngineState()
         """Of all cores together."""
@@ -256,6 +259,7 @@ class CoreClient:
         if joining is not None and not joining.done():
             joining.set_exception(EngineDead("it was ended" if failure is None else failure.message))
         self.roster.is_gone(core)
+        self._on_gone(self._first_rank + core)
         self._balancer.forget(core)
 
     # --- the end --------------------------------------------------------------------------------------------------

@@ -138,11 +138,10 @@ class CoreLauncher:
         code = await core.process.wait()
         if self._closing:
             return
+        await asyncio.sleep(DEAD_GRACE_SECONDS)
         if code == 0 and client.roster[core.index] == "retiring":
             client.core_ended(core.index, None)
             return
-        if client.roster.is_needed(core.index):
-            await asyncio.sleep(DEAD_GRACE_SECONDS)
         end = CoreEnded(core.index, core.process.pid, code)
         client.core_ended(core.index, self._failure(client, core.index, "this node", end))
 

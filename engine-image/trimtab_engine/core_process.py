@@ -48,9 +48,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 logger = logging.getLogger("trimtab_engine.core")
 
 
-def serve(
-    engine: Engine, link: Link, profiler: Profiler, clock: Callable[[], float], membership: "Membership"
-) -> None:
+def serve(engine: Engine, link: Link, profiler: Profiler, clock: Callable[[], float], membership: "Membership") -> None:
     """Serve until Shutdown, or until a core that retires has finished. `clock` is the API servers'."""
     reporter = StateReporter(engine, link)
     engine.follow_waves(lambda number: link.send(StartWave(number)))

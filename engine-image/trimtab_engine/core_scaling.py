@@ -53,7 +53,7 @@ class CoreScaling:
                 return AdminReply("", 409, {"message": f"the engine {reason}: {FIELD} cannot change now"})
             reply = await self._client.call("config_patch", body)
         if reply.status == 200 and not body.get("dry_run"):
-            self._desired = reply.body["desired"].get(FIELD, self._desired)
+            self._desired = reply.body.get("desired", {}).get(FIELD, self._desired)
             self._follow()
         return reply
 
@@ -67,21 +67,22 @@ class CoreScaling:
         return "sleeps" if state.sleep_level is not None else "is paused" if state.pause_mode is not None else None
 
     def _as_it_is(self, reply: AdminReply) -> AdminReply:
-        if reply.status == 200 and FIELD in reply.body["applied"]:
+        if reply.status == 200 and FIELD in reply.body.get("applied", {}):
             reply.body["applied"][FIELD] = len(self._client.roster.serving)
         return reply
 
     def _layout(self) -> dict[str, Any]:
-        """What changes: cores that join, with their progress, and cores that finish what they have."""
+        """How many cores serve, which join, with their progress, and which finish what they have."""
         roster = self._client.roster
         joining = [(core, self._client.progress_of(core)) for core in roster.cores("joining")]
         return {
+            "data_parallel_size": len(roster.serving),
             "scaling": {
                 "desired": self._desired,
                 "serving": len(roster.serving),
                 "joining": [{"data": c, "stage": at.stage, "percent": at.percent} for c, at in joining],
                 "retiring": [{"data": core} for core in roster.cores("retiring")],
-            }
+            },
         }
 
     # --- carrying it out --------------------------------------------------------------------------------------------
@@ -126,6 +127,8 @@ class CoreScaling:
         async with self._changes:
             if core >= self._desired:
                 raise EngineDead(f"{FIELD} is {self._desired} by now")
+            if (reason := self._resting()) is not None:
+                raise EngineDead(f"the engine {reason} by now")
             config = (await self._client.call("config_get", {})).body
             values = {"values": config["desired"], "generation": config["generation"]}
             reply = await self._client.call_one("adopt", values, core)

@@ -16,8 +16,11 @@ FACTS = ("num_blocks_cap", "kv_fixed_by", "kv_memory")
 
 @dataclass(frozen=True, slots=True)
 class RigidCores:
-    """Engine cores that neither join nor retire while the engine serves. `reason` has the asked size as {asked}, and the
-    redundant experts that it would need as {redundant}: each rank keeps its number of places for experts."""
+    """Engine cores that neither join nor retire while the engine serves.
+
+    `reason` may name the size that is {asked}, and, where every rank keeps its number of places for experts, the
+    {places} that there would be and the {redundant} experts that this needs.
+    """
 
     size: int
     reason: str
@@ -69,14 +72,15 @@ class Envelope:
             "kv_fixed_by": self.kv_fixed_by,
             "kv_memory": self.kv_memory,
         }
+        if self.rigid_cores is not None:
+            body["data_parallel_size"] = self.rigid_cores.size
         return body | dict(self.restart_fields)
 
     @property
     def restart_names(self) -> list[str]:
         """Every field that only a restart changes."""
         names = [name for name in self.to_json() if name not in FACTS]
-        names += ["gpu_memory_utilization"] if self.kv_fixed_by else []
-        return [*names, "data_parallel_size"] if self.rigid_cores else names
+        return [*names, "gpu_memory_utilization"] if self.kv_fixed_by else names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

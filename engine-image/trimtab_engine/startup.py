@@ -190,9 +190,9 @@ def _rigid_cores(config: EngineConfig, runner: ModelRunner) -> RigidCores | None
     if moe is not None and config.enable_expert_parallel:
         places = -(-moe.num_experts // (config.tensor_parallel_size * size)) * config.tensor_parallel_size
         reason = (
-            f"the {moe.num_experts} experts are spread over tensor x data parallel ranks, {places} on the ranks of each "
-            f"core; with data_parallel_size {{asked}} there would be {{places}} places, which needs {{redundant}} "
-            f"redundant experts (less than 0: there is not room for all); start the engine again to change it"
+            f"the {moe.num_experts} experts are spread over tensor x data parallel ranks, {places} on each core's; "
+            f"with data_parallel_size {{asked}} there would be {{places}} places, which needs {{redundant}} redundant "
+            f"experts (below 0: not all would have room); start the engine again to change it"
         )
         return RigidCores(size, reason, moe.num_experts, places)
     if moe is not None:

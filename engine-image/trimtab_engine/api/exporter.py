@@ -71,7 +71,15 @@ class EngineExporter:
             self._lines[core] = StatisticsLine(core)
         self._lines[core].add(stats)
         if self._facts is not None:
-            self._metrics_of(core, self._facts).on_step(stats)
+            metrics = self._metrics_of(core, self._facts)
+            metrics.is_gone = False
+            metrics.on_step(stats)
+
+    def core_gone(self, core: int) -> None:
+        """A core has ended while others serve. Its counters stay; what it had is not shown any more."""
+        self._lines.pop(core, None)
+        if core in self._of_cores:
+            self._of_cores[core].is_gone = True
 
     def add(self, observations: Observations) -> None:
         if self.metrics is not None:

@@ -42,6 +42,8 @@ class EngineMetrics:
         self, model_name: str, max_model_len: int, engine: str = "0", custom_buckets: Buckets | None = None
     ) -> None:
         self.registry = CollectorRegistry()
+        self.is_gone = False
+        """The core has ended while others serve: its gauges are not shown."""
         self._families = FamilyFactory(self.registry, model_name, engine, custom_buckets or {})
         self._values = self._families.values
         self._build_gauges()
@@ -239,7 +241,8 @@ class EngineMetrics:
 
 
 class MergedRegistry:
-    """Several cores' families as one exposition: each family once, with the samples of all."""
+    """Several cores' families as one exposition: each family once, with the samples of all that are there, and the
+    counters of those that were."""
 
     def __init__(self, engines: Sequence[EngineMetrics]) -> None:
         self._engines = engines
@@ -248,6 +251,8 @@ class MergedRegistry:
         families: dict[str, Metric] = {}
         for engine in self._engines:
             for family in engine.registry.collect():
+                if engine.is_gone and family.type == "gauge":
+                    continue
                 if family.name in families:
                     families[family.name].samples += family.samples
                 else:

@@ -68,6 +68,7 @@ class _EngineServer:
             on_ready=self._exporter.begin,
             on_step=self._exporter.on_step,
             on_state=self._on_state,
+            on_gone=self._exporter.core_gone,
         )
         self._scaling = CoreScaling(self._core, self._launcher, config.data_parallel_size)
         self._state = ServerState(options, self._core, self._exporter)
@@ -78,7 +79,9 @@ class _EngineServer:
             others = self._launcher.addresses[1:]
             self._servers = ServerProcesses(config, options, self._exporter, sockets[0], others, self._core)
         self._state.on_drain = self._servers.begin_drain
-        self._admin = HttpServer(build_admin_app(self._state, self._scaling.call), sockets[1]) if len(sockets) > 1 else None
+        self._admin = (
+            HttpServer(build_admin_app(self._state, self._scaling.call), sockets[1]) if len(sockets) > 1 else None
+        )
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
