@@ -60,6 +60,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     kv_cache_dtype: KVCacheDtype = "auto"
     """auto: the model's dtype. fp8: fp8_e4m3."""
+    quantization: Literal["fp8"] | None = None
+    """Quantise the layers' projections as they load. None: as the checkpoint has them."""
     gpu_memory_utilization: str = "0.9"
     gpu_memory_utilization_cap: str = "0.9"
     kv_cache_memory_bytes: int | None = None

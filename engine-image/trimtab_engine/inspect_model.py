@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab_engine.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, architecture_of, parse_model_config
+from trimtab_engine.quantization import stored_quantization
 from trimtab_engine.weights.source import WeightSource, open_source
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LINEAR_PARTS = ("attention", "kv_projection", "dense_mlp", "experts")  # what quantization makes smaller
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -25,6 +27,13 @@ def model_facts(model: str, *, load_format: str = "auto") -> dict[str, Any]:
 
 def _supported(source: WeightSource) -> dict[str, Any]:
     config = parse_model_config(source.config, source.generation_config, source.where)
+    quantization = stored_quantization(source.config, source.where)
+    dtype_bytes = DTYPE_BYTES[config.dtype]
+    linear_bytes = dtype_bytes if quantization is None else quantization.weight_bytes
+    by_part = {
+        part: round(count * (linear_bytes if part in LINEAR_PARTS else dtype_bytes))
+        for part, count in parameters_by_part(config).items()
+    }
     return {
         "architecture": config.architecture,
         "supported": True,
@@ -37,15 +46,13 @@ def _supported(source: WeightSource) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "max_model_len": config.max_model_len,
         "num_parameters": config.num_parameters,
-        "weights_bytes": config.num_parameters * DTYPE_BYTES[config.dtype],
+        "weights_bytes": sum(by_part.values()),
         "dtype": config.dtype,
         "tie_word_embeddings": config.tie_word_embeddings,
         **_mixture(config),
         "latent_kv_size": 0,
-        "quantization": None,
-        "weights_by_part": {
-            part: count * DTYPE_BYTES[config.dtype] for part, count in parameters_by_part(config).items()
-        },
+        "quantization": None if quantization is None else "fp8",
+        "weights_by_part": by_part,
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_engine.errors import ModelError
+from trimtab_engine.quantization import stored_quantization
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Those that models/llama.py computes."""
@@ -73,6 +74,18 @@ class ModelConfig:
         return self.moe is None or bool(self.moe.dense_layers)
 
     @property
+    def num_linear_parameters(self) -> int:
+        """Of num_parameters, those of the layers' projections, which quantization makes smaller."""
+        heads = self.num_attention_heads * self.head_size + self.num_kv_heads * self.head_size
+        count = self.num_layers * 2 * self.hidden_size * heads
+        if self.moe is None:
+            return count + self.num_layers * 3 * self.hidden_size * self.intermediate_size
+        num_dense = len(self.moe.dense_layers)
+        widths = num_dense * self.intermediate_size
+        widths += (self.num_layers - num_dense) * self.moe.num_experts * self.moe.intermediate_size
+        return count + 3 * self.hidden_size * widths
+
+    @property
     def num_parameters(self) -> int:
         """Weights of the model; tied embeddings count once."""
         heads = self.num_attention_heads * self.head_size
@@ -105,8 +118,7 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"{where}: hidden_act {activation!r} is not built for {architecture}; only 'silu' is")
-    if config.get("quantization_config") is not None:
-        raise ModelError(f"{where}: quantization_config is not built yet; use an unquantised checkpoint or a GGUF file")
+    stored_quantization(config, where)
     heads = _positive(config, "num_attention_heads", where)
     hidden = _positive(config, "hidden_size", where)
     kv_heads = _positive(config, "num_key_value_heads", where, default=heads)

@@ -22,6 +22,7 @@ from trimtab_engine.graphs.step_buffers import Feed
 from trimtab_engine.kv_cache import HOST, KVCache, KVLayers, KVTensors
 from trimtab_engine.kv_size import Unmeasured, check_weights_fit
 from trimtab_engine.layers.linear import padded_rows, row_sizes
+from trimtab_engine.layers.quantized import multiplies_float8
 from trimtab_engine.messages import SamplingParams, TokenLogprobs
 from trimtab_engine.model_config import ModelConfig, parse_model_config
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
@@ -30,6 +31,7 @@ from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import ModelShard, shard_model
 from trimtab_engine.parallel.wave import Wave
+from trimtab_engine.quantization import Quantization, stored_quantization, wanted_quantization
 from trimtab_engine.request import Request
 from trimtab_engine.sampler import ROWS_AT_ONCE, report_rows, sample
 from trimtab_engine.step_inputs import StepInputs, Unknown, flatten
@@ -61,6 +63,8 @@ class ModelFacts:
     dtype: str
     kv_cache_dtype: str
     kv_dtype_bytes: int
+    quantization: str | None
+    """How the layers' projections are stored; None: in dtype."""
     weights_bytes: int
     """Measured on the device."""
     whole: ModelConfig
@@ -120,12 +124,14 @@ class ModelRunner:
         kv_dtype_name = _kv_dtype_name(config, dtype, device)
         kv_dtype = KV_DTYPES[kv_dtype_name]
         before = device.used_bytes()
+        stored = stored_quantization(source.config, source.where)
+        quantization = wanted_quantization(stored, config.quantization, has_weights=not isinstance(source, DummySource))
         num_parameters = -(-model_config.num_parameters // layout.ranks_per_engine)  # about: ranks are not quite equal
         unmeasured = Unmeasured(
             device_bytes=device.total_bytes,
             other_bytes=before,
             limit_bytes=device.limit_bytes,
-            weights_bytes=num_parameters * dtype.itemsize,
+            weights_bytes=_weights_bytes(model_config, quantization, dtype, device) // layout.ranks_per_engine,
             num_layers=shard.num_layers,
             num_kv_heads=shard.num_kv_heads,
             head_size=model_config.head_size,
@@ -137,7 +143,7 @@ class ModelRunner:
         def build(source: WeightSource, report: Callable[[int], None]) -> LlamaForCausalLM:
             device.before_weights()
             with torch.inference_mode():
-                model = LlamaForCausalLM(model_config, source, dtype, device.torch, report, shard, groups)
+                model = LlamaForCausalLM(model_config, source, dtype, device.torch, report, shard, groups, quantization)
             device.after_weights()
             return model
 
@@ -153,6 +159,7 @@ class ModelRunner:
             dtype=str(dtype).removeprefix("torch."),
             kv_cache_dtype=kv_dtype_name,
             kv_dtype_bytes=kv_dtype.itemsize,
+            quantization=None if quantization is None else "fp8",
             weights_bytes=max(0, device.used_bytes() - before),
             whole=model_config,
         )
@@ -403,6 +410,14 @@ def _open(config: EngineConfig) -> tuple[WeightSource, ModelConfig]:
         source.expect(expected_shapes(model_config))
     check_tensors(model_config, source)
     return source, model_config
+
+
+def _weights_bytes(model: ModelConfig, quantization: Quantization | None, dtype: torch.dtype, device: Device) -> int:
+    """About, of all ranks. Where float8 is not multiplied the weights are turned back as they load."""
+    if quantization is None or not multiplies_float8(device.torch):
+        return model.num_parameters * dtype.itemsize
+    saved = model.num_linear_parameters * (dtype.itemsize - quantization.weight_bytes)
+    return model.num_parameters * dtype.itemsize - int(saved)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -178,6 +178,7 @@ def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormu
             ("tensor_parallel_size", config.tensor_parallel_size),
             ("pipeline_parallel_size", config.pipeline_parallel_size),
             ("kv_cache_dtype", runner.facts.kv_cache_dtype),
+            ("quantization", runner.facts.quantization),
             ("speculative_method", None if config.speculative is None else config.speculative.method),
         ),
     )

@@ -9,7 +9,7 @@ w2             [num_local_experts, hidden_size, intermediate_size]
 expert_map     [num_experts] int64: an expert's local index, below 0 where another rank holds it; None: all are local
 y              like x: with an expert_map the local experts' part of the sum
 The softmax over all experts is taken in fp32 before the top_k are chosen; `renormalize` divides by their sum.
-On CUDA four kernels of `moe/` do it; there the weights may be float8 with block scales (w8a8_block_fp8).
+The weights may be float8 with block scales (w8a8_block_fp8). On CUDA four kernels of `moe/` do it.
 Bound by memory for few tokens: the weights of the experts that are hit. Source: own.
 """
 
@@ -24,7 +24,7 @@ from trimtab_kernels.moe.grouped_gemm import grouped_gemm_triton, moe_config
 from trimtab_kernels.moe.routing import route_triton
 from trimtab_kernels.reshape_and_cache import FLOAT8
 from trimtab_kernels.silu_and_mul import silu_and_mul, silu_and_mul_triton
-from trimtab_kernels.w8a8_block_fp8 import quantize_groups_triton
+from trimtab_kernels.w8a8_block_fp8 import dequantize_blocks, quantize_groups_triton
 
 
 def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,6 +100,9 @@ def fused_moe(
     top_k: int,
     renormalize: bool,
     expert_map: torch.Tensor | None = None,
+    *,
+    w13_scales: torch.Tensor | None = None,
+    w2_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The mixture of the experts that w13 and w2 hold. Raises ValueError where shapes do not fit."""
     num_experts = router_logits.shape[1]
@@ -110,5 +113,9 @@ def fused_moe(
             f"w2 {list(w2.shape)}, top_k {top_k} do not fit together"
         )
     if x.is_cuda:
-        return fused_moe_triton(x, router_logits, w13, w2, top_k, renormalize, expert_map)
+        return fused_moe_triton(
+            x, router_logits, w13, w2, top_k, renormalize, expert_map, w13_scales=w13_scales, w2_scales=w2_scales
+        )
+    if w13_scales is not None and w2_scales is not None:
+        w13, w2 = dequantize_blocks(w13, w13_scales, x.dtype), dequantize_blocks(w2, w2_scales, x.dtype)
     return fused_moe_reference(x, router_logits, w13, w2, top_k, renormalize, expert_map)

@@ -52,6 +52,25 @@ def w8a8_block_fp8_reference(
     return (left @ right.t()).to(dtype)
 
 
+def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(b, b_scales) of a weight [N, K], in plain torch: for loading, where it need not be fast."""
+    n, k = weight.shape
+    rows, columns = cdiv(n, GROUP), cdiv(k, GROUP)
+    padded = torch.zeros(rows * GROUP, columns * GROUP, device=weight.device)
+    padded[:n, :k] = weight.float()
+    blocks = padded.view(rows, GROUP, columns, GROUP)
+    scales = blocks.abs().amax(dim=(1, 3)).clamp_min_(SMALLEST_SCALE * FLOAT8_MAX).div_(FLOAT8_MAX)
+    blocks.div_(scales[:, None, :, None]).clamp_(-FLOAT8_MAX, FLOAT8_MAX)
+    return padded[:n, :k].to(FLOAT8).contiguous(), scales
+
+
+def dequantize_blocks(b: torch.Tensor, b_scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [N, K] again, or [experts, N, K] with a leading dimension."""
+    n, k = b.shape[-2:]
+    wide = b_scales.repeat_interleave(GROUP, dim=-2).repeat_interleave(GROUP, dim=-1)
+    return (b.float() * wide[..., :n, :k]).to(dtype)
+
+
 @kernel()
 def _quantize_groups(
     x: tl.tensor,

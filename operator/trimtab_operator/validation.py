@@ -220,7 +220,7 @@ class NotBuilt:
 
 
 NOT_BUILT_ENGINE_FIELDS = (
-    NotBuilt("quantization", "quantization", lambda v: False, "quantization is not built yet; remove it"),
+    NotBuilt("quantization", "quantization", lambda v: v == "fp8", "only fp8 is built; set fp8 or remove it"),
     NotBuilt(
         "mm_processor_cache",
         "mmProcessorCache",

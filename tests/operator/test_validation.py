@@ -65,7 +65,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("spec.parallelism.expert", True, "spec.parallelism.expert", "tensor × data is 1"),
     ("spec.parallelism.gpusPerNode", 8, "spec.parallelism.gpusPerNode", "has 1 rank"),
     ("spec.engine.kvCacheDtype", "fp4", "spec.engine.kvCacheDtype", "'auto', 'bfloat16'"),
-    ("spec.engine.quantization", "awq", "spec.engine.quantization", "not built yet"),
+    ("spec.engine.quantization", "awq", "spec.engine.quantization", "only fp8 is built"),
     ("spec.engine.preemptionMode", "swap", "spec.engine.swapSpace", "is missing, but preemptionMode swap"),
     ("spec.engine.speculative", {"method": "eagle"}, "spec.engine.speculative.method", "not built yet"),
     ("spec.engine.speculative", {"method": "draft_model"}, "spec.engine.speculative.model", "is missing"),

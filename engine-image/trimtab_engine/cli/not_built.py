@@ -21,7 +21,6 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
     "--limit-mm-per-prompt": (),
     "--mm-processor-cache-gb": (),
     "--performance-mode": ("balanced",),
-    "--quantization": (),
     "--revision": (),
     "--root-path": (),
     "--ssl-certfile": (),

@@ -10,7 +10,9 @@ from fractions import Fraction
 from typing import Literal, NoReturn, get_args
 
 from trimtab_engine.config import KVCacheDtype
+from trimtab_engine.errors import NotBuiltError
 from trimtab_engine.quantity import parse_quantity
+from trimtab_engine.quantization import check_method
 
 LENGTH_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 """vLLM's: lower case decimal, upper case binary."""
@@ -140,6 +142,14 @@ def model_len(text: str) -> int | Literal["auto"]:
 def kv_cache_dtype(text: str) -> str:
     if text not in get_args(KVCacheDtype):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is none of {', '.join(get_args(KVCacheDtype))}")
+    return text
+
+
+def quantization(text: str) -> str:
+    try:
+        check_method(text)
+    except NotBuiltError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--quantization ")) from None
     return text
 
 

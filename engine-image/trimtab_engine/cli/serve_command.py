@@ -79,6 +79,13 @@ def _add_model_flags(group: Any) -> None:
         help="auto: float32 on the CPU, the checkpoint's on CUDA (default: auto)",
     )
     group.add_argument(
+        "--quantization",
+        "-q",
+        type=types.quantization,
+        metavar="METHOD",
+        help="fp8: quantise the layers' projections as they load (default: as the checkpoint has them)",
+    )
+    group.add_argument(
         "--max-model-len",
         type=types.model_len,
         metavar="TOKENS",
@@ -324,6 +331,7 @@ def engine_config(
         cpu_threads=arguments.cpu_threads,
         max_model_len=arguments.max_model_len,
         kv_cache_dtype=arguments.kv_cache_dtype,
+        quantization=arguments.quantization,
         block_size=arguments.block_size,
         gpu_memory_utilization=utilization,
         gpu_memory_utilization_cap=arguments.gpu_memory_utilization_cap or utilization,

@@ -12,7 +12,7 @@ All data-parallel ranks therefore have the same number of rows, which the step s
 import torch
 from trimtab_kernels.fused_moe import fused_moe
 
-from trimtab_engine.layers.linear import Linear
+from trimtab_engine.layers.quantized import Projection
 from trimtab_engine.parallel.groups import RankGroups
 
 MAX_TOKENS = 1024  # of one call on the CPU: the wide intermediate of more would set the activations' peak
@@ -20,11 +20,12 @@ MAX_CUDA_TOKENS = 16384  # on CUDA every call reads all experts' weights, so a s
 
 
 class MixtureOfExperts:
-    """w13 [experts held, 2 * intermediate, hidden], w2 [experts held, hidden, intermediate] of this rank."""
+    """w13 [experts held, 2 * intermediate, hidden], w2 [experts held, hidden, intermediate] of this rank; float8 with
+    scales per block, or of the computing dtype without."""
 
     def __init__(
         self,
-        router: Linear,
+        router: Projection,
         w13: torch.Tensor,
         w2: torch.Tensor,
         *,
@@ -32,9 +33,12 @@ class MixtureOfExperts:
         renormalize: bool,
         expert_map: torch.Tensor | None,
         groups: RankGroups,
+        w13_scales: torch.Tensor | None = None,
+        w2_scales: torch.Tensor | None = None,
     ) -> None:
         self._router, self._w13, self._w2 = router, w13, w2
         self._top_k, self._renormalize, self._expert_map = top_k, renormalize, expert_map
+        self._scales = {"w13_scales": w13_scales, "w2_scales": w2_scales}
         self._tensor, self._data = groups.tensor, groups.data
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,7 +48,9 @@ class MixtureOfExperts:
             x, logits = self._data.all_gather(x), self._data.all_gather(logits)
         most = MAX_CUDA_TOKENS if x.is_cuda else MAX_TOKENS
         parts = [
-            fused_moe(rows, scores, self._w13, self._w2, self._top_k, self._renormalize, self._expert_map)
+            fused_moe(
+                rows, scores, self._w13, self._w2, self._top_k, self._renormalize, self._expert_map, **self._scales
+            )
             for rows, scores in zip(torch.split(x, most), torch.split(logits, most), strict=True)
         ]
         y = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -2,6 +2,7 @@
 
 from trimtab_engine.errors import ModelError
 from trimtab_engine.model_config import ModelConfig
+from trimtab_engine.quantization import BLOCK, SCALE_SUFFIX, stored_quantization
 from trimtab_engine.weights.source import WeightSource
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints store what the configuration says
@@ -64,6 +65,15 @@ def _projection(name: str, rows: int, columns: int, has_bias: bool) -> Shapes:
     return {**weight, name + ".bias": (rows,)} if has_bias else weight
 
 
+def _scale_shapes(expected: Shapes) -> Shapes:
+    """Of the projections that may be stored as fp8 in blocks."""
+    return {
+        name + SCALE_SUFFIX: (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+        for name, shape in expected.items()
+        if name.endswith("_proj.weight")
+    }
+
+
 def check_tensors(config: ModelConfig, source: WeightSource) -> None:
     """Raise ModelError unless the checkpoint has exactly the tensors that this architecture uses."""
     found = source.shapes()
@@ -74,11 +84,13 @@ def check_tensors(config: ModelConfig, source: WeightSource) -> None:
             f"but there are {len(found)} tensors in all"
         )
     expected = expected_shapes(config)
+    scales = _scale_shapes(expected) if stored_quantization(source.config, source.where) else {}
     missing = sorted(expected.keys() - found.keys())
     extra = sorted(
         name
         for name in found.keys() - expected.keys()
         if not name.endswith((IGNORED_SUFFIX, *KV_SCALE_SUFFIXES))
+        and name not in scales
         and not (name == "lm_head.weight" and config.tie_word_embeddings)
     )
     if missing:
@@ -88,6 +100,6 @@ def check_tensors(config: ModelConfig, source: WeightSource) -> None:
             f"{source.where}: the weights hold {len(extra)} tensors that {config.architecture} does not use, first "
             f"{extra[0]}; this variant is not built"
         )
-    for name, shape in expected.items():
+    for name, shape in (expected | {name: scales[name] for name in scales.keys() & found.keys()}).items():
         if found[name] != shape:
             raise ModelError(f"{source.where}: tensor {name} is {list(found[name])}, config.json implies {list(shape)}")

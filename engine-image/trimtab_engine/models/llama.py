@@ -22,6 +22,7 @@ from trimtab_kernels.rotary_embedding import interleave_pairs, rotary_embedding
 from trimtab_engine.kv_cache import KVTensors
 from trimtab_engine.layers.linear import MAX_ROWS, pads_rows
 from trimtab_engine.layers.moe import MixtureOfExperts
+from trimtab_engine.layers.quantized import stacked
 from trimtab_engine.layers.rotary import RotaryAngles
 from trimtab_engine.layers.vocabulary import LmHead, VocabularyEmbedding
 from trimtab_engine.model_config import ModelConfig
@@ -30,6 +31,7 @@ from trimtab_engine.models.loading import Loader, Progress
 from trimtab_engine.parallel.experts import expert_map
 from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.shard import ModelShard
+from trimtab_engine.quantization import Quantization
 from trimtab_engine.weights.source import Span, WeightSource
 
 logger = logging.getLogger("trimtab_engine.core")
@@ -57,16 +59,18 @@ def load_mixture(
     w13, w2 = [], []
     for expert in shard.experts:
         of_expert = f"{prefix}experts.{expert}."
-        gate_up = [load(f"{of_expert}{name}.weight", rows=wide) for name in ("gate_proj", "up_proj")]
-        w13.append(torch.cat(gate_up))
-        w2.append(load(of_expert + "down_proj.weight", columns=wide))
+        w13.append(load.expert(of_expert, ("gate_proj", "up_proj"), rows=wide))
+        w2.append(load.expert(of_expert, ("down_proj",), columns=wide))
+    (gate_up, gate_up_scales), (down, down_scales) = stacked(w13), stacked(w2)
     is_split = len(shard.experts) < moe.num_experts
-    held = torch.tensor(expert_map(moe.num_experts, shard.experts), device=w2[0].device) if is_split else None
-    router = load.joined(prefix, {"gate": (0, moe.num_experts)})
+    held = torch.tensor(expert_map(moe.num_experts, shard.experts), device=down.device) if is_split else None
+    router = load.router(prefix + "gate.weight", moe.num_experts)
     return MixtureOfExperts(
         router,
-        torch.stack(w13),
-        torch.stack(w2),
+        gate_up,
+        down,
+        w13_scales=gate_up_scales,
+        w2_scales=down_scales,
         top_k=moe.num_experts_per_token,
         renormalize=moe.renormalize,
         expert_map=held,
@@ -172,8 +176,9 @@ class LlamaForCausalLM:
         progress: Progress,
         shard: ModelShard,
         groups: RankGroups = ALONE,
+        quantization: Quantization | None = None,
     ) -> None:
-        load = Loader(source, dtype, device, progress)
+        load = Loader(source, dtype, device, progress, quantization)
         self.config = config
         self._dtype, self._pipeline = dtype, groups.pipeline
         self._is_first_stage, self._is_last_stage = shard.is_first_stage, shard.is_last_stage

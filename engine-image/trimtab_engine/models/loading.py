@@ -3,11 +3,21 @@
 from collections.abc import Callable
 
 import torch
+from trimtab_kernels.reshape_and_cache import FLOAT8
 from trimtab_kernels.rotary_embedding import interleave_pairs
 
-from trimtab_engine.errors import ModelError
+from trimtab_engine.errors import ModelError, NotBuiltError
 from trimtab_engine.layers.linear import GatedLinear, Linear, RowParallelLinear
+from trimtab_engine.layers.quantized import (
+    BlockFp8,
+    BlockFp8Linear,
+    GatedBlockFp8Linear,
+    Projection,
+    joined_blocks,
+    multiplies_float8,
+)
 from trimtab_engine.parallel.groups import RankGroup
+from trimtab_engine.quantization import BLOCK, SCALE_SUFFIX, Quantization, check_aligned
 from trimtab_engine.weights.source import Span, WeightSource
 
 Progress = Callable[[int], None]
@@ -17,12 +27,23 @@ Progress = Callable[[int], None]
 class Loader:
     """Tensors by name, whole or in part; linear layers of several projections."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+        quantization: Quantization | None = None,
+    ) -> None:
         self._source, self._dtype, self._device, self._progress = source, dtype, device, progress
+        self._quantization = quantization
+        self._multiplies_float8 = quantization is not None and multiplies_float8(device)
 
     def __call__(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> torch.Tensor:
         """One tensor or a part of it; it may be a view of the file."""
         tensor = self._source.tensor(name, rows=rows, columns=columns)
+        if tensor.dtype == FLOAT8:
+            raise ModelError(f"{self._source.where}: tensor {name} is float8 without {name}{SCALE_SUFFIX}")
         self._progress(tensor.numel())
         return tensor.to(device=self._device, dtype=self._dtype)
 
@@ -43,25 +64,89 @@ class Loader:
 
     def joined(
         self, prefix: str, parts: dict[str, Span], *, has_bias: bool = False, pairs: int | None = None
-    ) -> Linear:
+    ) -> Projection:
         """Rows of several projections as one. `pairs`: head size, to interleave the first two (q and k)."""
-        weights = [self(f"{prefix}{name}.weight", rows=rows) for name, rows in parts.items()]
+        weights = [self._weight(f"{prefix}{name}.weight", rows=rows) for name, rows in parts.items()]
         biases = [self(f"{prefix}{name}.bias", rows=rows) for name, rows in parts.items()] if has_bias else []
         if pairs is not None:
-            weights[:2] = [interleave_pairs(weight, pairs) for weight in weights[:2]]
+            weights[:2] = [_interleaved(weight, pairs) for weight in weights[:2]]
             biases[:2] = [interleave_pairs(bias, pairs) for bias in biases[:2]]
-        return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
+        weight, bias = self._as_computed(weights), torch.cat(biases) if biases else None
+        return Linear(weight, bias) if isinstance(weight, torch.Tensor) else BlockFp8Linear(weight, bias, self._dtype)
 
-    def gated(self, prefix: str, gate: str, up: str, rows: Span, *, has_bias: bool = False) -> GatedLinear:
+    def gated(self, prefix: str, gate: str, up: str, rows: Span, *, has_bias: bool = False) -> Projection:
         """Rows of the two projections of a gated MLP."""
         names = (gate, up)
-        weight = torch.cat([self(f"{prefix}{name}.weight", rows=rows) for name in names])
+        weight = self._as_computed([self._weight(f"{prefix}{name}.weight", rows=rows) for name in names])
         bias = torch.cat([self(f"{prefix}{name}.bias", rows=rows) for name in names]) if has_bias else None
-        return GatedLinear(weight, bias)
+        if isinstance(weight, torch.Tensor):
+            return GatedLinear(weight, bias)
+        return GatedBlockFp8Linear(weight, bias, self._dtype)
 
-    def summed(self, name: str, columns: Span, group: RankGroup | None, *, has_bias: bool = False) -> Linear:
+    def router(self, name: str, num_experts: int) -> Linear:
+        """A mixture's, never quantised: which experts a token gets hangs on small differences."""
+        return Linear(self(name, rows=(0, num_experts)))
+
+    def summed(self, name: str, columns: Span, group: RankGroup | None, *, has_bias: bool = False) -> Projection:
         """Columns of a projection whose products the group sums."""
         bias = self(f"{name}.bias") if has_bias else None
-        if group is None:
-            return Linear(self(f"{name}.weight"), bias)
-        return RowParallelLinear(self(f"{name}.weight", columns=columns), bias, group)
+        weight = self._as_computed([self._weight(f"{name}.weight", columns=None if group is None else columns)])
+        if not isinstance(weight, torch.Tensor):
+            return BlockFp8Linear(weight, bias, self._dtype, group)
+        return Linear(weight, bias) if group is None else RowParallelLinear(weight, bias, group)
+
+    def expert(
+        self, prefix: str, names: tuple[str, ...], *, rows: Span | None = None, columns: Span | None = None
+    ) -> torch.Tensor | BlockFp8:
+        """One expert's part of these projections, rows one behind the other."""
+        weights = [self._weight(f"{prefix}{name}.weight", rows=rows, columns=columns) for name in names]
+        weight = self._as_computed(weights, as_one=True)
+        if isinstance(weight, list) and len(weight) > 1:
+            raise NotBuiltError(
+                f"{prefix}: experts of {weight[0].values.shape[0]} rows per rank are no multiple of the fp8 block of "
+                f"{BLOCK}, which is not built; use --enable-expert-parallel or fewer tensor-parallel ranks"
+            )
+        return weight if isinstance(weight, torch.Tensor) else weight[0]
+
+    def _weight(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> torch.Tensor | BlockFp8:
+        """As it is stored: with scales where the checkpoint has them."""
+        shapes = self._source.shapes()
+        if name + SCALE_SUFFIX not in shapes:
+            return self(name, rows=rows, columns=columns)
+        for span, total in zip((rows, columns), shapes[name], strict=True):
+            check_aligned(name, span or (0, total), total)
+        values = self._source.tensor(name, rows=rows, columns=columns)
+        scales = self._source.tensor(name + SCALE_SUFFIX, rows=_blocks(rows), columns=_blocks(columns))
+        if values.dtype != FLOAT8:
+            raise ModelError(f"{self._source.where}: tensor {name} has scales, but is {values.dtype}, not {FLOAT8}")
+        self._progress(values.numel())
+        return BlockFp8(values.to(self._device), scales.to(device=self._device, dtype=torch.float32))
+
+    def _as_computed(
+        self, weights: list[torch.Tensor | BlockFp8], *, as_one: bool = False
+    ) -> torch.Tensor | list[BlockFp8]:
+        """Rows one behind the other: float8 where this device multiplies it, else the computing dtype, with the same
+        values. `as_one`: what is quantised here has blocks over all of them."""
+        if self._quantization is not None and not self._quantization.is_stored:
+            dense = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+            weights = [BlockFp8.of(weight) for weight in ([torch.cat(dense)] if as_one else dense)]
+        blocks = [weight for weight in weights if isinstance(weight, BlockFp8)]
+        if self._multiplies_float8 and len(blocks) == len(weights):
+            return joined_blocks(blocks)
+        restored = [w if isinstance(w, torch.Tensor) else w.restored(self._dtype) for w in weights]
+        return restored[0] if len(restored) == 1 else torch.cat(restored)
+
+
+def _blocks(span: Span | None) -> Span | None:
+    """The blocks that these rows, or columns, lie in."""
+    return None if span is None else (span[0] // BLOCK, -(-span[1] // BLOCK))
+
+
+def _interleaved(weight: torch.Tensor | BlockFp8, head_size: int) -> torch.Tensor | BlockFp8:
+    """Rows of each head in another order, which must not leave a block."""
+    if isinstance(weight, torch.Tensor):
+        return interleave_pairs(weight, head_size)
+    if BLOCK % head_size:
+        raise NotBuiltError(f"fp8 blocks with head_dim {head_size} are not built: it must divide {BLOCK}")
+    values = interleave_pairs(weight.values.view(torch.uint8), head_size)
+    return BlockFp8(values.view(weight.values.dtype), weight.scales)

@@ -39,6 +39,7 @@ class Speculation:
         own = msgspec.structs.replace(
             config,
             model=speculative.model,
+            quantization=None,  # as its checkpoint has them
             max_model_len="auto",  # its own; what it is given of the KV cache has the target's length
             pipeline_layer_partition=None,
             load_format="dummy" if config.load_format == "dummy" else "auto",

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-LOADABLE = ("F32", "F16", "BF16")
+ITEM_BYTES |= {"F8_E4M3": 1}
+LOADABLE = ("F32", "F16", "BF16", "F8_E4M3")
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 

@@ -47,6 +47,7 @@ def engine_args(deployment: InferenceDeployment, *, admin_token_sha256: str) -> 
         "--max-model-len": spec.engine.max_model_len,
         "--block-size": spec.engine.block_size,
         "--kv-cache-dtype": spec.engine.kv_cache_dtype,
+        "--quantization": spec.engine.quantization,
         **_knob_flags(spec),
         **_engine_flags(spec),
         **_layout_flags(spec),

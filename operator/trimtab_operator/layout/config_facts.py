@@ -93,7 +93,7 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
     return ModelFacts(
         model=model,
         architecture=architecture,
-        supported=architecture in RUN_BY_THE_ENGINE and quantization is None,
+        supported=architecture in RUN_BY_THE_ENGINE and _is_run(config.get("quantization_config")),
         num_layers=num_layers,
         hidden_size=hidden,
         intermediate_size=mlp_width,
@@ -196,6 +196,11 @@ def _quantization(config: Mapping[str, Any], dtype_bytes: int) -> tuple[str | No
         raise ValueError(f"config.json: quant_method {method!r} is not known; only 'fp8' is")
     block = scheme.get("weight_block_size")
     return "fp8", 1 + (SCALE_BYTES / (block[0] * block[1]) if block else 0)
+
+
+def _is_run(scheme: Any) -> bool:
+    """Whether the engine runs weights that are stored so: as they are, or as fp8 in blocks of 128 x 128."""
+    return scheme is None or scheme.get("weight_block_size") == [128, 128]
 
 
 def _count(words: Mapping[str, Any], key: str, *, default: int | None = None, least: int = 1) -> int:

@@ -70,7 +70,7 @@ def test_a_host_without_a_number_is_no_pod(monkeypatch: pytest.MonkeyPatch, caps
         (["-tp", "0"], "argument --tensor-parallel-size/-tp"),
         (["--pipeline-layer-partition", "3,x"], "'3,x' is not a list of layer counts"),
         (["--distributed-executor-backend", "ray"], "invalid choice: 'ray'"),
-        (["--quantization=awq"], "--quantization is not built yet"),
+        (["--quantization=awq"], "awq is not built; built: fp8"),
         (["--kv-cache-dtype", "fp4"], "'fp4' is none of auto, float32, bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2"),
         (["--kv-cache-dtype", "int4"], "'int4' is none of auto, float32"),
         (["--watermark", "2"], "write a number from 0 to 1"),

@@ -24,6 +24,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
 def a_folder(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     save_file(tensors or {"a": torch.arange(6.0).view(2, 3)}, folder / "model.safetensors")
@@ -112,7 +115,10 @@ def test_a_config_that_is_no_json_is_one_clear_line(tmp_path: Path) -> None:
         ({"architectures": None}, "no architectures"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: quant_method 'awq' is not built"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8 with weight_block_size None is not built"),
+        ({"quantization_config": FP8 | {"activation_scheme": "static"}}, "activation_scheme 'static' is not built"),
+        ({"quantization_config": "fp8"}, "an object is needed"),
         ({"hidden_size": "8"}, "hidden_size is '8'"),
         ({"num_key_value_heads": 3}, "must be a multiple"),
         ({"torch_dtype": "int8"}, "dtype 'int8'"),
