@@ -77,7 +77,8 @@ class Facts:
     """All that a status is made from. `problem` is a (reason, message) that keeps the loop from working.
 
     `refusals` is everything that is wrong with the spec, `layout_refusals` those of them that concern the layout.
-    `model` is what is known of the model; None: nobody looked.
+    `model` is what is known of the model; None: nobody looked. `target` is what replicas are brought to; None: they are
+    left as they are.
     """
 
     groups: tuple[Group, ...] = ()
@@ -89,6 +90,7 @@ class Facts:
     layout_refusals: tuple[Refusal, ...] = ()
     model: FactsState | None = None
     failed_change: FailedChange | None = None
+    target: InferenceDeployment | None = None
     too_few_gpus: str | None = None
     problem: tuple[Reason, str] | None = None
 

@@ -197,7 +197,7 @@ class Reconciler:
             observed = await self.cluster.observe(deployment)
         facts = await self._tune(deployment, course.target or deployment, observed, token, memory)
         facts = replace(facts, model=None if gate.is_open else gate.model, failed_change=course.failed)
-        facts = replace(facts, too_few_gpus=too_few_gpus(deployment, nodes))
+        facts = replace(facts, target=course.target, too_few_gpus=too_few_gpus(deployment, nodes))
         status = await self._write_status(deployment, facts)
         return BUSY_TICK_SECONDS if _is_moving(status) else self.tick_seconds
 

@@ -41,13 +41,13 @@ def status_of(deployment: InferenceDeployment, facts: Facts, *, now: datetime) -
         "desiredReplicas": deployment.replicas,
         "selector": selector_text(leader_selector(deployment)),
         "url": f"http://{service_name(deployment)}.{deployment.namespace}.svc:{HTTP_PORT}/v1",
-        "model": served_name(deployment.spec),
+        "model": served_name((facts.target or deployment).spec),
     }
     if groups:
         status["groups"] = groups
     if not facts.refusals:
         status["layout"] = layout_status(deployment, facts)
-        status["engine"] = engine_status(deployment, facts)
+        status["engine"] = engine_status(facts.target or deployment, facts)
     tuning = tuning_status(deployment, facts)
     if tuning:
         status["tuning"] = tuning

@@ -63,6 +63,7 @@ class World:
     now: float = 1000.0
     state: RolloutState = field(default_factory=RolloutState)
     stateful_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    services: dict[str, dict[str, Any]] = field(default_factory=dict)
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
     born: dict[str, float] = field(default_factory=dict)
     is_answering: bool = True
@@ -71,7 +72,9 @@ class World:
 
     @property
     def observed(self) -> Observed:
-        return Observed(stateful_sets=tuple(self.stateful_sets.values()), pods=tuple(self.pods.values()))
+        return Observed(
+            tuple(self.services.values()), tuple(self.stateful_sets.values()), pods=tuple(self.pods.values())
+        )
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -92,17 +95,24 @@ class World:
         for action in plan(target, self.observed, admin_token_sha256=HASH, unproven=self.course.unproven):
             if isinstance(action, Apply) and action.manifest["kind"] == "StatefulSet":
                 self.stateful_sets[action.manifest["metadata"]["name"]] = copy.deepcopy(dict(action.manifest))
-            elif not isinstance(action, Apply) and action.kind == "StatefulSet":
+            elif isinstance(action, Apply):
+                service = copy.deepcopy(dict(action.manifest))
+                service["spec"]["clusterIP"] = "10.0.0.1"
+                self.services[service["metadata"]["name"]] = service
+            elif action.kind == "StatefulSet":
                 del self.stateful_sets[action.name]
-                self.pods.pop(f"{action.name}-0", None)
+                self.pods = {pod: found for pod, found in self.pods.items() if pod.rsplit("-", 1)[0] != action.name}
+            else:
+                del self.services[action.name]
         self._run_pods()
         self.now += TICK_SECONDS
         self.most_down = max(self.most_down, sum(not group.is_ready for group in self.groups))
         return self.course
 
     def _run_pods(self) -> None:
-        for name, stateful_set in self.stateful_sets.items():
-            template, pod = stateful_set["spec"]["template"], f"{name}-0"
+        wanted = [(s, f"{name}-{n}") for name, s in self.stateful_sets.items() for n in range(s["spec"]["replicas"])]
+        for stateful_set, pod in wanted:
+            template = stateful_set["spec"]["template"]
             revision = template["metadata"]["labels"][REVISION_LABEL]
             present = self.pods.get(pod)
             if present is None or present["metadata"]["labels"][REVISION_LABEL] != revision:
@@ -150,6 +160,24 @@ def test_a_change_that_does_not_come_up_is_taken_back_and_reaches_no_further_rep
     assert "m-g0 did not become Ready within 2m" in world.course.failed.message
     assert world.course.failed.returns_to == before[0]
     assert world.most_down == 1
+
+
+def test_a_layout_that_does_not_come_up_is_taken_back_and_no_group_is_ever_of_two_revisions() -> None:
+    world = settled()
+    layout = {"parallelism": {"tensor": 2, "gpusPerNode": 1}}
+    world.edit(args=(BAD,), **layout)
+    for _ in range(70):
+        world.tick()
+        assert all(group.revision for group in world.groups), "the sets of a group differ"
+    assert world.course is not None
+    assert world.course.failed is not None
+    assert [group.num_pods for group in world.groups] == [1, 1]
+    assert all(group.is_ready for group in world.groups)
+    world.edit(args=(), **layout)
+    world.settle()
+    assert [group.num_pods for group in world.groups] == [2, 2]
+    assert all(group.is_ready for group in world.groups)
+    assert world.state.proven == form_of(world.deployment)
 
 
 def test_it_is_tried_again_only_when_the_spec_changes() -> None:

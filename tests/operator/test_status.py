@@ -15,7 +15,7 @@ from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.model_facts import Unreadable
 from trimtab_operator.phases import EngineView
 from trimtab_operator.refusal import Refusal
-from trimtab_operator.spec import InferenceDeployment
+from trimtab_operator.spec import InferenceDeployment, ModelSource
 from trimtab_operator.status import applied_values, status_of
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -185,6 +185,9 @@ def test_a_change_that_was_taken_back_degrades_a_resource_that_serves() -> None:
     status = status_of(a_deployment(), ready, now=NOW)
     assert condition(status, "Ready")["status"] == "True"
     assert status["updatedReplicas"] == 0
+    old = a_deployment().spec.model_copy(update={"model": ModelSource(uri="file:///old")})
+    running = replace(a_deployment(), spec=old)
+    assert status_of(a_deployment(), replace(ready, target=running), now=NOW)["model"] == "old"
     for kind, value in (("Degraded", "True"), ("Progressing", "False"), ("LayoutValid", "Unknown")):
         assert (condition(status, kind)["status"], condition(status, kind)["reason"]) == (value, Reason.ROLLED_BACK)
         assert "it still loads" in condition(status, kind)["message"]
