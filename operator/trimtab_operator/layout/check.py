@@ -6,6 +6,8 @@ layouts that work, with the KV cache and the concurrency that they would have.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import GIB, Gpu
 from trimtab_operator.layout.memory_fit import Envelope, MemoryFit, memory_fit
@@ -27,9 +29,9 @@ def check_layout(spec: Spec, facts: ModelFacts | None, gpu: Gpu | None = None) -
         return (_not_run(facts),)
     on_gpu = gpu if spec.runtime.device == "cuda" else None
     envelope = Envelope.of_spec(spec, facts, on_gpu) if on_gpu is not None else None
-    too_long = _longer_than_positions(spec, facts)
-    if too_long is not None:
-        return (too_long,)  # memory for such requests would mean nothing
+    cannot_be = [*_longer_than_positions(spec, facts), *_no_such_arithmetic(spec, on_gpu)]
+    if cannot_be:
+        return tuple(cannot_be)  # memory for it would mean nothing
     problems = layout_problems(parallelism, facts, on_gpu, envelope)
     if not problems:
         return ()
@@ -58,11 +60,17 @@ def _not_run(facts: ModelFacts) -> Refusal:
     return Refusal("spec.model.uri", message)
 
 
-def _longer_than_positions(spec: Spec, facts: ModelFacts) -> Refusal | None:
-    asked = spec.engine.max_model_len
-    if asked is None or asked <= facts.max_model_len:
-        return None
-    return Refusal("spec.engine.maxModelLen", f"is {asked}, but the model's positions allow 1 to {facts.max_model_len}")
+def _longer_than_positions(spec: Spec, facts: ModelFacts) -> Iterator[Refusal]:
+    asked, most = spec.engine.max_model_len, facts.max_model_len
+    if asked is not None and asked > most:
+        yield Refusal("spec.engine.maxModelLen", f"is {asked}, but the model's positions allow 1 to {most}")
+
+
+def _no_such_arithmetic(spec: Spec, gpu: Gpu | None) -> Iterator[Refusal]:
+    """The engine refuses fp8_e4m3 (which fp8 means) on GPUs without it; fp8_e5m2 is converted on any."""
+    asked = spec.engine.kv_cache_dtype
+    if asked in ("fp8", "fp8_e4m3") and gpu is not None and gpu.fp8_flops is None:
+        yield Refusal("spec.engine.kvCacheDtype", f"is {asked}, which {gpu.name} does not have; use fp8_e5m2 or auto")
 
 
 def _does_not_fit(parallelism: Parallelism, fit: MemoryFit, gpu: Gpu, envelope: Envelope) -> Problem:

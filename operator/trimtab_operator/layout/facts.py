@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -118,6 +119,8 @@ class ModelFacts:
         )
         if found.dtype not in DTYPE_BYTES:
             raise ValueError(f"model facts: dtype is {found.dtype!r}, not one of {', '.join(DTYPE_BYTES)}")
+        if any(low >= high for low, high in pairwise((*found.dense_layers, found.num_layers))):
+            raise ValueError(f"model facts: dense_layers must ascend and stay below num_layers {found.num_layers}")
         if found.weights_bytes != reader.count("weights_bytes", least=1):
             raise ValueError(
                 f"model facts: weights_by_part adds up to {found.weights_bytes}, "

@@ -123,6 +123,18 @@ def test_requests_longer_than_the_models_positions_are_refused(published: Publis
     assert str(refusal) == "spec.engine.maxModelLen: is 131073, but the model's positions allow 1 to 131072"
 
 
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "works"), [("A100", "fp8", False), ("A100", "fp8_e5m2", True), ("L4", "fp8", True)]
+)
+def test_an_fp8_cache_needs_a_gpu_that_has_it(
+    published: Published, a_spec: ASpec, gpu: str, dtype: str, works: bool
+) -> None:
+    facts = published("Llama-3.1-8B")
+    spec = a_spec(facts, engine={"kvCacheDtype": dtype, "maxModelLen": 4096})
+    fields = [refusal.field for refusal in check_layout(spec, facts, gpu_named(gpu))]
+    assert fields == ([] if works else ["spec.engine.kvCacheDtype"])
+
+
 def test_without_facts_only_the_spec_is_checked(a_spec: ASpec) -> None:
     assert check_layout(a_spec(tensor=7), None) == ()
     (refusal,) = check_layout(a_spec(tensor=2, gpusPerNode=4), None)

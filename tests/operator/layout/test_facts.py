@@ -60,6 +60,8 @@ def test_facts_survive_the_way_through_json() -> None:
         ({"num_kv_heads": 0}, "num_kv_heads is 0; a whole number of 1 or more"),
         ({"dtype": "float8"}, "dtype is 'float8'"),
         ({"dense_layers": [-1]}, "dense_layers"),
+        ({"dense_layers": [0, 0]}, "dense_layers must ascend"),
+        ({"dense_layers": [2]}, "stay below num_layers 2"),
         ({"supported": "yes"}, "supported is 'yes'"),
         ({"num_experts": 4}, "num_experts_per_token is 0"),
         ({"weights_bytes": 1}, "adds up to 2000, weights_bytes is 1"),
