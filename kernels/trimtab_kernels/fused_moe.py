@@ -6,7 +6,8 @@ x              [num_tokens, hidden_size]                          fp32 | bf16 | 
 router_logits  [num_tokens, num_experts]                          dtype of x
 w13            [num_local_experts, 2 * intermediate_size, hidden_size]  gate rows, then up rows
 w2             [num_local_experts, hidden_size, intermediate_size]
-expert_map     [num_experts] int64: an expert's local index, below 0 where another rank holds it; None: all are local
+expert_map     [num_experts] int64: an expert's local index, below 0 where another rank holds it; None: all are local.
+               [num_patterns, num_experts]: token t reads row t % num_patterns, so that copies of an expert share it
 y              like x: with an expert_map the local experts' part of the sum
 The softmax over all experts is taken in fp32 before the top_k are chosen; `renormalize` divides by their sum.
 The weights may be float8 with block scales (w8a8_block_fp8). On CUDA four kernels of `moe/` do it.
@@ -36,6 +37,14 @@ def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[t
     return weights.to(router_logits.dtype), experts
 
 
+def held_experts(experts: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
+    """experts [num_tokens, top_k] -> what expert_map has in their place."""
+    if expert_map.dim() == 1:
+        return expert_map[experts]
+    patterns = torch.arange(experts.shape[0], device=experts.device) % expert_map.shape[0]
+    return expert_map[patterns[:, None], experts]
+
+
 def fused_moe_reference(
     x: torch.Tensor,
     router_logits: torch.Tensor,
@@ -48,7 +57,7 @@ def fused_moe_reference(
     """One expert after the other, each over the tokens that chose it."""
     weights, experts = route(router_logits, top_k, renormalize)
     if expert_map is not None:
-        experts = expert_map[experts]
+        experts = held_experts(experts, expert_map)
     y = torch.zeros_like(x)
     for expert in sorted(set(experts.flatten().tolist())):
         if expert < 0:
@@ -106,7 +115,7 @@ def fused_moe(
 ) -> torch.Tensor:
     """The mixture of the experts that w13 and w2 hold. Raises ValueError where shapes do not fit."""
     num_experts = router_logits.shape[1]
-    known = num_experts if expert_map is None else expert_map.shape[0]
+    known = num_experts if expert_map is None else expert_map.shape[-1]
     if w13.shape[2] != x.shape[1] or 2 * w2.shape[2] != w13.shape[1] or known != num_experts or top_k > num_experts:
         raise ValueError(
             f"fused_moe: x {list(x.shape)}, router_logits {list(router_logits.shape)}, w13 {list(w13.shape)}, "

@@ -79,6 +79,30 @@ def test_the_kernels_leave_out_experts_that_another_rank_holds() -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-4)
 
 
+def a_map_with_copies() -> tuple[torch.Tensor, list[list[int]]]:
+    """Expert 0 has three copies, two on the first of two ranks; expert 3 has one on each. (map of slots, slots of
+    ranks by expert.)"""
+    slots = [[0, 1, 2, 0, 3], [3, 0, 4, 5]]
+    whole = [*slots[0], *slots[1]]
+    places = [[slot for slot, held in enumerate(whole) if held == expert] for expert in range(NUM_EXPERTS)]
+    return torch.tensor([[there[p % len(there)] for there in places] for p in range(6)]), slots
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 20])
+def test_tokens_take_turns_among_the_copies_of_an_expert(num_tokens: int) -> None:
+    x, logits, w13, w2 = an_input(num_tokens)
+    slot_of, slots = a_map_with_copies()
+    whole = fused_moe(x, logits, w13, w2, TOP_K, True)
+    parts = torch.zeros_like(whole)
+    for held, (first, end) in zip(slots, [(0, 5), (5, 9)], strict=True):
+        expert_map = torch.where((slot_of >= first) & (slot_of < end), slot_of - first, -1)
+        own = fused_moe(x, logits, w13[held], w2[held], TOP_K, True, expert_map)
+        kernels = fused_moe_triton(x, logits, w13[held], w2[held], TOP_K, True, expert_map, config=CONFIG)
+        torch.testing.assert_close(kernels, own, rtol=1e-5, atol=1e-4)
+        parts += own
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-4)
+
+
 def test_the_kernels_choose_a_configuration_of_their_own() -> None:
     inputs = an_input(5)
     torch.testing.assert_close(fused_moe_triton(*inputs, TOP_K, True), by_token(*inputs, True), rtol=1e-5, atol=1e-4)

@@ -1,7 +1,8 @@
 """Chooses each token's experts:  softmax over all experts in fp32, the top_k of them, renormalised if asked.
 
 router_logits  [num_tokens, num_experts]  fp32 | bf16 | fp16
-expert_map     [num_experts] int64: an expert's local index, below 0 where another rank holds it; None: all are local
+expert_map     [num_experts] int64: an expert's local index, below 0 where another rank holds it; None: all are local.
+               [num_patterns, num_experts]: token t reads row t % num_patterns
 weights        [num_tokens, top_k] fp32, rounded to the logits' dtype as transformers does
 experts        [num_tokens, top_k] int32: local indices, -1 where another rank holds the expert
 
@@ -20,6 +21,7 @@ def _route(
     weights: tl.tensor,
     experts: tl.tensor,
     stride: tl.tensor,
+    num_patterns: tl.tensor,
     NUM_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -47,7 +49,8 @@ def _route(
     rounded = values.to(router_logits.dtype.element_ty).to(tl.float32)
     is_place = places < TOP_K
     if expert_map is not None:
-        chosen = tl.maximum(tl.load(expert_map + chosen, mask=is_place, other=-1), -1).to(tl.int32)
+        row = expert_map + token % num_patterns * NUM_EXPERTS
+        chosen = tl.maximum(tl.load(row + chosen, mask=is_place, other=-1), -1).to(tl.int32)
     tl.store(weights + token * TOP_K + places, rounded, mask=is_place)
     tl.store(experts + token * TOP_K + places, chosen, mask=is_place)
 
@@ -66,6 +69,7 @@ def route_triton(
             weights,
             experts,
             router_logits.stride(0),
+            1 if expert_map is None or expert_map.dim() == 1 else expert_map.shape[0],
             NUM_EXPERTS=num_experts,
             BLOCK=next_power_of_2(num_experts),
             TOP_K=top_k,
