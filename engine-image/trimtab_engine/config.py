@@ -12,6 +12,7 @@ import msgspec
 from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.graphs.compilation import CompilationConfig
 from trimtab_engine.graphs.plan import DEFAULT_LEVEL, MODES_BY_LEVEL, NO_GRAPHS, GraphPlan, plan_graphs
+from trimtab_engine.parallel.eplb_config import EplbConfig
 from trimtab_engine.scheduling_policy import PreemptionMode, QueueOrder
 from trimtab_engine.speculative.config import SpeculativeConfig
 
@@ -101,6 +102,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """As parallel/rendezvous.py has it: file:PATH on one node, tcp:HOST:PORT over several."""
     enable_expert_parallel: bool = False
     expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
+    eplb: EplbConfig | None = None
+    """How the load of experts is balanced over their ranks; None: it is not."""
     pipeline_layer_partition: tuple[int, ...] | None = None
     """Layers of each pipeline stage. None: divided evenly."""
     nnodes: int = 1
@@ -151,6 +154,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def max_num_sampled_rows(self) -> int:
         """Rows of logits of one step, at most: the newest token and the drafts of every request."""
         return min(self.max_num_batched_tokens_cap, self.max_num_seqs_cap * (1 + self.num_speculative_tokens_cap))
+
+    @property
+    def num_redundant_experts(self) -> int | None:
+        """None: experts do not move."""
+        return None if self.eplb is None else self.eplb.num_redundant_experts
 
     @property
     def graph_plan(self) -> GraphPlan:
@@ -226,6 +234,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"--data-parallel-size {self.data_parallel_size} with --nnodes {self.nnodes} is not built: each node "
                 f"holds as many whole engines as the others; set a multiple of {self.nnodes}, or fewer nodes"
             )
+        if self.eplb is not None:
+            self._check_eplb()
         if ranks % self.nodes_per_core:
             raise ConfigError(
                 f"--nnodes is {self.nnodes}, but tensor x pipeline parallel = {ranks} ranks cannot be divided evenly "
@@ -233,6 +243,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(f"--node-rank is {self.node_rank}; with --nnodes {self.nnodes} it must be below that")
+
+    def _check_eplb(self) -> None:
+        if not self.enable_expert_parallel:
+            raise ConfigError("--enable-eplb balances whole experts; add --enable-expert-parallel, or leave it out")
+        if self.tensor_parallel_size * self.data_parallel_size == 1:
+            raise ConfigError(
+                "--enable-eplb balances over tensor x data parallel ranks, and there is 1; raise one of the sizes"
+            )
+        if self.expert_placement_strategy != "linear":
+            raise ConfigError(
+                f"--expert-placement-strategy {self.expert_placement_strategy} says where experts stay, --enable-eplb "
+                f"moves them; leave one of the two out"
+            )
 
     def _check_speculation(self) -> None:
         depth_cap = 0 if self.speculative is None else self.speculative.num_speculative_tokens

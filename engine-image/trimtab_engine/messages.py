@@ -209,6 +209,18 @@ REFUSED = "refused"
 """finish_reason of a request that was not to queue; it stays between client and core."""
 
 
+class ExpertBalance(msgspec.Struct, array_like=True):
+    """What balancing experts has brought on the core's own rank: of the layers of its pipeline stage."""
+
+    balancedness: float | None = None
+    """Mean over maximum of the ranks' loads in the newest steps that were measured; None: not measured anew."""
+    num_rearrangements: int = 0
+    moved_bytes: int = 0
+    """Of experts' weights that came from other ranks."""
+    seconds: float = 0.0
+    """In which experts were rearranged."""
+
+
 class StepStats(msgspec.Struct, array_like=True):
     """The core's state after one step, and what the step added. Counters are per step: the API server sums them."""
 
@@ -276,6 +288,8 @@ class StepStats(msgspec.Struct, array_like=True):
     """Rows that graphs computed for nothing."""
     graph_captures: int = 0
     kernel_compilations: int = 0
+    expert_balance: ExpertBalance | None = None
+    """None: nothing new."""
 
 
 class StepOutputs(msgspec.Struct, tag="outputs"):

@@ -27,6 +27,7 @@ from trimtab_engine.messages import SamplingParams, TokenLogprobs
 from trimtab_engine.model_config import ModelConfig, parse_model_config
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
 from trimtab_engine.models.llama import LlamaForCausalLM
+from trimtab_engine.parallel.expert_balancer import ExpertBalancer
 from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import ModelShard, shard_model
@@ -119,6 +120,7 @@ class ModelRunner:
             rank,
             placement=config.expert_placement_strategy,
             layer_partition=config.pipeline_layer_partition,
+            num_redundant_experts=config.num_redundant_experts,
         )
         dtype = DTYPES[_dtype_name(config, model_config, device)]
         kv_dtype_name = _kv_dtype_name(config, dtype, device)
@@ -164,7 +166,11 @@ class ModelRunner:
             whole=model_config,
         )
         rebuild = lambda: build(_open(config)[0], lambda count: None)  # noqa: E731
-        return cls(model, rebuild, facts, shard, device, config.block_size, dtype, kv_dtype)
+        runner = cls(model, rebuild, facts, shard, device, config.block_size, dtype, kv_dtype)
+        if config.eplb is not None and groups.expert is not None and model.mixtures:
+            assert model_config.moe is not None  # it has mixtures
+            runner.balancer = ExpertBalancer(config.eplb, model.mixtures, model_config.moe.num_experts, groups.expert)
+        return runner
 
     def drop_weights(self) -> None:
         """Give the weights' memory back. Nothing runs until reload_weights()."""
@@ -283,6 +289,9 @@ class ModelRunner:
         longest = max_decode_tokens(self._device.torch)
         return flatten(sequences, block_size=self._block_size, max_decode_tokens=longest)
 
+    balancer: ExpertBalancer | None = None
+    """Of the experts' load; None: they do not move."""
+
     wave: Wave | None = None
     """The steps that data-parallel cores make together; None: this core is on its own."""
 
@@ -298,14 +307,23 @@ class ModelRunner:
         """Compute a step. Logits of the sampled tokens on the rank that samples, None on the others."""
         if self.steps is not None:
             return self.run_fed(inputs, ())
-        return self._run(inputs, self._kv_tensors)
+        logits = self._run(inputs, self._kv_tensors)
+        self._end_step()
+        return logits
+
+    def _end_step(self) -> None:
+        """Between two steps experts may move: at the same one on every rank that shares them."""
+        if self.balancer is not None:
+            self.balancer.on_step()
 
     @torch.inference_mode()
     def run_fed(self, inputs: StepInputs, feed: Feed) -> torch.Tensor | None:
         """The same beside the host, which waits for nothing. `feed`: tokens that the device alone knows."""
         assert self.steps is not None
         hidden, wanted = self.steps.run(inputs, feed)
-        return self._logits(hidden, wanted, inputs)
+        logits = self._logits(hidden, wanted, inputs)
+        self._end_step()
+        return logits
 
     @torch.inference_mode()
     def _run(self, inputs: StepInputs, kv_cache: KVTensors, num_layers: int | None = None) -> torch.Tensor | None:

@@ -72,7 +72,7 @@ def _layout_of(config: EngineConfig) -> Layout:
     source = open_source(config.model, config.load_format)
     model = parse_model_config(source.config, source.generation_config, source.where)
     layout = Layout.of(config, is_moe=model.moe is not None)
-    check_layout(model, layout, config.pipeline_layer_partition)
+    check_layout(model, layout, config.pipeline_layer_partition, config.num_redundant_experts)
     return layout
 
 

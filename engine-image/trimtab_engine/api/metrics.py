@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
 from trimtab_engine.api.cache_metrics import CacheMetrics
+from trimtab_engine.api.expert_metrics import ExpertMetrics
 from trimtab_engine.api.graph_metrics import GraphMetrics
 from trimtab_engine.api.metric_families import LATENCY_BUCKETS, Buckets, FamilyFactory
 from trimtab_engine.api.observations import FinishedSequence
@@ -52,6 +53,7 @@ class EngineMetrics:
         self._cache = CacheMetrics(self._families)
         self._saturation = SaturationMetrics(self._families)
         self._graphs = GraphMetrics(self._families)
+        self._experts = ExpertMetrics(self._families)
         self._families.check_all_used()
 
     def exposition(self) -> bytes:
@@ -75,6 +77,7 @@ class EngineMetrics:
         self._cache.on_step(stats)
         self._saturation.on_step(stats)
         self._graphs.on_step(stats)
+        self._experts.on_step(stats)
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         total = max(stats.kv_blocks_total, 1)

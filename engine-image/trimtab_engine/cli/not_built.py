@@ -12,8 +12,6 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
     "--data-parallel-hybrid-lb": (),
     "--data-parallel-rank": (),
     "--enable-elastic-ep": (),
-    "--enable-eplb": (),
-    "--eplb-config": (),
     "--cpu-offload-gb": ("0",),
     "--enable-lora": (),
     "--enable-sleep-mode": (),

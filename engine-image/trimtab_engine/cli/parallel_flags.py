@@ -6,6 +6,7 @@ import socket
 from typing import Any
 
 from trimtab_engine.cli import parser as types
+from trimtab_engine.cli.eplb_flags import add_eplb_flags
 from trimtab_engine.errors import ConfigError, NotBuiltError
 
 
@@ -59,6 +60,7 @@ def add_parallel_flags(group: Any) -> None:
         default="linear",
         help="which rank holds which experts (default: linear)",
     )
+    add_eplb_flags(group)
     group.add_argument(
         "--distributed-executor-backend", choices=("mp",), default="mp", help="ranks are processes (default: mp)"
     )

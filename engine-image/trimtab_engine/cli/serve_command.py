@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab_engine.cli import parser as types
+from trimtab_engine.cli.eplb_flags import eplb_fields
 from trimtab_engine.cli.graph_flags import add_graph_flags, graph_fields
 from trimtab_engine.cli.live_flags import add_log_flags, add_queue_flags, add_scheduling_flags, live_values
 from trimtab_engine.cli.not_built import add_not_built
@@ -347,6 +348,7 @@ def engine_config(
         seed=arguments.seed,
         **speculative_fields(arguments),
         **parallel_fields(arguments),
+        **eplb_fields(arguments),
         **graph_fields(arguments),
         profiler_dir=arguments.profiler_dir,
     )

@@ -13,6 +13,7 @@ import torch
 from trimtab_kernels.fused_moe import fused_moe
 
 from trimtab_engine.layers.quantized import Projection
+from trimtab_engine.parallel.expert_slots import ExpertSlots
 from trimtab_engine.parallel.groups import RankGroups
 
 MAX_TOKENS = 1024  # of one call on the CPU: the wide intermediate of more would set the activations' peak
@@ -35,11 +36,25 @@ class MixtureOfExperts:
         groups: RankGroups,
         w13_scales: torch.Tensor | None = None,
         w2_scales: torch.Tensor | None = None,
+        slots: ExpertSlots | None = None,
     ) -> None:
         self._router, self._w13, self._w2 = router, w13, w2
-        self._top_k, self._renormalize, self._expert_map = top_k, renormalize, expert_map
+        self._top_k, self._renormalize = top_k, renormalize
         self._scales = {"w13_scales": w13_scales, "w2_scales": w2_scales}
+        self._expert_map = expert_map if slots is None else slots.expert_map
+        self._slots = slots
         self._tensor, self._data = groups.tensor, groups.data
+
+    @property
+    def slots(self) -> ExpertSlots:
+        """Which experts are where; only with expert parallel load balancing."""
+        assert self._slots is not None
+        return self._slots
+
+    @property
+    def expert_tensors(self) -> tuple[torch.Tensor, ...]:
+        """What makes up the experts of this rank, one entry per slot."""
+        return self._w13, self._w2, *(scales for scales in self._scales.values() if scales is not None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, hidden_size] -> the same shape."""
@@ -48,12 +63,18 @@ class MixtureOfExperts:
             x, logits = self._data.all_gather(x), self._data.all_gather(logits)
         most = MAX_CUDA_TOKENS if x.is_cuda else MAX_TOKENS
         parts = [
-            fused_moe(
-                rows, scores, self._w13, self._w2, self._top_k, self._renormalize, self._expert_map, **self._scales
-            )
+            self._compute(rows, scores)
             for rows, scores in zip(torch.split(x, most), torch.split(logits, most), strict=True)
         ]
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self._data is not None:
             y = self._data.reduce_scatter(y)
         return y if self._tensor is None else self._tensor.all_reduce(y)
+
+    def _compute(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The part of the experts that are held here."""
+        if self._slots is not None:
+            self._slots.count(logits, self._top_k)
+        return fused_moe(
+            x, logits, self._w13, self._w2, self._top_k, self._renormalize, self._expert_map, **self._scales
+        )

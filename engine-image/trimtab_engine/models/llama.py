@@ -28,6 +28,7 @@ from trimtab_engine.layers.vocabulary import LmHead, VocabularyEmbedding
 from trimtab_engine.model_config import ModelConfig
 from trimtab_engine.models.compiled_layers import compile_layers, why_not
 from trimtab_engine.models.loading import Loader, Progress
+from trimtab_engine.parallel.expert_slots import ExpertSlots
 from trimtab_engine.parallel.experts import expert_map
 from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.shard import ModelShard
@@ -62,7 +63,16 @@ def load_mixture(
         w13.append(load.expert(of_expert, ("gate_proj", "up_proj"), rows=wide))
         w2.append(load.expert(of_expert, ("down_proj",), columns=wide))
     (gate_up, gate_up_scales), (down, down_scales) = stacked(w13), stacked(w2)
-    is_split = len(shard.experts) < moe.num_experts
+    slots = None
+    if shard.expert_placement is not None:
+        slots = ExpertSlots(
+            shard.expert_placement,
+            num_experts=moe.num_experts,
+            num_ranks=len(shard.expert_placement) // len(shard.experts),
+            index=shard.expert_index,
+            device=down.device,
+        )
+    is_split = slots is None and len(shard.experts) < moe.num_experts
     held = torch.tensor(expert_map(moe.num_experts, shard.experts), device=down.device) if is_split else None
     router = load.router(prefix + "gate.weight", moe.num_experts)
     return MixtureOfExperts(
@@ -75,6 +85,7 @@ def load_mixture(
         renormalize=moe.renormalize,
         expert_map=held,
         groups=groups,
+        slots=slots,
     )
 
 
@@ -103,7 +114,7 @@ class LlamaLayer:
         self._post_norm = load.copy(prefix + "post_attention_layernorm.weight")
         self.is_moe = config.is_moe_layer(layer)
         make_mlp = load_mixture if self.is_moe else LlamaMlp
-        self._feed_forward = make_mlp(config, prefix + "mlp.", shard, groups, load)
+        self.feed_forward = make_mlp(config, prefix + "mlp.", shard, groups, load)
 
     def __call__(
         self, hidden: torch.Tensor, rotation: torch.Tensor, kv_cache: KVTensors, metadata: AttentionMetadata
@@ -143,7 +154,7 @@ class LlamaLayer:
 
     def mlp(self, hidden: torch.Tensor) -> torch.Tensor:
         """The second half's result, to be added to hidden [rows, hidden_size]."""
-        return self._feed_forward(rms_norm(hidden, self._post_norm, self._eps))
+        return self.feed_forward(rms_norm(hidden, self._post_norm, self._eps))
 
     def compiled_weights(self) -> LayerWeights | None:
         """This layer for the compiled operators, None where its weights are not packed for them."""
@@ -151,7 +162,7 @@ class LlamaLayer:
         if qkv is None or output is None:
             return None
         query_norm, key_norm = self._qk_norms or (None, None)
-        mlp = self._feed_forward if isinstance(self._feed_forward, LlamaMlp) else None
+        mlp = self.feed_forward if isinstance(self.feed_forward, LlamaMlp) else None
         return LayerWeights(
             self._input_norm,
             self._post_norm,
@@ -205,6 +216,11 @@ class LlamaForCausalLM:
             logger.info("CPU operators: compiled, for %s", self._compiled.instruction_set)
         elif device.type == "cpu":
             logger.info("CPU operators: torch's, not the compiled ones: %s", why_not(dtype, shape))
+
+    @property
+    def mixtures(self) -> list[MixtureOfExperts]:
+        """Of this rank's layers, those that have experts."""
+        return [layer.feed_forward for layer in self._layers if isinstance(layer.feed_forward, MixtureOfExperts)]
 
     def forward(
         self,

@@ -25,7 +25,7 @@ def first_placement(num_experts: int, num_redundant: int) -> Placement:
 def replicate(loads: Sequence[int], num_slots: int) -> list[int]:
     """Copies of each expert, at least one, together `num_slots`: the next goes where a copy has most to do."""
     copies = [1] * len(loads)
-    heaviest = [(-load, expert) for expert, load in enumerate(loads)]
+    heaviest = [(-float(load), expert) for expert, load in enumerate(loads)]
     heapq.heapify(heaviest)
     for _ in range(num_slots - len(loads)):
         _, expert = heapq.heappop(heaviest)

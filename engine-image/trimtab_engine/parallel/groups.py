@@ -89,6 +89,19 @@ class RankGroup:
         dist.recv(wire, self._ranks[index], group=self._group)
         return x if wire is x else x.copy_(wire)
 
+    def exchange(self, outgoing: dict[int, torch.Tensor], sizes: dict[int, tuple[int, int]]) -> dict[int, torch.Tensor]:
+        """Bytes to and from other places of the group, all at once. `sizes`: what comes from whom. Every rank that one
+        names must name it as well."""
+        incoming = {index: torch.empty(size, dtype=torch.uint8, device=self.device) for index, size in sizes.items()}
+        work = [
+            dist.P2POp(dist.isend, self._to_wire(x), self._ranks[index], self._group) for index, x in outgoing.items()
+        ]
+        work += [dist.P2POp(dist.irecv, x, self._ranks[index], self._group) for index, x in incoming.items()]
+        for request in dist.batch_isend_irecv(work) if work else []:
+            request.wait()
+        self._meter.add("expert_weights", sum(x.nbytes for x in (*outgoing.values(), *incoming.values())))
+        return incoming
+
     def _to_wire(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         return x.cpu() if self._stages_on_host else x
@@ -102,6 +115,8 @@ class RankGroups:
     pipeline: RankGroup | None = None
     data: RankGroup | None = None
     """Ranks with the same heads in other data-parallel copies; only where a mixture of experts spans them."""
+    expert: RankGroup | None = None
+    """Ranks that share whole experts: all data x tensor ranks of a stage, with expert parallelism."""
 
 
 ALONE = RankGroups()

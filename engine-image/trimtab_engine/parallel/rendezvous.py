@@ -137,10 +137,13 @@ def join_groups(
                     own = RankGroup(made, ranks, rank, meter)
         return own
 
+    tensor = own_group(layout.tensor_groups())
+    data = own_group(layout.data_groups())
     groups = RankGroups(
-        tensor=own_group(layout.tensor_groups()),
+        tensor=tensor,
         pipeline=own_group(layout.pipeline_groups()),
-        data=own_group(layout.data_groups()),
+        data=data,
+        expert=(own_group(layout.expert_groups()) if tensor and data else tensor or data) if layout.expert else None,
     )
     return groups, meter
 

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.model_config import ModelConfig
-from trimtab_engine.parallel.experts import Placement, place_experts
+from trimtab_engine.parallel.expert_balance import Placement, first_placement
+from trimtab_engine.parallel.experts import Placement as Strategy
+from trimtab_engine.parallel.experts import place_experts
 from trimtab_engine.parallel.partition import Span, equal_span, kv_head_span, layers_of_stages, vocabulary_span
 from trimtab_engine.parallel.ranks import Layout
 
@@ -19,7 +21,12 @@ class ModelShard:
     mlp: Span
     vocabulary: Span
     experts: tuple[int, ...]
-    """Expert ids; empty for a dense model."""
+    """Expert ids, one per slot; empty for a dense model."""
+    expert_placement: Placement | None
+    """With load balancing: the experts in the slots of all ranks of the group, at start; then an expert may be in
+    several."""
+    expert_index: int
+    """This rank's place in its expert group."""
     expert_mlp: Span
     is_first_stage: bool
     is_last_stage: bool
@@ -42,10 +49,12 @@ def shard_model(
     layout: Layout,
     rank: int,
     *,
-    placement: Placement = "linear",
+    placement: Strategy = "linear",
     layer_partition: tuple[int, ...] | None = None,
+    num_redundant_experts: int | None = None,
 ) -> ModelShard:
-    """The shard of one rank. Raises ConfigError, with the number that is wrong, for a layout that cannot work."""
+    """The shard of one rank. `num_redundant_experts`: None without load balancing of experts. Raises ConfigError, with
+    the number that is wrong, for a layout that cannot work."""
     place, size = layout.place(rank), layout.tensor
     if layout.expert and config.moe is None:
         raise ConfigError(
@@ -53,7 +62,12 @@ def shard_model(
         )
     flag = "--tensor-parallel-size:"
     layers = layers_of_stages(config.num_layers, layout.pipeline, layer_partition)[place.pipeline]
-    experts, expert_mlp = _experts(config, layout, place.data * size + place.tensor, placement)
+    index = place.data * size + place.tensor
+    experts, expert_mlp = _experts(config, layout, index, placement)
+    slots = None if num_redundant_experts is None else _slots(config, layout, num_redundant_experts)
+    if slots is not None:
+        each = len(slots) // (layout.tensor * layout.data)
+        experts = slots[index * each : (index + 1) * each]
     return ModelShard(
         layers=layers,
         heads=equal_span(config.num_attention_heads, size, place.tensor, f"{flag} num_attention_heads"),
@@ -63,13 +77,28 @@ def shard_model(
         else (0, 0),
         vocabulary=vocabulary_span(config.vocab_size, size, place.tensor),
         experts=experts,
+        expert_placement=slots,
+        expert_index=index,
         expert_mlp=expert_mlp,
         is_first_stage=place.pipeline == 0,
         is_last_stage=place.pipeline == layout.pipeline - 1,
     )
 
 
-def _experts(config: ModelConfig, layout: Layout, index: int, placement: Placement) -> tuple[tuple[int, ...], Span]:
+def _slots(config: ModelConfig, layout: Layout, num_redundant: int) -> Placement:
+    """Equally many slots on every rank of the group. Raises ConfigError with the next number that would do."""
+    assert config.moe is not None  # expert parallelism was refused without
+    num_experts, ranks = config.moe.num_experts, layout.tensor * layout.data
+    if (num_experts + num_redundant) % ranks:
+        fitting = num_redundant + -(num_experts + num_redundant) % ranks
+        raise ConfigError(
+            f"--eplb-config: {num_experts} experts and num_redundant_experts {num_redundant} cannot be divided among "
+            f"tensor x data parallel = {ranks} ranks; set num_redundant_experts to {fitting}"
+        )
+    return first_placement(num_experts, num_redundant)
+
+
+def _experts(config: ModelConfig, layout: Layout, index: int, placement: Strategy) -> tuple[tuple[int, ...], Span]:
     """Whole experts with expert parallelism, else a slice of each, over the same TP x DP ranks."""
     if config.moe is None:
         return (), (0, 0)
@@ -80,7 +109,12 @@ def _experts(config: ModelConfig, layout: Layout, index: int, placement: Placeme
     return tuple(range(config.moe.num_experts)), equal_span(wide, ranks, index, what)
 
 
-def check_layout(config: ModelConfig, layout: Layout, layer_partition: tuple[int, ...] | None = None) -> None:
+def check_layout(
+    config: ModelConfig,
+    layout: Layout,
+    layer_partition: tuple[int, ...] | None = None,
+    num_redundant_experts: int | None = None,
+) -> None:
     """Raise ConfigError unless every rank has its shard."""
     for rank in range(layout.world_size):
-        shard_model(config, layout, rank, layer_partition=layer_partition)
+        shard_model(config, layout, rank, layer_partition=layer_partition, num_redundant_experts=num_redundant_experts)

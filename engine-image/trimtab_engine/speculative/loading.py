@@ -42,6 +42,7 @@ class Speculation:
             quantization=None,  # as its checkpoint has them
             max_model_len="auto",  # its own; what it is given of the KV cache has the target's length
             pipeline_layer_partition=None,
+            eplb=None,
             load_format="dummy" if config.load_format == "dummy" else "auto",
         )
         draft = ModelRunner.load(own, device, lambda stage, percent: None)

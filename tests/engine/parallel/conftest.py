@@ -43,7 +43,21 @@ MIXTURE = DENSE | {
 }
 
 
-def a_checkpoint(folder: Path, config: dict[str, Any]) -> str:
+SKEWED = MIXTURE | {"num_experts": 8}
+"""Its experts 0 to 3 get nearly all tokens: those of the first of two ranks, at first."""
+
+
+def skew(tensors: dict[str, torch.Tensor]) -> None:
+    """Two strong directions, an expert at either end of both: every token is far along each."""
+    for name, router in tensors.items():
+        if name.endswith("mlp.gate.weight"):
+            router[1], router[3] = -router[0], -router[2]
+            router[:4] *= 8
+
+
+def a_checkpoint(
+    folder: Path, config: dict[str, Any], change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None
+) -> str:
     """Random weights of the size that random activations keep; norms and biases are random too."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -52,6 +66,7 @@ def a_checkpoint(folder: Path, config: dict[str, Any]) -> str:
     for name, shape in expected_shapes(parse_model_config(config, {}, "config.json")).items():
         noise = torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.1)
         tensors[name] = noise + 1.0 if "norm" in name else noise
+    change(tensors)
     save_file(tensors, folder / "model.safetensors")
     return str(folder)
 
@@ -59,7 +74,11 @@ def a_checkpoint(folder: Path, config: dict[str, Any]) -> str:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
-    return {"dense": a_checkpoint(folder / "dense", DENSE), "moe": a_checkpoint(folder / "moe", MIXTURE)}
+    return {
+        "dense": a_checkpoint(folder / "dense", DENSE),
+        "moe": a_checkpoint(folder / "moe", MIXTURE),
+        "skewed": a_checkpoint(folder / "skewed", SKEWED, skew),
+    }
 
 
 def a_config(model: str, **changes: Any) -> EngineConfig:

@@ -12,6 +12,7 @@ from trimtab_engine.core_client import CoreClient
 from trimtab_engine.core_launcher import CoreLauncher
 from trimtab_engine.engine import Engine
 from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.parallel.eplb_config import EplbConfig
 from trimtab_engine.speculative.config import SpeculativeConfig
 
 DEADLINE_SECONDS = 180.0  # generous: several processes each load torch, perhaps on a busy machine
@@ -23,6 +24,7 @@ DRAFTS = {
     "num_speculative_tokens": 3,
     "num_speculative_tokens_cap": 3,
 }
+EPLB = {"eplb": EplbConfig(window_size=16, step_interval=8, num_redundant_experts=4)}
 LAYOUTS: list[Any] = [
     pytest.param("dense", {}, id="dense dp2"),
     pytest.param("dense", TP2, id="dense tp2 dp2"),
@@ -32,6 +34,7 @@ LAYOUTS: list[Any] = [
     pytest.param("moe", EP | SWAP | DRAFTS, id="moe dp2 ep swapping, with n-grams"),
     pytest.param("moe", TP2, id="moe tp2 dp2"),
     pytest.param("moe", TP2 | EP, id="moe tp2 dp2 ep"),
+    pytest.param("skewed", TP2 | EP | EPLB, id="skewed moe tp2 dp2 ep balanced"),
     pytest.param("moe", PP2, id="moe pp2 dp2"),
     pytest.param("moe", PP2 | EP, id="moe pp2 dp2 ep"),
 ]
@@ -96,3 +99,5 @@ async def test_tokens_equal_those_of_one_rank(
     check_disturbed(cores.steps, asked)
     assert (sum(stats.swapped_in_bytes for stats in cores.steps) > 0) == ("preemption_mode" in layout)
     assert (sum(stats.num_drafts for stats in cores.steps) > 0) == ("speculative" in layout)
+    news = [stats.expert_balance for stats in cores.steps if stats.expert_balance is not None]
+    assert (sum(entry.moved_bytes for entry in news) > 0) == ("eplb" in layout)

@@ -1,0 +1,54 @@
+"""One layer's experts on one rank of an expert group, where copies may move: which slot a token's expert is in, and how
+many tokens each slot was given.
+
+Every rank sees the tokens of all, so every rank knows the load of every slot. What it computes from is a tensor that is
+changed in place: whatever holds on to its address, as a CUDA graph does, sees a new placement.
+"""
+
+import torch
+
+from trimtab_engine.parallel.expert_balance import Placement
+
+PATTERNS = 60  # rows of the tables: up to six copies of an expert share its tokens evenly, more of them nearly so
+
+
+class ExpertSlots:
+    """The slots of all ranks, as rank `index` of `num_ranks` sees them."""
+
+    def __init__(
+        self, placement: Placement, *, num_experts: int, num_ranks: int, index: int, device: torch.device
+    ) -> None:
+        self.each = len(placement) // num_ranks
+        self._num_experts, self._index = num_experts, index
+        patterns = 1 if len(placement) == num_experts else PATTERNS
+        self._slot_of = torch.zeros(patterns, num_experts, dtype=torch.int64, device=device)
+        self.expert_map = torch.zeros_like(self._slot_of)
+        """[patterns, num_experts]: what the kernel reads: a slot of this rank, -1 for those of others."""
+        self._load = torch.zeros(len(placement), dtype=torch.int64, device=device)
+        self.place(placement)
+
+    def place(self, placement: Placement) -> None:
+        """From now on the slots hold these experts."""
+        self.placement = placement
+        places: list[list[int]] = [[] for _ in range(self._num_experts)]
+        for slot, expert in enumerate(placement):
+            places[expert].append(slot)
+        rows = [[there[row % len(there)] for there in places] for row in range(self._slot_of.shape[0])]
+        slot_of = torch.tensor(rows, dtype=torch.int64)
+        first = self._index * self.each
+        is_own = (slot_of >= first) & (slot_of < first + self.each)
+        self._slot_of.copy_(slot_of)
+        self.expert_map.copy_(torch.where(is_own, slot_of - first, -1))
+
+    def count(self, router_logits: torch.Tensor, top_k: int) -> None:
+        """Note where these tokens [num_tokens, num_experts] go."""
+        experts = router_logits.topk(top_k, dim=-1).indices
+        rows = torch.arange(experts.shape[0], device=experts.device) % self._slot_of.shape[0]
+        slots = self._slot_of[rows[:, None], experts].flatten()
+        self._load.index_add_(0, slots, torch.ones_like(slots))
+
+    def take_load(self) -> torch.Tensor:
+        """Tokens of each slot of all ranks since the last call, in host memory."""
+        load = self._load.to("cpu", copy=True)
+        self._load.zero_()
+        return load
