@@ -20,6 +20,8 @@ class Observed:
     config_maps: tuple[Manifest, ...] = ()
     pods: tuple[Manifest, ...] = ()
     jobs: tuple[Manifest, ...] = ()
+    torn: frozenset[int] = frozenset()
+    """Ordinals of groups whose pods are known not to share one engine (incarnation.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Group:
     pods: tuple[Manifest, ...] = ()
     """Leader first, then the workers by their number."""
     worker_set: Manifest | None = None
+    is_torn: bool = False
 
     @property
     def name(self) -> str:
@@ -65,9 +68,9 @@ class Group:
 
     @property
     def is_ready(self) -> bool:
-        """All its pods run the group's revision, are Ready and are not going away."""
+        """All its pods run the group's revision and one engine, are Ready and are not going away."""
         is_whole = self.leader is not None and len(self.pods) == self.num_pods
-        return is_whole and not self.is_outdated and all(is_pod_ready(pod) for pod in self.pods)
+        return is_whole and not self.is_outdated and not self.is_torn and all(is_pod_ready(pod) for pod in self.pods)
 
 
 def groups_of(observed: Observed) -> tuple[Group, ...]:
@@ -79,7 +82,7 @@ def groups_of(observed: Observed) -> tuple[Group, ...]:
         ordinal = ordinal_of(stateful_set)
         if ordinal is not None and not is_worker(stateful_set):
             pods = sorted((pod for pod in observed.pods if ordinal_of(pod) == ordinal), key=_place)
-            found.append(Group(ordinal, stateful_set, tuple(pods), workers.get(ordinal)))
+            found.append(Group(ordinal, stateful_set, tuple(pods), workers.get(ordinal), ordinal in observed.torn))
     return tuple(sorted(found, key=lambda group: group.ordinal))
 
 

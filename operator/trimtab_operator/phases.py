@@ -38,6 +38,8 @@ def phase_of(group: Group, view: EngineView) -> tuple[str, str | None]:
     failure = _first(group, failure_of)
     if failure:
         return "Failed", failure
+    if group.is_torn:
+        return "Updating", "a pod was replaced; its engine ends, and all its pods start a new one"
     missing = group.num_pods - len(group.pods)
     if not missing and all(is_container_running(pod) for pod in group.pods):
         return "Loading", None

@@ -27,6 +27,7 @@ from trimtab_operator.engine_client import EngineClient, Layout, Patched
 from trimtab_operator.errors import InvalidSpec, NameTaken
 from trimtab_operator.groups import Group, Observed, groups_of, is_terminating, ordinal_of
 from trimtab_operator.health import Heartbeats, OperatorMetrics
+from trimtab_operator.incarnation import Incarnation, learned, torn
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.lease import CONNECTION_ERRORS
 from trimtab_operator.metrics import ADMIN_PORT, GroupObservation, Target, observe
@@ -86,6 +87,7 @@ class LoopMemory:
     tuner: TunerState | None = None
     layouts: dict[str, Degrees] = field(default_factory=dict)  # what engines reported, by the leader's uid
     rollout: RolloutState | None = None
+    incarnations: dict[str, Incarnation] = field(default_factory=dict)  # by the group's name
     failures: int = 0
 
     def layouts_of(self, groups: tuple[Group, ...]) -> dict[str, Degrees]:
@@ -177,14 +179,14 @@ class Reconciler:
             deployment = await self._read_unparsed(namespace, name, uid)
             refused = (Refusal("spec", str(error)),)
         token = self._token(deployment)
-        observed = await self.cluster.observe(deployment)
+        observed = await self._observe(deployment, memory)
         if refused:
             facts = replace(_facts(deployment, observed, token, renders=False), refusals=refused)
             await self._write_status(deployment, facts)
             return self.tick_seconds
         self.metrics.desired_replicas.labels(namespace=namespace, name=name).set(deployment.replicas)
         if await self._execute(deployment, plan_facts(deployment, observed, now=self.clock())):
-            observed = await self.cluster.observe(deployment)
+            observed = await self._observe(deployment, memory)
         nodes = await self.nodes.present() if deployment.spec.runtime.device == "cuda" else None
         gpu = gpu_for(deployment, nodes or ())
         gate = gate_of(deployment, observed, revision=_revision(deployment, token), gpu=gpu)
@@ -194,7 +196,7 @@ class Reconciler:
             return self.tick_seconds
         course = await self._choose_course(deployment, observed, token, memory, may_start=gate.is_open)
         if await self._execute(deployment, await self._due(deployment, observed, token, course)):
-            observed = await self.cluster.observe(deployment)
+            observed = await self._observe(deployment, memory)
         facts = await self._tune(deployment, course.target or deployment, observed, token, memory)
         facts = replace(facts, model=None if gate.is_open else gate.model, failed_change=course.failed)
         facts = replace(facts, target=course.target, too_few_gpus=too_few_gpus(deployment, nodes))
@@ -221,6 +223,13 @@ class Reconciler:
         await self._execute(deployment, plan_rollout_state(deployment, observed, course.state, key=token))
         memory.rollout = course.state
         return course
+
+    async def _observe(self, deployment: InferenceDeployment, memory: LoopMemory) -> Observed:
+        """The children, and what is known of them from before."""
+        observed = await self.cluster.observe(deployment)
+        groups = groups_of(observed)
+        memory.incarnations = learned(groups, memory.incarnations)
+        return replace(observed, torn=torn(groups, memory.incarnations))
 
     async def _due(
         self, deployment: InferenceDeployment, observed: Observed, token: str, course: Course

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_operator.engine_values import knobs
-from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
@@ -194,16 +193,6 @@ def args_repeat_no_field(deployment: InferenceDeployment) -> Iterator[Refusal]:
 
 
 # --- the layout -------------------------------------------------------------------------------------------------------
-
-
-def data_over_several_pods_is_not_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    data, pods = deployment.spec.parallelism.data, layout_of(deployment.spec).pods
-    if data > 1 and pods > 1:
-        yield Refusal(
-            "spec.parallelism.data",
-            f"is {data}, over {pods} pods; data-parallel ranks in several pods are not built yet: raise gpusPerNode so "
-            "that all ranks of a replica fit into one pod, or set it to 1 and raise spec.replicas",
-        )
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -548,7 +537,6 @@ RULES: tuple[Rule, ...] = (
     runtime_kind_is_built,
     an_image_is_known,
     args_repeat_no_field,
-    data_over_several_pods_is_not_built,
     engine_fields_are_built,
     swapping_has_space,
     speculation_is_built,

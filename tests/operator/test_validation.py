@@ -61,7 +61,6 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("spec.runtime.args", ["--max-num-seqs=4"], "spec.runtime.args[0]", "repeats spec.engine.maxNumSeqs"),
     ("spec.runtime.args", ["--max_num_seqs", "4"], "spec.runtime.args[0]", "repeats spec.engine.maxNumSeqs"),
     ("spec.runtime.args", ["--seed=1", "--port=1"], "spec.runtime.args[1]", "set by the operator"),
-    ("spec.parallelism", {"data": 2}, "spec.parallelism.data", "not built yet"),
     ("spec.parallelism.expert", True, "spec.parallelism.expert", "tensor × data is 1"),
     ("spec.parallelism.gpusPerNode", 8, "spec.parallelism.gpusPerNode", "has 1 rank"),
     ("spec.engine.kvCacheDtype", "fp4", "spec.engine.kvCacheDtype", "'auto', 'bfloat16'"),

@@ -1,0 +1,60 @@
+"""Whether the pods of a group share one engine: no clock tells, so it is remembered who was there. Pure.
+
+A worker pod that is killed is replaced within seconds, and everything is Ready again before the leader has noticed that
+a rank is silent. The leader only becomes Ready together with its workers. So as long as the leader's container is the
+one that became Ready with other workers than are there now, its engine is about to end: the group is not ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from trimtab_operator.groups import Group, Manifest
+
+Life = tuple[str, int]
+"""(uid, restarts): one run of a pod's container."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One engine of a group: the lives of the pods that it runs in."""
+
+    leader: Life
+    workers: frozenset[Life]
+
+
+def learned(groups: Iterable[Group], known: Mapping[str, Incarnation]) -> dict[str, Incarnation]:
+    """By name, what is known of the groups that there are: a ready group whose leader is new is learned."""
+    found = {}
+    for group in groups:
+        now, before = incarnation_of(group), known.get(group.name)
+        if now is None:
+            continue
+        if before is not None and before.leader == now.leader:
+            found[group.name] = before
+        elif group.is_ready:
+            found[group.name] = now
+    return found
+
+
+def torn(groups: Iterable[Group], known: Mapping[str, Incarnation]) -> frozenset[int]:
+    """The ordinals of groups whose leader still runs the engine of workers that are gone."""
+    found = set()
+    for group in groups:
+        now, before = incarnation_of(group), known.get(group.name)
+        if now is not None and before is not None and now.leader == before.leader and now.workers != before.workers:
+            found.add(group.ordinal)
+    return frozenset(found)
+
+
+def incarnation_of(group: Group) -> Incarnation | None:
+    """Who is there now; None for a replica of one pod, and while there is no leader."""
+    if group.worker_set is None or group.leader is None:
+        return None
+    return Incarnation(_life(group.leader), frozenset(_life(pod) for pod in group.pods if pod is not group.leader))
+
+
+def _life(pod: Manifest) -> Life:
+    containers = (pod.get("status") or {}).get("containerStatuses") or []
+    return str(pod["metadata"].get("uid", "")), sum(int(c.get("restartCount") or 0) for c in containers)
