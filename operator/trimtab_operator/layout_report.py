@@ -14,6 +14,7 @@ from trimtab_operator.layout.gpus import GIB
 from trimtab_operator.layout.memory_fit import Envelope
 from trimtab_operator.layout.ranking import Cluster, Load, Objective, Ranking, Refused, Row
 from trimtab_operator.layout.reasons import reason_for
+from trimtab_operator.layout.stored_weights import as_run
 from trimtab_operator.spec import Parallelism
 
 
@@ -61,6 +62,7 @@ def _question(planned: Planned) -> dict[str, Any]:
             "max_num_batched_tokens": envelope.max_num_batched_tokens,
             "block_size": envelope.block_size,
             "kv_dtype_bytes": envelope.kv_dtype_bytes,
+            "quantization": envelope.quantization,
             "prompt_tokens": planned.load.prompt_tokens,
             "output_tokens": planned.load.output_tokens,
             "network_gigabits": cluster.hardware.network_gigabits,
@@ -113,9 +115,10 @@ def heading(planned: Planned) -> str:
     """What was asked, and what the figures rest on."""
     facts, cluster, envelope = planned.facts, planned.cluster, planned.envelope
     nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)}"
+    held = as_run(facts, cluster.hardware.gpu, envelope.quantization)
     model = (
         f"{facts.model}: {facts.architecture}, {facts.num_parameters / 1e9:.2f} billion parameters, "
-        f"{facts.weights_bytes / GIB:.1f} GiB of weights ({facts.quantization or facts.dtype})"
+        f"{held.weights_bytes / GIB:.1f} GiB of weights ({held.quantization or held.dtype})"
     )
     question = (
         f"{nodes} with {cluster.gpus_per_node} × {cluster.hardware.gpu.name}, of which "

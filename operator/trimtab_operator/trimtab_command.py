@@ -50,6 +50,10 @@ class KvDtype(StrEnum):
     FP8 = "fp8"
 
 
+class Quantization(StrEnum):
+    FP8 = "fp8"
+
+
 @app.callback()
 def commands() -> None:
     """Keeps `plan` a command of its own, beside those to come."""
@@ -82,6 +86,9 @@ def plan(
     kv_cache_dtype: Annotated[
         KvDtype, typer.Option(help="Type of the KV cache. auto: that of the model.")
     ] = KvDtype.AUTO,
+    quantization: Annotated[
+        Quantization | None, typer.Option(help="Quantise the weights as they load. Default: as they are stored.")
+    ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of an average request.")] = 1024,
     output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of an average request.")] = 256,
     network_gigabits: Annotated[
@@ -109,6 +116,7 @@ def plan(
         max_num_seqs=max_num_seqs or envelope.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens or envelope.max_num_batched_tokens,
         kv_dtype_bytes=kv_dtype_bytes(kv_cache_dtype.value, facts),
+        quantization=None if quantization is None else quantization.value,
     )
     cluster = Cluster(
         hardware=Hardware(gpu=device, network_gigabits=network_gigabits), gpus_per_node=gpus_per_node, nodes=nodes

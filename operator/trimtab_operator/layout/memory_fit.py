@@ -19,6 +19,7 @@ from trimtab_operator.engine_values import knobs
 from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts
 from trimtab_operator.layout.gpus import GIB, Gpu
 from trimtab_operator.layout.stages import Stage, stages_of
+from trimtab_operator.layout.stored_weights import as_run
 from trimtab_operator.memory import KvCapacity, MemoryShape, kv_capacity, min_utilization
 from trimtab_operator.spec import Parallelism, Spec
 
@@ -48,6 +49,8 @@ class Envelope:
     block_size: int = DEFAULT_BLOCK_SIZE
     kv_dtype_bytes: int
     captures_graphs: bool = True
+    quantization: str | None = None
+    """What the weights are quantised to as they load; None: they stay as they are stored."""
 
     @classmethod
     def of_spec(cls, spec: Spec, facts: ModelFacts, gpu: Gpu) -> Envelope:
@@ -63,6 +66,7 @@ class Envelope:
             block_size=engine.block_size or defaults.block_size,
             kv_dtype_bytes=kv_dtype_bytes(engine.kv_cache_dtype, facts),
             captures_graphs=not engine.enforce_eager,
+            quantization=engine.quantization,
         )
 
     @classmethod
@@ -146,6 +150,7 @@ class MemoryFit:
 
 def memory_fit(facts: ModelFacts, parallelism: Parallelism, gpu: Gpu, envelope: Envelope) -> MemoryFit:
     """The memory of each stage of a layout that the rules allow; of stages that are alike, the first stands for all."""
+    facts = as_run(facts, gpu, envelope.quantization)
     unlike = {(s.weights_bytes, s.num_layers, s.is_last): s for s in reversed(stages_of(facts, parallelism))}
     ranks = []
     for stage in reversed(unlike.values()):

@@ -12,6 +12,7 @@ from trimtab_operator.layout.memory_fit import Envelope, MemoryFit, memory_fit
 from trimtab_operator.layout.pods import gpus_of_a_pod
 from trimtab_operator.layout.rules import facts_problems, spec_problems
 from trimtab_operator.layout.stages import least_weights_bytes
+from trimtab_operator.layout.stored_weights import as_run
 from trimtab_operator.spec import Parallelism
 
 MAX_TENSOR = 64  # two racks' worth of GPUs in one all-reduce: nobody's next layout
@@ -44,7 +45,7 @@ def works(parallelism: Parallelism, facts: ModelFacts, gpu: Gpu | None, envelope
         return None
     if gpu is None or envelope is None:
         return Offer(parallelism, None)
-    if least_weights_bytes(facts, parallelism) > gpu.memory_bytes:
+    if least_weights_bytes(as_run(facts, gpu, envelope.quantization), parallelism) > gpu.memory_bytes:
         return None  # the common case, without a look at every stage
     fit = memory_fit(facts, parallelism, gpu, envelope)
     return Offer(parallelism, fit) if fit.fits else None

@@ -23,6 +23,7 @@ from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.memory_fit import Envelope, MemoryFit, memory_fit
 from trimtab_operator.layout.pods import gpus_of_a_pod
 from trimtab_operator.layout.rules import Problem
+from trimtab_operator.layout.stored_weights import as_run
 from trimtab_operator.spec import Parallelism
 
 Objective = Literal["throughput", "latency"]
@@ -142,7 +143,8 @@ def _row(facts: ModelFacts, parallelism: Parallelism, cluster: Cluster, envelope
     pods = gpus // per_pod
     replicas = cluster.nodes * (cluster.gpus_per_node // per_pod) // pods
     fit = memory_fit(facts, parallelism, cluster.hardware.gpu, envelope)
-    estimate = estimate_layout(facts, parallelism, cluster.hardware, fit, envelope, load)
+    held = as_run(facts, cluster.hardware.gpu, envelope.quantization)
+    estimate = estimate_layout(held, parallelism, cluster.hardware, fit, envelope, load)
     total = replace(estimate, tokens_per_second=estimate.tokens_per_second * parallelism.data * replicas)
     return Row(parallelism=parallelism, pods=pods, gpus=gpus, replicas=replicas, fit=fit, estimate=total)
 

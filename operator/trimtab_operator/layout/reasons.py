@@ -7,6 +7,7 @@ from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.memory_fit import Envelope
 from trimtab_operator.layout.ranking import Cluster, Row
 from trimtab_operator.layout.stages import stages_of
+from trimtab_operator.layout.stored_weights import as_run
 from trimtab_operator.spec import Parallelism
 
 FEW_REQUESTS = 4  # of maxModelLen at once: below, long requests wait for each other
@@ -14,6 +15,7 @@ FEW_REQUESTS = 4  # of maxModelLen at once: below, long requests wait for each o
 
 def reason_for(row: Row, facts: ModelFacts, cluster: Cluster, envelope: Envelope) -> str:
     """Sentences without a full stop at the end, joined by semicolons."""
+    facts = as_run(facts, cluster.hardware.gpu, envelope.quantization)
     parts = [*_size(row, facts, cluster), *_tensor(row, cluster), *_pipeline(row, cluster), *_experts(row, facts)]
     if row.replicas > 1:
         parts.append(f"{row.replicas} replicas, whose users do not slow each other")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.stored_weights import FP8_BLOCK
 from trimtab_operator.spec import Parallelism
 
 
@@ -142,6 +143,24 @@ def experts_divide(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Prob
         yield Problem(_larger_of_tensor_and_data(parallelism), _value(parallelism), limit, reason)
 
 
+def fp8_blocks_stay_whole(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
+    """Weights that are stored as fp8 have a scale per block: one that is cut would belong to two ranks."""
+    if facts.quantization != "fp8":
+        return
+    tensor, size = parallelism.tensor, facts.head_size
+    divided = [("intermediate_size", facts.intermediate_size, tensor)] if facts.has_dense_layers else []
+    if not facts.latent_kv_size:
+        divided.append(("num_attention_heads × head_dim", facts.num_attention_heads * size, tensor))
+        divided.append(("num_key_value_heads × head_dim", facts.num_kv_heads * size, min(tensor, facts.num_kv_heads)))
+    if facts.is_mixture and not parallelism.expert:
+        divided.append(("moe_intermediate_size", facts.moe_intermediate_size, tensor * parallelism.data))
+    for what, total, parts in divided:
+        if parts > 1 and total % parts == 0 and total // parts % FP8_BLOCK:
+            reason = f"but {what} {total} in {parts} parts cuts fp8 blocks of {FP8_BLOCK}"
+            limit = f"set a degree whose parts are multiples of {FP8_BLOCK}"
+            yield Problem(_larger_of_tensor_and_data(parallelism), _value(parallelism), limit, reason)
+
+
 def _larger_of_tensor_and_data(parallelism: Parallelism) -> str:
     """Of a product that is too large, the field to look at first."""
     return "spec.parallelism.data" if parallelism.data > parallelism.tensor else "spec.parallelism.tensor"
@@ -180,4 +199,5 @@ FACTS_RULES: tuple[FactsRule, ...] = (
     every_rank_has_vocabulary,
     every_rank_has_experts,
     experts_divide,
+    fp8_blocks_stay_whole,
 )

@@ -1,0 +1,34 @@
+"""How a model's weights lie in a GPU's memory: as the checkpoint stores them, quantised as they load, or widened.
+
+The engine's rules (docs/quantization.md): fp8 in blocks of 128 × 128 for the layers' projections, on GPUs that multiply
+float8. On others the weights are turned back into the model's dtype as they load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts
+from trimtab_operator.layout.gpus import Gpu
+
+FP8_BLOCK = 128
+FP8_BYTES = 1 + 4 / FP8_BLOCK**2  # of a parameter: float8 and its share of a float32 scale
+PROJECTIONS = ("attention", "kv_projection", "dense_mlp", "experts", "shared_experts")
+
+
+def as_run(facts: ModelFacts, gpu: Gpu, asked: str | None = None) -> ModelFacts:
+    """The facts with the weights as this GPU holds them. `asked`: spec.engine.quantization.
+
+    What the engine does not run stays as it is stored: another engine may do otherwise.
+    """
+    multiplies_fp8 = gpu.fp8_flops is not None
+    if facts.quantization is None and asked == "fp8" and multiplies_fp8:
+        return _with_projections(facts, FP8_BYTES / DTYPE_BYTES[facts.dtype], "fp8")
+    if facts.quantization == "fp8" and not multiplies_fp8 and facts.supported:
+        return _with_projections(facts, DTYPE_BYTES[facts.dtype] / FP8_BYTES, None)
+    return facts
+
+
+def _with_projections(facts: ModelFacts, factor: float, quantization: str | None) -> ModelFacts:
+    sizes = {part: round(getattr(facts.weights, part) * factor) for part in PROJECTIONS}
+    return replace(facts, quantization=quantization, weights=replace(facts.weights, **sizes))

@@ -1,0 +1,119 @@
+"""Weights in fp8: what a GPU holds of them, and which layouts would cut their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.model_config import parse_model_config
+from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.parallel.shard import shard_model
+from trimtab_engine.quantization import BLOCK, Quantization, check_aligned
+from trimtab_operator.layout.check import check_layout
+from trimtab_operator.layout.config_facts import facts_of_config
+from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.gpus import GIB, gpu_named
+from trimtab_operator.layout.rules import facts_problems
+from trimtab_operator.layout.stored_weights import FP8_BLOCK, FP8_BYTES, as_run
+from trimtab_operator.spec import Parallelism, Spec
+
+Published = Callable[[str], ModelFacts]
+Configs = dict[str, dict[str, Any]]
+H200, A100 = gpu_named("H200"), gpu_named("A100")
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+def test_the_blocks_are_the_engines() -> None:
+    assert FP8_BLOCK == BLOCK
+    assert Quantization(is_stored=True).weight_bytes == FP8_BYTES
+
+
+def test_quantising_halves_the_projections_where_the_gpu_multiplies_fp8(published: Published) -> None:
+    facts = published("Llama-3.1-70B")
+    narrow = as_run(facts, H200, "fp8")
+    assert narrow.weights_bytes / GIB == pytest.approx(67.7, abs=0.1)  # 68.45e9 projections, 2.1e9 embeddings in bf16
+    assert narrow.weights.embedding == facts.weights.embedding
+    assert as_run(facts, A100, "fp8") == facts
+    assert as_run(facts, H200, None) == facts
+
+
+def test_stored_fp8_is_widened_where_the_gpu_has_none(configs: Configs) -> None:
+    plain = facts_of_config(configs["Llama-3.1-70B"], "m")
+    stored = facts_of_config(configs["Llama-3.1-70B"] | {"quantization_config": FP8}, "m")
+    assert as_run(stored, H200) == stored
+    assert as_run(stored, A100).weights_bytes == pytest.approx(plain.weights_bytes, rel=1e-6)
+
+
+@pytest.mark.parametrize(("quantization", "works"), [(None, False), ("fp8", True)])
+def test_a_model_that_is_too_large_may_fit_when_it_is_quantised(
+    published: Published, a_spec: Callable[..., Spec], quantization: str | None, works: bool
+) -> None:
+    facts = published("Llama-3.1-70B")
+    engine = {"maxModelLen": 8192, "quantization": quantization}
+    refusals = check_layout(a_spec(facts, engine=engine), facts, H200)
+    assert (not refusals) == works, list(map(str, refusals))
+
+
+def test_slices_of_experts_that_cut_blocks_are_refused_and_whole_experts_are_not(configs: Configs) -> None:
+    """Qwen3-235B-A22B in fp8 over 8 tensor ranks: 1536 / 8 = 192."""
+    facts = facts_of_config(configs["Qwen3-235B-A22B"] | {"quantization_config": FP8}, "m")
+    (problem,) = facts_problems(Parallelism(tensor=8), facts)
+    assert "moe_intermediate_size 1536 in 8 parts cuts fp8 blocks of 128" in str(problem)
+    assert facts_problems(Parallelism(tensor=8, expert=True), facts) == ()
+    assert facts_problems(Parallelism(tensor=4), facts) == ()
+
+
+def cuts_a_block(config: dict[str, Any], layout: Layout) -> bool:
+    """By the engine: the spans that its ranks read of stored weights."""
+    model = parse_model_config(config, {}, "config.json")
+    for rank in range(layout.world_size):
+        shard, size = shard_model(model, layout, rank), model.head_size
+        spans = [
+            ((shard.heads[0] * size, shard.heads[1] * size), model.num_attention_heads * size),
+            ((shard.kv_heads[0] * size, shard.kv_heads[1] * size), model.num_kv_heads * size),
+        ]
+        spans += [(shard.mlp, model.intermediate_size)] if model.has_dense_layers else []
+        spans += [(shard.expert_mlp, model.moe.intermediate_size)] if model.moe is not None else []
+        try:
+            for span, total in spans:
+                check_aligned("a projection", span, total)
+        except ConfigError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_block_is_cut_here_when_the_engine_would_cut_it(seed: int) -> None:
+    random = Random(seed)
+    is_mixture, kv_heads = random.random() < 0.5, random.choice([1, 2, 4, 8])
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3MoeForCausalLM" if is_mixture else "LlamaForCausalLM"],
+        "hidden_size": 256,
+        "head_dim": random.choice([32, 64, 128]),
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": kv_heads * random.choice([1, 2, 4]),
+        "num_hidden_layers": 2,
+        "intermediate_size": random.choice([256, 512, 768, 1536, 64]),
+        "vocab_size": 512,
+        "max_position_embeddings": 64,
+        "torch_dtype": "bfloat16",
+        "quantization_config": FP8,
+    }
+    if is_mixture:
+        width = random.choice([128, 256, 384, 768])
+        config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": width}
+        config |= {"mlp_only_layers": random.choice([[], [0]])}
+    layout: dict[str, Any] = {
+        "tensor": random.choice([1, 2, 4, 8]),
+        "data": random.choice([1, 2, 3]) if is_mixture else 1,
+        "expert": is_mixture and random.random() < 0.5,
+    }
+    facts, parallelism = facts_of_config(config, "m"), Parallelism(**layout)
+    problems = facts_problems(parallelism, facts)
+    by_blocks = [problem for problem in problems if "cuts fp8 blocks" in str(problem)]
+    if len(by_blocks) < len(problems):
+        return  # other rules refuse it as well; the engine has no spans for it
+    assert bool(by_blocks) == cuts_a_block(config, Layout(**layout))
