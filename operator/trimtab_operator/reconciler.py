@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,30 +20,29 @@ from kubernetes.aio.dynamic.exceptions import NotFoundError
 from trimtab_operator.actions import Action, Apply
 from trimtab_operator.admin_token import admin_token, token_hash
 from trimtab_operator.bounded_http import pod_url
-from trimtab_operator.builders.stateful_set import pod_template, revision_of
 from trimtab_operator.cluster import Cluster
 from trimtab_operator.conditions import Facts, Reason, TuningView, changed_conditions
 from trimtab_operator.engine_client import EngineClient, Layout, Patched
 from trimtab_operator.errors import InvalidSpec, NameTaken
-from trimtab_operator.groups import Group, Observed, groups_of, is_terminating, ordinal_of
+from trimtab_operator.groups import Group, Observed, groups_of, is_terminating
 from trimtab_operator.health import Heartbeats, OperatorMetrics
-from trimtab_operator.incarnation import Incarnation, learned, torn
-from trimtab_operator.layout.degrees import Degrees
+from trimtab_operator.incarnation import learned, torn
 from trimtab_operator.lease import CONNECTION_ERRORS
+from trimtab_operator.loop_view import LoopMemory, facts_of_cluster, revision_wanted, target_of, view_of
 from trimtab_operator.metrics import ADMIN_PORT, GroupObservation, Target, observe
 from trimtab_operator.model_facts import gate_of, plan_facts
 from trimtab_operator.node_gpus import gpu_for, too_few_gpus
 from trimtab_operator.nodes import Nodes
-from trimtab_operator.phases import EngineView
 from trimtab_operator.plan import plan, plan_tuning_state
 from trimtab_operator.refusal import Refusal
-from trimtab_operator.rollback import Course, RolloutState, course_of, plan_rollout_state, stored_rollout
+from trimtab_operator.rollback import Course, course_of, plan_rollout_state, stored_rollout
 from trimtab_operator.spec import KIND, InferenceDeployment, ModelSource, Spec
 from trimtab_operator.status import status_of
-from trimtab_operator.tuner import Decision, Mode, Pace, TickResult, TunerState, tick
+from trimtab_operator.tuner import Decision, Mode, Pace, TickResult, tick
 from trimtab_operator.tuning import settings_of, stored_state
 from trimtab_operator.upkeep import upkeep
 from trimtab_operator.validation import refusals
+from trimtab_operator.wake_ups import WakeUps
 
 logger = logging.getLogger(__name__)
 
@@ -56,44 +55,6 @@ GATHER_SECONDS = 0.2  # wake-ups come in bursts: one tick serves all
 
 class Gone(Exception):
     """The resource was deleted, or another one has its name: this loop has nothing left to do."""
-
-
-class WakeUps:
-    """One alarm per resource. Whoever sees something change rings it; its loop then ticks at once."""
-
-    def __init__(self) -> None:
-        self._alarms: dict[tuple[str, str], asyncio.Event] = {}
-
-    def of(self, namespace: str, name: str) -> asyncio.Event:
-        """A new alarm; it replaces that of a namesake, whose loop is about to end."""
-        alarm = self._alarms[namespace, name] = asyncio.Event()
-        return alarm
-
-    def ring(self, namespace: str, name: str) -> None:
-        alarm = self._alarms.get((namespace, name))
-        if alarm is not None:
-            alarm.set()
-
-    def forget(self, namespace: str, name: str, alarm: asyncio.Event) -> None:
-        """Drop an alarm, unless a resource of the same name has put its own in its place."""
-        if self._alarms.get((namespace, name)) is alarm:
-            del self._alarms[namespace, name]
-
-
-@dataclass(slots=True)
-class LoopMemory:
-    """What one loop carries from tick to tick. All of it can be lost: it is read or measured again."""
-
-    tuner: TunerState | None = None
-    layouts: dict[str, Degrees] = field(default_factory=dict)  # what engines reported, by the leader's uid
-    rollout: RolloutState | None = None
-    incarnations: dict[str, Incarnation] = field(default_factory=dict)  # by the group's name
-    failures: int = 0
-
-    def layouts_of(self, groups: tuple[Group, ...]) -> dict[str, Degrees]:
-        """What the engines of these groups report, by the group's name."""
-        leaders = {group.name: str(group.leader["metadata"]["uid"]) for group in groups if group.leader is not None}
-        return {name: self.layouts[uid] for name, uid in leaders.items() if uid in self.layouts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +121,7 @@ class Reconciler:
         try:
             deployment = await self._read(namespace, name, uid)
             observed = await self.cluster.observe(deployment)
-            facts = _facts(deployment, observed, self._token(deployment))
+            facts = facts_of_cluster(deployment, observed, self._token(deployment))
             await self._write_status(deployment, replace(facts, problem=(reason, _one_line(error))))
         except Exception as second:  # whatever failed once may fail here again; the loop must go on
             logger.warning(
@@ -181,7 +142,7 @@ class Reconciler:
         token = self._token(deployment)
         observed = await self._observe(deployment, memory)
         if refused:
-            facts = replace(_facts(deployment, observed, token, renders=False), refusals=refused)
+            facts = replace(facts_of_cluster(deployment, observed, token, renders=False), refusals=refused)
             await self._write_status(deployment, facts)
             return self.tick_seconds
         self.metrics.desired_replicas.labels(namespace=namespace, name=name).set(deployment.replicas)
@@ -189,9 +150,9 @@ class Reconciler:
             observed = await self._observe(deployment, memory)
         nodes = await self.nodes.present() if deployment.spec.runtime.device == "cuda" else None
         gpu = gpu_for(deployment, nodes or ())
-        gate = gate_of(deployment, observed, revision=_revision(deployment, token), gpu=gpu)
+        gate = gate_of(deployment, observed, revision=revision_wanted(deployment, token), gpu=gpu)
         if gate.refusals:
-            facts = replace(_facts(deployment, observed, token, renders=False), refusals=gate.refusals)
+            facts = replace(facts_of_cluster(deployment, observed, token, renders=False), refusals=gate.refusals)
             await self._write_status(deployment, replace(facts, layout_refusals=gate.refusals))
             return self.tick_seconds
         course = await self._choose_course(deployment, observed, token, memory, may_start=gate.is_open)
@@ -217,7 +178,7 @@ class Reconciler:
             groups,
             memory.layouts_of(groups),
             may_start=may_start,
-            render=lambda rendered: _revision(rendered, token),
+            render=lambda rendered: revision_wanted(rendered, token),
             now=self.clock(),
         )
         await self._execute(deployment, plan_rollout_state(deployment, observed, course.state, key=token))
@@ -315,8 +276,8 @@ class Reconciler:
 
         Starts and bounds are those of what runs (`target`); the mode is always the owner's latest word.
         """
-        facts = _facts(deployment, observed, token)
-        targets = [_target(group) for group in facts.groups]
+        facts = facts_of_cluster(deployment, observed, token)
+        targets = [target_of(group) for group in facts.groups]
         seen = {o.reading.group: o for o in await observe(targets, http=self.http, token=token, clock=self.clock)}
         await self._learn_layouts(facts.groups, token, memory)
         if memory.tuner is None:
@@ -330,7 +291,7 @@ class Reconciler:
         for decision in result.decisions:
             await self._announce(deployment, decision)
         await self._patch_engines(deployment, targets, seen, result, token)
-        views = {group.name: _view(group, seen[group.name], memory) for group in facts.groups}
+        views = {group.name: view_of(group, seen[group.name], memory) for group in facts.groups}
         tuning = TuningView(
             result.metrics_available, result.tuning_active, result.applied, result.history, result.recommendation
         )
@@ -341,7 +302,7 @@ class Reconciler:
         ready = {str(g.leader["metadata"]["uid"]): g for g in groups if g.leader is not None and g.is_ready}
         memory.layouts = {uid: layout for uid, layout in memory.layouts.items() if uid in ready}
         for uid, group in ready.items():
-            address = _target(group).address
+            address = target_of(group).address
             if uid not in memory.layouts and address is not None:
                 layout = await EngineClient(self.http, pod_url(address, ADMIN_PORT), token).layout()
                 if isinstance(layout, Layout):
@@ -424,37 +385,6 @@ class Reconciler:
             await self.cluster.event(deployment, kind=kind, reason=reason, message=message, now=now, key=key)
         except CONNECTION_ERRORS as error:
             logger.warning("event not written", extra={"reason": reason, "error": _one_line(error)})
-
-
-def _facts(deployment: InferenceDeployment, observed: Observed, token: str, *, renders: bool = True) -> Facts:
-    """What the cluster alone says. A spec that is refused has no revision: nothing is rendered from it."""
-    groups = groups_of(observed)
-    present = {group.ordinal for group in groups}
-    draining = tuple(pod for pod in observed.pods if ordinal_of(pod) is not None and ordinal_of(pod) not in present)
-    return Facts(groups=groups, draining=draining, revision=_revision(deployment, token) if renders else "")
-
-
-def _revision(deployment: InferenceDeployment, token: str) -> str:
-    return revision_of(pod_template(deployment, admin_token_sha256=token_hash(token)))
-
-
-def _target(group: Group) -> Target:
-    """Where the engine of a group answers; a pod that goes away or runs an old revision is left alone."""
-    pod = group.leader
-    if pod is None or group.is_terminating or group.is_outdated:
-        return Target(group.name, None, False)
-    return Target(group.name, (pod.get("status") or {}).get("podIP"), group.is_ready, str(pod["metadata"]["uid"]))
-
-
-def _view(group: Group, seen: GroupObservation, memory: LoopMemory) -> EngineView:
-    uid = str(group.leader["metadata"]["uid"]) if group.leader is not None else ""
-    progress = seen.progress
-    return EngineView(
-        load=(progress.stage, round(progress.percent)) if progress is not None else None,
-        config_generation=seen.config.generation if seen.config is not None else None,
-        applied=seen.config.applied if seen.config is not None and group.is_ready else None,
-        layout=memory.layouts.get(uid),
-    )
 
 
 def _is_moving(status: Mapping[str, Any]) -> bool:

@@ -23,8 +23,9 @@ from trimtab_operator.handlers import build_registry, build_settings
 from trimtab_operator.health import Heartbeats, OperatorMetrics, measure_lag, serve_health, serve_metrics
 from trimtab_operator.lease import CONNECTION_ERRORS, LeaderLease
 from trimtab_operator.nodes import Nodes
-from trimtab_operator.reconciler import Reconciler, WakeUps
+from trimtab_operator.reconciler import Reconciler
 from trimtab_operator.spec import KIND
+from trimtab_operator.wake_ups import WakeUps
 from trimtab_operator.webhook import Webhook
 
 logger = logging.getLogger(__name__)

@@ -16,11 +16,13 @@ from trimtab_operator.builders.config_map import facts_config_map
 from trimtab_operator.cluster import Cluster
 from trimtab_operator.groups import Observed
 from trimtab_operator.health import Heartbeats, OperatorMetrics
+from trimtab_operator.loop_view import LoopMemory
 from trimtab_operator.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
 from trimtab_operator.nodes import Nodes
-from trimtab_operator.reconciler import BUSY_TICK_SECONDS, Gone, LoopMemory, Reconciler, WakeUps
+from trimtab_operator.reconciler import BUSY_TICK_SECONDS, Gone, Reconciler
 from trimtab_operator.spec import InferenceDeployment
 from trimtab_operator.tuner import Decision, Reason, TickResult, TunerState, Verdict
+from trimtab_operator.wake_ups import WakeUps
 
 FACTS = (Path(__file__).parents[1] / "golden" / "model_facts_smollm2.json").read_text()
 

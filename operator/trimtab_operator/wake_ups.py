@@ -1,0 +1,27 @@
+"""Alarms: who sees something change rings, and the loop that it concerns ticks at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class WakeUps:
+    """One alarm per resource. Whoever sees something change rings it; its loop then ticks at once."""
+
+    def __init__(self) -> None:
+        self._alarms: dict[tuple[str, str], asyncio.Event] = {}
+
+    def of(self, namespace: str, name: str) -> asyncio.Event:
+        """A new alarm; it replaces that of a namesake, whose loop is about to end."""
+        alarm = self._alarms[namespace, name] = asyncio.Event()
+        return alarm
+
+    def ring(self, namespace: str, name: str) -> None:
+        alarm = self._alarms.get((namespace, name))
+        if alarm is not None:
+            alarm.set()
+
+    def forget(self, namespace: str, name: str, alarm: asyncio.Event) -> None:
+        """Drop an alarm, unless a resource of the same name has put its own in its place."""
+        if self._alarms.get((namespace, name)) is alarm:
+            del self._alarms[namespace, name]
