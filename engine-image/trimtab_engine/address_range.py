@@ -10,8 +10,8 @@ madvise), one plain allocation of a device, and a device's mapped pages (mapped_
 
 import ctypes
 import mmap
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -56,16 +56,28 @@ class AddressSpace(Protocol):
 
 
 class HostMemory:
-    """The machine's own memory, whatever the engine's device is."""
+    """The machine's own memory, whatever the engine's device is. `pin`: makes a CUDA device able to read and write it
+    (address, bytes); then all of it is resident from the beginning."""
 
-    kind = "cpu"
-    torch = torch.device("cpu")
+    def __init__(self, pin: Callable[[int, int], None] | None = None) -> None:
+        self._pin = pin
 
     def page_bytes(self, num_regions: int) -> int:
         return mmap.PAGESIZE
 
     def reserve(self, regions: Sequence[Span], page_bytes: int) -> AddressRange:
-        return HostRange(regions)
+        reserved = HostRange(regions)
+        if self._pin is not None:
+            self._pin(reserved.whole.data_ptr(), reserved.whole.numel())
+        return reserved
+
+
+def pin_for_cuda(address: int, num_bytes: int) -> None:
+    """Lock these pages in memory, at addresses that devices use as well. Raises MemoryError where that is refused."""
+    runtime: Any = torch.cuda.cudart  # torch types it not
+    error = int(runtime().cudaHostRegister(address, num_bytes, 0))
+    if error != 0:
+        raise MemoryError(f"{num_bytes} bytes of host memory cannot be pinned for CUDA (error {error})")
 
 
 class HostRange:

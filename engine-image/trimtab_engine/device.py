@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from trimtab_engine.address_range import AddressSpace, HostMemory
+from trimtab_engine.address_range import AddressSpace, HostMemory, pin_for_cuda
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.mapped_range import CudaMemory, open_cuda_memory
 
@@ -67,6 +67,8 @@ class Device:
         self.total_bytes = memory_bytes or self._own_size()
         self.memory: AddressSpace = HostMemory()
         """Where its KV cache lies."""
+        self.swap_memory: AddressSpace = HostMemory() if kind == "cpu" else HostMemory(pin_for_cuda)
+        """Where swapped-out blocks lie: on CUDA pinned, so that the device copies them itself."""
         if kind == "cpu":
             torch.set_num_threads(self.num_threads)
         else:

@@ -26,7 +26,7 @@ from trimtab_engine.speculative.proposer import Proposer
 from trimtab_engine.speculative.rejection import verify
 from trimtab_engine.step_inputs import NO_INPUTS, StepInputs, Unknown, num_scored
 from trimtab_engine.structured.masks import MaskedRows, MaskMaker
-from trimtab_engine.swap_cache import Pairs, SwapCache
+from trimtab_engine.swap_cache import Pairs, Seconds, SwapCache
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ class Execution:
 
         def land() -> StepResult:
             token_ids: list[int | list[int]] = [] if tokens is None else [*tokens.result()]
-            return StepResult(token_ids, [None] * len(rows), swap_seconds, scores)
+            return StepResult(token_ids, [None] * len(rows), swap_seconds(), scores)
 
         return land
 
@@ -217,18 +217,18 @@ class Execution:
         return self._sample(batch, self._runner.run(step.inputs), masks, swap_seconds)
 
     def _sample(
-        self, batch: Batch, logits: torch.Tensor | None, masks: "Future[TokenMasks] | None", swap_seconds: float
+        self, batch: Batch, logits: torch.Tensor | None, masks: "Future[TokenMasks] | None", swap_seconds: Seconds
     ) -> StepResult:
         assert logits is not None  # the engine holds a rank of the last stage
         if not batch.sampling:
-            return StepResult(swap_seconds=swap_seconds)
+            return StepResult(swap_seconds=swap_seconds())
         tokens = sample(
             logits,
             batch.sampling,
             eos_token_ids=self._runner.facts.eos_token_ids,
             masks=None if masks is None else masks.result(),
         )
-        return StepResult([*tokens.token_ids], [*tokens.logprobs], swap_seconds)
+        return StepResult([*tokens.token_ids], [*tokens.logprobs], swap_seconds())
 
     def propose_next(self, requests: list[Request], depth: int) -> None:
         """A step has landed: give the requests that got a token and go on what the next step may verify."""
@@ -248,7 +248,7 @@ class Execution:
         logits = self._runner.run(inputs)
         assert logits is not None  # the engine holds a rank of the last stage
         if not sampling:
-            return StepResult(swap_seconds=swap_seconds)
+            return StepResult(swap_seconds=swap_seconds())
         verified = verify(
             logits,
             sampling,
@@ -256,7 +256,7 @@ class Execution:
             eos_token_ids=self._runner.facts.eos_token_ids,
             masks=None if masks is None else masks.result(),
         )
-        result = StepResult([v.token_ids for v in verified], [v.logprobs for v in verified], swap_seconds)
+        result = StepResult([v.token_ids for v in verified], [v.logprobs for v in verified], swap_seconds())
         for sequence, tokens in zip(sampling, verified, strict=True):
             if sequence.draft_token_ids:
                 result.speculation.note(len(sequence.draft_token_ids), len(tokens.token_ids) - 1)
@@ -271,11 +271,11 @@ class Execution:
         if self._swap_cache is not None:
             self._swap_cache.announce(swap_out, swap_in)
 
-    def _copy_swapped(self, swap_out: Pairs, swap_in: Pairs) -> float:
-        """This rank's part of it. Returns the seconds that it took."""
+    def _copy_swapped(self, swap_out: Pairs, swap_in: Pairs) -> Seconds:
+        """This rank's part of it. Returns what gives the seconds that it took."""
         if self._swap_cache is None:
             assert not swap_out + swap_in  # without it the swap space has no blocks
-            return 0.0
+            return lambda: 0.0
         return self._swap_cache.copy(swap_out, swap_in)
 
 

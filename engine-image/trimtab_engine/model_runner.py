@@ -19,7 +19,7 @@ from trimtab_engine.graphs.device_steps import AttentionShape, DeviceSteps, Grap
 from trimtab_engine.graphs.plan import GraphPlan
 from trimtab_engine.graphs.recorder import Recorder
 from trimtab_engine.graphs.step_buffers import Feed
-from trimtab_engine.kv_cache import HOST, KVCache, KVLayers, KVTensors
+from trimtab_engine.kv_cache import KVCache, KVLayers, KVTensors
 from trimtab_engine.kv_size import Unmeasured, check_weights_fit
 from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.layers.quantized import multiplies_float8
@@ -251,7 +251,7 @@ class ModelRunner:
 
     def new_swap_cache(self, num_blocks: int) -> SwapCache:
         """Host memory for that many blocks like the KV cache's."""
-        host = self._new_kv_cache(num_blocks, memory=HOST, draft=self._draft_layers)
+        host = self._new_kv_cache(num_blocks, memory=self._device.swap_memory, draft=self._draft_layers)
         host.map_blocks(num_blocks)
         return SwapCache(self.kv_cache, host)
 
@@ -358,7 +358,7 @@ class ModelRunner:
             self._scores = self._score(hidden, inputs.scored)
         if not inputs.sampled:
             return torch.empty(0, self.facts.vocab_size, device=hidden.device)
-        logits = self._model.logits(hidden.index_select(0, wanted))
+        logits = self._model.logits(hidden, wanted)
         return None if logits is None else logits[: len(inputs.sampled)]
 
     def _score(self, hidden: torch.Tensor, scored: list[tuple[int, int, int]]) -> list[TokenLogprobs]:
@@ -370,7 +370,7 @@ class ModelRunner:
             rows = padded_rows(len(part)) if self._model.pads_rows else len(part)
             indices = [index for index, _, _ in part]
             wanted = torch.tensor(indices + [0] * (rows - len(part)), dtype=torch.int64, device=hidden.device)
-            logits = self._model.logits(hidden.index_select(0, wanted))
+            logits = self._model.logits(hidden, wanted)
             if logits is None:
                 continue
             tokens = torch.tensor([token for _, token, _ in part], dtype=torch.int64, device=hidden.device)

@@ -16,7 +16,7 @@ import torch
 from trimtab_kernels.native.decoder import DecoderShape, LayerWeights
 from trimtab_kernels.paged_attention import AttentionMetadata, paged_attention
 from trimtab_kernels.reshape_and_cache import reshape_and_cache
-from trimtab_kernels.rms_norm import rms_norm
+from trimtab_kernels.rms_norm import add_rms_norm, gather_rms_norm, rms_norm
 from trimtab_kernels.rotary_embedding import interleave_pairs, rotary_embedding
 
 from trimtab_engine.kv_cache import KVTensors
@@ -117,16 +117,26 @@ class LlamaLayer:
         self.feed_forward = make_mlp(config, prefix + "mlp.", shard, groups, load)
 
     def __call__(
-        self, hidden: torch.Tensor, rotation: torch.Tensor, kv_cache: KVTensors, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        """hidden [num_tokens, hidden_size], changed in place and returned."""
-        normalised = rms_norm(hidden, self._input_norm, self._eps)
-        hidden = hidden.add_(self._attention(normalised, rotation, kv_cache, metadata))
+        self,
+        hidden: torch.Tensor,
+        delta: torch.Tensor | None,
+        rotation: torch.Tensor,
+        kv_cache: KVTensors,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor | None:
+        """hidden [num_tokens, hidden_size], changed in place. `delta`: what the layer before has still to add to it, so
+        that the sum and the norm are one pass over memory; returned is what this one has. None: it has been added."""
+        if delta is None:
+            normalised = rms_norm(hidden, self._input_norm, self._eps)
+        else:
+            normalised = add_rms_norm(delta, hidden, self._input_norm, self._eps)
+        attended = self._attention(normalised, rotation, kv_cache, metadata)
         if hidden.shape[0] <= MAX_ROWS or self.is_moe or hidden.is_cuda:
-            return hidden.add_(self.mlp(hidden))
+            return self.feed_forward(add_rms_norm(attended, hidden, self._post_norm, self._eps))
+        hidden.add_(attended)
         for part in torch.split(hidden, MAX_ROWS):
             part.add_(self.mlp(part))
-        return hidden
+        return None
 
     def _attention(
         self, x: torch.Tensor, rotation: torch.Tensor, kv_cache: KVTensors, metadata: AttentionMetadata
@@ -242,8 +252,11 @@ class LlamaForCausalLM:
             assert self._compiled is not None
             self._compiled(hidden, rotation, kv_cache, metadata, num_layers)
         else:
+            delta = None
             for layer in self._layers[:num_layers]:
-                hidden = layer(hidden, rotation, kv_cache, metadata)
+                delta = layer(hidden, delta, rotation, kv_cache, metadata)
+            if delta is not None:
+                hidden.add_(delta)
         if not self._is_last_stage:
             assert self._pipeline is not None
             self._pipeline.send(hidden, self._pipeline.index + 1)
@@ -254,12 +267,13 @@ class LlamaForCausalLM:
         hidden = torch.empty(token_ids.shape[0], self.config.hidden_size, dtype=self._dtype, device=token_ids.device)
         return self._pipeline.receive(hidden, self._pipeline.index - 1)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Rows of `forward`'s result -> [rows, vocab_size] float32 on the last stage's first rank, None elsewhere.
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """These rows [num_rows] int64 of `forward`'s result -> [num_rows, vocab_size] float32 on the last stage's first
+        rank, None elsewhere.
 
         Every tensor-parallel rank of the last stage must call it, no rank of another stage.
         """
-        return self._lm_head(rms_norm(hidden, self._norm, self.config.rms_norm_eps))
+        return self._lm_head(gather_rms_norm(hidden, rows, self._norm, self.config.rms_norm_eps))
 
 
 def _elements(heads: Span, head_size: int) -> Span:

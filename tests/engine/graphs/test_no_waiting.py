@@ -243,7 +243,7 @@ def run_step(steps: DeviceSteps, model: LlamaForCausalLM, batch: list[ScheduledS
     ]
     with record_launches() as launches, NoWaiting():
         hidden, wanted = steps.run(inputs, [(0, 0)])
-        logits = model.logits(hidden.index_select(0, wanted))
+        logits = model.logits(hidden, wanted)
         assert logits is not None
         steps.publish(sample_on_device(logits, requests))
     return [launch.kernel.name for launch in launches]

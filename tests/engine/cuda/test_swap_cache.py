@@ -1,0 +1,32 @@
+"""Swapping on a real CUDA device, through pinned memory. Skipped without one: this has not been run yet."""
+
+from typing import Any
+
+import pytest
+import torch
+from trimtab_engine.device import Device
+from trimtab_engine.kv_cache import KVCache
+from trimtab_engine.swap_cache import SwapCache
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_blocks_come_back_as_they_went_and_time_is_measured() -> None:
+    device = Device("cuda")
+    shape: dict[str, Any] = {"num_layers": 4, "block_size": 16, "num_kv_heads": 8, "head_size": 128}
+    cache = KVCache(**shape, cap_blocks=64, dtype=torch.bfloat16, memory=device.memory)
+    host = KVCache(**shape, cap_blocks=32, dtype=torch.bfloat16, memory=device.swap_memory)
+    cache.map_blocks(64)
+    host.map_blocks(32)
+    swap = SwapCache(cache, host)
+    content = []
+    for region in (*cache.keys, *cache.values):
+        region[:64] = torch.randn_like(region[:64])
+        content.append(region[10:20].clone())
+    seconds = swap.copy([(10 + i, i) for i in range(10)], [])
+    for region in (*cache.keys, *cache.values):
+        region[:64] = 0
+    swap.copy([], [(i, 40 + i) for i in range(10)])
+    for region, expected in zip((*cache.keys, *cache.values), content, strict=True):
+        assert torch.equal(region[40:50], expected)
+    assert seconds() > 0
