@@ -6,7 +6,9 @@ messages then use the nodes' own addresses towards it. The network between the n
 """
 
 import logging
+import queue
 import socket
+import threading
 import time
 from datetime import timedelta
 
@@ -20,7 +22,8 @@ from trimtab_engine.parallel.groups import RankGroup, RankGroups, WireMeter
 from trimtab_engine.parallel.ranks import Layout
 
 STORE_TIMEOUT = timedelta(minutes=10)  # for what every rank writes once all are there
-KEY_TIMEOUT = timedelta(seconds=30)  # for what the core writes as soon as it serves the store
+ASK_SECONDS = 15.0  # for the core to answer, which takes milliseconds
+KEY_TIMEOUT = timedelta(seconds=10)  # for what the core writes as soon as it serves the store
 STEP_TIMEOUT = timedelta(minutes=10)  # a stage waits for the one before it: as long as its longest step
 CONNECT_SECONDS = 3.0  # an address whose node is gone swallows packets: try again, it may lead elsewhere by then
 RETRY_SECONDS = 1.0
@@ -60,13 +63,11 @@ def find_core(rendezvous: str, config: EngineConfig) -> tuple[Store, str]:
     while True:
         if not rendezvous.startswith("file:"):
             _await_listener(*_host_and_port(rendezvous))
-        try:
-            store = open_store(rendezvous, serves=False)
-            store.wait([ID_KEY, _control_key(config)], KEY_TIMEOUT)
-            found, control = store.get(ID_KEY).decode(), store.get(_control_key(config)).decode()
-        except RuntimeError as error:  # torch's: the core went while it was asked
-            logger.info("the engine core could not be asked (%s); asking again", str(error).splitlines()[0])
+        answer = _ask(rendezvous, config)
+        if isinstance(answer, Exception):
+            logger.info("the engine core could not be asked (%s); asking again", str(answer).splitlines()[0])
         else:
+            store, found, control = answer
             if found == config.rendezvous_id:
                 return store, control
             if not told:
@@ -78,6 +79,29 @@ def find_core(rendezvous: str, config: EngineConfig) -> tuple[Store, str]:
                 )
                 told = True
         time.sleep(RETRY_SECONDS)
+
+
+def _ask(rendezvous: str, config: EngineConfig) -> tuple[Store, str, str] | Exception:
+    """The store, the core's id and its control address; or why there is no answer.
+
+    In a thread of its own: on a node that stands still the kernel accepts connections for a core that answers none, and
+    torch's client then waits whatever its timeout is.
+    """
+    answers: queue.SimpleQueue[tuple[Store, str, str] | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            store = open_store(rendezvous, serves=False)
+            store.wait([ID_KEY, _control_key(config)], KEY_TIMEOUT)
+            answers.put((store, store.get(ID_KEY).decode(), store.get(_control_key(config)).decode()))
+        except RuntimeError as error:  # torch's: the core went while it was asked
+            answers.put(error)
+
+    threading.Thread(target=ask, name="ask-core", daemon=True).start()
+    try:
+        return answers.get(timeout=ASK_SECONDS)
+    except queue.Empty:
+        return TimeoutError(f"it accepts connections and has not answered for {ASK_SECONDS:g} s")
 
 
 def _await_listener(host: str, port: int) -> None:

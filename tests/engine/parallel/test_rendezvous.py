@@ -84,6 +84,20 @@ def test_a_rank_never_meets_the_core_of_another_revision(said: "queue.Queue[str]
     assert searching.found.get(timeout=WAIT_SECONDS) == "tcp://new"
 
 
+def test_a_core_that_stands_still_is_not_waited_for(said: "queue.Queue[str]", monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a frozen node the kernel accepts connections; the address leads elsewhere once the node is given up."""
+    monkeypatch.setattr(rendezvous, "ASK_SECONDS", 0.5)
+    address = a_free_address()
+    frozen = socket.create_server(("127.0.0.1", int(address.rpartition(":")[2])))
+    searching = Searching(address, "r1")
+    assert "accepts connections and has not answered" in said.get(timeout=WAIT_SECONDS)
+    frozen.close()
+    monkeypatch.setattr(rendezvous, "ASK_SECONDS", WAIT_SECONDS)
+    store = open_store(address, serves=True)
+    announce_core(store, a_config("r1"), "tcp://core")
+    assert searching.found.get(timeout=WAIT_SECONDS) == "tcp://core"
+
+
 def test_a_rank_is_given_away_once() -> None:
     """A pod that was given up for dead and comes back does not take steps from the one in its place."""
     context = zmq.Context()
