@@ -10,10 +10,11 @@ from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.cost import Hardware, tensor_stays_in_a_node
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import gpu_named
-from trimtab_operator.layout.memory_fit import Envelope
-from trimtab_operator.layout.ranking import Cluster, Load, Objective, Ranking, rank_layouts
+from trimtab_operator.layout.memory_fit import Envelope, memory_fit
+from trimtab_operator.layout.ranking import Cluster, Load, Objective, Ranking, estimate_layout, rank_layouts
 from trimtab_operator.layout.reasons import reason_for
-from trimtab_operator.spec import Spec
+from trimtab_operator.layout.stored_weights import as_run
+from trimtab_operator.spec import Parallelism, Spec
 
 Published = Callable[[str], ModelFacts]
 Degrees = tuple[int, int, int]
@@ -77,6 +78,33 @@ def test_the_best_layout_and_its_reason(
     ranking, cluster, envelope = a_ranking(facts, gpu, gpus_per_node, nodes)
     assert first(ranking) == best
     assert said in reason_for(ranking.rows[0], facts, cluster, envelope)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "tensor", "prompt", "output", "published_rate"),
+    [
+        # Output tokens per second of all GPUs; fp8 weights, random tokens, maximum load. NVIDIA/TensorRT-LLM,
+        # docs/source/performance/perf-overview.md (1.0), the last line from the developer guide's table.
+        ("Llama-3.1-8B", "H200", 1, 1000, 1000, 17_744),
+        ("Llama-3.1-8B", "H200", 1, 2048, 128, 3_538),
+        ("Llama-3.1-8B", "H200", 1, 2048, 2048, 12_194),
+        ("Llama-3.1-8B", "H100", 1, 1000, 1000, 15_220),
+        ("Llama-3.1-70B", "H200", 1, 1000, 1000, 2_909),
+        ("Llama-3.1-70B", "H200", 1, 2048, 128, 442),
+        ("Llama-3.1-70B", "H200", 2, 1000, 1000, 2 * 2_587),
+    ],
+)
+def test_a_tuned_engine_reaches_between_half_and_all_of_the_estimate(
+    published: Published, model: str, gpu: str, tensor: int, prompt: int, output: int, published_rate: float
+) -> None:
+    facts, device, parallelism = published(model), gpu_named(gpu), Parallelism(tensor=tensor)
+    envelope = replace(Envelope.default(facts, device), max_model_len=prompt + output, quantization="fp8")
+    envelope = replace(envelope, kv_dtype_bytes=1)
+    fit = memory_fit(facts, parallelism, device, envelope)
+    load = Load(prompt_tokens=prompt, output_tokens=output)
+    held = as_run(facts, device, "fp8")
+    estimate = estimate_layout(held, parallelism, Hardware(gpu=device), fit, envelope, load)
+    assert 0.5 < published_rate / estimate.tokens_per_second < 1
 
 
 def test_for_latency_a_model_is_split_as_far_as_the_node_goes(published: Published) -> None:
