@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from trimtab_operator.layout.check import check_layout
+from trimtab_operator.layout.config_facts import facts_of_config
 from trimtab_operator.layout.cost import Hardware, tensor_stays_in_a_node
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import gpu_named
@@ -110,6 +111,31 @@ def test_a_tuned_engine_reaches_between_half_and_all_of_the_estimate(
 def test_for_latency_a_model_is_split_as_far_as_the_node_goes(published: Published) -> None:
     ranking, _, _ = a_ranking(published("Llama-3.1-8B"), "H200", objective="latency")
     assert first(ranking) == (8, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "width", "heads", "kv_heads", "best"),
+    [
+        (400, 2048, 8192, 16, 16, (1, 2, 1)),  # 801 small all-reduces wait longer than they save
+        (8, 16384, 53248, 128, 8, (2, 1, 1)),  # 17 large ones do not
+    ],
+)
+def test_of_two_models_of_27_billion_the_deep_narrow_one_answers_sooner_in_stages(
+    layers: int, hidden: int, width: int, heads: int, kv_heads: int, best: Degrees
+) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+        "torch_dtype": "bfloat16",
+    }
+    ranking, _, _ = a_ranking(facts_of_config(config, "m"), "H100", 2, objective="latency")
+    assert first(ranking) == best
 
 
 @pytest.mark.parametrize("objective", ["throughput", "latency"])
