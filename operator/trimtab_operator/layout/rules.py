@@ -61,9 +61,9 @@ def pods_are_full(parallelism: Parallelism) -> Iterator[Problem]:
 
 
 def engines_of_a_replica_are_whole(parallelism: Parallelism) -> Iterator[Problem]:
-    """Several engines, or one that spans pods; not both."""
+    """Several engines, or one that spans pods; not both. Pods that are not full are refused above."""
     ranks, per_pod = parallelism.tensor * parallelism.pipeline, parallelism.gpus_per_node
-    if parallelism.data == 1 or per_pod is None or per_pod % ranks == 0:
+    if parallelism.data == 1 or per_pod is None or per_pod % ranks == 0 or ranks * parallelism.data % per_pod:
         return
     reason = (
         f"but with data {parallelism.data} every pod holds whole engines of {ranks} ranks (tensor × pipeline): "
