@@ -10,6 +10,7 @@ from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.groups import Manifest
 from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.model_facts import cached_facts
 from trimtab_operator.node_gpus import gpu_for, too_few_gpus
 from trimtab_operator.spec import KIND, InferenceDeployment
@@ -29,13 +30,15 @@ class Surroundings:
 NOTHING_KNOWN = Surroundings()
 
 
-def refusals_of(body: Mapping[str, Any], *, default_image: str | None, facts: ModelFacts | None = None) -> list[str]:
+def refusals_of(
+    body: Mapping[str, Any], *, default_image: str | None, facts: ModelFacts | None = None, gpu: Gpu | None = None
+) -> list[str]:
     """Everything that is wrong with a resource, as lines; empty when it can be carried out."""
     try:
         deployment = InferenceDeployment.parse(body, default_image=default_image)
     except InvalidSpec as error:
         return str(error).split("; ")
-    return [str(refusal) for refusal in refusals(deployment, facts)]
+    return [str(refusal) for refusal in refusals(deployment, facts, gpu)]
 
 
 def review(

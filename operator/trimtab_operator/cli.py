@@ -21,6 +21,7 @@ from trimtab_operator.builders.stateful_set import leader_stateful_set, pod_temp
 from trimtab_operator.errors import InvalidSpec, TrimtabError
 from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.gpus import Gpu, gpu_named
 from trimtab_operator.spec import GROUP, KIND, VERSION, InferenceDeployment
 
 EXIT_FAILED = 1
@@ -125,12 +126,18 @@ def validate(
         Path | None,
         typer.Option(help="What `trimtab-engine inspect MODEL -o json` printed: the layout is checked against it."),
     ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="With --facts: check too whether the layout fits the memory of such GPUs.")
+    ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="text or json.")] = Output.TEXT,
 ) -> None:
     """Say what the webhook would say, without a cluster. Exit code 2 when something is refused."""
-    model = None if facts is None else _facts(facts)
+    model, device = None if facts is None else _facts(facts), None if gpu is None else _gpu(gpu)
+    if gpu is not None and facts is None:
+        _refuse("--gpu: what fits depends on the model; give --facts as well")
+    image = default_image or "image"
     found = [
-        {"name": _name(body), "refusals": refusals_of(body, default_image=default_image or "image", facts=model)}
+        {"name": _name(body), "refusals": refusals_of(body, default_image=image, facts=model, gpu=device)}
         for body in _resources(file)
     ]
     if output is Output.JSON:
@@ -197,6 +204,13 @@ def _facts(file: Path) -> ModelFacts:
         return ModelFacts.parse(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, AttributeError) as error:
         return _refuse(f"{file} cannot be read as model facts: {error}")  # type: ignore[no-any-return]
+
+
+def _gpu(name: str) -> Gpu:
+    try:
+        return gpu_named(name)
+    except ValueError as error:
+        return _refuse(f"--gpu: {error}")  # type: ignore[no-any-return]
 
 
 def _as_sent(body: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from trimtab_operator.cli import app
+from trimtab_operator.layout.config_facts import facts_of_config
 from typer.testing import CliRunner
 
 HEAD = "apiVersion: trimtab.dev/v1alpha1\nkind: InferenceDeployment\n"
@@ -44,6 +46,22 @@ def test_a_good_file_is_accepted_and_rendered(tmp_path: Path) -> None:
     code, said = run("render", text, tmp_path)
     assert code == 0
     assert "kind: StatefulSet" in said
+
+
+def test_with_a_gpu_the_memory_is_judged_too(tmp_path: Path) -> None:
+    file, facts = tmp_path / "resource.yaml", tmp_path / "facts.json"
+    configs = json.loads((Path(__file__).parents[1] / "golden" / "published_configs.json").read_text())
+    facts.write_text(json.dumps(facts_of_config(configs["Llama-3.1-70B"], "m").to_json()), encoding="utf-8")
+    cuda = "model: {uri: file:///models/m}, parallelism: {tensor: 2}"
+    file.write_text(f"{HEAD}metadata: {{name: m}}\nspec: {{{cuda}}}", encoding="utf-8")
+    arguments = ["validate", "-f", str(file), "--facts", str(facts)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    result = CliRunner().invoke(app, [*arguments, "--gpu", "H100"])
+    assert result.exit_code == 2
+    assert "65.7 GiB of weights" in result.output
+    assert CliRunner().invoke(app, [*arguments, "--gpu", "B200"]).exit_code == 0
+    assert "known are B200" in CliRunner().invoke(app, [*arguments, "--gpu", "H300"]).output
+    assert "give --facts" in CliRunner().invoke(app, ["validate", "-f", str(file), "--gpu", "H100"]).output
 
 
 def test_facts_of_the_model_judge_the_layout(tmp_path: Path) -> None:
