@@ -88,3 +88,21 @@ def test_a_model_that_is_not_there_is_told_in_the_jobs_last_words(apply: Apply, 
     assert not any(entry.startswith("StatefulSet/") for entry in absent.children())
     kube.delete(CRD_KIND, absent.name, absent.namespace)
     absent.gone()
+
+
+def test_more_gpus_than_any_node_has_are_accepted_and_told(apply: Apply, kube: Kube) -> None:
+    """Pools scale from zero: what does not fit now may fit tomorrow."""
+    hungry = apply("hungry", runtime={"device": "cuda"})
+
+    def told() -> Manifest:
+        limited = condition(hungry.get(), "ScalingLimited")
+        if limited is None or limited["reason"] != "TooFewGPUsPerNode":
+            raise NotYet(f"ScalingLimited: {limited}")
+        return limited
+
+    limited = hungry.waiter.until("ScalingLimited says so", told, deadline_seconds=READ_SECONDS)
+    assert limited["status"] == "True"
+    assert "asks for 1 GPU" in limited["message"]
+    assert "no node has any" in limited["message"]
+    kube.delete(CRD_KIND, hungry.name, hungry.namespace)
+    hungry.gone()
