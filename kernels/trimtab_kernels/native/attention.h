@@ -18,7 +18,7 @@ typedef struct {
 } Unit;
 
 #define KEYS_AT_ONCE 128 /* their keys, values and scores stay in the second-level cache beside the queries */
-#define TOKENS_AT_ONCE 60 /* of a unit, a multiple of TILE_ROWS: units enough for all threads, packing a small part */
+#define TOKENS_AT_ONCE 64 /* of a unit: units enough for all threads, packing a small part */
 #define FEW_TOKENS 2      /* up to here packing costs more than it saves */
 
 INLINE long padded_head(long head_size) { return panels_of(head_size) * PANEL; }
@@ -151,14 +151,15 @@ static void attend_tokens(const Cache *c, const Unit *u, float scale, const floa
     long size = c->head_size, padded = padded_head(size), rows = u->heads * u->tokens;
     float *keys = scratch, *values = keys + KEYS_AT_ONCE * padded, *sums = values + KEYS_AT_ONCE * padded;
     float *largest = sums + rows, *weighted = largest + rows, *scores = weighted + rows * padded;
-    long length = u->position + u->tokens;
+    long length = u->position + u->tokens, tiles_of_unit = (u->tokens + TILE_ROWS - 1) / TILE_ROWS;
     memset(sums, 0, sizeof(float) * rows * (2 + padded));
     for (long first = 0; first < length; first += KEYS_AT_ONCE) {
         long count = at_most(KEYS_AT_ONCE, length - first), panels = panels_of(count);
         pack_keys_and_values(c, u, first, count, keys, values);
         for (long h = 0; h < u->heads; h++)
-            for (long t = 0; t < u->tokens; t += TILE_ROWS) {
-                long tokens = at_most(TILE_ROWS, u->tokens - t), row = h * u->tokens + t;
+            for (long tile = 0; tile < tiles_of_unit; tile++) {
+                long t = u->tokens * tile / tiles_of_unit, tokens = u->tokens * (tile + 1) / tiles_of_unit - t;
+                long row = h * u->tokens + t;
                 if (u->position + t + tokens <= first) continue; /* none of them sees these keys */
                 memset(scores, 0, sizeof(float) * tokens * KEYS_AT_ONCE);
                 add_products(query + t * ldq + h * size, ldq, tokens, keys, PANEL, size, scores, KEYS_AT_ONCE, panels,

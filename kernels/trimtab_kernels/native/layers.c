@@ -60,8 +60,10 @@ typedef struct {
 } Work;
 
 typedef struct {
-    float *normalised, *qkv, *attended, *wide, *of_thread;
+    float *normalised, *qkv, *attended, *wide, *few_normalised, *of_thread; /* the last two are this thread's own */
 } Scratch;
+
+#define FEW_ROWS 2 /* up to here every thread normalises all rows for itself, sooner than it meets the others */
 
 void trimtab_use_threads(void *parallel, void *number, void *size, void *barrier) {
     gomp_parallel = (parallel_function)parallel;
@@ -77,27 +79,38 @@ long trimtab_panel(void) { return PANEL; }
 
 INLINE long qkv_size(const Shape *s) { return (s->num_heads + 2 * s->num_kv_heads) * s->head_size; }
 
+INLINE long scratch_of_thread(const Shape *s) {
+    return FEW_ROWS * s->hidden_size + attention_scratch(s->num_heads / s->num_kv_heads, s->head_size);
+}
+
 static Scratch scratch_at(const Shape *s, float *base, long thread) {
     Scratch at;
     at.normalised = base;
     at.qkv = at.normalised + SLICE_ROWS * s->hidden_size;
     at.attended = at.qkv + SLICE_ROWS * qkv_size(s);
     at.wide = at.attended + SLICE_ROWS * s->num_heads * s->head_size;
-    at.of_thread = at.wide + SLICE_ROWS * s->intermediate_size +
-                   thread * attention_scratch(s->num_heads / s->num_kv_heads, s->head_size);
+    at.few_normalised = at.wide + SLICE_ROWS * s->intermediate_size + thread * scratch_of_thread(s);
+    at.of_thread = at.few_normalised + FEW_ROWS * s->hidden_size;
     return at;
 }
 
 /* Floats of a step's scratch memory. */
 long trimtab_scratch(const Shape *s, long threads) {
     long of_row = s->hidden_size + qkv_size(s) + s->num_heads * s->head_size + s->intermediate_size;
-    return SLICE_ROWS * of_row + threads * attention_scratch(s->num_heads / s->num_kv_heads, s->head_size);
+    return SLICE_ROWS * of_row + threads * scratch_of_thread(s);
 }
 
-static void normalise_rows(Team team, const float *x, long rows, const float *weight, const Shape *s, float *y) {
-    long first, last, size = s->hidden_size;
-    share_of(team, rows, &first, &last);
+/* The slice's rows of hidden, normalised, for all threads to read. */
+static const float *normalise_slice(Team team, const Work *work, const float *weight, long slice, long rows,
+                                    const Scratch *at) {
+    const Shape *s = work->shape;
+    long size = s->hidden_size, first = 0, last = rows, is_own = rows <= FEW_ROWS;
+    const float *x = work->step->hidden + slice * size;
+    float *y = is_own ? at->few_normalised : at->normalised;
+    if (!is_own) share_of(team, rows, &first, &last);
     for (long r = first; r < last; r++) normalise(x + r * size, weight, size, s->eps, y + r * size);
+    if (!is_own) wait_for(team);
+    return y;
 }
 
 /* Every head of q and k normalised (if the model does) and turned in place; k and v written to their slots. */
@@ -148,9 +161,8 @@ static void attention_half(Team team, const Work *work, long index, long number,
                            const Scratch *at) {
     const Shape *s = work->shape;
     const Layer *layer = work->layers + index;
-    normalise_rows(team, work->step->hidden + slice * s->hidden_size, rows, layer->input_norm, s, at->normalised);
-    wait_for(team);
-    multiply(team, &layer->qkv, at->normalised, s->hidden_size, rows, at->qkv, qkv_size(s), 0);
+    const float *x = normalise_slice(team, work, layer->input_norm, slice, rows, at);
+    multiply(team, &layer->qkv, x, s->hidden_size, rows, at->qkv, qkv_size(s), 0);
     if (team.index == 0) work->taken[number] = 0;
     wait_for(team);
     place_heads(team, s, layer, work->step, index, slice, rows, at->qkv);
@@ -165,9 +177,8 @@ static void attention_half(Team team, const Work *work, long index, long number,
 static void mlp_half(Team team, const Work *work, long index, long slice, long rows, const Scratch *at) {
     const Shape *s = work->shape;
     const Layer *layer = work->layers + index;
-    normalise_rows(team, work->step->hidden + slice * s->hidden_size, rows, layer->post_norm, s, at->normalised);
-    wait_for(team);
-    multiply_gated(team, &layer->gate_up, at->normalised, s->hidden_size, rows, at->wide, s->intermediate_size);
+    const float *x = normalise_slice(team, work, layer->post_norm, slice, rows, at);
+    multiply_gated(team, &layer->gate_up, x, s->hidden_size, rows, at->wide, s->intermediate_size);
     wait_for(team);
     multiply(team, &layer->down, at->wide, s->intermediate_size, rows, target_of(work, slice), s->hidden_size,
              work->partial == NULL);
