@@ -26,7 +26,7 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("layout", {"parallelism": {"gpusPerNode": 3}}, ("spec.parallelism.gpusPerNode", "is 3", "has 1 rank")),
     ("expert", {"parallelism": {"expert": True}}, ("spec.parallelism.expert", "set it to false")),
     ("swap", {"engine": {"preemptionMode": "swap"}}, ("spec.engine.swapSpace", "preemptionMode swap")),
-    ("quantization", {"engine": {"quantization": "fp8"}}, ("spec.engine.quantization", "not built yet")),
+    ("quantization", {"engine": {"quantization": "awq"}}, ("spec.engine.quantization", "only fp8 is built")),
     ("eagle", {"engine": {"speculative": {"method": "eagle"}}}, ("spec.engine.speculative.method", "not built yet")),
     ("step", {"engine": {"maxNumBatchedTokens": 8, "maxNumSeqs": 16}}, ("must be at least maxNumSeqs (16)",)),
     ("start", {"engine": {"gpuMemoryUtilization": "0.99"}}, ("spec.engine.gpuMemoryUtilization", "outside")),
