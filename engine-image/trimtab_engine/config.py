@@ -16,7 +16,7 @@ from trimtab_engine.parallel.eplb_config import EplbConfig
 from trimtab_engine.scheduling_policy import PreemptionMode, QueueOrder
 from trimtab_engine.speculative.config import SpeculativeConfig
 
-BLOCK_SIZES = (8, 16, 32)
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_BATCHED_TOKENS = 1 << 20  # tokens in a step; 64 times the largest default in the field
 FLAGS = {"swap_space_bytes": "swap-space"}
 """The flag of a field where it is not the field's name."""

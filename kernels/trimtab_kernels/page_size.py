@@ -4,10 +4,9 @@
 max_model_len > 8192:  16                                            long contexts: small blocks waste least
 otherwise:             next_power_of_2(max_model_len) // 16, 16..256 about 16 blocks per sequence
 ```
-and never so small that the block tables of all sequences outgrow SCALAR_TABLE_BYTES.
+and never so small that the block tables of all sequences outgrow SCALAR_TABLE_BYTES. Imports nothing, so that a command
+line can ask.
 """
-
-from trimtab_kernels.jit import cdiv, next_power_of_2
 
 LONG_CONTEXT_TOKENS = 8192
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256
@@ -22,7 +21,12 @@ def auto_block_size(max_model_len: int, *, max_num_seqs: int = 1) -> int:
     if max_model_len > LONG_CONTEXT_TOKENS:
         wanted = MIN_BLOCK_SIZE
     else:
-        per_sequence = next_power_of_2(max_model_len) // BLOCKS_PER_SEQUENCE
+        per_sequence = _power_of_2(max_model_len) // BLOCKS_PER_SEQUENCE
         wanted = min(MAX_BLOCK_SIZE, max(MIN_BLOCK_SIZE, per_sequence))
     entries_per_sequence = max(1, SCALAR_TABLE_BYTES // max_num_seqs // TABLE_ENTRY_BYTES)
-    return max(wanted, next_power_of_2(cdiv(max_model_len, entries_per_sequence)))
+    return max(wanted, _power_of_2(-(-max_model_len // entries_per_sequence)))
+
+
+def _power_of_2(number: int) -> int:
+    """The smallest power of two that is not below."""
+    return 1 << (number - 1).bit_length()

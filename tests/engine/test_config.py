@@ -10,7 +10,7 @@ from trimtab_engine.errors import ConfigError
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"block_size": 12}, "--block-size is 12; it must be one of 8, 16, 32"),
+        ({"block_size": 12}, "--block-size is 12; it must be one of 8, 16, 32, 64, 128, 256"),
         ({"gpu_memory_utilization": "1.2"}, "--gpu-memory-utilization is 1.2; it must be above 0 and up to 1"),
         ({"gpu_memory_utilization": "much"}, "--gpu-memory-utilization is 'much'"),
         ({"gpu_memory_utilization": "nan"}, "--gpu-memory-utilization is nan"),

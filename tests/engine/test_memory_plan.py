@@ -146,7 +146,7 @@ def test_max_model_len_auto_is_the_longest_that_fits() -> None:
         ({"max_model_len": 9000}, "max_model_len", 8192, "between 1 and 8192"),
         ({"max_model_len": "long"}, "max_model_len", None, "must be an integer"),
         ({"block_size": 12}, "block_size", 8, "one of 8, 16, 32"),
-        ({"block_size": 64}, "block_size", 32, "between 8 and 32"),
+        ({"block_size": 512}, "block_size", 256, "between 8 and 256"),
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype", "fp8", "it must be auto or float32"),
         ({"max_num_seqs": 4096}, "max_num_batched_tokens", 4096, "at least max_num_seqs, 4096"),
         ({"max_num_seqs": 0}, "max_num_seqs", 1, "between 1"),

@@ -153,6 +153,10 @@ def quantization(text: str) -> str:
     return text
 
 
+def block_size(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else positive(text)
+
+
 def buckets(text: str) -> dict[str, list[float]]:
     """Upper bounds by family: a JSON object of rising lists of numbers."""
     try:

@@ -16,7 +16,7 @@ from trimtab_engine.cli.live_flags import add_log_flags, add_queue_flags, add_sc
 from trimtab_engine.cli.not_built import add_not_built
 from trimtab_engine.cli.parallel_flags import add_parallel_flags, parallel_fields
 from trimtab_engine.cli.speculative_flags import add_speculative_flags, speculative_fields
-from trimtab_engine.config import EngineConfig
+from trimtab_engine.config import BLOCK_SIZES, EngineConfig
 from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
 
 LARGE_GPU_BYTES = 70 << 30  # from here on vLLM's larger defaults hold
@@ -145,10 +145,10 @@ def _add_device_flags(group: Any) -> None:
     )
     group.add_argument(
         "--block-size",
-        type=types.positive,
+        type=types.block_size,
         default=16,
         metavar="TOKENS",
-        help="tokens in a KV block: 8, 16 or 32 (default: 16)",
+        help="tokens in a KV block: a power of two from 8 to 256, or auto, by the longest request (default: 16)",
     )
 
 
@@ -333,7 +333,7 @@ def engine_config(
         max_model_len=arguments.max_model_len,
         kv_cache_dtype=arguments.kv_cache_dtype,
         quantization=arguments.quantization,
-        block_size=arguments.block_size,
+        block_size=_block_size(arguments, model, num_seqs),
         gpu_memory_utilization=utilization,
         gpu_memory_utilization_cap=arguments.gpu_memory_utilization_cap or utilization,
         kv_cache_memory_bytes=arguments.kv_cache_memory_bytes,
@@ -393,6 +393,24 @@ def _limits(arguments: argparse.Namespace, defaults: tuple[int, int]) -> tuple[i
         cap = arguments.max_num_seqs_cap
         num_seqs = min(defaults[0], cap or defaults[0], num_tokens)
     return num_seqs, num_tokens
+
+
+def _block_size(arguments: argparse.Namespace, model: str, num_seqs: int) -> int:
+    """auto: from the longest request and the most requests at once. Raises ModelError where the model is needed and
+    cannot be read."""
+    if arguments.block_size != "auto":
+        return int(arguments.block_size)
+    from trimtab_kernels.page_size import auto_block_size
+
+    from trimtab_engine.model_config import parse_model_config
+    from trimtab_engine.weights.source import open_source
+
+    longest = arguments.max_model_len
+    if not isinstance(longest, int):
+        source = open_source(model, arguments.load_format)
+        longest = parse_model_config(source.config, source.generation_config, source.where).max_model_len
+    chosen = auto_block_size(longest, max_num_seqs=arguments.max_num_seqs_cap or num_seqs)
+    return min(chosen, max(BLOCK_SIZES))
 
 
 def _model_path(arguments: argparse.Namespace) -> str:

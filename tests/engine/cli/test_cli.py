@@ -157,6 +157,15 @@ def test_flags_that_ask_for_nothing_are_accepted(flags: list[str]) -> None:
         (["--swap-space-cap", "512Mi"], "swap_space_bytes_cap", 1 << 29),
         (["--preemption-mode", "auto", "--swap-space-cap", "1"], "preemption_mode", "auto"),
         (["--kv-cache-dtype", "bfloat16"], "kv_cache_dtype", "bfloat16"),
+        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype", "fp8"),
+        (["--quantization", "fp8"], "quantization", "fp8"),
+        (["-q", "fp8"], "quantization", "fp8"),
+        ([], "quantization", None),
+        (["--block-size", "64"], "block_size", 64),
+        (["--block-size", "auto", "--max-model-len", "1024"], "block_size", 64),
+        (["--block-size", "auto", "--max-model-len", "100K"], "block_size", 128),  # of 128 seats
+        (["--block-size", "auto", "--max-model-len", "100K", "--max-num-seqs", "8"], "block_size", 16),
+        (["--block-size", "auto", "--max-model-len", "2M"], "block_size", 256),  # no larger ones
         (["--watermark", "0.01"], "watermark", 0.01),
         (["--scheduling-policy", "priority"], "scheduling_policy", "priority"),
         (["--long-prefill-token-threshold", "512"], "long_prefill_token_threshold", 512),
