@@ -19,6 +19,7 @@ MAX_TENSOR = 64  # two racks' worth of GPUs in one all-reduce: nobody's next lay
 MAX_PIPELINE = 32
 MAX_OFFERED = 3
 USUAL_GPUS_PER_NODE = 8
+MAX_GPUS_PER_NODE = 64  # what a spec can say
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +71,12 @@ def nearest_layouts(
 
 
 def _candidates(asked: Parallelism, facts: ModelFacts) -> Iterator[Parallelism]:
-    shares_experts = facts.is_mixture and asked.data > 1
-    halves = [asked.data >> n for n in range(asked.data.bit_length())] if shares_experts else [asked.data]
+    halves = {asked.data, asked.data // 2, asked.data // 4, 1} - {0} if facts.is_mixture else {asked.data}
     for tensor in range(1, min(MAX_TENSOR, facts.num_attention_heads) + 1):
         if facts.num_attention_heads % tensor:
             continue
         for pipeline in range(1, min(MAX_PIPELINE, facts.num_layers) + 1):
-            for data in halves:
+            for data in sorted(halves):
                 expert = asked.expert and facts.is_mixture and tensor * data > 1
                 per_pod = _per_pod(asked, tensor, pipeline, data)
                 yield Parallelism(tensor=tensor, pipeline=pipeline, data=data, expert=expert, gpus_per_node=per_pod)
@@ -89,7 +89,7 @@ def _per_pod(asked: Parallelism, tensor: int, pipeline: int, data: int) -> int |
     """
     most = asked.gpus_per_node
     if most is None:
-        most = max(USUAL_GPUS_PER_NODE, asked.tensor * asked.pipeline)
+        most = min(max(USUAL_GPUS_PER_NODE, asked.tensor * asked.pipeline), MAX_GPUS_PER_NODE)
         if tensor * pipeline <= most:
             return None
     elif tensor * pipeline * data % most == 0 and (data == 1 or most % (tensor * pipeline) == 0):
