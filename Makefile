@@ -62,8 +62,8 @@ crds: venv ## write the CRD and the chart's copy of it from spec.py
 test: setup ## unit tests with the real model: no cluster, no network (20 min at most)
 	$(BIN)/pytest tests --durations=10
 
-cluster-up: ## a real Kubernetes node with kind (12 min the first time, about 1 min later)
-	@$(CLUSTER_TOOL) up
+cluster-up: ## a real Kubernetes cluster with kind (12 min the first time, about 1 min later; WORKERS=2: three nodes)
+	@$(CLUSTER_TOOL) up $(addprefix --workers ,$(WORKERS))
 
 cluster-down: ## remove it
 	@$(CLUSTER_TOOL) down
@@ -76,6 +76,8 @@ images: model ## the engine, operator and model images
 all-set-up:
 	@$(MAKE) --no-print-directory -j2 cluster-up model
 
+# Some stories move replicas from node to node.
+e2e soak: export WORKERS ?= 2
 e2e: all-set-up ## every user story on a real cluster (35 min at most; CLUSTER=current uses KUBECONFIG's)
 	$(BIN)/pytest e2e
 

@@ -112,6 +112,14 @@ class Deployment:
             key=lambda pod: pod["metadata"]["name"],
         )
 
+    def group_pods(self) -> list[Manifest]:
+        """Every pod of every replica that is not being deleted, leaders and workers."""
+        found = self.kube.items("pods", self.namespace, f"trimtab.dev/deployment={self.name},trimtab.dev/group")
+        return sorted(
+            (pod for pod in found if "deletionTimestamp" not in pod["metadata"]),
+            key=lambda pod: pod["metadata"]["name"],
+        )
+
     def pod(self) -> Manifest:
         """The only pod."""
         pods = self.pods()

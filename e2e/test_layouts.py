@@ -1,0 +1,244 @@
+"""Story: replicas of several ranks and several pods: they answer as one rank does, and outlive a pod and a node."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import Apply
+from harness.answer import ask
+from harness.deployment import Deployment, describe
+from harness.engine import API_PORT
+from harness.install import Installation
+from harness.kube import Kube, Manifest, condition, is_true
+from harness.nodes import all_ready, node_of, not_ready, paused, pretended, worker_nodes
+from harness.report import measured
+from harness.target import Target
+from harness.wait import NotYet
+
+QUESTION = "Name the planets of the solar system."
+READY_SECONDS = 300.0  # three engines load at once on two cores
+NODE_SECONDS = 420.0  # about 40 s until Kubernetes says so, 60 s of ours, and a start
+NEVER = {"mode": "Off", "bounds": None}
+# Small enough that all pods of a replica find room on one node when the other is gone.
+SMALL = [
+    {"name": "main", "resources": {"requests": {"cpu": "150m", "memory": "700Mi"}, "limits": {"memory": "1500Mi"}}}
+]
+ACCELERATOR = "example.com/accelerator"
+
+
+def a_layout(apply: Apply, name: str, **parallelism: Any) -> Deployment:
+    return apply(name, parallelism=parallelism, tuning=NEVER, template={"spec": {"containers": SMALL}})
+
+
+def await_ready(deployment: Deployment, what: str, since: float, deadline_seconds: float = READY_SECONDS) -> None:
+    deployment.ready(deadline_seconds=deadline_seconds)
+    measured(f"{what}: Ready after {time.monotonic() - since:.0f} s")
+
+
+def remove(deployment: Deployment) -> None:
+    deployment.kube.delete("inferencedeployments.trimtab.dev", deployment.name, deployment.namespace)
+    deployment.gone()
+
+
+def nodes_of(deployment: Deployment) -> list[str]:
+    return [node_of(pod) for pod in deployment.group_pods()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def several_nodes(kube: Kube) -> None:
+    if len(worker_nodes(kube)) < 2:
+        pytest.skip("these stories need two nodes that take pods: python3 e2e/cluster up --workers 2")
+
+
+@pytest.fixture(scope="module")
+def expected(apply: Apply) -> str:
+    """What one rank answers."""
+    one = a_layout(apply, "one")
+    one.ready(deadline_seconds=READY_SECONDS)
+    text = ask(one, QUESTION).text
+    remove(one)
+    return text
+
+
+@pytest.fixture(scope="module")
+def three(apply: Apply, expected: str) -> Iterator[Deployment]:
+    """One replica of three pods, a rank in each: 9 heads and 3 KV heads split by three."""
+    began = time.monotonic()
+    deployment = a_layout(apply, "three", tensor=3, gpusPerNode=1)
+    await_ready(deployment, "three pods, TP3, from apply", began)
+    yield deployment
+    remove(deployment)
+
+
+def test_three_pods_are_one_replica_and_answer_as_one_rank(three: Deployment, expected: str, kube: Kube) -> None:
+    pods = three.group_pods()
+    assert [pod["metadata"]["name"] for pod in pods] == ["three-g0-0", "three-g0-w-0", "three-g0-w-1"]
+    assert len(set(nodes_of(three))) > 1, "the pods of a group share one node"
+    status = three.status()
+    assert (status["replicas"], status["readyReplicas"]) == (1, 1)
+    assert (status["layout"]["worldSize"], status["layout"]["podsPerReplica"]) == (3, 3)
+    assert is_true(three.get(), "LayoutValid")
+    assert [pod["metadata"]["name"] for pod in three.pods()] == ["three-g0-0"], "an autoscaler averages over leaders"
+    endpoints = kube.get("endpoints", "three", three.namespace)
+    assert endpoints is not None
+    assert [len(subset["addresses"]) for subset in endpoints["subsets"]] == [1]
+    assert ask(three, QUESTION).text == expected
+
+
+def test_a_worker_pod_that_is_killed_restarts_the_group(three: Deployment, expected: str, kube: Kube) -> None:
+    before = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in three.group_pods()}
+    began = time.monotonic()
+    kube.run("delete", "pod", "three-g0-w-0", "-n", three.namespace, "--grace-period=0", "--force", "--wait=false")
+    _await_down(three)
+    measured(f"worker pod killed: status says so after {time.monotonic() - began:.0f} s")
+    await_ready(three, "worker pod killed", began)
+    after = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in three.group_pods()}
+    assert after.keys() == before.keys()
+    assert after["three-g0-w-0"] != before["three-g0-w-0"]
+    assert ask(three, QUESTION).text == expected
+
+
+def test_a_pod_that_is_deleted_takes_its_group_along(three: Deployment, expected: str, kube: Kube) -> None:
+    before = {pod["metadata"]["uid"] for pod in three.group_pods()}
+    began = time.monotonic()
+    kube.delete("pod", "three-g0-w-1", three.namespace)
+    _await_down(three)
+    await_ready(three, "worker pod deleted", began)
+    after = {pod["metadata"]["uid"] for pod in three.group_pods()}
+    assert not before & after, "a pod of the former engine is still there"
+    assert any(event["reason"] == "RestartedAsOne" for event in kube.events(three.namespace, three.name))
+    assert ask(three, QUESTION).text == expected
+
+
+def test_a_lost_node_moves_the_group_elsewhere(
+    three: Deployment, expected: str, kube: Kube, target: Target, installation: Installation
+) -> None:
+    if not target.is_own:
+        pytest.skip("only a node of the cluster of e2e/cluster can be paused")
+    operators = {node_of(pod) for pod in installation.pods()}
+    node = next(name for name in worker_nodes(kube) if name not in operators)
+    assert node in nodes_of(three), f"no pod of the group on {node}"
+    with paused(kube, node):
+        began = time.monotonic()
+        waiter = three.waiter
+        waiter.until("Kubernetes takes the node for lost", lambda: not_ready(kube, node), deadline_seconds=120.0)
+        noticed = time.monotonic() - began
+        waiter.until("no pod of the group is on it", lambda: _none_on(three, node), deadline_seconds=180.0)
+        moved = time.monotonic() - began
+        three.ready(deadline_seconds=NODE_SECONDS)
+        total = time.monotonic() - began
+        measured(
+            f"node paused: NotReady after {noticed:.0f} s, pods given up after {moved:.0f} s, Ready after {total:.0f} s"
+        )
+        assert node not in nodes_of(three)
+        assert any(event["reason"] == "NodeLost" for event in kube.events(three.namespace, three.name))
+        assert ask(three, QUESTION).text == expected
+    three.waiter.until("all nodes are Ready again", lambda: all_ready(kube), deadline_seconds=180.0)
+    three.ready(deadline_seconds=READY_SECONDS)
+    assert ask(three, QUESTION).text == expected
+
+
+def _await_down(deployment: Deployment) -> None:
+    def down() -> None:
+        item = deployment.get()
+        if is_true(item, "Ready"):
+            raise NotYet(describe(item))
+
+    deployment.waiter.until("status says that the replica is down", down, deadline_seconds=60.0, every_seconds=0.5)
+
+
+def _none_on(deployment: Deployment, node: str) -> None:
+    pods = deployment.group_pods()
+    there = [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName") == node]
+    if there:
+        raise NotYet(f"still there: {', '.join(there)}")
+
+
+# --- other layouts ----------------------------------------------------------------------------------------------------
+
+
+def test_two_pipeline_stages_in_two_pods(apply: Apply, expected: str) -> None:
+    began = time.monotonic()
+    two = a_layout(apply, "stages", pipeline=2, gpusPerNode=1)
+    await_ready(two, "two pods, PP2, from apply", began)
+    assert len(set(nodes_of(two))) == 2
+    assert ask(two, QUESTION).text == expected
+    remove(two)
+
+
+def test_two_data_parallel_ranks_in_one_pod(apply: Apply, expected: str, kube: Kube) -> None:
+    began = time.monotonic()
+    name = "ranks"
+    memory = {"requests": {"cpu": "300m", "memory": "1400Mi"}, "limits": {"memory": "3000Mi"}}
+    template = {"spec": {"containers": [{"name": "main", "resources": memory}]}}
+    both = apply(name, parallelism={"data": 2, "gpusPerNode": 2}, tuning=NEVER, template=template)
+    await_ready(both, "one pod, DP2, from apply", began)
+    assert len(both.group_pods()) == 1
+    assert both.status()["layout"]["worldSize"] == 2
+    assert ask(both, QUESTION).text == expected
+    metrics = kube.pod_http(both.namespace, both.pod_name(), API_PORT, "/metrics")
+    assert 'vllm:num_requests_running{engine="1"' in metrics
+    remove(both)
+
+
+def test_two_data_parallel_ranks_in_two_pods(apply: Apply, expected: str, kube: Kube) -> None:
+    began = time.monotonic()
+    both = a_layout(apply, "spread", data=2, gpusPerNode=1)
+    await_ready(both, "two pods, DP2, from apply", began)
+    assert len(set(nodes_of(both))) == 2
+    assert ask(both, QUESTION).text == expected
+    metrics = kube.pod_http(both.namespace, both.pod_name(), API_PORT, "/metrics")
+    assert 'vllm:num_requests_running{engine="1"' in metrics
+    remove(both)
+
+
+# --- two groups, and GPUs for one -------------------------------------------------------------------------------------
+
+
+def test_of_two_groups_that_race_for_the_last_accelerators_one_runs_and_the_other_waits_its_turn(
+    apply: Apply, kube: Kube, expected: str
+) -> None:
+    nodes = worker_nodes(kube)[:2]
+    resources = {
+        "requests": {"cpu": "150m", "memory": "700Mi", ACCELERATOR: "1"},
+        "limits": {"memory": "1500Mi", ACCELERATOR: "1"},
+    }
+    changes = {
+        "parallelism": {"pipeline": 2, "gpusPerNode": 1},
+        "tuning": NEVER,
+        "template": {"spec": {"containers": [{"name": "main", "resources": resources}]}},
+    }
+    with pretended(kube, ACCELERATOR, dict.fromkeys(nodes, 1)):
+        began = time.monotonic()
+        racers = [apply("racer-a", **changes), apply("racer-b", **changes)]
+        winner = racers[0].waiter.until(
+            "one of two is Ready", lambda: _ready_one(racers), deadline_seconds=READY_SECONDS
+        )
+        measured(f"two groups race for two accelerators: one is Ready after {time.monotonic() - began:.0f} s")
+        (loser,) = [racer for racer in racers if racer.name != winner.name]
+        limited = loser.waiter.until("the other says why it waits", lambda: _limited(loser), deadline_seconds=60.0)
+        assert f"Insufficient {ACCELERATOR}" in limited["message"]
+        assert not is_true(loser.get(), "Ready")
+        assert ask(winner, QUESTION).text == expected
+        remove(winner)
+        began = time.monotonic()
+        await_ready(loser, "the other, once the accelerators are free", began)
+        assert ask(loser, QUESTION).text == expected
+        remove(loser)
+
+
+def _ready_one(racers: list[Deployment]) -> Deployment:
+    for racer in racers:
+        if is_true(racer.get(), "Ready"):
+            return racer
+    raise NotYet("; ".join(describe(racer.get()) for racer in racers))
+
+
+def _limited(deployment: Deployment) -> Manifest:
+    found = condition(deployment.get(), "ScalingLimited")
+    if found is None or found["status"] != "True" or found["reason"] != "Unschedulable":
+        raise NotYet(f"ScalingLimited: {found}")
+    return found
