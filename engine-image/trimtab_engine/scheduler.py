@@ -212,12 +212,15 @@ class Scheduler:
             tokens = request.token_ids
             if not isinstance(token_id, int):
                 status = self._append_verified(request, token_id)
+                self._waiting.recount(request)
                 num_delivered += len(token_id)
                 any_finished |= status is not None
                 keep((request, token_id, status))
                 continue
             tokens.append(token_id)
             num_delivered += 1
+            if request.preempted_at is not None:  # since schedule()
+                self._waiting.recount(request)
             if token_id in request.end_token_ids or len(tokens) >= request.max_num_tokens:
                 status = self._finish_status(request, token_id)
                 if status is not None:
@@ -527,11 +530,11 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of the requests that wait: what is still to be computed before they answer."""
-        return sum(request.num_tokens - request.num_computed_tokens for request in self._waiting)
+        return self._waiting.num_tokens
 
     def oldest_arrival(self) -> float | None:
         """When the oldest request that waits arrived; None: none waits."""
-        return min((request.arrival_time for request in self._waiting), default=None)
+        return self._waiting.oldest_arrival
 
     @property
     def blocks(self) -> BlockManager:
@@ -597,6 +600,7 @@ class Scheduler:
                 raise IntegrityError(f"request {request.request_id} waits, but its status is {request.status.name}")
             if request.block_ids or (request.num_computed_tokens and not request.is_swapped_out):
                 raise IntegrityError(f"request {request.request_id} waits, but holds computed tokens or blocks")
+        self._waiting.check_integrity()
         if self._running != sorted(self._running, key=self._key):
             raise IntegrityError("the running requests are not in the order of the queue")
         for request in queued:
