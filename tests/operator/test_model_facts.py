@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from trimtab_operator.actions import Action, Apply, Delete
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL
 from trimtab_operator.groups import Observed
+from trimtab_operator.layout.gpus import gpu_named
 from trimtab_operator.model_facts import (
     FACTS_KEY,
     FIRST_PAUSE_SECONDS,
@@ -287,3 +288,22 @@ def test_while_the_model_is_not_known_nothing_new_starts_and_nothing_stops(obser
     gate = gate_of(a_deployment(), observed, revision="r1")
     assert gate.is_open is is_open
     assert gate.refusals == ()
+
+
+def test_a_layout_whose_memory_the_gpu_does_not_have_starts_nothing() -> None:
+    deployment = a_deployment(runtime={"device": "cuda", "image": "engine:1"}, engine={"gpuMemoryUtilization": "0.02"})
+    data = {SUBJECT_KEY: subject_of(deployment), FACTS_KEY: json.dumps(FACTS)}
+    observed = Observed(config_maps=({"metadata": {"name": "m-facts"}, "data": data},))
+    assert gate_of(deployment, observed, revision="r1").refusals == ()
+    refused = gate_of(deployment, observed, revision="r1", gpu=gpu_named("L4")).refusals
+    assert "L4" in str(refused[0])
+
+
+def test_what_runs_is_believed_over_what_is_predicted() -> None:
+    deployment = a_deployment(parallelism={"tensor": 2})
+    data = {SUBJECT_KEY: subject_of(deployment), FACTS_KEY: json.dumps(FACTS)}
+    kept = ({"metadata": {"name": "m-facts"}, "data": data},)
+    assert "num_attention_heads 9" in str(gate_of(deployment, Observed(config_maps=kept), revision="r1").refusals[0])
+    running = replace(a_running("r1"), config_maps=kept)
+    gate = gate_of(deployment, running, revision="r1")
+    assert (gate.is_open, gate.refusals) == (True, ())
