@@ -35,6 +35,19 @@ def test_blocks_move_between_caches_whose_regions_lie_apart(copy: Callable[..., 
 
 
 @pytest.mark.parametrize("copy", COPIES)
+def test_blocks_move_as_words_whatever_they_hold(copy: Callable[..., Any]) -> None:
+    """As the KV cache moves them: regions of float8 at distances, seen as 64-bit words."""
+    memory = torch.randint(0, 256, (3 * 1024,), dtype=torch.uint8)
+    words = memory.view(torch.int64).as_strided((3, 7, 10), (128, 10, 1))  # blocks of 80 bytes, regions of 1024
+    expected = memory.clone()
+    for region in range(3):
+        start = 1024 * region
+        expected[start + 160 : start + 240] = expected[start + 480 : start + 560]
+    copy(words, words, torch.tensor([[6, 2]]))
+    assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize("copy", COPIES)
 def test_no_pairs_is_no_work(copy: Callable[..., Any]) -> None:
     cache = torch.ones(1, 2, 4)
     copy(cache, cache, torch.empty(0, 2, dtype=torch.int64))

@@ -28,6 +28,7 @@ from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.llama import LlamaForCausalLM
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
+from trimtab_engine.quantization import stored_quantization
 from trimtab_engine.request import Request
 from trimtab_engine.sampler import sample_on_device
 from trimtab_engine.step_inputs import flatten
@@ -62,6 +63,8 @@ MIXTURE = DENSE | {
     "norm_topk_prob": True,
     "mlp_only_layers": [],
 }
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+WIDE_MIXTURE = MIXTURE | {"moe_intermediate_size": 128}  # whole fp8 blocks
 WAITS = {
     f"aten::{name}"
     for name in (
@@ -158,7 +161,12 @@ class FakeSource:
         return self._shapes
 
     def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> torch.Tensor:
-        return torch.empty(self._shapes[name], dtype=torch.bfloat16, device=CUDA)
+        dtype = torch.bfloat16
+        if name.endswith("_scale_inv"):
+            dtype = torch.float32
+        elif name + "_scale_inv" in self._shapes:
+            dtype = torch.float8_e4m3fn
+        return torch.empty(self._shapes[name], dtype=dtype, device=CUDA)
 
 
 @contextmanager
@@ -196,18 +204,27 @@ def a_fake_device() -> Iterator[None]:
             yield
 
 
-def some_steps(config: dict[str, Any], folder: Path) -> tuple[DeviceSteps, LlamaForCausalLM]:
+def some_steps(
+    config: dict[str, Any], folder: Path, kv_dtype: torch.dtype = torch.bfloat16
+) -> tuple[DeviceSteps, LlamaForCausalLM]:
     """Inside a_fake_device()."""
     with NoWaiting(is_start_up=True):
-        return _some_steps(config, folder)
+        return _some_steps(config, folder, kv_dtype)
 
 
-def _some_steps(config: dict[str, Any], folder: Path) -> tuple[DeviceSteps, LlamaForCausalLM]:
+def _some_steps(config: dict[str, Any], folder: Path, kv_dtype: torch.dtype) -> tuple[DeviceSteps, LlamaForCausalLM]:
     model_config = parse_model_config(config, {}, str(folder))
     shard = shard_model(model_config, Layout(), 0)
-    source: Any = FakeSource(dict(expected_shapes(model_config)))
-    model = LlamaForCausalLM(model_config, source, torch.bfloat16, CUDA, lambda count: None, shard)
-    layers = [torch.empty(64, BLOCK_SIZE, 2, 16, dtype=torch.bfloat16, device=CUDA) for _ in range(4)]
+    shapes, stored = dict(expected_shapes(model_config)), stored_quantization(config, str(folder))
+    if stored is not None:
+        shapes |= {
+            name + "_scale_inv": (-(-shape[0] // 128), -(-shape[1] // 128))
+            for name, shape in shapes.items()
+            if name.endswith("_proj.weight")
+        }
+    source: Any = FakeSource(shapes)
+    model = LlamaForCausalLM(model_config, source, torch.bfloat16, CUDA, lambda count: None, shard, quantization=stored)
+    layers = [torch.empty(64, BLOCK_SIZE, 2, 16, dtype=kv_dtype, device=CUDA) for _ in range(4)]
     plan = plan_graphs(
         CompilationConfig(cudagraph_capture_sizes=(4, 8, 40)),
         enforce_eager=False,
@@ -264,6 +281,19 @@ def test_a_step_waits_for_nothing(config: dict[str, Any], spans: tuple[tuple[int
         launched = run_step(steps, model, sequences(*spans))
     assert {"_reshape_and_cache", "_rms_norm"} <= set(launched), "the CUDA path was taken"
     assert ("_paged_decode" in launched) == any(now == 1 for _, now in spans)
+
+
+@pytest.mark.parametrize("config", [DENSE | FP8, WIDE_MIXTURE | FP8], ids=["dense", "mixture"])
+@pytest.mark.parametrize("spans", [DECODES, MIXED, LARGE], ids=["decode", "mixed", "eager"])
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_weights_and_caches_wait_for_nothing_either(
+    config: dict[str, Any], spans: tuple[tuple[int, int], ...], kv_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    with a_fake_device():
+        steps, model = some_steps(config, tmp_path, kv_dtype)
+        launched = run_step(steps, model, sequences(*spans))
+    assert {"_reshape_and_cache", "_rms_norm", "_quantize_groups", "_w8a8_block_fp8"} <= set(launched)
+    assert ("_grouped_gemm" in launched) == ("num_experts" in config)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.8}, {"temperature": 1.0, "top_k": 5, "seed": 1}])
