@@ -86,6 +86,8 @@ def test_engine_fields_become_vllms_flags_and_absent_ones_none() -> None:
             "apiServerCount": 2,
             "enforceEager": True,
             "cudagraphCaptureSizes": [1, 2, 4],
+            "kvCacheDtype": "fp8",
+            "quantization": "fp8",
         }
     )
     assert {
@@ -96,6 +98,8 @@ def test_engine_fields_become_vllms_flags_and_absent_ones_none() -> None:
         "--api-server-count=2",
         "--enforce-eager",
         "--cudagraph-capture-sizes=1,2,4",
+        "--kv-cache-dtype=fp8",
+        "--quantization=fp8",
     } <= set(found)
     assert "--enable-prefix-caching" in args(engine={"enablePrefixCaching": True})
     assert not [flag for flag in args() if "prefix-caching" in flag or "swap" in flag or "specul" in flag]
