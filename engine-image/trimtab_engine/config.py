@@ -96,6 +96,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size: int = 1
     data_parallel_size_cap: int | None = None
     """How many cores there may be, live. None: as many as at the start."""
+    data_parallel_first_rank: int = 0
+    """Of this API's cores among those of a world in which others have APIs of their own, and a balancer of theirs."""
+    data_parallel_world_size: int | None = None
+    """Cores of that world. None: this API's are all."""
     data_parallel_rank: int = 0
     """Which of the data-parallel cores this one is; set by whoever starts them, with the place where they meet."""
     data_parallel_rendezvous: str | None = None
@@ -229,6 +233,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"--data-parallel-size-cap {self.max_cores} with --nnodes {self.nnodes} is not built: engine cores "
                 f"join and retire on one node only; leave the cap out"
             )
+        self._check_external()
         if self.data_parallel_size > 1 and self.data_parallel_size % self.nnodes:
             raise NotBuiltError(
                 f"--data-parallel-size {self.data_parallel_size} with --nnodes {self.nnodes} is not built: each node "
@@ -255,6 +260,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--expert-placement-strategy {self.expert_placement_strategy} says where experts stay, --enable-eplb "
                 f"moves them; leave one of the two out"
+            )
+
+    def _check_external(self) -> None:
+        world = self.data_parallel_world_size
+        if world is None:
+            return
+        last = self.data_parallel_first_rank + self.data_parallel_size - 1
+        if not 0 <= self.data_parallel_first_rank <= last < world:
+            raise ConfigError(
+                f"data-parallel ranks {self.data_parallel_first_rank} to {last} of --data-parallel-size {world} are "
+                f"not there; ranks are 0 to {world - 1}"
+            )
+        if self.nnodes > 1 or self.max_cores > self.data_parallel_size:
+            raise NotBuiltError(
+                "--data-parallel-rank and --data-parallel-hybrid-lb, where every server has its own cores, go neither "
+                "with --nnodes nor with --data-parallel-size-cap; leave those out"
             )
 
     def _check_speculation(self) -> None:

@@ -78,7 +78,7 @@ class CoreClient:
         on_state: Callable[[EngineState], None] | None = None,
         on_gone: Callable[[int], None] = lambda rank: None,
     ) -> None:
-        self._addresses, self._client_index, self._first_rank = addresses, client_index, first_rank
+        self._addresses, self._client_index, self.first_rank = addresses, client_index, first_rank
         self.roster = CoreRoster(len(addresses), num_initial or len(addresses))
         self._joining: dict[int, asyncio.Future[None]] = {}
         self._on_ready, self._on_step, self._on_state, self._on_gone = on_ready, on_step, on_state, on_gone
@@ -124,7 +124,7 @@ class CoreClient:
     @property
     def ranks(self) -> list[int]:
         """The data-parallel ranks that take requests."""
-        return [self._first_rank + core for core in self.roster.serving]
+        return [self.first_rank + core for core in self.roster.serving]
 
     @property
     def progress(self) -> LoadProgress:
@@ -186,7 +186,7 @@ class CoreClient:
         if rank not in self.ranks:
             raise InvalidRequest(f"data-parallel rank {rank} is not there; ranks here are {self.ranks}")
         request.may_queue = True
-        return rank - self._first_rank
+        return rank - self.first_rank
 
     def _ask_another(self, request: AddRequest, asked: _Asked, refused: frozenset[int]) -> None:
         self._balancer.ended(asked.core)
@@ -259,7 +259,7 @@ class CoreClient:
         if joining is not None and not joining.done():
             joining.set_exception(EngineDead("it was ended" if failure is None else failure.message))
         self.roster.is_gone(core)
-        self._on_gone(self._first_rank + core)
+        self._on_gone(self.first_rank + core)
         self._balancer.forget(core)
 
     # --- the end --------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ class CoreClient:
             self._on_state(self.state)
 
     def _note_load(self, stats: StepStats, core: int) -> None:
-        stats.engine_index = self._first_rank + core
+        stats.engine_index = self.first_rank + core
         usage = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
         self._balancer.report(core, num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=usage)
 
@@ -367,7 +367,7 @@ class CoreClient:
 
     def _deliver(self, outputs: list[RequestOutput], core: int) -> None:
         for output in outputs:
-            output.engine_index = self._first_rank + core
+            output.engine_index = self.first_rank + core
             asked = self._requests.get(output.request_id)
             if asked is not None:  # none: aborted meanwhile
                 asked.outputs.put_nowait(output)

@@ -6,10 +6,7 @@ towards --master-addr.
 """
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -20,6 +17,7 @@ from trimtab_engine.messages import ClientAddresses, CoreFailed, CoreStart
 from trimtab_engine.network import ReservedPorts, own_address
 from trimtab_engine.nodes.hub import Hub
 from trimtab_engine.nodes.messages import CoreEnded
+from trimtab_engine.private_folder import PrivateFolder
 
 
 class CoreLauncher:
@@ -30,7 +28,8 @@ class CoreLauncher:
 
     def __init__(self, config: EngineConfig, num_clients: int = 1) -> None:
         self._config = config
-        self._folder = Path(tempfile.mkdtemp(prefix="trimtab-"))  # mode 0700: nobody else can reach the sockets
+        self._private = PrivateFolder()
+        self._folder = self._private.path
         self._ports: ReservedPorts | None = None
         if config.data_parallel_size > config.num_local_cores:
             self._ports = ReservedPorts(own_address(config.master_addr, config.master_port))
@@ -131,7 +130,7 @@ class CoreLauncher:
         await client.close()
         if self._ports is not None:
             self._ports.release()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._private.remove()
 
     async def _tell_the_end(self, core: CoreProcess, client: CoreClient) -> None:
         """Notice that the process has ended, even when it could not say so."""

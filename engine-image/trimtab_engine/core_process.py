@@ -153,7 +153,7 @@ def answer(engine: Engine, profiler: Profiler, call: AdminCall) -> AdminReply:
             if status == 200 and body["generation"] != before:
                 logger.info("configuration is now at generation %s: %s", body["generation"], body["desired"])
         case "memory":
-            body = engine.ledger().to_json()
+            body = engine.memory()
         case "memory_plan":
             status, body = engine.memory_plan(call.body["values"])
         case "layout":

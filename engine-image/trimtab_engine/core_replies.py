@@ -28,7 +28,7 @@ def merge_replies(method: str, replies: list[AdminReply]) -> AdminReply:
             for name in ("is_paused", "is_sleeping"):
                 body[name] = all(each[name] for each in bodies)
         case "memory":
-            body["data_parallel"] = bodies  # each core has a device, or a share of one, of its own
+            body |= _merge_ledgers(bodies)
     return AdminReply(first.call_id, first.status, body)
 
 
@@ -41,6 +41,23 @@ def _merge_layouts(bodies: list[dict[str, Any]]) -> dict[str, Any]:
         rows += [{**row, "rank": row["rank"] + offset, "data": index} for row in own]
     rows.sort(key=lambda row: row["rank"])
     return {**bodies[0], "world_size": len(rows), "ranks": rows}
+
+
+def _merge_ledgers(bodies: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each core has a device, or a share of one, of its own. Ranks are numbered as in a layout of independent cores."""
+    rows: list[dict[str, Any]] = []
+    for body in bodies:
+        own = body.get("ranks", [])
+        offset = len(rows) if {row["rank"] for row in own} & {row["rank"] for row in rows} else 0
+        rows += [{**row, "rank": row["rank"] + offset} for row in own]
+    totals = [body["total"] for body in bodies if "total" in body]
+    total: dict[str, Any] = {"kinds": {}}
+    for each in totals:
+        for name in ("ranks", "device_bytes", "driver_used_bytes"):
+            total[name] = total.get(name, 0) + each[name]
+        for kind, size in each["kinds"].items():
+            total["kinds"][kind] = total["kinds"].get(kind, 0) + size
+    return {"data_parallel": bodies, "total": total, "ranks": sorted(rows, key=lambda row: row["rank"])}
 
 
 def merge_states(states: Sequence[EngineState]) -> EngineState:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.core_launcher import CoreLauncher
 from trimtab_engine.errors import EngineDead
@@ -23,9 +24,9 @@ logger = logging.getLogger("trimtab_engine.api")
 class CoreScaling:
     """Answers what concerns the configuration and the layout as a whole, and follows data_parallel_size."""
 
-    def __init__(self, client: CoreClient, launcher: CoreLauncher, num_cores: int) -> None:
-        self._client, self._launcher = client, launcher
-        self._desired = num_cores
+    def __init__(self, client: CoreClient, launcher: CoreLauncher, config: EngineConfig) -> None:
+        self._client, self._launcher, self._config = client, launcher, config
+        self._desired = config.data_parallel_size
         self._changes = asyncio.Lock()  # of the configuration: a core that joins must miss none
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """Of the cores that join or retire."""
@@ -39,7 +40,7 @@ class CoreScaling:
                 return await self._patch(body)
             case "layout":
                 reply = await self._client.call(method, body)
-                return AdminReply(reply.call_id, reply.status, reply.body | self._layout())
+                return AdminReply(reply.call_id, reply.status, self._in_the_world(reply.body) | self._scaling())
         return await self._client.call(method, body)
 
     async def close(self) -> None:
@@ -71,12 +72,22 @@ class CoreScaling:
             reply.body["applied"][FIELD] = len(self._client.roster.serving)
         return reply
 
-    def _layout(self) -> dict[str, Any]:
+    def _in_the_world(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Data-parallel ranks as they are counted over all servers of a world that another balancer feeds."""
+        first, world = self._config.data_parallel_first_rank, self._config.data_parallel_world_size
+        body["data_parallel_size"] = world or len(self._client.roster.serving)
+        if world is None:
+            return body
+        per_core = self._config.tensor_parallel_size * self._config.pipeline_parallel_size
+        for row in body["ranks"]:
+            row |= {"rank": row["rank"] + first * per_core, "data": row["data"] + first}
+        return body | {"data_parallel_rank": first}
+
+    def _scaling(self) -> dict[str, Any]:
         """How many cores serve, which join, with their progress, and which finish what they have."""
         roster = self._client.roster
         joining = [(core, self._client.progress_of(core)) for core in roster.cores("joining")]
         return {
-            "data_parallel_size": len(roster.serving),
             "scaling": {
                 "desired": self._desired,
                 "serving": len(roster.serving),

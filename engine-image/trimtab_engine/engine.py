@@ -21,7 +21,7 @@ from trimtab_engine.kv_cache import KVCache
 from trimtab_engine.lifecycle import Lifecycle, Refused, RemainingWork, Weights
 from trimtab_engine.live_config import LiveConfig
 from trimtab_engine.log_level import set_log_level
-from trimtab_engine.memory import Ledger, MemoryFormula
+from trimtab_engine.memory import Ledger, MemoryFormula, total_of
 from trimtab_engine.memory_plan import PlanBase, plan_memory
 from trimtab_engine.messages import (
     AddRequest,
@@ -34,6 +34,7 @@ from trimtab_engine.messages import (
 )
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.preemption_watch import PreemptionWatch
+from trimtab_engine.rank_ledger import rank_ledger
 from trimtab_engine.request import Request, RequestStatus
 from trimtab_engine.scheduler import Sampled, Scheduler
 from trimtab_engine.step_stats import note_graphs, step_stats
@@ -492,28 +493,25 @@ class Engine:
 
     def ledger(self) -> Ledger:
         """Who owns the device's bytes now, beside what the driver counts."""
-        formula, kv_cache = self._formula, self._kv_cache
-        rounding = 0 if self._device.kind == "cpu" else kv_cache.rounding_bytes  # the formula's workspace holds it
-        return Ledger(
-            device_bytes=formula.device_bytes,
-            driver_used_bytes=self._device.used_bytes(),
-            kinds={
-                "other": formula.other_bytes,
-                "weights": formula.weights_bytes if self._lifecycle.has_weights else 0,
-                "kv_mapped": kv_cache.mapped_bytes,
-                "activations_peak": formula.activations_peak_bytes,
-                "workspace": formula.workspace_bytes,
-                "graphs": formula.graphs_bytes,
-                "communicator": formula.communicator_bytes,
-            },
-            untouched_bytes=max(0, kv_cache.mapped_bytes + rounding - kv_cache.resident_bytes())
-            + (self._execution.untouched_swap_bytes if formula.workspace_bytes else 0),
-            block_size=formula.block_size,
-            bytes_per_block=formula.bytes_per_block,
-            blocks_total=kv_cache.num_blocks,
+        return rank_ledger(
+            self._formula,
+            self._device,
+            self._kv_cache,
             blocks_used=self._scheduler.num_blocks_used,
-            blocks_cap=kv_cache.cap_blocks,
+            has_weights=self._lifecycle.has_weights,
+            untouched_swap_bytes=self._execution.untouched_swap_bytes if self._formula.workspace_bytes else 0,
         )
+
+    def memory(self) -> dict[str, Any]:
+        """The body of GET /admin/v1/memory: the core's own rank, and all of them."""
+        own = self.ledger()
+        if self._runner.drives_others:
+            self._settle()  # they answer when they have done what they were sent
+        ledgers = self._runner.ledgers(own)
+        return own.to_json() | {
+            "total": total_of(list(ledgers.values())),
+            "ranks": [{"rank": rank, **ledger.to_json()} for rank, ledger in sorted(ledgers.items())],
+        }
 
     def memory_plan(self, body: Any) -> tuple[int, dict[str, Any]]:
         """What another configuration would give: HTTP status and body."""

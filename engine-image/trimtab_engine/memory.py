@@ -4,7 +4,7 @@ The operator has the same formula; both are tested against tests/golden/memory_f
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -276,3 +276,17 @@ class Ledger:
                 "blocks_cap": self.blocks_cap,
             },
         }
+
+
+def total_of(ledgers: Sequence[Ledger]) -> dict[str, object]:
+    """What several ranks have together, in bytes."""
+    kinds: dict[str, int] = {}
+    for ledger in ledgers:
+        for kind, size in ledger.by_kind().items():
+            kinds[kind] = kinds.get(kind, 0) + size
+    return {
+        "ranks": len(ledgers),
+        "device_bytes": sum(ledger.device_bytes for ledger in ledgers),
+        "driver_used_bytes": sum(ledger.driver_used_bytes for ledger in ledgers),
+        "kinds": kinds,
+    }

@@ -23,6 +23,7 @@ from trimtab_engine.kv_cache import KVCache, KVLayers, KVTensors
 from trimtab_engine.kv_size import Unmeasured, check_weights_fit
 from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.layers.quantized import multiplies_float8
+from trimtab_engine.memory import Ledger
 from trimtab_engine.messages import SamplingParams, TokenLogprobs
 from trimtab_engine.model_config import ModelConfig, parse_model_config
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
@@ -81,6 +82,7 @@ class ModelRunner:
     steps: DeviceSteps | None = None
     """Steps with inputs at fixed places and, perhaps, graphs: on CUDA, once the KV cache has its addresses."""
     can_drop_weights = True
+    drives_others = False
 
     def __init__(
         self,
@@ -272,6 +274,10 @@ class ModelRunner:
         """Of the prompt tokens that the last step was to judge, in the order of StepInputs.scored."""
         scores, self._scores = self._scores, []
         return scores
+
+    def ledgers(self, own: Ledger) -> dict[int, Ledger]:
+        """Of every rank that this one drives and of itself, by rank: alone it has only its own."""
+        return {0: own}
 
     def take_wire_bytes(self) -> dict[str, int]:
         """What went over this rank's wire since the last call, by kind of collective: alone it has none."""

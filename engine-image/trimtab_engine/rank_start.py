@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.device import Device
+from trimtab_engine.errors import NotBuiltError
 from trimtab_engine.memory import MemoryFormula
 from trimtab_engine.model_config import parse_model_config
 from trimtab_engine.model_runner import ModelRunner
@@ -71,6 +72,11 @@ def _layout_of(config: EngineConfig) -> Layout:
     """Raises ConfigError, before any process starts, for a layout that the model does not allow."""
     source = open_source(config.model, config.load_format)
     model = parse_model_config(source.config, source.generation_config, source.where)
+    if model.moe is not None and config.data_parallel_world_size not in (None, config.data_parallel_size):
+        raise NotBuiltError(
+            "--data-parallel-rank and --data-parallel-hybrid-lb are not built for a mixture of experts, whose cores "
+            "step together: use --data-parallel-size with --nnodes, behind one API"
+        )
     layout = Layout.of(config, is_moe=model.moe is not None)
     check_layout(model, layout, config.pipeline_layer_partition, config.num_redundant_experts)
     return layout

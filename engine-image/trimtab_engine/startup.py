@@ -189,7 +189,8 @@ def _rigid_cores(config: EngineConfig, runner: ModelRunner) -> RigidCores | None
     """Why engine cores neither join nor retire. None: they do."""
     size, moe = config.data_parallel_size, runner.facts.whole.moe
     if moe is not None and config.enable_expert_parallel:
-        places = -(-moe.num_experts // (config.tensor_parallel_size * size)) * config.tensor_parallel_size
+        num_places = moe.num_experts + (config.num_redundant_experts or 0)
+        places = -(-num_places // (config.tensor_parallel_size * size)) * config.tensor_parallel_size
         reason = (
             f"the {moe.num_experts} experts are spread over tensor x data parallel ranks, {places} on each core's; "
             f"with data_parallel_size {{asked}} there would be {{places}} places, which needs {{redundant}} redundant "

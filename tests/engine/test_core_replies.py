@@ -37,8 +37,24 @@ def test_what_remains_of_a_drain_is_summed_and_the_longest_is_waited_for() -> No
 
 
 def test_each_cores_ledger_is_shown() -> None:
-    merged = merge_replies("memory", replies({"device_bytes": 5}, {"device_bytes": 7})).body
-    assert merged == {"device_bytes": 5, "data_parallel": [{"device_bytes": 5}, {"device_bytes": 7}]}
+    one, two = (
+        {
+            "device_bytes": size,
+            "total": {
+                "ranks": 2,
+                "device_bytes": 2 * size,
+                "driver_used_bytes": 1,
+                "kinds": {"weights": 3, "free": size},
+            },
+            "ranks": [{"rank": 0, "device_bytes": size}, {"rank": 1, "device_bytes": size}],
+        }
+        for size in (5, 7)
+    )
+    merged = merge_replies("memory", replies(one, two)).body
+    assert (merged["device_bytes"], merged["data_parallel"]) == (5, [one, two])
+    kinds = {"weights": 6, "free": 12}
+    assert merged["total"] == {"ranks": 4, "device_bytes": 24, "driver_used_bytes": 2, "kinds": kinds}
+    assert [(row["rank"], row["device_bytes"]) for row in merged["ranks"]] == [(0, 5), (1, 5), (2, 7), (3, 7)]
 
 
 def test_a_core_that_refuses_speaks_for_all() -> None:

@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 
 from trimtab_engine.api.metric_families import Buckets
 from trimtab_engine.api.metrics import EngineMetrics, MergedRegistry
-from trimtab_engine.api.observations import Observations
+from trimtab_engine.api.observations import FinishedSequence, Observations
 from trimtab_engine.api.stats_line import StatisticsLine
 from trimtab_engine.messages import CoreReady, EngineState, StepStats
 
@@ -33,12 +33,13 @@ class Exporter(Protocol):
 
 
 class EngineExporter:
-    """Counts and logs for one engine. `metrics` comes when the cores are ready: the first core's, and what requests
-    see. Other cores have theirs from their first step on. disable_log_stats hides all of it, live.
+    """Counts and logs for one engine; an Observer of what requests see. `metrics` comes when the cores are ready: the
+    first core's, which is data-parallel rank `first_rank`. Other cores have theirs from their first step on.
+    disable_log_stats hides all of it, live.
     """
 
-    def __init__(self, model_name: str, custom_buckets: Buckets | None = None) -> None:
-        self._model_name, self._custom_buckets = model_name, custom_buckets
+    def __init__(self, model_name: str, custom_buckets: Buckets | None = None, first_rank: int = 0) -> None:
+        self._model_name, self._custom_buckets, self._first_rank = model_name, custom_buckets, first_rank
         self.metrics: EngineMetrics | None = None
         self._of_cores: dict[int, EngineMetrics] = {}
         self._lines: dict[int, StatisticsLine] = {}
@@ -50,7 +51,7 @@ class EngineExporter:
     def begin(self, facts: CoreReady) -> None:
         """The core is ready: the families have their buckets and labels."""
         self._facts = facts
-        self.metrics = self._metrics_of(0, facts)
+        self.metrics = self._metrics_of(self._first_rank, facts)
 
     def _metrics_of(self, core: int, facts: CoreReady) -> EngineMetrics:
         if core not in self._of_cores:
@@ -82,8 +83,28 @@ class EngineExporter:
             self._of_cores[core].is_gone = True
 
     def add(self, observations: Observations) -> None:
+        observations.tell(self)
+
+    def first_token(self, seconds: float, engine: int) -> None:
+        if self._facts is not None:
+            self._metrics_of(engine, self._facts).first_token(seconds)
+
+    def next_token(self, seconds: float, engine: int) -> None:
+        if self._facts is not None:
+            self._metrics_of(engine, self._facts).next_token(seconds)
+
+    def finished(self, life: FinishedSequence) -> None:
+        if self._facts is not None:
+            self._metrics_of(life.engine, self._facts).finished(life)
+
+    def request_finished(self, n: int, max_num_generation_tokens: int, engine: int) -> None:
+        if self._facts is not None:
+            self._metrics_of(engine, self._facts).request_finished(n, max_num_generation_tokens)
+
+    def rejected(self, reason: str) -> None:
+        """No core has seen such a request: it is counted with the first one's."""
         if self.metrics is not None:
-            observations.tell(self.metrics)
+            self.metrics.rejected(reason)
 
     async def exposition(self) -> bytes:
         return self.text()

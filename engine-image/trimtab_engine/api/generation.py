@@ -69,6 +69,8 @@ class Piece:
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     """Of the choice's prompt; with its first piece."""
+    engine: int = 0
+    """The data-parallel core that computed it."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """From the prompt's second token on; with the choice's first piece, where they were asked for."""
 
@@ -91,15 +93,16 @@ class Generator:
 
     async def run(self, plan: GenerationPlan) -> AsyncGenerator[Piece, None]:
         """All choices' pieces as they come. Leaving early aborts what still runs."""
-        num_tokens = [0] * len(plan.sampling)
+        num_tokens, engine = [0] * len(plan.sampling), self._client.first_rank
         try:
             async with aclosing(self._run_choices(plan)) as pieces:
                 async for piece in pieces:
                     num_tokens[piece.index] += piece.num_tokens
+                    engine = piece.engine
                     yield piece
         finally:
             for first in range(0, len(num_tokens), plan.n):
-                self.observer.request_finished(plan.n, max(num_tokens[first : first + plan.n]))
+                self.observer.request_finished(plan.n, max(num_tokens[first : first + plan.n]), engine)
 
     async def _run_choices(self, plan: GenerationPlan) -> AsyncGenerator[Piece, None]:
         if len(plan.sampling) == 1:
@@ -137,7 +140,7 @@ class Generator:
         request_id = f"{plan.request_id}-{index}-{uuid.uuid4().hex[:8]}"
         detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=plan.skip_special_tokens)
         stop = StopStrings(plan.stop, include=plan.include_stop)
-        clock = SequenceClock(plan, index, self.observer)
+        clock = SequenceClock(plan, index, self.observer, engine=self._client.first_rank)
         finish_reason: str | None = None
         request = AddRequest(
             request_id,
@@ -211,6 +214,7 @@ def piece_of(
         output.finish_reason,
         output.stop_token_id,
         output.num_cached_tokens,
+        output.engine_index,
         output.prompt_logprobs,
     )
     if stop.matched is not None:
@@ -221,8 +225,17 @@ def piece_of(
 class SequenceClock:
     """When things happened to one sequence, told to the metrics as they happen."""
 
-    def __init__(self, plan: GenerationPlan, index: int, observer: Observer, now: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        plan: GenerationPlan,
+        index: int,
+        observer: Observer,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        engine: int = 0,
+    ) -> None:
         self._plan, self._index, self._observer, self._now = plan, index, observer, now
+        self._engine = engine
         self._max_tokens = plan.sampling[index].max_tokens
         self._num_prompt_tokens = len(plan.prompt_of(index))
         self._scheduled: float | None = None
@@ -233,6 +246,7 @@ class SequenceClock:
         self._num_cached_tokens = 0
 
     def note(self, output: RequestOutput) -> None:
+        self._engine = output.engine_index
         if output.first_scheduled_time is not None:
             self._scheduled = output.first_scheduled_time
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
@@ -242,11 +256,11 @@ class SequenceClock:
         now = self._now()
         if self._last_token is None:
             self._first_token = now
-            self._observer.first_token(now - self._plan.arrival_time)
+            self._observer.first_token(now - self._plan.arrival_time, self._engine)
             if self._plan.ticket is not None:
                 self._plan.ticket.started(self._index)
         else:
-            self._observer.next_token(now - self._last_token)
+            self._observer.next_token(now - self._last_token, self._engine)
         self._last_token = now
         self.num_tokens += len(output.token_ids)
 
@@ -263,6 +277,7 @@ class SequenceClock:
             max_tokens=self._max_tokens,
             num_preemptions=self._num_preemptions,
             num_cached_tokens=self._num_cached_tokens,
+            engine=self._engine,
         )
         self._observer.finished(life)
         return life

@@ -24,22 +24,25 @@ class FinishedSequence(msgspec.Struct, frozen=True, array_like=True, kw_only=Tru
     num_preemptions: int
     num_cached_tokens: int = 0
     """Of the prompt, found in the prefix cache."""
+    engine: int = 0
+    """The data-parallel core that served it."""
 
 
 class Observer(Protocol):
-    """Takes what happens to requests, as it happens."""
+    """Takes what happens to requests, as it happens. `engine` is the data-parallel core that serves them."""
 
-    def first_token(self, seconds: float) -> None:
+    def first_token(self, seconds: float, engine: int) -> None:
         """Seconds from arrival to the first token of one sequence."""
 
-    def next_token(self, seconds: float) -> None:
+    def next_token(self, seconds: float, engine: int) -> None:
         """Seconds between two tokens of one sequence."""
 
     def finished(self, life: FinishedSequence) -> None:
         """One sequence has ended."""
 
-    def request_finished(self, n: int, max_num_generation_tokens: int) -> None:
-        """One HTTP request with its n sequences has ended; the second number is that of the longest of them."""
+    def request_finished(self, n: int, max_num_generation_tokens: int, engine: int) -> None:
+        """One HTTP request with its n sequences has ended; the second number is that of the longest of them, the core
+        that of the last to be heard of."""
 
     def rejected(self, reason: str) -> None:
         """A request was refused because the queue is as long as it may be."""
@@ -49,11 +52,12 @@ class Observations(msgspec.Struct, tag="observations"):
     """What one server has seen since its last batch, and how many generation requests it answers now."""
 
     num_http_requests: int = 0
-    first_token_seconds: list[float] = []
-    next_token_seconds: list[float] = []
+    first_token_seconds: dict[int, list[float]] = {}
+    """By core; likewise the next."""
+    next_token_seconds: dict[int, list[float]] = {}
     sequences: list[FinishedSequence] = []
-    requests: list[tuple[int, int]] = []
-    """n and the longest sequence's tokens, per HTTP request."""
+    requests: list[tuple[int, int, int]] = []
+    """n, the longest sequence's tokens, and the core, per HTTP request."""
     rejections: list[str] = []
     """Why, per request that was refused at admission."""
 
@@ -64,14 +68,16 @@ class Observations(msgspec.Struct, tag="observations"):
 
     def tell(self, observer: Observer) -> None:
         """Hand everything to the one who counts."""
-        for seconds in self.first_token_seconds:
-            observer.first_token(seconds)
-        for seconds in self.next_token_seconds:
-            observer.next_token(seconds)
+        for engine, times in self.first_token_seconds.items():
+            for seconds in times:
+                observer.first_token(seconds, engine)
+        for engine, times in self.next_token_seconds.items():
+            for seconds in times:
+                observer.next_token(seconds, engine)
         for life in self.sequences:
             observer.finished(life)
-        for n, longest in self.requests:
-            observer.request_finished(n, longest)
+        for n, longest, engine in self.requests:
+            observer.request_finished(n, longest, engine)
         for reason in self.rejections:
             observer.rejected(reason)
 
@@ -82,17 +88,17 @@ class ObservationBuffer:
     def __init__(self) -> None:
         self._batch = Observations()
 
-    def first_token(self, seconds: float) -> None:
-        self._batch.first_token_seconds.append(seconds)
+    def first_token(self, seconds: float, engine: int) -> None:
+        self._batch.first_token_seconds.setdefault(engine, []).append(seconds)
 
-    def next_token(self, seconds: float) -> None:
-        self._batch.next_token_seconds.append(seconds)
+    def next_token(self, seconds: float, engine: int) -> None:
+        self._batch.next_token_seconds.setdefault(engine, []).append(seconds)
 
     def finished(self, life: FinishedSequence) -> None:
         self._batch.sequences.append(life)
 
-    def request_finished(self, n: int, max_num_generation_tokens: int) -> None:
-        self._batch.requests.append((n, max_num_generation_tokens))
+    def request_finished(self, n: int, max_num_generation_tokens: int, engine: int) -> None:
+        self._batch.requests.append((n, max_num_generation_tokens, engine))
 
     def rejected(self, reason: str) -> None:
         self._batch.rejections.append(reason)

@@ -61,16 +61,19 @@ class _EngineServer:
         self._options, self._shutdown_timeout = options, shutdown_timeout
         count = options.api_server_count
         self._launcher = CoreLauncher(config, num_clients=1 if count == 1 else 1 + count)
-        self._exporter = EngineExporter(options.served_model_names[0], options.custom_histogram_buckets)
+        self._exporter = EngineExporter(
+            options.served_model_names[0], options.custom_histogram_buckets, config.data_parallel_first_rank
+        )
         self._core = CoreClient(
             self._launcher.addresses[0],
             num_initial=config.data_parallel_size,
+            first_rank=config.data_parallel_first_rank,
             on_ready=self._exporter.begin,
             on_step=self._exporter.on_step,
             on_state=self._on_state,
             on_gone=self._exporter.core_gone,
         )
-        self._scaling = CoreScaling(self._core, self._launcher, config.data_parallel_size)
+        self._scaling = CoreScaling(self._core, self._launcher, config)
         self._state = ServerState(options, self._core, self._exporter)
         self._servers: Servers
         if count == 1:

@@ -92,6 +92,7 @@ class ServerProcess:
             client_index=start.client_index,
             num_clients=start.num_clients,
             num_initial=start.config.data_parallel_size,
+            first_rank=start.config.data_parallel_first_rank,
             on_state=lambda state: set_log_level(state.log_level),
         )
         self._exporter = LinkExporter(link)

@@ -11,6 +11,7 @@ from trimtab_engine.api.app import build_app
 from trimtab_engine.api.exporter import EngineExporter
 from trimtab_engine.api.http_server import HttpServer
 from trimtab_engine.api.loading import load_serving
+from trimtab_engine.api.observations import Observer
 from trimtab_engine.api.state import ServerState
 from trimtab_engine.api.tracing import tracer_of
 from trimtab_engine.config import EngineConfig
@@ -70,8 +71,11 @@ class LocalServer:
     async def load(self) -> None:
         """The tokenizer is read while the core reads the weights."""
         self._state.serving = await load_serving(
-            self._config, self._state.options, self._state.core, lambda: self._exporter.metrics, self._tracer
+            self._config, self._state.options, self._state.core, self._observer, self._tracer
         )
+
+    def _observer(self) -> Observer | None:
+        return None if self._exporter.metrics is None else self._exporter
 
     def begin_drain(self) -> None:
         self._state.begin_drain()

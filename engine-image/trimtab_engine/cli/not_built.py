@@ -8,9 +8,6 @@ from trimtab_engine.errors import NotBuiltError
 # Flag: values that ask for nothing. None stands for the flag without a value.
 NOT_BUILT: dict[str, tuple[str | None, ...]] = {
     "--data-parallel-backend": ("mp",),
-    "--data-parallel-external-lb": (),
-    "--data-parallel-hybrid-lb": (),
-    "--data-parallel-rank": (),
     "--enable-elastic-ep": (),
     "--cpu-offload-gb": ("0",),
     "--enable-lora": (),
@@ -26,9 +23,6 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
     "--trust-remote-code": (),
     "--uds": (),
 }
-SHORT = {
-    "-dpr": "--data-parallel-rank",
-}
 
 
 class _NotBuilt(argparse.Action):
@@ -39,7 +33,7 @@ class _NotBuilt(argparse.Action):
         values: str | Sequence[object] | None,
         option_string: str | None = None,
     ) -> None:
-        flag = SHORT.get(option_string or "", option_string or "")
+        flag = option_string or ""
         harmless = NOT_BUILT[flag]
         if (values or None) in harmless:
             return
@@ -51,12 +45,10 @@ class _NotBuilt(argparse.Action):
 
 def add_not_built(parser: argparse.ArgumentParser) -> None:
     """Make the parser know them, without showing them in --help."""
-    short_of = {long: short for short, long in SHORT.items()}
     for flag in NOT_BUILT:
-        names = [flag, short_of[flag]] if flag in short_of else [flag]
         if NOT_BUILT[flag] == (None,):  # a switch: what follows it is not its value but, perhaps, MODEL
-            parser.add_argument(*names, action=_NotBuilt, nargs=0, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
+            parser.add_argument(flag, action=_NotBuilt, nargs=0, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
             continue
         parser.add_argument(
-            *names, action=_NotBuilt, nargs="?", metavar="VALUE", help=argparse.SUPPRESS, default=argparse.SUPPRESS
+            flag, action=_NotBuilt, nargs="?", metavar="VALUE", help=argparse.SUPPRESS, default=argparse.SUPPRESS
         )

@@ -107,6 +107,23 @@ def add_parallel_flags(group: Any) -> None:
         help="another way to say --node-rank: the first engine core of this node",
     )
     group.add_argument(
+        "--data-parallel-rank",
+        "-dpr",
+        type=types.not_negative,
+        metavar="N",
+        help="serve this one of --data-parallel-size engine cores; the others have servers of their own, before which "
+        "another balancer stands (dense models)",
+    )
+    group.add_argument(
+        "--data-parallel-external-lb", "-dpe", action="store_true", help="what --data-parallel-rank says as well"
+    )
+    group.add_argument(
+        "--data-parallel-hybrid-lb",
+        "-dph",
+        action="store_true",
+        help="every node serves an API for its own engine cores (dense models)",
+    )
+    group.add_argument(
         "--headless", action="store_true", help="this node serves no API: said of every node but the first"
     )
     group.add_argument(
@@ -120,24 +137,31 @@ def add_parallel_flags(group: Any) -> None:
 def parallel_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineConfig that these flags set. Raises ConfigError where they contradict each other."""
     nnodes, node_rank = _nodes(arguments)
-    return {
-        "nnodes": nnodes,
-        "node_rank": node_rank,
-    } | {
-        name: getattr(arguments, name)
-        for name in (
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "pipeline_layer_partition",
-            "data_parallel_size",
-            "data_parallel_size_cap",
-            "enable_expert_parallel",
-            "expert_placement_strategy",
-            "master_addr",
-            "master_port",
-            "rendezvous_id",
-        )
-    }
+    external = _external(arguments, nnodes, node_rank)
+    if external:
+        nnodes, node_rank = 1, 0  # servers that know nothing of each other
+    return (
+        {
+            "nnodes": nnodes,
+            "node_rank": node_rank,
+        }
+        | {
+            name: getattr(arguments, name)
+            for name in (
+                "tensor_parallel_size",
+                "pipeline_parallel_size",
+                "pipeline_layer_partition",
+                "data_parallel_size",
+                "data_parallel_size_cap",
+                "enable_expert_parallel",
+                "expert_placement_strategy",
+                "master_addr",
+                "master_port",
+                "rendezvous_id",
+            )
+        }
+        | external
+    )
 
 
 def _nodes(arguments: argparse.Namespace) -> tuple[int, int]:
@@ -150,12 +174,40 @@ def _nodes(arguments: argparse.Namespace) -> tuple[int, int]:
                 f"leave one of them out"
             )
     nnodes, node_rank = arguments.nnodes or nnodes or 1, arguments.node_rank or node_rank or 0
-    if arguments.headless and node_rank == 0:
+    if arguments.headless and node_rank == 0 and not arguments.data_parallel_hybrid_lb:
         raise ConfigError(
             "--headless is said of a node beside the first, which serves the API; give --data-parallel-start-rank or "
             "--node-rank, or leave it out"
         )
     return nnodes, node_rank
+
+
+def _external(arguments: argparse.Namespace, nnodes: int, node_rank: int) -> dict[str, Any]:
+    """What changes where each server has only its own of the data-parallel ranks: nothing, unless that is asked for."""
+    size, rank = arguments.data_parallel_size, arguments.data_parallel_rank
+    if rank is None and not arguments.data_parallel_hybrid_lb:
+        if arguments.data_parallel_external_lb:
+            raise ConfigError(
+                "--data-parallel-external-lb needs --data-parallel-rank: which of the ranks is served here"
+            )
+        return {}
+    if arguments.headless:
+        raise ConfigError("--headless, without an API, contradicts a balancer before every server; leave one out")
+    if rank is not None and (arguments.data_parallel_hybrid_lb or nnodes > 1):
+        raise ConfigError(
+            "--data-parallel-rank is one engine core behind its own API: leave out --data-parallel-hybrid-lb, --nnodes "
+            "and --data-parallel-size-local"
+        )
+    local = 1 if rank is not None else size // nnodes
+    if rank is None and size % nnodes:
+        raise NotBuiltError(
+            f"--data-parallel-size {size} over {nnodes} nodes: each has as many engine cores; set a multiple"
+        )
+    return {
+        "data_parallel_size": local,
+        "data_parallel_first_rank": node_rank * local if rank is None else rank,
+        "data_parallel_world_size": size,
+    }
 
 
 def _said_as_cores(arguments: argparse.Namespace) -> tuple[int | None, int | None]:
@@ -178,7 +230,7 @@ def _said_as_cores(arguments: argparse.Namespace) -> tuple[int | None, int | Non
             f"--data-parallel-start-rank {first} is not built: with --data-parallel-size-local {local} of {size} cores "
             f"a node begins at a multiple of {local} below {size}"
         )
-    if first and not arguments.headless:
+    if first and not arguments.headless and not arguments.data_parallel_hybrid_lb:
         raise ConfigError("--data-parallel-start-rank above 0 without --headless: only the first node serves; add it")
     return size // local, None if first is None else first // local
 

@@ -3,10 +3,11 @@
 import torch
 
 from trimtab_engine.kv_cache import KVLayers
+from trimtab_engine.memory import Ledger
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.parallel.groups import RankGroup, WireMeter
 from trimtab_engine.parallel.wave import Wave
-from trimtab_engine.parallel.wire_messages import InitKvCache, InitSwapSpace, Step
+from trimtab_engine.parallel.wire_messages import AskLedger, InitKvCache, InitSwapSpace, Step, ToldLedger
 from trimtab_engine.parallel.workers import Workers
 from trimtab_engine.step_inputs import StepInputs
 from trimtab_engine.swap_cache import SwapCache
@@ -16,6 +17,7 @@ class DrivenRunner(ModelRunner):
     """A ModelRunner whose steps and KV cache operations reach every rank. drive() comes before the first of them."""
 
     can_drop_weights = False
+    drives_others = True
 
     def drive(self, workers: Workers, meter: WireMeter, lockstep: RankGroup | None) -> None:
         """Take the other ranks along from now on; with `lockstep`, in step with that group's cores."""
@@ -25,6 +27,12 @@ class DrivenRunner(ModelRunner):
     def take_wire_bytes(self) -> dict[str, int]:
         """What went over this rank's wire since the last call, by kind of collective."""
         return self._meter.take()
+
+    def ledgers(self, own: Ledger) -> dict[int, Ledger]:
+        """Of every rank of this core, by rank. Each answers when it has done what it was sent before."""
+        self.workers.send(AskLedger(own.blocks_used))
+        told = {answer.rank: answer.ledger for answer in self.workers.answers(ToldLedger)}
+        return {self.workers.rank: own} | told
 
     def close(self) -> None:
         """End the other ranks."""

@@ -3,7 +3,7 @@
 import msgspec
 
 from trimtab_engine.config import EngineConfig
-from trimtab_engine.memory import MemoryFormula
+from trimtab_engine.memory import Ledger, MemoryFormula
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.step_inputs import StepInputs
 
@@ -79,13 +79,31 @@ class Step(msgspec.Struct, tag="step"):
     inputs: StepInputs
 
 
+class AskLedger(msgspec.Struct, tag="ask_ledger"):
+    """Answer with ToldLedger. The core knows how many KV blocks are in use."""
+
+    blocks_used: int
+
+
 class Stop(msgspec.Struct, tag="stop"):
     """Leave; nothing is answered."""
 
 
 KvChange = MapBlocks | UnmapAbove | CopyBlocks
 ToHello = Welcome | Taken
-ToWorker = Join | Profile | InitKvCache | MapBlocks | UnmapAbove | CopyBlocks | InitSwapSpace | SwapBlocks | Step | Stop
+ToWorker = (
+    Join
+    | Profile
+    | InitKvCache
+    | MapBlocks
+    | UnmapAbove
+    | CopyBlocks
+    | InitSwapSpace
+    | SwapBlocks
+    | Step
+    | AskLedger
+    | Stop
+)
 
 
 # --- worker -> engine core ------------------------------------------------------------------------------------------
@@ -124,6 +142,11 @@ class Profiled(msgspec.Struct, tag="profiled"):
     formula: MemoryFormula
 
 
+class ToldLedger(msgspec.Struct, tag="ledger"):
+    rank: int
+    ledger: Ledger
+
+
 class WorkerFailed(msgspec.Struct, tag="failed"):
     """The last word of a worker that cannot go on. Exit code 2: the user must act."""
 
@@ -138,7 +161,7 @@ class Alive(msgspec.Struct, tag="alive"):
     rank: int
 
 
-FromWorker = Hello | Loaded | Profiled | WorkerFailed | Alive
+FromWorker = Hello | Loaded | Profiled | ToldLedger | WorkerFailed | Alive
 
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0  # without a word the other side is taken for dead; the rest of 10 s is for the engine to end

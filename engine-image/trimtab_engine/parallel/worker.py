@@ -26,6 +26,7 @@ from trimtab_engine.parallel.wire_messages import (
     HEARTBEAT_SECONDS,
     SILENCE_SECONDS,
     Alive,
+    AskLedger,
     CopyBlocks,
     FromWorker,
     Hello,
@@ -40,6 +41,7 @@ from trimtab_engine.parallel.wire_messages import (
     Stop,
     SwapBlocks,
     ToHello,
+    ToldLedger,
     ToWorker,
     UnmapAbove,
     Welcome,
@@ -47,6 +49,7 @@ from trimtab_engine.parallel.wire_messages import (
     WorkerStart,
 )
 from trimtab_engine.parallel.workers import uses_nccl
+from trimtab_engine.rank_ledger import rank_ledger
 from trimtab_engine.rank_start import measure, rank_report
 from trimtab_engine.swap_cache import SwapCache
 
@@ -152,6 +155,9 @@ class Worker:
                 case Profile():
                     formula = measure(self._config, self._device, runner, self._other_bytes)
                     self.tell(Profiled(self.rank, formula))
+                case AskLedger():
+                    ledger = rank_ledger(formula, self._device, runner.kv_cache, blocks_used=message.blocks_used)
+                    self.tell(ToldLedger(self.rank, ledger))
                 case InitKvCache():
                     runner.init_kv_cache(message.cap_blocks)
                 case Stop():

@@ -3,10 +3,8 @@
 import contextlib
 import logging
 import queue
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.rendezvous import announce_core, join_groups, leave_groups, open_store, own_address_at
 from trimtab_engine.parallel.watch import Watch
 from trimtab_engine.parallel.wire_messages import FromWorker, Hello, Join, Stop, ToWorker, WorkerFailed, WorkerStart
+from trimtab_engine.private_folder import PrivateFolder
 
 WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.parallel.worker")
 STOP_SECONDS = 3.0  # for a worker to leave before it is killed
@@ -46,7 +45,8 @@ class Workers:
         self.layout, self.rank = layout, layout.driver(data)
         self._num_others = layout.ranks_per_engine - 1
         self._uses_nccl = uses_nccl(config)
-        self._folder = Path(tempfile.mkdtemp(prefix="trimtab-ranks-"))  # mode 0700
+        self._private = PrivateFolder()
+        self._folder = self._private.path
         self._rendezvous = rendezvous_of(config, layout, self._folder)
         """Where all ranks of the world meet; those of this core may be on one node where the world is not."""
         self._core_is_on_one_node = config.nodes_per_core == 1
@@ -150,7 +150,7 @@ class Workers:
             socket.close(linger=0)
         self._context.term()
         leave_groups()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._private.remove()
 
     def _bind(self, socket: "zmq.Socket[bytes]", name: str) -> str:
         """The address that workers connect to."""

@@ -23,7 +23,7 @@ Serve = Callable[..., "RealEngine"]
 def test_two_cores_of_two_ranks_each_give_the_text_of_one_and_share_the_work(
     serve: Serve, expected: dict[str, str]
 ) -> None:
-    engine = serve("-dp", "2", "-tp", "2")
+    engine = serve("-dp", "2", "-tp", "2", "--api-server-count", "2")
     assert engine.texts() == expected
     layout = engine.layout()
     assert (layout["world_size"], layout["data_parallel_size"], layout["tensor_parallel_size"]) == (4, 2, 2)
@@ -35,6 +35,13 @@ def test_two_cores_of_two_ranks_each_give_the_text_of_one_and_share_the_work(
     generated = engine.metric("vllm:generation_tokens_total")
     assert sum(generated.values()) == 20 * len(expected)
     assert min(generated.values()) >= 20 * 3, "four seats each: neither core had all"
+    for family in ("vllm:e2e_request_latency_seconds", "vllm:time_to_first_token_seconds", "vllm:request_params_n"):
+        served = engine.metric(family + "_count")
+        assert {core: 20 * count for core, count in served.items()} == generated, "counted with the core that served"
+    memory = engine.memory()
+    assert [row["rank"] for row in memory["ranks"]] == [0, 1, 2, 3]
+    assert memory["total"]["kinds"]["weights"] == sum(row["kinds"]["weights"] for row in memory["ranks"])
+    assert memory["total"]["device_bytes"] == 4 * memory["device_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +50,7 @@ def test_two_cores_of_two_ranks_each_give_the_text_of_one_and_share_the_work(
         ("-dp", "2"),
         ("-dp", "2", "--enable-expert-parallel"),
         ("-dp", "2", "-tp", "2", "--enable-expert-parallel", "--expert-placement-strategy", "round_robin"),
-        ("-dp", "2", "-pp", "2"),
+        ("-dp", "2", "-pp", "2", "--enable-expert-parallel", "--api-server-count", "2"),
     ],
     ids=" ".join,
 )
@@ -98,3 +105,16 @@ def test_a_rank_that_is_killed_ends_the_engine_by_name_and_requests_get_a_5xx(
         rf"trimtab-engine: .*rank {victim['rank']} \(.*pid {victim['pid']}\) was killed by SIGKILL", last
     )
     assert not Path(f"/proc/{victim['pid']}").exists()
+
+
+def test_a_server_of_one_rank_counts_as_the_others_do_that_it_does_not_know(serve: Serve, tiny_mixture: Path) -> None:
+    engine = serve("-dp", "4", "--data-parallel-rank", "2")
+    layout = engine.layout()
+    assert (layout["world_size"], layout["data_parallel_size"], layout["data_parallel_rank"]) == (1, 4, 2)
+    assert [(row["rank"], row["data"]) for row in layout["ranks"]] == [(2, 2)]
+    assert engine.post("a", rank="2").status_code == 200
+    assert "ranks here are 2 to 2" in engine.post("a", rank="0").text
+    for family in ("vllm:generation_tokens_total", "vllm:e2e_request_latency_seconds_count", "trimtab_layout_ranks"):
+        assert list(engine.metric(family)) == ["2"]
+    with pytest.raises(AssertionError, match="not built for a mixture of experts, whose cores step together"):
+        serve("-dp", "4", "--data-parallel-rank", "2", model=tiny_mixture)
