@@ -152,7 +152,7 @@ class RealEngine:
             self.http, self.admin = (
                 httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_SECONDS) for port in self._ports()
             )
-            self.wait_for(lambda: self.http.get("/readyz").status_code == 200, "readiness")
+            self.wait_for(self._is_ready, "readiness")
         except BaseException:  # nobody else knows the process yet
             self.process.kill()
             self.process.wait()
@@ -168,6 +168,12 @@ class RealEngine:
 
     def _ports(self) -> list[str]:
         return re.findall(r"listens on 127\.0\.0\.1 port (\d+)\n", self.log.read_text())
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.http.get("/readyz").status_code == 200
+        except httpx.TransportError:  # it has just ended: who waits sees it
+            return False
 
     def layout(self) -> dict[str, Any]:
         layout: dict[str, Any] = self.admin.get("/admin/v1/layout").json()
