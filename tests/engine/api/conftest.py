@@ -20,6 +20,7 @@ from trimtab_engine.model_config import parse_model_config
 from trimtab_engine.models.checkpoint import expected_shapes
 
 DEADLINE_SECONDS = 120.0  # generous: machines are slow when much is built on them
+REAL_DEADLINE_SECONDS = 180.0  # several processes each load torch
 
 
 FOUR_SEATS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--device-memory-bytes", "4Gi")
@@ -143,23 +144,25 @@ class RealEngine:
 
     def __init__(self, model: Path, log: Path, *flags: str) -> None:
         self.log = log
+        self._clients: list[httpx.Client] = []
         command = [*serve_command(model), "--served-model-name", "tiny", "--shutdown-timeout", "10"]
         command += ["--host", "127.0.0.1", "--port", "0", "--admin-port", "0", *flags]
         with log.open("wb") as stream:
             self.process = subprocess.Popen(command, stderr=stream)
         try:
             self.wait_for(lambda: len(self._ports()) == 2, "two listening ports")
-            self.http, self.admin = (
-                httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_SECONDS) for port in self._ports()
-            )
+            self._clients += [
+                httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=REAL_DEADLINE_SECONDS)
+                for port in self._ports()
+            ]
+            self.http, self.admin = self._clients
             self.wait_for(self._is_ready, "readiness")
         except BaseException:  # nobody else knows the process yet
-            self.process.kill()
-            self.process.wait()
+            self.end()
             raise
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
+        deadline = time.monotonic() + REAL_DEADLINE_SECONDS
         while not condition():
             text = self.log.read_text()[-1000:]
             assert self.process.poll() is None, f"ended while waiting for {what}: {text}"
@@ -199,7 +202,7 @@ class RealEngine:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(DEADLINE_SECONDS)
+            thread.join(REAL_DEADLINE_SECONDS)
         return answers
 
     def metric(self, name: str) -> dict[str, float]:
@@ -209,8 +212,8 @@ class RealEngine:
         return {re.findall(r'engine="(\d+)"', line)[0]: float(line.split()[-1]) for line in found}
 
     def end(self) -> None:
-        self.http.close()
-        self.admin.close()
+        for client in self._clients:
+            client.close()
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
