@@ -104,7 +104,13 @@ class Lifecycle:
             self.weights.reload_weights()
             self.has_weights = True
         if "kv_cache" in tags and not self.has_kv_cache:
-            self.kv_cache.map_blocks(self.scheduler.num_blocks_total)
+            try:
+                self.kv_cache.map_blocks(self.scheduler.num_blocks_total)
+            except MemoryError as error:
+                raise Refused(
+                    f"the device has no memory for {self.scheduler.num_blocks_total} KV blocks: {error}; free some, or "
+                    f"lower gpu_memory_utilization, and wake it up again"
+                ) from error
             self.has_kv_cache = True
         if "scheduling" not in tags:
             return

@@ -136,5 +136,23 @@ def test_a_sleeping_engine_has_unmapped_everything_and_wakes_with_the_same_addre
     fake.check()
 
 
+def test_an_engine_that_finds_no_memory_sleeps_on_and_can_be_woken_smaller(model: Path, fake: FakeCuda) -> None:
+    engine = an_engine(model)
+    expected = run(engine)
+    assert engine.lifecycle("sleep", {"level": 1, "mode": "abort"})[0] == 200
+    everything = {"tags": ["weights", "kv_cache", "scheduling"]}
+    fake.free_bytes -= (before := fake.free_bytes - 40 * 16 * PAGE)
+    status, body = engine.lifecycle("wake_up", everything)
+    assert status == 409
+    assert "lower gpu_memory_utilization" in body["message"]
+    least = engine.config()["fields"]["gpu_memory_utilization"]["min"]
+    assert engine.patch_config({"values": {"gpu_memory_utilization": least}})[0] == 200
+    assert engine.lifecycle("wake_up", everything)[0] == 200
+    engine.check_integrity()
+    fake.free_bytes += before
+    assert run(engine) == expected
+    fake.check()
+
+
 def test_the_envelope_says_that_memory_comes_and_goes(model: Path, fake: FakeCuda) -> None:
     assert an_engine(model).config()["envelope"]["kv_memory"] == "mapped"
