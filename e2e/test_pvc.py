@@ -8,7 +8,7 @@ import pytest
 from conftest import Apply
 from harness.answer import EXPECTED, ask
 from harness.install import Installation
-from harness.kube import Kube, Manifest
+from harness.kube import Kube, Manifest, condition
 from harness.target import Target
 from harness.wait import NotYet, Waiter
 
@@ -114,10 +114,9 @@ def test_a_missing_claim_is_said_in_status(apply: Apply, kube: Kube, namespace: 
     deployment = apply("no-claim", model={"uri": "pvc://nobody-made-this/llm"})
 
     def said() -> None:
-        item = deployment.get()
-        groups = item.get("status", {}).get("groups", [])
-        if not any("nobody-made-this" in str(group.get("message")) for group in groups):
-            raise NotYet(f"groups: {groups}")
+        ready = condition(deployment.get(), "Ready")
+        if ready is None or "nobody-made-this" not in ready["message"]:
+            raise NotYet(f"Ready: {ready}")
 
     deployment.waiter.until("status names the missing claim", said, deadline_seconds=45.0)
     kube.delete("infd", deployment.name, namespace)
@@ -128,9 +127,9 @@ def test_a_missing_model_is_said_in_status(apply: Apply, claim: str, kube: Kube,
     deployment = apply("no-model", model={"uri": f"pvc://{claim}/llm/absent"})
 
     def said() -> None:
-        groups = deployment.status().get("groups", [])
-        if not any(group["phase"] == "Failed" and "absent" in str(group.get("message")) for group in groups):
-            raise NotYet(f"groups: {groups}")
+        ready = condition(deployment.get(), "Ready")
+        if ready is None or ready["reason"] != "ModelUnreadable" or "absent" not in ready["message"]:
+            raise NotYet(f"Ready: {ready}")
 
     deployment.waiter.until("status repeats the engine's own words", said, deadline_seconds=90.0)
     kube.delete("infd", deployment.name, namespace)
