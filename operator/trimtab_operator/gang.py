@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION
 from trimtab_operator.groups import Group, Manifest, Observed, groups_of
 from trimtab_operator.kube_time import parse_time, timestamp
-from trimtab_operator.scheduling import node_of, unschedulable, unschedulable_since
+from trimtab_operator.scheduling import node_of, placed_since, unschedulable, unschedulable_since
 
 PATIENCE_SECONDS = 120.0  # of the oldest: a node may be on its way
 PATIENCE_BESIDE_AN_OLDER_SECONDS = 20.0  # the scheduler has looked at every pod several times by then
@@ -67,6 +67,13 @@ def is_partly_placed(group: Group) -> bool:
     return any(node_of(pod) for pod in group.pods) and any(unschedulable(pod) for pod in group.pods)
 
 
+def partly_placed_since(group: Group) -> datetime | None:
+    """Since when it holds a node for one pod and finds none for another; None while it does not."""
+    stuck = [when for pod in group.pods if (when := unschedulable_since(pod)) is not None]
+    placed = [when for pod in group.pods if (when := placed_since(pod)) is not None]
+    return max(min(stuck), min(placed)) if stuck and placed else None
+
+
 def is_placed(group: Group) -> bool:
     return len(group.pods) == group.num_pods > 0 and all(node_of(pod) for pod in group.pods)
 
@@ -113,9 +120,8 @@ def _hold(group: Group, before: Hold | None, oldest: Age | None, now: datetime) 
         return before
     if is_placed(group):
         return None
-    stuck = [pod for pod in group.pods if unschedulable(pod)]
-    since = min((when for pod in stuck if (when := unschedulable_since(pod)) is not None), default=None)
-    if not is_partly_placed(group) or since is None:
+    since = partly_placed_since(group)
+    if since is None:
         return before
     is_oldest = oldest is None or age_of(group) <= oldest
     patience = PATIENCE_SECONDS if is_oldest else PATIENCE_BESIDE_AN_OLDER_SECONDS
@@ -123,7 +129,8 @@ def _hold(group: Group, before: Hold | None, oldest: Age | None, now: datetime) 
         return before
     count = 1 if before is None else before.count + 1
     retry_at = now + timedelta(seconds=backoff_seconds(group, count))
-    return Hold(count, retry_at.replace(microsecond=0), unschedulable(stuck[0]) or "")
+    why = next((said for pod in group.pods if (said := unschedulable(pod))), "")
+    return Hold(count, retry_at.replace(microsecond=0), why)
 
 
 def backoff_seconds(group: Group, count: int) -> float:

@@ -31,12 +31,13 @@ def a_pod(group: str, role: str, number: int, *, node: str | None, since: float 
     name = f"{group}-{number}" if role == LEADER else f"{group}-w-{number}"
     labels = {DEPLOYMENT_LABEL: group, GROUP_LABEL: "0", ROLE_LABEL: role}
     pod: dict[str, Any] = {"metadata": {"name": name, "namespace": "n", "labels": labels}, "spec": {}, "status": {}}
+    since_text = timestamp(NOW + timedelta(seconds=since))
+    condition = {"type": "PodScheduled", "status": "True", "lastTransitionTime": since_text}
     if node is not None:
         pod["spec"]["nodeName"] = node
     else:
-        since_text = timestamp(NOW + timedelta(seconds=since))
-        condition = {"type": "PodScheduled", "status": "False", "message": WHY, "lastTransitionTime": since_text}
-        pod["status"]["conditions"] = [condition]
+        condition |= {"status": "False", "message": WHY}
+    pod["status"]["conditions"] = [condition]
     return pod
 
 
@@ -80,6 +81,15 @@ def test_beside_an_older_one_the_younger_gives_way_soon() -> None:
     ages, soon = [age_of(old), age_of(young)], after(PATIENCE_BESIDE_AN_OLDER_SECONDS)
     assert holds([old], ages, soon) == {}
     assert holds([young], ages, soon)
+
+
+def test_patience_counts_from_when_it_holds_one_node_and_lacks_another() -> None:
+    """However long no pod at all found a node before."""
+    placed = a_pod("a", LEADER, 0, node="one", since=1000)
+    group = a_group("a", "one", None)
+    late = Group(0, group.stateful_set, (placed, *group.pods[1:]), group.worker_set)
+    assert holds([late], [], after(1000 + PATIENCE_SECONDS - 1)) == {}
+    assert holds([late], [], after(1000 + PATIENCE_SECONDS))
 
 
 @pytest.mark.parametrize("nodes", [(None, None), ("one", "two"), ("one",)])

@@ -33,7 +33,9 @@ class FakeCluster:
 def a_pod(role: str, node: str | None, *, ready: bool = True) -> Manifest:
     labels = {DEPLOYMENT_LABEL: "m", GROUP_LABEL: "0", ROLE_LABEL: role}
     conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
-    if node is None:
+    if node is not None:
+        conditions.append({"type": "PodScheduled", "status": "True", "lastTransitionTime": LONG_AGO})
+    else:
         words = "Insufficient nvidia.com/gpu"
         conditions.append({"type": "PodScheduled", "status": "False", "message": words, "lastTransitionTime": LONG_AGO})
     name = "m-g0-0" if role == LEADER else "m-g0-w-0"
