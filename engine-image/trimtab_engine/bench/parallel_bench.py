@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 
 from trimtab_engine.bench.__main__ import machine
-from trimtab_engine.bench.parallel_page import page, plot
+from trimtab_engine.bench.parallel_page import is_busy, page, plot
 from trimtab_engine.bench.parallel_scaling import scaling_rows
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_client import CoreClient
@@ -276,7 +276,8 @@ def main(
     if output is not None:
         (output / "parallel.json").write_text(json.dumps(results, indent=1) + "\n")
         (output / "parallel.md").write_text(page(results))
-        plot(results, output / "parallel.svg")
+        if not is_busy(results):
+            plot(results, output / "parallel.svg")
 
 
 if __name__ == "__main__":

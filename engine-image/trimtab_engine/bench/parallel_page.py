@@ -18,15 +18,20 @@ and correctness, not speed-up.**"""
 WHAT_BYTES_ARE = """\
 Right of the steps: bytes per step on the wire of the core's own rank (what a ring sends, whatever the backend's own
 algorithm; a gather and point to point count where they arrive). They depend on how requests fall into steps, not on the
-machine's load. Steps of data-parallel layouts are those of both cores together.
-
-![ratios](parallel.svg)"""
+machine's load. Steps of data-parallel layouts are those of both cores together."""
+PICTURE = "![ratios](parallel.svg)"
+BUSY = """\
+**Rates, ratios and latencies are left out**: the load average was {load} on {cpus} CPUs before the first engine was
+started, so they would tell of the other work on the machine; the balance below is a busy machine's, too. On an idle
+machine the same command gives all of them."""
+IDLE_LOAD = 0.5  # per CPU: above it other processes take the time of the ranks
 HOW_BALANCE = """\
 ## Balance of data-parallel cores
 
 Two cores, 48 requests at random times (50 ms apart on average), a quarter of the answers 96 tokens long, the others 4:
 sent to the core with the least to do, or in turns (`X-data-parallel-rank`). Requests of the fuller core over the mean
-of the two, over time: 1 is perfect."""
+of the two, over time: 1 is perfect. On recorded traces, with steps whose time is computed:
+[data-parallel-balance.md](data-parallel-balance.md)."""
 ASSUMPTIONS = f"""\
 ## Scaling to eight GPUs: simulated, not measured
 
@@ -56,19 +61,22 @@ def page(results: Row) -> str:
         f"`{results['command']}` on {where['cpus']} × {where['cpu']}, Python {where['python']}, {versions}; load "
         f"average before it {results['load_average_before']}. Made by that command; do not edit."
     )
+    busy = is_busy(results)
     parts = [
         "# Parallel layouts",
         made,
         HOW_LAYOUTS.format(rounds=results["rounds"], cpus=where["cpus"]),
+        *([BUSY.format(load=results["load_average_before"], cpus=where["cpus"])] if busy else []),
         _table(
             ["model", "layout", "tokens/s, one rank", "tokens/s", "ratio", "steps", *COLLECTIVES],
-            (_layout_cells(row) for row in results["layouts"]),
+            (_layout_cells(row, busy) for row in results["layouts"]),
         ),
         WHAT_BYTES_ARE,
+        *([] if busy else [PICTURE]),
         HOW_BALANCE,
         _table(
             ["sent", "requests, max/mean", "tokens served, max/mean", "mean latency, s"],
-            (list(row.values()) for row in results["balance"]),
+            (_balance_cells(row, busy) for row in results["balance"]),
         ),
         ASSUMPTIONS,
         _table(
@@ -85,10 +93,21 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
 
 
-def _layout_cells(row: Row) -> list[Any]:
+def is_busy(results: Row) -> bool:
+    """Whether other work would have made the rates."""
+    return bool(results["load_average_before"] > IDLE_LOAD * results["machine"]["cpus"])
+
+
+def _layout_cells(row: Row, busy: bool) -> list[Any]:
     wire = row["wire_bytes_per_step"]
-    cells = [row["model"], row["layout"], row["one_rank_tokens_per_second"], row["tokens_per_second"], row["ratio"]]
+    rates = [row["one_rank_tokens_per_second"], row["tokens_per_second"], row["ratio"]]
+    cells = [row["model"], row["layout"], *([""] * len(rates) if busy else rates)]
     return [*cells, row["steps"], *(f"{wire[kind]:,}" if kind in wire else "" for kind in COLLECTIVES)]
+
+
+def _balance_cells(row: Row, busy: bool) -> list[Any]:
+    latency = "" if busy else row["mean_latency_seconds"]
+    return [row["way"], row["load_max_over_mean"], row["tokens_of_fullest_core_over_mean"], latency]
 
 
 def _simulated_cells(row: Row) -> list[Any]:

@@ -1,5 +1,7 @@
 """The layouts' measurement: what becomes of the figures. The engines that it starts are tested elsewhere."""
 
+from typing import Any
+
 from trimtab_engine.bench.parallel_bench import Run, row_of
 from trimtab_engine.bench.parallel_page import page
 from trimtab_engine.bench.parallel_scaling import scaling_rows
@@ -32,18 +34,28 @@ def test_load_is_weighed_by_the_time_it_lasts() -> None:
 def test_the_page_has_every_layout_and_says_what_is_simulated() -> None:
     row = row_of("TP2", [Run(tokens_per_second=20.0)], [Run(tokens_per_second=10.0, tokens_of_cores={0: 4})])
     row["wire_bytes_per_step"] = {"all_reduce": 810_263}
-    results = {
+    results: dict[str, Any] = {
         "machine": {"cpus": 2, "cpu": "some CPU", "python": "3.11", "versions": {"torch": "2.13"}},
         "command": "bench",
         "load_average_before": 0.1,
         "rounds": 3,
         "layouts": [{"model": "dense"} | row],
-        "balance": [{"way": "in turns", "load": 1.2, "tokens": 1.1, "latency": 0.3}],
+        "balance": [
+            {
+                "way": "in turns",
+                "load_max_over_mean": 1.2,
+                "tokens_of_fullest_core_over_mean": 1.1,
+                "mean_latency_seconds": 0.3,
+            }
+        ],
         "simulated": scaling_rows(),
     }
     text = page(results)
     assert "| dense | TP2 | 20.0 | 10.0 | 0.5 | 0 | 810,263 |  |" in text
     assert "| in turns | 1.2 | 1.1 | 0.3 |" in text
+    on_a_busy_machine = page(results | {"load_average_before": 1.1})
+    assert "| dense | TP2 |  |  |  | 0 | 810,263 |  |" in on_a_busy_machine
+    assert "the load average was 1.1 on 2 CPUs" in on_a_busy_machine
     assert "simulated, not measured" in text
     assert "| Llama-3.1-70B | one GPU | 1 | do not fit | 131.4 |" in text
     tables = [block for block in text.split("\n\n") if block.startswith("| ")]
