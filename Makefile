@@ -16,7 +16,7 @@ CRD := crds/trimtab.dev_inferencedeployments.yaml
 CHART_CRD := charts/trimtab/files/crds/trimtab.dev_inferencedeployments.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu aot clients soak crds clean
+.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu bench-gpu-wheels aot clients soak crds clean
 
 help: ## this list
 	@echo "Trimtab: make TARGET"
@@ -96,10 +96,20 @@ AIPERF ?= aiperf
 clients: setup ## guidellm and aiperf, unmodified, on our server (skips what is not installed; GUIDELLM=, AIPERF=)
 	$(BIN)/python -m trimtab_engine.bench.clients_bench $(MODEL) --guidellm $(GUIDELLM) --aiperf $(AIPERF)
 
-# On a GPU machine's own Python: torch with CUDA, triton, numpy; nothing is installed.
+# On a GPU machine's own Python: torch with CUDA, triton, transformers, numpy; nothing is installed. What else the engine
+# imports comes from build/wheels, which `make bench-gpu-wheels` fills for that Python where there is a package index.
 BENCH_PYTHON ?= $(PYTHON)
-bench-gpu: ## every kernel checked and measured on this machine's GPU (10 min at most; ONLY=paged RESUME=1)
-	PYTHONPATH=kernels $(BENCH_PYTHON) -m benchmarks --output docs/results $(addprefix --only ,$(ONLY)) $(if $(RESUME),--resume)
+BENCH_PYTHON_VERSION ?= 3.12
+BENCH_WHEELS := msgspec pyzmq llguidance nvidia-ml-py jinja2 markupsafe cuda-bindings cuda-pathfinder
+bench-gpu-wheels: ## wheels that bench-gpu needs beside torch on a machine without a package index (BENCH_PYTHON_VERSION=3.12)
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(BENCH_PYTHON_VERSION) \
+	    $(addprefix --platform manylinux,2014_x86_64 _2_28_x86_64 _2_31_x86_64) --dest build/wheels --constraint constraints.txt $(BENCH_WHEELS)
+
+bench-gpu: ## kernels checked and measured on this machine's GPU, then the engine (10 min at most; ONLY=paged RESUME=1)
+	@PYTHONPATH=kernels $(BENCH_PYTHON) -m benchmarks --output docs/results $(addprefix --only ,$(ONLY)) $(if $(RESUME),--resume) \
+	    $(if $(ONLY),,--budget-seconds 300); kernels=$$?; \
+	PYTHONPATH=kernels:engine-image $(BENCH_PYTHON) -m benchmarks.end_to_end --output docs/results $(addprefix --only ,$(ONLY)) \
+	    $(if $(RESUME),--resume) --budget-seconds 200; engine=$$?; exit $$(( kernels ? kernels : engine ))
 
 soak: all-set-up ## longer runs of the same stories
 	$(BIN)/pytest e2e --soak

@@ -431,6 +431,7 @@ def _open(config: EngineConfig) -> tuple[WeightSource, ModelConfig]:
     source = open_source(config.model, config.load_format, seed=config.seed)
     model_config = parse_model_config(source.config, source.generation_config, source.where)
     if isinstance(source, DummySource):
+        source.device = config.device
         source.expect(expected_shapes(model_config))
     check_tensors(model_config, source)
     return source, model_config

@@ -25,6 +25,8 @@ class DummySource:
         self.where = str(folder / CONFIG_FILE)
         self._seed = seed
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self.device = "cpu"
+        """Where they are drawn: a GPU draws billions in a second, and other numbers than the CPU."""
 
     def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Say which tensors there shall be; the model knows."""
@@ -49,5 +51,5 @@ class DummySource:
             return torch.ones(shape)
         if name.endswith(".bias"):
             return torch.zeros(shape)
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        return torch.empty(shape).normal_(0.0, STANDARD_DEVIATION, generator=generator)
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        return torch.empty(shape, device=self.device).normal_(0.0, STANDARD_DEVIATION, generator=generator)
