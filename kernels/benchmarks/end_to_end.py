@@ -164,7 +164,6 @@ def _end(engine: "Engine") -> None:
 
 def busy_share(engine: "Engine", batch: int) -> float:
     """Of the time between the first and the last kernel of some decode steps, the part in which one ran."""
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     add(engine, [(prompt, PROFILED_STEPS + WARM_UP_STEPS + 8 + batch) for prompt in _prompts(batch, CONTEXT)])
@@ -175,7 +174,7 @@ def busy_share(engine: "Engine", batch: int) -> float:
         torch.cuda.synchronize()
     _end(engine)
     events: list[Any] = recorded.events() or []
-    return covered([(e.time_range.start, e.time_range.end) for e in events if e.device_type == DeviceType.CUDA])
+    return covered([(e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA"])
 
 
 def covered(intervals: list[tuple[float, float]]) -> float:
