@@ -37,6 +37,8 @@ class PlanBase:
     vocab_size: int
     model_max_len: int
     """What the model's positions allow."""
+    dtype: str
+    """The model's: what kv_cache_dtype auto means."""
     kv_cache_dtype: str
     swap_space_bytes: int = 0
     swap_is_on_device: bool = False
@@ -204,14 +206,14 @@ def _planned(base: PlanBase, values: Mapping[str, Value]) -> tuple[MemoryFormula
 def _with_values(base: PlanBase, rank: MemoryFormula, values: Mapping[str, Value]) -> MemoryFormula:
     """One rank under everything that is asked but the layout."""
     workspace = _int(values, "swap_space_bytes") - base.swap_space_bytes if base.swap_is_on_device else 0
-    length = values["max_model_len"]
+    length, kv_dtype = values["max_model_len"], str(values["kv_cache_dtype"])
     return replace(
         rank,
         device_bytes=_int(values, "device_memory_bytes"),
         gpu_memory_utilization=format(Decimal(repr(values["gpu_memory_utilization"])), "f"),
         activations_peak_bytes=_activations(base, rank, values),
         workspace_bytes=rank.workspace_bytes + workspace,
-        kv_dtype_bytes=KV_DTYPE_BYTES.get(str(values["kv_cache_dtype"]), rank.kv_dtype_bytes),
+        kv_dtype_bytes=KV_DTYPE_BYTES[base.dtype if kv_dtype == "auto" else kv_dtype],
         block_size=_int(values, "block_size"),
         max_model_len=base.model_max_len if length == "auto" else _int(values, "max_model_len"),
     )

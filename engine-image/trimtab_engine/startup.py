@@ -220,6 +220,7 @@ def _plan_base(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula
         num_kv_heads=facts.whole.num_kv_heads,
         vocab_size=facts.vocab_size,
         model_max_len=facts.whole.max_model_len,
+        dtype=facts.dtype,
         kv_cache_dtype=facts.kv_cache_dtype,
         swap_space_bytes=config.swap_space_bytes_cap,
         swap_is_on_device=config.device == "cpu",

@@ -38,6 +38,7 @@ def a_base(**given: Any) -> PlanBase:
         "num_kv_heads": 3,
         "vocab_size": 49152,
         "model_max_len": 8192,
+        "dtype": "float32",
         "kv_cache_dtype": "float32",
         "swap_is_on_device": True,
     }
@@ -88,6 +89,12 @@ def test_half_as_wide_a_kv_dtype_gives_twice_the_blocks() -> None:
     wide, narrow = planned(), planned(kv_cache_dtype="bfloat16")
     assert narrow["bytes_per_block"] * 2 == wide["bytes_per_block"]
     assert narrow["num_blocks"] // 2 == wide["num_blocks"]
+
+
+def test_auto_is_the_models_dtype_also_for_an_engine_that_runs_with_another() -> None:
+    base = a_base(kv_cache_dtype="fp8_e4m3")
+    bodies: list[Any] = [plan_memory(base, {"kv_cache_dtype": dtype})[1] for dtype in ("auto", "fp8_e4m3")]
+    assert bodies[0]["bytes_per_block"] == 4 * bodies[1]["bytes_per_block"]
 
 
 def test_swap_space_on_the_cpu_is_taken_from_the_kv_cache() -> None:
