@@ -23,9 +23,8 @@ READY_SECONDS = 300.0  # three engines load at once on two cores
 NODE_SECONDS = 420.0  # about 40 s until Kubernetes says so, 60 s of ours, and a start
 NEVER = {"mode": "Off", "bounds": None}
 # Small enough that all pods of a replica find room on one node when the other is gone.
-SMALL = [
-    {"name": "main", "resources": {"requests": {"cpu": "150m", "memory": "700Mi"}, "limits": {"memory": "1500Mi"}}}
-]
+ROOM = {"requests": {"cpu": "150m", "memory": "700Mi"}, "limits": {"memory": "1500Mi"}}
+SMALL = [{"name": "main", "resources": ROOM}]
 ACCELERATOR = "example.com/accelerator"
 
 
@@ -197,44 +196,73 @@ def test_two_data_parallel_ranks_in_two_pods(apply: Apply, expected: str, kube: 
 
 # --- two groups, and GPUs for one -------------------------------------------------------------------------------------
 
+RACER = {"parallelism": {"pipeline": 2, "gpusPerNode": 1}, "tuning": NEVER}
+FIRST_IN_LINE = "trimtab-e2e-first-in-line"  # the scheduler looks at these pods first, and evicts nobody for them
 
-def test_of_two_groups_that_race_for_the_last_accelerators_one_runs_and_the_other_waits_its_turn(
-    apply: Apply, kube: Kube, expected: str
+
+def a_racer(apply: Apply, name: str, **pod: Any) -> Deployment:
+    resources = {kind: {**amounts, ACCELERATOR: "1"} for kind, amounts in ROOM.items()}
+    return apply(name, **RACER, template={"spec": {"containers": [{"name": "main", "resources": resources}], **pod}})
+
+
+@pytest.fixture
+def first_in_line(kube: Kube) -> Iterator[str]:
+    kube.apply(
+        {
+            "apiVersion": "scheduling.k8s.io/v1",
+            "kind": "PriorityClass",
+            "metadata": {"name": FIRST_IN_LINE},
+            "value": 1000,
+            "preemptionPolicy": "Never",
+        }
+    )
+    yield FIRST_IN_LINE
+    kube.delete("priorityclass", FIRST_IN_LINE)
+
+
+def test_of_two_groups_that_hold_half_of_what_they_need_the_younger_gives_way(
+    apply: Apply, kube: Kube, expected: str, first_in_line: str
 ) -> None:
-    nodes = worker_nodes(kube)[:2]
-    resources = {
-        "requests": {"cpu": "150m", "memory": "700Mi", ACCELERATOR: "1"},
-        "limits": {"memory": "1500Mi", ACCELERATOR: "1"},
-    }
-    changes = {
-        "parallelism": {"pipeline": 2, "gpusPerNode": 1},
-        "tuning": NEVER,
-        "template": {"spec": {"containers": [{"name": "main", "resources": resources}]}},
-    }
-    with pretended(kube, ACCELERATOR, dict.fromkeys(nodes, 1)):
-        began = time.monotonic()
-        racers = [apply("racer-a", **changes), apply("racer-b", **changes)]
-        winner = racers[0].waiter.until(
-            "one of two is Ready", lambda: _ready_one(racers), deadline_seconds=READY_SECONDS
-        )
-        measured(f"two groups race for two accelerators: one is Ready after {time.monotonic() - began:.0f} s")
-        (loser,) = [racer for racer in racers if racer.name != winner.name]
-        limited = loser.waiter.until("the other says why it waits", lambda: _limited(loser), deadline_seconds=60.0)
-        assert f"Insufficient {ACCELERATOR}" in limited["message"]
-        assert not is_true(loser.get(), "Ready")
-        assert ask(winner, QUESTION).text == expected
-        remove(winner)
-        began = time.monotonic()
-        await_ready(loser, "the other, once the accelerators are free", began)
-        assert ask(loser, QUESTION).text == expected
-        remove(loser)
+    """Each of two groups of two pods gets one of two accelerators: without us both would wait for ever."""
+    one, other = worker_nodes(kube)[:2]
+    with pretended(kube, ACCELERATOR, {one: 1}):
+        old = a_racer(apply, "old")
+        old.waiter.until("the older holds one", lambda: _holds(old, 1), deadline_seconds=60.0)
+        young = a_racer(apply, "young", priorityClassName=first_in_line)
+        young.waiter.until("the younger has its pods", lambda: _holds(young, 0), deadline_seconds=60.0)
+        # The scheduler lets a pod that found no node rest for up to 10 s; then it looks at both groups' pods at once.
+        young.waiter.stays("the younger finds no node", lambda: _placed(young), seconds=12.0)
+        with pretended(kube, ACCELERATOR, {other: 1}):
+            began = time.monotonic()
+            young.waiter.until("each holds one", lambda: _holds(young, 1), deadline_seconds=60.0)
+            assert len(_placed(old)) == 1
+            old.ready(deadline_seconds=READY_SECONDS)
+            measured(
+                f"two groups hold half of what each needs: the older is Ready after {time.monotonic() - began:.0f} s"
+            )
+            told = [event for event in kube.events(young.namespace, young.name) if event["reason"] == "GaveBack"]
+            assert told
+            assert f"Insufficient {ACCELERATOR}" in told[0]["message"]
+            limited = young.waiter.until("the younger says why", lambda: _limited(young), deadline_seconds=60.0)
+            assert f"Insufficient {ACCELERATOR}" in limited["message"]
+            assert ask(old, QUESTION).text == expected
+            remove(old)
+            began = time.monotonic()
+            await_ready(young, "the younger, once the accelerators are free", began)
+            assert ask(young, QUESTION).text == expected
+            remove(young)
 
 
-def _ready_one(racers: list[Deployment]) -> Deployment:
-    for racer in racers:
-        if is_true(racer.get(), "Ready"):
-            return racer
-    raise NotYet("; ".join(describe(racer.get()) for racer in racers))
+def _placed(deployment: Deployment) -> list[str]:
+    pods = deployment.group_pods()
+    return [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName")]
+
+
+def _holds(deployment: Deployment, count: int) -> None:
+    """Both pods exist, and so many have a node."""
+    pods, placed = deployment.group_pods(), _placed(deployment)
+    if len(pods) != 2 or len(placed) != count:
+        raise NotYet(f"{len(pods)} pods, placed: {', '.join(placed) or 'none'}")
 
 
 def _limited(deployment: Deployment) -> Manifest:
