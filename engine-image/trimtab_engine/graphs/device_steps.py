@@ -136,11 +136,9 @@ class DeviceSteps:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile what steps of any size need, by steps of nothing but padding."""
-        rows = self._limits.max_num_batched_tokens
-        while rows:
+        for rows in warm_up_sizes(self._limits.max_num_batched_tokens):
             self._batch = self._large.fill(NO_INPUTS, (), GraphKey(rows), self._limits.block_size)
             self._forward(self._large, rows, self._metadata(self._large, rows, self._batch, is_padded=True))
-            rows //= 2
 
     def capture_all(self, progress: Callable[[int, int], None], most: int | None = None) -> None:
         """Record the plan's graphs, the largest first, or the first `most` of them. progress gets (done, of)."""
@@ -235,6 +233,13 @@ class DeviceSteps:
             return attended
 
         return AttentionMetadata(rows, slots, (), (), is_padded=is_padded, outside=attend_outside)
+
+
+def warm_up_sizes(most: int) -> list[int]:
+    """The largest first: it, and all powers of two and three times those below it. Launch configurations change at such
+    numbers of rows (the tuner's batch sizes are among them)."""
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    return sorted({most, *(size for size in (*powers, *(3 * power for power in powers)) if size <= most)}, reverse=True)
 
 
 def _discard(_: object) -> None:

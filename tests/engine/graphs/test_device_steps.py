@@ -19,10 +19,12 @@ from trimtab_engine.config import EngineConfig
 from trimtab_engine.engine import Engine
 from trimtab_engine.graphs import start
 from trimtab_engine.graphs.compilation import CompilationConfig, CUDAGraphMode
+from trimtab_engine.graphs.device_steps import warm_up_sizes
 from trimtab_engine.graphs.plan import GraphPlan, plan_graphs
 from trimtab_engine.graphs.recorder import Outside, Replay
 from trimtab_engine.messages import AddRequest, SamplingParams, StepStats
 from trimtab_engine.speculative.config import SpeculativeConfig
+from trimtab_kernels.tune import BATCH_SIZES
 
 VOCABULARY = 97
 TINY = {
@@ -315,6 +317,12 @@ def test_what_graphs_and_buffers_take_is_in_the_ledger(model: Path) -> None:
     assert steps is not None
     assert kinds["workspace"] == steps.num_bytes > 0
     assert kinds["graphs"] >= 0
+
+
+def test_warm_up_takes_every_size_at_which_a_kernels_configuration_may_change() -> None:
+    assert set(BATCH_SIZES) <= set(warm_up_sizes(5000))
+    assert warm_up_sizes(5000)[0] == 5000
+    assert warm_up_sizes(1) == [1]
 
 
 @pytest.mark.parametrize(
