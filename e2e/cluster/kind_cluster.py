@@ -52,10 +52,14 @@ class Cluster:
         return output_of(command, environment=self.environment, stdin=stdin if stdin is not None else b"")
 
 
+TAKES_PODS = json.dumps({"kind": "InitConfiguration", "nodeRegistration": {"taints": []}})
+
+
 def kind_configuration(workers: int, *, own_network: bool) -> str:
-    """kind's configuration, as JSON (which is YAML)."""
+    """kind's configuration, as JSON (which is YAML). The control plane takes pods, also beside workers."""
     networking = {"disableDefaultCNI": True, "podSubnet": POD_SUBNET} if own_network else {}
-    nodes = [{"role": "control-plane"}, *({"role": "worker"} for _ in range(workers))]
+    control_plane = {"role": "control-plane", "kubeadmConfigPatches": [TAKES_PODS]}
+    nodes = [control_plane, *({"role": "worker"} for _ in range(workers))]
     document: dict[str, Any] = {"kind": "Cluster", "apiVersion": "kind.x-k8s.io/v1alpha4", "nodes": nodes}
     if networking:
         document["networking"] = networking

@@ -11,7 +11,7 @@ from harness.report import say
 from harness.target import run_tool
 from harness.wait import NotYet
 
-CONTROL_PLANE_TAINTS = ("node-role.kubernetes.io/control-plane", "node-role.kubernetes.io/master")
+CONTROL_PLANE_LABELS = ("node-role.kubernetes.io/control-plane", "node-role.kubernetes.io/master")
 
 
 def node_of(pod: Manifest) -> str:
@@ -22,14 +22,22 @@ def node_of(pod: Manifest) -> str:
     return str(name)
 
 
-def worker_nodes(kube: Kube) -> list[str]:
+def pod_nodes(kube: Kube) -> list[str]:
     """Nodes that take any pod, by name."""
     found = []
     for node in kube.items("nodes"):
-        taints = {taint["key"] for taint in node["spec"].get("taints", [])}
-        if not taints & set(CONTROL_PLANE_TAINTS):
+        if not any(taint["effect"] != "PreferNoSchedule" for taint in node["spec"].get("taints", [])):
             found.append(str(node["metadata"]["name"]))
     return sorted(found)
+
+
+def worker_nodes(kube: Kube) -> list[str]:
+    """Those of them without which the cluster goes on, by name."""
+    control_plane = set()
+    for node in kube.items("nodes"):
+        if node["metadata"]["labels"].keys() & set(CONTROL_PLANE_LABELS):
+            control_plane.add(str(node["metadata"]["name"]))
+    return [name for name in pod_nodes(kube) if name not in control_plane]
 
 
 def all_ready(kube: Kube) -> None:

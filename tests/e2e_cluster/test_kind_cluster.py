@@ -13,6 +13,8 @@ from cluster.kind_cluster import POD_SUBNET, is_ready, kind_configuration, pod_n
 def test_a_cluster_has_one_control_plane_and_the_workers_asked_for(workers: int) -> None:
     document = json.loads(kind_configuration(workers, own_network=False))
     assert [node["role"] for node in document["nodes"]] == ["control-plane"] + ["worker"] * workers
+    (patch,) = document["nodes"][0]["kubeadmConfigPatches"]
+    assert json.loads(patch)["nodeRegistration"] == {"taints": []}, "the control plane takes pods"
     assert "networking" not in document  # kind's own image brings its own
 
 
