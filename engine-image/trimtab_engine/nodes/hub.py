@@ -148,17 +148,20 @@ class Hub:
         if revision != self._config.rendezvous_id:
             message = f"--rendezvous-id is {revision!r} there and {self._config.rendezvous_id!r} on node 0"
             return Refused(message, may_change=True)
-        present = self._members.get(node.node_rank)
-        if present is not None:
-            taken = f"--node-rank {node.node_rank} is taken by {present.host}, pid {present.pid}"
-            return Refused(taken, may_change=True)
         difference = first_difference(msgspec.to_builtins(self._config), node.config)
         if difference is None:
-            return None
+            return self._taken(node)
         name, ours, theirs = difference  # --nnodes among them: so the rank is one that there is
         flag = "--" + name.replace("_", "-")
         message = f"{flag} is {theirs} there and {ours} on node 0; start all nodes with the same flags but --node-rank"
         return Refused(message, may_change=False)
+
+    def _taken(self, node: JoinNode) -> Refused | None:
+        present = self._members.get(node.node_rank)
+        if present is not None:
+            taken = f"--node-rank {node.node_rank} is taken by {present.host}, pid {present.pid}"
+            return Refused(taken, may_change=True)
+        return None
 
     # --- who is gone ------------------------------------------------------------------------------------------------
 
