@@ -5,7 +5,6 @@ idle), run one step, send what it brought. It ends when it is told to, when the 
 line when it cannot go on.
 """
 
-import ctypes
 import logging
 import os
 import signal
@@ -38,12 +37,12 @@ from trimtab_engine.messages import (
     Shutdown,
     StartWave,
 )
+from trimtab_engine.parenthood import end_with_parent
 from trimtab_engine.profiler import Profiler
 from trimtab_engine.startup import Progress, start_engine
 
 IDLE_REPORT_MILLISECONDS = 1000  # an idle engine reports its state this often, so that gauges stay true
 BUILDING_MILLISECONDS = 10  # how soon an idle engine looks again at a grammar that is being built
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 logger = logging.getLogger("trimtab_engine.core")
 
@@ -173,7 +172,7 @@ def answer(engine: Engine, profiler: Profiler, call: AdminCall) -> AdminReply:
 
 def main() -> int:
     """Read the start message from stdin, load, serve. Returns the exit code."""
-    _end_with_parent()
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API server tells us what to do
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     start = msgspec.json.decode(sys.stdin.readline(), type=CoreStart)
@@ -210,11 +209,6 @@ def _end_with_rank(start: CoreStart, cause: str, exit_code: int) -> None:
     """End this process because one of its ranks has: the main thread may wait for that rank for ever."""
     last_word(start.clients, CoreFailed(cause, exit_code))
     os._exit(exit_code)
-
-
-def _end_with_parent() -> None:
-    """Ask the kernel to end this process with the API server's, however that dies."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

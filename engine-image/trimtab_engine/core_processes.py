@@ -11,6 +11,7 @@ import msgspec
 from trimtab_engine.config import core_environment
 from trimtab_engine.errors import EngineDead
 from trimtab_engine.messages import CoreStart
+from trimtab_engine.parenthood import tied_environment
 
 CORE_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.core_process")
 SHUTDOWN_SECONDS = 5.0  # for the core to leave its loop before it is killed
@@ -29,7 +30,7 @@ class CoreProcess:
         """Raises EngineDead when there can be no process."""
         try:
             process = await asyncio.create_subprocess_exec(
-                *CORE_COMMAND, stdin=asyncio.subprocess.PIPE, env=core_environment()
+                *CORE_COMMAND, stdin=asyncio.subprocess.PIPE, env=tied_environment(core_environment())
             )
         except OSError as error:
             raise EngineDead(f"the engine core's process cannot be started: {error}") from error

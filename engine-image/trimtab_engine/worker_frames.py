@@ -5,7 +5,6 @@ kernel takes when memory runs out.
 """
 
 import contextlib
-import ctypes
 import os
 import resource
 import signal
@@ -17,11 +16,12 @@ from typing import Any
 
 import msgspec
 
+from trimtab_engine.parenthood import end_with_parent
+
 PREFIX = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20  # a tokenizer of 250,000 tokens is a tenth of it
 MAX_ADDRESS_BYTES = 4 << 30  # by default; far above what honest work takes: a runaway ends here, not with the container
 FIRST_TO_BE_KILLED = "1000"  # the highest oom_score_adj
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def encode_frame(body: Any) -> bytes:
@@ -63,7 +63,7 @@ def _read(reader: Any) -> Any:
 
 
 def _be_expendable(max_address_bytes: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends us
     resource.setrlimit(resource.RLIMIT_AS, (max_address_bytes, max_address_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -5,9 +5,7 @@ It has an event loop, a tokenizer and a line to the engine core of its own. What
 """
 
 import asyncio
-import ctypes
 import logging
-import os
 import signal
 import socket
 import sys
@@ -36,10 +34,10 @@ from trimtab_engine.api.tracing import tracer_of
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.log_level import set_log_level
+from trimtab_engine.parenthood import end_with_parent
 from trimtab_engine.stream_link import Link
 
 BATCH_SECONDS = 0.1  # how often observations are sent on; a scrape fetches what is younger
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 EXIT_LINK_LOST = 1
 
 logger = logging.getLogger("trimtab_engine.api")
@@ -175,10 +173,7 @@ class ServerProcess:
 
 def main() -> int:
     """Read Start from the link whose descriptor is the argument, then serve. Returns the exit code."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return EXIT_LINK_LOST
+    end_with_parent()
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches the whole group; the first process tells us what to do

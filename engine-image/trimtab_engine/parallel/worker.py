@@ -5,7 +5,6 @@ of its own exchanges heartbeats with the core; when the core is gone the process
 collective.
 """
 
-import ctypes
 import logging
 import os
 import signal
@@ -49,11 +48,11 @@ from trimtab_engine.parallel.wire_messages import (
     WorkerStart,
 )
 from trimtab_engine.parallel.workers import uses_nccl
+from trimtab_engine.parenthood import end_with_parent
 from trimtab_engine.rank_ledger import rank_ledger
 from trimtab_engine.rank_start import measure, rank_report
 from trimtab_engine.swap_cache import SwapCache
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 OTHERS_FIRST_SECONDS = 2.0  # for the engine core to notice a rank that died before this one
 LINGER_MILLISECONDS = 1000  # for the last message to leave before the process ends
 
@@ -190,7 +189,7 @@ class Worker:
 
 def main() -> int:
     """Read the start message from stdin, load, serve. Returns the exit code."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the process that started this one
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     worker = Worker(msgspec.json.decode(sys.stdin.readline(), type=WorkerStart))

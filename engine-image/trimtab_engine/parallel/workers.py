@@ -21,6 +21,7 @@ from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.rendezvous import announce_core, join_groups, leave_groups, open_store, own_address_at
 from trimtab_engine.parallel.watch import Watch
 from trimtab_engine.parallel.wire_messages import FromWorker, Hello, Join, Stop, ToWorker, WorkerFailed, WorkerStart
+from trimtab_engine.parenthood import tied_environment
 from trimtab_engine.private_folder import PrivateFolder
 
 WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.parallel.worker")
@@ -177,7 +178,7 @@ def start_processes(
     for process in processes:
         local_index = config.first_local_rank + process % config.ranks_per_node
         start = WorkerStart(config, layout, process, local_index, config.num_local_ranks, rendezvous)
-        worker = subprocess.Popen(WORKER_COMMAND, stdin=subprocess.PIPE, env=core_environment())
+        worker = subprocess.Popen(WORKER_COMMAND, stdin=subprocess.PIPE, env=tied_environment(core_environment()))
         assert worker.stdin is not None
         with contextlib.suppress(ConnectionError):  # it has ended already: the watch names it
             worker.stdin.write(msgspec.json.encode(start) + b"\n")
