@@ -154,13 +154,25 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
+def _measured_before(path: Path, here: dict[str, Any]) -> dict[str, Any]:
+    """The parts that an earlier run on the same machine and versions left there."""
+    if not path.exists():
+        return {}
+    before: dict[str, Any] = json.loads(path.read_text())
+    return {name: before[name] for name in PARTS if name in before and before["machine"] == here}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench", description="Measure the engine on this machine.")
     parser.add_argument("model", help="folder with safetensors and a tokenizer")
     parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder for JSON, page and plot")
-    parser.add_argument("--only", choices=PARTS, action="append", help="measure this part alone; may be repeated")
+    parser.add_argument(
+        "--only", choices=PARTS, action="append", help="measure this part, keep the others; may be repeated"
+    )
     options = parser.parse_args(arguments)
     results: dict[str, Any] = {"machine": machine()}
+    if options.only:
+        results |= _measured_before(options.output / "cpu.json", results["machine"])
     for name in options.only or PARTS:
         text, measure = PARTS[name]
         print(f"[bench] {name}: {text}", file=sys.stderr, flush=True)
