@@ -175,8 +175,10 @@ def test_after_shutdown_it_says_so(tiny_model: Path) -> None:
 
 
 def test_a_faulty_keyword_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ConfigError, match="compilation_config is not built yet"):
-        LLM("/nowhere", compilation_config={"level": 3})
+    with pytest.raises(ConfigError, match="enable_lora is not built yet"):
+        LLM("/nowhere", enable_lora=True)
+    with pytest.raises(ConfigError, match="cudagraph_mode"):
+        LLM("/nowhere", compilation_config={"cudagraph_mode": "FULL"})
 
 
 def test_a_prompt_that_was_there_before_comes_from_the_cache(llm: LLM) -> None:

@@ -5,12 +5,16 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch.profiler import record_function
 from trimtab_kernels.native.decoder import DecoderShape, LayerWeights, NativeDecoder, NativeStep, fits
 from trimtab_kernels.native.library import Missing, native_library
 from trimtab_kernels.paged_attention import AttentionMetadata
 
 from trimtab_engine.kv_cache import KVTensors
 from trimtab_engine.parallel.groups import RankGroup
+
+PROFILED_AS = "trimtab::decoder_layers"
+"""The profiler sees torch's operators only; without this name most of a step would be a gap."""
 
 
 class Layer(Protocol):
@@ -44,7 +48,8 @@ class CompiledLayers:
         caches = (kv_cache.keys, kv_cache.values)
         step = NativeStep(self._decoder, hidden, rotation, caches, metadata.slot_mapping, metadata.native)
         if self._is_one_call:
-            self._decoder.run(step, num_layers)
+            with record_function(PROFILED_AS):
+                self._decoder.run(step, num_layers)
             return
         adds = self._group is None
         for index, layer in enumerate(self._layers[:num_layers]):
