@@ -168,6 +168,8 @@ OWNED_FLAGS: Mapping[str, str] = {
     "--pipeline-parallel-size": "spec.parallelism.pipeline",
     "--data-parallel-size": "spec.parallelism.data",
     "--enable-expert-parallel": "spec.parallelism.expert",
+    "--no-enable-expert-parallel": "spec.parallelism.expert",
+    "-ep": "spec.parallelism.expert",
     "--shutdown-timeout": "spec.rollout.drainTimeout",
     "-asc": "spec.engine.apiServerCount",
     "-q": "spec.engine.quantization",
@@ -175,7 +177,32 @@ OWNED_FLAGS: Mapping[str, str] = {
     "-pp": "spec.parallelism.pipeline",
     "-dp": "spec.parallelism.data",
 }
-OPERATOR_FLAGS = ("--host", "--port", "--admin-port", "--admin-token-sha256")
+OPERATOR_FLAGS = (
+    "--host",
+    "--port",
+    "--admin-port",
+    "--admin-token-sha256",
+    # Where the ranks of a replica are, and how they meet: the layout decides, and each pod is told its own.
+    "--nnodes",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--rendezvous-id",
+    "--headless",
+    "--data-parallel-address",
+    "--data-parallel-external-lb",
+    "--data-parallel-hybrid-lb",
+    "--data-parallel-rank",
+    "--data-parallel-rpc-port",
+    "--data-parallel-size-local",
+    "--data-parallel-start-rank",
+    "-dpa",
+    "-dpe",
+    "-dph",
+    "-dpl",
+    "-dpp",
+    "-dpr",
+)
 
 
 def args_repeat_no_field(deployment: InferenceDeployment) -> Iterator[Refusal]:
