@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from datetime import datetime
@@ -168,7 +169,7 @@ class Cluster:
             services=owned(lists["Service"], deployment.uid),
             stateful_sets=owned(lists["StatefulSet"], deployment.uid),
             config_maps=owned(lists["ConfigMap"], deployment.uid),
-            pods=tuple(lists["Pod"]),
+            pods=tuple(pod for pod in lists["Pod"] if is_of_workload(pod, deployment.name)),
             jobs=owned(lists["Job"], deployment.uid),
         )
 
@@ -256,6 +257,17 @@ def owner_reference(owner: InferenceDeployment) -> dict[str, Any]:
 def is_owned(manifest: Manifest, uid: str) -> bool:
     references = manifest["metadata"].get("ownerReferences") or []
     return any(reference.get("uid") == uid and reference.get("controller") for reference in references)
+
+
+def is_of_workload(pod: Manifest, name: str) -> bool:
+    """Whether a pod was made for one of the resource's StatefulSets or its Job, which may be gone by now. Labels alone
+    are anybody's: the leader of a group is sent the admin token."""
+    for reference in pod["metadata"].get("ownerReferences") or []:
+        kind, owner = reference.get("kind"), str(reference.get("name"))
+        is_group = kind == "StatefulSet" and re.fullmatch(rf"{re.escape(name)}-g\d+(-w)?", owner) is not None
+        if reference.get("controller") and (is_group or (kind == "Job" and owner == f"{name}-facts")):
+            return True
+    return False
 
 
 def owned(manifests: Iterable[Manifest], uid: str) -> tuple[Manifest, ...]:

@@ -58,7 +58,7 @@ def hold_of(group: Group) -> Hold | None:
         stored = json.loads(text)
         retry_at = parse_time(stored["retryAt"])
         return None if retry_at is None else Hold(int(stored["count"]), retry_at, str(stored["why"]))
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from trimtab_operator.builders.pod import CONTAINER
 from trimtab_operator.groups import Group, Manifest
 
 Life = tuple[str, int]
@@ -57,4 +58,5 @@ def incarnation_of(group: Group) -> Incarnation | None:
 
 def _life(pod: Manifest) -> Life:
     containers = (pod.get("status") or {}).get("containerStatuses") or []
-    return str(pod["metadata"].get("uid", "")), sum(int(c.get("restartCount") or 0) for c in containers)
+    engine = (c for c in containers if c.get("name") == CONTAINER)  # a mesh's own container is none of the engine's
+    return str(pod["metadata"].get("uid", "")), sum(int(c.get("restartCount") or 0) for c in engine)

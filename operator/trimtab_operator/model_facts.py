@@ -122,13 +122,21 @@ class Gate:
     is_open: bool = True
 
 
-def gate_of(deployment: InferenceDeployment, observed: Observed, *, revision: str, gpu: Gpu | None = None) -> Gate:
-    """`revision` is what the spec renders to. What runs it already is believed over what is predicted: an operator that
-    learned to read models, or to check layouts, disturbs no deployment that works.
+def gate_of(
+    deployment: InferenceDeployment,
+    observed: Observed,
+    *,
+    revision: str,
+    gpu: Gpu | None = None,
+    is_proven: bool = False,
+) -> Gate:
+    """`revision` is what the spec renders to. What runs it already, or has run it (`is_proven`), is believed over what
+    is predicted: an operator that learned to read models, or to check layouts, disturbs no deployment that works, and
+    one that was scaled to 0 comes back though the nodes that it ran on have gone meanwhile.
     """
     model = facts_state(deployment, observed)
     groups = [group for group in groups_of(observed) if group.revision == revision]
-    if any(group.is_ready for group in groups):
+    if is_proven or any(group.is_ready for group in groups):
         return Gate(model)
     if isinstance(model, NotUsable):
         return Gate(model, (Refusal("spec.model.uri", model.message),))

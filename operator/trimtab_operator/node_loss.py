@@ -7,11 +7,11 @@ group are given away once (docs/parallelism.md), and the Services know the new p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 
 from trimtab_operator.actions import Delete, delete_of
-from trimtab_operator.groups import Manifest, is_pod_ready, ordinal_of
+from trimtab_operator.groups import Manifest, is_pod_ready, is_terminating, ordinal_of
 from trimtab_operator.kube_time import parse_time
 from trimtab_operator.scheduling import node_of
 
@@ -20,7 +20,12 @@ LOST_SECONDS = 60.0  # NotReady for so long; Kubernetes itself takes about 40 s 
 
 def may_be_lost(pods: Iterable[Manifest]) -> bool:
     """Whether nodes are worth a look: the control plane says of every pod on a lost node that it is not ready."""
-    return any(node_of(pod) is not None and not is_pod_ready(pod) for pod in pods)
+    return any(ordinal_of(pod) is not None and node_of(pod) and not is_pod_ready(pod) for pod in pods)
+
+
+def _is_given_up(pod: Manifest) -> bool:
+    """Whether it was deleted without grace already, and a finalizer keeps it."""
+    return is_terminating(pod) and pod["metadata"].get("deletionGracePeriodSeconds") == 0
 
 
 def not_ready_since(nodes: Iterable[Manifest]) -> Mapping[str, datetime]:
@@ -34,13 +39,18 @@ def not_ready_since(nodes: Iterable[Manifest]) -> Mapping[str, datetime]:
     return found
 
 
-def pods_to_give_up(pods: Iterable[Manifest], nodes: Iterable[Manifest], now: datetime) -> tuple[Delete, ...]:
-    """The engine pods on nodes that have been NotReady for LOST_SECONDS. Their kubelet is not waited for."""
+def pods_to_give_up(pods: Iterable[Manifest], nodes: Collection[Manifest], now: datetime) -> tuple[Delete, ...]:
+    """The engine pods on nodes that have been NotReady for LOST_SECONDS. Their kubelet is not waited for.
+
+    Where most nodes are silent it is rather the control plane that is cut off: engines that may still serve are left.
+    """
     since = not_ready_since(nodes)
+    if 2 * len(since) > len(nodes):
+        return ()
     given_up = []
     for pod in pods:
         node = node_of(pod)
-        if ordinal_of(pod) is None or node is None or node not in since:
+        if ordinal_of(pod) is None or node is None or node not in since or _is_given_up(pod):
             continue
         seconds = (now - since[node]).total_seconds()
         if seconds >= LOST_SECONDS:

@@ -20,7 +20,7 @@ from kubernetes.aio.dynamic.exceptions import NotFoundError
 from trimtab_operator.actions import Action, Apply
 from trimtab_operator.admin_token import admin_token, token_hash
 from trimtab_operator.bounded_http import pod_url
-from trimtab_operator.cluster import Cluster
+from trimtab_operator.cluster import API_ERRORS, Cluster
 from trimtab_operator.conditions import Facts, Reason, TuningView, changed_conditions
 from trimtab_operator.engine_client import EngineClient, Layout, Patched
 from trimtab_operator.errors import InvalidSpec, NameTaken
@@ -35,7 +35,14 @@ from trimtab_operator.node_gpus import gpu_for, too_few_gpus
 from trimtab_operator.nodes import Nodes
 from trimtab_operator.plan import plan, plan_tuning_state
 from trimtab_operator.refusal import Refusal
-from trimtab_operator.rollback import Course, course_of, plan_rollout_state, stored_rollout
+from trimtab_operator.rollback import (
+    Course,
+    RolloutState,
+    course_of,
+    plan_rollout_state,
+    proven_deployment,
+    stored_rollout,
+)
 from trimtab_operator.spec import KIND, InferenceDeployment, ModelSource, Spec
 from trimtab_operator.status import status_of
 from trimtab_operator.tuner import Decision, Mode, Pace, TickResult, tick
@@ -55,6 +62,9 @@ GATHER_SECONDS = 0.2  # wake-ups come in bursts: one tick serves all
 
 class Gone(Exception):
     """The resource was deleted, or another one has its name: this loop has nothing left to do."""
+
+
+LEFT_AS_THEY_ARE = Course(RolloutState(), None)  # of a refused spec nothing is rendered; its pods are cared for
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +152,24 @@ class Reconciler:
         token = self._token(deployment)
         observed = await self._observe(deployment, memory)
         if refused:
+            await self._execute(deployment, await self._due(deployment, observed, token, LEFT_AS_THEY_ARE))
             facts = replace(facts_of_cluster(deployment, observed, token, renders=False), refusals=refused)
             await self._write_status(deployment, facts)
             return self.tick_seconds
         self.metrics.desired_replicas.labels(namespace=namespace, name=name).set(deployment.replicas)
-        if await self._execute(deployment, plan_facts(deployment, observed, now=self.clock())):
-            observed = await self._observe(deployment, memory)
+        unread: Exception | None = None
+        try:
+            if await self._execute(deployment, plan_facts(deployment, observed, now=self.clock())):
+                observed = await self._observe(deployment, memory)
+        except (*API_ERRORS, NameTaken) as error:
+            unread = error  # a quota, a policy, a name: engines that run need no reader, and are cared for first
         nodes = await self.nodes.present() if deployment.spec.runtime.device == "cuda" else None
         gpu = gpu_for(deployment, nodes or ())
-        gate = gate_of(deployment, observed, revision=revision_wanted(deployment, token), gpu=gpu)
+        revision = revision_wanted(deployment, token)
+        is_proven = self._proven_revision(deployment, observed, token, memory) == revision
+        gate = gate_of(deployment, observed, revision=revision, gpu=gpu, is_proven=is_proven)
         if gate.refusals:
+            await self._execute(deployment, await self._due(deployment, observed, token, LEFT_AS_THEY_ARE))
             facts = replace(facts_of_cluster(deployment, observed, token, renders=False), refusals=gate.refusals)
             await self._write_status(deployment, replace(facts, layout_refusals=gate.refusals))
             return self.tick_seconds
@@ -162,7 +180,19 @@ class Reconciler:
         facts = replace(facts, model=None if gate.is_open else gate.model, failed_change=course.failed)
         facts = replace(facts, target=course.target, too_few_gpus=too_few_gpus(deployment, nodes))
         status = await self._write_status(deployment, facts)
+        if unread is not None:
+            raise unread
         return BUSY_TICK_SECONDS if _is_moving(status) else self.tick_seconds
+
+    def _proven_revision(
+        self, deployment: InferenceDeployment, observed: Observed, token: str, memory: LoopMemory
+    ) -> str | None:
+        """What the last form that came up renders to."""
+        if memory.rollout is None:
+            memory.rollout = stored_rollout(deployment, observed, key=token)
+        proven = memory.rollout.proven
+        before = None if proven is None else proven_deployment(deployment, proven)
+        return None if before is None else revision_wanted(before, token)
 
     async def _choose_course(
         self, deployment: InferenceDeployment, observed: Observed, token: str, memory: LoopMemory, *, may_start: bool
@@ -170,10 +200,8 @@ class Reconciler:
         """What replicas are to run; remembered before it is acted upon."""
         groups = groups_of(observed)
         await self._learn_layouts(groups, token, memory)
-        if memory.rollout is None:
-            memory.rollout = stored_rollout(deployment, observed, key=token)
         course = course_of(
-            memory.rollout,
+            memory.rollout or RolloutState(),
             deployment,
             groups,
             memory.layouts_of(groups),
@@ -198,6 +226,8 @@ class Reconciler:
         """What the groups need, and what makes them as wanted."""
         care = await upkeep(self.cluster, observed, now=datetime.fromtimestamp(self.clock(), UTC))
         for note in care.notes:
+            if course.target is None and note.reason == "GaveBack":
+                continue  # that is done by rendering, and nothing is rendered now
             await self._event(deployment, "Warning", note.reason, note.message, note.key)
         if course.target is None:
             return care.deletions

@@ -9,10 +9,10 @@ from trimtab_operator.groups import Group, Observed, groups_of
 from trimtab_operator.incarnation import Incarnation, learned, torn
 
 
-def a_pod(role: str, uid: str, restarts: int = 0, *, ready: bool = True) -> dict[str, Any]:
+def a_pod(role: str, uid: str, restarts: int = 0, *, ready: bool = True, mesh: int = 0) -> dict[str, Any]:
     status = {
         "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
-        "containerStatuses": [{"restartCount": restarts}],
+        "containerStatuses": [{"name": "main", "restartCount": restarts}, {"name": "mesh", "restartCount": mesh}],
     }
     name = "m-g0-0" if role == LEADER else "m-g0-w-0"
     return {"metadata": {"name": name, "uid": uid, "labels": {GROUP_LABEL: "0", ROLE_LABEL: role}}, "status": status}
@@ -55,6 +55,12 @@ def test_a_worker_whose_container_restarted_counts_as_replaced() -> None:
     assert watching.sees(a_pod(LEADER, "l"), a_pod(WORKER, "w"))
     assert not watching.sees(a_pod(LEADER, "l"), a_pod(WORKER, "w", 1))
     assert watching.sees(a_pod(LEADER, "l", 1), a_pod(WORKER, "w", 1))
+
+
+def test_a_container_that_somebody_injected_may_restart() -> None:
+    watching = Watching()
+    assert watching.sees(a_pod(LEADER, "l"), a_pod(WORKER, "w"))
+    assert watching.sees(a_pod(LEADER, "l"), a_pod(WORKER, "w", mesh=1))
 
 
 def test_a_leader_that_starts_anew_may_find_the_same_workers_restarted() -> None:

@@ -299,6 +299,14 @@ def test_a_layout_whose_memory_the_gpu_does_not_have_starts_nothing() -> None:
     assert "L4" in str(refused[0])
 
 
+def test_what_has_run_comes_back_though_its_nodes_have_gone_meanwhile() -> None:
+    deployment = a_deployment(runtime={"device": "cuda", "image": "engine:1"}, engine={"gpuMemoryUtilization": "0.02"})
+    data = {SUBJECT_KEY: subject_of(deployment), FACTS_KEY: json.dumps(FACTS)}
+    observed = Observed(config_maps=({"metadata": {"name": "m-facts"}, "data": data},))
+    gate = gate_of(deployment, observed, revision="r1", gpu=gpu_named("L4"), is_proven=True)
+    assert (gate.is_open, gate.refusals) == (True, ())
+
+
 def test_what_runs_is_believed_over_what_is_predicted() -> None:
     deployment = a_deployment(parallelism={"tensor": 2})
     data = {SUBJECT_KEY: subject_of(deployment), FACTS_KEY: json.dumps(FACTS)}

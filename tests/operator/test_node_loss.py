@@ -49,6 +49,21 @@ def test_pods_on_a_node_that_is_lost_are_deleted_without_waiting_for_it(
     assert all(deletion.grace_seconds == 0 and "node two" in deletion.reason for deletion in given_up)
 
 
+def test_where_most_nodes_are_silent_the_control_plane_is_cut_off_and_engines_are_left_alone() -> None:
+    nodes = [a_node("one", "True", 9999), a_node("two", "Unknown", 999), a_node("three", "Unknown", 999)]
+    assert pods_to_give_up([a_pod("m-g0-0", "two")], nodes, NOW) == ()
+    assert pods_to_give_up([a_pod("m-g0-0", "two")], [*nodes, a_node("four", "True", 9999)], NOW) != ()
+
+
+def test_a_pod_that_a_finalizer_keeps_is_deleted_once() -> None:
+    pod = a_pod("m-g0-0", "two")
+    pod["metadata"] |= {"deletionTimestamp": timestamp(NOW), "deletionGracePeriodSeconds": 30}
+    nodes = [a_node("one", "True", 9999), a_node("two", "Unknown", 999)]
+    assert len(pods_to_give_up([pod], nodes, NOW)) == 1, "its kubelet will not end it"
+    pod["metadata"]["deletionGracePeriodSeconds"] = 0
+    assert pods_to_give_up([pod], nodes, NOW) == ()
+
+
 def test_pods_that_are_no_replicas_are_left_alone() -> None:
     pod = a_pod("m-facts-x", "two")
     del pod["metadata"]["labels"][GROUP_LABEL]

@@ -11,6 +11,7 @@ from typing import Any, cast
 import httpx
 import pytest
 from prometheus_client import generate_latest
+from trimtab_operator.actions import Apply
 from trimtab_operator.bounded_http import new_client
 from trimtab_operator.builders.config_map import facts_config_map
 from trimtab_operator.cluster import Cluster
@@ -19,6 +20,7 @@ from trimtab_operator.health import Heartbeats, OperatorMetrics
 from trimtab_operator.loop_view import LoopMemory
 from trimtab_operator.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
 from trimtab_operator.nodes import Nodes
+from trimtab_operator.plan import plan
 from trimtab_operator.reconciler import BUSY_TICK_SECONDS, Gone, Reconciler
 from trimtab_operator.spec import InferenceDeployment
 from trimtab_operator.tuner import Decision, Reason, TickResult, TunerState, Verdict
@@ -55,6 +57,9 @@ class FakeCluster:
 
         return Observed(of("Service"), of("StatefulSet"), of("ConfigMap"), tuple(self.pods), of("Job"))
 
+    async def list(self, kind: str, _namespace: str | None, *, selector: str | None = None) -> list[dict[str, Any]]:
+        return []
+
     async def apply(self, manifest: Mapping[str, Any], _owner: InferenceDeployment, *, is_new: bool) -> None:
         key = (manifest["kind"], manifest["metadata"]["name"])
         assert is_new == (key not in self.children)
@@ -64,8 +69,11 @@ class FakeCluster:
     async def delete(
         self, kind: str, _namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
     ) -> None:
-        assert self.children.pop((kind, name))["metadata"].get("uid", "") == uid
         self.writes += 1
+        if kind == "Pod":
+            self.pods = [pod for pod in self.pods if pod["metadata"]["name"] != name]
+            return
+        assert self.children.pop((kind, name))["metadata"].get("uid", "") == uid
 
     async def apply_status(self, _deployment: InferenceDeployment, status: Mapping[str, Any]) -> None:
         assert self.body is not None
@@ -99,6 +107,7 @@ def a_reconciler(cluster: FakeCluster, http: httpx.AsyncClient) -> Reconciler:
     )
 
 
+LONG_AGO, NOW = "1970-01-10T00:00:00Z", "1970-01-12T13:46:30Z"
 GOOD = {"model": {"uri": "file:///models/m"}, "runtime": {"device": "cpu"}}
 
 
@@ -161,6 +170,36 @@ async def test_a_refused_spec_creates_nothing_and_says_so(http: httpx.AsyncClien
     assert cluster.body is not None
     assert cluster.body["status"]["phase"] == "InvalidSpec"
     assert "hf://" in cluster.body["status"]["conditions"][0]["message"]
+
+
+@pytest.mark.parametrize("bad", [{"model": {"uri": "hf://a/b"}}, {"parallelism": {"tensor": 2, "gpusPerNode": 1}}])
+async def test_what_runs_is_cared_for_while_its_spec_is_refused(bad: dict[str, Any], http: httpx.AsyncClient) -> None:
+    """By its own rules or by the model's: SmolLM2's 9 heads. A leader that ends takes its worker along all the same."""
+    cluster = FakeCluster({**GOOD, "parallelism": {"pipeline": 2, "gpusPerNode": 1}}, knows_the_model=True)
+    deployment = InferenceDeployment.parse(cluster.body or {}, default_image="engine:1")
+    rendezvous = {"clusterIP": "10.0.0.1"}
+    manifests = plan(deployment, Observed(), admin_token_sha256="")
+    for action in manifests:
+        assert isinstance(action, Apply)
+        manifest = copy.deepcopy(dict(action.manifest))
+        cluster.children[manifest["kind"], manifest["metadata"]["name"]] = manifest
+        manifest["spec"] = {**manifest.get("spec", {}), **(rendezvous if manifest["kind"] == "Service" else {})}
+    await a_reconciler(cluster, http).tick("models", "m", "u-1", LoopMemory())
+    cluster.pods = [_pod_of(cluster, "m-g0", leaving=True), _pod_of(cluster, "m-g0-w")]
+    assert cluster.body is not None
+    cluster.body["spec"] = {**GOOD, **bad}
+    await a_reconciler(cluster, http).tick("models", "m", "u-1", LoopMemory())
+    assert cluster.body["status"]["phase"] == "InvalidSpec"
+    assert [pod["metadata"]["name"] for pod in cluster.pods] == ["m-g0-0"]
+    assert "RestartedAsOne" in cluster.events
+
+
+def _pod_of(cluster: FakeCluster, stateful_set: str, *, leaving: bool = False) -> dict[str, Any]:
+    labels = cluster.children["StatefulSet", stateful_set]["spec"]["template"]["metadata"]["labels"]
+    metadata = {"name": f"{stateful_set}-0", "uid": stateful_set, "labels": labels, "creationTimestamp": LONG_AGO}
+    if leaving:
+        metadata |= {"deletionTimestamp": NOW, "deletionGracePeriodSeconds": 45}
+    return {"metadata": metadata, "spec": {"nodeName": "one"}, "status": {}}
 
 
 async def test_a_spec_that_cannot_be_read_is_told_field_by_field(http: httpx.AsyncClient) -> None:

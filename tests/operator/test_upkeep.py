@@ -68,7 +68,8 @@ async def test_while_all_is_well_nothing_is_read() -> None:
 async def test_a_lost_node_is_told_and_its_pods_are_given_up() -> None:
     condition = {"type": "Ready", "status": "Unknown", "lastTransitionTime": LONG_AGO}
     node: dict[str, Any] = {"metadata": {"name": "two"}, "status": {"conditions": [condition]}}
-    cluster = FakeCluster(Node=[node])
+    well: dict[str, Any] = {"metadata": {"name": "one"}}
+    cluster = FakeCluster(Node=[well, node])
     pods = observed(a_pod(LEADER, "one"), a_pod(WORKER, "two", ready=False))
     care = await upkeep(cast("Cluster", cluster), pods, now=NOW)
     assert [(deletion.name, deletion.grace_seconds) for deletion in care.deletions] == [("m-g0-w-0", 0)]

@@ -24,7 +24,10 @@ RETRIES = 0  # of the Job itself: the operator reads the last words first and th
 DEADLINE_SECONDS = 3600  # headers are read in seconds; the rest is for a node that is still to come
 KEPT_SECONDS = 3600  # a result that nobody read, because no operator runs: long enough to look, then it is made again
 REQUESTS = {"cpu": "50m", "memory": "128Mi"}
-LIMITS = {"memory": "1Gi"}  # the headers of the largest checkpoints are some tens of MiB
+LIMITS = {
+    "cpu": "1",
+    "memory": "1Gi",
+}  # quotas may insist on both; the headers of the largest checkpoints are some tens of MiB
 
 
 def facts_job(deployment: InferenceDeployment, annotations: dict[str, str]) -> dict[str, Any]:

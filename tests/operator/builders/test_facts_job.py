@@ -81,5 +81,5 @@ def test_the_overlay_counts_where_a_reader_needs_it() -> None:
     assert template["metadata"]["annotations"] == {"sidecar": "no"}
     assert "team" not in template["metadata"]["labels"]
     assert "runtimeClassName" not in pod
-    assert main["resources"]["limits"] == {"memory": "1Gi"}
+    assert main["resources"]["limits"] == {"cpu": "1", "memory": "1Gi"}, "the reader needs as little as that"
     assert [variable["name"] for variable in main["env"]] == ["HOME"]
