@@ -22,6 +22,7 @@ from trimtab_operator.errors import InvalidSpec, TrimtabError
 from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu, gpu_named
+from trimtab_operator.model_argument import facts_of
 from trimtab_operator.spec import GROUP, KIND, VERSION, InferenceDeployment
 
 EXIT_FAILED = 1
@@ -123,8 +124,11 @@ def validate(
     file: File,
     default_image: DefaultImage = None,
     facts: Annotated[
-        Path | None,
-        typer.Option(help="What `trimtab-engine inspect MODEL -o json` printed: the layout is checked against it."),
+        str | None,
+        typer.Option(
+            help="The model that the layout is checked against: a folder with a config.json, such a file, or what "
+            "`trimtab-engine inspect MODEL -o json` printed; - reads standard input."
+        ),
     ] = None,
     gpu: Annotated[
         str | None, typer.Option(help="With --facts: check too whether the layout fits the memory of such GPUs.")
@@ -132,6 +136,8 @@ def validate(
     output: Annotated[Output, typer.Option("--output", "-o", help="text or json.")] = Output.TEXT,
 ) -> None:
     """Say what the webhook would say, without a cluster. Exit code 2 when something is refused."""
+    if facts == "-" and str(file) == "-":
+        _refuse("--facts: standard input holds the resources (--file -); give one of the two as a file")
     model, device = None if facts is None else _facts(facts), None if gpu is None else _gpu(gpu)
     if gpu is not None and facts is None:
         _refuse("--gpu: what fits depends on the model; give --facts as well")
@@ -199,11 +205,11 @@ def _resources(file: Path) -> list[dict[str, Any]]:
     return [_as_sent(body) for body in found]
 
 
-def _facts(file: Path) -> ModelFacts:
+def _facts(model: str) -> ModelFacts:
     try:
-        return ModelFacts.parse(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError) as error:
-        return _refuse(f"{file} cannot be read as model facts: {error}")  # type: ignore[no-any-return]
+        return facts_of(model)
+    except ValueError as error:
+        return _refuse(f"--facts: {error}")  # type: ignore[no-any-return]
 
 
 def _gpu(name: str) -> Gpu:

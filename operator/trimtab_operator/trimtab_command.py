@@ -6,23 +6,22 @@ import json
 import sys
 from dataclasses import replace
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
-from trimtab_operator.layout.config_facts import facts_of_config
+from trimtab_operator.layout.check import longer_than_positions, no_such_arithmetic
 from trimtab_operator.layout.cost import NETWORK_GIGABITS, Hardware
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import GPUS, Gpu, gpu_named
 from trimtab_operator.layout.memory_fit import Envelope, kv_dtype_bytes
 from trimtab_operator.layout.ranking import Cluster, Load, rank_layouts
 from trimtab_operator.layout_report import Planned, heading, legend, refused_table, rows_table, to_json
+from trimtab_operator.model_argument import facts_of
 
 EXIT_NO_LAYOUT = 1
-EXIT_REFUSED = 2  # the input cannot be read
-MAX_FACTS_BYTES = 1 << 20
+EXIT_REFUSED = 2  # the input cannot be read, or asks for what cannot be
 PIPED_WIDTH = 160  # columns of the table where there is no terminal to ask
 
 app = typer.Typer(
@@ -48,6 +47,8 @@ class KvDtype(StrEnum):
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     FP8 = "fp8"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
 
 
 class Quantization(StrEnum):
@@ -89,7 +90,10 @@ def plan(
     quantization: Annotated[
         Quantization | None, typer.Option(help="Quantise the weights as they load. Default: as they are stored.")
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of an average request.")] = 1024,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompt tokens of an average request. Default: 1024, or the model's positions."),
+    ] = None,
     output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of an average request.")] = 256,
     network_gigabits: Annotated[
         float, typer.Option(min=0.1, help="Network between nodes: Gbit/s per GPU and direction.")
@@ -106,9 +110,14 @@ def plan(
 ) -> None:
     """Rank the layouts of a model over GPUs, each with its KV cache, its estimated speed and its reason.
 
-    Exit code 1 when no layout works, 2 when the input cannot be read.
+    Exit code 1 when no layout works, 2 when the input cannot be read or asks for what cannot be.
     """
     device, facts = _gpu(gpu), _facts(model)
+    _refuse_what_cannot_be(
+        ("--max-model-len", longer_than_positions(max_model_len, facts)),
+        ("--prompt-tokens", longer_than_positions(prompt_tokens, facts)),
+        ("--kv-cache-dtype", no_such_arithmetic(kv_cache_dtype.value, device)),
+    )
     envelope = _envelope(facts, device, gpu_memory_utilization)
     envelope = replace(
         envelope,
@@ -121,7 +130,8 @@ def plan(
     cluster = Cluster(
         hardware=Hardware(gpu=device, network_gigabits=network_gigabits), gpus_per_node=gpus_per_node, nodes=nodes
     )
-    load = Load(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    load = Load(output_tokens=output_tokens)
+    load = replace(load, prompt_tokens=prompt_tokens or min(load.prompt_tokens, facts.max_model_len))
     ranking = rank_layouts(facts, cluster, envelope, load=load, objective=objective.value)
     planned = Planned(
         facts=facts, cluster=cluster, envelope=envelope, load=load, objective=objective.value, ranking=ranking
@@ -167,34 +177,17 @@ def _envelope(facts: ModelFacts, gpu: Gpu, utilization: str) -> Envelope:
 
 
 def _facts(model: str) -> ModelFacts:
-    """Facts as inspect prints them, or a config.json; which of the two the keys tell."""
-    where, text = _read(model)
     try:
-        values = json.loads(text)
+        return facts_of(model)
     except ValueError as error:
-        _refuse(f"{where}: is not JSON ({error}); give a config.json, or what `trimtab-engine inspect -o json` prints")
-    if not isinstance(values, dict):
-        _refuse(f"{where}: holds no JSON object")
-    try:
-        return ModelFacts.parse(values) if "architecture" in values else facts_of_config(values, model)
-    except ValueError as error:
-        _refuse(f"{where}: {error}")
+        _refuse(str(error))
 
 
-def _read(model: str) -> tuple[str, str]:
-    """The name of what was read, and its text."""
-    if model == "-":
-        return "standard input", sys.stdin.read(MAX_FACTS_BYTES)
-    path = Path(model.removeprefix("file://"))
-    if path.is_dir():
-        path /= "config.json"
-    try:
-        if path.stat().st_size > MAX_FACTS_BYTES:
-            _refuse(f"{path}: is too large for a config.json or facts; of a GGUF file give what `inspect` prints")
-        return str(path), path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no text"
-        _refuse(f"{path}: cannot be read: {reason}; give a folder with a config.json, or the facts that inspect prints")
+def _refuse_what_cannot_be(*flags: tuple[str, str | None]) -> None:
+    """What `trimtab-operator validate` would refuse; each flag with what is wrong with it."""
+    wrong = [f"{flag}: {message}" for flag, message in flags if message is not None]
+    if wrong:
+        _refuse("\n".join(wrong))
 
 
 def _refuse(message: str) -> NoReturn:

@@ -72,4 +72,19 @@ def test_facts_of_the_model_judge_the_layout(tmp_path: Path) -> None:
     assert "spec.parallelism.tensor: is 2, which does not divide num_attention_heads 9" in result.output
     nothing = CliRunner().invoke(app, ["validate", "-f", str(file), "--facts", str(tmp_path / "absent")])
     assert nothing.exit_code == 2
-    assert "cannot be read as model facts" in nothing.output
+    assert "cannot be read: No such file or directory; give a folder with a config.json" in nothing.output
+
+
+@pytest.mark.parametrize("form", ["folder", "file", "standard input"])
+def test_facts_are_taken_of_a_configuration_as_plan_takes_it(form: str, tmp_path: Path) -> None:
+    configs = json.loads((Path(__file__).parents[1] / "golden" / "published_configs.json").read_text())
+    file, config = tmp_path / "resource.yaml", tmp_path / "config.json"
+    config.write_text(json.dumps(configs["SmolLM2-135M"]), encoding="utf-8")
+    file.write_text(f"{HEAD}metadata: {{name: m}}\nspec: {{{SPEC}, parallelism: {{tensor: 2}}}}", encoding="utf-8")
+    facts = {"folder": str(tmp_path), "file": str(config), "standard input": "-"}[form]
+    result = CliRunner().invoke(app, ["validate", "-f", str(file), "--facts", facts], input=config.read_text())
+    assert result.exit_code == 2
+    assert "which does not divide num_attention_heads 9" in result.output
+    both = CliRunner().invoke(app, ["validate", "-f", "-", "--facts", "-"], input=config.read_text())
+    assert both.exit_code == 2
+    assert "--facts: standard input holds the resources" in both.output

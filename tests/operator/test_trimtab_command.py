@@ -82,6 +82,13 @@ def test_an_architecture_that_the_engine_does_not_run_is_planned_with_a_note(tmp
         (["--gpu", "H300"], "--gpu: GPU 'H300' is not known"),
         (["--gpu", "H100", "--gpu-memory-utilization", "1.5"], "'1.5' is no share"),
         (["--gpu", "H100", "--gpu-memory-utilization", "nan"], "'nan' is no share"),
+        (
+            ["--gpu", "H100", "--max-model-len", "131073"],
+            "--max-model-len: is 131073, but the model's positions allow 1 to 131072",
+        ),
+        (["--gpu", "H100", "--prompt-tokens", "131073"], "--prompt-tokens: is 131073, but the model's positions"),
+        (["--gpu", "A100", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype: is fp8, which A100-80 does not have"),
+        (["--gpu", "A100", "--kv-cache-dtype", "fp8_e4m3"], "use fp8_e5m2 or auto"),
     ],
 )
 def test_options_that_cannot_be_end_with_2(folder: Path, arguments: list[str], message: str) -> None:
@@ -90,11 +97,23 @@ def test_options_that_cannot_be_end_with_2(folder: Path, arguments: list[str], m
     assert message in result.stderr
 
 
+def test_an_fp8_cache_that_is_converted_is_planned_on_any_gpu(folder: Path) -> None:
+    result = plan(str(folder), "--gpu", "A100", "--kv-cache-dtype", "fp8_e5m2", "--max-model-len", "8192", "-o", "json")
+    assert json.loads(result.stdout)["assumed"]["kv_dtype_bytes"] == 1
+
+
+def test_a_model_with_few_positions_is_planned_with_prompts_that_it_takes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-3.1-8B"] | {"max_position_embeddings": 512}))
+    result = plan(str(tmp_path), "--gpu", "H100", "-o", "json")
+    assert json.loads(result.stdout)["assumed"]["prompt_tokens"] == 512
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "is not JSON"),
         ("[]", "holds no JSON object"),
+        ("[" * 100_000, "is not JSON"),
         ("{}", "architecture None is not known"),
         ('{"architecture": "LlamaForCausalLM"}', "weights_by_part is None"),
         (None, "cannot be read: No such file or directory; give a folder with a config.json"),

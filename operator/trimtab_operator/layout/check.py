@@ -51,7 +51,20 @@ def layout_problems(
     if by_rule or gpu is None or envelope is None:
         return by_rule
     fit = memory_fit(facts, parallelism, gpu, envelope)
-    return () if fit.fits else (_does_not_fit(parallelism, fit, gpu, envelope),)
+    return () if fit.fits else (_does_not_fit(parallelism, facts, fit, gpu, envelope),)
+
+
+def longer_than_positions(asked: int | None, facts: ModelFacts) -> str | None:
+    """What is wrong with so many tokens; None: nothing."""
+    most = facts.max_model_len
+    return None if asked is None or asked <= most else f"is {asked}, but the model's positions allow 1 to {most}"
+
+
+def no_such_arithmetic(kv_cache_dtype: str | None, gpu: Gpu) -> str | None:
+    """The engine refuses fp8_e4m3 (which fp8 means) on GPUs without it; fp8_e5m2 is converted on any."""
+    if kv_cache_dtype not in ("fp8", "fp8_e4m3") or gpu.fp8_flops is not None:
+        return None
+    return f"is {kv_cache_dtype}, which {gpu.name} does not have; use fp8_e5m2 or auto"
 
 
 def _not_run(facts: ModelFacts) -> Refusal:
@@ -61,19 +74,18 @@ def _not_run(facts: ModelFacts) -> Refusal:
 
 
 def _longer_than_positions(spec: Spec, facts: ModelFacts) -> Iterator[Refusal]:
-    asked, most = spec.engine.max_model_len, facts.max_model_len
-    if asked is not None and asked > most:
-        yield Refusal("spec.engine.maxModelLen", f"is {asked}, but the model's positions allow 1 to {most}")
+    message = longer_than_positions(spec.engine.max_model_len, facts)
+    if message is not None:
+        yield Refusal("spec.engine.maxModelLen", message)
 
 
 def _no_such_arithmetic(spec: Spec, gpu: Gpu | None) -> Iterator[Refusal]:
-    """The engine refuses fp8_e4m3 (which fp8 means) on GPUs without it; fp8_e5m2 is converted on any."""
-    asked = spec.engine.kv_cache_dtype
-    if asked in ("fp8", "fp8_e4m3") and gpu is not None and gpu.fp8_flops is None:
-        yield Refusal("spec.engine.kvCacheDtype", f"is {asked}, which {gpu.name} does not have; use fp8_e5m2 or auto")
+    message = None if gpu is None else no_such_arithmetic(spec.engine.kv_cache_dtype, gpu)
+    if message is not None:
+        yield Refusal("spec.engine.kvCacheDtype", message)
 
 
-def _does_not_fit(parallelism: Parallelism, fit: MemoryFit, gpu: Gpu, envelope: Envelope) -> Problem:
+def _does_not_fit(parallelism: Parallelism, facts: ModelFacts, fit: MemoryFit, gpu: Gpu, envelope: Envelope) -> Problem:
     """The tightest rank's sum, against what the utilisation leaves it; and what else than a layout would help."""
     rank = fit.tightest
     shape, given = rank.shape, rank.capacity.requested_bytes
@@ -85,19 +97,22 @@ def _does_not_fit(parallelism: Parallelism, fit: MemoryFit, gpu: Gpu, envelope: 
         f"{_gib(rest)} of activations, graphs and others; of the GPU's {_gib(gpu.memory_bytes)} "
         f"({gpu.name}) gpuMemoryUtilization {envelope.gpu_memory_utilization} gives it {_gib(given)}"
     )
-    remedies = ["set more tensor or pipeline ranks"]
+    remedies = [f"set more {'tensor, pipeline or data' if facts.is_mixture else 'tensor or pipeline'} ranks"]
     if fit.longest_model_len:
         remedies.append(f"set maxModelLen to {fit.longest_model_len} or less")
     if fit.min_utilization is not None:
         remedies.append(f"raise gpuMemoryUtilization to {fit.min_utilization}")
     degrees = f"tensor {parallelism.tensor} × pipeline {parallelism.pipeline}"
+    degrees += f" × data {parallelism.data}" if facts.is_mixture else ""  # of a dense model data divides nothing
     return Problem("spec.parallelism", degrees, ", or ".join(remedies), reason)
 
 
 def _offered(offers: tuple[Offer, ...], gpu: Gpu | None) -> str:
     if offers:
         return f"The nearest layouts that work: {'; '.join(map(str, offers))}"
-    return "No layout of this model works" + (f" on {gpu.name} GPUs" if gpu is not None else "")
+    if gpu is None:
+        return "No layout of this model works"
+    return f"On {gpu.name} GPUs no layout works with this gpuMemoryUtilization and maxModelLen"
 
 
 def _gib(num_bytes: int) -> str:

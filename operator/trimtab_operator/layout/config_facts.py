@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts, WeightsByPart
+from trimtab_operator.layout.stored_weights import FP8_BLOCK
 
 RUN_BY_THE_ENGINE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 PLANNED_ONLY = (
@@ -21,6 +22,8 @@ PLANNED_ONLY = (
     "Llama4ForConditionalGeneration",
     "Llama4ForCausalLM",
 )
+MAX_COUNT = 1 << 40  # products of several such numbers stay floats
+MAX_LAYERS = 10_000  # mixtures list theirs one by one
 SCALE_BYTES = 4  # of a block-quantised weight: one float32 per block
 
 
@@ -48,10 +51,14 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
     architecture = _architecture(config)
     inner = config.get("text_config")
     words = {**config, **inner} if isinstance(inner, Mapping) else config
-    hidden, num_layers = _count(words, "hidden_size"), _count(words, "num_hidden_layers")
+    hidden, num_layers = _count(words, "hidden_size"), _count(words, "num_hidden_layers", most=MAX_LAYERS)
     heads = _count(words, "num_attention_heads")
     kv_heads = _count(words, "num_key_value_heads", default=heads)
     is_latent = words.get("kv_lora_rank") is not None
+    if heads % kv_heads and not is_latent:
+        raise ValueError(
+            f"config.json: num_attention_heads is {heads}; a multiple of num_key_value_heads {kv_heads} is needed"
+        )
     head_size = _count(words, "head_dim", default=max(1, hidden // heads))
     if is_latent:  # a query's: with and without rotation
         head_size = _count(words, "qk_nope_head_dim") + _count(words, "qk_rope_head_dim")
@@ -62,6 +69,11 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
         else _attention(words, architecture, hidden, heads, kv_heads, head_size)
     )
     mixture = _mixture(words, architecture, num_layers)
+    if mixture is not None and mixture.per_token > mixture.num_experts:
+        raise ValueError(
+            f"config.json: num_experts_per_tok is {mixture.per_token}; at most {mixture.num_experts}, "
+            "the number of experts, is needed"
+        )
     num_dense = num_layers if mixture is None else len(mixture.dense_layers)
     num_mixtures = num_layers - num_dense
     mlp_width = _count(words, "intermediate_size_mlp", default=_count(words, "intermediate_size"))
@@ -93,7 +105,7 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
     return ModelFacts(
         model=model,
         architecture=architecture,
-        supported=architecture in RUN_BY_THE_ENGINE and _is_run(config.get("quantization_config")),
+        supported=architecture in RUN_BY_THE_ENGINE and _is_run(config.get("quantization_config"), head_size),
         num_layers=num_layers,
         hidden_size=hidden,
         intermediate_size=mlp_width,
@@ -161,7 +173,7 @@ def _mixture(words: Mapping[str, Any], architecture: str, num_layers: int) -> _M
     layers = range(num_layers)
     if architecture == "Qwen3MoeForCausalLM":
         step = _count(words, "decoder_sparse_step", default=1)
-        listed = set(words.get("mlp_only_layers") or ())
+        listed = _layers(words, "mlp_only_layers")
         key = "num_experts" if "num_experts" in words else "num_local_experts"
         dense = tuple(n for n in layers if n in listed or (n + 1) % step)
         return _Mixture(
@@ -191,22 +203,52 @@ def _quantization(config: Mapping[str, Any], dtype_bytes: int) -> tuple[str | No
     scheme = config.get("quantization_config")
     if scheme is None:
         return None, dtype_bytes
-    method = scheme.get("quant_method") if isinstance(scheme, Mapping) else scheme
+    if not isinstance(scheme, Mapping):
+        raise ValueError(f"config.json: quantization_config is {scheme!r}; an object is needed")
+    method = scheme.get("quant_method")
     if method != "fp8":
         raise ValueError(f"config.json: quant_method {method!r} is not known; only 'fp8' is")
     block = scheme.get("weight_block_size")
-    return "fp8", 1 + (SCALE_BYTES / (block[0] * block[1]) if block else 0)
+    if block is None:
+        return "fp8", 1
+    if not isinstance(block, list) or len(block) != 2 or not all(_is_whole(n) and 0 < n <= MAX_COUNT for n in block):
+        raise ValueError(
+            f"config.json: quantization_config: weight_block_size is {block!r}; a list of two whole numbers of 1 or "
+            f"more, such as [{FP8_BLOCK}, {FP8_BLOCK}], is needed"
+        )
+    return "fp8", 1 + SCALE_BYTES / (block[0] * block[1])
 
 
-def _is_run(scheme: Any) -> bool:
-    """Whether the engine runs weights that are stored so: as they are, or as fp8 in blocks of 128 x 128."""
-    return scheme is None or scheme.get("weight_block_size") == [128, 128]
+def _is_run(scheme: Mapping[str, Any] | None, head_size: int) -> bool:
+    """Whether the engine runs weights that are stored so: as they are, or as fp8 in blocks of 128 x 128 in the one form
+    that it knows, of which a head is a whole part.
+    """
+    if scheme is None:
+        return True
+    known = (("activation_scheme", "dynamic"), ("fmt", "e4m3"), ("scale_fmt", None))
+    is_known = all(scheme.get(key, value) == value for key, value in known)
+    return is_known and scheme.get("weight_block_size") == [FP8_BLOCK, FP8_BLOCK] and FP8_BLOCK % head_size == 0
 
 
-def _count(words: Mapping[str, Any], key: str, *, default: int | None = None, least: int = 1) -> int:
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _layers(words: Mapping[str, Any], key: str) -> set[int]:
+    value = words.get(key)
+    if value is not None and not (isinstance(value, list) and all(_is_whole(n) for n in value)):
+        raise ValueError(f"config.json: {key} is {value!r}; a list of whole numbers is needed")
+    return set(value or ())
+
+
+def _count(
+    words: Mapping[str, Any], key: str, *, default: int | None = None, least: int = 1, most: int = MAX_COUNT
+) -> int:
     value = words.get(key)
     if value is None and default is not None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"config.json: {key} is {value!r}; a whole number of {least} or more is needed")
+    if value > most:
+        raise ValueError(f"config.json: {key} is {value}; a whole number of {least} to {most} is needed")
     return value

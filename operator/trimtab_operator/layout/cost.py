@@ -96,18 +96,18 @@ def decode_step(
 ) -> StepCost:
     """A step in which each of an engine's `batch` requests, of `context` tokens on average, gets its next token.
 
-    With stages, as many steps are in flight, each with its share of the requests.
+    Each of the steps in flight has its share of the requests.
     """
-    stages = parallelism.pipeline
-    tokens = max(1.0, batch / stages)
+    in_flight = _steps_in_flight(facts, parallelism)
+    tokens = max(1.0, batch / in_flight)
     costs = [
         _stage_cost(facts, parallelism, hardware, stage, tokens, context, kv_dtype_bytes)
         for stage in stages_of(facts, parallelism)
     ]
     times = [work + exchange for work, exchange in costs]
-    slowest = max(range(stages), key=times.__getitem__)
-    in_flight = min(batch, stages)  # as long as fewer requests run than there are stages, one step follows the other
-    cycle = in_flight * times[slowest] / (PIPELINE_BALANCE if stages > 1 else 1)
+    slowest = max(range(len(times)), key=times.__getitem__)
+    filled = min(batch, in_flight)  # as long as fewer requests run than there are stages, one step follows the other
+    cycle = filled * times[slowest] / (PIPELINE_BALANCE if in_flight > 1 else 1)
     return StepCost(seconds=max(sum(times), cycle), work_seconds=costs[slowest][0], exchange_seconds=costs[slowest][1])
 
 
@@ -119,7 +119,13 @@ def prefill_seconds_per_token(
         sum(_stage_cost(facts, parallelism, hardware, stage, chunk, context, None, is_prefill=True))
         for stage in stages_of(facts, parallelism)
     ]
-    return max(costs) / chunk / (PIPELINE_BALANCE if parallelism.pipeline > 1 else 1)
+    alone = _steps_in_flight(facts, parallelism) == 1
+    return (sum(costs) if alone else max(costs) / PIPELINE_BALANCE) / chunk
+
+
+def _steps_in_flight(facts: ModelFacts, parallelism: Parallelism) -> int:
+    """As many as there are stages; engines that step together agree on each step before it begins, and have one."""
+    return 1 if facts.is_mixture and parallelism.data > 1 else parallelism.pipeline
 
 
 def _stage_cost(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
+MAX_COUNT = 1 << 62  # of whole weights in bytes, too; what is larger no range counts
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -119,6 +120,16 @@ class ModelFacts:
         )
         if found.dtype not in DTYPE_BYTES:
             raise ValueError(f"model facts: dtype is {found.dtype!r}, not one of {', '.join(DTYPE_BYTES)}")
+        if num_experts and found.num_experts_per_token > num_experts:
+            raise ValueError(
+                f"model facts: num_experts_per_token is {found.num_experts_per_token}; at most num_experts "
+                f"{num_experts} is needed"
+            )
+        if found.num_attention_heads % found.num_kv_heads and not found.latent_kv_size:
+            raise ValueError(
+                f"model facts: num_attention_heads is {found.num_attention_heads}; a multiple of num_kv_heads "
+                f"{found.num_kv_heads} is needed"
+            )
         if any(low >= high for low, high in pairwise((*found.dense_layers, found.num_layers))):
             raise ValueError(f"model facts: dense_layers must ascend and stay below num_layers {found.num_layers}")
         if found.weights_bytes != reader.count("weights_bytes", least=1):
@@ -169,6 +180,8 @@ class _Reader:
         value = self._values.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self._error(key, f"a whole number of {least} or more")
+        if value > MAX_COUNT:
+            raise self._error(key, f"a whole number of {least} to {MAX_COUNT}")
         return value
 
     def counts(self, key: str) -> tuple[int, ...]:

@@ -25,8 +25,9 @@ def absurd_facts(random: Random) -> ModelFacts:
 
     num_layers, num_experts = random.choice([1, 2, 7, 126, 10_000, number(1)]), random.choice([0, 0, 1, 8, number()])
     parts = {part.name: number() for part in fields(WeightsByPart)} | {"attention": number(1)}
+    kv_heads, per_token = number(1), number(min(1, num_experts))
     dense = sorted(random.sample(range(min(num_layers, 200)), min(3, num_layers))) if num_experts else []
-    names = ("hidden_size", "num_attention_heads", "num_kv_heads", "head_size", "vocab_size", "max_model_len")
+    names = ("hidden_size", "head_size", "vocab_size", "max_model_len")
     return ModelFacts.parse(
         {
             **{name: number(1) for name in (*names, "num_parameters")},
@@ -34,12 +35,14 @@ def absurd_facts(random: Random) -> ModelFacts:
             "architecture": "LlamaForCausalLM",
             "supported": True,
             "num_layers": num_layers,
+            "num_kv_heads": kv_heads,
+            "num_attention_heads": kv_heads * random.choice([1, 2, 3, 8, 2**20]),
             "intermediate_size": number(),
             "dtype": random.choice(["float32", "bfloat16"]),
             "quantization": random.choice([None, "fp8", "another"]),
             "tie_word_embeddings": random.random() < 0.5,
             "num_experts": num_experts,
-            "num_experts_per_token": number(min(1, num_experts)),
+            "num_experts_per_token": min(per_token, num_experts) if num_experts else per_token,
             "moe_intermediate_size": number(min(1, num_experts)),
             "dense_layers": dense,
             "latent_kv_size": random.choice([0, 0, 1, 576, number()]),

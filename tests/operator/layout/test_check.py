@@ -177,3 +177,18 @@ def test_offers_for_published_models_pass_the_check(published: Published, a_spec
         assert check_layout(a_spec(facts, engine={"maxModelLen": 4096}, **layout), facts, gpu) == ()
         assert offer.fit is not None
         assert offer.fit.kv_tokens >= 4096
+
+
+def test_a_mixture_that_is_too_large_is_refused_with_its_data_ranks(published: Published, a_spec: ASpec) -> None:
+    facts = published("Qwen3-235B-A22B")
+    (refusal,) = check_layout(a_spec(facts, tensor=2, data=2, gpusPerNode=4), facts, gpu_named("H100"))
+    assert refusal.message.startswith("is tensor 2 × pipeline 1 × data 2, but a rank needs")
+    assert "set more tensor, pipeline or data ranks" in refusal.message
+
+
+def test_where_no_layout_has_room_the_settings_are_named_not_the_model(published: Published, a_spec: ASpec) -> None:
+    facts = published("Llama-3.1-8B")
+    spec = a_spec(facts, engine={"gpuMemoryUtilization": "0.01"})
+    (refusal,) = check_layout(spec, facts, gpu_named("H100"))
+    assert "raise gpuMemoryUtilization to" in refusal.message
+    assert refusal.message.endswith("On H100 GPUs no layout works with this gpuMemoryUtilization and maxModelLen")

@@ -83,3 +83,72 @@ def test_what_the_engine_runs_is_what_the_engine_says_it_runs() -> None:
 def test_what_is_wrong_with_a_configuration_is_named(configs: Configs, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         facts_of_config(configs["Llama-3.1-8B"] | changes, "m")
+
+
+BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok is 129; at most 128, the number of experts, is needed"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers is 10{30}; a whole number of 1 to 10000"),
+        ({"hidden_size": 10**30}, "hidden_size is 10{30}; a whole number of 1 to"),
+        ({"num_key_value_heads": 5}, "num_attention_heads is 64; a multiple of num_key_value_heads 5 is needed"),
+        ({"mlp_only_layers": 5}, "mlp_only_layers is 5; a list of whole numbers"),
+        ({"mlp_only_layers": ["5"]}, "a list of whole numbers is needed"),
+        ({"quantization_config": "fp8"}, "quantization_config is 'fp8'; an object is needed"),
+        *(
+            (
+                {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}},
+                "a list of two whole numbers",
+            )
+            for block in ([0, 0], [128], "128", [128, -128], [128, 1.5])
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_mixture_or_its_storage_is_named(
+    configs: Configs, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        facts_of_config(configs["Qwen3-235B-A22B"] | changes, "m")
+
+
+@pytest.mark.parametrize(
+    ("changes", "runs"),
+    [
+        ({}, True),
+        ({"activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": None}, True),
+        ({"activation_scheme": "static"}, False),
+        ({"fmt": "e5m2"}, False),
+        ({"scale_fmt": "ue8m0"}, False),
+        ({"weight_block_size": [64, 128]}, False),
+        ({"weight_block_size": None}, False),
+    ],
+)
+def test_of_fp8_forms_only_what_the_engine_reads_is_said_to_run(
+    configs: Configs, changes: dict[str, Any], runs: bool
+) -> None:
+    """The engine's own judgement is beside it."""
+    from trimtab_engine.errors import ModelError
+    from trimtab_engine.quantization import stored_quantization
+
+    config = configs["Llama-3.1-8B"] | {"quantization_config": BLOCK_FP8 | changes}
+    assert facts_of_config(config, "m").supported is runs
+    try:
+        stored_quantization(config, "m")
+    except ModelError:
+        assert not runs
+    else:
+        assert runs
+
+
+def test_heads_that_do_not_divide_an_fp8_block_are_said_not_to_run(configs: Configs) -> None:
+    config = configs["Llama-3.1-8B"] | {"quantization_config": BLOCK_FP8}
+    assert not facts_of_config(config | {"head_dim": 96}, "m").supported
+    assert facts_of_config(config | {"head_dim": 64}, "m").supported
+    assert facts_of_config(configs["Llama-3.1-8B"] | {"head_dim": 96}, "m").supported
+
+
+def test_heads_of_a_latent_cache_need_no_kv_heads(configs: Configs) -> None:
+    assert facts_of_config(configs["DeepSeek-V3"] | {"num_key_value_heads": 7}, "m").latent_kv_size == 576

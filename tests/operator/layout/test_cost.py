@@ -93,3 +93,22 @@ def test_a_faster_gpu_or_network_never_slows_a_step(published: Published) -> Non
     gpu = decode_step(facts, parallelism, Hardware(gpu=gpu_named("B200")), batch=64, context=1024)
     assert network.seconds <= slow.seconds
     assert gpu.seconds < slow.seconds
+
+
+def test_stages_of_engines_that_step_together_follow_each_other_with_the_whole_batch(published: Published) -> None:
+    """One step at a time (docs/parallelism.md): its two stages read and compute together what one stage would."""
+    facts = published("Qwen3-235B-A22B")
+    whole, stages = Parallelism(data=4), Parallelism(data=4, pipeline=2)
+    one, two = (decode_step(facts, p, H200, batch=64, context=1024) for p in (whole, stages))
+    assert two.seconds == pytest.approx(one.seconds, rel=0.02)
+    assert two.work_seconds == pytest.approx(one.work_seconds / 2, rel=0.05)
+    first, second = (prefill_seconds_per_token(facts, p, H200, chunk=8192, context=512) for p in (whole, stages))
+    assert second == pytest.approx(first, rel=0.02)
+
+
+def test_stages_of_one_engine_work_on_steps_of_their_own(published: Published) -> None:
+    facts = published("Qwen3-235B-A22B")
+    one, two = (
+        prefill_seconds_per_token(facts, Parallelism(pipeline=n), H200, chunk=8192, context=512) for n in (1, 2)
+    )
+    assert two == pytest.approx(one / 2 / 0.85, rel=0.05)

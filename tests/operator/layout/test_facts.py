@@ -63,6 +63,12 @@ def test_facts_survive_the_way_through_json() -> None:
         ({"dense_layers": [0, 0]}, "dense_layers must ascend"),
         ({"dense_layers": [2]}, "stay below num_layers 2"),
         ({"supported": "yes"}, "supported is 'yes'"),
+        ({"num_layers": 10**30}, "num_layers is 10{30}; a whole number of 1 to"),
+        ({"num_kv_heads": 3}, "num_attention_heads is 2; a multiple of num_kv_heads 3 is needed"),
+        (
+            {"num_experts": 4, "num_experts_per_token": 5, "moe_intermediate_size": 8},
+            "num_experts_per_token is 5; at most num_experts 4",
+        ),
         ({"num_experts": 4}, "num_experts_per_token is 0"),
         ({"weights_bytes": 1}, "adds up to 2000, weights_bytes is 1"),
         ({"weights_by_part": None}, "weights_by_part is None"),
