@@ -7,7 +7,6 @@ in nothing; modes 1 and 2, which are torch.compile and nothing else, are refused
 Knows no tensor: the API server's process reads it as well.
 """
 
-import json
 from collections.abc import Mapping
 from enum import Enum, IntEnum
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 
 from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.json_flags import convert_fields, read_json
 
 FLAG = "--compilation-config"
 MAX_CAPTURE_SIZE = 1 << 16  # tokens; far above any batch whose launches still show
@@ -136,10 +136,7 @@ class CompilationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_compilation_json(text: str) -> dict[str, Any]:
     """The JSON of --compilation-config: an object, or a number, which is the mode. Raises ConfigError."""
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{FLAG} is not JSON ({error}); write {_EXAMPLE}") from None
+    values = read_json(FLAG, text, _EXAMPLE)
     if isinstance(values, int) and not isinstance(values, bool):
         return {"mode": values}
     if not isinstance(values, dict):
@@ -161,13 +158,7 @@ def compilation_config(values: Mapping[str, Any]) -> CompilationConfig:
             fields[name] = _number(name, fields[name], names)
     if "cudagraph_mode" in fields:
         fields["cudagraph_mode"] = _graph_mode(fields["cudagraph_mode"])
-    try:
-        return msgspec.convert(fields, CompilationConfig)
-    except msgspec.ValidationError as error:
-        cause = error.__cause__
-        if isinstance(cause, ConfigError):
-            raise cause from None
-        raise ConfigError(f"{FLAG}: {error}") from None
+    return convert_fields(FLAG, fields, CompilationConfig)
 
 
 def _number(name: str, text: str, names: type[IntEnum]) -> int:

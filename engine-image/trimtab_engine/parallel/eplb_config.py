@@ -3,13 +3,13 @@
 Knows no tensor: the API server's process reads it as well.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.json_flags import convert_fields, read_json_object
 
 FLAG = "--eplb-config"
 MAX_STEPS = 1_000_000_000  # of a window or interval: a year of steps; refuses nonsense
@@ -43,13 +43,7 @@ class EplbConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_eplb_json(text: str) -> dict[str, Any]:
     """The JSON object of --eplb-config. Raises ConfigError."""
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{FLAG} is not JSON ({error}); write {_EXAMPLE}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{FLAG} must be a JSON object, such as {_EXAMPLE}")
-    return values
+    return read_json_object(FLAG, text, _EXAMPLE)
 
 
 def eplb_config(values: Mapping[str, Any]) -> EplbConfig:
@@ -62,12 +56,7 @@ def eplb_config(values: Mapping[str, Any]) -> EplbConfig:
     unknown = sorted(fields.keys() - set(FIELDS))
     if unknown:
         raise ConfigError(f"{FLAG}: there is no {unknown[0]}; its fields are {', '.join(FIELDS)}")
-    try:
-        return msgspec.convert(fields, EplbConfig)
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, ConfigError):
-            raise error.__cause__ from None
-        raise ConfigError(f"{FLAG}: {error}") from None
+    return convert_fields(FLAG, fields, EplbConfig)
 
 
 def _check(name: str, value: int, least: int, most: int) -> None:

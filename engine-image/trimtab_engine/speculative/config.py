@@ -3,13 +3,13 @@
 Knows no tensor: the API server's process reads it as well.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.json_flags import convert_fields, read_json_object
 
 FLAG = "--speculative-config"
 METHODS = ("ngram", "draft_model")
@@ -60,13 +60,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_speculative_json(text: str) -> dict[str, Any]:
     """The JSON object of --speculative-config. Raises ConfigError."""
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{FLAG} is not JSON ({error}); write {_EXAMPLE}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{FLAG} must be a JSON object, such as {_EXAMPLE}")
-    return values
+    return read_json_object(FLAG, text, _EXAMPLE)
 
 
 def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
@@ -84,13 +78,7 @@ def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
     _fill_lookup(fields)
     if "num_speculative_tokens" not in fields:
         raise ConfigError(f"{FLAG}: num_speculative_tokens is missing; 3 to 5 are usual")
-    try:
-        return msgspec.convert(fields, SpeculativeConfig)
-    except msgspec.ValidationError as error:
-        cause = error.__cause__
-        if isinstance(cause, ConfigError):
-            raise cause from None
-        raise ConfigError(f"{FLAG}: {error}") from None
+    return convert_fields(FLAG, fields, SpeculativeConfig)
 
 
 def _method(method: object, model: object) -> str:
