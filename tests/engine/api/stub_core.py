@@ -8,10 +8,8 @@ The prompt's first characters (byte-level tokens) steer it:
 Its admin calls answer with what they got, and with the requests that run and were aborted.
 """
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 from typing import Any
@@ -35,12 +33,12 @@ from trimtab_engine.messages import (
     StepStats,
     TokenLogprobs,
 )
+from trimtab_engine.parenthood import end_with_parent
 
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 258
 END_TOKEN = 256
 STEP_MILLISECONDS = 10
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STATE_FIELDS = ("max_num_seqs", "max_num_queued_reqs", "max_num_queued_tokens", "disable_log_stats")
 PAUSED: dict[int, PauseMode] = {888: "wait", 889: "keep"}  # seeds of cores that are paused from the start
 COMMANDS = ("!eos", "!slow", "!die", "!fail")
@@ -95,7 +93,7 @@ def state_of(config: dict[str, Any], num_requests: int) -> EngineState:
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # as the real core: it never outlives its server
+    end_with_parent()  # as the real core: it never outlives its server
     start = json.loads(sys.stdin.readline())
     link = Link([ClientAddresses(**client) for client in start["clients"]])
     link.broadcast(LoadProgress("weights", 40.0))
