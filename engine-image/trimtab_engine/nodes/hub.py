@@ -15,6 +15,7 @@ import msgspec
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.messages import CoreFailed, CoreStart
+from trimtab_engine.nodes.looks import Looks
 from trimtab_engine.nodes.messages import (
     HEARTBEAT_SECONDS,
     NODE_OWN_FIELDS,
@@ -166,13 +167,13 @@ class Hub:
     # --- who is gone ------------------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
-        """Notice silence. A look that comes late says nothing of the others: this process was busy itself."""
-        said = looked = time.monotonic()
+        """Notice silence."""
+        said = time.monotonic()
+        looks = Looks(said)
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             now = time.monotonic()
-            was_busy, looked = now - looked > 2 * HEARTBEAT_SECONDS, now
-            if was_busy:
+            if not looks.is_on_time(now):
                 continue
             missing = [str(rank) for rank in range(1, self._config.nnodes) if rank not in self._members]
             if missing and now - said > SAY_SECONDS:

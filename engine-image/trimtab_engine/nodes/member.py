@@ -17,6 +17,7 @@ from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_processes import DEAD_GRACE_SECONDS, CoreProcess
 from trimtab_engine.errors import EngineDead
 from trimtab_engine.nodes.clock import clock_offset
+from trimtab_engine.nodes.looks import Looks
 from trimtab_engine.nodes.messages import (
     HEARTBEAT_SECONDS,
     NODE_OWN_FIELDS,
@@ -196,14 +197,13 @@ class _Member:
         link.send(CoreEnded(core.index, core.process.pid, code))
 
     async def _beat(self, link: Link[ToMember]) -> None:
-        """Say that this node lives, and notice that node 0 does not answer. A look that comes late says nothing."""
-        looked = time.monotonic()
+        """Say that this node lives, and notice that node 0 does not answer."""
+        looks = Looks(time.monotonic())
         while True:
             link.send(Alive(time.monotonic()))
             await asyncio.sleep(HEARTBEAT_SECONDS)
             now = time.monotonic()
-            was_busy, looked = now - looked > 2 * HEARTBEAT_SECONDS, now
-            if not was_busy and now - self._heard > SILENCE_SECONDS:
+            if looks.is_on_time(now) and now - self._heard > SILENCE_SECONDS:
                 self._end(_Ending(f"node 0, which has the engine, has been silent for {SILENCE_SECONDS:.0f} s", 1))
                 return
 
