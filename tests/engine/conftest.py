@@ -1,7 +1,9 @@
 """A byte-level tokenizer of 258 tokens, and a tiny model that goes with it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
@@ -35,7 +37,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-TINY_MODEL = {
+TINY_SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,
@@ -43,14 +45,28 @@ TINY_MODEL = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 258,
-    "max_position_embeddings": 512,
+    "vocab_size": 97,  # odd, so that its parts on ranks and its rows in blocks differ
+    "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
-    "eos_token_id": 256,
+    "eos_token_id": 96,
     "hidden_act": "silu",
     "torch_dtype": "float32",
 }
+TINY_MODEL = TINY_SHAPE | {"vocab_size": 258, "max_position_embeddings": 512, "eos_token_id": 256}
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes folders with a tiny model's configuration alone, some of its fields changed; load_format dummy makes its
+    weights, the same ones for the same fields."""
+
+    def folder_of(**changes: Any) -> Path:
+        folder = tmp_path_factory.mktemp("configuration")
+        (folder / "config.json").write_text(json.dumps(TINY_SHAPE | changes))
+        return folder
+
+    return folder_of
 
 
 @pytest.fixture(scope="session")

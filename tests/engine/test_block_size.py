@@ -1,7 +1,7 @@
 """Blocks of every size: the same tokens; and the size that auto means for a model."""
 
 import argparse
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,10 @@ from trimtab_engine.errors import ModelError
 from trimtab_engine.messages import AddRequest, SamplingParams
 from trimtab_engine.startup import start_engine
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 600,
-    "torch_dtype": "float32",
-}
-
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(TINY))
-    return folder
+def model(model_of: Callable[..., Path]) -> Path:
+    return model_of(vocab_size=128, max_position_embeddings=600)
 
 
 def an_engine(model: Path, **changes: Any) -> Engine:

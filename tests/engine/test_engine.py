@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,6 @@ from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.startup import start_engine
 
 VOCABULARY = 97
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "eos_token_id": 96,
-    "hidden_act": "silu",
-    "torch_dtype": "float32",
-}
 MAX_MODEL_LEN = 128
 BLOCKS_FOR_ONE = MAX_MODEL_LEN // 8
 BYTES_PER_BLOCK = 2 * 2 * 8 * 2 * 16 * 4
@@ -51,9 +35,8 @@ class Clock:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    return tmp_path
+def model(model_of: Callable[..., Path]) -> Path:
+    return model_of()
 
 
 def an_engine(model: Path, **changes: Any) -> tuple[Engine, CoreReady]:
@@ -115,11 +98,9 @@ A_SMALL_SWAP_SPACE = {"swap_space_bytes": 9 * BYTES_PER_BLOCK, "swap_space_bytes
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+def expected(model_of: Callable[..., Path]) -> dict[str, list[int]]:
     """What each request yields when nothing disturbs it."""
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(TINY))
-    return alone(folder)
+    return alone(model_of())
 
 
 def alone(model: Path) -> dict[str, list[int]]:
@@ -307,8 +288,9 @@ def test_a_plan_gives_what_a_patch_of_the_same_utilisation_gives(model: Path) ->
     assert engine.patch_config({"values": {"gpu_memory_utilization": float(high)}})[0] == 200
     assert (status, plan["num_blocks"]) == (200, engine.ledger().blocks_total)
     assert plan["kinds"]["kv_mapped"] == engine.ledger().kinds["kv_mapped"]
+    known = json.loads((model / "config.json").read_text())
     assert (
-        engine.memory_plan({"max_model_len": "auto"})[1]["planned"]["max_model_len"] == TINY["max_position_embeddings"]
+        engine.memory_plan({"max_model_len": "auto"})[1]["planned"]["max_model_len"] == known["max_position_embeddings"]
     )
 
 

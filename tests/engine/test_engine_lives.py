@@ -6,10 +6,10 @@ Where the model's two best tokens are closer than MARGIN, the order of summation
 is not compared, and such cases are counted.
 """
 
-import json
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,6 @@ MARGIN = 1e-3  # between the log-probabilities of the two best tokens
 VOCABULARY = 97
 MAX_MODEL_LEN = 96
 BLOCK_SIZE = 8
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "eos_token_id": 96,
-}
 BYTES_PER_BLOCK = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4
 ONE_REQUEST_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE
 TIGHT = {"num_gpu_blocks_override": 2 * ONE_REQUEST_BLOCKS}
@@ -60,10 +48,8 @@ class Question:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(TINY))
-    return folder
+def model(model_of: Callable[..., Path]) -> Path:
+    return model_of()
 
 
 def an_engine(model: Path, **changes: Any) -> Engine:

@@ -1,8 +1,8 @@
 """An engine whose KV cache is mapped page by page, as on CUDA, on a faked driver: what is not mapped is poisoned
 there, so a block that is used without being mapped would show in the tokens."""
 
-import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,11 @@ from trimtab_engine.messages import AddRequest, SamplingParams
 from trimtab_engine.startup import start_engine
 
 DEVICE_BYTES = 4 << 30  # 0.0001 of it is 0.43 MB
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 256,
-    "torch_dtype": "float32",
-}
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    return tmp_path
+def model(model_of: Callable[..., Path]) -> Path:
+    return model_of(num_hidden_layers=3, vocab_size=128)
 
 
 @pytest.fixture

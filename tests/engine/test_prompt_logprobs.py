@@ -1,8 +1,8 @@
 """Log-probabilities of a prompt's own tokens are the same however the prompt is computed."""
 
-import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +14,11 @@ from trimtab_engine.startup import start_engine
 
 VOCABULARY = 97
 BLOCKS_FOR_ONE = 128 // 8
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "eos_token_id": 96,
-    "hidden_act": "silu",
-    "torch_dtype": "float32",
-}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    return folder
+def model(model_of: Callable[..., Path]) -> Path:
+    return model_of()
 
 
 def an_engine(model: Path, **changes: Any) -> Engine:

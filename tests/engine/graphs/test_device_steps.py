@@ -5,7 +5,6 @@ and with the same calls outside, so that everything runs as on CUDA but for CUDA
 and on no path that serves.
 """
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,27 +26,11 @@ from trimtab_engine.speculative.config import SpeculativeConfig
 from trimtab_kernels.tune import BATCH_SIZES
 
 VOCABULARY = 97
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "eos_token_id": 96,
-    "torch_dtype": "float32",
-}
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    return tmp_path
+def model(model_of: Callable[..., Path]) -> Path:
+    return model_of()
 
 
 class CallingRecorder:
