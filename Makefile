@@ -16,7 +16,7 @@ CRD := crds/trimtab.dev_inferencedeployments.yaml
 CHART_CRD := charts/trimtab/files/crds/trimtab.dev_inferencedeployments.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu bench-gpu-wheels aot clients soak crds clean
+.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu bench-gpu-wheels test-gpu aot clients soak crds clean
 
 help: ## this list
 	@echo "Trimtab: make TARGET"
@@ -101,9 +101,19 @@ clients: setup ## guidellm and aiperf, unmodified, on our server (skips what is 
 BENCH_PYTHON ?= $(PYTHON)
 BENCH_PYTHON_VERSION ?= 3.12
 BENCH_WHEELS := msgspec pyzmq llguidance nvidia-ml-py jinja2 markupsafe cuda-bindings cuda-pathfinder
+# A peer that compiles its kernels there; the last small release (newer ones have 60 MB and more).
+BENCH_PEER_WHEELS := flashinfer-python==0.5.3 apache-tvm-ffi==0.1.15.post2
 bench-gpu-wheels: ## wheels that bench-gpu needs beside torch on a machine without a package index (BENCH_PYTHON_VERSION=3.12)
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(BENCH_PYTHON_VERSION) \
-	    $(addprefix --platform manylinux,2014_x86_64 _2_28_x86_64 _2_31_x86_64) --dest build/wheels --constraint constraints.txt $(BENCH_WHEELS)
+	    $(addprefix --platform manylinux,2014_x86_64 _2_28_x86_64 _2_31_x86_64) --dest build/wheels --constraint constraints.txt $(BENCH_WHEELS) $(BENCH_PEER_WHEELS)
+
+# Triton compiles instead of interpreting; float32 products are float32's own, as the references are. The options take
+# the place of pyproject.toml's, which name plug-ins that machine may lack. GPU_TESTS=tests/kernels: a part.
+GPU_TESTS ?= tests/kernels tests/engine/cuda
+test-gpu: ## kernels and the engine against their references on this machine's GPU (BENCH_PYTHON=python3, GPU_TESTS=...)
+	@PYTHONPATH=kernels:engine-image TRITON_INTERPRET=0 TRITON_F32_DEFAULT=ieee $(BENCH_PYTHON) -m benchmarks.wheels build/wheels \
+	    pytest -o addopts=--import-mode=importlib -W default -p no:cacheprovider -m "not cpu" -q --durations=5 \
+	    $(addprefix --ignore=tests/kernels/,aot native benchmarks) $(GPU_TESTS)
 
 bench-gpu: ## kernels checked and measured on this machine's GPU, then the engine (10 min at most; ONLY=paged RESUME=1)
 	@PYTHONPATH=kernels $(BENCH_PYTHON) -m benchmarks --output docs/results $(addprefix --only ,$(ONLY)) $(if $(RESUME),--resume) \

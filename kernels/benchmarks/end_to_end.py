@@ -13,7 +13,6 @@ import json
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from benchmarks.ideal import (
 )
 from benchmarks.limits import bf16_rate, copy_bandwidth
 from benchmarks.report import Entry, Report, identity
+from benchmarks.wheels import use_wheels
 
 if TYPE_CHECKING:
     from trimtab_engine.engine import Engine
@@ -57,17 +57,6 @@ class Limits:
 
     bandwidth: float
     flops: float
-
-
-def use_wheels(folder: Path) -> None:
-    """Unpack every wheel there and put what they hold on the path; nothing where there is no such folder."""
-    wheels = sorted(folder.glob("*.whl"))
-    if wheels:
-        target = tempfile.mkdtemp(prefix="wheels-")
-        for wheel in wheels:
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(target)
-        sys.path.append(target)  # behind what is installed
 
 
 @contextmanager

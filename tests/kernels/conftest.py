@@ -1,9 +1,37 @@
-"""Memory that a kernel allocates and does not write must show: torch fills uninitialised tensors with NaN here."""
+"""Memory that a kernel allocates and does not write must show: torch fills uninitialised tensors with NaN here.
 
-from collections.abc import Iterator
+The same tests run on a GPU (`make test-gpu`, TRITON_INTERPRET=0): tensors that a test makes are then made on the CPU,
+so that they hold the same values, and moved. Tests of what only the CPU does are marked `cpu`.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+
+ON_GPU = os.environ["TRITON_INTERPRET"] == "0"
+CONSTRUCTORS = (
+    torch.arange, torch.empty, torch.full, torch.ones, torch.rand, torch.randint, torch.randn, torch.randperm,
+    torch.tensor, torch.zeros,
+)  # fmt: skip
+
+
+class MadeOn(TorchFunctionMode):
+    """Tensors for which no device is named come to this one."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        moves = function in CONSTRUCTORS and (kwargs or {}).get("device") is None
+        return made.to(self._device) if moves else made
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +39,16 @@ def poisoned_outputs() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tensors of the test lie where the kernels run. CUDA's errors come late: here, with the test that made them."""
+    if not ON_GPU or request.node.get_closest_marker("cpu"):
+        yield
+        return
+    if not torch.cuda.is_available():
+        pytest.fail("TRITON_INTERPRET=0 says to run kernels on the GPU, and torch sees none")
+    with MadeOn("cuda"):
+        yield
+    torch.cuda.synchronize()

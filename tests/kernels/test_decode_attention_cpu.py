@@ -5,6 +5,8 @@ import torch
 from trimtab_kernels.decode_attention_cpu import decode_attention_cpu, plan_reads
 from trimtab_kernels.paged_attention import paged_attention_reference
 
+pytestmark = pytest.mark.cpu
+
 BLOCK_SIZE = 4
 
 

@@ -19,6 +19,7 @@ from trimtab_kernels.paged_attention import (
 )
 from trimtab_kernels.reshape_and_cache import as_read, reshape_and_cache
 
+pytestmark = pytest.mark.cpu
 BLOCK_SIZE = 8
 Sequence = tuple[int, int]  # (tokens before, tokens now)
 

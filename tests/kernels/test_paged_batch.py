@@ -27,11 +27,10 @@ def test_it_equals_the_cpu_plan_of_the_same_step(num_decodes: int, num_chunks: i
         slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(before, before + now)]
     keys, values = (torch.randn(11, BLOCK_SIZE, 2, 16) for _ in range(2))
     query = torch.randn(len(slots) + 2, 4, 16)
-    device = torch.device("cpu")
-    metadata = build_attention_metadata(slots, decodes, chunks, block_size=BLOCK_SIZE, device=device)
-    fresh = (keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots])
-    expected = paged_attention(query, *fresh, keys, values, metadata, 0.25)
-    batch = build_paged_batch(decodes, chunks, block_size=BLOCK_SIZE, device=device)
+    metadata = build_attention_metadata(slots, decodes, chunks, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    fresh = (keys.cpu().flatten(0, 1)[slots], values.cpu().flatten(0, 1)[slots])
+    expected = paged_attention(query.cpu(), *fresh, keys.cpu(), values.cpu(), metadata, 0.25).to(query.device)
+    batch = build_paged_batch(decodes, chunks, block_size=BLOCK_SIZE, device=query.device)
     for attend in (attend_paged_batch, attend_paged_batch_reference):
         torch.testing.assert_close(attend(query, keys, values, batch, 0.25), expected, rtol=1e-5, atol=1e-5)
         place = torch.full_like(query, float("nan"))

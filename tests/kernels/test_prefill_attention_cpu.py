@@ -12,7 +12,10 @@ from trimtab_kernels.prefill_attention_cpu import (
     prefill_attention_cpu,
 )
 
-pytestmark = pytest.mark.skipif(not torch._C._has_mkldnn, reason="torch was built without oneDNN")
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.skipif(not torch._C._has_mkldnn, reason="torch was built without oneDNN"),
+]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 16), (9, 3, 64), (3, 1, 10)])

@@ -77,6 +77,7 @@ def test_no_tokens_are_no_work() -> None:
     assert w8a8_block_fp8_triton(*operands(0, 128, 128), torch.bfloat16, config=SMALL).shape == (0, 128)
 
 
+@pytest.mark.cpu
 def test_the_wrapper_runs_the_reference_on_the_cpu_and_refuses_what_does_not_fit() -> None:
     a, a_scales, b, b_scales = operands(3, 128, 256)
     expected = w8a8_block_fp8_reference(a, a_scales, b, b_scales, torch.bfloat16)

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -54,18 +53,6 @@ def test_a_step_that_compiled_is_no_measurement() -> None:
 )
 def test_overlapping_kernels_are_counted_once(intervals: list[tuple[float, float]], share: float) -> None:
     assert covered(intervals) == share
-
-
-def test_wheels_are_unpacked_behind_what_is_installed(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "only_in_a_wheel-1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("only_in_a_wheel.py", "VALUE = 7\n")
-    code = (
-        "import sys; from pathlib import Path; from benchmarks.end_to_end import use_wheels; before = list(sys.path);"
-        f"use_wheels(Path({str(tmp_path)!r})); assert sys.path[:-1] == before;"
-        "import only_in_a_wheel; print(only_in_a_wheel.VALUE)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_environment())
-    assert done.stdout == "7\n"
 
 
 REFUSED = (

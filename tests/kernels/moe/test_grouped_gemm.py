@@ -1,15 +1,21 @@
 """grouped_gemm against one product per slot, with plain and with float8 block-scaled weights."""
 
+from itertools import chain
+
 import pytest
 import torch
 from trimtab_kernels.device_facts import TARGETS
 from trimtab_kernels.gemm_config import GemmConfig
-from trimtab_kernels.moe.alignment import align_triton
+from trimtab_kernels.moe.alignment import Alignment, align_triton
 from trimtab_kernels.moe.grouped_gemm import default_moe_config, grouped_gemm_triton
 from trimtab_kernels.w8a8_block_fp8 import w8a8_block_fp8_reference
 
 FLOAT8 = torch.float8_e4m3fn
-EXPERTS = torch.tensor([[2, 0], [-1, 2], [1, 2], [0, 1], [2, -1]], dtype=torch.int32)
+EXPERTS = [[2, 0], [-1, 2], [1, 2], [0, 1], [2, -1]]
+
+
+def aligned() -> Alignment:
+    return align_triton(torch.tensor(EXPERTS, dtype=torch.int32), 3, 16)
 
 
 @pytest.mark.parametrize("rows_per_a", [1, 2])
@@ -17,8 +23,8 @@ EXPERTS = torch.tensor([[2, 0], [-1, 2], [1, 2], [0, 1], [2, -1]], dtype=torch.i
 def test_each_slot_is_multiplied_by_its_expert(rows_per_a: int, dtype: torch.dtype) -> None:
     a, b = torch.randn(10 // rows_per_a, 70).to(dtype), torch.randn(3, 45, 70).to(dtype)
     config = GemmConfig(16, 32, 32, 2, 4, 2)
-    y = grouped_gemm_triton(a, b, align_triton(EXPERTS, 3, 16), 10, config, dtype)
-    for slot, expert in enumerate(EXPERTS.flatten().tolist()):
+    y = grouped_gemm_triton(a, b, aligned(), 10, config, dtype)
+    for slot, expert in enumerate(chain.from_iterable(EXPERTS)):
         if expert >= 0:
             expected = a[slot // rows_per_a].float() @ b[expert].float().t()
             torch.testing.assert_close(
@@ -30,10 +36,10 @@ def test_float8_weights_are_scaled_by_blocks() -> None:
     a, b = torch.randn(5, 256).to(FLOAT8), torch.randn(3, 140, 256).to(FLOAT8)
     a_scales, b_scales = torch.rand(5, 2) + 0.1, torch.rand(3, 2, 2) + 0.1
     y = grouped_gemm_triton(
-        a, b, align_triton(EXPERTS, 3, 16), 10, GemmConfig(16, 64, 128, 2, 4, 2), torch.float32,
+        a, b, aligned(), 10, GemmConfig(16, 64, 128, 2, 4, 2), torch.float32,
         a_scales=a_scales, b_scales=b_scales,
     )  # fmt: skip
-    for slot, expert in enumerate(EXPERTS.flatten().tolist()):
+    for slot, expert in enumerate(chain.from_iterable(EXPERTS)):
         if expert >= 0:
             row = slice(slot // 2, slot // 2 + 1)
             expected = w8a8_block_fp8_reference(a[row], a_scales[row], b[expert], b_scales[expert], torch.float32)
