@@ -38,6 +38,7 @@ from trimtab_engine.messages import (
     StartWave,
 )
 from trimtab_engine.parenthood import end_with_parent
+from trimtab_engine.process_end import leave
 from trimtab_engine.profiler import Profiler
 from trimtab_engine.startup import Progress, start_engine
 
@@ -212,4 +213,4 @@ def _end_with_rank(start: CoreStart, cause: str, exit_code: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

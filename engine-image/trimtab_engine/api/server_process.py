@@ -35,6 +35,7 @@ from trimtab_engine.core_client import CoreClient
 from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.log_level import set_log_level
 from trimtab_engine.parenthood import end_with_parent
+from trimtab_engine.process_end import leave
 from trimtab_engine.stream_link import Link
 
 BATCH_SECONDS = 0.1  # how often observations are sent on; a scrape fetches what is younger
@@ -192,4 +193,4 @@ async def _run(link_fd: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -18,6 +18,7 @@ from trimtab_engine.cli.parallel_flags import add_parallel_flags, parallel_field
 from trimtab_engine.cli.speculative_flags import add_speculative_flags, speculative_fields
 from trimtab_engine.config import BLOCK_SIZES, EngineConfig
 from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
+from trimtab_engine.process_end import prepare_to_leave
 
 LARGE_GPU_BYTES = 70 << 30  # from here on vLLM's larger defaults hold
 DEFAULT_LIMITS = {"cpu": (128, 2048), "cuda": (256, 2048), "large": (1024, 8192)}
@@ -309,7 +310,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     admin_host = arguments.host if arguments.admin_token_sha256 else LOOPBACK
     listen = Listen(arguments.host, arguments.port, admin_host, arguments.admin_port)
-    return run_server(config, options, listen, arguments.shutdown_timeout)
+    exit_code = run_server(config, options, listen, arguments.shutdown_timeout)
+    prepare_to_leave()
+    return exit_code
 
 
 def engine_config(
