@@ -51,6 +51,13 @@ RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, versi
     ),
 }
 
+FORBIDDEN = 403
+
+
+def is_forbidden(error: BaseException) -> bool:
+    """Whether the API server said that the operator has no right to this: not every installation gives all of them."""
+    return getattr(error, "status", None) == FORBIDDEN
+
 
 class Cluster:
     """One connection to one API server. Use it as an async context manager."""

@@ -224,7 +224,7 @@ class Reconciler:
         self, deployment: InferenceDeployment, observed: Observed, token: str, course: Course
     ) -> tuple[Action, ...]:
         """What the groups need, and what makes them as wanted."""
-        care = await upkeep(self.cluster, observed, now=datetime.fromtimestamp(self.clock(), UTC))
+        care = await upkeep(self.cluster, self.nodes, observed, now=datetime.fromtimestamp(self.clock(), UTC))
         for note in care.notes:
             if course.target is None and note.reason == "GaveBack":
                 continue  # that is done by rendering, and nothing is rendered now

@@ -4,7 +4,6 @@ are given back. Reads nodes and rivals only when something is amiss; the decisio
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,16 +11,15 @@ from datetime import datetime
 from trimtab_operator.actions import Delete
 from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, GROUP_LABEL, MANAGED_BY
 from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION, Held
-from trimtab_operator.cluster import API_ERRORS, Cluster
+from trimtab_operator.cluster import API_ERRORS, Cluster, is_forbidden
 from trimtab_operator.gang import Age, Hold, age_of, ages_of_partly_placed, hold_of, holds, is_partly_placed
-from trimtab_operator.groups import Group, Manifest, Observed, groups_of
+from trimtab_operator.groups import Group, Observed, groups_of
 from trimtab_operator.node_loss import may_be_lost, pods_to_give_up
+from trimtab_operator.nodes import Nodes
 from trimtab_operator.restart import companions
 
-logger = logging.getLogger(__name__)
-
 ALL_GROUPS = f"app.kubernetes.io/managed-by={MANAGED_BY},{DEPLOYMENT_LABEL},{GROUP_LABEL}"
-FORBIDDEN = 403
+NODES_FRESH_SECONDS = 5.0  # a node that is back is not given up; all resources of a lost node ask at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +40,11 @@ class Upkeep:
     notes: tuple[Note, ...] = ()
 
 
-async def upkeep(cluster: Cluster, observed: Observed, *, now: datetime) -> Upkeep:
+async def upkeep(cluster: Cluster, nodes: Nodes, observed: Observed, *, now: datetime) -> Upkeep:
     """What is due now."""
     groups = groups_of(observed)
-    lost = pods_to_give_up(observed.pods, await _nodes(cluster), now) if may_be_lost(observed.pods) else ()
+    present = await nodes.present(fresh_seconds=NODES_FRESH_SECONDS) if may_be_lost(observed.pods) else ()
+    lost = pods_to_give_up(observed.pods, present or (), now)
     gone = {deletion.uid for deletion in lost}
     together = tuple(deletion for deletion in companions(groups) if deletion.uid not in gone)
     kept = holds(groups, await _rivals(cluster, groups), now)
@@ -69,17 +68,6 @@ def _held(group: Group, kept: Mapping[int, Hold], now: datetime) -> Held | None:
     return Held("", has_pods=True) if is_over else None
 
 
-async def _nodes(cluster: Cluster) -> list[Manifest]:
-    """All nodes; none when the operator has no right to see them (it was installed for some namespaces)."""
-    try:
-        return list(await cluster.list("Node", None))
-    except API_ERRORS as error:
-        if getattr(error, "status", None) != FORBIDDEN:
-            raise
-        logger.warning("nodes cannot be listed: replicas on lost nodes wait until Kubernetes deletes their pods")
-        return []
-
-
 async def _rivals(cluster: Cluster, groups: tuple[Group, ...]) -> tuple[Age, ...]:
     """The ages of the groups that are partly placed: of this resource, and, where it may be seen, of all others."""
     own = tuple(age_of(group) for group in groups if is_partly_placed(group))
@@ -89,6 +77,6 @@ async def _rivals(cluster: Cluster, groups: tuple[Group, ...]) -> tuple[Age, ...
         sets = await cluster.list("StatefulSet", None, selector=ALL_GROUPS)
         return ages_of_partly_placed(sets, await cluster.list("Pod", None, selector=ALL_GROUPS))
     except API_ERRORS as error:
-        if getattr(error, "status", None) != FORBIDDEN:
+        if not is_forbidden(error):
             raise
         return own

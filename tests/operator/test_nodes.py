@@ -31,6 +31,14 @@ async def test_nodes_are_read_again_only_when_they_are_old() -> None:
         assert cluster.lists == lists
 
 
+async def test_who_needs_them_fresher_has_them_read_sooner_for_all() -> None:
+    cluster, now = FakeCluster(), [0.0]
+    nodes = Nodes(cast("Cluster", cluster), clock=lambda: now[0])
+    for now[0], fresh_seconds, lists in ((0.0, 60.0, 1), (4.0, 5.0, 1), (5.0, 5.0, 2), (64.0, 60.0, 2)):
+        await nodes.present(fresh_seconds=fresh_seconds)
+        assert cluster.lists == lists
+
+
 async def test_without_the_right_to_see_nodes_there_are_none_to_judge_by() -> None:
     assert await Nodes(cast("Cluster", FakeCluster(403))).present() is None
     with pytest.raises(API_ERRORS):

@@ -11,7 +11,8 @@ from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, GROUP_LABEL, LEAD
 from trimtab_operator.cluster import Cluster
 from trimtab_operator.groups import Manifest, Observed
 from trimtab_operator.kube_time import timestamp
-from trimtab_operator.upkeep import upkeep
+from trimtab_operator.nodes import Nodes
+from trimtab_operator.upkeep import NODES_FRESH_SECONDS, Upkeep, upkeep
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 LONG_AGO = timestamp(NOW - timedelta(hours=1))
@@ -54,13 +55,18 @@ def a_set(role: str) -> Manifest:
 SETS = (a_set(LEADER), a_set(WORKER))
 
 
+async def care_of(cluster: FakeCluster, observed: Observed) -> Upkeep:
+    found = cast("Cluster", cluster)
+    return await upkeep(found, Nodes(found), observed, now=NOW)
+
+
 def observed(*pods: Manifest) -> Observed:
     return Observed(stateful_sets=SETS, pods=pods)
 
 
 async def test_while_all_is_well_nothing_is_read() -> None:
     cluster = FakeCluster()
-    care = await upkeep(cast("Cluster", cluster), observed(a_pod(LEADER, "one"), a_pod(WORKER, "two")), now=NOW)
+    care = await care_of(cluster, observed(a_pod(LEADER, "one"), a_pod(WORKER, "two")))
     assert (care.deletions, care.held, care.notes) == ((), {}, ())
     assert cluster.asked == []
 
@@ -71,14 +77,14 @@ async def test_a_lost_node_is_told_and_its_pods_are_given_up() -> None:
     well: dict[str, Any] = {"metadata": {"name": "one"}}
     cluster = FakeCluster(Node=[well, node])
     pods = observed(a_pod(LEADER, "one"), a_pod(WORKER, "two", ready=False))
-    care = await upkeep(cast("Cluster", cluster), pods, now=NOW)
+    care = await care_of(cluster, pods)
     assert [(deletion.name, deletion.grace_seconds) for deletion in care.deletions] == [("m-g0-w-0", 0)]
     assert [note.reason for note in care.notes] == ["NodeLost"]
 
 
 async def test_a_group_that_is_stuck_gives_its_pods_back_and_says_so_once() -> None:
     pods = observed(a_pod(LEADER, "one"), a_pod(WORKER, None, ready=False))
-    care = await upkeep(cast("Cluster", FakeCluster(StatefulSet=list(SETS), Pod=list(pods.pods))), pods, now=NOW)
+    care = await care_of(FakeCluster(StatefulSet=list(SETS), Pod=list(pods.pods)), pods)
     assert care.held is not None
     assert not care.held[0].has_pods
     assert [note.reason for note in care.notes] == ["GaveBack"]
@@ -88,11 +94,21 @@ async def test_a_group_that_is_stuck_gives_its_pods_back_and_says_so_once() -> N
 @pytest.mark.parametrize("pods", [(a_pod(LEADER, "one", ready=False),), (a_pod(LEADER, "one"), a_pod(WORKER, None))])
 async def test_without_the_right_to_look_further_it_goes_on(pods: tuple[Manifest, ...]) -> None:
     cluster = FakeCluster(error=ApiException(status=403))
-    await upkeep(cast("Cluster", cluster), observed(*pods), now=NOW)
+    await care_of(cluster, observed(*pods))
     assert cluster.asked
 
 
 async def test_other_errors_of_the_api_server_are_not_swallowed() -> None:
     cluster = FakeCluster(error=ApiException(status=500))
     with pytest.raises(ApiException):
-        await upkeep(cast("Cluster", cluster), observed(a_pod(LEADER, "one", ready=False)), now=NOW)
+        await care_of(cluster, observed(a_pod(LEADER, "one", ready=False)))
+
+
+async def test_all_resources_on_a_lost_node_are_judged_by_one_list_of_nodes() -> None:
+    cluster, moment = FakeCluster(), [0.0]
+    known = cast("Cluster", cluster)
+    nodes, pods = Nodes(known, clock=lambda: moment[0]), observed(a_pod(LEADER, "one", ready=False))
+    for moment[0], lists in ((0.0, 1), (NODES_FRESH_SECONDS - 1, 1), (NODES_FRESH_SECONDS, 2)):
+        for _ in range(3):
+            await upkeep(known, nodes, pods, now=NOW)
+        assert cluster.asked.count("Node") == lists
