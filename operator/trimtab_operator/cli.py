@@ -18,15 +18,14 @@ import yaml
 from trimtab_operator.admission import refusals_of
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import leader_stateful_set, pod_template, worker_stateful_set
+from trimtab_operator.command_line import EXIT_REFUSED, given_gpu, refuse
 from trimtab_operator.errors import InvalidSpec, TrimtabError
 from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.facts import ModelFacts
-from trimtab_operator.layout.gpus import Gpu, gpu_named
 from trimtab_operator.model_argument import facts_of
 from trimtab_operator.spec import GROUP, KIND, VERSION, InferenceDeployment
 
 EXIT_FAILED = 1
-EXIT_REFUSED = 2  # the input cannot be carried out
 UNKNOWN_TOKEN_HASH = "0" * 64  # stands for the hash that depends on the resource's uid
 UNKNOWN_ADDRESS = "0.0.0.0"
 
@@ -137,10 +136,10 @@ def validate(
 ) -> None:
     """Say what the webhook would say, without a cluster. Exit code 2 when something is refused."""
     if facts == "-" and str(file) == "-":
-        _refuse("--facts: standard input holds the resources (--file -); give one of the two as a file")
-    model, device = None if facts is None else _facts(facts), None if gpu is None else _gpu(gpu)
+        refuse("--facts: standard input holds the resources (--file -); give one of the two as a file")
+    model, device = None if facts is None else _facts(facts), None if gpu is None else given_gpu(gpu)
     if gpu is not None and facts is None:
-        _refuse("--gpu: what fits depends on the model; give --facts as well")
+        refuse("--gpu: what fits depends on the model; give --facts as well")
     image = default_image or "image"
     found = [
         {"name": _name(body), "refusals": refusals_of(body, default_image=image, facts=model, gpu=device)}
@@ -165,7 +164,7 @@ def render(file: File, default_image: DefaultImage = None) -> None:
     for body in _resources(file):
         wrong = refusals_of(body, default_image=default_image)
         if wrong:
-            _refuse("\n".join(f"{_name(body)}: {line}" for line in wrong))
+            refuse("\n".join(f"{_name(body)}: {line}" for line in wrong))
         manifests += _manifests(InferenceDeployment.parse(body, default_image=default_image))
     typer.echo(yaml.safe_dump_all(manifests, sort_keys=False, width=120), nl=False)
 
@@ -189,19 +188,19 @@ def _resources(file: Path) -> list[dict[str, Any]]:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
         documents = [document for document in yaml.safe_load_all(text) if document is not None]
     except (OSError, UnicodeDecodeError) as error:
-        _refuse(f"{file} cannot be read: {error}")
+        refuse(f"{file} cannot be read: {error}")
     except yaml.YAMLError as error:
-        _refuse(f"{file} is not YAML: {' '.join(str(error).split())}")
+        refuse(f"{file} is not YAML: {' '.join(str(error).split())}")
     found = [d for d in documents if isinstance(d, dict) and d.get("kind") == KIND]
     if not found:
-        _refuse(f"{file} holds no {KIND} ({GROUP}/{VERSION})")
+        refuse(f"{file} holds no {KIND} ({GROUP}/{VERSION})")
     for body in found:
         if body.get("apiVersion") != f"{GROUP}/{VERSION}":
-            _refuse(f"{_name(body)}: apiVersion is {body.get('apiVersion')!r}; write {GROUP}/{VERSION}")
+            refuse(f"{_name(body)}: apiVersion is {body.get('apiVersion')!r}; write {GROUP}/{VERSION}")
         if not isinstance(body.get("metadata"), dict) or not isinstance(body.get("spec"), dict):
-            _refuse(f"{_name(body)}: needs metadata and spec")
+            refuse(f"{_name(body)}: needs metadata and spec")
         if not body["metadata"].get("name"):
-            _refuse("metadata.name is missing; give the resource a name")
+            refuse("metadata.name is missing; give the resource a name")
     return [_as_sent(body) for body in found]
 
 
@@ -209,14 +208,7 @@ def _facts(model: str) -> ModelFacts:
     try:
         return facts_of(model)
     except ValueError as error:
-        return _refuse(f"--facts: {error}")  # type: ignore[no-any-return]
-
-
-def _gpu(name: str) -> Gpu:
-    try:
-        return gpu_named(name)
-    except ValueError as error:
-        return _refuse(f"--gpu: {error}")  # type: ignore[no-any-return]
+        refuse(f"--facts: {error}")
 
 
 def _as_sent(body: dict[str, Any]) -> dict[str, Any]:
@@ -225,17 +217,12 @@ def _as_sent(body: dict[str, Any]) -> dict[str, Any]:
     try:
         return json.loads(json.dumps({**body, "metadata": names}, default=str))  # type: ignore[no-any-return]
     except (ValueError, TypeError, RecursionError) as error:
-        return _refuse(f"{_name(body)}: cannot be sent as JSON ({error}); write no aliases to what encloses them")  # type: ignore[no-any-return]
+        refuse(f"{_name(body)}: cannot be sent as JSON ({error}); write no aliases to what encloses them")
 
 
 def _name(body: dict[str, Any]) -> str:
     metadata = body.get("metadata")
     return str(metadata.get("name", "(no name)")) if isinstance(metadata, dict) else "(no name)"
-
-
-def _refuse(message: str) -> Any:
-    typer.echo(message, err=True)
-    raise typer.Exit(EXIT_REFUSED)
 
 
 def main() -> None:

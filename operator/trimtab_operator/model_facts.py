@@ -16,6 +16,7 @@ from trimtab_operator.actions import Action, Apply, Delete
 from trimtab_operator.builders.config_map import facts_config_map
 from trimtab_operator.builders.facts_job import facts_job
 from trimtab_operator.builders.labels import facts_name
+from trimtab_operator.canonical_json import compact
 from trimtab_operator.groups import Manifest, Observed, groups_of, is_terminating
 from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.facts import ModelFacts
@@ -77,7 +78,7 @@ class _Failure:
 def subject_of(deployment: InferenceDeployment) -> str:
     """Whose facts these are, as JSON: equal for equal uri, revision and image."""
     model = deployment.spec.model
-    return _compact({"image": deployment.image, "revision": model.revision, "uri": model.uri})
+    return compact({"image": deployment.image, "revision": model.revision, "uri": model.uri})
 
 
 def facts_state(deployment: InferenceDeployment, observed: Observed) -> FactsState:
@@ -165,7 +166,7 @@ def plan_facts(deployment: InferenceDeployment, observed: Observed, *, now: floa
     exit_code, text = words
     found = _json_object(text) if exit_code == 0 else None
     if found is not None:
-        kept = {SUBJECT_KEY: subject_of(deployment), FACTS_KEY: _compact(found)}
+        kept = {SUBJECT_KEY: subject_of(deployment), FACTS_KEY: compact(found)}
     else:
         kept = {SUBJECT_KEY: subject_of(deployment), FAILURE_KEY: _failed(failure, exit_code, text, now)}
     is_new = _config_map(deployment, observed) is None
@@ -190,7 +191,7 @@ def _failed(before: _Failure | None, exit_code: int | None, text: str, now: floa
     attempts = 1 if before is None else before.attempts + 1
     pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(attempts - 1, 10))
     message = said[:MAX_WORDS] + ("" if exit_code is None else f" (exit code {exit_code})")
-    return _compact({"attempts": attempts, "message": message, "retryAt": int(now + pause)})
+    return compact({"attempts": attempts, "message": message, "retryAt": int(now + pause)})
 
 
 def _removal(job: Manifest, reason: str) -> Delete:
@@ -260,7 +261,3 @@ def _json_object(text: str | None) -> dict[str, Any] | None:
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
-
-
-def _compact(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))

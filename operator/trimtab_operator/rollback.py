@@ -24,6 +24,7 @@ from trimtab_operator.actions import Action
 from trimtab_operator.builders.config_map import ROLLOUT_KEY, rollout_config_map
 from trimtab_operator.builders.labels import rollout_config_map_name
 from trimtab_operator.builders.pod import grace_seconds
+from trimtab_operator.canonical_json import compact
 from trimtab_operator.conditions import FailedChange
 from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.groups import Group, Manifest, Observed
@@ -121,7 +122,7 @@ def course_of(
 
 def form_of(deployment: InferenceDeployment) -> Form:
     """The spec with what was written in it, in one spelling."""
-    return Form(_compact(_written(deployment)), deployment.image)
+    return Form(compact(_written(deployment)), deployment.image)
 
 
 def change_of(deployment: InferenceDeployment, revision: str) -> str:
@@ -130,7 +131,7 @@ def change_of(deployment: InferenceDeployment, revision: str) -> str:
     The replica count is left out: autoscalers write it. So is tuning, whose caps are part of the revision.
     """
     rest = {name: value for name, value in _written(deployment).items() if name not in NOT_RENDERED}
-    digest = hashlib.sha256(_compact({"image": deployment.image, "spec": rest}).encode()).hexdigest()
+    digest = hashlib.sha256(compact({"image": deployment.image, "spec": rest}).encode()).hexdigest()
     return f"{revision}-{digest[:10]}"
 
 
@@ -280,7 +281,3 @@ def _signature(body: str, key: str) -> str:
 def _written(deployment: InferenceDeployment) -> dict[str, Any]:
     dumped = deployment.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
     return {name: value for name, value in dumped.items() if name not in ("replicas", "scaling")}
-
-
-def _compact(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))

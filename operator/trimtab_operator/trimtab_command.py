@@ -6,22 +6,22 @@ import json
 import sys
 from dataclasses import replace
 from enum import StrEnum
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from trimtab_operator.command_line import given_gpu, refuse
 from trimtab_operator.layout.check import longer_than_positions, no_such_arithmetic
 from trimtab_operator.layout.cost import NETWORK_GIGABITS, Hardware
 from trimtab_operator.layout.facts import ModelFacts
-from trimtab_operator.layout.gpus import GPUS, Gpu, gpu_named
+from trimtab_operator.layout.gpus import GPUS, Gpu
 from trimtab_operator.layout.memory_fit import Envelope, kv_dtype_bytes
 from trimtab_operator.layout.ranking import Cluster, Load, rank_layouts
 from trimtab_operator.layout_report import Planned, heading, legend, refused_table, rows_table, to_json
 from trimtab_operator.model_argument import facts_of
 
 EXIT_NO_LAYOUT = 1
-EXIT_REFUSED = 2  # the input cannot be read, or asks for what cannot be
 PIPED_WIDTH = 160  # columns of the table where there is no terminal to ask
 
 app = typer.Typer(
@@ -112,7 +112,7 @@ def plan(
 
     Exit code 1 when no layout works, 2 when the input cannot be read or asks for what cannot be.
     """
-    device, facts = _gpu(gpu), _facts(model)
+    device, facts = given_gpu(gpu), _facts(model)
     _refuse_what_cannot_be(
         ("--max-model-len", longer_than_positions(max_model_len, facts)),
         ("--prompt-tokens", longer_than_positions(prompt_tokens, facts)),
@@ -159,20 +159,13 @@ def _print(planned: Planned, *, limit: int, with_refused: bool) -> None:
         console.print(refused_table(planned))
 
 
-def _gpu(name: str) -> Gpu:
-    try:
-        return gpu_named(name)
-    except ValueError as error:
-        _refuse(f"--gpu: {error}")
-
-
 def _envelope(facts: ModelFacts, gpu: Gpu, utilization: str) -> Envelope:
     try:
         share = float(utilization)
     except ValueError:
         share = 0.0
     if not 0 < share <= 1 or not all(character in "0123456789." for character in utilization):
-        _refuse(f"--gpu-memory-utilization: {utilization!r} is no share; write a decimal above 0, up to 1, such as 0.9")
+        refuse(f"--gpu-memory-utilization: {utilization!r} is no share; write a decimal above 0, up to 1, such as 0.9")
     return replace(Envelope.default(facts, gpu), gpu_memory_utilization=utilization)
 
 
@@ -180,19 +173,14 @@ def _facts(model: str) -> ModelFacts:
     try:
         return facts_of(model)
     except ValueError as error:
-        _refuse(str(error))
+        refuse(str(error))
 
 
 def _refuse_what_cannot_be(*flags: tuple[str, str | None]) -> None:
     """What `trimtab-operator validate` would refuse; each flag with what is wrong with it."""
     wrong = [f"{flag}: {message}" for flag, message in flags if message is not None]
     if wrong:
-        _refuse("\n".join(wrong))
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(EXIT_REFUSED)
+        refuse("\n".join(wrong))
 
 
 def main() -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from trimtab_operator.builders.labels import (
 )
 from trimtab_operator.builders.overlay import lay_over
 from trimtab_operator.builders.pod import pod_spec, worker_pod_spec
+from trimtab_operator.canonical_json import compact
 from trimtab_operator.layout import layout_of
 from trimtab_operator.spec import InferenceDeployment
 
@@ -40,8 +40,7 @@ def pod_template(deployment: InferenceDeployment, *, admin_token_sha256: str) ->
 
 def revision_of(template: Mapping[str, Any]) -> str:
     """Hash of a pod template: equal templates, equal revision."""
-    text = json.dumps(template, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:REVISION_LENGTH]
+    return hashlib.sha256(compact(template).encode()).hexdigest()[:REVISION_LENGTH]
 
 
 def leader_stateful_set(
