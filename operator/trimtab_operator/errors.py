@@ -21,3 +21,7 @@ class NameTaken(TrimtabError):
 
 class MisconfiguredOperator(TrimtabError):
     """Whoever installed the operator acts: a missing CRD, an unreachable API server, a flag that cannot be."""
+
+
+class Gone(TrimtabError):
+    """Nobody acts: the resource was deleted, or another one has its name."""

@@ -15,13 +15,14 @@ from trimtab_operator.actions import Apply
 from trimtab_operator.bounded_http import new_client
 from trimtab_operator.builders.config_map import facts_config_map
 from trimtab_operator.cluster import Cluster
+from trimtab_operator.errors import Gone
 from trimtab_operator.groups import Observed
 from trimtab_operator.health import Heartbeats, OperatorMetrics
 from trimtab_operator.loop_view import LoopMemory
 from trimtab_operator.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
 from trimtab_operator.nodes import Nodes
 from trimtab_operator.plan import plan
-from trimtab_operator.reconciler import BUSY_TICK_SECONDS, Gone, Reconciler
+from trimtab_operator.reconciler import BUSY_TICK_SECONDS, Reconciler
 from trimtab_operator.spec import InferenceDeployment
 from trimtab_operator.tuner import Decision, Reason, TickResult, TunerState, Verdict
 from trimtab_operator.wake_ups import WakeUps
@@ -283,7 +284,7 @@ async def test_a_decision_whose_memory_could_not_be_written_is_told_on_the_next_
         return TickResult(state if state.history else state.with_decision(made), ok, ok, (), decisions)
 
     monkeypatch.setattr(cluster, "apply", refuses_a_config_map_once)
-    monkeypatch.setattr("trimtab_operator.reconciler.tick", decides_once)
+    monkeypatch.setattr("trimtab_operator.engine_tuning.tick", decides_once)
     for _ in range(3):
         await reconciler._guarded_tick("models", "m", "u-1", memory)
     assert cluster.events.count("Saturated") == 1
