@@ -238,7 +238,7 @@ class Reconciler:
         """The children, and what is known of them from before."""
         observed = await self.cluster.observe(deployment)
         groups = groups_of(observed)
-        memory.incarnations = learned(groups, memory.incarnations)
+        memory.incarnations = learned(groups, memory.incarnations, now=self.clock())
         return replace(observed, torn=torn(groups, memory.incarnations))
 
     async def _due(

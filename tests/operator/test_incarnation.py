@@ -6,7 +6,7 @@ from typing import Any
 
 from trimtab_operator.builders.labels import GROUP_LABEL, LEADER, ROLE_LABEL, WORKER
 from trimtab_operator.groups import Group, Observed, groups_of
-from trimtab_operator.incarnation import Incarnation, learned, torn
+from trimtab_operator.incarnation import TORN_SECONDS, Incarnation, learned, torn
 
 
 def a_pod(role: str, uid: str, restarts: int = 0, *, ready: bool = True, mesh: int = 0) -> dict[str, Any]:
@@ -31,11 +31,13 @@ class Watching:
 
     def __init__(self) -> None:
         self.known: dict[str, Incarnation] = {}
+        self.now = 1_000_000.0
 
-    def sees(self, *pods: dict[str, Any], one_pod: bool = False) -> bool:
+    def sees(self, *pods: dict[str, Any], one_pod: bool = False, after: float = 0.0) -> bool:
+        self.now += after
         seen = observed(*pods, one_pod=one_pod)
         groups = groups_of(seen)
-        self.known = learned(groups, self.known)
+        self.known = learned(groups, self.known, now=self.now)
         marked = Observed(stateful_sets=seen.stateful_sets, pods=seen.pods, torn=torn(groups, self.known))
         group: Group = groups_of(marked)[0]
         return group.is_ready
@@ -55,6 +57,35 @@ def test_a_worker_whose_container_restarted_counts_as_replaced() -> None:
     assert watching.sees(a_pod(LEADER, "l"), a_pod(WORKER, "w"))
     assert not watching.sees(a_pod(LEADER, "l"), a_pod(WORKER, "w", 1))
     assert watching.sees(a_pod(LEADER, "l", 1), a_pod(WORKER, "w", 1))
+
+
+def test_a_late_report_of_a_workers_restart_does_not_keep_a_group_from_being_ready_for_ever() -> None:
+    """The worker had restarted before the leader became Ready; its kubelet says so only now. An engine that had lost a
+    rank would have ended long since."""
+    watching, leader, reported = Watching(), a_pod(LEADER, "l", 1), a_pod(WORKER, "w", 1)
+    assert watching.sees(leader, a_pod(WORKER, "w"))
+    assert not watching.sees(leader, reported, after=2)
+    assert not watching.sees(leader, reported, after=TORN_SECONDS - 1)
+    assert watching.sees(leader, reported, after=1)
+    assert watching.sees(leader, reported)
+    assert not watching.sees(leader, a_pod(WORKER, "w", 2)), "a rank that is lost later is noticed"
+
+
+def test_the_doubt_counts_from_the_last_worker_that_changed_and_from_when_all_are_ready() -> None:
+    watching, leader = Watching(), a_pod(LEADER, "l")
+    assert watching.sees(leader, a_pod(WORKER, "w1"))
+    assert not watching.sees(leader, a_pod(WORKER, "w2"))
+    assert not watching.sees(leader, a_pod(WORKER, "w3", ready=False), after=TORN_SECONDS)
+    assert not watching.sees(leader, a_pod(WORKER, "w3"), after=TORN_SECONDS)
+    assert not watching.sees(leader, after=TORN_SECONDS)
+
+
+def test_workers_that_are_as_before_after_all_leave_no_doubt() -> None:
+    watching, leader = Watching(), a_pod(LEADER, "l")
+    assert watching.sees(leader, a_pod(WORKER, "w"))
+    assert not watching.sees(leader, a_pod(WORKER, "w", 1))
+    assert watching.sees(leader, a_pod(WORKER, "w"), after=1)
+    assert not watching.sees(leader, a_pod(WORKER, "w", 1), after=TORN_SECONDS)
 
 
 def test_a_container_that_somebody_injected_may_restart() -> None:
