@@ -9,11 +9,13 @@ from trimtab_operator.groups import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Server-side apply this. `is_new` says that no such child was seen."""
+    """Server-side apply this. `is_new` says that no such child was seen. `otherwise` is applied in its place where the
+    API server calls it invalid."""
 
     manifest: Manifest
     is_new: bool
     reason: str
+    otherwise: Manifest | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,12 +51,17 @@ RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, versi
     ),
 }
 
-FORBIDDEN = 403
+FORBIDDEN, INVALID = 403, 422
 
 
 def is_forbidden(error: BaseException) -> bool:
     """Whether the API server said that the operator has no right to this: not every installation gives all of them."""
     return getattr(error, "status", None) == FORBIDDEN
+
+
+def is_invalid(error: BaseException) -> bool:
+    """Whether the API server said that a value cannot be."""
+    return getattr(error, "status", None) == INVALID
 
 
 class Cluster:

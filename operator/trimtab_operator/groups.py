@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab_operator.builders.engine_args import MEETING_FLAG
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, ROLE_LABEL, WORKER
 
 Manifest = Mapping[str, Any]
@@ -48,8 +49,11 @@ class Group:
     @property
     def num_pods(self) -> int:
         """How many pods its StatefulSets ask for."""
-        sets = [self.stateful_set, *([self.worker_set] if self.worker_set is not None else [])]
-        return sum(int((stateful_set.get("spec") or {}).get("replicas", 1)) for stateful_set in sets)
+        return sum(int((stateful_set.get("spec") or {}).get("replicas", 1)) for stateful_set in self._stateful_sets)
+
+    @property
+    def _stateful_sets(self) -> tuple[Manifest, ...]:
+        return (self.stateful_set,) if self.worker_set is None else (self.stateful_set, self.worker_set)
 
     @property
     def leader(self) -> Manifest | None:
@@ -58,8 +62,15 @@ class Group:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether a pod of another revision than the group's is still there."""
-        return any(revision_label(pod) != self.revision for pod in self.pods)
+        """Whether a pod of another revision than the group's is still there, or one that meets elsewhere."""
+        elsewhere = {meeting_address(pod) for pod in self.pods} - {None, *self.meeting_addresses}
+        return bool(elsewhere) or any(revision_label(pod) != self.revision for pod in self.pods)
+
+    @property
+    def meeting_addresses(self) -> frozenset[str]:
+        """Where its StatefulSets let the ranks meet: one, but for a moment; none for a replica of one pod."""
+        templates = [(s.get("spec") or {}).get("template") or {} for s in self._stateful_sets]
+        return frozenset(address for template in templates if (address := meeting_address(template)) is not None)
 
     @property
     def is_terminating(self) -> bool:
@@ -98,6 +109,14 @@ def is_pod_ready(pod: Manifest) -> bool:
         return False
     conditions = (pod.get("status") or {}).get("conditions") or []
     return any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
+
+
+def meeting_address(pod: Manifest) -> str | None:
+    """Where the ranks of a pod, or of pods of a template, meet, by their flags; None where there is no need to."""
+    containers = (pod.get("spec") or {}).get("containers") or []
+    flags = [argument for container in containers for argument in container.get("args") or []]
+    found = [flag.partition("=")[2] for flag in flags if flag.startswith(f"{MEETING_FLAG}=")]
+    return found[-1] if found else None
 
 
 def is_terminating(manifest: Manifest) -> bool:

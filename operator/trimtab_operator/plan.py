@@ -8,6 +8,7 @@ alone, so an idle tick writes nothing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from trimtab_operator.actions import Action, Apply, Delete, delete_of
@@ -44,15 +45,22 @@ def plan(
     groups = groups_of(observed)
     staying, leaving = choose_victims(groups, deployment.replicas)
     allowed = allowed_down(deployment) - sum(group.is_ready and group.name in unproven for group in staying)
-    to_update = {g.ordinal for g in choose_updates(staying, revision_of(template), allowed)}
+    behind = frozenset(
+        g.ordinal for g in staying if g.revision != revision_of(template) or _has_moved(g, deployment, observed)
+    )
+    to_update = {g.ordinal for g in choose_updates(staying, behind, allowed)}
     new = free_ordinals(observed, deployment.replicas - len(staying))
-    current = [g.ordinal for g in staying if g.revision == revision_of(template) or g.ordinal in to_update]
+    current = [g.ordinal for g in staying if g.ordinal not in behind or g.ordinal in to_update]
     wanted: list[Manifest] = [client_service(deployment)]
-    wanted += [rendezvous_service(deployment, ordinal) for ordinal in sorted({*(g.ordinal for g in staying), *new})]
+    wanted += [
+        rendezvous_service(deployment, g.ordinal, address=_known_address(g, deployment, observed)) for g in staying
+    ]
+    wanted += [rendezvous_service(deployment, ordinal) for ordinal in new]
     for ordinal in (*current, *new):
         wanted += group_manifests(deployment, ordinal, template, observed, (held or {}).get(ordinal))
     kept = {group.name for group in staying}
-    return (*differing(wanted, observed), *_removals(deployment, staying, leaving, current, kept, wanted, observed))
+    applied = map(_at_any_address, differing(wanted, observed))
+    return (*applied, *_removals(deployment, staying, leaving, current, kept, wanted, observed))
 
 
 def group_manifests(
@@ -83,6 +91,29 @@ def meeting_place(deployment: InferenceDeployment, ordinal: int, observed: Obser
     return None
 
 
+def _has_moved(group: Group, deployment: InferenceDeployment, observed: Observed) -> bool:
+    """Whether the group's Service has another address than its pods were told. Engines that have met serve on: the
+    group restarts in its turn."""
+    address = meeting_place(deployment, group.ordinal, observed)
+    return address is not None and bool(group.meeting_addresses - {address})
+
+
+def _known_address(group: Group, deployment: InferenceDeployment, observed: Observed) -> str | None:
+    """The ClusterIP of the group's Service; of one that is gone, the one that its pods were told: with it nobody has to
+    restart."""
+    told = next(iter(sorted(group.meeting_addresses)), None)
+    return meeting_place(deployment, group.ordinal, observed) or told
+
+
+def _at_any_address(action: Apply) -> Apply:
+    """A Service that is made again with its former address gets another one where somebody has that by now."""
+    spec = action.manifest["spec"] if action.manifest["kind"] == "Service" else {}
+    if not action.is_new or "clusterIP" not in spec:
+        return action
+    anywhere = {name: value for name, value in spec.items() if name != "clusterIP"}
+    return replace(action, otherwise={**action.manifest, "spec": anywhere})
+
+
 def plan_tuning_state(deployment: InferenceDeployment, observed: Observed, state: str) -> tuple[Action, ...]:
     """The ConfigMap with the tuner's memory, when it differs from what is stored."""
     return differing([tuning_config_map(deployment, state)], observed)
@@ -104,9 +135,10 @@ def allowed_down(deployment: InferenceDeployment) -> int:
     return max(1, deployment.replicas * int(value.rstrip("%")) // 100)
 
 
-def choose_updates(groups: tuple[Group, ...], revision: str, allowed: int) -> tuple[Group, ...]:
-    """Groups that may get the new revision now. One that is down already costs nothing; a ready one costs one."""
-    outdated = [group for group in groups if group.revision != revision]
+def choose_updates(groups: tuple[Group, ...], behind: Collection[int], allowed: int) -> tuple[Group, ...]:
+    """Groups of those `behind` (ordinals) that may be brought up to date now. One that is down already costs nothing; a
+    ready one costs one."""
+    outdated = [group for group in groups if group.ordinal in behind]
     down = sum(not group.is_ready for group in groups)
     budget = max(0, allowed - down)
     free = [group for group in outdated if not group.is_ready]

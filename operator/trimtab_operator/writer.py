@@ -14,7 +14,7 @@ from typing import Any
 from kubernetes.aio.dynamic.exceptions import NotFoundError
 
 from trimtab_operator.actions import Action, Apply
-from trimtab_operator.cluster import Cluster
+from trimtab_operator.cluster import API_ERRORS, Cluster, is_invalid
 from trimtab_operator.conditions import Facts, changed_conditions
 from trimtab_operator.errors import Gone
 from trimtab_operator.health import OperatorMetrics
@@ -38,7 +38,12 @@ class Writer:
         for action in actions:
             if isinstance(action, Apply):
                 manifest = action.manifest
-                await self.cluster.apply(manifest, deployment, is_new=action.is_new)
+                try:
+                    await self.cluster.apply(manifest, deployment, is_new=action.is_new)
+                except API_ERRORS as error:
+                    if action.otherwise is None or not is_invalid(error):
+                        raise
+                    await self.cluster.apply(action.otherwise, deployment, is_new=action.is_new)
                 self._log_write(deployment, "apply", manifest["kind"], manifest["metadata"]["name"], action.reason)
                 if manifest["kind"] == "StatefulSet":
                     await self._event_of_replica(deployment, action)

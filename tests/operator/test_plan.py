@@ -31,6 +31,8 @@ class Plant:
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.pods: dict[str, dict[str, Any]] = {}
         self.uids = 0
+        self.taken: set[str] = set()
+        """ClusterIPs that others have."""
 
     def observed(self) -> Observed:
         def of(kind: str) -> tuple[dict[str, Any], ...]:
@@ -53,9 +55,19 @@ class Plant:
                 self.uids += 1
                 manifest["metadata"]["uid"] = self.objects.get(key, {}).get("metadata", {}).get("uid", f"o-{self.uids}")
                 if manifest["kind"] == "Service":
-                    before = self.objects.get(key, {}).get("spec", {}).get("clusterIP", f"10.0.0.{self.uids % 250}")
-                    manifest["spec"] = {**manifest["spec"], "clusterIP": before}
+                    manifest = self._with_address(action, self.objects.get(key, {}).get("spec", {}).get("clusterIP"))
                 self.objects[key] = manifest
+
+    def _with_address(self, action: Apply, present: str | None) -> dict[str, Any]:
+        """As the API server does: the address that is asked for, if it is free, else one of its own choice."""
+        manifest = copy.deepcopy(dict(action.manifest))
+        wanted = manifest["spec"].get("clusterIP")
+        assert present is None or wanted in (None, present), "a ClusterIP cannot be changed"
+        if wanted in self.taken:
+            assert action.otherwise is not None, "a Service that cannot be had"
+            manifest, wanted = copy.deepcopy(dict(action.otherwise)), None
+        manifest["spec"]["clusterIP"] = present or wanted or f"10.0.{self.uids // 250}.{self.uids % 250}"
+        return {**manifest, "metadata": {**manifest["metadata"], "uid": f"s-{self.uids}"}}
 
     def controllers(self) -> None:
         """StatefulSets and garbage collection take one step."""
@@ -63,13 +75,15 @@ class Plant:
         for name in [n for n in self.pods if n.rsplit("-", 1)[0] not in sets]:
             del self.pods[name]
         for name, stateful_set in sets.items():
-            labels = stateful_set["spec"]["template"]["metadata"]["labels"]
+            template = stateful_set["spec"]["template"]
             wanted = [f"{name}-{number}" for number in range(stateful_set["spec"]["replicas"])]
             for extra in [n for n in self.pods if n.rsplit("-", 1)[0] == name and n not in wanted]:
                 del self.pods[extra]
             for pod in wanted:
-                if pod not in self.pods or self.pods[pod]["metadata"]["labels"] != labels:
-                    self.pods[pod] = {"metadata": {"name": pod, "labels": dict(labels)}, "status": {}}
+                metadata = {"name": pod, "labels": dict(template["metadata"]["labels"])}
+                made = {"metadata": metadata, "spec": template["spec"], "status": {}}
+                if pod not in self.pods or {**self.pods[pod], "status": {}} != made:
+                    self.pods[pod] = copy.deepcopy(made)
 
     def set_ready(self, name: str, ready: bool = True) -> None:
         self.pods[name]["status"] = {"conditions": [{"type": "Ready", "status": "True" if ready else "False"}]}
@@ -299,16 +313,50 @@ def test_both_stateful_sets_of_a_group_carry_one_revision_in_a_rollout() -> None
     assert len({group.revision for group in groups_of(plant.observed())}) == 1
 
 
+def test_rendezvous_services_that_were_deleted_come_back_with_their_addresses_and_nobody_restarts() -> None:
+    plant = Plant(a_deployment(parallelism=THREE, replicas=3))
+    plant.settle()
+    pods = copy.deepcopy(plant.pods)
+    addresses = delete_rendezvous_services(plant)
+    assert [a.manifest["kind"] for a in plant.plan() if isinstance(a, Apply)] == ["Service"] * 3
+    plant.settle()
+    assert {name: plant.objects["Service", name]["spec"]["clusterIP"] for name in addresses} == addresses
+    assert plant.pods == pods
+
+
 def test_a_rendezvous_service_made_anew_restarts_its_group() -> None:
+    """Where somebody else has its address by now."""
     plant = Plant(a_deployment(parallelism=THREE))
     plant.settle()
     before = args_of(plant.objects["StatefulSet", "m-g0"])
-    del plant.objects["Service", "m-g0"]
+    plant.taken.update(delete_rendezvous_services(plant).values())
     assert [a.manifest["kind"] for a in plant.plan() if isinstance(a, Apply)] == ["Service"]
     plant.settle()
     after = args_of(plant.objects["StatefulSet", "m-g0"])
     assert before != after
     assert args_of(plant.objects["StatefulSet", "m-g0-w"])[:-1] == after[:-1]
+
+
+def test_groups_whose_addresses_are_lost_restart_one_after_another() -> None:
+    """Engines that have met serve on, whatever becomes of the Service."""
+    plant = Plant(a_deployment(parallelism=THREE, replicas=3))
+    plant.settle()
+    plant.taken.update(delete_rendezvous_services(plant).values())
+    for _ in range(20):
+        plant.execute(plant.plan())
+        down = [group.name for group in groups_of(plant.observed()) if not group.is_ready]
+        assert len(down) <= 1, "told to restart at once"
+        plant.controllers()
+        for name in plant.pods:
+            plant.set_ready(name)
+    assert plant.plan() == ()
+    assert {g.meeting_addresses for g in groups_of(plant.observed())}.isdisjoint({frozenset([a]) for a in plant.taken})
+
+
+def delete_rendezvous_services(plant: Plant) -> dict[str, str]:
+    """All at once; the ClusterIPs that they had, by name."""
+    names = [name for kind, name in plant.objects if kind == "Service" and name != plant.deployment.name]
+    return {name: plant.objects.pop(("Service", name))["spec"]["clusterIP"] for name in names}
 
 
 def test_scale_in_takes_the_whole_group() -> None:

@@ -12,6 +12,7 @@ from trimtab_operator.quantity import parse_seconds
 from trimtab_operator.spec import InferenceDeployment, Spec, Speculative
 
 SWITCH = object()  # in place of the value of a flag that has none
+MEETING_FLAG = "--master-addr"
 MODEL_MOUNT = "/models/claim"  # where a pvc:// model is mounted in the pod
 
 
@@ -93,7 +94,7 @@ def group_flags(*, address: str, revision: str, role: str) -> list[str]:
     Ranks of another revision are kept out by the id. A worker's number follows from its pod's.
     """
     return [
-        f"--master-addr={address}",
+        f"{MEETING_FLAG}={address}",
         f"--rendezvous-id={revision}",
         f"--node-rank={0 if role == LEADER else 'auto'}",
     ]

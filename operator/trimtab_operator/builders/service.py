@@ -30,15 +30,20 @@ def client_service(deployment: InferenceDeployment) -> dict[str, Any]:
     )
 
 
-def rendezvous_service(deployment: InferenceDeployment, ordinal: int) -> dict[str, Any]:
-    """Where the ranks of one group meet. It publishes pods before they are ready: they become so by meeting."""
+def rendezvous_service(deployment: InferenceDeployment, ordinal: int, *, address: str | None = None) -> dict[str, Any]:
+    """Where the ranks of one group meet. It publishes pods before they are ready: they become so by meeting.
+
+    `address`: the ClusterIP that it has, or had: the pods were told.
+    """
     selector = group_selector(deployment, ordinal)
+    known = {} if address is None else {"clusterIP": address}
     return _service(
         deployment,
         name=group_name(deployment, ordinal),
         labels={**common_labels(deployment), **selector},
         spec={
             "type": "ClusterIP",
+            **known,
             "publishNotReadyAddresses": True,
             "selector": selector,
             "ports": [
