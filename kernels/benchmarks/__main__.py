@@ -19,6 +19,7 @@ from benchmarks import (
     paged_prefill,
     reshape_and_cache,
     rms_norm,
+    rope_and_cache,
     rotary_embedding,
     sample,
     silu_and_mul,
@@ -31,7 +32,7 @@ from benchmarks.timing import seconds_of
 
 MODULES = (
     paged_decode, paged_prefill, w8a8_block_fp8, fused_moe, sample,
-    rms_norm, rotary_embedding, silu_and_mul, reshape_and_cache, copy_blocks,
+    rms_norm, rope_and_cache, rotary_embedding, silu_and_mul, reshape_and_cache, copy_blocks,
 )  # fmt: skip
 COMMAND = "make bench-gpu"
 Seconds = Callable[[Callable[[], object]], float]

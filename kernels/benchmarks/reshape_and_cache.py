@@ -19,6 +19,9 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
 
         def write(caches: list[torch.Tensor] = caches) -> torch.Tensor:
             reshape_and_cache_triton(key, value, caches[0], caches[1], slots)
+            return caches[0]
+
+        def read(caches: list[torch.Tensor] = caches) -> torch.Tensor:
             return torch.stack([cache.flatten(0, 1)[slots[:1024]].float() for cache in caches])
 
         def expect(cache_dtype: torch.dtype = cache_dtype) -> torch.Tensor:
@@ -33,4 +36,5 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
             write,
             expect,
             tolerance_of(dtype),
+            read=read,
         )

@@ -13,7 +13,8 @@ class Row:
     """`amount` bytes (limit copy) or FLOPs (limits bf16, fp8) per call; `bar` is the share of the limit that is asked.
 
     `ours` and `reference` return what is compared, within `tolerance` of the reference's largest value. Peers return
-    anything; one that cannot run here is reported as such.
+    anything; one that cannot run here is reported as such. `read`, where there is one, reads what `ours` wrote into
+    its inputs, and is not timed.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Row:
     reference: Call
     tolerance: float
     peers: dict[str, Callable[[], object]] = field(default_factory=dict)
+    read: Call | None = None
 
 
 class Wrong(Exception):
@@ -38,7 +40,8 @@ def check(row: Row) -> float:
     was_on = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        found = row.ours().float()
+        result = row.ours()
+        found = (result if row.read is None else row.read()).float()
     finally:
         torch.use_deterministic_algorithms(was_on)
     expected = row.reference().float()

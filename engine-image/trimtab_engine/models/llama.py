@@ -15,9 +15,9 @@ import logging
 import torch
 from trimtab_kernels.native.decoder import DecoderShape, LayerWeights
 from trimtab_kernels.paged_attention import AttentionMetadata, paged_attention
-from trimtab_kernels.reshape_and_cache import reshape_and_cache
 from trimtab_kernels.rms_norm import add_rms_norm, gather_rms_norm, rms_norm
-from trimtab_kernels.rotary_embedding import interleave_pairs, rotary_embedding
+from trimtab_kernels.rope_and_cache import Norms, rope_and_cache
+from trimtab_kernels.rotary_embedding import interleave_pairs
 
 from trimtab_engine.kv_cache import KVTensors
 from trimtab_engine.layers.linear import MAX_ROWS, pads_rows
@@ -95,20 +95,19 @@ class LlamaLayer:
     def __init__(self, config: ModelConfig, layer: int, shard: ModelShard, groups: RankGroups, load: Loader) -> None:
         prefix = f"model.layers.{layer}."
         self._index = layer - shard.layers[0]
-        self._num_heads, self._num_kv_heads = shard.num_heads, shard.num_kv_heads
-        self._head_size, self._eps = config.head_size, config.rms_norm_eps
-        self._scale = config.head_size**-0.5
-        self._num_rotated = self._num_heads + self._num_kv_heads
+        self._eps, self._scale = config.rms_norm_eps, config.head_size**-0.5
         attention, size = prefix + "self_attn.", config.head_size
         heads, kv_heads = _elements(shard.heads, size), _elements(shard.kv_heads, size)
         self._input_norm = load.copy(prefix + "input_layernorm.weight")
         self._qkv = load.joined(
             attention, {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}, has_bias=config.qkv_bias, pairs=size
         )
-        self._qk_norms: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._qk_norms: Norms | None = None
         if config.qk_norm:
-            query_norm, key_norm = (load.copy(f"{attention}{name}.weight") for name in ("q_norm", "k_norm"))
-            self._qk_norms = (interleave_pairs(query_norm, size), interleave_pairs(key_norm, size))
+            query_norm, key_norm = (
+                interleave_pairs(load.copy(f"{attention}{name}.weight"), size) for name in ("q_norm", "k_norm")
+            )
+            self._qk_norms = Norms(query_norm, key_norm, config.rms_norm_eps)
         self._kv_scales = {"key_scale": load.kv_scale(attention, "k"), "value_scale": load.kv_scale(attention, "v")}
         self._output = load.summed(attention + "o_proj", heads, groups.tensor, has_bias=config.output_bias)
         self._post_norm = load.copy(prefix + "post_attention_layernorm.weight")
@@ -141,26 +140,13 @@ class LlamaLayer:
     def _attention(
         self, x: torch.Tensor, rotation: torch.Tensor, kv_cache: KVTensors, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        rows, num_tokens, size = x.shape[0], metadata.num_tokens, self._head_size
-        qkv = self._qkv(x)
-        split = self._num_rotated * size
-        unrotated = qkv[:, :split].view(rows, self._num_rotated, size)
-        if self._qk_norms is not None:
-            unrotated = self._normalise(unrotated, *self._qk_norms)
-        rotated = rotary_embedding(unrotated, rotation)
-        query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
-        value = qkv[:, split:].view(rows, self._num_kv_heads, size)
-        scales = self._kv_scales
         keys, values = kv_cache.keys[self._index], kv_cache.values[self._index]
-        slots, is_padded = metadata.slot_mapping, metadata.is_padded
-        reshape_and_cache(key[:num_tokens], value[:num_tokens], keys, values, slots, is_padded=is_padded, **scales)
+        slots, scales = metadata.slot_mapping, self._kv_scales
+        query, key, value = rope_and_cache(
+            self._qkv(x), rotation, keys, values, slots, norms=self._qk_norms, is_padded=metadata.is_padded, **scales
+        )
         output = paged_attention(query, key, value, keys, values, metadata, self._scale, **scales)
-        return self._output(output.view(rows, -1))
-
-    def _normalise(self, heads: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor) -> torch.Tensor:
-        """heads [rows, query and key heads, head_size]: each head on its own."""
-        query = rms_norm(heads[:, : self._num_heads], query_norm, self._eps)
-        return torch.cat((query, rms_norm(heads[:, self._num_heads :], key_norm, self._eps)), dim=1)
+        return self._output(output.view(x.shape[0], -1))
 
     def mlp(self, hidden: torch.Tensor) -> torch.Tensor:
         """The second half's result, to be added to hidden [rows, hidden_size]."""
@@ -171,15 +157,15 @@ class LlamaLayer:
         qkv, output = self._qkv.native, self._output.native
         if qkv is None or output is None:
             return None
-        query_norm, key_norm = self._qk_norms or (None, None)
+        norms = self._qk_norms
         mlp = self.feed_forward if isinstance(self.feed_forward, LlamaMlp) else None
         return LayerWeights(
             self._input_norm,
             self._post_norm,
             qkv,
             output,
-            query_norm,
-            key_norm,
+            None if norms is None else norms.query,
+            None if norms is None else norms.key,
             None if mlp is None else mlp.gate_up.native,
             None if mlp is None else mlp.down.native,
         )

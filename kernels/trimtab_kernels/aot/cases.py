@@ -19,6 +19,7 @@ from trimtab_kernels.paged_decode import paged_decode_triton
 from trimtab_kernels.paged_prefill import paged_prefill_triton
 from trimtab_kernels.reshape_and_cache import FLOAT8, reshape_and_cache_triton
 from trimtab_kernels.rms_norm import rms_norm_triton
+from trimtab_kernels.rope_and_cache import Norms, rope_and_cache_triton
 from trimtab_kernels.rotary_embedding import rotary_embedding_triton
 from trimtab_kernels.sample import sample_triton
 from trimtab_kernels.silu_and_mul import silu_and_mul_triton
@@ -110,6 +111,9 @@ def _cache() -> Iterator[Case]:
                 needs_float8=dtype == FLOAT8,
                 in_sample=(heads, size) == (8, 128),
             )
+    for shape in HEADS:
+        if shape.block_size == 16 and shape.window is None and shape.soft_cap is None:
+            yield from _rope_and_cache(shape)
     yield Case(
         "copy_blocks 16x8x128",
         lambda _: copy_blocks_triton(
@@ -161,6 +165,25 @@ HEADS = (
     Heads(16, 8, 256, window=4096, soft_cap=50.0),  # Gemma-2-9B
     Heads(8, 4, 256, soft_cap=50.0),
 )
+
+
+def _rope_and_cache(heads: Heads) -> Iterator[Case]:
+    for has_norms in (False, True):
+
+        def launch(_: DeviceFacts, has_norms: bool = has_norms) -> object:
+            cache = empty(1024, 16, heads.num_kv_heads, heads.size, dtype=heads.cache_dtype)
+            return rope_and_cache_triton(
+                empty(NUM_TOKENS, (heads.num_heads + 2 * heads.num_kv_heads) * heads.size),
+                empty(NUM_TOKENS, heads.size // 2, dtype=torch.complex64),
+                cache,
+                cache,
+                empty(NUM_TOKENS, dtype=torch.int64),
+                norms=Norms(empty(heads.size), empty(heads.size), 1e-6) if has_norms else None,
+            )
+
+        name = f"rope_and_cache {heads.name}" + " norms" * has_norms
+        is_sampled = heads == HEADS[1]
+        yield Case(name, launch, needs_float8=heads.cache_dtype == FLOAT8, in_sample=is_sampled)
 
 
 def _attention() -> Iterator[Case]:

@@ -279,7 +279,7 @@ def test_a_step_waits_for_nothing(config: dict[str, Any], spans: tuple[tuple[int
     with a_fake_device():
         steps, model = some_steps(config, tmp_path)
         launched = run_step(steps, model, sequences(*spans))
-    assert {"_reshape_and_cache", "_rms_norm"} <= set(launched), "the CUDA path was taken"
+    assert {"_rope_and_cache", "_rms_norm"} <= set(launched), "the CUDA path was taken"
     assert ("_paged_decode" in launched) == any(now == 1 for _, now in spans)
 
 
@@ -292,7 +292,7 @@ def test_float8_weights_and_caches_wait_for_nothing_either(
     with a_fake_device():
         steps, model = some_steps(config, tmp_path, kv_dtype)
         launched = run_step(steps, model, sequences(*spans))
-    assert {"_reshape_and_cache", "_rms_norm", "_quantize_groups", "_w8a8_block_fp8"} <= set(launched)
+    assert {"_rope_and_cache", "_rms_norm", "_quantize_groups", "_w8a8_block_fp8"} <= set(launched)
     assert ("_grouped_gemm" in launched) == ("num_experts" in config)
 
 
