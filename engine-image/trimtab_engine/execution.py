@@ -144,6 +144,7 @@ class Execution:
         fed = {request for _, request, _ in step.unknown}
         # The token in flight counts as output: seeds and min_tokens go by the number of tokens.
         rows: list[SampledRow] = [DraftedRequest(r, [0]) if r in fed else r for r in step.batch.sampling]
+        self._runner.send(step.inputs, feed)
         return Flight(step, started, self._launch(step, feed, rows), feeds=True)
 
     def begin(self, step: PreparedStep, started: float) -> Flight:
@@ -192,7 +193,7 @@ class Execution:
         batch, steps = step.batch, self._runner.steps
         assert steps is not None
         swap_seconds = self._copy_swapped(batch.swap_out, batch.swap_in)
-        logits = self._runner.run_fed(step.inputs, feed)
+        logits = self._runner.run(step.inputs, feed)
         assert logits is not None  # the engine holds a rank of the last stage
         scores = self._runner.take_scores()
         tokens: TokensInFlight | None = steps.publish(sample_on_device(logits, rows)) if rows else None
