@@ -14,14 +14,13 @@ from functools import partial
 import torch
 
 from trimtab_engine.batch import Batch, ScheduledSequence
-from trimtab_engine.graphs.device_steps import TokensInFlight, feed_of
 from trimtab_engine.graphs.step_buffers import Feed
+from trimtab_engine.graphs.token_table import DeviceRow
 from trimtab_engine.messages import TokenLogprobs
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.request import Request
-from trimtab_engine.sampler import TokenMasks, needs_host, sample, sample_on_device
+from trimtab_engine.sampler import TokenMasks, sample
 from trimtab_engine.speculative.counts import SpeculationCounts
-from trimtab_engine.speculative.drafted_request import DraftedRequest, SampledRow
 from trimtab_engine.speculative.proposer import Proposer
 from trimtab_engine.speculative.rejection import verify
 from trimtab_engine.step_inputs import NO_INPUTS, StepInputs, Unknown, num_scored
@@ -132,19 +131,22 @@ class Execution:
 
     def can_follow(self, step: PreparedStep, flight: Flight) -> bool:
         """Whether it may begin before the flight has landed: all that it needs of that is its tokens, which are on the
-        device. What a grammar, a penalty or a report would need is on the host."""
+        device. What a grammar would need is on the host."""
         batch = step.batch
         if not flight.feeds or step.speculates or step.scoring or batch.swap_out or batch.swap_in:
             return False
-        return not any(request.grammar is not None or needs_host(request) for request in batch.sampling)
+        return self._samples_on_device(batch)
+
+    def _samples_on_device(self, batch: Batch) -> bool:
+        steps = self._runner.steps
+        return steps is not None and steps.sampler is not None and steps.sampler.can_sample(batch.sampling)
 
     def begin_behind(self, step: PreparedStep, started: float, flight: Flight) -> Flight:
         """Start computing behind a flight that it can follow."""
-        feed = feed_of(step.unknown, flight.step.batch.sampling)
+        places = {request: place for place, request in enumerate(flight.step.batch.sampling)}
+        feed = [(index, places[request]) for index, request, _ in step.unknown]
         fed = {request for _, request, _ in step.unknown}
-        # The token in flight counts as output: seeds and min_tokens go by the number of tokens.
-        rows: list[SampledRow] = [DraftedRequest(r, [0]) if r in fed else r for r in step.batch.sampling]
-        self._runner.send(step.inputs, feed)
+        rows = [DeviceRow(request, places[request] if request in fed else None) for request in step.batch.sampling]
         return Flight(step, started, self._launch(step, feed, rows), feeds=True)
 
     def begin(self, step: PreparedStep, started: float) -> Flight:
@@ -171,11 +173,9 @@ class Execution:
         """Begin, and sample at once where that needs no host; else when the result is asked for."""
         batch = step.batch
         self._runner.send(step.inputs)
-        feeds = self._runner.steps is not None and not any(
-            request.grammar is not None or needs_host(request) for request in batch.sampling
-        )
-        if feeds:
-            return Flight(step, started, self._launch(step, (), list(batch.sampling)), feeds=True)
+        if self._samples_on_device(batch):
+            rows = [DeviceRow(request) for request in batch.sampling]
+            return Flight(step, started, self._launch(step, (), rows), feeds=True)
         masks = self._masks.begin(_masked_requests(batch.sampling))
         swap_seconds = self._copy_swapped(batch.swap_out, batch.swap_in)
         logits = self._runner.run(step.inputs)
@@ -188,19 +188,19 @@ class Execution:
 
         return Flight(step, started, land)
 
-    def _launch(self, step: PreparedStep, feed: Feed, rows: list[SampledRow]) -> Callable[[], StepResult]:
+    def _launch(self, step: PreparedStep, feed: Feed, rows: list[DeviceRow]) -> Callable[[], StepResult]:
         """Queue a whole step on the device, sampling included. Returns what waits for its tokens."""
         batch, steps = step.batch, self._runner.steps
         assert steps is not None
         swap_seconds = self._copy_swapped(batch.swap_out, batch.swap_in)
-        logits = self._runner.run(step.inputs, feed)
+        logits = self._runner.run_fed(step.inputs, feed)
         assert logits is not None  # the engine holds a rank of the last stage
         scores = self._runner.take_scores()
-        tokens: TokensInFlight | None = steps.publish(sample_on_device(logits, rows)) if rows else None
+        tokens = steps.sample(logits, rows) if rows else None
 
         def land() -> StepResult:
-            token_ids: list[int | list[int]] = [] if tokens is None else [*tokens.result()]
-            return StepResult(token_ids, [None] * len(rows), swap_seconds(), scores)
+            token_ids, logprobs = ([], []) if tokens is None else tokens.result()
+            return StepResult([*token_ids], [*logprobs], swap_seconds(), scores)
 
         return land
 

@@ -15,6 +15,7 @@ from trimtab_engine.batch import ScheduledSequence
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.device import Device
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.graphs.device_sampler import DeviceSampler
 from trimtab_engine.graphs.device_steps import AttentionShape, DeviceSteps, GraphCounts, StepLimits
 from trimtab_engine.graphs.plan import GraphPlan
 from trimtab_engine.graphs.recorder import Recorder
@@ -23,6 +24,7 @@ from trimtab_engine.kv_cache import KVCache, KVLayers, KVTensors
 from trimtab_engine.kv_size import Unmeasured, check_weights_fit
 from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.layers.quantized import multiplies_float8
+from trimtab_engine.logprobs import report_rows
 from trimtab_engine.memory import Ledger
 from trimtab_engine.messages import SamplingParams, TokenLogprobs
 from trimtab_engine.model_config import ModelConfig, parse_model_config
@@ -35,7 +37,7 @@ from trimtab_engine.parallel.shard import ModelShard, shard_model
 from trimtab_engine.parallel.wave import Wave
 from trimtab_engine.quantization import Quantization, stored_quantization, wanted_quantization
 from trimtab_engine.request import Request
-from trimtab_engine.sampler import ROWS_AT_ONCE, report_rows, sample
+from trimtab_engine.sampler import ROWS_AT_ONCE, sample
 from trimtab_engine.step_inputs import StepInputs, Unknown, flatten
 from trimtab_engine.swap_cache import SwapCache
 from trimtab_engine.weights.dummy import DummySource
@@ -90,14 +92,13 @@ class ModelRunner:
         rebuild: Callable[[], LlamaForCausalLM],
         facts: ModelFacts,
         shard: ModelShard,
-        groups: RankGroups,
         device: Device,
         block_size: int,
         dtype: torch.dtype,
         kv_dtype: torch.dtype,
     ) -> None:
         self.facts = facts
-        self._model, self._rebuild, self.shard, self.groups = model, rebuild, shard, groups
+        self._model, self._rebuild, self.shard = model, rebuild, shard
         self._device, self._block_size, self._dtype = device, block_size, dtype
         self._kv_dtype = kv_dtype
         self._scores: list[TokenLogprobs] = []
@@ -169,7 +170,7 @@ class ModelRunner:
             whole=model_config,
         )
         rebuild = lambda: build(_open(config)[0], lambda count: None)  # noqa: E731
-        runner = cls(model, rebuild, facts, shard, groups, device, config.block_size, dtype, kv_dtype)
+        runner = cls(model, rebuild, facts, shard, device, config.block_size, dtype, kv_dtype)
         if config.eplb is not None and groups.expert is not None and model.mixtures:
             assert model_config.moe is not None  # it has mixtures
             runner.balancer = ExpertBalancer(config.eplb, model.mixtures, model_config.moe.num_experts, groups.expert)
@@ -236,6 +237,10 @@ class ModelRunner:
             block_size=self._block_size,
         )
         shape = AttentionShape(facts.num_attention_heads, facts.head_size, whole.hidden_size, self._dtype)
+        device = self._device.torch
+        sampler = DeviceSampler(
+            facts.vocab_size, facts.eos_token_ids, max_num_seqs=config.max_num_seqs_cap, device=device
+        )
         self.steps = DeviceSteps(
             self._model,
             self._kv_tensors,
@@ -243,9 +248,8 @@ class ModelRunner:
             recorder,
             limits=limits,
             shape=shape,
-            device=self._device.torch,
-            groups=self.groups,
-            is_first_stage=self.shard.is_first_stage,
+            device=device,
+            sampler=sampler,
         )
         return self.steps
 
@@ -297,9 +301,7 @@ class ModelRunner:
         return GraphCounts() if self.steps is None else self.steps.take_counts()
 
     def close(self) -> None:
-        """End what belongs to this runner."""
-        if self.steps is not None:
-            self.steps.drop_graphs()
+        """End what belongs to this runner: one rank alone has nothing."""
 
     def flatten(self, sequences: list[ScheduledSequence]) -> tuple[StepInputs, list[Unknown]]:
         """The batch as plain values, and which of its tokens are not known yet."""
@@ -317,13 +319,14 @@ class ModelRunner:
         num_tokens = len(inputs.token_ids)
         return padded_rows(num_tokens) if self._model.pads_rows and num_tokens else num_tokens
 
-    def send(self, inputs: StepInputs, feed: Feed = ()) -> None:
+    def send(self, inputs: StepInputs) -> None:
         """Let the other ranks begin a step; run() computes this rank's part. One rank alone has nobody to tell."""
 
-    def run(self, inputs: StepInputs, feed: Feed = ()) -> torch.Tensor | None:
-        """Compute a step. Logits of the sampled tokens on the rank that samples, None on the others. `feed`: tokens
-        that the device alone knows, where it works beside the host, which then waits for nothing."""
-        logits = self._run(inputs, self._kv_tensors) if self.steps is None else self._run_beside_host(inputs, feed)
+    def run(self, inputs: StepInputs) -> torch.Tensor | None:
+        """Compute a step. Logits of the sampled tokens on the rank that samples, None on the others."""
+        if self.steps is not None:
+            return self.run_fed(inputs, ())
+        logits = self._run(inputs, self._kv_tensors)
         self._end_step()
         return logits
 
@@ -333,16 +336,18 @@ class ModelRunner:
             self.balancer.on_step()
 
     @torch.inference_mode()
-    def _run_beside_host(self, inputs: StepInputs, feed: Feed) -> torch.Tensor | None:
+    def run_fed(self, inputs: StepInputs, feed: Feed) -> torch.Tensor | None:
+        """The same beside the host, which waits for nothing. `feed`: tokens that the device alone knows."""
         assert self.steps is not None
         hidden, wanted = self.steps.run(inputs, feed)
-        return self._logits(hidden, wanted, inputs)
+        logits = self._logits(hidden, wanted, inputs)
+        self._end_step()
+        return logits
 
     @torch.inference_mode()
     def _run(self, inputs: StepInputs, kv_cache: KVTensors, num_layers: int | None = None) -> torch.Tensor | None:
         num_tokens, num_rows = len(inputs.token_ids), len(inputs.sampled)
-        agreed_rows = 0 if inputs.agreed is None else inputs.agreed.num_tokens
-        padding = [0] * (max(agreed_rows, self.padded_rows(inputs)) - num_tokens)
+        padding = [0] * (max(inputs.num_rows, self.padded_rows(inputs)) - num_tokens)
         device = self._device.torch
         metadata = build_attention_metadata(
             inputs.slots,

@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from trimtab_kernels.apply_penalties import apply_penalties
@@ -20,7 +21,9 @@ from trimtab_kernels.apply_token_bitmask import apply_token_bitmask
 from trimtab_kernels.keep_likely_tokens import keep_likely_tokens
 from trimtab_kernels.sample import sample_triton
 
-from trimtab_engine.graphs.transfer import send
+from trimtab_engine.bans import bans_of
+from trimtab_engine.graphs.transfer import send_together
+from trimtab_engine.logprobs import report_rows
 from trimtab_engine.messages import SamplingParams, TokenLogprobs
 from trimtab_engine.speculative.drafted_request import SampledRow
 
@@ -35,6 +38,16 @@ class SampledTokens:
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
+
+
+class Choice(Protocol):
+    """What greedy or random choice depends on, beside the logits."""
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +85,6 @@ def sample(
     return SampledTokens(token_ids, logprobs)
 
 
-def needs_host(request: SampledRow) -> bool:
-    """Whether choosing its next token takes more than its logits and its parameters: its tokens, or a report."""
-    p = request.sampling
-    return (
-        p.logprobs is not None
-        or _has_penalties(p)
-        or bool(p.logit_bias or p.allowed_token_ids or p.bad_words)
-        or request.num_output_tokens < p.min_tokens
-    )
-
-
-@torch.inference_mode()
-def sample_on_device(logits: torch.Tensor, requests: Sequence[SampledRow]) -> torch.Tensor:
-    """`sample` for requests that need no host: the tokens [rows] int64, which nobody has waited for."""
-    if all(request.sampling.temperature == 0 for request in requests):
-        return logits.argmax(dim=-1)
-    return _choose_limited(logits, requests)
-
-
 def choose(logits: torch.Tensor, requests: Sequence[SampledRow], *, eos_token_ids: tuple[int, ...] = ()) -> list[int]:
     """The tokens alone, as `sample` chooses them."""
     token_ids: list[int] = []
@@ -118,16 +112,23 @@ def draw(probabilities: torch.Tensor) -> torch.Tensor:
     return (probabilities / noise).argmax(dim=-1)
 
 
-def report_logprobs(raw: torch.Tensor, chosen: torch.Tensor, wanted: int) -> list[TokenLogprobs]:
-    """For rows of one request that wants `wanted` logprobs; raw [rows, vocab_size] are the unmodified ones."""
-    return [entry for entry in report_rows(raw, chosen, [wanted] * len(chosen)) if entry is not None]
-
-
 def _is_plain_greedy(request: SampledRow) -> bool:
-    return request.sampling.temperature == 0 and not needs_host(request)
+    p = request.sampling
+    return p.temperature == 0 and p.logprobs is None and not _is_adjusted(request)
 
 
-def _has_penalties(p: SamplingParams) -> bool:
+def _is_adjusted(request: SampledRow) -> bool:
+    """Whether anything is done to its logits before the choice."""
+    p = request.sampling
+    return (
+        has_penalties(p)
+        or bool(p.logit_bias or p.allowed_token_ids or p.bad_words)
+        or request.num_output_tokens < p.min_tokens
+    )
+
+
+def has_penalties(p: SamplingParams) -> bool:
+    """Whether its logits depend on the tokens so far."""
     return p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
 
 
@@ -147,10 +148,10 @@ def _sample_rows(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token
 def _choose_rows(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> torch.Tensor:
     """A token per row, [rows] int64."""
     _adjust(logits, requests, eos_token_ids)
-    return _choose_limited(logits, requests)
+    return choose_limited(logits, requests)
 
 
-def _choose_limited(logits: torch.Tensor, requests: Sequence[SampledRow]) -> torch.Tensor:
+def choose_limited(logits: torch.Tensor, requests: Sequence[Choice]) -> torch.Tensor:
     """Greedy or random, by temperature, min-p, top-k and top-p; nothing else changes the logits any more."""
     if logits.is_cuda:
         return _draw_by_kernel(logits, requests)
@@ -166,31 +167,19 @@ def _choose_limited(logits: torch.Tensor, requests: Sequence[SampledRow]) -> tor
 def _adjust(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> None:
     """What changes the logits themselves, whether the choice is greedy or random."""
     _restrict(logits, requests)
-    _mask_below_min_tokens(logits, requests, eos_token_ids)
+    _ban(logits, requests, eos_token_ids)
     _add_biases(logits, requests)
     _penalise(logits, requests)
 
 
 def _restrict(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:
-    """Only allowed_token_ids, where there are any, and no token that would complete one of bad_words."""
+    """Only allowed_token_ids, where there are any."""
     for row, request in enumerate(requests):
         p = request.sampling
         if p.allowed_token_ids:
             index = torch.tensor(p.allowed_token_ids, dtype=torch.int64, device=logits.device)
             kept = logits[row].index_select(0, index)
             logits[row].fill_(float("-inf")).index_copy_(0, index, kept)
-        if p.bad_words:
-            logits[row, _ends_of_bad_words(request)] = float("-inf")
-
-
-def _ends_of_bad_words(request: SampledRow) -> list[int]:
-    """Last tokens of the words of which the output has all the others just now."""
-    output = request.token_ids[request.num_prompt_tokens :]
-    return [
-        word[-1]
-        for word in request.sampling.bad_words
-        if len(word) <= len(output) + 1 and tuple(output[len(output) + 1 - len(word) :]) == word[:-1]
-    ]
 
 
 def _add_biases(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:
@@ -201,28 +190,23 @@ def _add_biases(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:
             logits[row].index_add_(0, index, torch.tensor(list(bias.values()), device=logits.device))
 
 
-def _mask_below_min_tokens(
-    logits: torch.Tensor, requests: Sequence[SampledRow], eos_token_ids: tuple[int, ...]
-) -> None:
-    """A request below its min_tokens can choose no token that would end it."""
-    rows: list[int] = []
-    columns: list[int] = []
-    for row, request in enumerate(requests):
-        if request.num_output_tokens >= request.sampling.min_tokens:
-            continue
-        ends = [t for t in request.sampling.stop_token_ids if t < logits.shape[1]]
-        ends += [] if request.sampling.ignore_eos else eos_token_ids
-        rows += [row] * len(ends)
-        columns += ends
-    if rows:
-        logits[rows, columns] = float("-inf")
+def _ban(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> None:
+    """No token that would end a request below its min_tokens, none that would complete one of its bad_words."""
+    bans = [
+        (row, token)
+        for row, request in enumerate(requests)
+        for token, _ in bans_of(request, eos_token_ids=eos_token_ids, vocab_size=logits.shape[1])
+    ]
+    if bans:
+        rows, tokens = zip(*bans, strict=True)
+        logits[list(rows), list(tokens)] = float("-inf")
 
 
 def _penalise(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:
     """Presence, frequency and repetition penalties, for the rows that have any."""
     for row, request in enumerate(requests):
         p = request.sampling
-        if not _has_penalties(p):
+        if not has_penalties(p):
             continue
         counts = Counter(request.token_ids[request.num_prompt_tokens :])
         seen = set(request.token_ids) if p.repetition_penalty != 1 else set[int]()
@@ -237,7 +221,7 @@ def _penalise(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:
         )
 
 
-def _draw(logits: torch.Tensor, requests: Sequence[SampledRow]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, requests: Sequence[Choice]) -> torch.Tensor:
     """A random token per row, [rows] int64. On the CPU."""
     _limit(logits, requests)
     probabilities = logits.softmax(dim=-1)
@@ -253,7 +237,7 @@ def _draw(logits: torch.Tensor, requests: Sequence[SampledRow]) -> torch.Tensor:
     return probabilities.div_(noise.clamp_min_(SMALLEST_EXPONENTIAL)).argmax(dim=-1)
 
 
-def _draw_by_kernel(logits: torch.Tensor, requests: Sequence[SampledRow]) -> torch.Tensor:
+def _draw_by_kernel(logits: torch.Tensor, requests: Sequence[Choice]) -> torch.Tensor:
     """The choice in one Triton kernel, greedy rows too, which sorts nothing and does not wait for the device. A request
     without a seed takes one from torch's generator. Numbers differ from the CPU's; the distribution does not."""
     params = [request.sampling for request in requests]
@@ -262,33 +246,21 @@ def _draw_by_kernel(logits: torch.Tensor, requests: Sequence[SampledRow]) -> tor
         number if p.seed is None else zlib.crc32(f"{p.seed} {request.num_output_tokens}".encode())
         for number, p, request in zip(fresh, params, requests, strict=True)
     ]
-    rest = [0] * (-len(params) % 4)  # every part starts on 16 bytes, as the kernel was compiled for
-    parts = [
-        torch.tensor(seeds + rest, dtype=torch.int64).view(torch.int32),
-        *(
-            torch.tensor(values + rest, dtype=torch.float32).view(torch.int32)
-            for values in ([p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params])
-        ),
-        torch.tensor([p.top_k or logits.shape[1] for p in params] + rest, dtype=torch.int32),
-    ]
-    packed = send(torch.cat(parts), logits.device)  # one copy for all of them
-    rows, size = len(params), len(params) + len(rest)
-    own, temperature, top_p, min_p, top_k = (
-        packed[first : first + count]
-        for first, count in ((0, 2 * rows), *(((2 + part) * size, rows) for part in range(4)))
+    seed, temperature, top_p, min_p, top_k = send_together(
+        [
+            torch.tensor(seeds, dtype=torch.int64),
+            torch.tensor([p.temperature for p in params]),
+            torch.tensor([p.top_p for p in params]),
+            torch.tensor([p.min_p for p in params]),
+            torch.tensor([p.top_k or logits.shape[1] for p in params], dtype=torch.int32),
+        ],
+        logits.device,
     )
-    token_ids, _ = sample_triton(
-        logits,
-        temperature.view(torch.float32),
-        top_k,
-        top_p.view(torch.float32),
-        min_p.view(torch.float32),
-        own.view(torch.int64),
-    )
+    token_ids, _ = sample_triton(logits, temperature, top_k, top_p, min_p, seed)
     return token_ids
 
 
-def _limit(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:
+def _limit(logits: torch.Tensor, requests: Sequence[Choice]) -> None:
     """Temperature, then min-p, top-k and top-p: what a random choice is left with, -inf elsewhere."""
     params = [request.sampling for request in requests]
     device = logits.device
@@ -305,18 +277,3 @@ def _limit(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:
 def _generator(seed: int, position: int, device: torch.device) -> torch.Generator:
     """torch's CPU generator uses only the low 32 bits of its seed, so the whole key is hashed into them."""
     return torch.Generator(device=device).manual_seed(zlib.crc32(f"{seed} {position}".encode()))
-
-
-def report_rows(raw: torch.Tensor, chosen: torch.Tensor, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
-    """The chosen token first, then the `wanted` most likely ones, per row; None where nothing is wanted."""
-    most = max(count for count in wanted if count is not None)
-    own = raw.gather(1, chosen.unsqueeze(1))
-    ranks = (raw > own).sum(dim=1).add_(1).tolist()
-    top_values, top_ids = raw.topk(most, dim=-1)
-    rows = zip(
-        wanted, chosen.tolist(), own.squeeze(1).tolist(), top_ids.tolist(), top_values.tolist(), ranks, strict=True
-    )
-    return [
-        None if count is None else TokenLogprobs([token, *ids[:count]], [value, *values[:count]], rank)
-        for count, token, value, ids, values, rank in rows
-    ]

@@ -14,6 +14,7 @@ from trimtab_kernels.jit import HAS_TRITON, triton
 
 from benchmarks import (
     copy_blocks,
+    edit_logits,
     fused_moe,
     paged_decode,
     paged_prefill,
@@ -31,7 +32,7 @@ from benchmarks.row import Row, check
 from benchmarks.timing import seconds_of
 
 MODULES = (
-    paged_decode, paged_prefill, w8a8_block_fp8, fused_moe, sample,
+    paged_decode, paged_prefill, w8a8_block_fp8, fused_moe, sample, edit_logits,
     rms_norm, rope_and_cache, rotary_embedding, silu_and_mul, reshape_and_cache, copy_blocks,
 )  # fmt: skip
 COMMAND = "make bench-gpu"

@@ -1,11 +1,7 @@
 """Steps on a device that runs beside the host: inputs at fixed places, graphs where there are some, no waiting.
 
 What a step needs of the one before, its sampled tokens, stays on the device: `feed` says which of a step's tokens are
-rows of `last_tokens`. So a step may begin before the host has seen what the one before it brought. Ranks that share
-layers get those rows from the first of them, which samples, on the device as well.
-
-Several ranks replay graphs of one key, with the collectives in them. What passes from pipeline stage to pipeline stage
-stays outside: it lands where the graph reads it, and leaves from where the graph has left it.
+rows of `last_tokens`. So a step may begin before the host has seen what the one before it brought.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +12,16 @@ from trimtab_kernels.jit import num_compilations
 from trimtab_kernels.paged_attention import Attend, AttentionMetadata
 from trimtab_kernels.paged_batch import PagedBatch
 
-from trimtab_engine.graphs.dispatcher import Dispatcher, Eager
+from trimtab_engine.graphs.device_sampler import DeviceSampler, ReportsInFlight
+from trimtab_engine.graphs.dispatcher import Dispatcher, Eager, shape_of
 from trimtab_engine.graphs.plan import GraphKey, GraphPlan
 from trimtab_engine.graphs.recorder import Outside, Recorder, Replay
 from trimtab_engine.graphs.step_buffers import Capacity, Feed, StepBuffers
+from trimtab_engine.graphs.token_table import DeviceRow
 from trimtab_engine.graphs.transfer import Mark, copy_to_host, pinned_bytes
 from trimtab_engine.kv_cache import KVTensors
+from trimtab_engine.messages import TokenLogprobs
 from trimtab_engine.models.llama import LlamaForCausalLM
-from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.step_inputs import NO_INPUTS, StepInputs
 
 NUM_TOKEN_BUFFERS = 3  # steps whose tokens may be on their way: one that lands, one that runs, one that begins
@@ -76,16 +74,19 @@ class AttentionShape:
 
 
 class TokensInFlight:
-    """Sampled tokens on their way to the host."""
+    """Sampled tokens on their way to the host, and log-probabilities where they are asked for."""
 
-    def __init__(self, pinned: torch.Tensor, arrived: Mark, count: int) -> None:
-        self._pinned, self._arrived, self._count = pinned, arrived, count
+    def __init__(self, pinned: torch.Tensor, arrived: Mark, count: int, reports: list[ReportsInFlight]) -> None:
+        self._pinned, self._arrived, self._count, self._reports = pinned, arrived, count, reports
 
-    def result(self) -> list[int]:
-        """Wait for them."""
+    def result(self) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Wait for them: one of each per row."""
         self._arrived.wait()
         tokens: list[int] = self._pinned[: self._count].tolist()
-        return tokens
+        logprobs: list[TokenLogprobs | None] = [None] * self._count
+        for reports in self._reports:
+            reports.put_into(logprobs, tokens)
+        return tokens, logprobs
 
 
 class DeviceSteps:
@@ -101,11 +102,11 @@ class DeviceSteps:
         limits: StepLimits,
         shape: AttentionShape,
         device: torch.device,
-        groups: RankGroups = ALONE,
-        is_first_stage: bool = True,
+        sampler: DeviceSampler | None = None,
     ) -> None:
+        """`sampler`: on the rank that samples."""
+        self.sampler = sampler
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
-        self._tensor, self._meter = groups.tensor, groups.meter
         self._limits, self.plan = limits, plan
         self._dispatcher = Dispatcher(plan)
         self._graphs: dict[GraphKey, Replay] = {}
@@ -119,8 +120,6 @@ class DeviceSteps:
         self._query = torch.zeros(heads, dtype=shape.dtype, device=device)
         self._attended = torch.zeros_like(self._query)
         self._hidden = torch.zeros(most, shape.hidden_size, dtype=shape.dtype, device=device)
-        self._before = None if is_first_stage else torch.zeros_like(self._hidden)
-        """Hidden states of the stage before, for graphs."""
         self.last_tokens = torch.zeros(limits.max_num_rows, dtype=torch.int64, device=device)
         """Of the step that was sampled last."""
         pinned = [pinned_bytes(8 * limits.max_num_rows, device) for _ in range(NUM_TOKEN_BUFFERS)]
@@ -131,10 +130,10 @@ class DeviceSteps:
     @property
     def num_bytes(self) -> int:
         """Of the fixed buffers, on the device; graphs not included."""
-        own = [self._query, self._attended, self._hidden, self.last_tokens]
-        own += [] if self._before is None else [self._before]
+        own = (self._query, self._attended, self._hidden, self.last_tokens)
         buffers = {id(b): b.num_bytes for b in (self._large, self._small)}
-        return sum(tensor.nbytes for tensor in own) + sum(buffers.values())
+        sampling = 0 if self.sampler is None else self.sampler.num_bytes
+        return sum(tensor.nbytes for tensor in own) + sum(buffers.values()) + sampling
 
     def take_counts(self) -> GraphCounts:
         counts, self._counts = self._counts, GraphCounts()
@@ -150,6 +149,8 @@ class DeviceSteps:
         for rows in warm_up_sizes(self._limits.max_num_batched_tokens):
             self._batch = self._large.fill(NO_INPUTS, (), GraphKey(rows), self._limits.block_size)
             self._forward(self._large, rows, self._metadata(self._large, rows, self._batch, is_padded=True))
+        if self.sampler is not None:
+            self.sampler.warm_up(self.last_tokens)
 
     def capture_all(self, progress: Callable[[int, int], None], most: int | None = None) -> None:
         """Record the plan's graphs, the largest first, or the first `most` of them. progress gets (done, of)."""
@@ -170,35 +171,15 @@ class DeviceSteps:
             else:
                 batch = buffers.uniform_batch(rows, key.tokens_per_sequence, self._limits.max_model_len)
                 metadata = self._metadata(buffers, rows, batch, is_padded=True)
-            before = None if self._before is None else self._before[:rows]
-            hidden = self._model.compute(*self._inputs(buffers, rows), self._kv_cache, metadata, before=before)
-            self._hidden[:rows].copy_(hidden)
+            self._hidden[:rows].copy_(self._forward(buffers, rows, metadata))
 
         run(lambda call: call())  # compiles, and lets libraries allocate: neither may happen while recording
-        with self._meter.apart() as sent:
-            replay = self._recorder.record(run)
-        self._graphs[key] = self._counted(replay, sent)
+        self._graphs[key] = self._recorder.record(run)
         self._counts.captures += 1
-
-    def _counted(self, replay: Replay, sent: dict[str, int]) -> Replay:
-        """A graph sends with each replay what it sent when it was recorded, and does not say so."""
-        if not sent:
-            return replay
-
-        def counted() -> None:
-            with self._meter.apart():
-                replay()
-            self._meter.add_all(sent)
-
-        return counted
-
-    def drop_graphs(self) -> None:
-        """They are recorded again when steps want them. Before the ranks part: a graph holds on to its connections."""
-        self._graphs.clear()
 
     def drop_model(self) -> None:
         """The weights go, and with them what was recorded, which reads where they were."""
-        self.drop_graphs()
+        self._graphs.clear()
         del self._model
 
     def use_model(self, model: LlamaForCausalLM) -> None:
@@ -210,53 +191,43 @@ class DeviceSteps:
     @torch.inference_mode()
     def run(self, inputs: StepInputs, feed: Feed = ()) -> tuple[torch.Tensor, torch.Tensor]:
         """Begin a step. Returns hidden states [rows, hidden_size] and which of their rows are sampled."""
-        self._share(feed)
-        shape = inputs.shape
-        choice = self._dispatcher.dispatch(shape)
+        choice = self._dispatcher.dispatch(shape_of(inputs))
         num_tokens = len(inputs.token_ids)
         if isinstance(choice, Eager):
             self._counts.eager[choice.value] = self._counts.eager.get(choice.value, 0) + 1
-            buffers, rows = self._large, shape.num_tokens
-            batch = buffers.fill(inputs, feed, GraphKey(rows), self._limits.block_size)
-            hidden = self._forward(buffers, rows, self._metadata(buffers, rows, batch, is_padded=rows > num_tokens))
+            buffers, batch = self._large, self._large.fill(inputs, feed, None, self._limits.block_size)
+            hidden = self._forward(buffers, num_tokens, self._metadata(buffers, num_tokens, batch))
         else:
             if choice not in self._graphs:
                 self.capture(choice)
             buffers = self._small
             self._batch = buffers.fill(inputs, feed, choice, self._limits.block_size)
-            if self._before is not None:
-                self._model.receive(self._before[: choice.num_tokens])
             self._graphs[choice]()
             hidden = self._hidden[: choice.num_tokens]
-            self._model.send(hidden)
             self._counts.steps[choice.kind] = self._counts.steps.get(choice.kind, 0) + 1
             self._counts.padding_tokens += choice.num_tokens - num_tokens
         return hidden, buffers.longs["sampled"][: len(inputs.sampled)]
 
-    def publish(self, token_ids: torch.Tensor) -> TokensInFlight:
-        """Keep a step's tokens [rows] for the next one, and start their copy to the host."""
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, rows: Sequence[DeviceRow]) -> TokensInFlight:
+        """Choose a step's tokens from its logits [rows, vocab_size], keep them for the next one, and start their way to
+        the host."""
+        assert self.sampler is not None  # this rank samples
+        token_ids, reports = self.sampler.sample(logits, rows, self.last_tokens)
         count = token_ids.shape[0]
         self.last_tokens[:count].copy_(token_ids)
         self._turn = (self._turn + 1) % NUM_TOKEN_BUFFERS
         pinned, arrived = self._arrivals[self._turn]
         copy_to_host(pinned[:count], self.last_tokens[:count])
         arrived.set()
-        return TokensInFlight(pinned, arrived, count)
-
-    def _share(self, feed: Feed) -> None:
-        """Let the ranks that share layers have the tokens that a step is fed with: the first of them has sampled."""
-        if feed and self._tensor is not None:
-            self._tensor.broadcast(self.last_tokens[: 1 + max(row for _, row in feed)])
+        return TokensInFlight(pinned, arrived, count, reports)
 
     def _forward(self, buffers: StepBuffers, rows: int, metadata: AttentionMetadata) -> torch.Tensor:
-        return self._model.forward(*self._inputs(buffers, rows), self._kv_cache, metadata)
-
-    def _inputs(self, buffers: StepBuffers, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids, some of which are known here only, and positions."""
         longs = buffers.longs
         sources = longs["sources"][:rows]
         fed = self.last_tokens.index_select(0, sources.clamp_min(0))
-        return torch.where(sources < 0, longs["token_ids"][:rows], fed), longs["positions"][:rows]
+        token_ids = torch.where(sources < 0, longs["token_ids"][:rows], fed)
+        return self._model.forward(token_ids, longs["positions"][:rows], self._kv_cache, metadata)
 
     def _metadata(
         self,
@@ -289,9 +260,3 @@ def warm_up_sizes(most: int) -> list[int]:
 
 def _discard(_: object) -> None:
     """The result is where it was asked to be."""
-
-
-def feed_of(unknown: Sequence[tuple[int, object, int]], sampled_before: Sequence[object]) -> list[tuple[int, int]]:
-    """Where a step's unknown tokens are among those that the step before samples: (index, row)."""
-    rows = {id(request): row for row, request in enumerate(sampled_before)}
-    return [(index, rows[id(request)]) for index, request, _ in unknown]

@@ -3,9 +3,13 @@
 The only places of a decode step that touch both sides. On the CPU a copy is done when it returns, and marks are void.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
+
+PART_BYTES = 16  # parts of a packed copy start on multiples of it, as kernels were compiled for
 
 
 def pinned_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -26,6 +30,32 @@ def copy_to_host(destination: torch.Tensor, source: torch.Tensor) -> None:
 def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A few values of a step on the device. Begun, not waited for: torch keeps the pinned memory until it is read."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+def send_together(values: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Several vectors in one copy, each in its own dtype."""
+    ends = list(accumulate(-(-value.nbytes // PART_BYTES) * PART_BYTES for value in values))
+    places = [slice(end, end + value.nbytes) for end, value in zip([0, *ends], values, strict=False)]
+    packed = torch.zeros(ends[-1], dtype=torch.uint8)
+    for place, value in zip(places, values, strict=True):
+        packed[place] = value.view(torch.uint8)
+    sent = send(packed, device)
+    return [sent[place].view(value.dtype) for place, value in zip(places, values, strict=True)]
+
+
+def write(destination: torch.Tensor, values: torch.Tensor) -> None:
+    """Begin to put plain values of the host where they are wanted on the device; torch keeps them until it is done."""
+    copy_to_device(destination, values.pin_memory() if destination.is_cuda else values)
+
+
+def receive(values: torch.Tensor) -> torch.Tensor:
+    """Begin to bring values that are not changed any more to the host, where they must not be read before a later mark
+    is reached."""
+    if not values.is_cuda:
+        return values
+    received = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy_to_host(received, values)
+    return received
 
 
 class Mark:

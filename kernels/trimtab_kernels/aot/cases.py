@@ -11,6 +11,7 @@ import torch
 
 from trimtab_kernels.copy_blocks import copy_blocks_triton
 from trimtab_kernels.device_facts import DeviceFacts
+from trimtab_kernels.edit_logits import ban_tokens_triton, edit_logits_triton
 from trimtab_kernels.fused_moe import fused_moe_triton
 from trimtab_kernels.gemm_config import default_config
 from trimtab_kernels.jit import Launch, record_launches
@@ -242,7 +243,22 @@ def _sampling() -> Iterator[Case]:
         logits = empty(8, 128256, dtype=torch.float32)
         return sample_triton(logits, floats, ints, floats, floats, empty(8, dtype=torch.int64))
 
+    def edit(_: DeviceFacts) -> None:
+        table, ints, floats = (empty(256, 128256, dtype=torch.int32), *_eight())
+        edit_logits_triton(empty(8, 128256, dtype=torch.float32), table, ints, ints, ints, floats, floats, floats)
+
+    def ban(_: DeviceFacts) -> None:
+        ints, last_tokens = _eight()[0], empty(8, dtype=torch.int64)
+        ban_tokens_triton(empty(8, 128256, dtype=torch.float32), ints, ints, ints, ints, last_tokens)
+
     yield Case("sample", launch, in_sample=True)
+    yield Case("edit_logits", edit, in_sample=True)
+    yield Case("ban_tokens", ban, in_sample=True)
+
+
+def _eight() -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of eight rows: int32, float32."""
+    return empty(8, dtype=torch.int32), empty(8, dtype=torch.float32)
 
 
 def _block_fp8() -> Iterator[Case]:

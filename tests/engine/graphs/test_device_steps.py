@@ -1,29 +1,77 @@
-"""Steps of a device, with graphs and without: the tokens of the CPU's own steps, whatever is padded or replayed."""
+"""Steps of a device, with graphs and without: the same tokens as the CPU's own steps, whatever is padded or replayed.
+
+The recorder here is for machines without CUDA: it replays by calling the recorded function again, on the same tensors
+and with the same calls outside, so that everything runs as on CUDA but for CUDA's own recording. It is a test double
+and on no path that serves.
+"""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
-from calling_recorder import steps_of_a_device
 from trimtab_engine import startup
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.engine import Engine
-from trimtab_engine.graphs import start
+from trimtab_engine.graphs import start, token_table
 from trimtab_engine.graphs.compilation import CompilationConfig, CUDAGraphMode
 from trimtab_engine.graphs.device_steps import warm_up_sizes
-from trimtab_engine.messages import AddRequest, SamplingParams, StepStats
+from trimtab_engine.graphs.plan import GraphPlan, plan_graphs
+from trimtab_engine.graphs.recorder import Outside, Replay
+from trimtab_engine.messages import AddRequest, SamplingParams, StepStats, TokenLogprobs
 from trimtab_engine.speculative.config import SpeculativeConfig
 from trimtab_kernels.tune import BATCH_SIZES
 
+Result = TypeVar("Result")
 VOCABULARY = 97
 
 
 @pytest.fixture
 def model(model_of: Callable[..., Path]) -> Path:
     return model_of()
+
+
+class CallingRecorder:
+    """Counts what is recorded and replayed."""
+
+    def __init__(self) -> None:
+        self.num_records = 0
+        self.num_replays = 0
+
+    def record(self, run: Callable[[Outside], None]) -> Replay:
+        self.num_records += 1
+        run(lambda call: call())
+
+        def replay() -> None:
+            self.num_replays += 1
+            run(lambda call: call())
+
+        return replay
+
+
+def plan_of(config: EngineConfig) -> GraphPlan:
+    """The plan that the same configuration has on CUDA."""
+    return plan_graphs(
+        config.compilation,
+        enforce_eager=config.enforce_eager,
+        optimization_level=config.optimization_level,
+        max_num_seqs=config.max_num_seqs_cap,
+        max_num_batched_tokens=config.max_num_batched_tokens_cap,
+        num_drafts=config.num_speculative_tokens_cap,
+    )
+
+
+@contextmanager
+def steps_of_a_device() -> Iterator[CallingRecorder]:
+    """Engines that start inside have a device's steps, with this recorder."""
+    recorder = CallingRecorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "recorder_of", lambda device: recorder)
+        patch.setattr(EngineConfig, "graph_plan", property(plan_of))
+        yield recorder
 
 
 def generate(
@@ -41,6 +89,40 @@ def generate(
             tokens[int(output.request_id)] += output.token_ids
     engine.check_integrity()
     return tokens
+
+
+def reports(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[list[TokenLogprobs]]:
+    """Log-probabilities of each request."""
+    for number, (prompt, sampling) in enumerate(requests):
+        engine.add(AddRequest(str(number), prompt, sampling, arrival_time=0.0))
+    found: list[list[TokenLogprobs]] = [[] for _ in requests]
+    while engine.has_work:
+        for output in engine.step().outputs:
+            found[int(output.request_id)] += output.logprobs or []
+    return found
+
+
+def steps_that_follow(engine: Engine, run: Callable[[], Result]) -> tuple[list[bool], Result]:
+    """Whether each step that was scheduled beside another one began before that had landed; and what the run gave."""
+    followed: list[bool] = []
+    follow = engine._follow
+
+    def note(step: Any, flight: Any) -> Any:
+        follower = follow(step, flight)
+        if step is not None:
+            followed.append(follower is not None)
+        return follower
+
+    engine._follow = note  # type: ignore[method-assign]  # the decision is what is asked about
+    result = run()
+    assert followed
+    return followed, result
+
+
+def all_steps_follow(engine: Engine, run: Callable[[], Result]) -> Result:
+    followed, result = steps_that_follow(engine, run)
+    assert all(followed)
+    return result
 
 
 def add(totals: StepStats, stats: StepStats) -> None:
@@ -126,17 +208,60 @@ def test_tokens_are_those_of_the_cpus_own_steps(model: Path, changes: dict[str, 
         {"temperature": 0.8, "seed": 5, "top_k": 20},
         {"temperature": 1.0, "seed": 7, "top_p": 0.9},
         {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.6, "frequency_penalty": -0.4, "temperature": 0.9, "seed": 4},
         {"temperature": 0.7, "seed": 3, "min_tokens": 4, "ignore_eos": False},
         {"logprobs": 2},
+        {"allowed_token_ids": tuple(range(3, 60, 2)), "repetition_penalty": 2.0, "max_tokens": 12},
+        {"logit_bias": {7: 3.5, 9: -50.0, 11: 3.0}, "frequency_penalty": 1.0},
+        {"bad_words": ((7,), (3, 5), (5, 3), (3, 3, 3), (5, 5)), "allowed_token_ids": (3, 5, 7), "max_tokens": 12},
+        {"allowed_token_ids": (3, 5, 96), "min_tokens": 5, "ignore_eos": False, "logprobs": 1,
+         "presence_penalty": 2.0},
     ],
-    ids=["top k", "top p", "penalty", "min tokens", "logprobs"],
-)
-def test_overlapped_sampling_gives_the_tokens_of_its_seed(model: Path, sampling: dict[str, Any]) -> None:
+    ids=[
+        "top k", "top p", "repetition", "presence", "min tokens", "logprobs",
+        "allowed", "bias", "bad words", "all of them",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("num_blocks", [96, 18], ids=["", "preempting"])
+def test_overlapped_sampling_gives_the_tokens_of_its_seed(
+    model: Path, sampling: dict[str, Any], num_blocks: int
+) -> None:
     requests = random_requests(2, **sampling) + random_requests(3, count=3)
     expected = generate(an_engine(model), requests)
     with steps_of_a_device():
-        found = generate(an_engine(model, async_scheduling=True), requests)
+        engine = an_engine(model, async_scheduling=True, num_gpu_blocks_override=num_blocks)
+        assert all_steps_follow(engine, lambda: generate(engine, requests)) == expected
+
+
+@pytest.mark.parametrize(("num_rows", "follows"), [(12, True), (8, True), (5, False)])
+def test_requests_share_the_rows_that_their_penalties_need(
+    model: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int, follows: bool
+) -> None:
+    """Two rows per request, of which three run at once; some are preempted and come back."""
+    requests = random_requests(
+        12, repetition_penalty=1.3, presence_penalty=0.2, logit_bias={5: 2.0, 6: 2.0}, temperature=0.8, seed=2
+    )
+    changes = {"max_num_seqs": 4, "num_gpu_blocks_override": 18}
+    expected = generate(an_engine(model, **changes), requests)
+    monkeypatch.setattr(token_table, "TABLE_BYTES", num_rows * 4 * 100)
+    with steps_of_a_device():
+        engine = an_engine(model, async_scheduling=True, **changes)
+        followed, found = steps_that_follow(engine, lambda: generate(engine, requests))
     assert found == expected
+    assert all(followed) == follows
+
+
+def test_log_probabilities_are_those_of_the_cpus_own_steps(model: Path) -> None:
+    requests = random_requests(13, logprobs=3, repetition_penalty=1.4, max_tokens=6) + random_requests(14, logprobs=0)
+    expected = reports(an_engine(model), requests)
+    with steps_of_a_device():
+        found = reports(an_engine(model, async_scheduling=True), requests)
+    assert [[(r.token_ids, r.rank) for r in own] for own in found] == [
+        [(r.token_ids, r.rank) for r in own] for own in expected
+    ]
+    for ours, theirs in zip(found, expected, strict=True):
+        for report, other in zip(ours, theirs, strict=True):
+            assert report.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 def test_drafts_are_verified_in_graphs_of_their_own(model: Path) -> None:
@@ -215,22 +340,9 @@ def test_padding_writes_to_no_block(model: Path) -> None:
 def test_a_step_follows_another_before_its_tokens_are_known(model: Path) -> None:
     with steps_of_a_device():
         engine = an_engine(model, async_scheduling=True)
-    followed: list[bool] = []
-    follow = engine._follow
-
-    def note(step: Any, flight: Any) -> Any:
-        follower = follow(step, flight)
-        if step is not None:
-            followed.append(follower is not None)
-        return follower
-
-    engine._follow = note  # type: ignore[method-assign]  # the decision is what is asked about
-    generate(engine, random_requests(8))
-    assert followed
-    assert all(followed)
-    followed.clear()
-    generate(engine, random_requests(8, repetition_penalty=1.2))
-    assert not any(followed), "a penalty needs the token itself"
+    all_steps_follow(engine, lambda: generate(engine, random_requests(8)))
+    followed, _ = steps_that_follow(engine, lambda: generate(engine, random_requests(8, prompt_logprobs=1)))
+    assert not all(followed), "what judges a prompt is read by the host"
 
 
 def test_weights_that_come_back_elsewhere_are_captured_anew(model: Path) -> None:

@@ -16,10 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from trimtab_engine.batch import ScheduledSequence
-from trimtab_engine.graphs import device_steps, step_buffers
+from trimtab_engine.graphs import device_sampler, device_steps, step_buffers, token_table, transfer
 from trimtab_engine.graphs.compilation import CompilationConfig
+from trimtab_engine.graphs.device_sampler import DeviceSampler
 from trimtab_engine.graphs.device_steps import AttentionShape, DeviceSteps, StepLimits
 from trimtab_engine.graphs.plan import plan_graphs
+from trimtab_engine.graphs.token_table import DeviceRow
 from trimtab_engine.graphs.transfer import Mark
 from trimtab_engine.kv_cache import LayerTensors
 from trimtab_engine.messages import SamplingParams
@@ -30,7 +32,6 @@ from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.quantization import stored_quantization
 from trimtab_engine.request import Request
-from trimtab_engine.sampler import sample_on_device
 from trimtab_engine.step_inputs import flatten
 from trimtab_engine.weights.source import Span
 from trimtab_kernels import jit
@@ -189,6 +190,10 @@ def a_fake_device() -> Iterator[None]:
         assert values.device.type == "cpu"
         return torch.empty(values.shape, dtype=values.dtype, device=device)
 
+    def receive(values: torch.Tensor) -> torch.Tensor:
+        assert values.is_cuda
+        return torch.empty(values.shape, dtype=values.dtype)
+
     facts = SimpleNamespace(major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
     real_host = step_buffers._Host
     with pytest.MonkeyPatch.context() as patch:
@@ -198,7 +203,10 @@ def a_fake_device() -> Iterator[None]:
             patch.setattr(module, "Mark", lambda device: Mark(torch.device("cpu")))
         patch.setattr(step_buffers, "copy_to_device", passes)
         patch.setattr(device_steps, "copy_to_host", passes)
-        patch.setattr("trimtab_engine.sampler.send", send)
+        for module in (transfer, device_sampler):
+            patch.setattr(module, "send", send)
+        patch.setattr(device_sampler, "receive", receive)
+        patch.setattr(token_table, "write", passes)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode(), FakeCuda():
             yield
@@ -238,7 +246,10 @@ def _some_steps(config: dict[str, Any], folder: Path, kv_dtype: torch.dtype) -> 
     )
     shape = AttentionShape(4, 16, 64, torch.bfloat16)
     kv_cache = LayerTensors(layers[:2], layers[2:])
-    steps = DeviceSteps(model, kv_cache, plan, CallingRecorder(), limits=limits, shape=shape, device=CUDA)
+    sampler = DeviceSampler(304, (2,), max_num_seqs=8, device=CUDA)
+    steps = DeviceSteps(
+        model, kv_cache, plan, CallingRecorder(), limits=limits, shape=shape, device=CUDA, sampler=sampler
+    )
     return steps, model
 
 
@@ -253,16 +264,17 @@ def sequences(*spans: tuple[int, int]) -> list[ScheduledSequence]:
 
 
 def run_step(steps: DeviceSteps, model: LlamaForCausalLM, batch: list[ScheduledSequence], **sampling: Any) -> list[str]:
-    """From inputs to tokens on their way, as Execution queues them; the kernels that were launched."""
+    """From inputs to tokens on their way, as Execution queues them; the kernels that were launched in the second of two
+    steps, whose newest tokens the host does not know."""
     inputs, _ = flatten(batch, block_size=BLOCK_SIZE, max_decode_tokens=1 << 30)
-    requests = [
-        Request.of("r", [1], SamplingParams(**{"temperature": 0.0, **sampling}), arrival_time=0.0) for _ in batch
-    ]
-    with record_launches() as launches, NoWaiting():
-        hidden, wanted = steps.run(inputs, [(0, 0)])
-        logits = model.logits(hidden, wanted)
-        assert logits is not None
-        steps.publish(sample_on_device(logits, requests))
+    params = SamplingParams(**{"temperature": 0.0, **sampling})
+    requests = [Request.of("r", [1, 5, 5], params, arrival_time=0.0) for _ in batch]
+    for is_fed in (False, True):
+        with record_launches() as launches, NoWaiting():
+            hidden, wanted = steps.run(inputs, [(0, 0)])
+            logits = model.logits(hidden, wanted)
+            assert logits is not None
+            steps.sample(logits, [DeviceRow(request, row if is_fed else None) for row, request in enumerate(requests)])
     return [launch.kernel.name for launch in launches]
 
 
@@ -301,6 +313,37 @@ def test_random_sampling_waits_for_nothing_either(sampling: dict[str, Any], tmp_
     with a_fake_device():
         steps, model = some_steps(DENSE, tmp_path)
         assert "_sample" in run_step(steps, model, sequences(*DECODES), **sampling)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kernels"),
+    [
+        ({"logprobs": 0}, set()),
+        ({"logprobs": 5, "temperature": 0.5}, {"_sample"}),
+        ({"repetition_penalty": 1.2}, {"_edit_logits"}),
+        ({"presence_penalty": 0.2, "frequency_penalty": -0.1, "logprobs": 2}, {"_edit_logits"}),
+        ({"min_tokens": 9, "stop_token_ids": (4, 5)}, {"_ban_tokens"}),
+        ({"logit_bias": {3: 1.0}, "temperature": 1.0, "seed": 3}, {"_edit_logits", "_sample"}),
+        ({"allowed_token_ids": (3, 4, 7)}, {"_edit_logits"}),
+        ({"bad_words": ((3,), (1, 5, 7), (5, 2, 8))}, {"_ban_tokens"}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_requests_ask_of_their_logits_waits_for_nothing_either(
+    sampling: dict[str, Any], kernels: set[str], tmp_path: Path
+) -> None:
+    with a_fake_device():
+        steps, model = some_steps(DENSE, tmp_path)
+        launched = run_step(steps, model, sequences(*DECODES), **sampling)
+    assert set(launched) & {"_edit_logits", "_ban_tokens", "_sample"} == kernels
+
+
+def test_what_edits_logits_is_compiled_before_the_first_request(tmp_path: Path) -> None:
+    with a_fake_device():
+        steps, _ = some_steps(DENSE, tmp_path)
+        with record_launches() as launches, NoWaiting():
+            steps.warm_up()
+    assert {"_edit_logits", "_ban_tokens"} <= {launch.kernel.name for launch in launches}
 
 
 def test_the_check_itself_sees_a_wait(tmp_path: Path) -> None:
