@@ -55,7 +55,7 @@ def read(
         return Unreadable(f"{given} must be {wanted}, not {kind_of(value)}")
     if isinstance(value, float) and not math.isfinite(value):
         return Unreadable(f"{given} must be {wanted}, not {value}")
-    value = clamp(value, -LARGEST_NUMBER, LARGEST_NUMBER)
+    value = clamp(value, -LARGEST_NUMBER - 1, LARGEST_NUMBER + 1)  # the ends stand for all that lies beyond
     if kind == "number":
         return value
     if value != int(value):
@@ -102,8 +102,15 @@ def _echo(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
-        return "an integer beyond 2^53"
+        return in_words(value)
     return shorten(value) if isinstance(value, str) else value
+
+
+def in_words(number: Number) -> str:
+    """In a message. What `read` has cut off is not told as if it had been given."""
+    if abs(number) <= LARGEST_NUMBER:
+        return str(number)
+    return "a number beyond 2^53" if number > 0 else "a number below -2^53"
 
 
 def kind_of(value: object) -> str:

@@ -20,6 +20,7 @@ from trimtab_engine.field_values import (
     Unreadable,
     Value,
     clamp,
+    in_words,
     read,
     shorten,
 )
@@ -191,7 +192,7 @@ def _outside(envelope: Envelope, merged: LiveValues, wish: _Wish) -> Refusal:
     number = _number(wish)
     reason = low.reason if number < low.value else high.reason
     nearest = clamp(number, low.value, high.value)
-    return Refusal(wish.given, number, f"{wish.given} is {number}: {reason}", low.value, high.value, nearest)
+    return Refusal(wish.given, number, f"{wish.given} is {in_words(number)}: {reason}", low.value, high.value, nearest)
 
 
 def _number(wish: _Wish) -> Number:

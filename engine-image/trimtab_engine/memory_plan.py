@@ -12,7 +12,19 @@ from decimal import Decimal
 
 from trimtab_engine.config import BLOCK_SIZES, MAX_BATCHED_TOKENS
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.field_values import Bound, Bounds, Json, Kind, Number, Refusal, Unreadable, Value, clamp, read
+from trimtab_engine.field_values import (
+    Bound,
+    Bounds,
+    Json,
+    Kind,
+    Number,
+    Refusal,
+    Unreadable,
+    Value,
+    clamp,
+    in_words,
+    read,
+)
 from trimtab_engine.memory import MemoryFormula, check_one_request_fits
 
 KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -120,7 +132,7 @@ def _read(base: PlanBase, name: str, value: object) -> Value | Refusal:
         return Refusal(name, value, wanted.message, low, high, wanted.nearest)
     assert not isinstance(wanted, str)
     if not low <= wanted <= high:
-        message = f"{name} is {wanted}; it must be between {low} and {high}"
+        message = f"{name} is {in_words(wanted)}; it must be between {low} and {high}"
         return Refusal(name, value, message, low, high, clamp(wanted, low, high))
     return wanted
 

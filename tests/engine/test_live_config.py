@@ -138,8 +138,8 @@ def test_a_dry_run_refuses_what_the_real_one_would() -> None:
         ({"max_num_queued_reqs": -1}, "max_num_queued_reqs", 0, 10**9, 0, "it must be 0 or more"),
         ({"max_num_queued_tokens": 1e12}, "max_num_queued_tokens", 0, 10**9, 10**9, "it must be 1000000000 or less"),
         ({"stats_interval_seconds": 0}, "stats_interval_seconds", 1, 3600, 1, "it must be 1 or more"),
-        ({"max_num_seqs": 10**5000}, "max_num_seqs", 1, 256, 256, "--max-num-seqs-cap"),
-        ({"max_num_seqs": -1e300}, "max_num_seqs", 1, 256, 1, "it must be 1 or more"),
+        ({"max_num_seqs": 10**5000}, "max_num_seqs", 1, 256, 256, "max_num_seqs is a number beyond 2^53: "),
+        ({"max_num_seqs": -1e300}, "max_num_seqs", 1, 256, 1, "is a number below -2^53: it must be 1 or more"),
     ],
 )
 def test_a_value_outside_its_bounds_is_refused_with_the_nearest_that_would_do(

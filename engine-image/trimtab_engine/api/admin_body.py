@@ -9,6 +9,7 @@ from fastapi import Request
 
 from trimtab_engine.api.error_responses import ApiError, shorten
 
+MAX_INT64 = 2**63 - 1
 MAX_INT64_CHARACTERS = 19  # 9223372036854775807
 
 
@@ -31,6 +32,8 @@ def _finite(text: str) -> float:
     return number if math.isfinite(number) else _refuse(shorten(text))
 
 
-def _integer(text: str) -> int | float:
-    """Integers beyond 64 bits are out of any bounds; as floats they reach the one who says so."""
-    return int(text) if len(text) < MAX_INT64_CHARACTERS else _finite(text)
+def _integer(text: str) -> int:
+    """Integers beyond 64 bits are out of any bounds: the largest stand for them and reach the one who says so."""
+    if len(text) <= MAX_INT64_CHARACTERS:
+        return min(int(text), MAX_INT64)
+    return -MAX_INT64 if text.startswith("-") else MAX_INT64

@@ -63,7 +63,7 @@ def test_a_patch_reaches_the_core_with_its_conditions(
 
 def test_a_number_beyond_64_bits_reaches_the_core_which_knows_the_bounds(server: Any) -> None:
     answer = server.admin.patch("/admin/v1/config", json={"max_num_seqs": 10**30})
-    assert answer.json()["body"]["values"] == {"max_num_seqs": 1e30}
+    assert answer.json()["body"]["values"] == {"max_num_seqs": 2**63 - 1}
 
 
 def test_the_cores_refusal_is_the_answer(server: Any) -> None:
