@@ -11,11 +11,14 @@ from rich.table import Table
 from trimtab_operator.layout.cost import PIPELINE_BALANCE
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import GIB
-from trimtab_operator.layout.memory_fit import Envelope
+from trimtab_operator.layout.memory_fit import Envelope, memory_fit
 from trimtab_operator.layout.ranking import Cluster, Load, Objective, Ranking, Refused, Row
 from trimtab_operator.layout.reasons import reason_for
-from trimtab_operator.layout.stored_weights import as_run
+from trimtab_operator.layout.rules import Problem
+from trimtab_operator.layout.stored_weights import as_run, what_is_not_run
 from trimtab_operator.spec import Parallelism
+
+MAX_LISTED = 4  # degrees of one kind in a cell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +47,15 @@ def to_json(planned: Planned, *, limit: int, with_refused: bool) -> dict[str, An
 
 def _question(planned: Planned) -> dict[str, Any]:
     facts, cluster, envelope = planned.facts, planned.cluster, planned.envelope
+    held = as_run(facts, cluster.hardware.gpu, envelope.quantization)
     return {
         "model": facts.model,
         "architecture": facts.architecture,
         "supported": facts.supported,
         "num_parameters": facts.num_parameters,
         "weights_bytes": facts.weights_bytes,
+        "held_weights_bytes": held.weights_bytes,
+        "held_as": held.quantization or held.dtype,
         "gpu": cluster.hardware.gpu.name,
         "gpu_memory_bytes": cluster.hardware.gpu.memory_bytes,
         "gpus_per_node": cluster.gpus_per_node,
@@ -127,8 +133,7 @@ def heading(planned: Planned) -> str:
     )
     lines = [model, question]
     if not facts.supported:
-        stored = f" stored as {facts.quantization}" if facts.quantization else ""
-        lines.append(f"Note: Trimtab's engine does not run {facts.architecture}{stored}; the check refuses it")
+        lines.append(f"Note: Trimtab's engine does not run {what_is_not_run(facts)}; the check refuses it")
     return "\n".join(lines)
 
 
@@ -138,7 +143,7 @@ def rows_table(planned: Planned, *, limit: int) -> Table:
     table = Table(header_style="bold", expand=False)
     for name in ("", "TP", "PP", *(("DP", "EP") if mixture else ()), "GPUs × replicas"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("weights/GPU", "KV tokens", "requests", "step", "tokens/s"):
+    for name in ("weights/GPU", "KV tokens", "requests", "batch", "step", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
     for place, row in enumerate(planned.ranking.rows[:limit], start=1):
@@ -153,6 +158,7 @@ def rows_table(planned: Planned, *, limit: int) -> Table:
             f"{row.fit.weights_bytes / GIB:.1f} GiB",
             f"{row.fit.kv_tokens:,}",
             f"{row.fit.max_concurrency:.1f}",
+            f"{row.estimate.requests_per_engine:,}",
             f"{1000 * _shown_step(planned, row):.1f} ms",
             f"{row.estimate.tokens_per_second:,.0f}",
             reason_for(row, planned.facts, planned.cluster, planned.envelope),
@@ -167,21 +173,58 @@ def _shown_step(planned: Planned, row: Row) -> float:
 
 def legend(planned: Planned) -> str:
     """What the columns mean."""
-    load = "one request runs" if planned.objective == "latency" else "as many requests run as the KV cache holds"
+    load = "one request runs" if planned.objective == "latency" else "the batch runs"
     return (
         "weights/GPU: of the fullest rank. KV tokens, requests: of one engine; requests of the full length at once. "
-        f"step: what a request waits for a token when {load}. tokens/s: of all GPUs. Times and rates are estimates "
-        "from a roofline (docs/layout-planning.md), for comparing rows."
+        f"batch: average requests at once, of one engine: what the KV cache holds, at most max_num_seqs "
+        f"{planned.envelope.max_num_seqs}. step: what a request waits for a token when {load}. tokens/s: of all "
+        "GPUs. Times and rates are estimates from a roofline (docs/layout-planning.md), for comparing rows."
     )
 
 
 def refused_table(planned: Planned) -> Table:
+    """Refused layouts, those of one reason in one row; of those that lack memory the one that lacks least is told."""
     table = Table(title="Refused", title_justify="left", header_style="bold", expand=False)
-    for name in ("TP", "PP", "DP", "EP"):
+    for name in ("layouts", "TP", "PP", "DP", "EP"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
-    for refused in planned.ranking.refused:
-        p = refused.parallelism
-        why = "\n".join(f"{problem.field.removeprefix('spec.parallelism.')} {problem}" for problem in refused.problems)
-        table.add_row(str(p.tensor), str(p.pipeline), str(p.data), "yes" if p.expert else "no", why)
+    for group in refused_by_reason(planned):
+        layouts = [refused.parallelism for refused in group]
+        problems = [p for p in group[0].problems if _lacks_memory(group[0]) or all(p in r.problems for r in group)]
+        why = "\n".join(f"{problem.field.removeprefix('spec.parallelism.')} {problem}" for problem in problems)
+        table.add_row(
+            str(len(group)),
+            _listed({p.tensor for p in layouts}),
+            _listed({p.pipeline for p in layouts}),
+            _listed({p.data for p in layouts}),
+            " or ".join("yes" if expert else "no" for expert in sorted({p.expert for p in layouts})),
+            ("the nearest: " if len(group) > 1 and _lacks_memory(group[0]) else "") + why,
+        )
     return table
+
+
+def refused_by_reason(planned: Planned) -> list[list[Refused]]:
+    """By what is wrong first, in order of their first layouts. To lack memory is one reason: the layout that lacks
+    least then comes first."""
+    groups: dict[Problem | None, list[Refused]] = {}
+    for refused in planned.ranking.refused:
+        groups.setdefault(None if _lacks_memory(refused) else refused.problems[0], []).append(refused)
+    if None in groups:
+        groups[None].sort(key=lambda refused: _missing_bytes(planned, refused.parallelism))
+    return list(groups.values())
+
+
+def _lacks_memory(refused: Refused) -> bool:
+    return any(problem.field == "spec.parallelism" for problem in refused.problems)
+
+
+def _missing_bytes(planned: Planned, parallelism: Parallelism) -> int:
+    rank = memory_fit(planned.facts, parallelism, planned.cluster.hardware.gpu, planned.envelope).tightest
+    return rank.needed_bytes - rank.capacity.requested_bytes
+
+
+def _listed(degrees: set[int]) -> str:
+    """The degrees, or where they are many the first and the last."""
+    ordered = sorted(degrees)
+    shown = ordered if len(ordered) <= MAX_LISTED else [ordered[0], "…", ordered[-1]]
+    return " ".join(map(str, shown))

@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from enum import StrEnum
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -55,9 +56,19 @@ class Quantization(StrEnum):
     FP8 = "fp8"
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"trimtab {version('trimtab')}")
+        raise typer.Exit
+
+
 @app.callback()
-def commands() -> None:
-    """Keeps `plan` a command of its own, beside those to come."""
+def commands(
+    shows_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end.")
+    ] = False,
+) -> None:
+    """Plans how a model is laid out over GPUs."""
 
 
 @app.command()

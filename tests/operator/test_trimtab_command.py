@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,39 @@ def test_json_holds_what_the_page_documents(folder: Path) -> None:
         assert f"`{key}`" in page, f"docs/layout-planning.md does not say what {key} is"
 
 
+def test_the_weights_of_the_heading_are_those_that_the_gpu_holds_and_the_json_has_them_too(folder: Path) -> None:
+    asked = (str(folder), "--gpu", "H100", "--quantization", "fp8", "--max-model-len", "8192")
+    answer = json.loads(plan(*asked, "-o", "json").stdout)
+    assert answer["held_as"] == "fp8"
+    assert answer["held_weights_bytes"] < 0.6 * answer["weights_bytes"]
+    assert f"{answer['held_weights_bytes'] / 2**30:.1f} GiB of weights (fp8)" in plan(*asked).output
+
+
+def test_the_batch_is_what_fits_and_at_most_max_num_seqs(folder: Path) -> None:
+    asked = (str(folder), "--gpu", "H200", "--max-model-len", "8192", "--limit", "1")
+    few = plan(*asked, "--max-num-seqs", "5")
+    row = next(line for line in few.output.splitlines() if line.startswith("│ 1 │"))
+    head = next(line for line in few.output.splitlines() if line.startswith("┃"))
+    assert row.split("│")[head.split("┃").index(" batch ")].strip() == "5"
+    assert "at most max_num_seqs 5" in few.output
+
+
+def test_refused_layouts_of_one_reason_stand_in_one_row_and_those_without_memory_as_the_nearest(folder: Path) -> None:
+    asked = (str(folder), "--gpu", "L4", "--gpus-per-node", "8")
+    refused = json.loads(plan(*asked, "-o", "json", "--all").stdout)["refused"]
+    table = plan(*asked).output.split("Refused", 1)[1]
+    rows = [cells for line in table.splitlines() if (cells := line.split("│"))[1:2] and cells[1].strip()]
+    assert sum(int(cells[1]) for cells in rows) == len(refused)
+    assert len(rows) < len(refused) / 2
+    assert table.count("of the GPU's 22.0 GiB (L4)") == table.count("the nearest: ") == 1
+    assert "the nearest: spec.parallelism is tensor 8 × pipeline 1, but" in " ".join(table.split())
+
+
+def test_the_version_is_told() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"trimtab {version('trimtab')}\n")
+
+
 def test_facts_that_inspect_printed_are_read_from_standard_input(folder: Path) -> None:
     facts = facts_of_config(CONFIGS["Llama-3.1-8B"], "/models/m").to_json()
     result = plan("-", "--gpu", "L4", "--gpus-per-node", "2", "-o", "json", stdin=json.dumps(facts))
@@ -73,7 +107,14 @@ def test_an_architecture_that_the_engine_does_not_run_is_planned_with_a_note(tmp
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["DeepSeek-V3"]))
     result = plan(str(tmp_path), "--gpu", "H200", "--nodes", "2", "--max-model-len", "32768")
     assert result.exit_code == 0
-    assert "does not run DeepseekV3ForCausalLM stored as fp8" in result.output
+    assert "does not run DeepseekV3ForCausalLM; the check refuses it" in result.output
+
+
+def test_fp8_in_a_form_that_the_engine_does_not_run_is_planned_with_the_form_that_is_built(tmp_path: Path) -> None:
+    quantized = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-3.1-8B"] | quantized))
+    result = plan(str(tmp_path), "--gpu", "H200")
+    assert "does not run LlamaForCausalLM with fp8 as its config.json has it (built: blocks of 128" in result.output
 
 
 @pytest.mark.parametrize(

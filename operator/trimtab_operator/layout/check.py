@@ -13,6 +13,7 @@ from trimtab_operator.layout.gpus import GIB, Gpu
 from trimtab_operator.layout.memory_fit import Envelope, MemoryFit, memory_fit
 from trimtab_operator.layout.nearest import Offer, nearest_layouts
 from trimtab_operator.layout.rules import Problem, facts_problems, spec_problems
+from trimtab_operator.layout.stored_weights import what_is_not_run
 from trimtab_operator.refusal import Refusal
 from trimtab_operator.spec import Parallelism, Spec
 
@@ -68,8 +69,7 @@ def no_such_arithmetic(kv_cache_dtype: str | None, gpu: Gpu) -> str | None:
 
 
 def _not_run(facts: ModelFacts) -> Refusal:
-    stored = f" stored as {facts.quantization}" if facts.quantization else ""
-    message = f"is {facts.architecture}{stored}, which the engine does not run; `trimtab plan` can still plan for it"
+    message = f"is {what_is_not_run(facts)}, which the engine does not run; `trimtab plan` can still plan for it"
     return Refusal("spec.model.uri", message)
 
 

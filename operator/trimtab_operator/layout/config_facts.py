@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts, WeightsByPart
+from trimtab_operator.layout.facts import DTYPE_BYTES, RUN_BY_THE_ENGINE, ModelFacts, WeightsByPart
 from trimtab_operator.layout.stored_weights import FP8_BLOCK
 
-RUN_BY_THE_ENGINE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 PLANNED_ONLY = (
     "MistralForCausalLM",
     "MixtralForCausalLM",

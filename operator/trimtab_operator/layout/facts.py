@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 
 MAX_COUNT = 1 << 62  # of whole weights in bytes, too; what is larger no range counts
+RUN_BY_THE_ENGINE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

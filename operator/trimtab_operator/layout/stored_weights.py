@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts
+from trimtab_operator.layout.facts import DTYPE_BYTES, RUN_BY_THE_ENGINE, ModelFacts
 from trimtab_operator.layout.gpus import Gpu
 
 FP8_BLOCK = 128
 FP8_BYTES = 1 + 4 / FP8_BLOCK**2  # of a parameter: float8 and its share of a float32 scale
+BUILT_FORM = f"built: blocks of {FP8_BLOCK} × {FP8_BLOCK} that a head divides, dynamic activations"
 PROJECTIONS = ("attention", "kv_projection", "dense_mlp", "experts", "shared_experts")
 
 
@@ -27,6 +28,13 @@ def as_run(facts: ModelFacts, gpu: Gpu, asked: str | None = None) -> ModelFacts:
     if facts.quantization == "fp8" and not multiplies_fp8 and facts.supported:
         return _with_projections(facts, DTYPE_BYTES[facts.dtype] / FP8_BYTES, None)
     return facts
+
+
+def what_is_not_run(facts: ModelFacts) -> str:
+    """Of a model that the engine does not run: what it is that keeps it from it."""
+    if facts.architecture not in RUN_BY_THE_ENGINE or facts.quantization is None:
+        return facts.architecture
+    return f"{facts.architecture} with {facts.quantization} as its config.json has it ({BUILT_FORM})"
 
 
 def _with_projections(facts: ModelFacts, factor: float, quantization: str | None) -> ModelFacts:
