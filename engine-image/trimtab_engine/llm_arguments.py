@@ -4,7 +4,6 @@ They go through the same parser, so that a value means, is checked and is refuse
 """
 
 import argparse
-import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -58,8 +57,8 @@ def _as_flag(parser: OneLineParser, name: str, value: Any) -> list[str]:
     flag = "--" + name.replace("_", "-")
     known = parser.all_flags()
     if flag not in known:
-        close = difflib.get_close_matches(flag, known, n=1)
-        hint = f"; did you mean {in_keywords(close[0])}?" if close else ""
+        close = parser.nearest_flag(flag)
+        hint = f"; did you mean {in_keywords(close)}?" if close else ""
         raise ConfigError(
             f"LLM has no keyword {name}{hint}; its keywords are the flags that `trimtab-engine serve` lists"
         )

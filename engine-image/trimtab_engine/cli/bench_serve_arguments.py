@@ -60,7 +60,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return run_serve(arguments)
 
 
-class _NotBuilt(argparse.Action):
+class _NotBuilt(types.RefusedFlag):
     def __call__(
         self,
         parser: argparse.ArgumentParser,

@@ -1,6 +1,5 @@
 """`serve --config FILE.yaml`: the flags as keys of a file. What the command line says as well, wins."""
 
-import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,8 +71,8 @@ def _as_flag(serve: OneLineParser, path: str, key: str, value: Any) -> list[str]
     """The flag and its value, as arguments; none for a switch that is off without it."""
     flag = "--" + key.lstrip("-").replace("_", "-")
     if flag not in serve.all_flags():
-        close = difflib.get_close_matches(flag, serve.all_flags(), n=1)
-        hint = f"; did you mean {close[0].removeprefix('--')}?" if close else ""
+        close = serve.nearest_flag(flag)
+        hint = f"; did you mean {close.removeprefix('--')}?" if close else ""
         raise ConfigError(f"{FLAG} {path}: {key[:100]} is no flag of serve{hint}")
     if value is None:
         raise ConfigError(f"{FLAG} {path}: {key} has no value; give it one or leave it out")

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from trimtab_engine.cli.parser import RefusedFlag
 from trimtab_engine.errors import NotBuiltError
 
 # Flag: values that ask for nothing. None stands for the flag without a value.
@@ -25,7 +26,7 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
 }
 
 
-class _NotBuilt(argparse.Action):
+class _NotBuilt(RefusedFlag):
     def __call__(
         self,
         parser: argparse.ArgumentParser,

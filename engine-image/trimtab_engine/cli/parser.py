@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Literal, NoReturn, get_args
 
@@ -17,6 +18,10 @@ from trimtab_engine.quantization import check_method
 LENGTH_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 """vLLM's: lower case decimal, upper case binary."""
 MAX_INT64 = 2**63 - 1
+
+
+class RefusedFlag(argparse.Action):
+    """A flag of vLLM's that is known, and not built: it is refused by name, and never offered."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -33,8 +38,8 @@ class OneLineParser(argparse.ArgumentParser):
         unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
         if not unknown:
             return ""
-        close = difflib.get_close_matches(unknown.group(1), self.all_flags(), n=1)
-        return f"; did you mean {close[0]}?" if close else ""
+        close = self.nearest_flag(unknown.group(1))
+        return f"; did you mean {close}?" if close else ""
 
     def command(self, name: str) -> "OneLineParser":
         """The parser of a subcommand."""
@@ -48,14 +53,24 @@ class OneLineParser(argparse.ArgumentParser):
         """Where the value of a flag (or of flag=value) goes."""
         return self._option_string_actions[flag.partition("=")[0]].dest
 
+    def nearest_flag(self, flag: str) -> str | None:
+        """The flag that was perhaps meant; None: none is near, or the nearest is not built."""
+        known = dict(self._flags())
+        close = next(iter(difflib.get_close_matches(flag, known, n=1)), None)
+        return None if close is None or isinstance(known[close], RefusedFlag) else close
+
     def all_flags(self) -> list[str]:
         """Every long flag of this command and of its subcommands."""
-        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        return [flag for flag, _ in self._flags()]
+
+    def _flags(self) -> Iterator[tuple[str, argparse.Action]]:
         for action in self._actions:
+            for flag in action.option_strings:
+                if flag.startswith("--"):
+                    yield flag, action
             if isinstance(action, argparse._SubParsersAction):
                 for child in action.choices.values():
-                    flags += child.all_flags()
-        return flags
+                    yield from child._flags()
 
 
 MAX_THREADS = 4096  # beyond any machine; OpenMP crashes when it cannot start as many as it is told to

@@ -98,6 +98,15 @@ def test_what_is_not_allowed_is_one_line_and_exit_code_2(
     assert word in refused(capsys, "serve", str(tmp_path), *flags)
 
 
+@pytest.mark.parametrize("flag", ["--enable-lor", "--trust-remote-cod", "--ssl-certfil", "--cpu-offload-g"])
+def test_a_flag_that_is_not_built_is_never_offered(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str
+) -> None:
+    line = refused(capsys, "serve", str(tmp_path), flag, "1")
+    assert f"unrecognized arguments: {flag}" in line
+    assert "did you mean" not in line
+
+
 def test_a_model_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "/no/such/model" in refused(capsys, "serve", "/no/such/model", "--device", "cpu")
     assert "hf://a/b" in refused(capsys, "serve", "hf://a/b", "--device", "cpu")
