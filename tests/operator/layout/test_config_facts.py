@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trimtab_operator.layout.config_facts import PLANNED_ONLY, RUN_BY_THE_ENGINE, facts_of_config
-from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.config_facts import PLANNED_ONLY, facts_of_config
+from trimtab_operator.layout.facts import RUN_BY_THE_ENGINE, ModelFacts
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 Published = Callable[[str], ModelFacts]
