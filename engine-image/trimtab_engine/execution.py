@@ -147,6 +147,7 @@ class Execution:
         feed = [(index, places[request]) for index, request, _ in step.unknown]
         fed = {request for _, request, _ in step.unknown}
         rows = [DeviceRow(request, places[request] if request in fed else None) for request in step.batch.sampling]
+        self._runner.send(step.inputs, feed)
         return Flight(step, started, self._launch(step, feed, rows), feeds=True)
 
     def begin(self, step: PreparedStep, started: float) -> Flight:
@@ -193,7 +194,7 @@ class Execution:
         batch, steps = step.batch, self._runner.steps
         assert steps is not None
         swap_seconds = self._copy_swapped(batch.swap_out, batch.swap_in)
-        logits = self._runner.run_fed(step.inputs, feed)
+        logits = self._runner.run(step.inputs, feed)
         assert logits is not None  # the engine holds a rank of the last stage
         scores = self._runner.take_scores()
         tokens = steps.sample(logits, rows) if rows else None

@@ -92,13 +92,14 @@ class ModelRunner:
         rebuild: Callable[[], LlamaForCausalLM],
         facts: ModelFacts,
         shard: ModelShard,
+        groups: RankGroups,
         device: Device,
         block_size: int,
         dtype: torch.dtype,
         kv_dtype: torch.dtype,
     ) -> None:
         self.facts = facts
-        self._model, self._rebuild, self.shard = model, rebuild, shard
+        self._model, self._rebuild, self.shard, self.groups = model, rebuild, shard, groups
         self._device, self._block_size, self._dtype = device, block_size, dtype
         self._kv_dtype = kv_dtype
         self._scores: list[TokenLogprobs] = []
@@ -170,7 +171,7 @@ class ModelRunner:
             whole=model_config,
         )
         rebuild = lambda: build(_open(config)[0], lambda count: None)  # noqa: E731
-        runner = cls(model, rebuild, facts, shard, device, config.block_size, dtype, kv_dtype)
+        runner = cls(model, rebuild, facts, shard, groups, device, config.block_size, dtype, kv_dtype)
         if config.eplb is not None and groups.expert is not None and model.mixtures:
             assert model_config.moe is not None  # it has mixtures
             runner.balancer = ExpertBalancer(config.eplb, model.mixtures, model_config.moe.num_experts, groups.expert)
@@ -238,9 +239,11 @@ class ModelRunner:
         )
         shape = AttentionShape(facts.num_attention_heads, facts.head_size, whole.hidden_size, self._dtype)
         device = self._device.torch
-        sampler = DeviceSampler(
-            facts.vocab_size, facts.eos_token_ids, max_num_seqs=config.max_num_seqs_cap, device=device
-        )
+        sampler = None
+        if self.shard.is_last_stage and (self.groups.tensor is None or self.groups.tensor.index == 0):
+            sampler = DeviceSampler(
+                facts.vocab_size, facts.eos_token_ids, max_num_seqs=config.max_num_seqs_cap, device=device
+            )
         self.steps = DeviceSteps(
             self._model,
             self._kv_tensors,
@@ -249,6 +252,8 @@ class ModelRunner:
             limits=limits,
             shape=shape,
             device=device,
+            groups=self.groups,
+            is_first_stage=self.shard.is_first_stage,
             sampler=sampler,
         )
         return self.steps
@@ -301,7 +306,9 @@ class ModelRunner:
         return GraphCounts() if self.steps is None else self.steps.take_counts()
 
     def close(self) -> None:
-        """End what belongs to this runner: one rank alone has nothing."""
+        """End what belongs to this runner."""
+        if self.steps is not None:
+            self.steps.drop_graphs()
 
     def flatten(self, sequences: list[ScheduledSequence]) -> tuple[StepInputs, list[Unknown]]:
         """The batch as plain values, and which of its tokens are not known yet."""
@@ -319,14 +326,13 @@ class ModelRunner:
         num_tokens = len(inputs.token_ids)
         return padded_rows(num_tokens) if self._model.pads_rows and num_tokens else num_tokens
 
-    def send(self, inputs: StepInputs) -> None:
+    def send(self, inputs: StepInputs, feed: Feed = ()) -> None:
         """Let the other ranks begin a step; run() computes this rank's part. One rank alone has nobody to tell."""
 
-    def run(self, inputs: StepInputs) -> torch.Tensor | None:
-        """Compute a step. Logits of the sampled tokens on the rank that samples, None on the others."""
-        if self.steps is not None:
-            return self.run_fed(inputs, ())
-        logits = self._run(inputs, self._kv_tensors)
+    def run(self, inputs: StepInputs, feed: Feed = ()) -> torch.Tensor | None:
+        """Compute a step. Logits of the sampled tokens on the rank that samples, None on the others. `feed`: tokens
+        that the device alone knows, where it works beside the host, which then waits for nothing."""
+        logits = self._run(inputs, self._kv_tensors) if self.steps is None else self._run_beside_host(inputs, feed)
         self._end_step()
         return logits
 
@@ -336,18 +342,16 @@ class ModelRunner:
             self.balancer.on_step()
 
     @torch.inference_mode()
-    def run_fed(self, inputs: StepInputs, feed: Feed) -> torch.Tensor | None:
-        """The same beside the host, which waits for nothing. `feed`: tokens that the device alone knows."""
+    def _run_beside_host(self, inputs: StepInputs, feed: Feed) -> torch.Tensor | None:
         assert self.steps is not None
         hidden, wanted = self.steps.run(inputs, feed)
-        logits = self._logits(hidden, wanted, inputs)
-        self._end_step()
-        return logits
+        return self._logits(hidden, wanted, inputs)
 
     @torch.inference_mode()
     def _run(self, inputs: StepInputs, kv_cache: KVTensors, num_layers: int | None = None) -> torch.Tensor | None:
         num_tokens, num_rows = len(inputs.token_ids), len(inputs.sampled)
-        padding = [0] * (max(inputs.num_rows, self.padded_rows(inputs)) - num_tokens)
+        agreed_rows = 0 if inputs.agreed is None else inputs.agreed.num_tokens
+        padding = [0] * (max(agreed_rows, self.padded_rows(inputs)) - num_tokens)
         device = self._device.torch
         metadata = build_attention_metadata(
             inputs.slots,

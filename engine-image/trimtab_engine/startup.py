@@ -17,7 +17,7 @@ from trimtab_engine.device import is_out_of_memory
 from trimtab_engine.engine import Engine, EngineParts
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.execution import Execution
-from trimtab_engine.graphs.start import GRAPHS_STAGE, GraphMemory, start_device_steps
+from trimtab_engine.graphs.start import GRAPHS_STAGE
 from trimtab_engine.kv_size import KVSize, longest_that_fits, out_of_memory, size_kv_cache
 from trimtab_engine.live_config import LiveConfig
 from trimtab_engine.live_values import Envelope, LiveValues, RigidCores
@@ -101,9 +101,7 @@ def _build(
     size = size_kv_cache(config, formula)
     progress("kv_cache", KV_CACHE_PERCENT)
     runner.init_kv_cache(size.cap_blocks, None if speculation is None else speculation.kv_layers)
-    graphs = capture_graphs(config, rank, progress)
-    if graphs is not None:  # what they take is known now
-        formula = graphs.added_to(formula)
+    formula = start_steps(config, rank, formula, progress)
     # Whatever is measured from here on makes the formula's blocks fewer: the addresses stay, the cap is lowered.
     size = size_kv_cache(config, formula)
     runner.kv_cache.limit(size.cap_blocks)
@@ -127,11 +125,11 @@ def _build(
     return Engine(parts, clock), _ready(config, runner, formula, size, len(rank.reports))
 
 
-def capture_graphs(config: EngineConfig, rank: LoadedRank, progress: Progress) -> GraphMemory | None:
-    """On CUDA: fixed inputs for steps, kernels compiled, graphs captured. None where steps stay as they are."""
+def start_steps(config: EngineConfig, rank: LoadedRank, formula: MemoryFormula, progress: Progress) -> MemoryFormula:
+    """On CUDA: fixed inputs for steps, kernels compiled, graphs captured, on every rank. Returns the formula with what
+    they take; where steps stay as they are, as it is."""
     low, high = GRAPHS_PERCENT
-    report = lambda percent: progress(GRAPHS_STAGE, low + percent / 100 * (high - low))  # noqa: E731
-    return start_device_steps(config, rank.device, rank.runner, num_ranks=len(rank.reports), progress=report)
+    return rank.start_steps(config, formula, lambda percent: progress(GRAPHS_STAGE, low + percent / 100 * (high - low)))
 
 
 def _scheduler(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula, size: KVSize) -> Scheduler:

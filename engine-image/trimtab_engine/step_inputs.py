@@ -9,6 +9,13 @@ Unknown = tuple[int, Request, int]
 """(index in token_ids, request, position): a token that the step in flight samples; 0 stands in for it."""
 
 
+class StepShape(msgspec.Struct, array_like=True, frozen=True):
+    """num_tokens of a step. `tokens_per_sequence` when all its sequences have equally many, else None."""
+
+    num_tokens: int
+    tokens_per_sequence: int | None
+
+
 class StepInputs(msgspec.Struct, array_like=True):
     """The batch in the order of its tokens: decodes first, longest first, then one chunk after another.
 
@@ -26,8 +33,22 @@ class StepInputs(msgspec.Struct, array_like=True):
     scored: list[tuple[int, int, int]] = []
     """(index in token_ids, next token of the prompt, how many likely tokens) of every token whose logits are to judge
     the next one, in the order of the scheduled sequences."""
-    num_rows: int = 0
-    """Rows to compute at least, padding included: what data-parallel ranks in lockstep have agreed on."""
+    agreed: StepShape | None = None
+    """What data-parallel ranks in lockstep have agreed on: rows to compute at least, padding included, and whether all
+    of their steps are uniform. None: this step is its core's own."""
+
+    @property
+    def shape(self) -> StepShape:
+        """What decides over the step's graph, equal on all ranks that compute it together. A step is uniform when it
+        has decodes only, or chunks of one length only."""
+        if self.agreed is not None:
+            return self.agreed
+        num_tokens = len(self.token_ids)
+        if not self.chunks:
+            return StepShape(num_tokens, 1 if self.decodes else None)
+        longest = self.chunks[0][2]
+        is_uniform = not self.decodes and all(now == longest for _, _, now in self.chunks)
+        return StepShape(num_tokens, longest if is_uniform else None)
 
 
 NO_INPUTS = StepInputs([], [], [], [], [], [])

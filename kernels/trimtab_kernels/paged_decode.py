@@ -150,7 +150,7 @@ def _paged_decode(
         is_loaded = is_seen[:, None] & in_head[None, :]
         keys = tl.load(key_cache + tile, mask=is_loaded, other=0.0)
         values = tl.load(value_cache + tile, mask=is_loaded, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype))) * score_scale
+        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="tf32x3") * score_scale
         if SOFT_CAP is not None:
             scores = capped(scores, SOFT_CAP) * 1.4426950408889634
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
@@ -160,7 +160,7 @@ def _paged_decode(
         decay = tl.exp2(highest - new_highest)
         total = total * decay + tl.sum(weights, 1)
         accumulator = accumulator * decay[:, None]
-        accumulator = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), accumulator)
+        accumulator = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), accumulator, input_precision="tf32x3")
         highest = new_highest
     if NUM_SPLITS == 1:
         result = accumulator * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]

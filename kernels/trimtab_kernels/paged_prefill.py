@@ -9,8 +9,9 @@ y                       like query
 
 Query row r of a sequence stands at position seq_len - query_len + r and sees the keys up to its own: all of them, or
 the last `window`. Scores are scaled, then softly capped: cap * tanh(score / cap) (Gemma 2). A float8 cache holds
-x / scale. Softmax statistics are fp32 (online softmax: Dao et al. 2022, arXiv:2205.14135; the block layout of the
-queries follows the unified attention kernel of vLLM, arXiv:2511.11581).
+x / scale. float32 is multiplied as three tf32 products, nearly exactly; softmax statistics are fp32 (online softmax:
+Dao et al. 2022, arXiv:2205.14135; the block layout of the queries follows the unified attention kernel of vLLM,
+arXiv:2511.11581).
 
 A program takes BLOCK_Q consecutive query rows with all query heads of one kv head, so that keys are read once for the
 whole group:
@@ -153,7 +154,7 @@ def _attend_keys(
         else:
             keys = tl.load(key_cache + offsets)
             values = tl.load(value_cache + offsets)
-        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype))) * score_scale
+        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="tf32x3") * score_scale
         if SOFT_CAP is not None:
             scores = capped(scores, SOFT_CAP) * 1.4426950408889634
         if MASKED:
@@ -168,7 +169,7 @@ def _attend_keys(
         decay = tl.exp2(highest - base)
         total = total * decay + tl.sum(weights, 1)
         accumulator = accumulator * decay[:, None]
-        accumulator = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), accumulator)
+        accumulator = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), accumulator, input_precision="tf32x3")
         highest = new_highest
     return accumulator, highest, total
 

@@ -148,9 +148,11 @@ def scaled_sum(
             group = step * BLOCK_K // 128
             a_scale = tl.load(a_scale_rows + group, mask=is_row, other=0.0)
             b_scale = tl.load(b_scale_rows + group, mask=is_column, other=0.0)
-            accumulator += tl.dot(left, tl.trans(right)) * (a_scale[:, None] * b_scale[None, :])
+            accumulator += tl.dot(left, tl.trans(right), input_precision="tf32x3") * (
+                a_scale[:, None] * b_scale[None, :]
+            )
         else:
-            accumulator = tl.dot(left, tl.trans(right), accumulator)
+            accumulator = tl.dot(left, tl.trans(right), accumulator, input_precision="tf32x3")
     return accumulator
 
 

@@ -1,5 +1,8 @@
 """Memory that a kernel allocates and does not write must show: torch fills uninitialised tensors with NaN here.
 
+Triton's interpreter must know the bounds of loops: before 3.9 it hands numpy's arrays of one element to int(), which
+numpy refuses from 2.4 on (and warns of before). Triton 3.9 takes the element out of them first; here the older ones do.
+
 The same tests run on a GPU (`make test-gpu`, TRITON_INTERPRET=0): tensors that a test makes are then made on the CPU,
 so that they hold the same values, and moved. Tests of what only the CPU does are marked `cpu`.
 """
@@ -11,12 +14,28 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from trimtab_kernels.jit import HAS_TRITON, triton
 
 ON_GPU = os.environ["TRITON_INTERPRET"] == "0"
 CONSTRUCTORS = (
     torch.arange, torch.empty, torch.full, torch.ones, torch.rand, torch.randint, torch.randn, torch.randperm,
     torch.tensor, torch.zeros,
 )  # fmt: skip
+
+
+def let_scalars_be_indices(interpreter: Any) -> None:
+    """What Triton 3.9 does to its language within a kernel, for an older interpreter module."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+if HAS_TRITON and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+    let_scalars_be_indices(triton.runtime.interpreter)
 
 
 class MadeOn(TorchFunctionMode):

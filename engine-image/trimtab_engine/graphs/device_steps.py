@@ -1,7 +1,11 @@
 """Steps on a device that runs beside the host: inputs at fixed places, graphs where there are some, no waiting.
 
 What a step needs of the one before, its sampled tokens, stays on the device: `feed` says which of a step's tokens are
-rows of `last_tokens`. So a step may begin before the host has seen what the one before it brought.
+rows of `last_tokens`. So a step may begin before the host has seen what the one before it brought. Ranks that share
+layers get those rows from the first of them, which samples, on the device as well.
+
+Several ranks replay graphs of one key, with the collectives in them. What passes from pipeline stage to pipeline stage
+stays outside: it lands where the graph reads it, and leaves from where the graph has left it.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +17,7 @@ from trimtab_kernels.paged_attention import Attend, AttentionMetadata
 from trimtab_kernels.paged_batch import PagedBatch
 
 from trimtab_engine.graphs.device_sampler import DeviceSampler, ReportsInFlight
-from trimtab_engine.graphs.dispatcher import Dispatcher, Eager, shape_of
+from trimtab_engine.graphs.dispatcher import Dispatcher, Eager
 from trimtab_engine.graphs.plan import GraphKey, GraphPlan
 from trimtab_engine.graphs.recorder import Outside, Recorder, Replay
 from trimtab_engine.graphs.step_buffers import Capacity, Feed, StepBuffers
@@ -22,6 +26,7 @@ from trimtab_engine.graphs.transfer import Mark, copy_to_host, pinned_bytes
 from trimtab_engine.kv_cache import KVTensors
 from trimtab_engine.messages import TokenLogprobs
 from trimtab_engine.models.llama import LlamaForCausalLM
+from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.step_inputs import NO_INPUTS, StepInputs
 
 NUM_TOKEN_BUFFERS = 3  # steps whose tokens may be on their way: one that lands, one that runs, one that begins
@@ -102,11 +107,14 @@ class DeviceSteps:
         limits: StepLimits,
         shape: AttentionShape,
         device: torch.device,
+        groups: RankGroups = ALONE,
+        is_first_stage: bool = True,
         sampler: DeviceSampler | None = None,
     ) -> None:
         """`sampler`: on the rank that samples."""
         self.sampler = sampler
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
+        self._tensor, self._meter = groups.tensor, groups.meter
         self._limits, self.plan = limits, plan
         self._dispatcher = Dispatcher(plan)
         self._graphs: dict[GraphKey, Replay] = {}
@@ -120,6 +128,8 @@ class DeviceSteps:
         self._query = torch.zeros(heads, dtype=shape.dtype, device=device)
         self._attended = torch.zeros_like(self._query)
         self._hidden = torch.zeros(most, shape.hidden_size, dtype=shape.dtype, device=device)
+        self._before = None if is_first_stage else torch.zeros_like(self._hidden)
+        """Hidden states of the stage before, for graphs."""
         self.last_tokens = torch.zeros(limits.max_num_rows, dtype=torch.int64, device=device)
         """Of the step that was sampled last."""
         pinned = [pinned_bytes(8 * limits.max_num_rows, device) for _ in range(NUM_TOKEN_BUFFERS)]
@@ -130,7 +140,8 @@ class DeviceSteps:
     @property
     def num_bytes(self) -> int:
         """Of the fixed buffers, on the device; graphs not included."""
-        own = (self._query, self._attended, self._hidden, self.last_tokens)
+        own = [self._query, self._attended, self._hidden, self.last_tokens]
+        own += [] if self._before is None else [self._before]
         buffers = {id(b): b.num_bytes for b in (self._large, self._small)}
         sampling = 0 if self.sampler is None else self.sampler.num_bytes
         return sum(tensor.nbytes for tensor in own) + sum(buffers.values()) + sampling
@@ -171,15 +182,35 @@ class DeviceSteps:
             else:
                 batch = buffers.uniform_batch(rows, key.tokens_per_sequence, self._limits.max_model_len)
                 metadata = self._metadata(buffers, rows, batch, is_padded=True)
-            self._hidden[:rows].copy_(self._forward(buffers, rows, metadata))
+            before = None if self._before is None else self._before[:rows]
+            hidden = self._model.compute(*self._inputs(buffers, rows), self._kv_cache, metadata, before=before)
+            self._hidden[:rows].copy_(hidden)
 
         run(lambda call: call())  # compiles, and lets libraries allocate: neither may happen while recording
-        self._graphs[key] = self._recorder.record(run)
+        with self._meter.apart() as sent:
+            replay = self._recorder.record(run)
+        self._graphs[key] = self._counted(replay, sent)
         self._counts.captures += 1
+
+    def _counted(self, replay: Replay, sent: dict[str, int]) -> Replay:
+        """A graph sends with each replay what it sent when it was recorded, and does not say so."""
+        if not sent:
+            return replay
+
+        def counted() -> None:
+            with self._meter.apart():
+                replay()
+            self._meter.add_all(sent)
+
+        return counted
+
+    def drop_graphs(self) -> None:
+        """They are recorded again when steps want them. Before the ranks part: a graph holds on to its connections."""
+        self._graphs.clear()
 
     def drop_model(self) -> None:
         """The weights go, and with them what was recorded, which reads where they were."""
-        self._graphs.clear()
+        self.drop_graphs()
         del self._model
 
     def use_model(self, model: LlamaForCausalLM) -> None:
@@ -191,19 +222,25 @@ class DeviceSteps:
     @torch.inference_mode()
     def run(self, inputs: StepInputs, feed: Feed = ()) -> tuple[torch.Tensor, torch.Tensor]:
         """Begin a step. Returns hidden states [rows, hidden_size] and which of their rows are sampled."""
-        choice = self._dispatcher.dispatch(shape_of(inputs))
+        self._share(feed)
+        shape = inputs.shape
+        choice = self._dispatcher.dispatch(shape)
         num_tokens = len(inputs.token_ids)
         if isinstance(choice, Eager):
             self._counts.eager[choice.value] = self._counts.eager.get(choice.value, 0) + 1
-            buffers, batch = self._large, self._large.fill(inputs, feed, None, self._limits.block_size)
-            hidden = self._forward(buffers, num_tokens, self._metadata(buffers, num_tokens, batch))
+            buffers, rows = self._large, shape.num_tokens
+            batch = buffers.fill(inputs, feed, GraphKey(rows), self._limits.block_size)
+            hidden = self._forward(buffers, rows, self._metadata(buffers, rows, batch, is_padded=rows > num_tokens))
         else:
             if choice not in self._graphs:
                 self.capture(choice)
             buffers = self._small
             self._batch = buffers.fill(inputs, feed, choice, self._limits.block_size)
+            if self._before is not None:
+                self._model.receive(self._before[: choice.num_tokens])
             self._graphs[choice]()
             hidden = self._hidden[: choice.num_tokens]
+            self._model.send(hidden)
             self._counts.steps[choice.kind] = self._counts.steps.get(choice.kind, 0) + 1
             self._counts.padding_tokens += choice.num_tokens - num_tokens
         return hidden, buffers.longs["sampled"][: len(inputs.sampled)]
@@ -222,12 +259,20 @@ class DeviceSteps:
         arrived.set()
         return TokensInFlight(pinned, arrived, count, reports)
 
+    def _share(self, feed: Feed) -> None:
+        """Let the ranks that share layers have the tokens that a step is fed with: the first of them has sampled."""
+        if feed and self._tensor is not None:
+            self._tensor.broadcast(self.last_tokens[: 1 + max(row for _, row in feed)])
+
     def _forward(self, buffers: StepBuffers, rows: int, metadata: AttentionMetadata) -> torch.Tensor:
+        return self._model.forward(*self._inputs(buffers, rows), self._kv_cache, metadata)
+
+    def _inputs(self, buffers: StepBuffers, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids, some of which are known here only, and positions."""
         longs = buffers.longs
         sources = longs["sources"][:rows]
         fed = self.last_tokens.index_select(0, sources.clamp_min(0))
-        token_ids = torch.where(sources < 0, longs["token_ids"][:rows], fed)
-        return self._model.forward(token_ids, longs["positions"][:rows], self._kv_cache, metadata)
+        return torch.where(sources < 0, longs["token_ids"][:rows], fed), longs["positions"][:rows]
 
     def _metadata(
         self,

@@ -1,40 +1,24 @@
-"""Which graph a step takes: one table from the step's shape to the smallest graph that holds it. Pure."""
+"""Which graph a step takes: one table from the step's shape to the smallest graph that holds it.
+
+Pure, so that all ranks that compute a step together take the same one: they have the same plan and the same shape.
+"""
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from enum import Enum
 
 from trimtab_engine.graphs.plan import GraphKey, GraphPlan
-from trimtab_engine.step_inputs import StepInputs
+from trimtab_engine.step_inputs import StepShape
 
 
 class Eager(Enum):
     """Why a step replays no graph: the label `reason` of trimtab_eager_steps_total."""
 
     OFF = "off"
-    """There are no graphs: --enforce-eager, mode none, or a layout whose steps are not captured."""
+    """There are no graphs: --enforce-eager, mode none, or ranks that talk through host memory."""
     TOO_LARGE = "too_large"
     """More tokens than the largest graph."""
     MIXED = "mixed"
     """Not every sequence has the same few tokens, and the mode has graphs for decode steps only."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """num_tokens of a step. `tokens_per_sequence` when all its sequences have equally many, else None."""
-
-    num_tokens: int
-    tokens_per_sequence: int | None
-
-
-def shape_of(inputs: StepInputs) -> StepShape:
-    """A step is uniform when it has decodes only, or chunks of one length only."""
-    num_tokens = len(inputs.token_ids)
-    if not inputs.chunks:
-        return StepShape(num_tokens, 1 if inputs.decodes else None)
-    longest = inputs.chunks[0][2]
-    is_uniform = not inputs.decodes and all(now == longest for _, _, now in inputs.chunks)
-    return StepShape(num_tokens, longest if is_uniform else None)
 
 
 class Dispatcher:

@@ -1,5 +1,5 @@
 """Start-up of steps on CUDA, after the KV cache has its addresses: fixed inputs, kernels compiled, graphs captured, and
-what all that took of the device's memory.
+what all that took of the device's memory. With several ranks all do so at once, in one order.
 """
 
 import logging
@@ -12,7 +12,7 @@ from trimtab_kernels.jit import watch_compilations
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.device import Device
 from trimtab_engine.graphs.device_steps import DeviceSteps
-from trimtab_engine.graphs.plan import GraphPlan
+from trimtab_engine.graphs.plan import NO_GRAPHS, GraphPlan
 from trimtab_engine.graphs.recorder import CudaRecorder, Recorder
 from trimtab_engine.memory import GIB, MemoryFormula
 from trimtab_engine.model_runner import ModelRunner
@@ -47,19 +47,21 @@ def recorder_of(device: Device) -> Recorder | None:
     return CudaRecorder(device.torch) if device.kind == "cuda" else None
 
 
+def has_device_steps(device: Device) -> bool:
+    """Whether it works beside the host."""
+    return recorder_of(device) is not None
+
+
 def start_device_steps(
-    config: EngineConfig, device: Device, runner: ModelRunner, *, num_ranks: int, progress: Report
+    config: EngineConfig, device: Device, runner: ModelRunner, progress: Report
 ) -> GraphMemory | None:
-    """Make the runner's steps those of a device that works beside the host. None on the CPU, and where several ranks
-    compute a step: these go on launching each kernel. progress gets percent of this stage."""
+    """Make this rank's steps those of a device that works beside the host. None on the CPU. progress gets percent of
+    this stage."""
     recorder = recorder_of(device)
     if recorder is None:
         _note_without_graphs(config)
         return None
-    if num_ranks > 1:
-        logger.warning("CUDA graphs are not built for an engine of %d ranks: every step is eager", num_ranks)
-        return None
-    plan = config.graph_plan
+    plan = _plan(config, runner.groups.can_capture(device.torch))
     began, before = time.monotonic(), device.used_bytes()
     watch_compilations()
     steps = runner.use_device_steps(config, plan, recorder)
@@ -74,6 +76,18 @@ def start_device_steps(
             "CUDA graph pool memory: %.2f GiB (actual), %.2f GiB (estimated)", graphs_bytes / GIB, estimate / GIB
         )
     return GraphMemory(steps.num_bytes, graphs_bytes)
+
+
+def _plan(config: EngineConfig, can_capture: bool) -> GraphPlan:
+    """The configuration's, equal on all ranks. A graph cannot wait for the host, as ranks that share a GPU do."""
+    plan = config.graph_plan
+    if can_capture or not plan.keys:
+        return plan
+    logger.warning(
+        "there are fewer GPUs than ranks, so these talk through host memory, which no CUDA graph can contain: every "
+        "step is eager; give each rank a GPU, or say --enforce-eager"
+    )
+    return NO_GRAPHS
 
 
 def _capture(steps: DeviceSteps, plan: GraphPlan, device: Device, progress: Report) -> int:

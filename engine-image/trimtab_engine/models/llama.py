@@ -232,7 +232,40 @@ class LlamaForCausalLM:
         `num_layers` runs the first layers only, for profiling: they all use the same memory. A stage gets the hidden
         states from the one before it and sends its own to the next.
         """
-        hidden = self._embed(token_ids) if self._is_first_stage else self._from_previous_stage(token_ids)
+        before = None
+        if not self._is_first_stage:
+            rows = token_ids.shape[0]
+            before = torch.empty(rows, self.config.hidden_size, dtype=self._dtype, device=token_ids.device)
+            self.receive(before)
+        hidden = self.compute(token_ids, positions, kv_cache, metadata, before=before, num_layers=num_layers)
+        self.send(hidden)
+        return hidden
+
+    def receive(self, hidden: torch.Tensor) -> None:
+        """Fill hidden [rows, hidden_size] with what the stage before sends. The first stage gets nothing."""
+        if not self._is_first_stage:
+            assert self._pipeline is not None
+            self._pipeline.receive(hidden, self._pipeline.index - 1)
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """To the next stage. The last one sends nothing."""
+        if not self._is_last_stage:
+            assert self._pipeline is not None
+            self._pipeline.send(hidden, self._pipeline.index + 1)
+
+    def compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: KVTensors,
+        metadata: AttentionMetadata,
+        *,
+        before: torch.Tensor | None,
+        num_layers: int | None = None,
+    ) -> torch.Tensor:
+        """This stage's layers: what `forward` does between receiving and sending. `before`: the hidden states of the
+        stage before, which are overwritten; the first stage has token ids alone."""
+        hidden = self._embed(token_ids) if before is None else before
         rotation = self._rotary(positions)
         if metadata.native is not None:
             assert self._compiled is not None
@@ -243,15 +276,7 @@ class LlamaForCausalLM:
                 delta = layer(hidden, delta, rotation, kv_cache, metadata)
             if delta is not None:
                 hidden.add_(delta)
-        if not self._is_last_stage:
-            assert self._pipeline is not None
-            self._pipeline.send(hidden, self._pipeline.index + 1)
         return hidden
-
-    def _from_previous_stage(self, token_ids: torch.Tensor) -> torch.Tensor:
-        assert self._pipeline is not None
-        hidden = torch.empty(token_ids.shape[0], self.config.hidden_size, dtype=self._dtype, device=token_ids.device)
-        return self._pipeline.receive(hidden, self._pipeline.index - 1)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
         """These rows [num_rows] int64 of `forward`'s result -> [num_rows, vocab_size] float32 on the last stage's first

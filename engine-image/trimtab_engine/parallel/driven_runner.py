@@ -2,14 +2,15 @@
 
 import torch
 
+from trimtab_engine.graphs.step_buffers import Feed
 from trimtab_engine.kv_cache import KVLayers
 from trimtab_engine.memory import Ledger
 from trimtab_engine.model_runner import ModelRunner
-from trimtab_engine.parallel.groups import RankGroup, WireMeter
+from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.wave import Wave
 from trimtab_engine.parallel.wire_messages import AskLedger, InitKvCache, InitSwapSpace, Step, ToldLedger
 from trimtab_engine.parallel.workers import Workers
-from trimtab_engine.step_inputs import StepInputs
+from trimtab_engine.step_inputs import StepInputs, StepShape
 from trimtab_engine.swap_cache import SwapCache
 
 
@@ -19,10 +20,10 @@ class DrivenRunner(ModelRunner):
     can_drop_weights = False
     drives_others = True
 
-    def drive(self, workers: Workers, meter: WireMeter, lockstep: RankGroup | None) -> None:
-        """Take the other ranks along from now on; with `lockstep`, in step with that group's cores."""
-        self.workers, self._meter = workers, meter
-        self.wave = None if lockstep is None else Wave(lockstep)
+    def drive(self, workers: Workers, groups: RankGroups) -> None:
+        """Take the other ranks along from now on, in step with the cores that this one's are in lockstep with."""
+        self.workers, self._meter = workers, groups.meter
+        self.wave = None if groups.lockstep is None else Wave(groups.lockstep)
 
     def take_wire_bytes(self) -> dict[str, int]:
         """What went over this rank's wire since the last call, by kind of collective."""
@@ -36,25 +37,33 @@ class DrivenRunner(ModelRunner):
 
     def close(self) -> None:
         """End the other ranks."""
+        super().close()
         self.workers.close()
 
-    def send(self, inputs: StepInputs) -> None:
+    def send(self, inputs: StepInputs, feed: Feed = ()) -> None:
         """The other ranks begin at once. Stages before this one's run ahead of it."""
         if self.wave is not None:
             try:
-                inputs.num_rows = self.wave.agree_on_rows(self.padded_rows(inputs))
+                inputs.agreed = self._agree(self.wave, inputs)
             except RuntimeError as error:  # torch's, when another core has ended
                 raise self.workers.cause_of(error) from error
-            if inputs.num_rows == 0:
+            if inputs.agreed.num_tokens == 0:
                 return  # no core has work: the wave is over
-        self.workers.send(Step(inputs))
+        self.workers.send(Step(inputs, list(feed)))
 
-    def run(self, inputs: StepInputs) -> torch.Tensor | None:
+    def _agree(self, wave: Wave, inputs: StepInputs) -> StepShape:
+        """With the other cores. One that sleeps has no block that the padding of a uniform step could read."""
+        own = inputs.shape
+        if self.steps is None:
+            own = StepShape(self.padded_rows(inputs), own.tokens_per_sequence)
+        return wave.agree(own, can_be_uniform=self.kv_cache.num_blocks > 0)
+
+    def run(self, inputs: StepInputs, feed: Feed = ()) -> torch.Tensor | None:
         """This rank's part of a step; steps are run in the order in which they were sent."""
-        if self.wave is not None and inputs.num_rows == 0:
+        if inputs.agreed is not None and inputs.agreed.num_tokens == 0:
             return torch.empty(0, self.facts.vocab_size)
         try:
-            return super().run(inputs)
+            return super().run(inputs, feed)
         except RuntimeError as error:  # torch's, when a connection to another rank breaks
             raise self.workers.cause_of(error) from error
 

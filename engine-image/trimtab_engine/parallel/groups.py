@@ -1,17 +1,26 @@
 """Groups of ranks that compute together: collectives over torch.distributed, counted in bytes on the wire.
 
-gloo on the CPU, NCCL on CUDA; a group whose backend knows only host memory stages a device's tensors through it.
+gloo on the CPU, NCCL on CUDA; a group whose backend knows only host memory stages a device's tensors through it. Such
+a group cannot be part of a CUDA graph; NCCL's can, in all but what goes from one rank to one other
+(docs/decisions/what-graphs-of-ranks-contain.md).
 Counted is what a rank sends in a ring, whatever the backend's own algorithm, for n ranks with s bytes each; and at both
 ends what goes one way only:
 
 all_reduce 2 s (n-1)/n · all_gather s (n-1) · reduce_scatter s (n-1)/n of the whole s · point to point s · gather s,
-on the rank that gathers s (n-1)
+on the rank that gathers s (n-1) · broadcast s (n-1), on the rank that has it
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Into one tensor, without the copies that lists of tensors cost. The second names are torch's up to 2.12.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(slots=True)
@@ -28,6 +37,21 @@ class WireMeter:
         sent, self.sent_bytes = self.sent_bytes, {}
         return sent
 
+    def add_all(self, sent: dict[str, int]) -> None:
+        for kind, num_bytes in sent.items():
+            self.add(kind, num_bytes)
+
+    @contextmanager
+    def apart(self) -> Iterator[dict[str, int]]:
+        """What is counted inside goes into the yielded dictionary, not to the others."""
+        before = self.take()
+        inside: dict[str, int] = {}
+        try:
+            yield inside
+        finally:
+            inside |= self.take()
+            self.add_all(before)
+
 
 class RankGroup:
     """One process group as one of its ranks sees it. `ranks` are global; `index` is this rank's place among them."""
@@ -36,6 +60,10 @@ class RankGroup:
         self._group, self._ranks, self._meter = group, ranks, meter
         self.size, self.index = len(ranks), ranks.index(rank)
         self._stages_on_host = dist.get_backend(group) == "gloo"
+
+    def stages(self, device: torch.device) -> bool:
+        """Whether tensors of this device travel through host memory, which the host waits for."""
+        return self._stages_on_host and device.type != "cpu"
 
     @property
     def device(self) -> str:
@@ -54,7 +82,7 @@ class RankGroup:
         self._meter.add("all_gather", x.nbytes * (self.size - 1))
         wire = self._to_wire(x)
         whole = wire.new_empty(self.size * x.shape[0], *x.shape[1:])
-        dist.all_gather(list(whole.chunk(self.size)), wire, group=self._group)
+        _all_gather(whole, wire, group=self._group)
         return whole.to(x.device)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +90,7 @@ class RankGroup:
         self._meter.add("reduce_scatter", x.nbytes * (self.size - 1) // self.size)
         wire = self._to_wire(x)
         own = wire.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        dist.reduce_scatter(own, list(wire.chunk(self.size)), group=self._group)
+        _reduce_scatter(own, wire, group=self._group)
         return own.to(x.device)
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -76,6 +104,13 @@ class RankGroup:
         parts = [torch.empty_like(wire) for _ in self._ranks]
         dist.gather(wire, parts, self._ranks[0], group=self._group)
         return torch.cat(parts, dim=1).to(x.device)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """What the first rank has, in place; x is returned."""
+        self._meter.add("broadcast", 0 if self.index else x.nbytes * (self.size - 1))
+        wire = self._to_wire(x)
+        dist.broadcast(wire, self._ranks[0], group=self._group)
+        return x if wire is x else x.copy_(wire)
 
     def send(self, x: torch.Tensor, index: int) -> None:
         """To the rank at this place of the group."""
@@ -117,6 +152,34 @@ class RankGroups:
     """Ranks with the same heads in other data-parallel copies; only where a mixture of experts spans them."""
     expert: RankGroup | None = None
     """Ranks that share whole experts: all data x tensor ranks of a stage, with expert parallelism."""
+    lockstep: RankGroup | None = None
+    """Those of `data` through host memory: what their cores agree on before a step must not wait for a device."""
+    meter: WireMeter = field(default_factory=WireMeter)
+    """Counts for all of them."""
+
+    def can_capture(self, device: torch.device) -> bool:
+        """Whether a step's collectives can be part of a CUDA graph; what passes from stage to stage never is."""
+        return not any(group is not None and group.stages(device) for group in (self.tensor, self.data))
+
+    def connect(self, device: torch.device) -> None:
+        """Use every connection that a step may use, so that none is made, and takes memory, later: not while a graph is
+        captured, above all. All ranks call this at once."""
+        for group in (self.tensor, self.data, self.expert):
+            if group is not None and not group.stages(device):
+                x = torch.zeros(group.size, 1, device=device)
+                group.all_reduce(x)
+                group.all_gather(x)
+                group.reduce_scatter(x)
+                group.broadcast(x)
+                group.gather_columns(x)
+        line = self.pipeline
+        if line is not None and not line.stages(device):
+            x = torch.zeros(1, device=device)
+            if line.index:
+                line.receive(x, line.index - 1)
+            if line.index + 1 < line.size:
+                line.send(x, line.index + 1)
+        self.meter.take()
 
 
 ALONE = RankGroups()

@@ -138,9 +138,7 @@ def _interface(rendezvous: str) -> str | None:
     return LOOPBACK_INTERFACE if rendezvous.startswith("file:") else interface_of(own_address_at(rendezvous))
 
 
-def join_groups(
-    store: Store, layout: Layout, rank: int, *, uses_nccl: bool, rendezvous: str
-) -> tuple[RankGroups, WireMeter]:
+def join_groups(store: Store, layout: Layout, rank: int, *, uses_nccl: bool, rendezvous: str) -> RankGroups:
     """Join the world and this rank's groups; returns when every rank has. All ranks make all groups in one order."""
     use_interface_between_ranks(_interface(rendezvous))
     dist.init_process_group(
@@ -152,24 +150,25 @@ def join_groups(
     )
     meter = WireMeter()
 
-    def own_group(groups: tuple[tuple[int, ...], ...]) -> RankGroup | None:
+    def own_group(groups: tuple[tuple[int, ...], ...], backend: str | None = None) -> RankGroup | None:
         own = None
         for ranks in groups:
             if len(ranks) > 1:
-                made = dist.new_group(list(ranks), timeout=STEP_TIMEOUT)
+                made = dist.new_group(list(ranks), timeout=STEP_TIMEOUT, backend=backend)
                 if rank in ranks:
                     own = RankGroup(made, ranks, rank, meter)
         return own
 
     tensor = own_group(layout.tensor_groups())
     data = own_group(layout.data_groups())
-    groups = RankGroups(
+    return RankGroups(
         tensor=tensor,
         pipeline=own_group(layout.pipeline_groups()),
         data=data,
         expert=(own_group(layout.expert_groups()) if tensor and data else tensor or data) if layout.expert else None,
+        lockstep=own_group(layout.data_groups(), "gloo") if uses_nccl else data,
+        meter=meter,
     )
-    return groups, meter
 
 
 def leave_groups() -> None:

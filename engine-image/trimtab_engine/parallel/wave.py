@@ -1,8 +1,9 @@
 """Data-parallel cores in lockstep: those of a mixture of experts, whose ranks hold the experts together.
 
 A wave is a run of steps that all cores make together, from the first request until none of them has one. In each step
-they agree on a number of rows; a core without requests computes padding. A core that gets a request between two waves
-announces the next one to the others (by way of the API server) and waits for them in its first step.
+they agree on its shape; a core without requests computes padding of that shape, so that all replay one graph. A core
+that gets a request between two waves announces the next one to the others (by way of the API server) and waits for
+them in its first step.
 ```
 core 0   |== request ==|== request ==|    wave 7 is over    |announce 8|== request ==|
 core 1   |-- padding --|== request ==|      (both idle)     |  join 8  |-- padding --|
@@ -16,6 +17,9 @@ from collections.abc import Callable
 import torch
 
 from trimtab_engine.parallel.groups import RankGroup
+from trimtab_engine.step_inputs import StepShape
+
+ANY, MIXED = 0, -1  # on the wire, for tokens per sequence: a core without work fits in; not uniform
 
 
 class Wave:
@@ -37,16 +41,25 @@ class Wave:
         """Another core has announced this wave."""
         self._announced = max(self._announced, number)
 
-    def agree_on_rows(self, num_rows: int) -> int:
-        """The largest number of rows that a core has in this step: all compute as many. 0: none has any, and the wave
-        is over. Every core of the group calls this once per step.
+    def agree(self, own: StepShape, *, can_be_uniform: bool = True) -> StepShape:
+        """The shape of this step: as many rows as the core with the most has, uniform if every core's tokens are. No
+        tokens: no core has any, and the wave is over. Every core of the group calls this once per step. A core without
+        tokens fits in with the others; with `can_be_uniform` False the step is not uniform.
         """
         if not self.is_on:
             self.announce(self._number)
         self._runs = True
-        own = torch.tensor([num_rows], dtype=torch.int64, device=self._group.device)
-        rows = int(self._group.all_gather(own).max())
-        if rows == 0:
+        per_sequence = own.tokens_per_sequence or (MIXED if own.num_tokens else ANY)
+        said = torch.tensor([[own.num_tokens, per_sequence if can_be_uniform else MIXED]], device=self._group.device)
+        agreed = agreed_shape(self._group.all_gather(said).tolist())
+        if agreed.num_tokens == 0:
             self._runs = False
             self._number += 1
-        return rows
+        return agreed
+
+
+def agreed_shape(said: list[list[int]]) -> StepShape:
+    """Of every core's tokens and tokens per sequence, ANY or MIXED."""
+    kinds = {per_sequence for _, per_sequence in said} - {ANY}
+    is_uniform = len(kinds) == 1 and MIXED not in kinds
+    return StepShape(max(rows for rows, _ in said), kinds.pop() if is_uniform else None)

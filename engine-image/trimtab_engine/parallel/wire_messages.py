@@ -75,8 +75,21 @@ class SwapBlocks(msgspec.Struct, tag="swap"):
     swap_in: list[tuple[int, int]]
 
 
+class StartSteps(msgspec.Struct, tag="start_steps"):
+    """Make this device's steps: fixed inputs, and graphs, which all ranks capture at once. Answer with StartedSteps.
+
+    `max_model_len` is what is served: the core may have cut it to what fits.
+    """
+
+    max_model_len: int
+
+
 class Step(msgspec.Struct, tag="step"):
+    """`feed`: (index in token_ids, row) of the tokens that the step before sampled, which the core's rank hands to the
+    others on the device."""
+
     inputs: StepInputs
+    feed: list[tuple[int, int]] = []
 
 
 class AskLedger(msgspec.Struct, tag="ask_ledger"):
@@ -100,6 +113,7 @@ ToWorker = (
     | CopyBlocks
     | InitSwapSpace
     | SwapBlocks
+    | StartSteps
     | Step
     | AskLedger
     | Stop
@@ -142,6 +156,14 @@ class Profiled(msgspec.Struct, tag="profiled"):
     formula: MemoryFormula
 
 
+class StartedSteps(msgspec.Struct, tag="started_steps"):
+    """What fixed inputs and graphs take of this rank's device, in bytes."""
+
+    rank: int
+    buffer_bytes: int
+    graphs_bytes: int
+
+
 class ToldLedger(msgspec.Struct, tag="ledger"):
     rank: int
     ledger: Ledger
@@ -161,7 +183,7 @@ class Alive(msgspec.Struct, tag="alive"):
     rank: int
 
 
-FromWorker = Hello | Loaded | Profiled | ToldLedger | WorkerFailed | Alive
+FromWorker = Hello | Loaded | Profiled | StartedSteps | ToldLedger | WorkerFailed | Alive
 
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0  # without a word the other side is taken for dead; the rest of 10 s is for the engine to end

@@ -19,6 +19,7 @@ import zmq
 
 from trimtab_engine.device import Device
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.graphs.start import start_device_steps
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.parallel.rendezvous import RETRY_SECONDS, find_core, join_groups
 from trimtab_engine.parallel.wire_messages import (
@@ -36,6 +37,8 @@ from trimtab_engine.parallel.wire_messages import (
     MapBlocks,
     Profile,
     Profiled,
+    StartedSteps,
+    StartSteps,
     Step,
     Stop,
     SwapBlocks,
@@ -50,7 +53,7 @@ from trimtab_engine.parallel.wire_messages import (
 from trimtab_engine.parallel.workers import uses_nccl
 from trimtab_engine.parenthood import end_with_parent
 from trimtab_engine.rank_ledger import rank_ledger
-from trimtab_engine.rank_start import measure, rank_report
+from trimtab_engine.rank_start import connect, measure, rank_report
 from trimtab_engine.swap_cache import SwapCache
 
 OTHERS_FIRST_SECONDS = 2.0  # for the engine core to notice a rank that died before this one
@@ -123,8 +126,8 @@ class Worker:
             local_count=start.local_count,
         )
         nccl = uses_nccl(config)
-        groups, _ = join_groups(self._store, self.layout, self.rank, uses_nccl=nccl, rendezvous=start.rendezvous)
-        self._other_bytes = device.used_bytes()
+        groups = join_groups(self._store, self.layout, self.rank, uses_nccl=nccl, rendezvous=start.rendezvous)
+        self._before = connect(groups, device)
         self._runner = ModelRunner.load(
             config, device, lambda stage, percent: None, layout=self.layout, rank=self.rank, groups=groups
         )
@@ -139,7 +142,7 @@ class Worker:
             message = self._next()
             match message:
                 case Step():
-                    runner.run(message.inputs)
+                    runner.run(message.inputs, message.feed)
                 case MapBlocks():
                     runner.kv_cache.map_blocks(message.num_blocks)
                 case UnmapAbove():
@@ -152,13 +155,19 @@ class Worker:
                     assert swap_cache is not None  # without it the core's swap space has no blocks
                     swap_cache.copy(message.swap_out, message.swap_in)
                 case Profile():
-                    formula = measure(self._config, self._device, runner, self._other_bytes)
+                    formula = measure(self._config, self._device, runner, self._before)
                     self.tell(Profiled(self.rank, formula))
                 case AskLedger():
                     ledger = rank_ledger(formula, self._device, runner.kv_cache, blocks_used=message.blocks_used)
                     self.tell(ToldLedger(self.rank, ledger))
                 case InitKvCache():
                     runner.init_kv_cache(message.cap_blocks)
+                case StartSteps():
+                    runner.limit_model_len(message.max_model_len)
+                    memory = start_device_steps(self._config, self._device, runner, lambda percent: None)
+                    assert memory is not None  # the core's device, which is like this one, has such steps
+                    formula = memory.added_to(formula)
+                    self.tell(StartedSteps(self.rank, memory.buffer_bytes, memory.graphs_bytes))
                 case Stop():
                     return
                 case Join():

@@ -16,7 +16,7 @@ import zmq
 
 from trimtab_engine.config import EngineConfig, core_environment
 from trimtab_engine.errors import ConfigError, WorkerDied
-from trimtab_engine.parallel.groups import RankGroups, WireMeter
+from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.rendezvous import announce_core, join_groups, leave_groups, open_store, own_address_at
 from trimtab_engine.parallel.watch import Watch
@@ -70,7 +70,7 @@ class Workers:
         self._control = control
         announce_core(self._store, config, control_address)
 
-    def join(self) -> tuple[RankGroups, WireMeter]:
+    def join(self) -> RankGroups:
         """Wait for all ranks and make the groups. Raises WorkerDied when one ends before.
 
         On other nodes they may have to be scheduled first and to pull their image: that takes what it takes.

@@ -1,10 +1,14 @@
-"""Writes what ahead-of-time compilation found into docs/results: aot.json for machines, kernels.md for readers."""
+"""Writes what ahead-of-time compilation found into docs/results: aot.json (or, by another Triton than the pinned one, a
+file of its own: other_versions.py) for machines, kernels.md for readers."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from trimtab_kernels.aot.cases import all_cases
 from trimtab_kernels.aot.compiler import Compiled
+from trimtab_kernels.aot.other_versions import Entry, cell, comparison, file_name, other_runs
 from trimtab_kernels.aot.predictions import PREDICTIONS
 from trimtab_kernels.jit import triton
 
@@ -17,27 +21,35 @@ A dash: that target was not compiled in this run (`--targets`), or lacks float8.
 
 
 def recorded_keys(results: Path | None) -> set[str]:
-    """Keys of the committed figures; none when there are none."""
-    path = results / "aot.json" if results else None
-    if path is None or not path.exists():
-        return set()
-    return {entry["key"] for entry in json.loads(path.read_text())["kernels"]}
+    """Keys of the committed figures, of this Triton and of others; none when there are none."""
+    files = sorted(results.glob("aot*.json")) if results else []
+    return {entry["key"] for file in files for entry in json.loads(file.read_text())["kernels"]}
 
 
 def write_report(results: Path, compiled: list[Compiled]) -> None:
-    """Write both files. Equal results give equal files."""
+    """Write this Triton's file, and the page from the files of all. Equal results give equal files."""
     entries = ",\n".join(json.dumps(asdict(entry)) for entry in compiled)
     head = json.dumps({"command": COMMAND, "triton": triton.__version__})[:-1]
-    (results / "aot.json").write_text(f'{head}, "kernels": [\n{entries}\n]}}\n')
-    (results / "kernels.md").write_text(markdown(compiled))
+    (results / file_name(triton.__version__)).write_text(f'{head}, "kernels": [\n{entries}\n]}}\n')
+    pinned = results / "aot.json"
+    if pinned.exists():
+        run = json.loads(pinned.read_text())
+        (results / "kernels.md").write_text(page(run["triton"], run["kernels"], other_runs(results)))
 
 
-def markdown(compiled: list[Compiled]) -> str:
+def page(version: str, pinned: list[Entry], others: dict[str, list[Entry]]) -> str:
+    """The pinned Triton's figures, and a section for each other one."""
+    shown = frozenset(case.name for case in all_cases() if case.in_sample)
+    sections = [comparison(pinned, other, entries, shown) for other, entries in others.items()]
+    return markdown(version, pinned) + "".join("\n" + "\n".join(section) for section in sections)
+
+
+def markdown(version: str, compiled: Sequence[Entry]) -> str:
     """The page: predictions first, then one row per case with all its targets."""
     lines = [
         "# The GPU kernels, compiled ahead of time",
         "",
-        f"Made by `{COMMAND}` (triton {triton.__version__}); do not edit. {INTRODUCTION}",
+        f"Made by `{COMMAND}` (triton {version}); do not edit. {INTRODUCTION}",
         "",
         "## What is asked, and what is predicted",
         "",
@@ -52,18 +64,15 @@ def markdown(compiled: list[Compiled]) -> str:
         "| case | kernel | warps, stages | sm_80 | sm_89 | sm_90 | sm_100 |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    rows: dict[tuple[str, str], dict[int, Compiled]] = {}
+    rows: dict[tuple[str, str], dict[int, Entry]] = {}
     for entry in compiled:
-        rows.setdefault((entry.case, entry.kernel), {})[entry.target] = entry
+        rows.setdefault((entry["case"], entry["kernel"]), {})[entry["target"]] = entry
     for (case, kernel), targets in rows.items():
         shown = targets.get(90) or next(iter(targets.values()))
         cells = " | ".join(_cell(targets.get(target)) for target in (80, 89, 90, 100))
-        lines.append(f"| {case} | {kernel} | {shown.num_warps}, {shown.num_stages} | {cells} |")
+        lines.append(f"| {case} | {kernel} | {shown['num_warps']}, {shown['num_stages']} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(entry: Compiled | None) -> str:
-    if entry is None:
-        return "–"
-    spill = f", spills {entry.spill_bytes}" if entry.spill_bytes else ""
-    return f"{entry.registers} · {entry.shared_bytes / 1024:.3g}{spill}{' w' if entry.wgmma else ''}"
+def _cell(entry: Entry | None) -> str:
+    return "–" if entry is None else cell(entry)

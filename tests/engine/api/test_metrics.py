@@ -67,6 +67,7 @@ def test_every_family_of_the_contract_is_there(metrics: EngineMetrics) -> None:
         "too_large",
         "all_gather",
         "all_reduce",
+        "broadcast",
         "gather",
         "point_to_point",
         "reduce_scatter",

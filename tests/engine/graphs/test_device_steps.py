@@ -1,26 +1,19 @@
-"""Steps of a device, with graphs and without: the same tokens as the CPU's own steps, whatever is padded or replayed.
-
-The recorder here is for machines without CUDA: it replays by calling the recorded function again, on the same tensors
-and with the same calls outside, so that everything runs as on CUDA but for CUDA's own recording. It is a test double
-and on no path that serves.
-"""
+"""Steps of a device, with graphs and without: the tokens of the CPU's own steps, whatever is padded or replayed."""
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import pytest
+from calling_recorder import steps_of_a_device
 from trimtab_engine import startup
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.engine import Engine
 from trimtab_engine.graphs import start, token_table
 from trimtab_engine.graphs.compilation import CompilationConfig, CUDAGraphMode
 from trimtab_engine.graphs.device_steps import warm_up_sizes
-from trimtab_engine.graphs.plan import GraphPlan, plan_graphs
-from trimtab_engine.graphs.recorder import Outside, Replay
 from trimtab_engine.messages import AddRequest, SamplingParams, StepStats, TokenLogprobs
 from trimtab_engine.speculative.config import SpeculativeConfig
 from trimtab_kernels.tune import BATCH_SIZES
@@ -32,46 +25,6 @@ VOCABULARY = 97
 @pytest.fixture
 def model(model_of: Callable[..., Path]) -> Path:
     return model_of()
-
-
-class CallingRecorder:
-    """Counts what is recorded and replayed."""
-
-    def __init__(self) -> None:
-        self.num_records = 0
-        self.num_replays = 0
-
-    def record(self, run: Callable[[Outside], None]) -> Replay:
-        self.num_records += 1
-        run(lambda call: call())
-
-        def replay() -> None:
-            self.num_replays += 1
-            run(lambda call: call())
-
-        return replay
-
-
-def plan_of(config: EngineConfig) -> GraphPlan:
-    """The plan that the same configuration has on CUDA."""
-    return plan_graphs(
-        config.compilation,
-        enforce_eager=config.enforce_eager,
-        optimization_level=config.optimization_level,
-        max_num_seqs=config.max_num_seqs_cap,
-        max_num_batched_tokens=config.max_num_batched_tokens_cap,
-        num_drafts=config.num_speculative_tokens_cap,
-    )
-
-
-@contextmanager
-def steps_of_a_device() -> Iterator[CallingRecorder]:
-    """Engines that start inside have a device's steps, with this recorder."""
-    recorder = CallingRecorder()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "recorder_of", lambda device: recorder)
-        patch.setattr(EngineConfig, "graph_plan", property(plan_of))
-        yield recorder
 
 
 def generate(

@@ -2,9 +2,9 @@
 
 import pytest
 from trimtab_engine.graphs.compilation import CUDAGraphMode
-from trimtab_engine.graphs.dispatcher import Dispatcher, Eager, StepShape, shape_of
+from trimtab_engine.graphs.dispatcher import Dispatcher, Eager
 from trimtab_engine.graphs.plan import NO_GRAPHS, GraphKey, GraphPlan
-from trimtab_engine.step_inputs import StepInputs
+from trimtab_engine.step_inputs import StepInputs, StepShape
 
 BOTH = GraphPlan(CUDAGraphMode.FULL_AND_PIECEWISE, (1, 4, 16), ((1, (1, 4)), (3, (3, 12))))
 DECODE_ONLY = GraphPlan(CUDAGraphMode.FULL_DECODE_ONLY, (), ((1, (1, 4)),))
@@ -61,4 +61,4 @@ def inputs(num_decodes: int, *chunks: int) -> StepInputs:
     ],
 )
 def test_a_step_is_uniform_when_its_sequences_have_equally_many_tokens(step: StepInputs, expected: StepShape) -> None:
-    assert shape_of(step) == expected
+    assert step.shape == expected

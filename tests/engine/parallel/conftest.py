@@ -1,20 +1,25 @@
 """Tiny random checkpoints, one dense and one a mixture of experts, and engines on them of any layout."""
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
 from trimtab_engine.config import EngineConfig
+from trimtab_engine.core_client import CoreClient
+from trimtab_engine.core_launcher import CoreLauncher
 from trimtab_engine.engine import Engine
 from trimtab_engine.messages import AddRequest, SamplingParams, StepStats
 from trimtab_engine.model_config import parse_model_config
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.startup import start_engine
 
+DEADLINE_SECONDS = 180.0  # generous: several processes each load torch, perhaps on a busy machine
 VOCABULARY = 97  # odd, so that the vocabulary's parts differ
 DENSE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -126,6 +131,35 @@ def start() -> Iterator[Callable[..., Engine]]:
         engine.close()
 
 
+class Cores:
+    """Running cores, and the statistics of their steps."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.steps: list[StepStats] = []
+        self._launcher = CoreLauncher(config)
+        self._client = CoreClient(self._launcher.addresses[0], on_step=self.steps.append)
+
+    async def __aenter__(self) -> "Cores":
+        self._client.open()
+        await self._launcher.start(self._client)
+        await asyncio.wait_for(self._client.loaded.wait(), DEADLINE_SECONDS)
+        assert self._client.failure is None, self._client.failure
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._launcher.close(self._client)
+
+    async def serve(self, asked: list[AddRequest]) -> dict[str, list[int]]:
+        """The tokens of every request, all together."""
+
+        async def tokens_of(request: AddRequest) -> list[int]:
+            outputs = self._client.generate(msgspec.structs.replace(request))
+            return [token async for output in outputs for token in output.token_ids]
+
+        answers = await asyncio.wait_for(asyncio.gather(*(tokens_of(r) for r in asked)), DEADLINE_SECONDS)
+        return {request.request_id: tokens for request, tokens in zip(asked, answers, strict=True)}
+
+
 def requests(count: int = 12, output: int = 12) -> list[AddRequest]:
     """Prompts of many lengths; the later ones begin as the earlier do, so that a prefix cache has something to find."""
     generator = torch.Generator().manual_seed(11)
@@ -167,3 +201,9 @@ def check_disturbed(steps: list[StepStats], asked: list[AddRequest]) -> None:
 def serving() -> Any:
     """(serve, requests, check_disturbed), which a test module cannot import from here."""
     return serve, requests, check_disturbed
+
+
+@pytest.fixture
+def cores_of() -> type[Cores]:
+    """Cores, which a test module cannot import from here either."""
+    return Cores

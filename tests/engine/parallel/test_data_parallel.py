@@ -1,21 +1,15 @@
 """Data-parallel cores yield the greedy tokens of one rank, under every layout beside them that fits four processes:
 chunked, preempted, prefix-cached. Real cores and ranks as processes, spoken to as the API server does."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 from trimtab_engine.config import EngineConfig
-from trimtab_engine.core_client import CoreClient
-from trimtab_engine.core_launcher import CoreLauncher
 from trimtab_engine.engine import Engine
-from trimtab_engine.messages import AddRequest, StepStats
 from trimtab_engine.parallel.eplb_config import EplbConfig
 from trimtab_engine.speculative.config import SpeculativeConfig
 
-DEADLINE_SECONDS = 180.0  # generous: several processes each load torch, perhaps on a busy machine
 NUM_REQUESTS, OUTPUT = 12, 12
 TP2, PP2, EP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True}
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
@@ -40,35 +34,6 @@ LAYOUTS: list[Any] = [
 ]
 
 
-class Cores:
-    """Running cores, and the statistics of their steps."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.steps: list[StepStats] = []
-        self._launcher = CoreLauncher(config)
-        self._client = CoreClient(self._launcher.addresses[0], on_step=self.steps.append)
-
-    async def __aenter__(self) -> "Cores":
-        self._client.open()
-        await self._launcher.start(self._client)
-        await asyncio.wait_for(self._client.loaded.wait(), DEADLINE_SECONDS)
-        assert self._client.failure is None, self._client.failure
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._launcher.close(self._client)
-
-    async def serve(self, asked: list[AddRequest]) -> dict[str, list[int]]:
-        """The tokens of every request, all together."""
-
-        async def tokens_of(request: AddRequest) -> list[int]:
-            outputs = self._client.generate(msgspec.structs.replace(request))
-            return [token async for output in outputs for token in output.token_ids]
-
-        answers = await asyncio.wait_for(asyncio.gather(*(tokens_of(r) for r in asked)), DEADLINE_SECONDS)
-        return {request.request_id: tokens for request, tokens in zip(asked, answers, strict=True)}
-
-
 @pytest.fixture(scope="module")
 def expected() -> dict[str, dict[str, list[int]]]:
     """What one rank yields, by model; filled by the first test of each."""
@@ -82,6 +47,7 @@ async def test_tokens_equal_those_of_one_rank(
     models: dict[str, str],
     start: Callable[..., Engine],
     serving: Any,
+    cores_of: Any,
     config_of: Callable[..., EngineConfig],
     tight: dict[str, Any],
     expected: dict[str, dict[str, list[int]]],
@@ -90,7 +56,7 @@ async def test_tokens_equal_those_of_one_rank(
     asked = requests(NUM_REQUESTS, OUTPUT)
     if model not in expected:
         expected[model] = serve(start(models[model]), asked)
-    async with Cores(config_of(models[model], data_parallel_size=2, **tight, **layout)) as cores:
+    async with cores_of(config_of(models[model], data_parallel_size=2, **tight, **layout)) as cores:
         assert await cores.serve(asked) == expected[model]
         served = [sum(s.num_generation_tokens for s in cores.steps if s.engine_index == core) for core in (0, 1)]
         assert min(served) >= 3 * OUTPUT, "both cores are to serve"

@@ -5,8 +5,10 @@ import threading
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
-from trimtab_engine.parallel.wave import Wave
+from trimtab_engine.parallel.wave import ANY, MIXED, Wave, agreed_shape
+from trimtab_engine.step_inputs import StepShape
 
 DEADLINE_SECONDS = 30.0
 
@@ -31,6 +33,11 @@ class Meeting:
         return self._gathered
 
 
+def tokens(count: int) -> StepShape:
+    """Of decodes."""
+    return StepShape(count, 1 if count else None)
+
+
 def waves(size: int) -> list[Wave]:
     """Cores that hear of each other's waves at once."""
     meeting: Any = Meeting(size)
@@ -50,21 +57,45 @@ def test_a_core_that_begins_a_wave_announces_it_once_and_all_end_it_together() -
     announced: list[int] = []
     wave.announce = announced.append
     assert not wave.is_on
-    assert [wave.agree_on_rows(rows) for rows in (8, 4, 0)] == [8, 4, 0]
+    assert [wave.agree(tokens(count)).num_tokens for count in (8, 4, 0)] == [8, 4, 0]
     assert not wave.is_on
-    wave.agree_on_rows(2)
+    wave.agree(tokens(2))
     assert announced == [0, 1]
 
 
 def test_an_announcement_that_comes_early_is_joined_when_the_wave_before_has_ended_and_a_late_one_is_not() -> None:
     (wave,) = waves(1)
-    wave.agree_on_rows(8)
+    wave.agree(tokens(8))
     wave.join(1)  # another core has finished wave 0 and begun the next one already
-    wave.agree_on_rows(0)
+    wave.agree(tokens(0))
     assert wave.is_on
-    wave.agree_on_rows(0)
+    wave.agree(tokens(0))
     wave.join(1)  # on its way for long
     assert not wave.is_on
+
+
+@pytest.mark.parametrize(
+    ("said", "agreed"),
+    [
+        ([[3, 1], [5, 1]], StepShape(5, 1)),
+        ([[3, 1], [0, ANY]], StepShape(3, 1)),  # a core without work computes padding of that kind
+        ([[0, ANY], [8, 4]], StepShape(8, 4)),
+        ([[3, 1], [8, 4]], StepShape(8, None)),  # decodes there, drafts to be verified here
+        ([[3, 1], [30, MIXED]], StepShape(30, None)),
+        ([[3, 1], [0, MIXED]], StepShape(3, None)),  # a core that sleeps
+        ([[0, ANY], [0, ANY]], StepShape(0, None)),
+    ],
+)
+def test_a_step_is_uniform_when_every_core_s_tokens_are(said: list[list[int]], agreed: StepShape) -> None:
+    assert agreed_shape(said) == agreed
+
+
+def test_a_core_says_what_it_has() -> None:
+    (wave,) = waves(1)
+    assert wave.agree(StepShape(6, 3)) == StepShape(6, 3)
+    assert wave.agree(StepShape(6, None)) == StepShape(6, None)
+    assert wave.agree(StepShape(6, 3), can_be_uniform=False) == StepShape(6, None)
+    assert wave.agree(StepShape(0, None)) == StepShape(0, None)
 
 
 def test_cores_that_get_requests_at_random_times_never_wait_for_ever() -> None:
@@ -83,7 +114,7 @@ def test_cores_that_get_requests_at_random_times_never_wait_for_ever() -> None:
                 work[core] = dice.randint(1, 4)
                 left[core] -= 1
             if work[core] or made[core].is_on:
-                steps[core].append(made[core].agree_on_rows(8 if work[core] else 0))
+                steps[core].append(made[core].agree(tokens(8 if work[core] else 0)).num_tokens)
                 work[core] = max(0, work[core] - 1)
             elif not any(left) and not any(work) and not any(wave.is_on for wave in made):
                 idle.set()

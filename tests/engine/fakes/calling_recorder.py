@@ -1,0 +1,103 @@
+"""Steps of a device on the CPU: a recorder for machines without CUDA, which replays by calling the recorded function
+again, on the same tensors and with the same calls outside, so that everything runs as on CUDA but for CUDA's own
+recording. It is a test double and on no path that serves.
+
+As a program, `calling_recorder.py worker|core FOLDER`, it is a rank or an engine core with such steps, whose ranks have
+them too; every process notes in a file of FOLDER which graph each of its steps took.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trimtab_engine import core_process, core_processes
+from trimtab_engine.config import EngineConfig
+from trimtab_engine.graphs import start
+from trimtab_engine.graphs.dispatcher import Dispatcher, Eager
+from trimtab_engine.graphs.plan import GraphKey, GraphPlan, plan_graphs
+from trimtab_engine.graphs.recorder import Outside, Replay
+from trimtab_engine.parallel import worker, workers
+from trimtab_engine.step_inputs import StepShape
+
+
+class CallingRecorder:
+    """Counts what is recorded and replayed."""
+
+    def __init__(self) -> None:
+        self.num_records = 0
+        self.num_replays = 0
+        self.is_recording = False
+
+    def record(self, run: Callable[[Outside], None]) -> Replay:
+        self.num_records += 1
+        self._call(run)
+
+        def replay() -> None:
+            self.num_replays += 1
+            self._call(run)
+
+        return replay
+
+    def _call(self, run: Callable[[Outside], None]) -> None:
+        self.is_recording = True
+        run(self._outside)
+        self.is_recording = False
+
+    def _outside(self, call: Callable[[], None]) -> None:
+        self.is_recording = False
+        call()
+        self.is_recording = True
+
+
+def plan_of(config: EngineConfig) -> GraphPlan:
+    """The plan that the same configuration has on CUDA."""
+    return plan_graphs(
+        config.compilation,
+        enforce_eager=config.enforce_eager,
+        optimization_level=config.optimization_level,
+        max_num_seqs=config.max_num_seqs_cap,
+        max_num_batched_tokens=config.max_num_batched_tokens_cap,
+        num_drafts=config.num_speculative_tokens_cap,
+    )
+
+
+@contextmanager
+def steps_of_a_device(notes: Path | None = None) -> Iterator[CallingRecorder]:
+    """Engines that start inside have a device's steps, with this recorder; so do their ranks, and the cores that are
+    started as processes, where `notes` is a folder."""
+    recorder = CallingRecorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "recorder_of", lambda device: recorder)
+        patch.setattr(EngineConfig, "graph_plan", property(plan_of))
+        if notes is not None:
+            patch.setattr(workers, "WORKER_COMMAND", (sys.executable, __file__, "worker", str(notes)))
+            patch.setattr(core_processes, "CORE_COMMAND", (sys.executable, __file__, "core", str(notes)))
+            patch.setattr(Dispatcher, "dispatch", noting(Dispatcher.dispatch, notes))
+        yield recorder
+
+
+def noting(dispatch: Callable[[Dispatcher, StepShape], GraphKey | Eager], folder: Path) -> Any:
+    """The same, with a line for each step in this process's file."""
+
+    def dispatch_and_note(dispatcher: Dispatcher, shape: StepShape) -> GraphKey | Eager:
+        choice = dispatch(dispatcher, shape)
+        with (folder / str(os.getpid())).open("a") as file:
+            file.write(f"{choice}\n")
+        return choice
+
+    return dispatch_and_note
+
+
+def noted(folder: Path) -> list[list[str]]:
+    """What each process that ran steps has noted."""
+    return [path.read_text().splitlines() for path in sorted(folder.iterdir())]
+
+
+if __name__ == "__main__":
+    with steps_of_a_device(Path(sys.argv[2])):
+        code = worker.main() if sys.argv[1] == "worker" else core_process.main()
+    os._exit(code)

@@ -1,0 +1,126 @@
+"""Engines of several ranks with a device's steps: inputs at fixed places and graphs, which a double replays by calling.
+
+Real processes over gloo. The tokens are those of one rank's own steps, and all ranks of a step take the same graph.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calling_recorder import noted, steps_of_a_device
+from trimtab_engine.config import EngineConfig
+from trimtab_engine.engine import Engine
+from trimtab_engine.graphs.compilation import CompilationConfig, CUDAGraphMode
+from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.parallel.eplb_config import EplbConfig
+from trimtab_engine.speculative.config import SpeculativeConfig
+
+NUM_REQUESTS, OUTPUT = 12, 12
+TP2, PP2, EP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True}
+OVERLAPPED = {"async_scheduling": True}
+DRAFTS = {
+    "speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1),
+    "num_speculative_tokens": 3,
+    "num_speculative_tokens_cap": 3,
+}
+EPLB = {"eplb": EplbConfig(window_size=16, step_interval=8, num_redundant_experts=4)}
+LAZY = {"compilation": CompilationConfig(cudagraph_lazy_capture=True)}
+ONLY_FULL = {"compilation": CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, dict[str, list[int]]]:
+    """What one rank yields by the CPU's own steps, by model; filled by the first test of each."""
+    return {}
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    return folder
+
+
+def kinds(steps: list[StepStats]) -> set[str]:
+    return {kind for stats in steps for kind in stats.graph_steps}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param("dense", TP2, id="dense tp2"),
+        pytest.param("dense", TP2 | OVERLAPPED, id="dense tp2 overlapped"),
+        pytest.param("dense", TP2 | DRAFTS | LAZY, id="dense tp2 with drafts, lazily"),
+        pytest.param("dense", PP2, id="dense pp2"),
+        pytest.param("dense", TP2 | PP2 | ONLY_FULL, id="dense tp2 pp2, only decodes"),
+        pytest.param("moe", TP2 | EP | OVERLAPPED, id="moe tp2 ep overlapped"),
+        pytest.param("skewed", TP2 | EP | EPLB | OVERLAPPED, id="skewed moe tp2 ep balanced"),
+    ],
+)
+def test_tokens_equal_those_of_one_rank(
+    model: str,
+    layout: dict[str, Any],
+    models: dict[str, str],
+    start: Callable[..., Engine],
+    serving: Any,
+    tight: dict[str, Any],
+    expected: dict[str, dict[str, list[int]]],
+    notes: Path,
+) -> None:
+    serve, requests, check_disturbed = serving
+    asked = requests()
+    if model not in expected:
+        expected[model] = serve(start(models[model]), asked)
+    steps: list[StepStats] = []
+    with steps_of_a_device(notes):
+        engine = start(models[model], **tight, **layout)
+        assert serve(engine, asked, steps) == expected[model]
+        assert serve(engine, asked, steps) == expected[model], "again, with whatever the cache has kept"
+        engine.close()
+    check_disturbed(steps, asked)
+    assert kinds(steps) == (
+        {"full"} if layout.get("compilation") == ONLY_FULL["compilation"] else {"full", "piecewise"}
+    )
+    taken = noted(notes)
+    assert len(taken) == layout.get("tensor_parallel_size", 1) * layout.get("pipeline_parallel_size", 1)
+    assert all(of_rank == taken[0] for of_rank in taken), "every rank takes the same graph in each step"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(EP | OVERLAPPED, id="dp2 ep overlapped"),
+        pytest.param(TP2 | EP | DRAFTS, id="dp2 tp2 ep with drafts"),
+        pytest.param(PP2, id="dp2 pp2"),
+    ],
+)
+async def test_cores_in_lockstep_take_one_graph_together(
+    layout: dict[str, Any],
+    models: dict[str, str],
+    start: Callable[..., Engine],
+    serving: Any,
+    cores_of: Any,
+    config_of: Callable[..., EngineConfig],
+    tight: dict[str, Any],
+    expected: dict[str, dict[str, list[int]]],
+    notes: Path,
+) -> None:
+    serve, requests, check_disturbed = serving
+    asked: list[AddRequest] = requests(NUM_REQUESTS, OUTPUT)
+    if "moe" not in expected:
+        expected["moe"] = serve(start(models["moe"]), asked)
+    with steps_of_a_device(notes):
+        async with cores_of(config_of(models["moe"], data_parallel_size=2, **tight, **layout)) as cores:
+            assert await cores.serve(asked) == expected["moe"]
+            few = asked[3:4]
+            before = len(cores.steps)
+            assert await cores.serve(few) == {r.request_id: expected["moe"][r.request_id] for r in few}
+            alone = cores.steps[before:]
+    check_disturbed(cores.steps, asked)
+    assert kinds(cores.steps) == {"full", "piecewise"}
+    idle = [stats for stats in alone if stats.num_generation_tokens == 0 and stats.graph_steps.get("full")]
+    assert idle, "a core without work replays the other's graph on padding"
+    taken = noted(notes)
+    assert len(taken) == 2 * layout.get("tensor_parallel_size", 1) * layout.get("pipeline_parallel_size", 1)
+    assert all(of_rank == taken[0] for of_rank in taken), "every rank of both cores takes the same graph in each step"
