@@ -301,6 +301,17 @@ def _above_cap(flag: str, value: Any, cap: Any) -> ConfigError:
     return ConfigError(f"--{flag} is {value}, above --{flag}-cap {cap}; raise the cap or lower the value")
 
 
+def first_visible_gpu() -> int | str | None:
+    """The first GPU that CUDA shows to this process's children, by index or UUID, as NVML has them; None: none."""
+    written = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if written is None:
+        return 0
+    first = written.split(",")[0].strip()
+    if first.startswith(("GPU-", "MIG-")):
+        return first
+    return int(first) if first.isdecimal() else None
+
+
 def core_environment() -> dict[str, str]:
     """The engine core's environment: this process's, and what only the core needs where it says nothing."""
     return {**CORE_ENVIRONMENT, **os.environ}

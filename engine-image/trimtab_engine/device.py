@@ -117,10 +117,12 @@ class Device:
         if self.kind == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            before = self.used_bytes()
             yield peak
             torch.cuda.synchronize()
-            peak.bytes = torch.cuda.max_memory_allocated() - before
+            # The driver's count: torch keeps the memory it has taken, and kernels and libraries take some without it.
+            given_back = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
+            peak.bytes = max(0, self.used_bytes() - before + given_back)
             return
         start = process_bytes()
         high_water = _reset_high_water()

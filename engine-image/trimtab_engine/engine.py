@@ -499,7 +499,8 @@ class Engine:
             self._kv_cache,
             blocks_used=self._scheduler.num_blocks_used,
             has_weights=self._lifecycle.has_weights,
-            untouched_swap_bytes=self._execution.untouched_swap_bytes if self._formula.workspace_bytes else 0,
+            # Only on the CPU does it lie in the device's memory; to look at its pages takes milliseconds.
+            untouched_swap_bytes=self._execution.untouched_swap_bytes if self._device.kind == "cpu" else 0,
         )
 
     def memory(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ map, release) and one per region (access), shrinking one per page.
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,10 +34,15 @@ def page_bytes_for(device_bytes: int, num_regions: int, granularity: int) -> int
     return page
 
 
+class Owner:
+    """What every tensor over a range keeps alive: when the last one has gone, so does the range."""
+
+
 class _ArrayAt:
     """Memory at an address, as torch takes it without a copy (numba's CUDA array interface, version 3)."""
 
-    def __init__(self, address: int, num_bytes: int) -> None:
+    def __init__(self, address: int, num_bytes: int, owner: Owner) -> None:
+        self.owner = owner
         self.__cuda_array_interface__ = {
             "data": (address, False),
             "shape": (num_bytes,),
@@ -46,8 +52,58 @@ class _ArrayAt:
         }
 
 
+class _Pages:
+    """What is mapped of the regions of one reservation."""
+
+    def __init__(
+        self, regions: Sequence[Span], page_bytes: int, driver: CudaDriver, synchronize: Callable[[], None]
+    ) -> None:
+        self._driver, self._page, self._synchronize = driver, page_bytes, synchronize
+        self._regions = list(regions)
+        self.size = self._regions[-1][1]
+        self.address = driver.reserve(self.size, page_bytes)
+        self.mapped = [0] * len(self._regions)
+
+    def keep(self, used: Sequence[int]) -> None:
+        wanted = [round_up(num_bytes, self._page) for num_bytes in used]
+        before = list(self.mapped)
+        try:
+            for region, size in enumerate(wanted):
+                self._grow(region, size)
+        except (MemoryError, RuntimeError):
+            self._shrink(before)
+            raise
+        self._shrink(wanted)
+
+    def close(self) -> None:
+        self._shrink([0] * len(self._regions))
+        self._driver.free_range(self.address, self.size)
+
+    def _grow(self, region: int, size: int) -> None:
+        first = self.address + self._regions[region][0] + self.mapped[region]
+        added = size - self.mapped[region]
+        for offset in range(0, added, self._page):
+            self._driver.map(first + offset, self._page)
+            self.mapped[region] += self._page
+        if added > 0:
+            self._driver.allow_access(first, added)
+
+    def _shrink(self, sizes: Sequence[int]) -> None:
+        """Unmap what lies behind the first sizes[i] bytes. Kernels in flight may still read it: they end first."""
+        ends = [min(size, mapped) for size, mapped in zip(sizes, self.mapped, strict=True)]
+        if ends == self.mapped:
+            return
+        self._synchronize()
+        for region, end in enumerate(ends):
+            start = self.address + self._regions[region][0]
+            while self.mapped[region] > end:
+                self.mapped[region] -= self._page
+                self._driver.unmap(start + self.mapped[region], self._page)
+
+
 class MappedRange:
-    """Regions of one reservation. `synchronize` waits until the device has finished all it was given."""
+    """Regions of one reservation, which goes with the last tensor over it. `tensor_at` makes one of an address and a
+    size that keeps its third argument alive; `synchronize` waits until the device has finished all it was given."""
 
     is_live = True
 
@@ -57,57 +113,26 @@ class MappedRange:
         page_bytes: int,
         driver: CudaDriver,
         *,
-        tensor_at: Callable[[int, int], torch.Tensor],
+        tensor_at: Callable[[int, int, Owner], torch.Tensor],
         synchronize: Callable[[], None],
     ) -> None:
-        self._driver, self._page, self._synchronize = driver, page_bytes, synchronize
-        self._regions = list(regions)
-        self._size = self._regions[-1][1]
-        self._address = driver.reserve(self._size, page_bytes)
-        self._mapped = [0] * len(self._regions)
+        self._pages = pages = _Pages(regions, page_bytes, driver, synchronize)
+        owner = Owner()
+        self._close = weakref.finalize(owner, pages.close)
+        self._close.atexit = False  # then the driver takes everything back, perhaps before
         # torch asks the driver whose the first address is, and the driver knows only of addresses that are mapped.
-        self.keep([1] + [0] * (len(self._regions) - 1))
-        self.whole = tensor_at(self._address, self._size)
+        self.keep([1] + [0] * (len(regions) - 1))
+        self.whole = tensor_at(pages.address, pages.size, owner)
 
     def keep(self, used: Sequence[int]) -> None:
-        wanted = [round_up(num_bytes, self._page) for num_bytes in used]
-        before = list(self._mapped)
-        try:
-            for region, size in enumerate(wanted):
-                self._grow(region, size)
-        except (MemoryError, RuntimeError):
-            self._shrink(before)
-            raise
-        self._shrink(wanted)
+        self._pages.keep(used)
 
     def resident_bytes(self) -> int:
-        return sum(self._mapped)
+        return sum(self._pages.mapped)
 
     def close(self) -> None:
-        """Give memory and addresses back. The tensors must not be used any more."""
-        self._shrink([0] * len(self._regions))
-        self._driver.free_range(self._address, self._size)
-
-    def _grow(self, region: int, size: int) -> None:
-        first = self._address + self._regions[region][0] + self._mapped[region]
-        added = size - self._mapped[region]
-        for offset in range(0, added, self._page):
-            self._driver.map(first + offset, self._page)
-            self._mapped[region] += self._page
-        if added > 0:
-            self._driver.allow_access(first, added)
-
-    def _shrink(self, sizes: Sequence[int]) -> None:
-        """Unmap what lies behind the first sizes[i] bytes. Kernels in flight may still read it: they end first."""
-        ends = [min(size, mapped) for size, mapped in zip(sizes, self._mapped, strict=True)]
-        if ends == self._mapped:
-            return
-        self._synchronize()
-        for region, end in enumerate(ends):
-            start = self._address + self._regions[region][0]
-            while self._mapped[region] > end:
-                self._mapped[region] -= self._page
-                self._driver.unmap(start + self._mapped[region], self._page)
+        """Give memory and addresses back now. The tensors must not be used any more."""
+        self._close()
 
 
 class CudaMemory:
@@ -133,7 +158,7 @@ class CudaMemory:
             regions,
             page_bytes,
             self._driver,
-            tensor_at=lambda address, size: torch.as_tensor(_ArrayAt(address, size), device=self._device),
+            tensor_at=lambda *place: torch.as_tensor(_ArrayAt(*place), device=self._device),
             synchronize=lambda: torch.cuda.synchronize(self._device),
         )
 

@@ -20,7 +20,7 @@ from trimtab_engine.graphs.device_steps import AttentionShape, DeviceSteps, Grap
 from trimtab_engine.graphs.plan import GraphPlan
 from trimtab_engine.graphs.recorder import Recorder
 from trimtab_engine.graphs.step_buffers import Feed
-from trimtab_engine.kv_cache import KVCache, KVLayers, KVTensors
+from trimtab_engine.kv_cache import KVCache, KVLayers, KVTensors, copy_across
 from trimtab_engine.kv_size import Unmeasured, check_weights_fit
 from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.layers.quantized import multiplies_float8
@@ -214,6 +214,7 @@ class ModelRunner:
         self.kv_cache.map_blocks(1)
         self._kv_tensors = self.kv_cache
         self._warm_up_attention()
+        self._warm_up_copies(self.kv_cache)
 
     def use_draft_layers_of(self, kv_cache: KVCache) -> None:
         """Keep keys and values in the draft's part of the target's KV cache."""
@@ -226,6 +227,13 @@ class ModelRunner:
             shape = (1, self.facts.num_attention_heads, self.facts.head_size)
             query = torch.zeros(shape, dtype=self._dtype, device=self._device.torch)
             warm_up_attention(query, self._kv_tensors.keys[0], self._kv_tensors.values[0])
+
+    def _warm_up_copies(self, other: KVCache) -> None:
+        """On CUDA copies to and from the KV cache are compiled here, not when the first block moves; and host memory
+        that the device does not reach is found out. Block 0 is mapped, and nobody's yet."""
+        if self._device.kind == "cuda":
+            copy_across(other, self.kv_cache, [(0, 0)])
+            copy_across(self.kv_cache, other, [(0, 0)])
 
     def use_device_steps(self, config: EngineConfig, plan: GraphPlan, recorder: Recorder) -> DeviceSteps:
         """From now on inputs lie at fixed places, and steps replay the plan's graphs once these are captured."""
@@ -273,6 +281,7 @@ class ModelRunner:
         """Host memory for that many blocks like the KV cache's."""
         host = self._new_kv_cache(num_blocks, memory=self._device.swap_memory, draft=self._draft_layers)
         host.map_blocks(num_blocks)
+        self._warm_up_copies(host)
         return SwapCache(self.kv_cache, host)
 
     def limit_model_len(self, max_model_len: int) -> None:

@@ -107,7 +107,6 @@ def _build(
     runner.kv_cache.limit(size.cap_blocks)
     runner.kv_cache.map_blocks(size.num_blocks)
     _log_size(formula, size, time.monotonic() - began)
-    runner.take_graph_counts()  # from here on they are of serving
     parts = EngineParts(
         device=device,
         runner=runner,
@@ -121,6 +120,7 @@ def _build(
         layout=_layout(config, rank.reports),
         grammars=_grammars(config, runner),
     )
+    runner.take_graph_counts()  # from here on they are of serving
     progress("ready", 100.0)
     return Engine(parts, clock), _ready(config, runner, formula, size, len(rank.reports))
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from trimtab_engine.config import MAX_BATCHED_TOKENS, EngineConfig
+from trimtab_engine.config import MAX_BATCHED_TOKENS, EngineConfig, first_visible_gpu
 from trimtab_engine.errors import ConfigError
 
 
@@ -32,3 +32,24 @@ def test_a_contradiction_is_refused_with_what_to_do(values: dict[str, Any], mess
     with pytest.raises(ConfigError) as error:
         EngineConfig(model="m", **values)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (None, 0),
+        ("", None),  # none are shown
+        ("-1", None),
+        ("3", 3),
+        ("2,0", 2),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,1", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"),
+        ("MIG-5c89852c-d268-c3f3-1b07-005d5ae1dc3f", "MIG-5c89852c-d268-c3f3-1b07-005d5ae1dc3f"),
+    ],
+)
+def test_the_first_gpu_is_the_first_that_cuda_shows(
+    written: str | None, expected: int | str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if written is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", written)
+    assert first_visible_gpu() == expected

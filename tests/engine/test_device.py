@@ -84,6 +84,34 @@ def test_the_peak_is_sampled_where_the_kernel_keeps_no_mark(monkeypatch: pytest.
     assert 60 * MIB < peak.bytes < 90 * MIB
 
 
+@pytest.mark.parametrize(
+    ("used", "most_reserved", "reserved", "peak"),
+    [
+        ([10, 17], 5, 5, 7),  # 5 that torch keeps, 2 of compiled kernels and libraries
+        ([10, 13], 6, 2, 7),  # torch gave 4 back when memory was short
+        ([10, 9], 0, 0, 0),  # another process ended meanwhile
+    ],
+)
+def test_the_peak_on_cuda_is_what_the_driver_counts(
+    used: list[int], most_reserved: int, reserved: int, peak: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = 1000
+    answers = {
+        "mem_get_info": lambda: (total - used.pop(0), total),
+        "max_memory_reserved": lambda: most_reserved,
+        "memory_reserved": lambda: reserved,
+        "synchronize": lambda: None,
+        "reset_peak_memory_stats": lambda: None,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    device = Device.__new__(Device)
+    device.kind = "cuda"
+    with device.measure_peak() as measured:
+        pass
+    assert measured.bytes == peak
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_without_a_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="--device cpu"):

@@ -1,5 +1,6 @@
 """Memory behind addresses that never move: which pages are mapped when, on a driver that is a fake with its rules."""
 
+import gc
 import random
 
 import pytest
@@ -122,6 +123,22 @@ def test_a_closed_range_has_given_everything_back() -> None:
     memory.keep([3 * PAGE, 4 * PAGE])
     assert isinstance(memory, MappedRange)
     memory.close()
+    assert (fake.ranges, fake.maps, fake.free_bytes) == ({}, {}, before)
+
+
+def test_a_range_goes_with_the_last_tensor_over_it() -> None:
+    fake = FakeCuda()
+    before = fake.free_bytes
+    memory: AddressRange | None = a_range(fake, 8 * PAGE, 8 * PAGE)
+    assert memory is not None
+    memory.keep([3 * PAGE, 4 * PAGE])
+    part: torch.Tensor | None = memory.whole[PAGE : 2 * PAGE].view(torch.int64)
+    memory = None
+    gc.collect()
+    assert fake.mapped_bytes == 7 * PAGE, "a layer's keys are still read"
+    part = None
+    gc.collect()
+    assert part is None
     assert (fake.ranges, fake.maps, fake.free_bytes) == ({}, {}, before)
 
 

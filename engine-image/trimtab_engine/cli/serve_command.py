@@ -16,7 +16,7 @@ from trimtab_engine.cli.live_flags import add_log_flags, add_queue_flags, add_sc
 from trimtab_engine.cli.not_built import add_not_built
 from trimtab_engine.cli.parallel_flags import add_parallel_flags, parallel_fields
 from trimtab_engine.cli.speculative_flags import add_speculative_flags, speculative_fields
-from trimtab_engine.config import BLOCK_SIZES, EngineConfig
+from trimtab_engine.config import BLOCK_SIZES, EngineConfig, first_visible_gpu
 from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
 from trimtab_engine.process_end import prepare_to_leave
 
@@ -448,9 +448,13 @@ def _device(asked: str) -> tuple[str, int]:
 def _first_gpu_bytes() -> int:
     import pynvml
 
+    gpu = first_visible_gpu()
+    if gpu is None:
+        return 0
     try:
         pynvml.nvmlInit()
-        total = int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total)
+        find = pynvml.nvmlDeviceGetHandleByIndex if isinstance(gpu, int) else pynvml.nvmlDeviceGetHandleByUUID
+        total = int(pynvml.nvmlDeviceGetMemoryInfo(find(gpu)).total)
         pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return 0

@@ -207,6 +207,7 @@ class DeviceSteps:
     def drop_graphs(self) -> None:
         """They are recorded again when steps want them. Before the ranks part: a graph holds on to its connections."""
         self._graphs.clear()
+        self._recorder.forget()
 
     def drop_model(self) -> None:
         """The weights go, and with them what was recorded, which reads where they were."""

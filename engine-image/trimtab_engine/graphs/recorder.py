@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
 Replay = Callable[[], None]
 Outside = Callable[[Callable[[], None]], None]
@@ -22,6 +23,9 @@ class Recorder(Protocol):
     def record(self, run: Callable[[Outside], None]) -> Replay:
         """Run it once, recording. What it hands to its argument is not recorded but called again at each replay."""
 
+    def forget(self) -> None:
+        """Every replay has been dropped, and others may follow."""
+
 
 class CudaRecorder:
     """CUDA graphs that share one pool of memory: they never run at once, so the largest one's memory serves all."""
@@ -30,10 +34,18 @@ class CudaRecorder:
         cuda: Any = torch.cuda
         self._pool = cuda.graph_pool_handle()
         self._stream = cuda.Stream(device)
+        self._device, self._is_ready = device, False
+
+    def forget(self) -> None:
+        """A new pool: torch fails an assertion where a pool has lost all its graphs and gets another one."""
+        cuda: Any = torch.cuda
+        self._pool = cuda.graph_pool_handle()
 
     def record(self, run: Callable[[Outside], None]) -> Replay:
         """One graph, or several with calls between them."""
         cuda: Any = torch.cuda
+        if not self._is_ready:
+            self._open_libraries()
         pieces: list[Replay] = []
         graph: Any = None
 
@@ -67,11 +79,20 @@ class CudaRecorder:
 
         return replay
 
+    def _open_libraries(self) -> None:
+        """cuBLAS takes a workspace per stream, for good: taken while recording it would keep the pool from going."""
+        cuda: Any = torch.cuda
+        with cuda.stream(self._stream):
+            square = torch.zeros(16, 16, device=self._device)
+            F.linear(square, square)
+            F.linear(square, square, square[0])  # cuBLASLt's, which has its own
+        self._is_ready = True
+
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Freeing a device's memory in the middle of a recording would break it off."""
-    gc.collect()
+    """Freeing a device's memory in the middle of a recording would break it off. Collecting before each recording would
+    take longer than the recording."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,5 +1,6 @@
 """CUDA graphs on a GPU: the tokens of eager steps, for every mode and size. Skipped without one."""
 
+import gc
 import json
 import random
 from pathlib import Path
@@ -120,3 +121,35 @@ def test_resizing_the_kv_cache_leaves_graphs_right(model: Path) -> None:
         status, _ = engine.patch_config({"values": {"gpu_memory_utilization": utilization}})
         assert status == 200
         assert generate(engine, requests)[0] == expected
+
+
+def test_graphs_are_recorded_again_after_the_weights_were_dropped(model: Path) -> None:
+    requests = some_requests(24)
+    engine = an_engine(model)
+    expected, _ = generate(engine, requests)
+    used = engine.ledger().driver_used_bytes
+    for _ in range(2):
+        engine.lifecycle("sleep", {"level": 2, "mode": "abort"})
+        assert engine.ledger().driver_used_bytes < used, "weights, KV cache and graphs are given back"
+        engine.lifecycle("wake_up", {"tags": ["weights", "kv_cache", "scheduling"]})
+        assert generate(engine, requests)[0] == expected
+
+
+def test_an_engine_that_is_dropped_gives_its_kv_cache_back(model: Path) -> None:
+    engine: Engine | None = an_engine(model, num_gpu_blocks_override=None, gpu_memory_utilization="0.3")
+    assert engine is not None
+    mapped = engine.ledger().kinds["kv_mapped"]
+    used = engine.ledger().driver_used_bytes
+    engine.close()
+    engine = None
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    assert used - (total - free) >= mapped
+
+
+def test_the_ledger_explains_what_the_driver_counts(model: Path) -> None:
+    engine = an_engine(model)
+    generate(engine, some_requests(40))
+    ledger = engine.ledger()
+    assert abs(ledger.unattributed_bytes) < 0.01 * ledger.device_bytes

@@ -8,6 +8,7 @@ them too; every process notes in a file of FOLDER which graph each of its steps 
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,14 +26,20 @@ from trimtab_engine.step_inputs import StepShape
 
 
 class CallingRecorder:
-    """Counts what is recorded and replayed."""
+    """Counts what is recorded and replayed. As strict as torch: a pool that has lost all its graphs takes no others."""
 
     def __init__(self) -> None:
         self.num_records = 0
         self.num_replays = 0
         self.is_recording = False
+        self.forget()
+
+    def forget(self) -> None:
+        self._pool, self._is_used = weakref.WeakSet[Replay](), False
 
     def record(self, run: Callable[[Outside], None]) -> Replay:
+        assert self._pool or not self._is_used, "torch's assertion, use_count > 0, fails here"
+        self._is_used = True
         self.num_records += 1
         self._call(run)
 
@@ -40,6 +47,7 @@ class CallingRecorder:
             self.num_replays += 1
             self._call(run)
 
+        self._pool.add(replay)
         return replay
 
     def _call(self, run: Callable[[Outside], None]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from trimtab_engine.address_range import AddressRange, Span
 from trimtab_engine.cuda_driver import CudaDriver
-from trimtab_engine.mapped_range import MappedRange
+from trimtab_engine.mapped_range import MappedRange, Owner
 
 PAGE = 8192  # bytes of one map: two pages of the machine
 POISON = 0xFF  # as float32, bfloat16 and float8_e4m3fn: not a number
@@ -203,9 +203,11 @@ class FakeCuda:
                 yield at, start + size
 
 
-def tensor_at(address: int, size: int) -> torch.Tensor:
-    """uint8 [size] on that memory."""
-    return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
+def tensor_at(address: int, size: int, owner: Owner) -> torch.Tensor:
+    """uint8 [size] on that memory, which keeps the owner alive."""
+    array: Any = (ctypes.c_ubyte * size).from_address(address)
+    array.owner = owner
+    return torch.frombuffer(array, dtype=torch.uint8)
 
 
 class FakeMemory:

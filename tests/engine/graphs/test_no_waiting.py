@@ -151,6 +151,9 @@ class CallingRecorder:
         run(lambda call: call())
         return lambda: run(lambda call: call())
 
+    def forget(self) -> None:
+        """It keeps nothing."""
+
 
 class FakeSource:
     """Weights of the right shapes, on the device, without values."""
