@@ -42,21 +42,25 @@ class Rendering:
     def _check(self) -> bool:
         """Whether a template knows tools. Raises ModelError when one is broken."""
         plain, for_tools = (self._template(with_tools=with_tools) for with_tools in (False, True))
-        if plain is not for_tools:
-            plain.check()
-        for_tools.check(TRIAL_TOOLS if for_tools.uses_tools else None)
+        plain.check()
+        if for_tools.uses_tools:
+            for_tools.check(TRIAL_TOOLS)
+        elif for_tools is not plain:
+            for_tools.check()
         return for_tools.uses_tools
 
     def _template(self, *, with_tools: bool) -> ChatTemplate:
         text = self._templates.text(with_tools=with_tools)
         assert text is not None  # who asks has seen to it
         if text not in self._compiled:
-            self._compiled[text] = ChatTemplate(text, self._templates.special_tokens)
+            self._compiled[text] = ChatTemplate(
+                text, self._templates.special_tokens, self._templates.name(with_tools=with_tools)
+            )
         return self._compiled[text]
 
 
 def start(settings: Json) -> Callable[[Json], Json]:
-    return Rendering(ChatTemplates(settings["by_name"], settings["special_tokens"])).answer
+    return Rendering(ChatTemplates(**settings)).answer
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ when a template does not end. tests hold it to what transformers' own renderer g
 """
 
 import json
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -42,6 +43,8 @@ class ChatTemplates:
 
     by_name: dict[str, str]
     special_tokens: dict[str, str]
+    where: str = ""
+    """Where they come from, for messages: a folder, a file, a flag."""
 
     def text(self, *, with_tools: bool) -> str | None:
         """The template to use, as transformers chooses it; None when there is none."""
@@ -49,22 +52,28 @@ class ChatTemplates:
             return self.by_name["tool_use"]
         return self.by_name.get("default")
 
-    def check_sizes(self, where: str) -> None:
+    def name(self, *, with_tools: bool) -> str:
+        """What messages call the template to use."""
+        kind = " for tools" if with_tools and "tool_use" in self.by_name else ""
+        return f"the chat template{kind}" + (f" of {self.where}" if self.where else "")
+
+    def check_sizes(self) -> None:
         """Raises ModelError for one that is too long."""
         if any(len(text) > MAX_TEMPLATE_CHARACTERS for text in self.by_name.values()):
-            raise ModelError(f"the chat template of {where} has more than {MAX_TEMPLATE_CHARACTERS} characters")
+            raise ModelError(f"{self.name(with_tools=False)} has more than {MAX_TEMPLATE_CHARACTERS} characters")
 
 
 class ChatTemplate:
-    """One compiled template. Raises ModelError when it is no Jinja."""
+    """One compiled template; `name` is what messages call it. Raises ModelError when it is no Jinja."""
 
-    def __init__(self, text: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, text: str, special_tokens: Mapping[str, str], name: str = "the chat template") -> None:
         environment = _environment()
+        self._name = name
         try:
             self._template = environment.from_string(text)
             variables = jinja2.meta.find_undeclared_variables(environment.parse(text))
         except jinja2.TemplateSyntaxError as error:
-            raise ModelError(f"the chat template is broken: line {error.lineno}: {error.message}") from None
+            raise ModelError(f"{name} is broken: line {error.lineno}: {error.message}") from None
         self._special_tokens = dict(special_tokens)
         self.uses_tools = "tools" in variables
 
@@ -107,7 +116,16 @@ class ChatTemplate:
             if not isinstance(error.__cause__, jinja2.TemplateError) or isinstance(
                 error.__cause__, jinja2.UndefinedError | jinja2.TemplateNotFound | jinja2.TemplateAssertionError
             ):
-                raise ModelError(f"the chat template is broken: it cannot write one user message: {error}") from None
+                line, reason = _line_of(error.__cause__), str(error.__cause__) or type(error.__cause__).__name__
+                place = "" if line is None else f" line {line}:"
+                what = "one user message" if tools is None else "one user message beside a tool"
+                raise ModelError(f"{self._name} is broken:{place} it cannot write {what}: {reason}") from None
+
+
+def _line_of(error: BaseException | None) -> int | None:
+    """The template's line that raised it: jinja puts the template's own frames into the traceback."""
+    frames = [] if error is None else traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
 
 
 # --- what transformers gives templates ----------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Text to token ids and back: transformers' tokenizer, without torch. The model's chat templates come with it."""
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from trimtab_engine.errors import InvalidRequest, ModelError
 from trimtab_engine.gguf_tokenizer import read_gguf_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+OTHER_FORMS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+"""What other libraries read, in folders that have no tokenizer.json."""
 LONG_TEXT_CHARACTERS = 4096  # from here on tokenising leaves the event loop: it takes about a millisecond
 
 
@@ -25,13 +29,13 @@ class Tokenizer:
         except ModelError:
             raise
         except Exception as error:  # transformers raises many kinds, json and rust errors among them
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ModelError(
-                f"cannot read the tokenizer of {path}: {reason}; give --tokenizer a folder with one"
+                f"cannot read the tokenizer of {path}: {_reason(Path(path), error)}; fetch it again, or "
+                "give --tokenizer a folder with one"
             ) from None
         self.fast: FastTokenizer = loaded.backend_tokenizer
-        self.chat_templates = _chat_templates(loaded)
-        self.chat_templates.check_sizes(path)
+        self.chat_templates = _chat_templates(loaded, path)
+        self.chat_templates.check_sizes()
         self._compiled: dict[str, ChatTemplate] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -64,7 +68,9 @@ class Tokenizer:
         if text is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions")
         if text not in self._compiled:
-            self._compiled[text] = ChatTemplate(text, self.chat_templates.special_tokens)
+            self._compiled[text] = ChatTemplate(
+                text, self.chat_templates.special_tokens, self.chat_templates.name(with_tools=False)
+            )
         return self._compiled[text].render(messages, add_generation_prompt=add_generation_prompt)
 
     def token_text(self, token_id: int) -> str:
@@ -115,12 +121,12 @@ class Detokenizer:
         return text
 
 
-def _chat_templates(loaded: Any) -> ChatTemplates:
+def _chat_templates(loaded: Any, path: str) -> ChatTemplates:
     """transformers gives one template as text, several as a dictionary by name."""
     given = loaded.chat_template
     by_name = {"default": given} if isinstance(given, str) else dict(given or {})
     special = {name: str(token) for name, token in loaded.special_tokens_map.items() if not isinstance(token, list)}
-    return ChatTemplates({name: text for name, text in by_name.items() if text}, special)
+    return ChatTemplates({name: text for name, text in by_name.items() if text}, special, path)
 
 
 def _load(path: Path) -> Any:
@@ -133,10 +139,41 @@ def _load(path: Path) -> Any:
     if file is not None:
         return read_gguf_tokenizer(file)
     if not (path / TOKENIZER_FILE).exists():
-        raise ModelError(
-            f"there is no tokenizer in {path}: {TOKENIZER_FILE} is expected there; give --tokenizer a folder with one"
-        )
+        raise ModelError(_what_is_missing(path))
     return PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+
+
+def _what_is_missing(path: Path) -> str:
+    """Words for a place without a tokenizer.json: what is there instead, and what to do."""
+    remedy = "give --tokenizer a folder with one"
+    if path.is_file():
+        return f"there is no tokenizer in {path}, which is a file: {remedy}"
+    if not path.is_dir():
+        return f"there is no tokenizer in {path}: there is no such folder; {remedy}"
+    other = next((name for name in OTHER_FORMS if (path / name).exists()), None)
+    if other is not None:
+        remedy = (
+            f"{other} alone is not read: write {TOKENIZER_FILE} with transformers, "
+            f"AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or {remedy}"
+        )
+    return f"there is no tokenizer in {path}: {TOKENIZER_FILE} is expected there; {remedy}"
+
+
+def _reason(path: Path, error: Exception) -> str:
+    """Why a tokenizer that is there cannot be read: the file that is no JSON object, else the library's first line."""
+    for name in (TOKENIZER_FILE, CONFIG_FILE):
+        file = path / name
+        if file.is_file() and not _is_json_object(file):
+            return f"{name} is no JSON object (cut off, or a pointer of git-lfs?)"
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def _is_json_object(file: Path) -> bool:
+    try:
+        return isinstance(json.loads(file.read_bytes()), dict)
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def _only_gguf(folder: Path) -> Path | None:

@@ -82,6 +82,23 @@ def test_a_broken_template_is_noticed_before_it_is_used(template: str, reason: s
     assert reason in str(broken.value)
 
 
+@pytest.mark.parametrize(
+    ("templates", "place"),
+    [
+        ({"default": "a\n{% if %}"}, "the chat template of /m is broken: line 2: "),
+        ({"default": "a\n\n{{ a.b.c }}"}, "the chat template of /m is broken: line 3: it cannot write one user"),
+        ({"default": "{% macro m(a) %}\n{{ a.b.c }}{% endmacro %}\n{{ m(x) }}"}, "/m is broken: line 2: "),
+        ({"default": "{% if not tools %}\n{{ a.b.c }}{% endif %}"}, "/m is broken: line 2: "),
+        (
+            {"default": "", "tool_use": "{{ tools }}\n{{ a.b }}"},
+            "template for tools of /m is broken: line 2: ",
+        ),
+    ],
+)
+def test_a_broken_template_is_named_with_its_line(templates: dict[str, str], place: str) -> None:
+    assert place in Rendering(ChatTemplates(templates, {}, "/m")).answer({"check": True})["refused"]
+
+
 def test_a_template_that_refuses_the_trial_is_not_broken() -> None:
     ChatTemplate("{{ raise_exception('a system message comes first') }}", {}).check()
 

@@ -118,6 +118,34 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         Tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"tokenizer.model": "x"}, "tokenizer.model alone is not read: write tokenizer.json with transformers"),
+        ({"vocab.json": "{}", "merges.txt": ""}, "vocab.json alone is not read"),
+        ({"tokenizer.json": "version https://git-lfs.github.com/spec/v1"}, "tokenizer.json is no JSON object"),
+        ({"tokenizer.json": "{}", "tokenizer_config.json": "null"}, "tokenizer_config.json is no JSON object"),
+        ({"tokenizer.json": "{}"}, "KeyError: "),  # the library's own words, with their kind
+    ],
+)
+def test_what_is_no_tokenizer_is_told_with_the_file_and_what_to_do(
+    tmp_path: Path, files: dict[str, str], reason: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ModelError, match="give --tokenizer a folder with one") as refused:
+        Tokenizer(str(tmp_path))
+    assert str(tmp_path) in str(refused.value)
+    assert reason in str(refused.value)
+
+
+def test_a_tokenizer_that_is_no_folder_is_told_as_what_it_is(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="which is a file"):
+        Tokenizer(str(folder / "tokenizer.json"))
+    with pytest.raises(ModelError, match="there is no such folder"):
+        Tokenizer(str(tmp_path / "absent"))
+
+
 def test_reading_a_tokenizer_imports_no_torch(folder: Path) -> None:
     code = (
         "import sys; from trimtab_engine.tokenizer import Tokenizer; "

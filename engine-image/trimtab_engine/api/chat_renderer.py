@@ -23,6 +23,7 @@ class ChatRenderer:
 
     def __init__(self, templates: ChatTemplates) -> None:
         self._pool = WorkerPool(MODULE, asdict(templates), LIMITS) if templates.text(with_tools=False) else None
+        self._name = templates.name(with_tools=False)
         self.uses_tools = False
 
     async def check(self) -> None:
@@ -33,11 +34,11 @@ class ChatRenderer:
             answer = await self._pool.call({"check": True})
         except TookTooLong:
             raise ModelError(
-                f"the chat template is broken: one user message was not written within {LIMITS.seconds:g} s; "
+                f"{self._name} is broken: one user message was not written within {LIMITS.seconds:g} s; "
                 f"give another one with --chat-template"
             ) from None
         except WorkerError as error:
-            raise ModelError(f"the chat template cannot be used: {error}; give another with --chat-template") from None
+            raise ModelError(f"{self._name} cannot be used: {error}; give another with --chat-template") from None
         if "uses_tools" not in answer:
             raise ModelError(f"{_reason(answer)}; give another one with --chat-template")
         self.uses_tools = answer["uses_tools"]

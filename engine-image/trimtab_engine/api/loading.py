@@ -47,8 +47,8 @@ def _templates(options: ServerOptions, tokenizer: Tokenizer) -> ChatTemplates:
     templates = tokenizer.chat_templates
     if options.chat_template is None:
         return templates
-    given = ChatTemplates({"default": options.chat_template}, templates.special_tokens)
-    given.check_sizes("--chat-template")
+    given = ChatTemplates({"default": options.chat_template}, templates.special_tokens, "--chat-template")
+    given.check_sizes()
     return given
 
 

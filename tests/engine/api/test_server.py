@@ -84,7 +84,7 @@ def test_a_tokenizer_that_cannot_be_read_ends_the_server(start_server: Any, tmp_
 def test_a_broken_chat_template_ends_the_server_with_one_line(start_server: Any) -> None:
     server = start_server("--chat-template", "{% for %}", wait=False)
     assert server.process.wait(60) == 2
-    assert "the chat template is broken: line 1" in server.log.read_text().splitlines()[-1]
+    assert "the chat template of --chat-template is broken: line 1" in server.log.read_text().splitlines()[-1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
