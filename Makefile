@@ -115,11 +115,8 @@ test-gpu: ## kernels and the engine against their references on this machine's G
 	    pytest -o addopts=--import-mode=importlib -W default -p no:cacheprovider -m "not cpu" -q --durations=5 \
 	    $(addprefix --ignore=tests/kernels/,aot native benchmarks) $(GPU_TESTS)
 
-bench-gpu: ## kernels checked and measured on this machine's GPU, then the engine (10 min at most; ONLY=paged RESUME=1)
-	@PYTHONPATH=kernels $(BENCH_PYTHON) -m benchmarks --output docs/results $(addprefix --only ,$(ONLY)) $(if $(RESUME),--resume) \
-	    $(if $(ONLY),,--budget-seconds 300); kernels=$$?; \
-	PYTHONPATH=kernels:engine-image $(BENCH_PYTHON) -m benchmarks.end_to_end --output docs/results $(addprefix --only ,$(ONLY)) \
-	    $(if $(RESUME),--resume) --budget-seconds 200; engine=$$?; exit $$(( kernels ? kernels : engine ))
+bench-gpu: ## kernels and engine measured on this machine's GPU, peers beside them (10 min at most; ONLY=paged RESUME=1)
+	@PYTHONPATH=kernels:engine-image $(BENCH_PYTHON) -m benchmarks --output docs/results $(addprefix --only ,$(ONLY)) $(if $(RESUME),--resume)
 
 soak: all-set-up ## longer runs of the same stories
 	$(BIN)/pytest e2e --soak

@@ -1,131 +1,130 @@
-"""`make bench-gpu [ONLY=paged] [RESUME=1]`: limits, then every row: checked, timed, and its peers beside it.
+"""`make bench-gpu [ONLY=paged] [RESUME=1]`: every row checked, timed, and its peers beside it, in one span of time.
 
-Ends by itself after --budget-seconds; what was not reached is named, and RESUME=1 goes on there.
+Our own rows come first: the kernels, then the engine; then what is left of the time goes to the peers that compile for
+long and to the other engines. Each part is a process of its own (supervision.py); the report is written after each
+row. What was not reached is named, and RESUME=1 goes on there.
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from trimtab_kernels.jit import HAS_TRITON, triton
+from benchmarks.engine_peers import SHAPES, note_absent, wanted
+from benchmarks.engine_rows import GROUPS
+from benchmarks.page import write_pages
+from benchmarks.peers import PEERS
+from benchmarks.phase import DONE, FAILED, OUT_OF_TIME, RUN_SECONDS, Clock
+from benchmarks.report import FILE, Report
+from benchmarks.supervision import run_part
+from benchmarks.wheels import use_wheels
 
-from benchmarks import (
-    copy_blocks,
-    edit_logits,
-    fused_moe,
-    paged_decode,
-    paged_prefill,
-    reshape_and_cache,
-    rms_norm,
-    rope_and_cache,
-    rotary_embedding,
-    sample,
-    silu_and_mul,
-    w8a8_block_fp8,
-)
-from benchmarks.limits import LIMITS
-from benchmarks.report import Entry, Report, identity, plot
-from benchmarks.row import Row, check
-from benchmarks.timing import seconds_of
-
-MODULES = (
-    paged_decode, paged_prefill, w8a8_block_fp8, fused_moe, sample, edit_logits,
-    rms_norm, rope_and_cache, rotary_embedding, silu_and_mul, reshape_and_cache, copy_blocks,
-)  # fmt: skip
 COMMAND = "make bench-gpu"
-Seconds = Callable[[Callable[[], object]], float]
+KERNELS_SHARE, ENGINE_SHARE, OURS_SHARE = 0.45, 0.85, 0.92
+"""Of the time: until when kernels, the engine, and kernels that were not reached may begin a row."""
+END_SECONDS = 10.0
+"""Kept for the page and the picture."""
+RunPart = Callable[..., int]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run: its options, as every part is given them."""
+
+    options: argparse.Namespace
+    started: float
+    part: RunPart = run_part
+
+    @property
+    def path(self) -> Path:
+        return Path(self.options.output) / FILE
+
+    @property
+    def name(self) -> str:
+        return f"{self.started:.0f}"
+
+    @property
+    def deadline(self) -> float:
+        return self.started + float(self.options.budget_seconds) - END_SECONDS
+
+    def report(self) -> Report:
+        return Report(self.path, self.name)
+
+    def __call__(self, module: str, *arguments: str, share: float = 1.0) -> int:
+        """Run one part; no row of it is begun after that share of the time. Returns its exit code."""
+        until = self.started + share * (self.deadline - self.started)
+        options = self.options
+        command = ["--output", str(options.output), "--only", options.only, "--wheels", str(options.wheels)]
+        command += ["--run", self.name, "--started", f"{self.started}", "--deadline", f"{self.deadline}"]
+        command += ["--until", f"{until}", *arguments]
+        return self.part(f"benchmarks.{module}", command, self.path, self.name, deadline=self.deadline)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder of gpu.json and gpu.svg")
+    parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder of gpu.json, .md and .svg")
     parser.add_argument("--only", default="", help="only rows whose name contains this")
     parser.add_argument("--resume", action="store_true", help="keep the rows of an earlier run on this device")
     parser.add_argument("--seed", type=int, default=None, help="of the random inputs (default: the clock)")
-    parser.add_argument("--budget-seconds", type=float, default=480.0, help="no row is begun after this")
+    parser.add_argument("--budget-seconds", type=float, default=RUN_SECONDS, help="after that the run has ended")
+    parser.add_argument("--wheels", type=Path, default=Path("build/wheels"), help="folder with wheels that are missing")
     return parser.parse_args(arguments)
 
 
-def all_rows(device: torch.device, *, tiny: bool = False) -> Iterator[Row]:
-    """One at a time: a row's tensors go when the next is made."""
-    for module in MODULES:
-        yield from module.rows(device, tiny=tiny)
+def measure_ours(run: Run, seed: int) -> list[int]:
+    """Exit codes of the parts. Kernels that the engine's turn cut off go on behind it."""
+    kernels = ("kernel_rows", "--seed", str(seed))
+    codes = [run(*kernels, share=KERNELS_SHARE)]
+    codes += [run("end_to_end", "--group", str(number), share=ENGINE_SHARE) for number in range(len(GROUPS))]
+    return [run(*kernels, share=OURS_SHARE), *codes[1:]] if codes[0] == OUT_OF_TIME else codes
 
 
-def measure(row: Row, limits: dict[str, float], seconds: Seconds) -> Entry:
-    """Check, time and compare. A kernel that is wrong or cannot run is an entry with its error."""
-    entry: Entry = {"limit": row.limit, "bar": row.bar}
-    try:
-        entry["error_of_result"] = check(row)
-        taken = seconds(row.ours)
-    except Exception as error:  # of any kind: the other rows still run, and the exit code tells
-        return {**entry, "error": f"{type(error).__name__}: {str(error)[:300]}"}
-    rate = row.amount / taken
-    entry |= {"seconds": taken, "rate": rate, "is_wrong": False}
-    if limits.get(row.limit):
-        entry["share"] = rate / limits[row.limit]
-    entry["peers"] = {name: _peer(call, taken, seconds) for name, call in row.peers.items()}
-    return entry
-
-
-def _peer(call: Callable[[], object], ours: float, seconds: Seconds) -> Entry:
-    try:
-        taken = seconds(call)
-    except Exception as error:  # a peer that this installation lacks
-        return {"not_run": f"{type(error).__name__}: {str(error)[:120]}"}
-    return {"seconds": taken, "times_as_long": taken / ours}
-
-
-def run(report: Report, rows: Iterator[Row], *, only: str, deadline: float, seconds: Seconds) -> list[str]:
-    """Measure every row that is wanted and not there yet; returns the names that were not reached."""
+def measure_peers(run: Run, seed: int) -> list[str]:
+    """Whatever time is left for; returns the peers that it did not suffice for."""
     left: list[str] = []
-    for row in rows:
-        if only not in row.name or report.has(row.name):
-            continue
-        if time.monotonic() > deadline:
-            left.append(row.name)
-            continue
-        entry = measure(row, report.limits, seconds)
-        report.add(row.name, entry)
-        told = (
-            entry.get("error") or f"{1e6 * entry['seconds']:.1f} us, share {entry.get('share', 0):.3f} of {row.bar:.2f}"
-        )
-        print(f"{row.name}: {told}", flush=True)
+    for peer in PEERS:
+        for shape in SHAPES:
+            only = run.options.only
+            if note_absent(peer, shape, only, run.report()) or not wanted(peer, shape, only, run.report()):
+                continue
+            if run("engine_peers", "--peer", peer.name, "--shape", shape.name) == OUT_OF_TIME:
+                left.append(f"{peer.name}, {shape.name}")
+    if run("kernel_rows", "--peers", "--seed", str(seed)) == OUT_OF_TIME:
+        left.append("kernels that compile for long")
     return left
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 when every row ran and is right, 1 when one is not, 2 without a GPU or Triton, 3 out of time."""
+def main(arguments: list[str] | None = None, part: RunPart = run_part) -> int:
+    """Exit code 0 when every row of ours ran and is right, 1 when one is not, 2 without a GPU or Triton, 3 when time
+    ran out before all of them. Peers have no say in it."""
     options = parse(arguments)
-    if not torch.cuda.is_available() or not HAS_TRITON:
-        print("bench-gpu: needs a CUDA device, torch with CUDA and triton; nothing was measured", file=sys.stderr)
-        return 2
-    started = time.monotonic()
-    device = torch.device("cuda")
-    seed = int(time.time()) if options.seed is None else options.seed
-    torch.manual_seed(seed)
-    command = f"{COMMAND} (seed {seed})"
-    report = Report(options.output / "gpu.json", identity(device, triton.__version__), command, resume=options.resume)
-    for name, measure_limit in LIMITS.items():
-        try:
-            report.limits[name] = measure_limit(device)
-            print(f"limit {name}: {report.limits[name] / 1e12:.3g} T/s", flush=True)
-        except RuntimeError as error:  # float8 before Ada
-            print(f"limit {name}: not measured, {str(error)[:120]}", flush=True)
-    report.write()
-    deadline = started + options.budget_seconds
-    left = run(report, all_rows(device), only=options.only, deadline=deadline, seconds=lambda c: seconds_of(c, device))
-    if not plot(report.rows, options.output / "gpu.svg"):
-        print("no plot: matplotlib is not installed")
-    if left:
-        print(f"out of time; RESUME=1 goes on with: {', '.join(left)}")
-    if any("error" in row for row in report.rows.values()):
-        return 1
-    return 3 if left else 0
+    run = Run(options, time.time(), part)
+    use_wheels(options.wheels)
+    seed = int(run.started) if options.seed is None else options.seed
+    command = f"{COMMAND}{f' ONLY={options.only}' if options.only else ''}{' RESUME=1' if options.resume else ''}"
+    begun = run("limits", "--command", f"{command} (seed {seed})", *(["--resume"] if options.resume else []))
+    if begun != DONE:
+        return begun
+    codes = measure_ours(run, seed)
+    report = run.report()
+    failed = [name for name, row in report.rows.items() if "error" in row and options.only in name]
+    clock = Clock(run.started, run.deadline, run.deadline)
+    measured = sum("run" in row for row in report.rows.values()) - len(failed)  # a row may have peers alone
+    clock.say(f"our own rows: {measured} measured, {len(failed)} failed")
+    unmeasured_peers = measure_peers(run, seed)
+    if not write_pages(run.report(), options.output):
+        clock.say("no picture: matplotlib is not installed")
+    if OUT_OF_TIME in codes:
+        clock.say("out of time before all rows of ours were measured; RESUME=1 goes on")
+    if unmeasured_peers:
+        clock.say(f"no time was left for: {'; '.join(unmeasured_peers)}; RESUME=1 goes on")
+    if failed or FAILED in codes:
+        clock.say(f"failed: {', '.join(failed) or 'a part of the run'}")
+        return FAILED
+    return OUT_OF_TIME if OUT_OF_TIME in codes else DONE
 
 
 if __name__ == "__main__":

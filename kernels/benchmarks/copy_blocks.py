@@ -1,11 +1,12 @@
-"""copy_blocks: scattered blocks of Llama-3.1-8B's 64 regions."""
+"""copy_blocks: scattered blocks of Llama-3.1-8B's 64 regions; beside it torch's indexing."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from trimtab_kernels.copy_blocks import copy_blocks_triton
 
-from benchmarks.row import Row
+from benchmarks.row import Row, compiled_once
 
 
 def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
@@ -14,6 +15,10 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
     cache = torch.randn(regions, blocks, elements, device=device, dtype=dtype)
     order = torch.randperm(blocks, device=device)
     pairs = torch.stack([order[:num_pairs], order[num_pairs : 2 * num_pairs]], dim=1)
+
+    def by_index(cache: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+        cache[:, pairs[:, 1]] = cache[:, pairs[:, 0]]
+        return cache
 
     def copy() -> torch.Tensor:
         copy_blocks_triton(cache, cache, pairs)
@@ -27,5 +32,7 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
         copy,
         lambda: cache[0, pairs[:, 0]],
         0.0,
+        {"torch indexing": partial(by_index, cache, pairs)},
+        {"torch.compile": partial(compiled_once(by_index), cache, pairs)},
         read=lambda: cache[0, pairs[:, 1]],
     )

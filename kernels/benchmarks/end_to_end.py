@@ -1,140 +1,64 @@
-"""`make bench-gpu`, second part: the engine itself, as a share of what the device allows (ideal.py).
+"""The part of a run that measures the engine itself, as a share of what the device allows (ideal.py).
 
-Decode at 1, 32 and 256 requests of 1k context, prefill, how busy the GPU is, and nano-vllm's workload; random weights,
-no tokenizer, no server. A row in which a kernel was compiled while it was measured is an error.
+Decode at 1, 32 and 256 requests of 1k context, prefill, how busy the GPU is, nano-vllm's workload, and a live resize
+of the KV cache; random weights, no tokenizer, no server. A row in which a kernel was compiled while it was measured is
+an error. One process per engine (`--group`), so that each finds an empty device.
 
 Beside torch, triton and numpy the engine imports msgspec, pyzmq and llguidance: where they are not installed, they are
-taken from the wheels of `--wheels` (`make bench-gpu-wheels`), which are unpacked beside and put on the path.
+taken from the wheels of `--wheels` (`make bench-gpu-wheels`).
 """
 
 import argparse
-import gc
-import json
+import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from trimtab_kernels.jit import HAS_TRITON, triton
 
-from benchmarks.ideal import (
-    LLAMA_8B,
-    QWEN3_06B,
-    QWEN3_8B,
-    ModelShape,
-    nano_vllm_workload,
-    prefill_seconds,
-    step_seconds,
-    workload_seconds,
+from benchmarks.engine_rows import (
+    BUSY_BATCH,
+    CONTEXT,
+    GROUPS,
+    STEPS,
+    WARM_UP_STEPS,
+    EngineRow,
+    Group,
+    Kind,
+    Workload,
+    decode_load,
 )
-from benchmarks.limits import bf16_rate, copy_bandwidth
-from benchmarks.report import Entry, Report, identity
+from benchmarks.load import add, an_engine, checked, drop_all, run_to_end, tokens_of
+from benchmarks.phase import DEVICE_LOST, DONE, FAILED, OUT_OF_TIME, Phase, parse_phase
+from benchmarks.report import Entry
+from benchmarks.resize import live_resize
+from benchmarks.timing import DeviceLost, check_device
 from benchmarks.wheels import use_wheels
 
 if TYPE_CHECKING:
     from trimtab_engine.engine import Engine
     from trimtab_engine.messages import StepOutputs
 
-Workload = list[tuple[list[int], int]]
-CONTEXT = 1024
-STEPS = 64  # of decode that are measured: the context grows by 6 %
-WARM_UP_STEPS = 8
-BATCHES = {1: 0.90, 32: 0.85, 256: 0.75}
-"""Requests, and the share of the limit that is asked."""
-PREFILL_BAR, BUSY_BAR, WORKLOAD_BAR = 0.70, 0.97, 0.60
-PREFILL_PROMPTS = 32
 PROFILED_STEPS = 20
+START_SECONDS, ROW_SECONDS = 240.0, 120.0
+"""After that the start of an engine (with every kernel compiled and graph captured), or a row, counts as hung."""
+RESIZE_START, RESIZE_CAP = "0.5", "0.65"
+"""Utilisations between which 10 GiB fit on a device of 139 GiB, beside a model of 16 GB."""
+RESTART = "a restart (process start to ready; random weights, so nothing is read)"
+WORKLOAD_TEMPERATURE = 0.6  # nano-vllm's
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of this device, measured in this run: bytes/s of a copy, FLOP/s of a bf16 product."""
-
-    bandwidth: float
-    flops: float
-
-
-@contextmanager
-def an_engine(shape: ModelShape, *, device: str = "cuda", **changes: Any) -> "Iterator[Engine]":
-    """With random weights; it gives everything back."""
-    from trimtab_engine.config import EngineConfig
-    from trimtab_engine.startup import start_engine
-
-    values: dict[str, Any] = {
-        "load_format": "dummy",
-        "device": device,
-        "max_model_len": 2048,
-        "max_num_seqs": 256,
-        "max_num_seqs_cap": 256,
-        "max_num_batched_tokens": 8192,
-        "max_num_batched_tokens_cap": 8192,
-        "enable_prefix_caching": False,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(shape.config(4096)))
-        config = EngineConfig(model=folder, **{**values, **changes})
-        engine, _ = start_engine(config, lambda stage, percent: None, time.monotonic)
-    try:
-        yield engine
-    finally:
-        engine.close()
-        del engine
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-
-
-class Compiled(Exception):
-    """A kernel was compiled while it was measured: the figure says nothing about serving."""
-
-
-def add(engine: "Engine", workload: Workload, *, temperature: float = 0.0) -> None:
-    """Queue requests that generate exactly as many tokens as they say."""
-    from trimtab_engine.messages import AddRequest, SamplingParams
-
-    for number, (prompt, count) in enumerate(workload):
-        sampling = SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True)
-        engine.add(AddRequest(str(number), prompt, sampling, arrival_time=time.monotonic()))
-
-
-def run_to_end(engine: "Engine") -> int:
-    """Step until nothing is left; returns the tokens that were generated."""
-    generated = 0
-    while engine.has_work:
-        generated += _tokens(checked(engine.step()))
-    return generated
-
-
-def checked(step: "StepOutputs") -> "StepOutputs":
-    if step.stats.kernel_compilations:
-        raise Compiled(f"{step.stats.kernel_compilations} kernels were compiled after start-up")
-    return step
-
-
-def _tokens(step: "StepOutputs") -> int:
-    return sum(len(output.token_ids) for output in step.outputs)
-
-
-def decode(engine: "Engine", batch: int, *, context: int = CONTEXT, steps: int = STEPS) -> tuple[float, float]:
-    """(tokens/s, mean context) of so many requests, once all of them decode."""
-    prompts = _prompts(batch, context)
-    add(engine, [(prompt, steps + WARM_UP_STEPS + 8 + batch) for prompt in prompts])
+def decode(engine: "Engine", batch: int, *, context: int = CONTEXT, steps: int = STEPS) -> float:
+    """Tokens/s of so many requests, once all of them decode. Each step returns when its tokens are on the host."""
+    add(engine, decode_load(batch, context, steps))
     _until_all_decode(engine, batch)
-    seconds, generated = timed(lambda: [checked(engine.step()) for _ in range(steps)])
-    _end(engine)
-    return generated / seconds, context + WARM_UP_STEPS + steps / 2
-
-
-def timed(run: "Callable[[], list[StepOutputs]]") -> tuple[float, int]:
-    """Seconds, and tokens that came out. Each step returns when its tokens are on the host."""
     started = time.perf_counter()
-    outputs = run()
-    return time.perf_counter() - started, sum(_tokens(step) for step in outputs)
+    outputs: list[StepOutputs] = [checked(engine.step()) for _ in range(steps)]
+    seconds = time.perf_counter() - started
+    drop_all(engine)
+    return sum(tokens_of(step) for step in outputs) / seconds
 
 
 def _until_all_decode(engine: "Engine", batch: int) -> None:
@@ -144,24 +68,17 @@ def _until_all_decode(engine: "Engine", batch: int) -> None:
         decodes = decodes + 1 if stats.kind == "decode" and stats.num_batch_requests == batch else 0
 
 
-def _end(engine: "Engine") -> None:
-    """Drop what still runs, and let what is in flight land."""
-    engine.abort([str(number) for number in range(1024)])
-    while engine.has_work:
-        engine.step()
-
-
 def busy_share(engine: "Engine", batch: int) -> float:
     """Of the time between the first and the last kernel of some decode steps, the part in which one ran."""
     from torch.profiler import ProfilerActivity, profile
 
-    add(engine, [(prompt, PROFILED_STEPS + WARM_UP_STEPS + 8 + batch) for prompt in _prompts(batch, CONTEXT)])
+    add(engine, decode_load(batch, CONTEXT, PROFILED_STEPS))
     _until_all_decode(engine, batch)
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         for _ in range(PROFILED_STEPS):
             engine.step()
         torch.cuda.synchronize()
-    _end(engine)
+    drop_all(engine)
     events: list[Any] = recorded.events() or []
     return covered([(e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA"])
 
@@ -178,119 +95,122 @@ def covered(intervals: list[tuple[float, float]]) -> float:
     return taken / (reached - first) if reached > first else 0.0
 
 
-def prefill(engine: "Engine", *, prompts: int = PREFILL_PROMPTS, length: int = CONTEXT) -> float:
-    """Prompt tokens/s, each prompt with one token of output."""
-    add(engine, [(prompt, 1) for prompt in _prompts(prompts, length)])
+def prefill(engine: "Engine", load: Workload) -> float:
+    """Prompt tokens/s of prompts with one token of output each."""
+    add(engine, load)
     started = time.perf_counter()
     run_to_end(engine)
-    return prompts * length / (time.perf_counter() - started)
+    return sum(len(prompt) for prompt, _ in load) / (time.perf_counter() - started)
 
 
 def workload_rate(engine: "Engine", workload: Workload) -> float:
     """Generated tokens/s from the first request queued to the last token out."""
-    add(engine, workload, temperature=0.6)
+    add(engine, workload, temperature=WORKLOAD_TEMPERATURE)
     started = time.perf_counter()
     generated = run_to_end(engine)
     return generated / (time.perf_counter() - started)
 
 
-def _prompts(count: int, length: int) -> list[list[int]]:
-    return torch.randint(3, 10000, (count, length), generator=torch.Generator().manual_seed(count)).tolist()
+MEASURES: dict[Kind, Callable[["Engine", EngineRow], float]] = {
+    Kind.DECODE: lambda engine, row: decode(engine, row.batch),
+    Kind.PREFILL: lambda engine, row: prefill(engine, row.load),
+    Kind.WORKLOAD: lambda engine, row: workload_rate(engine, row.load),
+}
 
 
-Row = tuple[str, float, "Callable[[Engine], tuple[float, float]]"]
-"""Name, bar, and what measures (rate, the limit of that rate)."""
+def measure(engine: "Engine", row: EngineRow, limits: dict[str, float]) -> Entry:
+    """One row; raises what goes wrong."""
+    if row.kind is Kind.RESIZE:
+        restart = seconds_since_start()
+        resize = live_resize(engine)
+        entry: Entry = {"seconds": max(resize.stalls), "grow_seconds": resize.stalls[0]}
+        entry |= {"shrink_seconds": resize.stalls[1], "bytes": resize.bytes_moved}
+        return entry | {"limit": "seconds", "bar": row.bar, "peers": {RESTART: {"seconds": restart}}}
+    if row.kind is Kind.BUSY:
+        return {"limit": "time", "bar": row.bar, "share": busy_share(engine, BUSY_BATCH)}
+    rate, limit = MEASURES[row.kind](engine, row), row.limit(limits)
+    return {"limit": "model", "bar": row.bar, "rate": rate, "limit_rate": limit, "share": rate / limit}
 
 
-def rows_of(shape: ModelShape, limits: Limits) -> list[Row]:
-    """What is measured on one engine of this model."""
-    bandwidth, flops = limits.bandwidth, limits.flops
-
-    def decoding(batch: int) -> "Callable[[Engine], tuple[float, float]]":
-        def measure(engine: "Engine") -> tuple[float, float]:
-            rate, context = decode(engine, batch)
-            seconds = step_seconds(shape, batch, int(batch * context), bandwidth=bandwidth, flops=flops)
-            return rate, batch / seconds
-
-        return measure
-
-    def prefilling(engine: "Engine") -> tuple[float, float]:
-        return prefill(engine), CONTEXT / prefill_seconds(shape, CONTEXT, flops=flops)
-
-    def nano(engine: "Engine") -> tuple[float, float]:
-        workload = nano_vllm_workload()
-        best = workload_seconds(shape, workload, bandwidth=bandwidth, flops=flops)
-        return workload_rate(engine, workload), sum(count for _, count in workload) / best
-
-    if shape is not LLAMA_8B:
-        return [(f"engine {shape.name} nano-vllm workload", WORKLOAD_BAR, nano)]
-    decodes: list[Row] = [
-        (f"engine {shape.name} decode {batch} x 1k", bar, decoding(batch)) for batch, bar in BATCHES.items()
-    ]
-    return [
-        *decodes,
-        (f"engine {shape.name} prefill", PREFILL_BAR, prefilling),
-        (f"engine {shape.name} GPU busy, 32 x 1k", BUSY_BAR, lambda engine: (busy_share(engine, 32), 1.0)),
-    ]
+def seconds_since_start() -> float:
+    """Of this process."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measure_rows(engine: "Engine", rows: list[Row], report: Report, deadline: float) -> list[str]:
+def told(entry: Entry) -> str:
+    """For the line of progress."""
+    if "error" in entry:
+        return str(entry["error"])
+    if entry["limit"] == "seconds":
+        return f"stall {1e3 * entry['seconds']:.0f} ms of {1e3 * entry['bar']:.0f} ms allowed"
+    rate = f"{entry['rate']:.4g} tokens/s, " if "rate" in entry else ""
+    return f"{rate}share {entry['share']:.3f} of {entry['bar']:.2f} asked"
+
+
+def measure_rows(
+    engine: "Engine", rows: list[EngineRow], phase: Phase, measured: Callable[..., Entry] = measure
+) -> list[str]:
     """Each row that still has time into the report; returns the names of the others."""
     left: list[str] = []
-    for name, bar, measure in rows:
-        if time.monotonic() > deadline:
-            left.append(name)
+    for row in rows:
+        if phase.clock.is_up:
+            left.append(row.name)
             continue
-        entry: Entry = {"limit": "model", "bar": bar}
+        phase.report.begin(row.name, seconds=phase.clock.seconds_for(ROW_SECONDS))
         try:
-            rate, limit = measure(engine)
-            entry |= {"rate": rate, "limit_rate": limit, "share": rate / limit}
+            entry = measured(engine, row, phase.report.limits)
         except Exception as error:  # of any kind: the other rows still run, and the exit code tells
-            entry["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-            _end(engine)
-        report.add(name, entry)
-        print(f"{name}: {entry.get('error') or f'{rate:.4g}, share {rate / limit:.3f} of {bar:.2f}'}", flush=True)
+            entry = {"limit": "model", "bar": row.bar, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+            phase.report.add(row.name, entry)
+            check_device()
+            drop_all(engine)
+        phase.report.add(row.name, entry)
+        phase.clock.say(f"{row.name}: {told(entry)}")
     return left
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.end_to_end", description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder of gpu.json")
-    parser.add_argument("--only", default="", help="only rows whose name contains this")
-    parser.add_argument("--resume", action="store_true", help="skip rows that gpu.json has from this device")
-    parser.add_argument("--wheels", type=Path, default=Path("build/wheels"), help="folder with wheels that are missing")
-    parser.add_argument("--budget-seconds", type=float, default=480.0, help="no row is begun after this")
-    return parser.parse_args(arguments)
+def wanted(group: Group, phase: Phase) -> list[EngineRow]:
+    """Its rows that were asked for and are not there yet."""
+    return [row for row in group.rows if phase.only in row.name and not phase.report.has(row.name)]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 when every row ran, 1 when one failed, 2 without a GPU or Triton, 3 out of time."""
-    options = parse(arguments)
-    if not torch.cuda.is_available() or not HAS_TRITON:
-        print("bench-gpu: needs a CUDA device, torch with CUDA and triton; nothing was measured", file=sys.stderr)
-        return 2
-    use_wheels(options.wheels)
-    device, deadline = torch.device("cuda"), time.monotonic() + options.budget_seconds
-    # The rows of the kernels are in the same file, and stay.
-    report = Report(options.output / "gpu.json", identity(device, triton.__version__), "make bench-gpu", resume=True)
-    limits = Limits(copy_bandwidth(device), bf16_rate(device))
-    report.limits |= {"copy": limits.bandwidth, "bf16": limits.flops}
-    left: list[str] = []
-    names: list[str] = []
-    for shape in (LLAMA_8B, QWEN3_06B, QWEN3_8B):
-        rows = [r for r in rows_of(shape, limits) if options.only in r[0] and not (options.resume and report.has(r[0]))]
-        names += [name for name, *_ in rows]
-        if not rows or time.monotonic() > deadline:
-            left += [name for name, *_ in rows]
-            continue
-        with an_engine(shape) as engine:
-            left += measure_rows(engine, rows, report, deadline)
+    """Exit code 0 when every row of the group ran, 1 when one failed, 3 out of time."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.end_to_end", description=__doc__.split("\n")[0])
+    parser.add_argument("--group", type=int, required=True, choices=range(len(GROUPS)), help="which engine")
+    phase = parse_phase(parser, arguments)
+    use_wheels(phase.rest.wheels)
+    group = GROUPS[phase.rest.group]
+    rows = wanted(group, phase)
+    if not rows:
+        return DONE
+    if phase.clock.is_up:
+        phase.clock.say(f"not reached: {', '.join(row.name for row in rows)}")
+        return OUT_OF_TIME
+    try:
+        left = start_and_measure(group, rows, phase)
+    except DeviceLost as lost:
+        phase.clock.say(f"the device is lost, a new process goes on: {lost}")
+        return DEVICE_LOST
+    except Exception as error:  # the engine does not start, or cannot go on: each row says so
+        for row in wanted(group, phase):
+            phase.report.add(row.name, {"error": f"{type(error).__name__}: {str(error)[:300]}"})
+            phase.clock.say(f"{row.name}: {error}")
+        return FAILED
     if left:
-        print(f"out of time; RESUME=1 goes on with: {', '.join(left)}")
-    if any("error" in report.rows.get(name, {}) for name in names):
-        return 1
-    return 3 if left else 0
+        phase.clock.say(f"not reached: {', '.join(left)}")
+        return OUT_OF_TIME
+    return FAILED if any("error" in phase.report.rows[row.name] for row in rows) else DONE
+
+
+def start_and_measure(group: Group, rows: list[EngineRow], phase: Phase) -> list[str]:
+    """Returns the names of rows for which no time was left."""
+    memory = {"gpu_memory_utilization": RESIZE_START, "gpu_memory_utilization_cap": RESIZE_CAP} if group.resizes else {}
+    phase.report.begin(rows[0].name, seconds=phase.clock.seconds_for(START_SECONDS))
+    with an_engine(group.shape, **memory) as engine:
+        phase.clock.say(f"engine {group.shape.name} is ready after {seconds_since_start():.0f} s")
+        return measure_rows(engine, rows, phase)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
                 peers["torch._grouped_mm, both products, balanced"] = partial(_both_products, copies, w13, w2, ends)
             yield Row(
                 f"fused_moe {num_experts} experts {hidden}x{wide}, {num_tokens} tokens",
-                "copy" if is_small else "bf16",
+                "read" if is_small else "bf16",
                 hit * 3 * wide * hidden * dtype.itemsize if is_small else 6 * slots * hidden * wide,
                 0.65,
                 partial(fused_moe_triton, x, logits, w13, w2, top_k, True),

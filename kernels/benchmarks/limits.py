@@ -1,14 +1,25 @@
-"""What the device can do, measured in the same run: bytes/s of a copy, FLOP/s of large matrix products."""
+"""What the device can do, measured at the start of each run: bytes/s, and FLOP/s of large matrix products.
 
+`python -m benchmarks.limits` begins a run: which device and versions, and these limits, go into the report.
+"""
+
+import argparse
+import platform
+import sys
 from collections.abc import Callable
 
 import torch
+from trimtab_kernels.jit import HAS_TRITON, triton
 
+from benchmarks.phase import DONE, NO_GPU, parse_phase
+from benchmarks.report import Entry
 from benchmarks.timing import seconds_of
 
 COPY_BYTES = 1 << 31
 SIDE = 8192
 """Of the square products. Random values: zeros draw less power and run faster."""
+DATA_SHEET = {"H100": 990e12, "H200": 990e12}
+"""FLOP/s of dense bf16 products by the vendor's data sheet: the bar of prefill attention is a share of it."""
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -16,6 +27,12 @@ def copy_bandwidth(device: torch.device) -> float:
     source = torch.randint(0, 255, (COPY_BYTES,), dtype=torch.uint8, device=device)
     destination = torch.empty_like(source)
     return 2 * COPY_BYTES / seconds_of(lambda: destination.copy_(source), device)
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second that are only read, by a sum: what weights cost that are read once."""
+    source = torch.randn(COPY_BYTES // 4, device=device)
+    return COPY_BYTES / seconds_of(source.sum, device)
 
 
 def bf16_rate(device: torch.device) -> float:
@@ -32,4 +49,55 @@ def fp8_rate(device: torch.device) -> float:
     return float(2 * SIDE**3 / seconds_of(call, device))
 
 
-LIMITS: dict[str, Callable[[torch.device], float]] = {"copy": copy_bandwidth, "bf16": bf16_rate, "fp8": fp8_rate}
+LIMITS: dict[str, Callable[[torch.device], float]] = {
+    "copy": copy_bandwidth,
+    "read": read_bandwidth,
+    "bf16": bf16_rate,
+    "fp8": fp8_rate,
+}
+
+
+def measured(device: torch.device, say: Callable[[str], None]) -> dict[str, float]:
+    """Every limit by name. What is read counts at least as fast as what is copied: a library's sum may be slower."""
+    limits: dict[str, float] = {}
+    for name, measure in LIMITS.items():
+        try:
+            limits[name] = measure(device)
+        except RuntimeError as error:  # float8 before Ada
+            say(f"limit {name}: not measured, {str(error)[:120]}")
+            continue
+        say(f"limit {name}: {limits[name] / 1e12:.3g} T/s")
+    limits["read"] = max(limits.get("read", 0.0), limits["copy"])
+    return limits | data_sheet(torch.cuda.get_device_name(device))
+
+
+def data_sheet(device_name: str) -> dict[str, float]:
+    """The limit `sheet` of a device whose data sheet is known."""
+    rates = [rate for name, rate in DATA_SHEET.items() if name in device_name]
+    return {"sheet": rates[0]} if rates else {}
+
+
+def identity(device: torch.device, triton_version: str) -> Entry:
+    """Where a figure was measured: rows of another device or version are not mixed."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {"device": name, "torch": torch.__version__, "triton": triton_version, "python": platform.python_version()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code 0, or 2 without a GPU or Triton: then nothing is written."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.limits", description=__doc__.split("\n")[0])
+    parser.add_argument("--command", default="python -m benchmarks.limits", help="as the report shall name it")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of an earlier run on this device")
+    phase = parse_phase(parser, arguments)
+    if not torch.cuda.is_available() or not HAS_TRITON:
+        print("bench-gpu: needs a CUDA device, torch with CUDA and triton; nothing was measured", file=sys.stderr)
+        return NO_GPU
+    device, report = torch.device("cuda"), phase.report
+    report.start(identity(device, triton.__version__), phase.rest.command, keep_rows=phase.rest.resume, only=phase.only)
+    report.limits = measured(device, phase.clock.say)
+    report.write()
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,65 +1,89 @@
-"""gpu.json, written after every row so that a run which ends early has kept what it found; and a plot of it."""
+"""gpu.json, written after every row so that a run which ends early has kept what it found.
+
+The processes of one run (`run`, see __main__.py) write it one after the other. What is being measured stands in it
+too, with a time limit: so whoever watches knows which row ended its process, or hangs. No torch here.
+"""
 
 import json
-import platform
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 Entry = dict[str, Any]
-
-
-def identity(device: torch.device, triton_version: str) -> Entry:
-    """Where a figure was measured: rows of another device or version are not mixed."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {"device": name, "torch": torch.__version__, "triton": triton_version, "python": platform.python_version()}
+FILE = "gpu.json"
 
 
 class Report:
-    """The file and its rows by name. `resume` keeps those of an earlier run on the same device and versions."""
+    """The file and its rows by name: limit, bar, and rate, share, seconds, peers or error."""
 
-    def __init__(self, path: Path, identity: Entry, command: str, *, resume: bool) -> None:
-        self.path = path
-        before = json.loads(path.read_text()) if resume and path.exists() else {}
-        same = all(before.get(key) == value for key, value in identity.items())
-        self.rows: dict[str, Entry] = before.get("rows", {}) if same else {}
-        self._head = {**identity, "command": command, "date": datetime.now(UTC).date().isoformat()}
-        self.limits: dict[str, float] = {}
+    def __init__(self, path: Path, run: str = "") -> None:
+        self.path, self.run = path, run
+        found = json.loads(path.read_text()) if path.exists() else {}
+        self.identity: Entry = found.get("identity", {})
+        self.command: str = found.get("command", "")
+        self.limits: dict[str, float] = found.get("limits", {})
+        self.rows: dict[str, Entry] = found.get("rows", {})
+        self.running: Entry | None = found.get("running")
+
+    def start(self, identity: Entry, command: str, *, keep_rows: bool, only: str) -> None:
+        """Begin a run: rows of another device or other versions go, and those that shall be measured again."""
+        if identity != self.identity:
+            self.rows = {}
+        if not keep_rows:
+            self.rows = {name: row for name, row in self.rows.items() if only not in name}
+        self.identity, self.command, self.running = identity, command, None
+        self.write()
 
     def has(self, name: str) -> bool:
-        """Whether the row was measured, here or before; one that failed is tried again."""
-        return name in self.rows and "error" not in self.rows[name]
+        """Whether the row was measured, here or before; one that failed is tried again in another run."""
+        row = self.rows.get(name)
+        return row is not None and ("error" not in row or row.get("run") == self.run)
+
+    def has_peer(self, name: str, peer: str) -> bool:
+        """The same of a peer beside a row."""
+        found = self.rows.get(name, {}).get("peers", {}).get(peer)
+        return found is not None and ("not_run" not in found or found.get("run") == self.run)
+
+    def begin(self, name: str, peer: str = "", *, seconds: float) -> None:
+        """Say what is measured now and how long it may take before it counts as hung."""
+        self.running = {"row": name, "peer": peer, "until": time.time() + seconds}
+        self.write()
 
     def add(self, name: str, entry: Entry) -> None:
         """Keep a row, and write the file."""
-        self.rows[name] = entry
+        peers = self.rows.get(name, {}).get("peers", {})
+        date = datetime.now(UTC).date().isoformat()
+        self.rows[name] = {"peers": peers, **entry, "date": date, "run": self.run}
+        self.running = None
+        self.write()
+
+    def add_peer(self, name: str, peer: str, entry: Entry) -> None:
+        """Keep what a peer brought beside a row."""
+        self.rows.setdefault(name, {}).setdefault("peers", {})[peer] = {**entry, "run": self.run}
+        self.running = None
+        self.write()
+
+    def fail_running(self, why: str) -> bool:
+        """What was being measured failed; False where nothing was."""
+        if self.running is None:
+            return False
+        name, peer = self.running["row"], self.running["peer"]
+        if peer:
+            self.add_peer(name, peer, {"not_run": why})
+        else:
+            self.add(name, {"error": why})
+        return True
+
+    def drop_running(self) -> None:
+        """What was being measured was not reached in time: no row."""
+        self.running = None
         self.write()
 
     def write(self) -> None:
         """Beside and renamed: a reader never sees half a file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_suffix(".tmp")
-        beside.write_text(json.dumps({**self._head, "limits": self.limits, "rows": self.rows}, indent=1) + "\n")
+        content = {"identity": self.identity, "command": self.command, "limits": self.limits, "rows": self.rows}
+        beside.write_text(json.dumps(content | ({"running": self.running} if self.running else {}), indent=1) + "\n")
         beside.replace(self.path)
-
-
-def plot(rows: dict[str, Entry], path: Path) -> bool:
-    """Shares of the limit as bars, with the bar that is asked. False where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    shown = [(name, row["share"], row["bar"]) for name, row in rows.items() if "share" in row]
-    figure = Figure(figsize=(9, 0.28 * len(shown) + 1.2), layout="constrained")
-    axes = figure.add_subplot()
-    places = range(len(shown))
-    axes.barh(places, [share for _, share, _ in shown], color=["#2a7" if s >= b else "#c73" for _, s, b in shown])
-    axes.plot([bar for _, _, bar in shown], places, "k|", markersize=12, label="asked")
-    axes.set_yticks(list(places), [name for name, _, _ in shown], fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel("share of the limit measured in the same run")
-    axes.legend()
-    figure.savefig(path)
-    return True

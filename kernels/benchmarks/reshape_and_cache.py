@@ -1,11 +1,17 @@
-"""reshape_and_cache into scattered slots, in bf16 and with quantisation to float8."""
+"""reshape_and_cache into scattered slots, in bf16 and with quantisation to float8; beside it torch's indexing."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
-from trimtab_kernels.reshape_and_cache import FLOAT8, quantize_float8, reshape_and_cache_triton
+from trimtab_kernels.reshape_and_cache import (
+    FLOAT8,
+    quantize_float8,
+    reshape_and_cache_cpu,
+    reshape_and_cache_triton,
+)
 
-from benchmarks.row import Row, tolerance_of
+from benchmarks.row import Row, compiled_once, tolerance_of
 
 
 def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
@@ -36,5 +42,7 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
             write,
             expect,
             tolerance_of(dtype),
+            {},
+            {"torch.compile": partial(compiled_once(reshape_and_cache_cpu), key, value, caches[0], caches[1], slots)},
             read=read,
         )

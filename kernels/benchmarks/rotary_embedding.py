@@ -23,5 +23,6 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
         lambda: rotary_embedding_triton(x, rotation),
         lambda: rotary_embedding_reference(x, rotation),
         tolerance_of(dtype),
+        {},
         {"torch.compile": lambda: compiled(x, rotation)},
     )

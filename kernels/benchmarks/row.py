@@ -10,11 +10,13 @@ Call = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`amount` bytes (limit copy) or FLOPs (limits bf16, fp8) per call; `bar` is the share of the limit that is asked.
+    """`amount` bytes (limits copy, read) or FLOPs (bf16, fp8, sheet) per call; `bar` is the share of the limit that is
+    asked, 0 where none is.
 
     `ours` and `reference` return what is compared, within `tolerance` of the reference's largest value. Peers return
-    anything; one that cannot run here is reported as such. `read`, where there is one, reads what `ours` wrote into
-    its inputs, and is not timed.
+    anything; one that cannot run here is reported as such. `compiled` are those that compile for seconds or minutes:
+    they are run when all rows are there. `read`, where there is one, reads what `ours` wrote into its inputs, and is
+    not timed.
     """
 
     name: str
@@ -25,6 +27,7 @@ class Row:
     reference: Call
     tolerance: float
     peers: dict[str, Callable[[], object]] = field(default_factory=dict)
+    compiled: dict[str, Callable[[], object]] = field(default_factory=dict)
     read: Call | None = None
 
 
@@ -52,11 +55,11 @@ def check(row: Row) -> float:
     return error
 
 
-def compiled_once(function: Call | Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def compiled_once(function: Callable[..., object]) -> Callable[..., object]:
     """torch.compile at the first call, which takes seconds: rows that are not measured do not pay for it."""
-    compiled: list[Callable[..., torch.Tensor]] = []
+    compiled: list[Callable[..., object]] = []
 
-    def call(*arguments: object) -> torch.Tensor:
+    def call(*arguments: object) -> object:
         if not compiled:
             compiled.append(torch.compile(function))
         return compiled[0](*arguments)

@@ -21,5 +21,6 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
         lambda: silu_and_mul_triton(x),
         lambda: silu_and_mul_reference(x),
         tolerance_of(dtype),
+        {},
         {"torch.compile": lambda: compiled(x)},
     )

@@ -1,42 +1,77 @@
 """The engine's rows without a GPU: the same code on the CPU with a tiny model. Nothing here is a measurement."""
 
+import argparse
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from benchmarks import end_to_end
-from benchmarks.end_to_end import Compiled, an_engine, checked, covered, decode, measure_rows, prefill, workload_rate
+from benchmarks.end_to_end import (
+    covered,
+    decode,
+    main,
+    measure_rows,
+    prefill,
+    seconds_since_start,
+    wanted,
+    workload_rate,
+)
+from benchmarks.engine_rows import GROUPS, EngineRow, Kind
 from benchmarks.ideal import ModelShape
-from benchmarks.report import Report, identity
+from benchmarks.load import Compiled, add, an_engine, checked
+from benchmarks.phase import DONE, OUT_OF_TIME, Clock, Phase
+from benchmarks.report import FILE, Entry, Report
 from trimtab_engine.messages import StepOutputs, StepStats
+
+if TYPE_CHECKING:
+    from trimtab_engine.engine import Engine
 
 TINY = ModelShape("tiny", 2, 64, 96, 4, 2, 16, 10_001, False, False)
 
 
-def a_report(folder: Path) -> Report:
-    return Report(folder / "gpu.json", identity(torch.device("cpu"), "3.0"), "make bench-gpu", resume=True)
+def a_phase(folder: Path, seconds: float = 60.0) -> Phase:
+    report, now = Report(folder / FILE, "1"), time.time()
+    return Phase("", report, Clock(now, now + seconds, now + seconds), argparse.Namespace())
 
 
-def test_every_figure_comes_out_of_one_engine(tmp_path: Path) -> None:
+def test_every_rate_comes_out_of_one_engine(tmp_path: Path) -> None:
     with an_engine(
         TINY, device="cpu", max_num_seqs=8, device_memory_bytes=4 << 30, num_gpu_blocks_override=200
     ) as engine:
-        rate, context = decode(engine, 3, context=40, steps=4)
-        assert rate > 0
-        assert context == 40 + end_to_end.WARM_UP_STEPS + 2
-        assert prefill(engine, prompts=4, length=20) > 0
+        assert decode(engine, 3, context=40, steps=4) > 0
+        assert prefill(engine, [([5] * 20, 1)] * 4) > 0
         assert workload_rate(engine, [([5, 6, 7], 4), ([8], 2)]) > 0
-        report = a_report(tmp_path)
-        rows: list[end_to_end.Row] = [("engine a", 0.5, lambda engine: (prefill(engine, prompts=2, length=8), 1e9))]
-        rows.append(("engine b", 0.5, lambda engine: 1 / 0))  # type: ignore[arg-type, return-value]  # a row that fails
-        assert measure_rows(engine, rows, report, time.monotonic() + 60) == []
-        assert measure_rows(engine, rows, report, time.monotonic() - 1) == ["engine a", "engine b"]
-    assert report.rows["engine a"]["share"] < 1
-    assert "ZeroDivisionError" in report.rows["engine b"]["error"]
+        good, bad = EngineRow(TINY, Kind.PREFILL, 0.5), EngineRow(TINY, Kind.BUSY, 0.5)
+
+        def measured(engine: "Engine", row: EngineRow, limits: dict[str, float]) -> Entry:
+            add(engine, [([5] * 20, 1)])
+            if row is bad:
+                raise ZeroDivisionError(row.name)
+            return {"limit": "model", "bar": 0.5, "rate": prefill(engine, []), "share": 0.7}
+
+        phase = a_phase(tmp_path)
+        assert measure_rows(engine, [bad, good], phase, measured) == []
+        assert not engine.has_work, "what a failed row left is dropped"
+        assert measure_rows(engine, [bad, good], a_phase(tmp_path, -1.0), measured) == [bad.name, good.name]
+    assert phase.report.rows[good.name]["share"] == 0.7
+    assert "ZeroDivisionError" in phase.report.rows[bad.name]["error"]
+
+
+def test_rows_that_are_there_need_no_engine(tmp_path: Path) -> None:
+    phase = a_phase(tmp_path)
+    for row in GROUPS[1].rows:
+        phase.report.add(row.name, {"share": 0.5})
+    assert wanted(GROUPS[1], phase) == []
+    arguments = ["--output", str(tmp_path), "--run", "1", "--group"]
+    assert main([*arguments, "1"]) == DONE
+    assert main([*arguments, "0", "--until", "0"]) == OUT_OF_TIME
+
+
+def test_the_age_of_this_process_is_known() -> None:
+    assert 0 < seconds_since_start() < 7 * 24 * 3600
 
 
 def test_a_step_that_compiled_is_no_measurement() -> None:

@@ -1,0 +1,111 @@
+"""The kernels' part of the benchmark without a GPU: every row's check in Triton's interpreter on tiny shapes, what is
+reported, the limit of time. Nothing here is a measurement."""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from benchmarks.kernel_rows import MODULES, all_rows, measure, run
+from benchmarks.paged_peers import flex_paged
+from benchmarks.phase import Clock, Phase
+from benchmarks.report import FILE, Report
+from benchmarks.row import Row, Wrong, check
+
+CPU = torch.device("cpu")
+
+
+def a_row(name: str = "kernel", *, ours: float = 1.0, **peers: Any) -> Row:
+    return Row(name, "copy", 100.0, 0.9, lambda: torch.tensor([ours]), lambda: torch.ones(1), 0.01, **peers)
+
+
+def a_phase(folder: Path, *, only: str = "", seconds: float = 60.0, run: str = "1") -> Phase:
+    report = Report(folder / FILE, run)
+    report.limits["copy"] = 200.0
+    now = time.time()
+    return Phase(only, report, Clock(now, now + seconds, now + seconds), argparse.Namespace())
+
+
+def half_a_second(call: Any) -> float:
+    call()
+    return 0.5
+
+
+def absent() -> object:
+    raise ImportError("no such library")
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_every_kernels_rows_pass_their_check(module: Any) -> None:
+    rows = list(module.rows(CPU, tiny=True))
+    assert rows
+    for row in rows:
+        check(row)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_given_the_sequences_that_our_kernel_has() -> None:
+    torch.manual_seed(0)
+    query = torch.randn(3, 4, 16)
+    keys, values = (torch.randn(3, 256, 2, 16) for _ in range(2))
+    found = flex_paged(query, keys, values, scale=0.1, compiled=False)()
+    dense_keys, dense_values = keys.transpose(1, 2), values.transpose(1, 2)
+    expected = F.scaled_dot_product_attention(query.unsqueeze(2), dense_keys, dense_values, scale=0.1, enable_gqa=True)
+    torch.testing.assert_close(found, expected.squeeze(2))
+
+
+def test_names_differ() -> None:
+    names = [row.name for row in all_rows(CPU, tiny=True)]
+    assert len(set(names)) == len(names)
+
+
+def test_a_wrong_or_unwritten_result_is_found() -> None:
+    check(a_row(ours=1.005))
+    with pytest.raises(Wrong, match="off by"):
+        check(a_row(ours=1.02))
+    unwritten = Row("kernel", "copy", 1.0, 0.9, lambda: torch.empty(4), lambda: torch.zeros(4), 0.01)
+    with pytest.raises(Wrong):
+        check(unwritten)
+
+
+def test_a_row_is_a_share_of_the_limit_of_its_run() -> None:
+    entry = measure(a_row(), {"copy": 200.0}, half_a_second)
+    assert (entry["rate"], entry["share"]) == (200.0, 1.0)
+    assert "share" not in measure(a_row(), {}, half_a_second), "without a limit there is no share"
+    assert "off by" in measure(a_row(ours=2.0), {"copy": 200.0}, half_a_second)["error"]
+
+
+def test_quick_peers_run_with_their_row_and_those_that_compile_for_long_when_all_rows_are_there(tmp_path: Path) -> None:
+    row = a_row(peers={"quick": lambda: None, "absent": absent}, compiled={"slow": lambda: None})
+    assert run(iter((row,)), a_phase(tmp_path), half_a_second, peers=False) == []
+    peers = Report(tmp_path / FILE, "1").rows["kernel"]["peers"]
+    assert peers["quick"]["seconds"] == 0.5
+    assert "no such library" in peers["absent"]["not_run"]
+    assert "slow" not in peers
+    assert run(iter((row,)), a_phase(tmp_path), half_a_second, peers=True) == []
+    assert Report(tmp_path / FILE).rows["kernel"]["peers"]["slow"]["seconds"] == 0.5
+
+
+def test_rows_that_are_there_are_kept_and_those_not_reached_are_named(tmp_path: Path) -> None:
+    rows = a_row("one"), a_row("two")
+    assert run(iter(rows), a_phase(tmp_path, only="one"), half_a_second, peers=False) == []
+    late = a_phase(tmp_path, seconds=-1.0)
+    assert run(iter(rows), late, half_a_second, peers=False) == ["two"]
+    assert list(late.report.rows) == ["one"]
+
+
+def test_a_kernel_that_is_wrong_is_a_row_and_is_not_tried_again_in_the_same_run(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def wrong() -> torch.Tensor:
+        calls.append(1)
+        return torch.full((1,), 7.0)
+
+    row = Row("kernel", "copy", 1.0, 0.9, wrong, lambda: torch.ones(1), 0.1)
+    for number in ("1", "1", "2"):
+        run(iter((row,)), a_phase(tmp_path, run=number), half_a_second, peers=False)
+    assert "off by" in Report(tmp_path / FILE).rows["kernel"]["error"]
+    assert len(calls) == 2, "once in each of two runs"
