@@ -1,9 +1,19 @@
 """The tokenizer inside a GGUF file, built as transformers builds it but without torch, which its reader imports."""
 
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from trimtab_engine.errors import ModelError
+
+CONFIGURED = {
+    "chat_template": "chat_template",
+    "ggml.add_bos_token": "add_bos_token",
+    "ggml.add_eos_token": "add_eos_token",
+}
+OLDER_NAMES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+"""transformers 5.17 knows architectures by its own names for them; those that are not here are called alike."""
 
 SPECIAL_TOKENS = {
     "bos_token": "ggml.bos_token_id",
@@ -17,7 +27,6 @@ def read_gguf_tokenizer(file: Path) -> Any:
     """A transformers fast tokenizer. Raises ModelError for a file that is cut or is none, and what transformers raises
     for a vocabulary that it cannot read."""
     from gguf import GGUFReader
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
     try:
@@ -30,9 +39,10 @@ def read_gguf_tokenizer(file: Path) -> Any:
         for name, field in fields.items()
         if name.startswith("tokenizer.")
     }
+    names, convert = _converter()
     tokenizer, config = (
-        {ours: metadata[theirs] for theirs, ours in GGUF_TOKENIZER_MAPPING[group].items() if theirs in metadata}
-        for group in ("tokenizer", "tokenizer_config")
+        {ours: metadata[theirs] for theirs, ours in group.items() if theirs in metadata}
+        for group in (names, CONFIGURED)
     )
     if tokenizer.get("tokenizer_type") == "llama":
         config.setdefault("add_bos_token", True)  # older files do not say; llama.cpp adds it
@@ -40,5 +50,17 @@ def read_gguf_tokenizer(file: Path) -> Any:
         if key in metadata:
             config[name] = tokenizer["tokens"][metadata[key]]
     architecture = fields["general.architecture"].contents()
-    backend, _ = convert_gguf_tokenizer(architecture, tokenizer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **config)  # type: ignore[no-untyped-call]
+    backend, more = convert(architecture, tokenizer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{**more, **config})  # type: ignore[no-untyped-call]
+
+
+def _converter() -> tuple[Mapping[str, str], Callable[[str, dict[str, Any]], tuple[Any, dict[str, Any]]]]:
+    """transformers' names of what describes a tokenizer, and what builds one from it."""
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+    except ImportError:  # transformers 5.17
+        older: Any = import_module("transformers.integrations.ggml")
+        return older.GGUF_TOKENIZER_MAPPING["tokenizer"], lambda architecture, tokenizer: older.convert_gguf_tokenizer(
+            OLDER_NAMES.get(architecture, architecture), tokenizer
+        )
+    return GGUF_TOKENIZER_MAPPING["tokenizer"], convert_gguf_tokenizer
