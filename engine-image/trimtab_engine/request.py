@@ -21,9 +21,9 @@ class RequestStatus(Enum):
     FINISHED_ABORTED = "abort"
     FINISHED_ERROR = "error"
 
-    @property
-    def is_finished(self) -> bool:
-        return self.name.startswith("FINISHED")
+    def __init__(self, _: str) -> None:
+        # An attribute: it is asked for each request several times a step.
+        self.is_finished = self.name.startswith("FINISHED")
 
 
 @dataclass(slots=True, eq=False)
