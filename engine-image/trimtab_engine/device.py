@@ -134,6 +134,12 @@ class Device:
         yield peak
         peak.bytes = max(0, high_water())
 
+    def settle(self) -> None:
+        """CUDA: wait for what was begun, and give back what the allocator keeps for later."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
     def before_weights(self) -> None:
         """Set the allocator up for loading."""
         if self.kind == "cpu":

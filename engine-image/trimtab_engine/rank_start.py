@@ -133,8 +133,10 @@ def connect(groups: RankGroups, device: Device) -> BeforeWeights:
     """Make the connections of a rank's groups, which all ranks do at once, and look at the device before and after."""
     other_bytes = device.used_bytes()
     groups.connect(device.torch)
-    taken = max(0, device.used_bytes() - other_bytes) if device.kind == "cuda" else 0
-    return BeforeWeights(other_bytes, taken)
+    if device.kind == "cpu":
+        return BeforeWeights(other_bytes, 0)
+    device.settle()
+    return BeforeWeights(other_bytes, max(0, device.used_bytes() - other_bytes))
 
 
 def measure(config: EngineConfig, device: Device, runner: ModelRunner, before: BeforeWeights) -> MemoryFormula:

@@ -13,6 +13,7 @@ on the rank that gathers s (n-1) · broadcast s (n-1), on the rank that has it
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ import torch.distributed as dist
 # Into one tensor, without the copies that lists of tensors cost. The second names are torch's up to 2.12.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+CONNECT_SIZES = (1, 1 << 20)  # floats per rank: NCCL sends few and many in different ways, with buffers for each
 
 
 @dataclass(slots=True)
@@ -164,9 +167,10 @@ class RankGroups:
     def connect(self, device: torch.device) -> None:
         """Use every connection that a step may use, so that none is made, and takes memory, later: not while a graph is
         captured, above all. All ranks call this at once."""
-        for group in (self.tensor, self.data, self.expert):
+        sizes = (1,) if device.type == "cpu" else CONNECT_SIZES
+        for group, size in product((self.tensor, self.data, self.expert), sizes):
             if group is not None and not group.stages(device):
-                x = torch.zeros(group.size, 1, device=device)
+                x = torch.zeros(group.size, size, device=device)
                 group.all_reduce(x)
                 group.all_gather(x)
                 group.reduce_scatter(x)

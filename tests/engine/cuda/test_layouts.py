@@ -1,5 +1,5 @@
-"""Layouts on one GPU: ranks share it and talk by gloo through host memory; NCCL's code runs at world size 1. Skipped
-without a GPU."""
+"""Layouts on GPUs. On one the ranks share it and talk by gloo through host memory, so that only pipelines replay
+graphs, and NCCL's code runs at world size 1; on two or more each rank has its own. Skipped without a GPU."""
 
 import json
 from collections.abc import Iterator
@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from trimtab_engine.config import EngineConfig
+from trimtab_engine.graphs.recorder import CudaRecorder, Outside
 from trimtab_engine.messages import AddRequest, SamplingParams
 from trimtab_engine.parallel.eplb_config import EplbConfig
-from trimtab_engine.parallel.groups import RankGroup, WireMeter
+from trimtab_engine.parallel.groups import RankGroup, RankGroups, WireMeter
 from trimtab_engine.startup import start_engine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -43,8 +44,10 @@ EPLB = {"eplb": EplbConfig(window_size=8, step_interval=8, num_redundant_experts
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 16 << 20, "swap_space_bytes_cap": 16 << 20}
 
 
-def tokens_of(folder: Path, values: dict[str, Any], **layout: Any) -> dict[str, list[int]]:
-    """What 12 requests yield, in a KV cache that is too small for all of them."""
+def tokens_of(
+    folder: Path, values: dict[str, Any], replayed: set[str] | None = None, **layout: Any
+) -> dict[str, list[int]]:
+    """What 12 requests yield, in a KV cache that is too small for all of them. `replayed` gets the kinds of graphs."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values))
     config = EngineConfig(
@@ -60,7 +63,10 @@ def tokens_of(folder: Path, values: dict[str, Any], **layout: Any) -> dict[str, 
             prompt = [3 + (number // 2 * 7919 + place * 101) % (VOCABULARY - 3) for place in range(1 + 6 * number)]
             engine.add(AddRequest(f"r{number}", prompt, sampling, 0.0))
         while engine.has_work:
-            for output in engine.step().outputs:
+            step = engine.step()
+            if replayed is not None:
+                replayed |= set(step.stats.graph_steps)
+            for output in step.outputs:
                 tokens.setdefault(output.request_id, []).extend(output.token_ids)
         return tokens
     finally:
@@ -71,16 +77,21 @@ def tokens_of(folder: Path, values: dict[str, Any], **layout: Any) -> dict[str, 
     ("values", "layout"),
     [
         pytest.param(MODEL, TP2, id="dense tp2"),
+        pytest.param(MODEL, PP2, id="dense pp2"),
         pytest.param(MODEL, PP2 | SWAP, id="dense pp2 swapping"),
         pytest.param(MIXTURE, TP2, id="moe tp2"),
         pytest.param(MIXTURE, TP2 | EP, id="moe tp2 ep"),
         pytest.param(MIXTURE, TP2 | EP | EPLB, id="moe tp2 ep balanced"),
     ],
 )
-def test_ranks_that_share_a_gpu_yield_the_tokens_of_one(
+def test_ranks_yield_the_tokens_of_one_and_replay_graphs_where_collectives_can_be_captured(
     values: dict[str, Any], layout: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert tokens_of(tmp_path / "m", values, **layout) == tokens_of(tmp_path / "m", values)
+    expected = tokens_of(tmp_path / "m", values, enforce_eager=True)
+    replayed: set[str] = set()
+    assert tokens_of(tmp_path / "m", values, replayed, **layout) == expected
+    captures = torch.cuda.device_count() > 1 or "tensor_parallel_size" not in layout
+    assert replayed == ({"full", "piecewise"} if captures else set())
 
 
 @pytest.fixture
@@ -97,3 +108,22 @@ def test_collectives_run_on_nccl(nccl: RankGroup) -> None:
         found = collective(x.clone())
         assert found is not None
         torch.testing.assert_close(found, x)
+
+
+def test_collectives_are_part_of_a_graph(nccl: RankGroup) -> None:
+    """Recorded with the communicator that eager calls use, before and after."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    groups = RankGroups(tensor=nccl, data=nccl)
+    assert groups.can_capture(device)
+    groups.connect(device)
+    x, y = torch.zeros(4, 3, device=device), torch.zeros(4, 3, device=device)
+
+    def run(outside: Outside) -> None:
+        y.copy_(nccl.reduce_scatter(nccl.all_gather(nccl.all_reduce(x * 2))))
+
+    run(lambda call: call())
+    replay = CudaRecorder(device).record(run)
+    for number in (1.0, 5.0):
+        x.fill_(number)
+        replay()
+        torch.testing.assert_close(nccl.all_reduce(y.clone()), torch.full_like(y, 2 * number))

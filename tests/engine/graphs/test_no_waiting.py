@@ -6,12 +6,14 @@ kernel launches are recorded, and whatever would make the host wait is refused.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from calling_recorder import CallingRecorder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -28,6 +30,7 @@ from trimtab_engine.messages import SamplingParams
 from trimtab_engine.model_config import parse_model_config
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.llama import LlamaForCausalLM
+from trimtab_engine.parallel.groups import RankGroup, RankGroups, WireMeter
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.quantization import stored_quantization
@@ -144,17 +147,6 @@ class FakeCuda(TorchFunctionMode):
         return tensor
 
 
-class CallingRecorder:
-    """Replays by calling again."""
-
-    def record(self, run: Any) -> Any:
-        run(lambda call: call())
-        return lambda: run(lambda call: call())
-
-    def forget(self) -> None:
-        """It keeps nothing."""
-
-
 class FakeSource:
     """Weights of the right shapes, on the device, without values."""
 
@@ -170,7 +162,11 @@ class FakeSource:
             dtype = torch.float32
         elif name + "_scale_inv" in self._shapes:
             dtype = torch.float8_e4m3fn
-        return torch.empty(self._shapes[name], dtype=dtype, device=CUDA)
+        shape = list(self._shapes[name])
+        for dimension, span in enumerate((rows, columns)):
+            if span is not None:
+                shape[dimension] = span[1] - span[0]
+        return torch.empty(shape, dtype=dtype, device=CUDA)
 
 
 @contextmanager
@@ -215,17 +211,69 @@ def a_fake_device() -> Iterator[None]:
             yield
 
 
+@contextmanager
+def a_fake_nccl(recorder: CallingRecorder) -> Iterator[list[tuple[str, bool]]]:
+    """Yields what went over the wire: which collective, and whether in a graph. Nothing is computed."""
+    calls: list[tuple[str, bool]] = []
+
+    def noting(name: str) -> Any:
+        def note(*tensors: Any, **_: Any) -> None:
+            assert all(t.is_cuda for t in tensors if isinstance(t, torch.Tensor)), f"{name} through host memory"
+            calls.append((name, recorder.is_recording))
+
+        return note
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.get_backend", lambda group: "nccl")
+        for name in ("all_reduce", "broadcast", "gather", "send", "recv"):
+            patch.setattr(f"torch.distributed.{name}", noting(name))
+        for name in ("_all_gather", "_reduce_scatter"):
+            patch.setattr(f"trimtab_engine.parallel.groups.{name}", noting(name.removeprefix("_")))
+        yield calls
+
+
+def groups_of(layout: Layout, rank: int) -> RankGroups:
+    """As join_groups makes them, of groups that nobody has joined. Inside a_fake_nccl()."""
+    meter = WireMeter()
+
+    def own(groups: tuple[tuple[int, ...], ...]) -> RankGroup | None:
+        ranks = next(ranks for ranks in groups if rank in ranks)
+        nobody: Any = None
+        return RankGroup(nobody, ranks, rank, meter) if len(ranks) > 1 else None
+
+    return RankGroups(
+        tensor=own(layout.tensor_groups()),
+        pipeline=own(layout.pipeline_groups()),
+        data=own(layout.data_groups()),
+        meter=meter,
+    )
+
+
+ALONE = Layout()
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which rank of which layout a test looks at, and what has recorded its graphs."""
+
+    layout: Layout = ALONE
+    rank: int = 0
+    recorder: CallingRecorder = field(default_factory=CallingRecorder)
+
+
 def some_steps(
-    config: dict[str, Any], folder: Path, kv_dtype: torch.dtype = torch.bfloat16
+    config: dict[str, Any], folder: Path, kv_dtype: torch.dtype = torch.bfloat16, ranks: Ranks | None = None
 ) -> tuple[DeviceSteps, LlamaForCausalLM]:
     """Inside a_fake_device()."""
     with NoWaiting(is_start_up=True):
-        return _some_steps(config, folder, kv_dtype)
+        return _some_steps(config, folder, kv_dtype, ranks or Ranks())
 
 
-def _some_steps(config: dict[str, Any], folder: Path, kv_dtype: torch.dtype) -> tuple[DeviceSteps, LlamaForCausalLM]:
+def _some_steps(
+    config: dict[str, Any], folder: Path, kv_dtype: torch.dtype, ranks: Ranks
+) -> tuple[DeviceSteps, LlamaForCausalLM]:
     model_config = parse_model_config(config, {}, str(folder))
-    shard = shard_model(model_config, Layout(), 0)
+    shard, groups = shard_model(model_config, ranks.layout, ranks.rank), groups_of(ranks.layout, ranks.rank)
     shapes, stored = dict(expected_shapes(model_config)), stored_quantization(config, str(folder))
     if stored is not None:
         shapes |= {
@@ -234,8 +282,9 @@ def _some_steps(config: dict[str, Any], folder: Path, kv_dtype: torch.dtype) -> 
             if name.endswith("_proj.weight")
         }
     source: Any = FakeSource(shapes)
-    model = LlamaForCausalLM(model_config, source, torch.bfloat16, CUDA, lambda count: None, shard, quantization=stored)
-    layers = [torch.empty(64, BLOCK_SIZE, 2, 16, dtype=kv_dtype, device=CUDA) for _ in range(4)]
+    model = LlamaForCausalLM(model_config, source, torch.bfloat16, CUDA, lambda count: None, shard, groups, stored)
+    block = (64, BLOCK_SIZE, shard.num_kv_heads, 16)
+    keys, values = ([torch.empty(block, dtype=kv_dtype, device=CUDA) for _ in range(shard.num_layers)] for _ in "kv")
     plan = plan_graphs(
         CompilationConfig(cudagraph_capture_sizes=(4, 8, 40)),
         enforce_eager=False,
@@ -247,11 +296,18 @@ def _some_steps(config: dict[str, Any], folder: Path, kv_dtype: torch.dtype) -> 
     limits = StepLimits(
         max_num_batched_tokens=64, max_num_seqs=8, max_num_rows=24, max_model_len=MAX_LEN, block_size=BLOCK_SIZE
     )
-    shape = AttentionShape(4, 16, 64, torch.bfloat16)
-    kv_cache = LayerTensors(layers[:2], layers[2:])
     sampler = DeviceSampler(304, (2,), max_num_seqs=8, device=CUDA)
     steps = DeviceSteps(
-        model, kv_cache, plan, CallingRecorder(), limits=limits, shape=shape, device=CUDA, sampler=sampler
+        model,
+        LayerTensors(keys, values),
+        plan,
+        ranks.recorder,
+        limits=limits,
+        shape=AttentionShape(shard.num_heads, 16, 64, torch.bfloat16),
+        device=CUDA,
+        groups=groups,
+        is_first_stage=shard.is_first_stage,
+        sampler=sampler,
     )
     return steps, model
 
@@ -347,6 +403,50 @@ def test_what_edits_logits_is_compiled_before_the_first_request(tmp_path: Path) 
         with record_launches() as launches, NoWaiting():
             steps.warm_up()
     assert {"_edit_logits", "_ban_tokens"} <= {launch.kernel.name for launch in launches}
+
+
+TP2, PP2, DP2_EP = Layout(tensor=2), Layout(pipeline=2), Layout(data=2, expert=True)
+TP_CALLS = ["all_reduce"] * 5  # the embedding, and twice in each of two layers
+EP_CALLS = ["all_gather", "all_gather", "reduce_scatter"] * 2  # rows and router logits out, sums back
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "rank", "inside", "outside"),
+    [
+        pytest.param(DENSE, TP2, 0, TP_CALLS, ["broadcast", "gather"], id="tp2"),
+        pytest.param(DENSE, TP2, 1, TP_CALLS, ["broadcast", "gather"], id="tp2, the other"),
+        pytest.param(MIXTURE, DP2_EP, 0, EP_CALLS, [], id="dp2 ep"),
+        pytest.param(DENSE, PP2, 0, [], ["send"], id="pp2, first stage"),
+        pytest.param(DENSE, PP2, 1, [], ["recv"], id="pp2, last stage"),
+    ],
+)
+@pytest.mark.parametrize("spans", [DECODES, MIXED, LARGE], ids=["decode", "mixed", "eager"])
+def test_a_step_of_several_ranks_waits_for_nothing_and_has_its_collectives_in_graphs(
+    config: dict[str, Any],
+    layout: Layout,
+    rank: int,
+    inside: list[str],
+    outside: list[str],
+    spans: tuple[tuple[int, int], ...],
+    tmp_path: Path,
+) -> None:
+    ranks = Ranks(layout, rank)
+    with a_fake_device(), a_fake_nccl(ranks.recorder) as calls:
+        steps, model = some_steps(config, tmp_path, ranks=ranks)
+        with record_launches(), NoWaiting():
+            steps.capture_all(lambda done, of: None)
+        assert not any(name in ("send", "recv") for name, _ in calls), "stages capture without each other"
+        calls.clear()
+        inputs, _ = flatten(sequences(*spans), block_size=BLOCK_SIZE, max_decode_tokens=1 << 30)
+        with record_launches(), NoWaiting():
+            hidden, wanted = steps.run(inputs, [(0, 0)])
+            if layout is not PP2:
+                model.logits(hidden, wanted)
+    if spans == LARGE:
+        assert sorted(calls) == sorted((name, False) for name in inside + outside)
+        return
+    assert [name for name, is_inside in calls if is_inside] == inside
+    assert [name for name, is_inside in calls if not is_inside] == outside
 
 
 def test_the_check_itself_sees_a_wait(tmp_path: Path) -> None:

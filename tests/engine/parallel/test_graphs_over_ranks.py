@@ -15,6 +15,7 @@ from trimtab_engine.graphs.compilation import CompilationConfig, CUDAGraphMode
 from trimtab_engine.messages import AddRequest, StepStats
 from trimtab_engine.parallel.eplb_config import EplbConfig
 from trimtab_engine.speculative.config import SpeculativeConfig
+from trimtab_engine.startup import start_engine
 
 NUM_REQUESTS, OUTPUT = 12, 12
 TP2, PP2, EP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True}
@@ -85,6 +86,42 @@ def test_tokens_equal_those_of_one_rank(
     taken = noted(notes)
     assert len(taken) == layout.get("tensor_parallel_size", 1) * layout.get("pipeline_parallel_size", 1)
     assert all(of_rank == taken[0] for of_rank in taken), "every rank takes the same graph in each step"
+
+
+def test_every_rank_s_ledger_has_its_fixed_inputs_and_start_up_says_how_far_graphs_are(
+    models: dict[str, str], config_of: Callable[..., EngineConfig], notes: Path
+) -> None:
+    told: list[tuple[str, float]] = []
+    with steps_of_a_device(notes):
+        config = config_of(models["dense"], **PP2)
+        engine, _ = start_engine(config, lambda stage, percent: told.append((stage, percent)), lambda: 0.0)
+        try:
+            ranks = engine.memory()["ranks"]
+        finally:
+            engine.close()
+    workspace = [rank["kinds"]["workspace"] for rank in ranks]
+    assert len(workspace) == 2
+    assert workspace[0] > 0
+    assert workspace[1] > workspace[0], "the last stage keeps the hidden states of the one before it as well"
+    percents = [percent for stage, percent in told if stage == "graphs"]
+    assert len(percents) > 2
+    assert percents == sorted(percents)
+
+
+def test_what_a_graph_sends_is_counted_with_every_replay(
+    models: dict[str, str], start: Callable[..., Engine], serving: Any, notes: Path
+) -> None:
+    serve, requests, _ = serving
+    steps: list[StepStats] = []
+    with steps_of_a_device(notes):
+        engine = start(models["dense"], **TP2)
+        serve(engine, requests(6), steps)
+        engine.close()
+    replayed = [stats for stats in steps if stats.graph_steps]
+    assert len(replayed) >= OUTPUT - 1
+    for stats in replayed:
+        rows = stats.num_scheduled_tokens + stats.graph_padding_tokens
+        assert stats.wire_bytes["all_reduce"] == (1 + 2 * 3) * rows * 48 * 4, "three layers of 48 floats per row"
 
 
 @pytest.mark.parametrize(
