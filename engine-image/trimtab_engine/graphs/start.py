@@ -61,7 +61,7 @@ def start_device_steps(
     if recorder is None:
         _note_without_graphs(config)
         return None
-    plan = _plan(config, runner.groups.can_capture(device.torch))
+    plan = plan_for(config, can_capture=runner.groups.can_capture(device.torch))
     began, before = time.monotonic(), device.used_bytes()
     watch_compilations()
     steps = runner.use_device_steps(config, plan, recorder)
@@ -78,7 +78,7 @@ def start_device_steps(
     return GraphMemory(steps.num_bytes, graphs_bytes)
 
 
-def _plan(config: EngineConfig, can_capture: bool) -> GraphPlan:
+def plan_for(config: EngineConfig, *, can_capture: bool) -> GraphPlan:
     """The configuration's, equal on all ranks. A graph cannot wait for the host, as ranks that share a GPU do."""
     plan = config.graph_plan
     if can_capture or not plan.keys:
