@@ -111,9 +111,12 @@ class Cluster:
         except NotFoundError:
             return None
 
-    async def list(self, kind: str, namespace: str | None, *, selector: str | None = None) -> list[dict[str, Any]]:
-        """Every object of a kind, in one namespace or in all."""
-        found = await self._call("get", self._path(kind, namespace, None), label_selector=selector)
+    async def list(
+        self, kind: str, namespace: str | None, *, selector: str | None = None, fields: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Every object of a kind, in one namespace or in all, by its labels (`selector`) or fields."""
+        path = self._path(kind, namespace, None)
+        found = await self._call("get", path, label_selector=selector, field_selector=fields)
         return list(found.get("items") or [])
 
     async def create(self, manifest: Manifest) -> dict[str, Any]:

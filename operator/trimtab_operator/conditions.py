@@ -15,6 +15,7 @@ from trimtab_operator.gang import hold_of
 from trimtab_operator.groups import Group, Manifest
 from trimtab_operator.kube_time import timestamp
 from trimtab_operator.layout.degrees import Degrees
+from trimtab_operator.missing_pods import missing_sentence
 from trimtab_operator.model_facts import FactsState, Reading, Unreadable
 from trimtab_operator.phases import EngineView
 from trimtab_operator.readiness import reported_layouts
@@ -49,6 +50,7 @@ class Reason(StrEnum):
     NOT_LIMITED = "NotLimited"  # nothing keeps the replica count from what is wanted
     TOO_FEW_GPUS = "TooFewGPUsPerNode"  # a pod asks for more GPUs than any present node has
     UNSCHEDULABLE = "Unschedulable"  # pods of replicas find no node
+    PODS_REFUSED = "PodsRefused"  # the API server refuses to create pods: a quota, a policy
     AS_EXPECTED = "AsExpected"  # nothing is wrong
     STOPPED = "Stopped"  # nothing runs that could be tuned or measured
 
@@ -241,6 +243,8 @@ def scaling_claim(facts: Facts) -> Claim:
         hold = hold_of(group)
         if hold is not None and group.num_pods == 0:
             return Claim("ScalingLimited", "True", Reason.UNSCHEDULABLE, f"{group.name} {hold.sentence}")
+        if group.missing is not None and group.missing.words:
+            return Claim("ScalingLimited", "True", Reason.PODS_REFUSED, f"{group.name}: {missing_sentence(group)}")
         why = next((said for pod in group.pods if (said := unschedulable(pod))), None)
         if why is not None:
             return Claim("ScalingLimited", "True", Reason.UNSCHEDULABLE, f"{group.name} finds no node: {why}")

@@ -3,7 +3,10 @@
 Kubernetes places pods one by one. Two groups of two pods that race for two GPUs may get one each, and would wait for
 each other for ever. So a group that has been partly placed for too long gives its pods back, and tries again after a
 backoff that grows and that differs from group to group. The oldest of those that are partly placed is patient, the
-others soon give way to it. A group of which no pod is placed holds nothing, and simply waits.
+others soon give way to it. A group of which no pod is placed holds nothing, and simply waits. A quota is such a
+resource, too: what it refuses is never created, and what was created holds a part of it, placed or not.
+
+A hold is for what was asked for then: an edit of the resource ends it, and the group tries again at once.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 
 from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION
 from trimtab_operator.groups import Group, Manifest, Observed, groups_of
 from trimtab_operator.kube_time import parse_time, timestamp
+from trimtab_operator.missing_pods import missing_sentence
 from trimtab_operator.scheduling import node_of, placed_since, unschedulable, unschedulable_since
 
 PATIENCE_SECONDS = 120.0  # of the oldest: a node may be on its way
@@ -35,18 +39,26 @@ class Hold:
     count: int
     retry_at: datetime
     why: str
+    generation: int = 0
+    """The resource's, when they were given back."""
 
     def is_on(self, now: datetime) -> bool:
         return now < self.retry_at
 
     def to_json(self) -> str:
-        return json.dumps({"count": self.count, "retryAt": timestamp(self.retry_at), "why": self.why}, sort_keys=True)
+        """For the annotation."""
+        stored = {
+            "count": self.count,
+            "generation": self.generation,
+            "retryAt": timestamp(self.retry_at),
+            "why": self.why,
+        }
+        return json.dumps(stored, sort_keys=True)
 
     @property
     def sentence(self) -> str:
-        return f"gave its pods back, since not all of them found a node ({self.why}); tries again at " + timestamp(
-            self.retry_at
-        )
+        when = timestamp(self.retry_at)
+        return f"gave its pods back, since not all of them could be had ({self.why}); tries again at {when}"
 
 
 def hold_of(group: Group) -> Hold | None:
@@ -57,21 +69,28 @@ def hold_of(group: Group) -> Hold | None:
     try:
         stored = json.loads(text)
         retry_at = parse_time(stored["retryAt"])
-        return None if retry_at is None else Hold(int(stored["count"]), retry_at, str(stored["why"]))
+        if retry_at is None:
+            return None
+        return Hold(int(stored["count"]), retry_at, str(stored["why"]), int(stored.get("generation") or 0))
     except (ValueError, TypeError, KeyError, OverflowError):
         return None
 
 
 def is_partly_placed(group: Group) -> bool:
-    """Whether some of its pods have a node and another finds none."""
+    """Whether it holds for some of its pods what another one lacks: a node, or a part of a quota."""
+    if 0 < len(group.pods) < group.num_pods:
+        return True
     return any(node_of(pod) for pod in group.pods) and any(unschedulable(pod) for pod in group.pods)
 
 
 def partly_placed_since(group: Group) -> datetime | None:
-    """Since when it holds a node for one pod and finds none for another; None while it does not."""
+    """Since when it holds something for one pod and lacks the same for another; None while it does not."""
     stuck = [when for pod in group.pods if (when := unschedulable_since(pod)) is not None]
     placed = [when for pod in group.pods if (when := placed_since(pod)) is not None]
-    return max(min(stuck), min(placed)) if stuck and placed else None
+    since = [max(min(stuck), min(placed))] if stuck and placed else []
+    if group.missing is not None and group.pods:
+        since.append(datetime.fromtimestamp(group.missing.since, UTC))
+    return min(since, default=None)
 
 
 def is_placed(group: Group) -> bool:
@@ -102,22 +121,26 @@ def _by_resource(manifests: Iterable[Manifest]) -> Mapping[tuple[str, str], list
     return found
 
 
-def holds(groups: Iterable[Group], rivals: Iterable[Age], now: datetime) -> dict[int, Hold]:
-    """By ordinal, the groups that hold no pods at `now` or remember that they did. Groups of one pod never do."""
+def holds(groups: Iterable[Group], rivals: Iterable[Age], now: datetime, *, generation: int) -> dict[int, Hold]:
+    """By ordinal, the groups that hold no pods at `now` or remember that they did. Groups of one pod never do.
+
+    `generation` is the resource's.
+    """
     oldest = min(rivals, default=None)
     found = {}
     for group in groups:
         if group.worker_set is None:
             continue
-        hold = _hold(group, hold_of(group), oldest, now)
+        hold = _hold(group, hold_of(group), oldest, now, generation)
         if hold is not None:
             found[group.ordinal] = hold
     return found
 
 
-def _hold(group: Group, before: Hold | None, oldest: Age | None, now: datetime) -> Hold | None:
+def _hold(group: Group, before: Hold | None, oldest: Age | None, now: datetime, generation: int) -> Hold | None:
     if before is not None and before.is_on(now):
-        return before
+        is_edited = before.generation != generation
+        return replace(before, retry_at=now.replace(microsecond=0), generation=generation) if is_edited else before
     if is_placed(group):
         return None
     since = partly_placed_since(group)
@@ -129,8 +152,13 @@ def _hold(group: Group, before: Hold | None, oldest: Age | None, now: datetime) 
         return before
     count = 1 if before is None else before.count + 1
     retry_at = now + timedelta(seconds=backoff_seconds(group, count))
-    why = next((said for pod in group.pods if (said := unschedulable(pod))), "")
-    return Hold(count, retry_at.replace(microsecond=0), why)
+    return Hold(count, retry_at.replace(microsecond=0), _why(group), generation)
+
+
+def _why(group: Group) -> str:
+    """Which of its pods cannot be had, in the words of who refuses it."""
+    said = next((said for pod in group.pods if (said := unschedulable(pod))), None)
+    return said or missing_sentence(group)
 
 
 def backoff_seconds(group: Group, count: int) -> float:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab_operator.builders.engine_args import MEETING_FLAG
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, ROLE_LABEL, WORKER
 
 Manifest = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Pods that a group asks for and does not get: it has only `num_pods` of them, since `since`; `words` is what the
+    API server said, read at `read_at`. Unix times; None: not read yet.
+    """
+
+    since: float
+    num_pods: int
+    words: str | None = None
+    read_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +35,8 @@ class Observed:
     jobs: tuple[Manifest, ...] = ()
     torn: frozenset[int] = frozenset()
     """Ordinals of groups whose pods are known not to share one engine (incarnation.py)."""
+    missing: Mapping[str, Missing] = field(default_factory=dict)
+    """By the group's name (missing_pods.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +49,15 @@ class Group:
     """Leader first, then the workers by their number."""
     worker_set: Manifest | None = None
     is_torn: bool = False
+    missing: Missing | None = None
 
     @property
     def name(self) -> str:
         return str(self.stateful_set["metadata"]["name"])
+
+    @property
+    def stateful_sets(self) -> tuple[Manifest, ...]:
+        return (self.stateful_set,) if self.worker_set is None else (self.stateful_set, self.worker_set)
 
     @property
     def revision(self) -> str:
@@ -49,11 +68,7 @@ class Group:
     @property
     def num_pods(self) -> int:
         """How many pods its StatefulSets ask for."""
-        return sum(int((stateful_set.get("spec") or {}).get("replicas", 1)) for stateful_set in self._stateful_sets)
-
-    @property
-    def _stateful_sets(self) -> tuple[Manifest, ...]:
-        return (self.stateful_set,) if self.worker_set is None else (self.stateful_set, self.worker_set)
+        return sum(int((stateful_set.get("spec") or {}).get("replicas", 1)) for stateful_set in self.stateful_sets)
 
     @property
     def leader(self) -> Manifest | None:
@@ -69,7 +84,7 @@ class Group:
     @property
     def meeting_addresses(self) -> frozenset[str]:
         """Where its StatefulSets let the ranks meet: one, but for a moment; none for a replica of one pod."""
-        templates = [(s.get("spec") or {}).get("template") or {} for s in self._stateful_sets]
+        templates = [(s.get("spec") or {}).get("template") or {} for s in self.stateful_sets]
         return frozenset(address for template in templates if (address := meeting_address(template)) is not None)
 
     @property
@@ -93,7 +108,9 @@ def groups_of(observed: Observed) -> tuple[Group, ...]:
         ordinal = ordinal_of(stateful_set)
         if ordinal is not None and not is_worker(stateful_set):
             pods = sorted((pod for pod in observed.pods if ordinal_of(pod) == ordinal), key=_place)
-            found.append(Group(ordinal, stateful_set, tuple(pods), workers.get(ordinal), ordinal in observed.torn))
+            missing = observed.missing.get(str(stateful_set["metadata"]["name"]))
+            is_torn = ordinal in observed.torn
+            found.append(Group(ordinal, stateful_set, tuple(pods), workers.get(ordinal), is_torn, missing))
     return tuple(sorted(found, key=lambda group: group.ordinal))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from trimtab_operator.admin_token import token_hash
 from trimtab_operator.builders.stateful_set import pod_template, revision_of
 from trimtab_operator.conditions import Facts
-from trimtab_operator.groups import Group, Observed, groups_of, ordinal_of
+from trimtab_operator.groups import Group, Missing, Observed, groups_of, ordinal_of
 from trimtab_operator.incarnation import Incarnation
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.metrics import GroupObservation, Target
@@ -25,6 +25,7 @@ class LoopMemory:
     layouts: dict[str, Degrees] = field(default_factory=dict)  # what engines reported, by the leader's uid
     rollout: RolloutState | None = None
     incarnations: dict[str, Incarnation] = field(default_factory=dict)  # by the group's name
+    missing: dict[str, Missing] = field(default_factory=dict)  # by the group's name
     failures: int = 0
 
     def layouts_of(self, groups: tuple[Group, ...]) -> dict[str, Degrees]:

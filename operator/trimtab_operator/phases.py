@@ -9,6 +9,7 @@ from typing import Any
 from trimtab_operator.gang import hold_of
 from trimtab_operator.groups import Group, Manifest
 from trimtab_operator.layout.degrees import Degrees
+from trimtab_operator.missing_pods import missing_sentence
 from trimtab_operator.scheduling import unschedulable
 from trimtab_operator.tuner import Value
 
@@ -29,7 +30,7 @@ def phase_of(group: Group, view: EngineView) -> tuple[str, str | None]:
     if hold is not None and group.num_pods == 0:
         return "Pending", hold.sentence
     if not group.pods:
-        return "Pending", "the pod is not created yet"
+        return "Pending", missing_sentence(group)
     if group.is_terminating or group.is_outdated:
         failure = _first(group, failure_of)
         return ("Failed", failure) if failure else ("Updating", None)
@@ -40,11 +41,13 @@ def phase_of(group: Group, view: EngineView) -> tuple[str, str | None]:
         return "Failed", failure
     if group.is_torn:
         return "Updating", "a pod was replaced; its engine ends, and all its pods start a new one"
-    missing = group.num_pods - len(group.pods)
-    if not missing and all(is_container_running(pod) for pod in group.pods):
+    is_missing = len(group.pods) < group.num_pods
+    if not is_missing and all(is_container_running(pod) for pod in group.pods):
         return "Loading", None
+    if group.missing is not None and group.missing.words:
+        return "Pending", missing_sentence(group)
     said = _first(group, unschedulable) or _first(group, waiting_reason)
-    return "Pending", said or (f"{missing} of {group.num_pods} pods are not created yet" if missing else None)
+    return "Pending", said or (missing_sentence(group) if is_missing else None)
 
 
 def _first(group: Group, says: Callable[[Manifest], str | None]) -> str | None:

@@ -27,6 +27,7 @@ from trimtab_operator.health import Heartbeats, OperatorMetrics
 from trimtab_operator.incarnation import learned, torn
 from trimtab_operator.lease import CONNECTION_ERRORS
 from trimtab_operator.loop_view import LoopMemory, facts_of_cluster, revision_wanted
+from trimtab_operator.missing_pods import missing_pods, wants_words, with_words
 from trimtab_operator.model_facts import Gate, gate_of, plan_facts
 from trimtab_operator.node_gpus import gpu_for, too_few_gpus
 from trimtab_operator.nodes import Nodes
@@ -41,7 +42,7 @@ from trimtab_operator.rollback import (
     stored_rollout,
 )
 from trimtab_operator.spec import KIND, InferenceDeployment, ModelSource, Spec
-from trimtab_operator.upkeep import upkeep
+from trimtab_operator.upkeep import refused_creations, upkeep
 from trimtab_operator.validation import refusals
 from trimtab_operator.wake_ups import WakeUps
 from trimtab_operator.writer import Writer, one_line
@@ -236,16 +237,21 @@ class Reconciler:
 
     async def _observe(self, deployment: InferenceDeployment, memory: LoopMemory) -> Observed:
         """The children, and what is known of them from before."""
-        observed = await self.cluster.observe(deployment)
+        observed, now = await self.cluster.observe(deployment), self.clock()
         groups = groups_of(observed)
-        memory.incarnations = learned(groups, memory.incarnations, now=self.clock())
-        return replace(observed, torn=torn(groups, memory.incarnations))
+        memory.incarnations = learned(groups, memory.incarnations, now=now)
+        memory.missing = missing_pods(groups, memory.missing, now=now)
+        if any(wants_words(missing, now=now) for missing in memory.missing.values()):
+            events = await refused_creations(self.cluster, deployment.namespace)
+            memory.missing = with_words(groups, memory.missing, events, now=now)
+        return replace(observed, torn=torn(groups, memory.incarnations), missing=memory.missing)
 
     async def _due(
         self, deployment: InferenceDeployment, observed: Observed, token: str, course: Course
     ) -> tuple[Action, ...]:
         """What the groups need, and what makes them as wanted."""
-        care = await upkeep(self.cluster, self.nodes, observed, now=datetime.fromtimestamp(self.clock(), UTC))
+        now = datetime.fromtimestamp(self.clock(), UTC)
+        care = await upkeep(self.cluster, self.nodes, observed, now=now, generation=deployment.generation)
         for note in care.notes:
             if course.target is None and note.reason == "GaveBack":
                 continue  # that is done by rendering, and nothing is rendered now

@@ -13,7 +13,8 @@ from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, GROUP_LABEL, MANA
 from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION, Held
 from trimtab_operator.cluster import API_ERRORS, Cluster, is_forbidden
 from trimtab_operator.gang import Age, Hold, age_of, ages_of_partly_placed, hold_of, holds, is_partly_placed
-from trimtab_operator.groups import Group, Observed, groups_of
+from trimtab_operator.groups import Group, Manifest, Observed, groups_of
+from trimtab_operator.missing_pods import REFUSED_CREATION
 from trimtab_operator.node_loss import may_be_lost, pods_to_give_up
 from trimtab_operator.nodes import Nodes
 from trimtab_operator.restart import companions
@@ -40,19 +41,19 @@ class Upkeep:
     notes: tuple[Note, ...] = ()
 
 
-async def upkeep(cluster: Cluster, nodes: Nodes, observed: Observed, *, now: datetime) -> Upkeep:
-    """What is due now."""
+async def upkeep(cluster: Cluster, nodes: Nodes, observed: Observed, *, now: datetime, generation: int) -> Upkeep:
+    """What is due now. `generation` is the resource's: an edit ends what waits."""
     groups = groups_of(observed)
     present = await nodes.present(fresh_seconds=NODES_FRESH_SECONDS) if may_be_lost(observed.pods) else ()
     lost = pods_to_give_up(observed.pods, present or (), now)
     gone = {deletion.uid for deletion in lost}
     together = tuple(deletion for deletion in companions(groups) if deletion.uid not in gone)
-    kept = holds(groups, await _rivals(cluster, groups), now)
+    kept = holds(groups, await _rivals(cluster, groups), now, generation=generation)
     notes = [Note("NodeLost", f"{deletion.name} was given up: {deletion.reason}", deletion.uid) for deletion in lost]
     notes += [Note("RestartedAsOne", f"{deletion.name}: {deletion.reason}", deletion.uid) for deletion in together]
     for group in groups:
-        hold = kept.get(group.ordinal)
-        if hold is not None and hold != hold_of(group):
+        hold, before = kept.get(group.ordinal), hold_of(group)
+        if hold is not None and (before is None or before.count != hold.count):
             notes.append(Note("GaveBack", f"{group.name} {hold.sentence}", str(hold.count)))
     return Upkeep(
         (*lost, *together), {group.ordinal: held for group in groups if (held := _held(group, kept, now))}, tuple(notes)
@@ -80,3 +81,14 @@ async def _rivals(cluster: Cluster, groups: tuple[Group, ...]) -> tuple[Age, ...
         if not is_forbidden(error):
             raise
         return own
+
+
+async def refused_creations(cluster: Cluster, namespace: str) -> list[Manifest]:
+    """The Events of StatefulSets whose pods the API server does not create; none without the right to read them."""
+    fields = f"involvedObject.kind=StatefulSet,reason={REFUSED_CREATION}"
+    try:
+        return list(await cluster.list("Event", namespace, fields=fields))
+    except API_ERRORS as error:
+        if not is_forbidden(error):
+            raise
+        return []

@@ -115,9 +115,9 @@ WORKLOADS = {
     ("apps", "statefulsets", ("get", "list", "watch", "create", "patch", "delete")),
     ("batch", "jobs", ("get", "list", "create", "patch", "delete")),
     ("", "services", ("get", "list", "watch", "create", "patch", "delete")),
-    ("", "configmaps", ("get", "list", "watch", "create", "patch", "delete")),
-    ("", "pods", ("get", "list", "watch", "delete")),
-    ("", "events", ("create", "get", "patch")),
+    ("", "configmaps", ("get", "list", "create", "patch")),
+    ("", "pods", ("list", "watch", "delete")),
+    ("", "events", ("get", "list", "create", "patch")),
 }
 WORKLOAD_RIGHTS = {(group, resource, verb, None) for group, resource, verbs in WORKLOADS for verb in verbs}
 CLUSTER_RIGHTS = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,18 +14,20 @@ from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION
 from trimtab_operator.gang import (
     PATIENCE_BESIDE_AN_OLDER_SECONDS,
     PATIENCE_SECONDS,
+    Age,
     Hold,
     age_of,
     ages_of_partly_placed,
     backoff_seconds,
     hold_of,
-    holds,
     is_partly_placed,
 )
-from trimtab_operator.groups import Group, Manifest
+from trimtab_operator.gang import holds as holds_at
+from trimtab_operator.groups import Group, Manifest, Missing
 from trimtab_operator.kube_time import timestamp
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
+QUOTA = 'pods "b-w-0" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, used: 2, limited: 2'
 WHY = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 
 
@@ -62,6 +66,16 @@ def a_group(name: str, *nodes: str | None, created: float = 0.0, hold: Hold | No
     return Group(0, leader, tuple(placed), workers)
 
 
+def refused(group: Group, *, since: float = 0.0, words: str | None = QUOTA) -> Group:
+    """Its pods that have no node are none at all: the API server does not create them."""
+    pods = tuple(pod for pod in group.pods if pod["spec"])
+    return replace(group, pods=pods, missing=Missing(after(since).timestamp(), len(pods), words))
+
+
+def holds(groups: list[Group], rivals: Iterable[Age], now: datetime, *, generation: int = 1) -> dict[int, Hold]:
+    return holds_at(groups, rivals, now, generation=generation)
+
+
 def after(seconds: float) -> datetime:
     return NOW + timedelta(seconds=seconds)
 
@@ -90,6 +104,56 @@ def test_patience_counts_from_when_it_holds_one_node_and_lacks_another() -> None
     late = Group(0, group.stateful_set, (placed, *group.pods[1:]), group.worker_set)
     assert holds([late], [], after(1000 + PATIENCE_SECONDS - 1)) == {}
     assert holds([late], [], after(1000 + PATIENCE_SECONDS))
+
+
+def test_a_group_that_a_quota_lets_have_only_some_pods_gives_them_back_and_says_which_quota() -> None:
+    group = refused(a_group("a", "one", None))
+    assert holds([group], [age_of(group)], after(PATIENCE_SECONDS - 1)) == {}
+    (hold,) = holds([group], [age_of(group)], after(PATIENCE_SECONDS)).values()
+    assert QUOTA in hold.sentence
+
+
+def test_beside_an_older_one_under_the_same_quota_the_younger_gives_way_soon() -> None:
+    old, young = refused(a_group("old", "one", None, created=-10)), refused(a_group("young", "two", None))
+    ages, soon = [age_of(g) for g in (old, young) if is_partly_placed(g)], after(PATIENCE_BESIDE_AN_OLDER_SECONDS)
+    assert len(ages) == 2
+    assert holds([old], ages, soon) == {}
+    assert holds([young], ages, soon)
+
+
+def test_what_a_quota_lets_be_created_holds_a_part_of_it_with_or_without_a_node() -> None:
+    group = a_group("a", None, None)
+    half = replace(group, pods=group.pods[:1], missing=Missing(NOW.timestamp(), 1, None))
+    (hold,) = holds([half], [], after(PATIENCE_SECONDS)).values()
+    assert WHY in hold.sentence
+
+
+def test_a_group_that_gets_no_pod_at_all_holds_nothing_and_waits() -> None:
+    group = refused(a_group("a", None, None))
+    assert group.pods == ()
+    assert holds([group], [], after(3600)) == {}
+
+
+def test_an_edit_ends_the_wait_and_how_often_it_gave_back_is_not_forgotten() -> None:
+    """An autoscaler edits, too: a back-off that it could end for good would be none."""
+    hold = Hold(3, after(600), WHY, generation=1)
+    waiting = a_group("a", hold=hold)
+    assert holds([waiting], [], after(10), generation=1) == {0: hold}
+    (ended,) = holds([waiting], [], after(10), generation=2).values()
+    assert not ended.is_on(after(10))
+    assert (ended.count, ended.generation) == (3, 2)
+    assert holds([a_group("a", hold=ended)], [], after(11), generation=2) == {0: ended}
+    (again,) = holds([a_group("a", "one", None, hold=ended)], [], after(PATIENCE_SECONDS), generation=2).values()
+    assert again.count == 4
+    assert again.is_on(after(PATIENCE_SECONDS + 1))
+
+
+def test_a_hold_that_an_older_operator_wrote_is_over() -> None:
+    text = json.dumps({"count": 2, "retryAt": timestamp(after(600)), "why": WHY})
+    waiting = a_group("a")
+    waiting.stateful_set["metadata"]["annotations"][GAVE_BACK_ANNOTATION] = text
+    (ended,) = holds([waiting], [], NOW).values()
+    assert not ended.is_on(NOW)
 
 
 @pytest.mark.parametrize("nodes", [(None, None), ("one", "two"), ("one",)])
@@ -130,11 +194,13 @@ def test_a_note_that_cannot_be_read_is_none(text: str) -> None:
 
 @dataclass
 class Contest:
-    """Groups, nodes of one GPU each, and a scheduler that places pods in an order of its own."""
+    """Groups, nodes of one GPU each, and a scheduler that places pods in an order of its own. By quota: as many pods
+    are created as there are nodes, and no more."""
 
     sizes: dict[str, int]
     nodes: int
     order: int
+    by_quota: bool = False
     placed: dict[str, int] = field(default_factory=dict)
     held: dict[str, Hold] = field(default_factory=dict)
     stuck_since: dict[str, float] = field(default_factory=dict)
@@ -176,7 +242,9 @@ class Contest:
         hold = self.held.get(name)
         if hold is not None:
             bare.stateful_set["metadata"]["annotations"][GAVE_BACK_ANNOTATION] = hold.to_json()
-        return Group(0, bare.stateful_set, pods, bare.worker_set)
+        group = Group(0, bare.stateful_set, pods, bare.worker_set)
+        is_short = self.by_quota and placed < wanted
+        return refused(group, since=self.stuck_since.get(name, now)) if is_short else group
 
     def tick(self, now: float) -> None:
         self.schedule(now)
@@ -193,10 +261,11 @@ class Contest:
                     self.stuck_since.pop(name, None)
 
 
+@pytest.mark.parametrize("by_quota", [False, True])
 @pytest.mark.parametrize("order", range(4))
 @pytest.mark.parametrize("sizes", [{"a": 2, "b": 2}, {"a": 2, "b": 2, "c": 2}, {"a": 3, "b": 2}])
-def test_of_groups_that_race_one_is_soon_placed_and_stays(sizes: dict[str, int], order: int) -> None:
-    contest = Contest(sizes, nodes=max(sizes.values()), order=order)
+def test_of_groups_that_race_one_is_soon_placed_and_stays(sizes: dict[str, int], order: int, by_quota: bool) -> None:
+    contest = Contest(sizes, nodes=max(sizes.values()), order=order, by_quota=by_quota)
     whole: list[str] = []
     for second in range(0, 1800, 5):
         contest.tick(second)
@@ -208,8 +277,9 @@ def test_of_groups_that_race_one_is_soon_placed_and_stays(sizes: dict[str, int],
     assert whole
 
 
-def test_the_older_of_two_wins() -> None:
-    contest = Contest({"old": 2, "young": 2}, nodes=2, order=0)
+@pytest.mark.parametrize("by_quota", [False, True])
+def test_the_older_of_two_wins(by_quota: bool) -> None:
+    contest = Contest({"old": 2, "young": 2}, nodes=2, order=0, by_quota=by_quota)
     for second in range(0, 120, 5):
         contest.tick(second)
     assert contest.placed.get("old") == 2
@@ -219,3 +289,9 @@ def test_the_ages_of_all_resources_groups_are_told_from_their_pods() -> None:
     old, young = a_group("old", "one", None, created=-10), a_group("young", "two", "three")
     sets = [manifest for g in (old, young) for manifest in (g.stateful_set, g.worker_set) if manifest is not None]
     assert ages_of_partly_placed(sets, [*old.pods, *young.pods]) == (age_of(old),)
+
+
+def test_a_rival_that_a_quota_holds_back_counts_by_its_pods() -> None:
+    old = refused(a_group("old", "one", None, created=-10))
+    sets = [manifest for manifest in (old.stateful_set, old.worker_set) if manifest is not None]
+    assert ages_of_partly_placed(sets, old.pods) == (age_of(old),)

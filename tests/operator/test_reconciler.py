@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -44,6 +44,7 @@ class FakeCluster:
         self.pods: list[dict[str, Any]] = []
         self.writes = 0
         self.events: list[str] = []
+        self.refusals: list[dict[str, Any]] = []  # Events of StatefulSets
         self.failures: list[Exception] = []
 
     async def get(self, _kind: str, _namespace: str, _name: str) -> dict[str, Any] | None:
@@ -58,7 +59,12 @@ class FakeCluster:
 
         return Observed(of("Service"), of("StatefulSet"), of("ConfigMap"), tuple(self.pods), of("Job"))
 
-    async def list(self, kind: str, _namespace: str | None, *, selector: str | None = None) -> list[dict[str, Any]]:
+    async def list(
+        self, kind: str, _namespace: str | None, *, selector: str | None = None, fields: str | None = None
+    ) -> list[dict[str, Any]]:
+        if kind == "Event":
+            assert fields == "involvedObject.kind=StatefulSet,reason=FailedCreate"
+            return self.refusals
         return []
 
     async def apply(self, manifest: Mapping[str, Any], _owner: InferenceDeployment, *, is_new: bool) -> None:
@@ -93,7 +99,9 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def a_reconciler(cluster: FakeCluster, http: httpx.AsyncClient) -> Reconciler:
+def a_reconciler(
+    cluster: FakeCluster, http: httpx.AsyncClient, clock: Callable[[], float] = lambda: 1_000_000.0
+) -> Reconciler:
     return Reconciler(
         cluster=cast("Cluster", cluster),
         nodes=Nodes(cast("Cluster", cluster)),
@@ -104,7 +112,7 @@ def a_reconciler(cluster: FakeCluster, http: httpx.AsyncClient) -> Reconciler:
         heartbeats=Heartbeats(max_age_seconds=60.0),
         metrics=OperatorMetrics(),
         wake_ups=WakeUps(),
-        clock=lambda: 1_000_000.0,
+        clock=clock,
     )
 
 
@@ -201,6 +209,46 @@ def _pod_of(cluster: FakeCluster, stateful_set: str, *, leaving: bool = False) -
     if leaving:
         metadata |= {"deletionTimestamp": NOW, "deletionGracePeriodSeconds": 45}
     return {"metadata": metadata, "spec": {"nodeName": "one"}, "status": {}}
+
+
+async def test_a_group_that_a_quota_lets_have_only_its_leader_names_the_quota_and_gives_back_until_an_edit(
+    http: httpx.AsyncClient,
+) -> None:
+    two_pods = {**GOOD, "parallelism": {"tensor": 3, "pipeline": 2, "gpusPerNode": 3}}
+    cluster, memory, moment = FakeCluster(two_pods, knows_the_model=True), LoopMemory(), [1_000_000.0]
+    reconciler = a_reconciler(cluster, http, lambda: moment[0])
+    assert cluster.body is not None
+    await reconciler.tick("models", "m", "u-1", memory)
+    cluster.children["Service", "m-g0"]["spec"]["clusterIP"] = "10.0.0.1"
+    await reconciler.tick("models", "m", "u-1", memory)
+    cluster.pods = [_pod_of(cluster, "m-g0")]
+    quota = 'pods "m-g0-w-0" is forbidden: exceeded quota: few, requested: pods=1, used: pods=1, limited: pods=1'
+    message = f"create Pod m-g0-w-0 in StatefulSet m-g0-w failed error: {quota}"
+    cluster.refusals = [{"involvedObject": {"name": "m-g0-w"}, "message": message}]
+
+    def replicas() -> list[int]:
+        return [cluster.children["StatefulSet", name]["spec"]["replicas"] for name in ("m-g0", "m-g0-w")]
+
+    def limited() -> tuple[str, str]:
+        assert cluster.body is not None
+        found = next(c for c in cluster.body["status"]["conditions"] if c["type"] == "ScalingLimited")
+        return found["reason"], found["message"]
+
+    for _ in range(2):
+        await reconciler.tick("models", "m", "u-1", memory)
+        moment[0] += 6
+    assert limited() == ("PodsRefused", f"m-g0: 1 of 2 pods are not created yet: {quota}")
+    assert replicas() == [1, 1]
+    moment[0] += 120
+    await reconciler.tick("models", "m", "u-1", memory)
+    assert (replicas(), cluster.events.count("GaveBack")) == ([0, 0], 1)
+    cluster.pods = []
+    moment[0] += 1
+    await reconciler.tick("models", "m", "u-1", memory)
+    assert (replicas(), quota in limited()[1]) == ([0, 0], True)
+    cluster.body["metadata"]["generation"] = 2
+    await reconciler.tick("models", "m", "u-1", memory)
+    assert (replicas(), cluster.events.count("GaveBack")) == ([1, 1], 1)
 
 
 async def test_a_spec_that_cannot_be_read_is_told_field_by_field(http: httpx.AsyncClient) -> None:
