@@ -43,7 +43,8 @@ class Hold:
     """The resource's, when they were given back."""
 
     def is_on(self, now: datetime) -> bool:
-        return now < self.retry_at
+        """Whether it waits still. A time that no back-off reaches was written by somebody else."""
+        return now < self.retry_at <= now + timedelta(seconds=2 * MAX_BACKOFF_SECONDS)
 
     def to_json(self) -> str:
         """For the annotation."""
@@ -72,7 +73,7 @@ def hold_of(group: Group) -> Hold | None:
         if retry_at is None:
             return None
         return Hold(int(stored["count"]), retry_at, str(stored["why"]), int(stored.get("generation") or 0))
-    except (ValueError, TypeError, KeyError, OverflowError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 
 

@@ -7,6 +7,7 @@ Deleting the ConfigMap has the model read again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,12 +28,14 @@ from trimtab_operator.scheduling import unschedulable
 from trimtab_operator.spec import InferenceDeployment
 
 SUBJECT_ANNOTATION = "trimtab.dev/facts-of"  # on the Job: the model and the image that it reads
+RENDERED_ANNOTATION = "trimtab.dev/facts-job"  # on the Job: what it was rendered from, hashed
 SUBJECT_KEY = "model.json"  # in the ConfigMap: likewise
 FACTS_KEY = "facts.json"
 FAILURE_KEY = "failure.json"
 
 FIRST_PAUSE_SECONDS = 10.0  # a claim or a node that comes late is there soon
 LONGEST_PAUSE_SECONDS = 600.0  # somebody must act; a Job every ten minutes costs nothing
+DIGEST_LENGTH = 10  # hex digits
 MAX_WORDS = 1024  # characters of the last words that are kept
 
 
@@ -73,6 +76,8 @@ class _Failure:
     attempts: int
     retry_at: float
     """Unix time."""
+    rendered: str
+    """What the Job that failed was rendered from, hashed."""
 
 
 def subject_of(deployment: InferenceDeployment) -> str:
@@ -84,9 +89,9 @@ def subject_of(deployment: InferenceDeployment) -> str:
 def facts_state(deployment: InferenceDeployment, observed: Observed) -> FactsState:
     """What is known of the model that the spec names now."""
     data = _data(deployment, observed)
-    said = _json_object(data.get(FACTS_KEY))
-    if said is not None:
-        return _understood(said)
+    known = _understood(data.get(FACTS_KEY))
+    if known is not None:
+        return known
     job, failure = _job(deployment, observed), _failure(data)
     pod = None if job is None else _pod_of(job, observed)
     stuck = None if pod is None else failure_of(pod)
@@ -105,13 +110,17 @@ def cached_facts(deployment: InferenceDeployment, config_map: Manifest | None) -
     return state.facts if isinstance(state, Known) else None
 
 
-def _understood(said: Mapping[str, Any]) -> Known | NotUsable:
-    if said.get("supported") is False:
-        return NotUsable(f"is a {said.get('architecture')}, which this engine does not run; use another model or image")
+def _understood(text: str | None) -> Known | NotUsable | None:
+    """What the engine said of the model; None for what no engine says that this operator understands."""
+    said = _json_object(text)
+    if said is None:
+        return None
+    if said.get("supported") is False and isinstance(said.get("architecture"), str):
+        return NotUsable(f"is a {said['architecture']}, which this engine does not run; use another model or image")
     try:
         return Known(ModelFacts.parse(said))
-    except ValueError as error:
-        return NotUsable(f"was read by an engine whose answer is not understood ({error}); use another image")
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,48 +159,74 @@ def gate_of(
 
 
 def plan_facts(deployment: InferenceDeployment, observed: Observed, *, now: float) -> tuple[Action, ...]:
-    """Read the model when it is not known; keep what a Job said, then delete it. `now` is Unix time."""
+    """Read the model when it is not known; keep what a Job said, then delete it. `now` is Unix time.
+
+    What stands in the ConfigMap and cannot be what a Job said is as good as nothing. An edit that changes the Job ends
+    the one that runs or waits for its node, and the pause after one that failed.
+    """
     data = _data(deployment, observed)
     job = _job(deployment, observed)
-    if _json_object(data.get(FACTS_KEY)) is not None:
+    if _understood(data.get(FACTS_KEY)) is not None:
         return () if job is None else (_removal(job, "the model is known"),)
-    failure = _failure(data)
+    failure, wanted = _failure(data), _wanted_job(deployment)
     if job is None:
-        return () if _is_held(deployment, observed, failure, now) else (_start(deployment),)
-    if _subject_of_job(job) != subject_of(deployment):
+        is_held = _goes_away(deployment, observed) or _pauses(failure, wanted, now)
+        return () if is_held else (Apply(wanted, True, "the model is not known yet"),)
+    if _annotation(job, SUBJECT_ANNOTATION) != subject_of(deployment):
         return (_removal(job, "the model or the image is another one now"),)
     words = _words_of(job, observed)
+    text = words[1] if words is not None and words[0] == 0 else None
+    is_known = _understood(text) is not None
+    if not is_known and _annotation(job, RENDERED_ANNOTATION) != _annotation(wanted, RENDERED_ANNOTATION):
+        return (_removal(job, "it would be made otherwise now"),)
     if words is None:
         return ()
-    exit_code, text = words
-    found = _json_object(text) if exit_code == 0 else None
-    if found is not None:
-        kept = {SUBJECT_KEY: subject_of(deployment), FACTS_KEY: compact(found)}
+    if is_known:
+        kept = {SUBJECT_KEY: subject_of(deployment), FACTS_KEY: compact(_json_object(text) or {})}
     else:
-        kept = {SUBJECT_KEY: subject_of(deployment), FAILURE_KEY: _failed(failure, exit_code, text, now)}
+        kept = {SUBJECT_KEY: subject_of(deployment), FAILURE_KEY: _failed(failure, job, words, now)}
     is_new = _config_map(deployment, observed) is None
-    reason = "the model was read" if found is not None else "the model could not be read"
+    reason = "the model was read" if is_known else "the model could not be read"
     return Apply(facts_config_map(deployment, kept), is_new, reason), _removal(job, reason)
 
 
-def _start(deployment: InferenceDeployment) -> Apply:
-    job = facts_job(deployment, {SUBJECT_ANNOTATION: subject_of(deployment)})
-    return Apply(job, True, "the model is not known yet")
+def _wanted_job(deployment: InferenceDeployment) -> Manifest:
+    rendered = compact(facts_job(deployment, {})["spec"])
+    digest = hashlib.sha256(rendered.encode()).hexdigest()[:DIGEST_LENGTH]
+    return facts_job(deployment, {SUBJECT_ANNOTATION: subject_of(deployment), RENDERED_ANNOTATION: digest})
 
 
-def _is_held(deployment: InferenceDeployment, observed: Observed, failure: _Failure | None, now: float) -> bool:
-    """While it pauses after a failure, and while the previous Job still goes away."""
-    goes_away = any(job["metadata"]["name"] == facts_name(deployment) for job in observed.jobs)
-    return goes_away or (failure is not None and now < failure.retry_at)
+def _goes_away(deployment: InferenceDeployment, observed: Observed) -> bool:
+    """Whether the previous Job is still there."""
+    return any(job["metadata"]["name"] == facts_name(deployment) for job in observed.jobs)
 
 
-def _failed(before: _Failure | None, exit_code: int | None, text: str, now: float) -> str:
+def _pauses(failure: _Failure | None, wanted: Manifest, now: float) -> bool:
+    """Whether it is too soon to try the same again. A time that no pause reaches was written by somebody else."""
+    if failure is None or failure.rendered != _annotation(wanted, RENDERED_ANNOTATION):
+        return False
+    return now < failure.retry_at <= now + LONGEST_PAUSE_SECONDS
+
+
+def _failed(before: _Failure | None, job: Manifest, words: tuple[int | None, str], now: float) -> str:
+    exit_code, text = words
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = lines[-1] if lines else "it said nothing"
+    if exit_code == 0 and _json_object(text) is not None:
+        said = f"an engine whose answer is not understood read it; use another image ({_why_not_understood(text)})"
     attempts = 1 if before is None else before.attempts + 1
     pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(attempts - 1, 10))
     message = said[:MAX_WORDS] + ("" if exit_code is None else f" (exit code {exit_code})")
-    return compact({"attempts": attempts, "message": message, "retryAt": int(now + pause)})
+    rendered = _annotation(job, RENDERED_ANNOTATION)
+    return compact({"attempts": attempts, "job": rendered, "message": message, "retryAt": int(now + pause)})
+
+
+def _why_not_understood(text: str) -> str:
+    try:
+        ModelFacts.parse(_json_object(text) or {})
+    except ValueError as error:
+        return str(error)
+    return "it does not name the architecture"
 
 
 def _removal(job: Manifest, reason: str) -> Delete:
@@ -219,7 +254,7 @@ def _failure(data: Mapping[str, str]) -> _Failure | None:
     attempts, retry_at = said.get("attempts"), said.get("retryAt")
     if not isinstance(attempts, int) or not isinstance(retry_at, int | float):
         return None
-    return _Failure(str(said.get("message", "")), attempts, float(retry_at))
+    return _Failure(str(said.get("message", "")), max(1, attempts), float(retry_at), str(said.get("job", "")))
 
 
 def _job(deployment: InferenceDeployment, observed: Observed) -> Manifest | None:
@@ -228,8 +263,8 @@ def _job(deployment: InferenceDeployment, observed: Observed) -> Manifest | None
     return next((job for job in named if not is_terminating(job)), None)
 
 
-def _subject_of_job(job: Manifest) -> str:
-    return str((job["metadata"].get("annotations") or {}).get(SUBJECT_ANNOTATION, ""))
+def _annotation(job: Manifest, name: str) -> str:
+    return str((job["metadata"].get("annotations") or {}).get(name, ""))
 
 
 def _pod_of(job: Manifest, observed: Observed) -> Manifest | None:
@@ -258,6 +293,6 @@ def _json_object(text: str | None) -> dict[str, Any] | None:
     """A JSON object; None when there is no text, or no object in it."""
     try:
         found = json.loads(text or "")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

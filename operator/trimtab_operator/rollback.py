@@ -270,7 +270,7 @@ def from_text(text: str | None, *, key: str) -> RolloutState:
             None if attempt is None else Attempt(str(attempt["change"]), float(attempt["since"])),
             None if back is None else TakenBack(str(back["change"]), str(back["message"])),
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return RolloutState()
 
 

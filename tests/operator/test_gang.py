@@ -148,6 +148,10 @@ def test_an_edit_ends_the_wait_and_how_often_it_gave_back_is_not_forgotten() -> 
     assert again.is_on(after(PATIENCE_SECONDS + 1))
 
 
+def test_a_hold_longer_than_any_back_off_is_none() -> None:
+    assert not Hold(1, after(1e9), WHY).is_on(NOW)
+
+
 def test_a_hold_that_an_older_operator_wrote_is_over() -> None:
     text = json.dumps({"count": 2, "retryAt": timestamp(after(600)), "why": WHY})
     waiting = a_group("a")
@@ -185,7 +189,9 @@ def test_how_often_it_gave_back_is_remembered_until_it_is_placed() -> None:
     assert again.count == 4
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"count": 1}', '{"count": 1, "retryAt": "soon", "why": ""}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "[" * 100_000, '{"count": 1}', '{"count": 1, "retryAt": "soon", "why": ""}']
+)
 def test_a_note_that_cannot_be_read_is_none(text: str) -> None:
     group = a_group("a", "one", None)
     group.stateful_set["metadata"]["annotations"][GAVE_BACK_ANNOTATION] = text

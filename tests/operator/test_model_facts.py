@@ -17,6 +17,7 @@ from trimtab_operator.groups import Observed
 from trimtab_operator.layout.gpus import gpu_named
 from trimtab_operator.model_facts import (
     FACTS_KEY,
+    FAILURE_KEY,
     FIRST_PAUSE_SECONDS,
     LONGEST_PAUSE_SECONDS,
     SUBJECT_KEY,
@@ -61,6 +62,12 @@ class World:
             pods = ({"metadata": {"name": "m-facts-x", "ownerReferences": owner}, "status": self.pod_status},)
         jobs = () if self.job is None else (self.job,)
         return Observed(config_maps=() if self.config_map is None else (self.config_map,), pods=pods, jobs=jobs)
+
+    @property
+    def data(self) -> dict[str, str]:
+        assert self.config_map is not None
+        found: dict[str, str] = self.config_map["data"]
+        return found
 
     @property
     def state(self) -> FactsState:
@@ -178,13 +185,76 @@ def test_without_the_config_map_the_model_is_read_again() -> None:
     assert world.jobs_started == 2
 
 
-def test_a_damaged_config_map_is_as_good_as_none() -> None:
+@pytest.mark.parametrize("garbage", ["{", "{}", "[]", '{"supported": false}', '{"num_layers": 3}', "[" * 100_000])
+def test_a_damaged_config_map_is_as_good_as_none(garbage: str) -> None:
     world = World()
-    kept = {SUBJECT_KEY: subject_of(world.deployment), FACTS_KEY: "{"}
+    kept = {SUBJECT_KEY: subject_of(world.deployment), FACTS_KEY: garbage}
     world.config_map = {"metadata": {"name": "m-facts"}, "data": kept}
     assert isinstance(world.state, Reading)
     world.tick()
     assert world.jobs_started == 1
+    world.ends(0, json.dumps(FACTS))
+    world.tick()
+    assert isinstance(world.state, Known)
+    assert json.loads(world.data[FACTS_KEY]) == FACTS
+
+
+@pytest.mark.parametrize("retry_at", [1e12, -1.0, float("inf"), float("nan")])
+def test_a_pause_that_no_failure_makes_is_not_kept(retry_at: float) -> None:
+    world = World()
+    world.tick()
+    world.ends(1, "broken")
+    world.tick()
+    failure = json.loads(world.data[FAILURE_KEY]) | {"retryAt": retry_at, "attempts": -7}
+    world.data[FAILURE_KEY] = json.dumps(failure)
+    world.tick()
+    assert world.jobs_started == 2
+
+
+@pytest.mark.parametrize("answer", [{"num_layers": 3}, {"supported": False}])
+def test_an_answer_that_is_not_understood_is_told_and_asked_for_again_after_a_pause(answer: dict[str, Any]) -> None:
+    """By an engine that is older or newer than this operator, for instance."""
+    world = World()
+    world.tick()
+    world.ends(0, json.dumps(answer))
+    world.tick()
+    assert isinstance(world.state, Unreadable)
+    assert "not understood" in world.state.message
+    assert world.tick() == ()
+    world.now += FIRST_PAUSE_SECONDS
+    world.tick()
+    assert world.jobs_started == 2
+
+
+PULL_SECRET = {"spec": {"imagePullSecrets": [{"name": "registry"}]}}
+
+
+def test_an_edit_that_changes_the_job_ends_the_pause_and_no_other_does() -> None:
+    world = World()
+    world.tick()
+    world.ends(1, "no right to pull")
+    world.tick()
+    world.deployment = a_deployment(replicas=3)
+    assert world.tick() == ()
+    world.deployment = a_deployment(template=PULL_SECRET)
+    world.tick()
+    assert world.jobs_started == 2
+
+
+def test_a_job_that_an_edit_changes_makes_way_unless_it_knows_the_model_by_now() -> None:
+    """It may wait for a node, or for an image, that only the edit gives it."""
+    world = World()
+    world.tick()
+    world.deployment = a_deployment(template=PULL_SECRET)
+    (removed,) = world.tick()
+    assert isinstance(removed, Delete)
+    world.tick()
+    assert world.jobs_started == 2
+    world.deployment = a_deployment()
+    world.ends(0, json.dumps(FACTS))
+    world.tick()
+    assert isinstance(world.state, Known)
+    assert world.jobs_started == 2
 
 
 def test_a_pod_that_is_gone_with_its_words_is_a_failure_not_a_hang() -> None:

@@ -213,7 +213,7 @@ class TunerState:
                 recommendation=Decision.from_json(data["recommendation"]) if data["recommendation"] else None,
                 history=tuple(Decision.from_json(entry) for entry in data["history"]),
             )
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 
     @classmethod

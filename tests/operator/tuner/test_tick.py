@@ -376,7 +376,9 @@ def test_the_state_survives_its_json() -> None:
     assert again == replace(state, windows={})
 
 
-@pytest.mark.parametrize("text", ["", "null", "[]", "{}", '{"version": 99}', '{"version": 1, "applied": {"x": 1}}'])
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", "[" * 100_000, "{}", '{"version": 99}', '{"version": 1, "applied": {"x": 1}}']
+)
 def test_a_damaged_state_is_no_state(text: str) -> None:
     assert TunerState.from_json(text) is None
 
