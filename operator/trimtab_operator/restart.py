@@ -12,22 +12,32 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 
 from trimtab_operator.actions import Delete, delete_of
-from trimtab_operator.groups import Group, Manifest, is_terminating
+from trimtab_operator.groups import Group, Manifest, is_terminating, revision_label
 from trimtab_operator.kube_time import parse_time
 
 
 def companions(groups: Iterable[Group]) -> Iterator[Delete]:
-    """The pods that shared an engine with one that is being deleted. Pods made since then belong to the next engine."""
+    """The pods that shared an engine with one that is being deleted. Pods made since then belong to the next engine; so
+    do pods of another revision, which wait for theirs."""
     for group in groups:
-        deleted = [(when, pod) for pod in group.pods if (when := deletion_time(pod)) is not None]
-        if not deleted or group.worker_set is None:
+        if group.worker_set is None:
             continue
-        when, first = min(deleted, key=lambda entry: entry[0])
+        deleted = [(when, pod) for pod in group.pods if (when := deletion_time(pod)) is not None]
         for pod in group.pods:
-            created = parse_time(pod["metadata"].get("creationTimestamp"))
-            if not is_terminating(pod) and created is not None and created < when:
+            first = None if is_terminating(pod) else _deleted_first(pod, deleted)
+            if first is not None:
                 reason = f"{group.name} restarts as one: {first['metadata']['name']} is being deleted"
                 yield delete_of("Pod", pod, reason)
+
+
+def _deleted_first(pod: Manifest, deleted: Iterable[tuple[datetime, Manifest]]) -> Manifest | None:
+    """The first of the pods in this one's engine that were deleted while it was there."""
+    created = parse_time(pod["metadata"].get("creationTimestamp"))
+    if created is None:
+        return None
+    revision = revision_label(pod)
+    shared = [entry for entry in deleted if entry[0] > created and revision_label(entry[1]) == revision]
+    return min(shared, key=lambda entry: entry[0])[1] if shared else None
 
 
 def deletion_time(pod: Manifest) -> datetime | None:
