@@ -86,8 +86,12 @@ class PrefillConfig:
 
 
 def prefill_config(head_size: int, group: int, max_query_len: int, itemsize: int, facts: DeviceFacts) -> PrefillConfig:
-    """128 rows feed two warp groups of Hopper's matrix units; short chunks take fewer. Wide heads and float32 take
-    smaller tiles, so that the tiles in flight fit the shared memory."""
+    """128 rows per tile of keys, so that the L2 cache keeps up with the matrix units; short chunks take fewer.
+
+    On Hopper one warp group does them where the sums fit its registers (heads of 128): then two programs share a
+    multiprocessor, and one multiplies while the other takes its softmax. Wide heads and float32 take smaller tiles, so
+    that the tiles in flight fit the shared memory.
+    """
     rows = min(128, max(MIN_ROWS, next_power_of_2(group), next_power_of_2(max_query_len * group)))
     bytes_per_key = next_power_of_2(head_size) * itemsize
     keys = 64 if bytes_per_key <= 256 else 32
@@ -98,7 +102,8 @@ def prefill_config(head_size: int, group: int, max_query_len: int, itemsize: int
     stage_bytes = 2 * keys * bytes_per_key
     room = facts.shared_bytes - rows * bytes_per_key - rows * keys * itemsize
     stages = max(1, min(3, room // stage_bytes))
-    return PrefillConfig(rows, keys, 8 if rows >= 128 else 4, stages)
+    fits_one_group = facts.capability == 90 and bytes_per_key <= 256
+    return PrefillConfig(rows, keys, 8 if rows >= 128 and not fits_one_group else 4, stages)
 
 
 @jit
@@ -154,18 +159,20 @@ def _attend_keys(
         else:
             keys = tl.load(key_cache + offsets)
             values = tl.load(value_cache + offsets)
-        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="tf32x3") * score_scale
+        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="tf32x3")
         if SOFT_CAP is not None:
-            scores = capped(scores, SOFT_CAP) * 1.4426950408889634
+            scores = capped(scores * score_scale, SOFT_CAP)
         if MASKED:
             is_seen = positions[None, :] <= row_positions[:, None]
             if WINDOW is not None:
                 is_seen &= positions[None, :] > row_positions[:, None] - WINDOW
             scores = tl.where(is_seen, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        # The factor comes after the maximum, so that scaling and subtracting are one instruction per score.
+        factor = 1.4426950408889634 if SOFT_CAP is not None else score_scale
+        new_highest = tl.maximum(highest, tl.max(scores, 1) * factor)
         # A row that has seen no key yet keeps -inf; subtracting it from itself would be NaN.
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest) if MASKED else new_highest
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(scores * factor - base[:, None])
         decay = tl.exp2(highest - base)
         total = total * decay + tl.sum(weights, 1)
         accumulator = accumulator * decay[:, None]
@@ -238,17 +245,20 @@ def _paged_prefill(
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
         table = block_tables + low.to(tl.int64) * table_stride
-        if WINDOW is None:
+        # Each loop is entered only where it runs: a loop of products that may run zero times gives their sums a second
+        # definition, and then ptxas lets every product wait for the one before it.
+        if WINDOW is None and first < seen_by_all:
             accumulator, highest, total = _attend_keys(
                 accumulator, highest, total, queries, row_positions, key_cache, value_cache, table, kv_head,
                 first, seen_by_all, length, score_scale,
                 NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_D, KEYS, WINDOW, SOFT_CAP, MASKED=False,
             )  # fmt: skip
-        accumulator, highest, total = _attend_keys(
-            accumulator, highest, total, queries, row_positions, key_cache, value_cache, table, kv_head,
-            seen_by_all, end, length, score_scale,
-            NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_D, KEYS, WINDOW, SOFT_CAP, MASKED=True,
-        )  # fmt: skip
+        if seen_by_all < end:
+            accumulator, highest, total = _attend_keys(
+                accumulator, highest, total, queries, row_positions, key_cache, value_cache, table, kv_head,
+                seen_by_all, end, length, score_scale,
+                NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_D, KEYS, WINDOW, SOFT_CAP, MASKED=True,
+            )  # fmt: skip
         # Rows of padding may have seen no key under a window.
         result = accumulator * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
         tl.store(output + tokens[:, None] * output_stride + offsets, result.to(output.dtype.element_ty), mask=inside)

@@ -7,7 +7,8 @@ import os
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -65,6 +66,16 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' … '.join(lines[-2:])[:500]}"
 
 
+def finished(futures: set[Future[Compiled]], deadline: float) -> Iterator[Future[Compiled]]:
+    """As they end. Past the deadline those that have not begun are cancelled and never come: `as_completed` would wait
+    for them forever."""
+    while futures:
+        ended, futures = wait(futures, return_when=FIRST_COMPLETED)
+        yield from ended
+        if time.monotonic() > deadline:
+            futures = {future for future in futures if not future.cancel()}
+
+
 def compile_all(
     jobs: list[Job], cache: Path, workers: int, deadline: float = math.inf
 ) -> tuple[list[Compiled], list[str]]:
@@ -76,12 +87,8 @@ def compile_all(
     print(f"{len(results)} of {len(jobs)} kernels are in {cache}; compiling {len(_jobs)}", flush=True)
     with ProcessPoolExecutor(max_workers=workers, mp_context=get_context("fork")) as pool:
         futures = {pool.submit(_compile, index): job for index, job in enumerate(_jobs)}
-        for done, future in enumerate(as_completed(futures), start=1):
+        for done, future in enumerate(finished(set(futures), deadline), start=1):
             job = futures[future]
-            if future.cancelled():
-                continue
-            if time.monotonic() > deadline:
-                pool.shutdown(wait=False, cancel_futures=True)
             try:
                 results[job.key] = future.result()
                 store(cache, results[job.key])

@@ -1,7 +1,8 @@
 """Compiles a specialised kernel for a device that is not there, and reads what it would take of one.
 
-Registers, stack and shared memory come from the machine code itself, by the `cuobjdump` that Triton's package carries.
-A kernel that no device of its target could start is an error here, not at its first launch.
+Registers, stack and shared memory come from the machine code itself, by the `cuobjdump` that Triton's package carries;
+for Hopper also what its hot loop does. A kernel that no device of its target could start is an error here, not at its
+first launch, and so is one whose warp-group products the assembler made wait for one another.
 """
 
 import hashlib
@@ -9,11 +10,15 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from trimtab_kernels.aot.bounds import Bound, bound
+from trimtab_kernels.aot.machine_code import Loop, hot_loop
 from trimtab_kernels.aot.specialisation import Specialisation, specialise
-from trimtab_kernels.device_facts import DeviceFacts
+from trimtab_kernels.device_facts import H200, DeviceFacts
 from trimtab_kernels.jit import Launch, triton
 
 REGISTERS_PER_SM = 65536
@@ -22,13 +27,23 @@ THREADS_PER_WARP = 32
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
+SHARING_ROWS = 128
+"""A tile this tall is for many tokens: programs share its operands in the L2 cache. Lower ones are there for few, and
+read each byte of weights or keys from memory once."""
+
+
 class CannotLaunch(Exception):
     """The kernel compiles, but no device of the target has what it asks for."""
 
 
+class Serialised(Exception):
+    """The kernel compiles, but no two of its matrix products can be under way at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One kernel for one target. `spill_bytes` per thread go to local memory; `source` is the hash of kernel code."""
+    """One kernel for one target. `spill_bytes` per thread go to local memory; `source` is the hash of kernel code;
+    `hot_loop` is counted for sm_90 alone."""
 
     case: str
     kernel: str
@@ -41,6 +56,27 @@ class Compiled:
     wgmma: bool
     source: str
     key: str
+    is_memory_bound: bool = True
+    hot_loop: Loop | None = None
+
+    @classmethod
+    def of_entry(cls, entry: Mapping[str, Any]) -> "Compiled":
+        """As a file has it. Raises TypeError for one of another version."""
+        loop = entry.get("hot_loop")
+        return cls(**{**entry, "hot_loop": Loop(**loop) if loop else None})
+
+    @property
+    def bound(self) -> Bound | None:
+        """How fast the hot loop can go at best; None where none was counted."""
+        if self.hot_loop is None:
+            return None
+        return bound(
+            self.hot_loop,
+            registers=self.registers,
+            shared_bytes=self.shared_bytes,
+            num_warps=self.num_warps,
+            is_memory_bound=self.is_memory_bound,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +122,11 @@ def compile_job(job: Job) -> Compiled:
         wgmma="wgmma" in compiled.asm["ptx"],
         source=job.source,
         key=job.key,
+        is_memory_bound=job.launch.arguments.get("BLOCK_M", 0) < SHARING_ROWS,
+        hot_loop=hot_loop(_dump(compiled.asm["cubin"], "-sass")) if job.facts.capability == H200.capability else None,
     )
     check_fits(result, job.facts)
+    check_overlaps(result)
     return result
 
 
@@ -106,14 +145,28 @@ def check_fits(result: Compiled, facts: DeviceFacts) -> None:
         )
 
 
-def _machine_code_usage(cubin: bytes) -> tuple[int, int]:
-    """(registers per thread, bytes of stack and local memory per thread)."""
+def check_overlaps(result: Compiled) -> None:
+    """Raises Serialised. The assembler falls back to it in silence when accumulators meet other definitions of their
+    registers (a loop of products that may run zero times) or there are too few registers."""
+    if result.hot_loop is not None and result.hot_loop.is_serialised:
+        raise Serialised(
+            f"{result.case}: {result.kernel} waits {result.hot_loop.waits} times for {result.hot_loop.products} matrix "
+            f"products. Enter the loop only where it runs at least once, or use smaller tiles or more warps"
+        )
+
+
+def _dump(cubin: bytes, option: str) -> str:
+    """What cuobjdump says of it."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run([str(tool), option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _machine_code_usage(cubin: bytes) -> tuple[int, int]:
+    """(registers per thread, bytes of stack and local memory per thread)."""
+    text = _dump(cubin, "--dump-resource-usage")
     found = USAGE.search(text)
     if found is None:
         raise RuntimeError(f"cuobjdump said nothing of resources: {text[:200]}")
@@ -123,7 +176,8 @@ def _machine_code_usage(cubin: bytes) -> tuple[int, int]:
 def load(cache: Path, key: str) -> Compiled | None:
     """What an earlier run found for this key; None when there is none, or the file is of another version."""
     try:
-        return Compiled(**json.loads((cache / f"{key}.json").read_text()))
+        entry = json.loads((cache / f"{key}.json").read_text())
+        return Compiled.of_entry(entry) if "hot_loop" in entry else None
     except (OSError, ValueError, TypeError):
         return None
 

@@ -22,8 +22,9 @@ PREDICTIONS: tuple[Prediction, ...] = (
     Prediction(
         "prefill attention, 8k, causal, heads of 128",
         "0.60 of 990 TFLOP/s",
-        "0.40 to 0.55, so below the bar: warp-group products are used, but keys come by gathered asynchronous copies "
-        "and not by the tensor memory accelerator, and softmax and products do not overlap across warp groups",
+        "0.50 to 0.65: two programs share a multiprocessor, so that one multiplies while the other takes its softmax; "
+        "counted, shared memory leaves 0.93, and a bf16 product reaches 0.80 on random data. Keys come by gathered "
+        "asynchronous copies and not by the tensor memory accelerator",
     ),
     Prediction(
         "memory-bound kernels",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trimtab_kernels.aot.cases import all_cases
 from trimtab_kernels.aot.compiler import Compiled
+from trimtab_kernels.aot.hot_loops import hot_loop_table
 from trimtab_kernels.aot.other_versions import Entry, cell, comparison, file_name, other_runs
 from trimtab_kernels.aot.predictions import PREDICTIONS
 from trimtab_kernels.jit import triton
@@ -38,9 +39,10 @@ def write_report(results: Path, compiled: list[Compiled]) -> None:
 
 
 def page(version: str, pinned: list[Entry], others: dict[str, list[Entry]]) -> str:
-    """The pinned Triton's figures, and a section for each other one."""
+    """The pinned Triton's figures, its hot loops, and a section for each other one."""
     shown = frozenset(case.name for case in all_cases() if case.in_sample)
-    sections = [comparison(pinned, other, entries, shown) for other, entries in others.items()]
+    sections = [hot_loop_table([Compiled.of_entry(entry) for entry in pinned])]
+    sections += [comparison(pinned, other, entries, shown) for other, entries in others.items()]
     return markdown(version, pinned) + "".join("\n" + "\n".join(section) for section in sections)
 
 

@@ -3,13 +3,17 @@
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from trimtab_kernels.aot.__main__ import finished
 from trimtab_kernels.aot.cases import all_cases
-from trimtab_kernels.aot.compiler import CannotLaunch, Compiled, check_fits, load, store
+from trimtab_kernels.aot.compiler import CannotLaunch, Compiled, Serialised, check_fits, check_overlaps, load, store
+from trimtab_kernels.aot.machine_code import Loop
 from trimtab_kernels.aot.report import markdown
 from trimtab_kernels.aot.specialisation import DIVISIBLE, specialise
 from trimtab_kernels.device_facts import A100, H200
@@ -18,6 +22,7 @@ from trimtab_kernels.jit import kernel, record_launches, tl
 REPOSITORY = Path(__file__).parents[3]
 CACHE = Path(os.environ.get("TRIMTAB_CACHE", "~/.cache/trimtab")).expanduser() / "aot"
 RESULT = Compiled("case", "kernel", 90, 8, 3, 128, 0, 200_000, True, "source", "key")
+LOOP = Loop(instructions=800, products=12, flops=1 << 19, waits=1, load_bytes=4096)
 
 
 @pytest.mark.timeout(600)  # 1 minute on 2 idle cores the first time; cached then
@@ -27,6 +32,18 @@ def test_the_sample_and_what_has_changed_compile_for_sm_90() -> None:
     command += ["--budget-seconds", "90", "--results", str(REPOSITORY / "docs" / "results")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_past_the_deadline_what_has_not_begun_is_left() -> None:
+    ended, running, waiting = Future[Compiled](), Future[Compiled](), Future[Compiled]()
+    ended.set_result(RESULT)
+    assert running.set_running_or_notify_cancel()
+    found = finished({ended, running, waiting}, deadline=time.monotonic())
+    assert next(found) is ended
+    running.set_result(RESULT)
+    # The generator cancels on its way to the next one, so nothing is waited for.
+    assert list(found) == [running]
+    assert waiting.cancelled()
 
 
 @kernel("count")
@@ -67,10 +84,17 @@ def test_a_kernel_that_no_device_of_the_target_can_start_is_an_error() -> None:
         check_fits(replace(RESULT, registers=255, num_warps=16), H200)
 
 
+def test_a_kernel_whose_products_wait_for_one_another_is_an_error() -> None:
+    check_overlaps(replace(RESULT, hot_loop=LOOP))
+    with pytest.raises(Serialised, match="waits 12 times for 12"):
+        check_overlaps(replace(RESULT, hot_loop=replace(LOOP, waits=12)))
+
+
 def test_results_are_kept_by_key(tmp_path: Path) -> None:
     assert load(tmp_path, "key") is None
-    store(tmp_path, RESULT)
-    assert load(tmp_path, "key") == RESULT
+    for result in (RESULT, replace(RESULT, hot_loop=LOOP)):
+        store(tmp_path, result)
+        assert load(tmp_path, "key") == result
     (tmp_path / "key.json").write_text('{"case": "of another version"}')
     assert load(tmp_path, "key") is None
 
