@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from conftest import Apply
 from harness.deployment import Deployment
+from harness.engine import EngineReading
 from harness.install import Installation
 from harness.kube import CRD_KIND, Kube, condition
 from harness.report import measured, say
-from harness.traffic import load
+from harness.traffic import LoadReport, load
 from harness.trim import (
     CALM_DEADLINE_SECONDS,
     DECISION_SECONDS,
@@ -50,26 +51,13 @@ def test_preemptions_are_recommended_away_then_trimmed_away(
         assert not deployment.status()["tuning"].get("applied")
 
         kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"tuning": {"mode": "Auto"}}})
-        decision = deployment.waiter.until(
-            "the operator raises the utilisation",
-            moved(deployment, UTILIZATION, before.values[UTILIZATION]),
-            deadline_seconds=DECISION_SECONDS,
-        )
-        say(f"decided: {decision['message']}")
-        after = deployment.waiter.until(
-            "no preemptions under the same load",
-            calm_probe(deployment, calm_seconds=calm_seconds),
-            deadline_seconds=CALM_DEADLINE_SECONDS + calm_seconds,
-        )
+        decision, after = _moved_and_calm(deployment, UTILIZATION, before, calm_seconds)
         report = running.stop()
-    say(str(report))
 
     assert float(decision["to"]) > float(decision["from"])
     assert after.kv_tokens > before.kv_tokens
     assert after.config_generation > before.config_generation
-    assert report.failed == []
-    assert report.completed > 0
-    assert deployment.restarts() == restarts
+    _nobody_suffered(report, deployment, restarts)
     _is_told_everywhere(decision, deployment, installation, kube)
     measured(
         f"trim with headroom: {before.kv_tokens} to {after.kv_tokens} KV tokens, {after.preemptions:.0f} preemptions "
@@ -87,31 +75,42 @@ def test_without_headroom_fewer_requests_run_at_once(
     before, restarts = deployment.engine(), deployment.restarts()
     assert before.kv_tokens == before.kv_tokens_cap
     with load(kube, namespace, installation.images.operator, load_options(deployment)) as running:
-        decision = deployment.waiter.until(
-            "the operator lowers max_num_seqs",
-            moved(deployment, SEQS, before.values[SEQS]),
-            deadline_seconds=DECISION_SECONDS,
-        )
-        say(f"decided: {decision['message']}")
-        after = deployment.waiter.until(
-            "no preemptions under the same load",
-            calm_probe(deployment, calm_seconds=calm_seconds),
-            deadline_seconds=CALM_DEADLINE_SECONDS + calm_seconds,
-        )
+        decision, after = _moved_and_calm(deployment, SEQS, before, calm_seconds)
         report = running.stop()
-    say(str(report))
 
     assert float(decision["to"]) < float(decision["from"])
     assert after.kv_tokens == before.kv_tokens
     assert after.values[SEQS] < before.values[SEQS]
-    assert report.failed == []
-    assert report.completed > 0
-    assert deployment.restarts() == restarts
+    _nobody_suffered(report, deployment, restarts)
     _is_told_everywhere(decision, deployment, installation, kube)
     measured(
         f"trim without headroom: max_num_seqs {before.values[SEQS]:.0f} to {after.values[SEQS]:.0f}, "
         f"{after.preemptions:.0f} preemptions before calm, {report}"
     )
+
+
+def _moved_and_calm(
+    deployment: Deployment, knob: str, before: EngineReading, calm_seconds: float
+) -> tuple[dict[str, str], EngineReading]:
+    """Wait until the operator has moved `knob` and the load, which goes on, preempts no more: the decision, and what
+    the engine then reports."""
+    decision = deployment.waiter.until(
+        f"the operator moves {knob}", moved(deployment, knob, before.values[knob]), deadline_seconds=DECISION_SECONDS
+    )
+    say(f"decided: {decision['message']}")
+    after = deployment.waiter.until(
+        "no preemptions under the same load",
+        calm_probe(deployment, calm_seconds=calm_seconds),
+        deadline_seconds=CALM_DEADLINE_SECONDS + calm_seconds,
+    )
+    return decision, after
+
+
+def _nobody_suffered(report: LoadReport, deployment: Deployment, restarts: dict[str, int]) -> None:
+    say(str(report))
+    assert report.failed == []
+    assert report.completed > 0
+    assert deployment.restarts() == restarts
 
 
 def _recommendation(deployment: Deployment) -> dict[str, str]:
