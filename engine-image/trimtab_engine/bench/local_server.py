@@ -35,6 +35,17 @@ class LocalServer:
         """Processor time of all its processes so far. Other work on the machine hardly changes what a run takes."""
         return sum(_cpu_seconds(pid) for pid in _tree(self.pid))
 
+    def resident_kib(self) -> dict[str, int]:
+        """Anonymous resident memory of its processes by name. The API server has the core and short-lived helpers."""
+        sizes = {"API server": 0, "engine core": 0}
+        for pid in _tree(self.pid):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if pid == self.pid:
+                sizes["API server"] = _resident_kib(pid)
+            elif b"trimtab_engine.core_process" in command:
+                sizes["engine core"] += _resident_kib(pid)
+        return sizes
+
     async def patch(self, **values: Any) -> float:
         """PATCH the live configuration. Returns how many seconds it took; EngineDead with the reason if refused."""
         started = time.perf_counter()
@@ -98,6 +109,12 @@ def _tree(pid: int) -> list[int]:
     """A process and all its descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(one for child in children for one in _tree(int(child)))]
+
+
+def _resident_kib(pid: int) -> int:
+    """Without the pages of files, which the kernel may drop."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -1,4 +1,4 @@
-"""Processor time of a server's processes."""
+"""Processor time and memory of a server's processes."""
 
 import os
 import subprocess
@@ -18,3 +18,14 @@ def test_processor_time_grows_with_work() -> None:
     before = server.cpu_seconds()
     while server.cpu_seconds() < before + 0.02:
         sum(range(10_000))
+
+
+def test_resident_memory_is_that_of_the_server_and_of_its_cores_alone() -> None:
+    sizes = LocalServer("", "", os.getpid()).resident_kib()
+    assert sizes["API server"] > 10_000
+    assert sizes["engine core"] == 0
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()", "trimtab_engine.core_process"], stdin=subprocess.PIPE
+    ) as core:
+        assert LocalServer("", "", os.getpid()).resident_kib()["engine core"] > 0
+        core.communicate(b"\n")
