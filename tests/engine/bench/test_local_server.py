@@ -24,8 +24,9 @@ def test_resident_memory_is_that_of_the_server_and_of_its_cores_alone() -> None:
     sizes = LocalServer("", "", os.getpid()).resident_kib()
     assert sizes["API server"] > 10_000
     assert sizes["engine core"] == 0
-    with subprocess.Popen(
-        [sys.executable, "-c", "input()", "trimtab_engine.core_process"], stdin=subprocess.PIPE
-    ) as core:
+    command = [sys.executable, "-c", "print('runs', flush=True); input()", "trimtab_engine.core_process"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as core:
+        assert core.stdout is not None
+        core.stdout.readline()
         assert LocalServer("", "", os.getpid()).resident_kib()["engine core"] > 0
         core.communicate(b"\n")
