@@ -4,6 +4,7 @@ There is no GPU here, so the tensors are fake ones that say they are on CUDA: ev
 kernel launches are recorded, and whatever would make the host wait is refused.
 """
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,10 +36,13 @@ from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.quantization import stored_quantization
 from trimtab_engine.request import Request
+from trimtab_engine.sampler import choose_limited
 from trimtab_engine.step_inputs import flatten
 from trimtab_engine.weights.source import Span
 from trimtab_kernels import jit
-from trimtab_kernels.jit import record_launches
+from trimtab_kernels.aot.specialisation import specialise
+from trimtab_kernels.jit import Launch, record_launches
+from trimtab_kernels.paged_batch import warm_up_attention
 
 CUDA = torch.device("cuda")
 BLOCK_SIZE, MAX_LEN = 16, 256
@@ -447,6 +451,64 @@ def test_a_step_of_several_ranks_waits_for_nothing_and_has_its_collectives_in_gr
         return
     assert [name for name, is_inside in calls if is_inside] == inside
     assert [name for name, is_inside in calls if not is_inside] == outside
+
+
+def variants(launches: list[Launch]) -> set[tuple[str, str, str]]:
+    """What Triton compiles one by one: kernel, specialisation, options."""
+    return {(x.kernel.name, specialise(x).text, str(sorted(x.options.items()))) for x in launches}
+
+
+def a_random_batch(dice: random.Random) -> list[ScheduledSequence]:
+    """Up to 8 sequences of 64 tokens in all: decodes, chunks or both, some of which sample."""
+    longest, spans, left = dice.choice((1, 3, 40)), list[tuple[int, int]](), 64
+    for _ in range(dice.randint(1, 8)):
+        now = dice.randint(1, min(longest, left - 7 + len(spans)))
+        spans.append((dice.randint(0, MAX_LEN - now - 1), now))
+        left -= now
+    batch = sequences(*spans)
+    for number, sequence in enumerate(batch):
+        sequence.request.block_ids = list(range(1, 1 + MAX_LEN // BLOCK_SIZE))
+        sequence.samples = number == 0 or dice.random() < 0.8
+    return batch
+
+
+RANDOM_SAMPLING: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0, "top_k": 5, "seed": 1},
+    {"repetition_penalty": 1.2, "logprobs": 2},
+    {"bad_words": ((3,), (1, 5, 7)), "temperature": 0.5},
+)
+
+
+@pytest.mark.parametrize("config", [DENSE, WIDE_MIXTURE | FP8], ids=["dense", "float8 mixture"])
+def test_steps_launch_no_variant_of_a_kernel_that_start_up_did_not(config: dict[str, Any], tmp_path: Path) -> None:
+    dice = random.Random(7)
+    with a_fake_device():
+        steps, model = some_steps(config, tmp_path)
+        with record_launches() as warm, NoWaiting(is_start_up=True):  # as the profile, init_kv_cache and start_steps do
+            warm_up_attention(
+                torch.zeros(1, 4, 16, dtype=torch.bfloat16, device=CUDA),
+                steps._kv_cache.keys[0],
+                steps._kv_cache.values[0],
+            )
+            logits = model.logits(
+                torch.zeros(7, 64, dtype=torch.bfloat16, device=CUDA), torch.zeros(3, device=CUDA).long()
+            )
+            assert logits is not None
+            choose_limited(logits, [Request.of("r", [1], SamplingParams(), arrival_time=0.0)] * 3)
+            steps.warm_up()
+            steps.capture_all(lambda done, of: None)
+        known = variants(warm)
+        for number in range(24):
+            batch = a_random_batch(dice)
+            inputs, _ = flatten(batch, block_size=BLOCK_SIZE, max_decode_tokens=1 << 30)
+            params = SamplingParams(**{"temperature": 0.0, **RANDOM_SAMPLING[number % len(RANDOM_SAMPLING)]})
+            rows = [DeviceRow(Request.of("r", [1, 5, 5], params, arrival_time=0.0)) for _ in inputs.sampled]
+            with record_launches() as served, NoWaiting():
+                logits = model.logits(*steps.run(inputs, [(0, 0)]))
+                assert logits is not None
+                steps.sample(logits, rows)
+            assert variants(served) <= known, f"{[(s.start, s.num_tokens) for s in batch]}, {params}"
 
 
 def test_the_check_itself_sees_a_wait(tmp_path: Path) -> None:
