@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab_kernels.aot.async_products import check_products
 from trimtab_kernels.aot.bounds import Bound, bound
-from trimtab_kernels.aot.machine_code import Loop, hot_loop
+from trimtab_kernels.aot.machine_code import Loop, hot_loop, instructions_of
 from trimtab_kernels.aot.specialisation import Specialisation, specialise
 from trimtab_kernels.device_facts import H200, DeviceFacts
 from trimtab_kernels.jit import Launch, triton
@@ -99,7 +100,8 @@ class Job:
 
 
 def compile_job(job: Job) -> Compiled:
-    """Compile; seconds. Raises CannotLaunch, or whatever Triton raises for a kernel that it cannot compile."""
+    """Compile; seconds. Raises CannotLaunch, UnsafeProduct, Serialised, or whatever Triton raises for a kernel that it
+    cannot compile."""
     source = triton.compiler.ASTSource(
         job.launch.kernel.function,
         job.specialisation.signature,
@@ -110,9 +112,13 @@ def compile_job(job: Job) -> Compiled:
     compiled = triton.compile(source, target=target, options=dict(job.launch.options))
     registers, spill = _machine_code_usage(compiled.asm["cubin"])
     metadata = compiled.metadata
+    kernel = job.launch.kernel.name.strip("_")
+    machine_code = _dump(compiled.asm["cubin"], "-sass") if job.facts.capability == H200.capability else None
+    if machine_code:
+        check_products(f"{job.case}: {kernel}", instructions_of(machine_code))
     result = Compiled(
         case=job.case,
-        kernel=job.launch.kernel.name.strip("_"),
+        kernel=kernel,
         target=job.facts.capability,
         num_warps=metadata.num_warps,
         num_stages=metadata.num_stages,
@@ -123,7 +129,7 @@ def compile_job(job: Job) -> Compiled:
         source=job.source,
         key=job.key,
         is_memory_bound=job.launch.arguments.get("BLOCK_M", 0) < SHARING_ROWS,
-        hot_loop=hot_loop(_dump(compiled.asm["cubin"], "-sass")) if job.facts.capability == H200.capability else None,
+        hot_loop=hot_loop(machine_code) if machine_code else None,
     )
     check_fits(result, job.facts)
     check_overlaps(result)
