@@ -36,9 +36,10 @@ class Report:
         self.write()
 
     def has(self, name: str) -> bool:
-        """Whether the row was measured, here or before; one that failed is tried again in another run."""
-        row = self.rows.get(name)
-        return row is not None and ("error" not in row or row.get("run") == self.run)
+        """Whether the row was measured, here or before; one that failed is tried again in another run. Peers may stand
+        there before it."""
+        row = self.rows.get(name, {})
+        return "run" in row and ("error" not in row or row["run"] == self.run)
 
     def has_peer(self, name: str, peer: str) -> bool:
         """The same of a peer beside a row."""

@@ -29,7 +29,9 @@ def test_the_next_process_finds_what_was_written(tmp_path: Path) -> None:
 def test_measuring_a_row_again_keeps_its_peers(tmp_path: Path) -> None:
     report = a_report(tmp_path)
     report.add_peer("row", "other", {"seconds": 1.0})
+    assert not report.has("row"), "its peer alone is there"
     report.add("row", {"share": 0.5})
+    assert report.has("row")
     assert report.has_peer("row", "other")
 
 
