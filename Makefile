@@ -107,13 +107,16 @@ bench-gpu-wheels: ## wheels that bench-gpu needs beside torch on a machine witho
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(BENCH_PYTHON_VERSION) \
 	    $(addprefix --platform manylinux,2014_x86_64 _2_28_x86_64 _2_31_x86_64) --dest build/wheels --constraint constraints.txt $(BENCH_WHEELS) $(BENCH_PEER_WHEELS)
 
-# Triton compiles instead of interpreting; float32 products are float32's own, as the references are. The options take
-# the place of pyproject.toml's, which name plug-ins that machine may lack. GPU_TESTS=tests/kernels: a part.
-GPU_TESTS ?= tests/kernels tests/engine/cuda
-test-gpu: ## kernels and the engine against their references on this machine's GPU (BENCH_PYTHON=python3, GPU_TESTS=...)
-	@PYTHONPATH=kernels:engine-image TRITON_INTERPRET=0 TRITON_F32_DEFAULT=ieee $(BENCH_PYTHON) -m benchmarks.wheels build/wheels \
-	    pytest -o addopts=--import-mode=importlib -W default -p no:cacheprovider -m "not cpu" -q --durations=5 \
-	    $(addprefix --ignore=tests/kernels/,aot native benchmarks) $(GPU_TESTS)
+# Triton compiles instead of interpreting. Options take the place of pyproject.toml's, which name plug-ins that machine
+# may lack; with pytest-xdist there, kernels are compiled by several processes. 5: no test is called so.
+GPU_JOBS ?= 12
+GPU_PYTEST := PYTHONPATH=kernels:engine-image TRITON_INTERPRET=0 $(BENCH_PYTHON) -m benchmarks.wheels build/wheels pytest -q \
+    -o addopts=--import-mode=importlib -W default -p no:cacheprovider -m "not cpu" --durations=5 $(addprefix -k ,$(ONLY))
+test-gpu: ## engine and kernels against their references on this machine's GPU (8 min at most; ONLY=paged_decode)
+	@$(GPU_PYTEST) tests/engine/cuda; engine=$$?; \
+	$(GPU_PYTEST) $$($(BENCH_PYTHON) -c 'import xdist' 2>/dev/null && printf -- '-n %s' $(GPU_JOBS)) tests/kernels \
+	    $(addprefix --ignore=tests/kernels/,aot native benchmarks); kernels=$$?; \
+	for code in $$engine $$kernels; do case $$code in 0|5) ;; *) exit $$code;; esac; done
 
 bench-gpu: ## kernels and engine measured on this machine's GPU, peers beside them (10 min at most; ONLY=paged RESUME=1)
 	@PYTHONPATH=kernels:engine-image $(BENCH_PYTHON) -m benchmarks --output docs/results $(addprefix --only ,$(ONLY)) $(if $(RESUME),--resume)

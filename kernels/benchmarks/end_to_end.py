@@ -64,7 +64,7 @@ def decode(engine: "Engine", batch: int, *, context: int = CONTEXT, steps: int =
 def _until_all_decode(engine: "Engine", batch: int) -> None:
     decodes = 0
     while decodes < WARM_UP_STEPS:
-        stats = engine.step().stats
+        stats = checked(engine.step()).stats
         decodes = decodes + 1 if stats.kind == "decode" and stats.num_batch_requests == batch else 0
 
 
@@ -76,7 +76,7 @@ def busy_share(engine: "Engine", batch: int) -> float:
     _until_all_decode(engine, batch)
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         for _ in range(PROFILED_STEPS):
-            engine.step()
+            checked(engine.step())
         torch.cuda.synchronize()
     drop_all(engine)
     events: list[Any] = recorded.events() or []
@@ -159,7 +159,7 @@ def measure_rows(
             continue
         phase.report.begin(row.name, seconds=phase.clock.seconds_for(ROW_SECONDS))
         try:
-            entry = measured(engine, row, phase.report.limits)
+            entry = measured(engine, row, phase.report.limits) | {"kernel_compilations": 0}  # else it raised
         except Exception as error:  # of any kind: the other rows still run, and the exit code tells
             entry = {"limit": "model", "bar": row.bar, "error": f"{type(error).__name__}: {str(error)[:300]}"}
             phase.report.add(row.name, entry)

@@ -89,6 +89,7 @@ def markdown(report: Report, *, with_picture: bool) -> str:
         "| what | bar | rows that meet it | shares |",
         "| --- | --- | --- | --- |",
         *[_summary(asked, report.rows) for asked in ASKED],
+        _compilations(report.rows),
         "",
         "| row | ours | share | bar | limit | beside it |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -106,6 +107,14 @@ def _summary(asked: Asked, rows: dict[str, Entry]) -> str:
         spread = ", ".join(_ours(row) for row in found if row.get("limit") == "seconds" and "error" not in row)
     met = f"{sum(verdicts)} of {len(verdicts)}" if verdicts else "not measured"
     return f"| {asked.what} | {asked.bar} | {met} | {spread} |"
+
+
+def _compilations(rows: dict[str, Entry]) -> str:
+    """Of the engine's rows: one in which a kernel was compiled is an error that says so."""
+    compiled = sum(row.get("error", "").startswith("Compiled") for row in rows.values())
+    none = sum("kernel_compilations" in row for row in rows.values())
+    met = f"{none} of {none + compiled}" if none + compiled else "not measured"
+    return f"| no kernel compiled after warm-up | 0 in every row of the engine | {met} |  |"
 
 
 def _line(name: str, row: Entry) -> str:

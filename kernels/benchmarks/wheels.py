@@ -3,9 +3,11 @@
 `python -m benchmarks.wheels FOLDER MODULE [ARGUMENTS]` runs a module (pytest, the tuner) with them.
 """
 
+import atexit
 import os
 import re
 import runpy
+import shutil
 import sys
 import tempfile
 import zipfile
@@ -19,6 +21,7 @@ def use_wheels(folder: Path) -> list[str]:
     missing = [wheel for wheel in sorted(folder.glob("*.whl")) if not _is_installed(_package(wheel))]
     if missing:
         target = tempfile.mkdtemp(prefix="wheels-")
+        atexit.register(shutil.rmtree, target, ignore_errors=True)
         for wheel in missing:
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(target)

@@ -40,7 +40,7 @@ def check(
     tensors = (query, keys, values, tables, torch.tensor(lengths, dtype=torch.int32))
     ours = paged_decode_triton(*tensors, max_seq_len=max(lengths), scale=scale, splits=splits, **options)  # type: ignore[arg-type]
     expected = paged_decode_reference(*tensors, scale=scale, **options)  # type: ignore[arg-type]
-    tolerance = 16 * torch.finfo(dtype).eps
+    tolerance = (64 if dtype == torch.float32 else 16) * torch.finfo(dtype).eps  # float32 is three TF32 on a GPU
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 

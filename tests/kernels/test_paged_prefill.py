@@ -53,7 +53,8 @@ def a_batch(
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    return 16 * torch.finfo(dtype).eps
+    """A float32 product is three of TF32 on a GPU, which leave about 21 bits."""
+    return (64 if dtype == torch.float32 else 16) * torch.finfo(dtype).eps
 
 
 def check(batch: Paged, *, scale: float = 0.25, **options: float | None) -> None:

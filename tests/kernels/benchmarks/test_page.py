@@ -13,6 +13,7 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "engine llama-3.1-8b decode 32 x 1k": {
         "limit": "model", "bar": 0.85, "rate": 6200.0, "limit_rate": 7100.0, "share": 0.873, "date": "2026-01-01",
+        "kernel_compilations": 0,
         "peers": {"transformers continuous batching": {"rate": 1550.0}},
     },
     "engine llama-3.1-8b GPU busy, 32 x 1k": {"limit": "time", "bar": 0.97, "share": 0.98, "peers": {}},
@@ -50,6 +51,7 @@ def test_what_was_asked_and_not_measured_is_said(tmp_path: Path) -> None:
     text = markdown(a_report(tmp_path), with_picture=False)
     assert "| fused MoE | 0.65 of the binding limit | not measured |  |" in text
     assert "| memory-bound kernels | 0.90 of copy | 0 of 1 |  |" in text
+    assert "| no kernel compiled after warm-up | 0 in every row of the engine | 1 of 1 |  |" in text
     assert "| live KV resize of 10 GiB under load | stall of 200 ms at most | 1 of 1 | 50 ms of 200 allowed |" in text
 
 
