@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from calling_recorder import noted, steps_of_a_device
 from trimtab_engine.config import EngineConfig
@@ -25,6 +26,7 @@ DRAFTS = {
     "num_speculative_tokens": 3,
     "num_speculative_tokens_cap": 3,
 }
+SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
 EPLB = {"eplb": EplbConfig(window_size=16, step_interval=8, num_redundant_experts=4)}
 LAZY = {"compilation": CompilationConfig(cudagraph_lazy_capture=True)}
 ONLY_FULL = {"compilation": CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)}
@@ -53,7 +55,8 @@ def kinds(steps: list[StepStats]) -> set[str]:
         pytest.param("dense", TP2, id="dense tp2"),
         pytest.param("dense", TP2 | OVERLAPPED, id="dense tp2 overlapped"),
         pytest.param("dense", TP2 | DRAFTS | LAZY, id="dense tp2 with drafts, lazily"),
-        pytest.param("dense", PP2, id="dense pp2"),
+        pytest.param("dense", TP2 | OVERLAPPED | SWAP, id="dense tp2 overlapped, swapping"),
+        pytest.param("dense", PP2 | SWAP, id="dense pp2 swapping"),
         pytest.param("dense", TP2 | PP2 | ONLY_FULL, id="dense tp2 pp2, only decodes"),
         pytest.param("moe", TP2 | EP | OVERLAPPED, id="moe tp2 ep overlapped"),
         pytest.param("skewed", TP2 | EP | EPLB | OVERLAPPED, id="skewed moe tp2 ep balanced"),
@@ -86,6 +89,72 @@ def test_tokens_equal_those_of_one_rank(
     taken = noted(notes)
     assert len(taken) == layout.get("tensor_parallel_size", 1) * layout.get("pipeline_parallel_size", 1)
     assert all(of_rank == taken[0] for of_rank in taken), "every rank takes the same graph in each step"
+
+
+def tokens_of(engine: Engine, asked: list[AddRequest], steps: list[StepStats] | None = None) -> dict[str, list[int]]:
+    """Of requests that may end in any way, from a cache of any size."""
+    tokens: dict[str, list[int]] = {}
+    for request in asked:
+        engine.add(request)
+    while engine.has_work:
+        step = engine.step()
+        if steps is not None:
+            steps.append(step.stats)
+        for output in step.outputs:
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    engine.check_integrity()
+    return tokens
+
+
+def test_what_requests_ask_of_their_tokens_is_the_same_over_ranks(
+    models: dict[str, str], start: Callable[..., Engine], serving: Any, notes: Path
+) -> None:
+    """Tokens are chosen on the rank that samples, from counts that it keeps, while the others compute the next step."""
+    _, requests, _ = serving
+    wishes: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.5, "temperature": 0.9, "seed": 4},
+        {"logit_bias": {5: 4.0}, "min_tokens": 8, "ignore_eos": False},
+        {"bad_words": [[7], [3, 9]], "logprobs": 2},
+    ]
+    asked = [
+        AddRequest(r.request_id, r.prompt_token_ids, msgspec.structs.replace(r.sampling, **wishes[number % 4]), 0.0)
+        for number, r in enumerate(requests(8))
+    ]
+    expected = tokens_of(start(models["dense"]), asked)
+    with steps_of_a_device(notes):
+        engine = start(models["dense"], **TP2, **OVERLAPPED)
+        assert tokens_of(engine, asked) == expected
+        engine.close()
+
+
+def test_graphs_outlive_sleep_and_a_resized_cache(
+    models: dict[str, str], start: Callable[..., Engine], serving: Any, notes: Path
+) -> None:
+    _, requests, _ = serving
+    asked = requests(6)
+    sized: dict[str, Any] = {
+        "num_gpu_blocks_override": None,
+        "gpu_memory_utilization": "0.2",
+        "gpu_memory_utilization_cap": "0.3",
+    }
+    sized |= {"block_size": 128}  # few blocks, though the memory is large
+    expected = tokens_of(start(models["dense"]), asked)
+    steps: list[StepStats] = []
+    with steps_of_a_device(notes) as recorder:
+        engine = start(models["dense"], **TP2, **sized)
+        num_records = recorder.num_records
+        assert tokens_of(engine, asked, steps) == expected
+        engine.lifecycle("sleep", {"level": 1, "mode": "abort"})
+        engine.lifecycle("wake_up", {"tags": ["weights", "kv_cache", "scheduling"]})
+        assert tokens_of(engine, asked, steps) == expected
+        for utilization in (0.3, 0.15):
+            status, _ = engine.patch_config({"values": {"gpu_memory_utilization": utilization}})
+            assert status == 200
+            assert tokens_of(engine, asked, steps) == expected
+        assert recorder.num_records == num_records
+        engine.close()
+    assert sum(stats.graph_captures for stats in steps) == 0
 
 
 def test_every_rank_s_ledger_has_its_fixed_inputs_and_start_up_says_how_far_graphs_are(
