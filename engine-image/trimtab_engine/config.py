@@ -5,6 +5,7 @@ what needs the model or the device is checked where those are read.
 """
 
 import os
+import shutil
 from typing import Any, Literal
 
 import msgspec
@@ -310,6 +311,11 @@ def first_visible_gpu() -> int | str | None:
     if first.startswith(("GPU-", "MIG-")):
         return first
     return int(first) if first.isdecimal() else None
+
+
+def c_compiler() -> str | None:
+    """With which Triton builds what launches its kernels: CC, else gcc or clang. None: there is none."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 def core_environment() -> dict[str, str]:

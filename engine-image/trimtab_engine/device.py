@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from trimtab_engine.address_range import AddressSpace, HostMemory, pin_for_cuda
+from trimtab_engine.config import c_compiler
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.mapped_range import CudaMemory, open_cuda_memory
 
@@ -57,6 +58,11 @@ class Device:
     ) -> None:
         if kind == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device is cuda, but torch finds no CUDA device here; use --device cpu")
+        if kind == "cuda" and c_compiler() is None:
+            raise ConfigError(
+                "--device is cuda, but there is no C compiler, which Triton needs to launch its kernels: install gcc "
+                "with the C library's headers (an image whose base has them: python:3.12, not -slim), or set CC"
+            )
         self.kind = kind
         self._local_count = local_count
         self.torch = torch.device(kind)

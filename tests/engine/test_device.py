@@ -118,6 +118,14 @@ def test_cuda_without_a_device_is_refused() -> None:
         Device("cuda")
 
 
+def test_cuda_without_a_c_compiler_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(ConfigError, match="no C compiler, which Triton needs"):
+        Device("cuda")
+
+
 @pytest.mark.parametrize(
     ("error", "is_one"),
     [

@@ -1,6 +1,7 @@
 """An engine whose KV cache is mapped page by page, as on CUDA, on a faked driver: what is not mapped is poisoned
 there, so a block that is used without being mapped would show in the tokens."""
 
+import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -90,6 +91,17 @@ def test_live_resizes_map_and_unmap_under_load_and_change_no_token(model: Path, 
     assert len(sizes) > 4, "the KV cache really changed its size"
     assert {"cuMemMap", "cuMemUnmap"} <= set(fake.names())
     fake.check()
+
+
+def test_an_engine_that_is_dropped_leaves_nothing_mapped(model: Path, fake: FakeCuda) -> None:
+    engine: Engine | None = an_engine(model)
+    assert engine is not None
+    run(engine)
+    assert fake.mapped_bytes > 0
+    engine.close()
+    engine = None
+    gc.collect()
+    assert (engine, fake.maps, fake.ranges) == (None, {}, {})
 
 
 def test_memory_that_the_device_does_not_have_refuses_the_patch_and_changes_nothing(
