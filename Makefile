@@ -113,12 +113,14 @@ GPU_JOBS ?= 12
 GPU_PYTEST := PYTHONPATH=kernels:engine-image TRITON_INTERPRET=0 $(BENCH_PYTHON) -m benchmarks.wheels build/wheels pytest -q \
     -o addopts=--import-mode=importlib -W default -p no:cacheprovider -m "not cpu" --durations=5 $(addprefix -k ,$(ONLY))
 test-gpu: ## engine and kernels against their references on this machine's GPU (8 min at most; ONLY=paged_decode)
+	@PYTHONPATH=kernels $(BENCH_PYTHON) -m benchmarks.machine test-gpu
 	@$(GPU_PYTEST) tests/engine/cuda; engine=$$?; \
 	$(GPU_PYTEST) $$($(BENCH_PYTHON) -c 'import xdist' 2>/dev/null && printf -- '-n %s' $(GPU_JOBS)) tests/kernels \
 	    $(addprefix --ignore=tests/kernels/,aot native benchmarks); kernels=$$?; \
 	for code in $$engine $$kernels; do case $$code in 0|5) ;; *) exit $$code;; esac; done
 
 bench-gpu: ## kernels and engine measured on this machine's GPU, peers beside them (10 min at most; ONLY=paged RESUME=1)
+	@PYTHONPATH=kernels $(BENCH_PYTHON) -m benchmarks.machine bench-gpu
 	@PYTHONPATH=kernels:engine-image $(BENCH_PYTHON) -m benchmarks --output docs/results $(addprefix --only ,$(ONLY)) $(if $(RESUME),--resume)
 
 soak: all-set-up ## longer runs of the same stories

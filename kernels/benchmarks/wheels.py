@@ -12,6 +12,7 @@ import sys
 import tempfile
 import zipfile
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -48,6 +49,8 @@ def main(arguments: list[str]) -> None:
         raise SystemExit("usage: python -m benchmarks.wheels FOLDER MODULE [ARGUMENTS]")
     folder, module, *rest = arguments
     print(f"from {folder}: {', '.join(use_wheels(Path(folder))) or 'nothing is needed'}", flush=True)
+    if find_spec(module) is None:
+        raise SystemExit(f"{module} is neither installed for {sys.executable} nor in {folder}: put its wheels there")
     sys.argv = [module, *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

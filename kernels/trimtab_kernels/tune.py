@@ -202,18 +202,66 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m trimtab_kernels.tune", description=__doc__.split("\n")[0])
     parser.add_argument("model", type=Path, help="folder with config.json, or the file itself")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, nargs="+", default=list(BATCH_SIZES), help="numbers of tokens")
-    parser.add_argument("--save-path", type=Path, default=CONFIG_FOLDER)
-    parser.add_argument("--dry-run", action="store_true", help="print shapes and sizes of the search, and end")
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="ranks that split each layer (default: 1)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=_positive,
+        nargs="+",
+        default=list(BATCH_SIZES),
+        metavar="TOKENS",
+        help=f"numbers of tokens to measure (default: {' '.join(map(str, BATCH_SIZES))})",
+    )
+    parser.add_argument(
+        "--save-path",
+        type=Path,
+        default=CONFIG_FOLDER,
+        metavar="FOLDER",
+        help="where the files go, one per shape and GPU name; what is in them is not measured again (default: the "
+        "package's own folder, where the engine looks)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print shapes and sizes of the search, and end; no GPU")
     return parser.parse_args(arguments)
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return int(text)
+
+
+def read_shapes(model: Path, tensor_parallel_size: int) -> list[Shape]:
+    """The shapes of the model at this path. Raises ValueError that says what is wrong with it."""
+    path = model / "config.json" if model.is_dir() else model
+    try:
+        config = json.loads(path.read_text())
+        shapes = shapes_of(config, tensor_parallel_size)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; give a folder with a config.json, or the file") from None
+    except KeyError as error:
+        raise ValueError(f"{path}: has no {error.args[0]}; the config.json of a model is needed") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: is not a model's config.json: {error}") from None
+    for name in ("num_attention_heads", "intermediate_size"):
+        if config[name] % tensor_parallel_size:
+            raise ValueError(f"--tensor-parallel-size {tensor_parallel_size} does not divide {name} {config[name]}")
+    return shapes
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 when all is measured, 1 when nothing could be launched for a shape, 2 without a GPU."""
+    """Exit code 0 when all is measured, 1 when nothing could be launched for a shape, 2 without a GPU, or when the
+    model cannot be read."""
     options = parse(arguments)
-    path = options.model / "config.json" if options.model.is_dir() else options.model
-    shapes = shapes_of(json.loads(path.read_text()), options.tensor_parallel_size)
+    try:
+        shapes = read_shapes(options.model, options.tensor_parallel_size)
+    except ValueError as error:
+        print(f"tune: {error}", file=sys.stderr)
+        return 2
     if options.dry_run:
         facts = device_facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         for shape in shapes:

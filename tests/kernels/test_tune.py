@@ -67,3 +67,30 @@ def test_without_a_gpu_it_says_so_and_a_dry_run_still_tells_the_search(
     if not torch.cuda.is_available():
         assert main([str(tmp_path)]) == 2
         assert "no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "told"),
+    [
+        (None, (), "No such file or directory; give a folder with a config.json"),
+        ("{", (), "is not a model's config.json: "),
+        ("[]", (), "is not a model's config.json: "),
+        ('{"hidden_size": 64}', (), "has no num_attention_heads; the config.json of a model is needed"),
+        (json.dumps(LLAMA_8B), ("--tensor-parallel-size", "3"), "3 does not divide num_attention_heads 32"),
+    ],
+)
+def test_a_model_that_cannot_be_tuned_for_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, flags: tuple[str, ...], told: str
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert main([str(tmp_path), "--dry-run", *flags]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("tune: ")
+    assert told in line
+
+
+def test_no_tokens_are_no_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--batch-size", "1", "0"])
+    assert "'0' is no whole number of 1 or more" in capsys.readouterr().err

@@ -41,3 +41,9 @@ def test_children_have_them_too(folder: Path) -> None:
 def test_a_folder_that_is_not_there_is_no_error(tmp_path: Path) -> None:
     assert "nothing is needed" in run(str(tmp_path / "none"), "this").stdout
     assert "usage" in run().stderr
+
+
+def test_a_module_that_is_nowhere_is_named(folder: Path) -> None:
+    done = run(str(folder), "no_such_module")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"no_such_module is neither installed for {sys.executable} nor in {folder}: ")
