@@ -16,7 +16,7 @@ CRD := crds/trimtab.dev_inferencedeployments.yaml
 CHART_CRD := charts/trimtab/files/crds/trimtab.dev_inferencedeployments.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu bench-gpu-wheels test-gpu aot clients soak crds clean
+.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu bench-gpu-wheels test-gpu tune-gpu aot clients soak crds clean
 
 help: ## this list
 	@echo "Trimtab: make TARGET"
@@ -122,6 +122,12 @@ test-gpu: ## engine and kernels against their references on this machine's GPU (
 bench-gpu: ## kernels and engine measured on this machine's GPU, peers beside them (10 min at most; ONLY=paged RESUME=1)
 	@PYTHONPATH=kernels $(BENCH_PYTHON) -m benchmarks.machine bench-gpu
 	@PYTHONPATH=kernels:engine-image $(BENCH_PYTHON) -m benchmarks --output docs/results $(addprefix --only ,$(ONLY)) $(if $(RESUME),--resume)
+
+TUNE_MODELS ?= llama-3.1-8b deepseek-v3
+TUNE_SECONDS ?= 200  # for each model
+tune-gpu: ## launch configurations of fp8 products for this machine's GPU, into kernels/trimtab_kernels/configs (7 min at most)
+	@for model in $(TUNE_MODELS); do PYTHONPATH=kernels $(BENCH_PYTHON) -m trimtab_kernels.tune kernels/benchmarks/shapes/$$model.json \
+	    --batch-size 1 32 256 1024 4096 --budget-seconds $(TUNE_SECONDS) || [ $$? = 3 ] || exit 1; done
 
 soak: all-set-up ## longer runs of the same stories
 	$(BIN)/pytest e2e --soak

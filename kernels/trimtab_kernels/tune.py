@@ -6,6 +6,9 @@ The shapes come from the model's config.json: the projections of attention and M
 group holds them. For every shape and number of tokens each configuration of a pruned grid is timed; the best ones go
 into one file per shape and GPU name (gemm_config), written after each number of tokens, so that an interrupted run goes
 on where it stopped. With several GPUs the numbers of tokens are dealt out to them.
+
+With `--budget-seconds` every shape has its part of the time: its configurations are compiled in many processes for the
+larger half of it, in random order behind the default, and those that were compiled are timed.
 """
 
 import argparse
@@ -13,102 +16,30 @@ import itertools
 import json
 import math
 import multiprocessing
+import queue
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trimtab_kernels.compile_ahead import CompileAhead, compile_launches, processes_per_gpu
 from trimtab_kernels.device_facts import DeviceFacts, device_facts
-from trimtab_kernels.gemm_config import (
-    CONFIG_FOLDER,
-    MAX_SPLIT_K,
-    MIN_STEPS_PER_PART,
-    GemmConfig,
-    config_file_name,
-    default_config,
-    device_name,
-)
-from trimtab_kernels.jit import cdiv, next_power_of_2
+from trimtab_kernels.gemm_config import CONFIG_FOLDER, GemmConfig, config_file_name, device_name
+from trimtab_kernels.gemm_search import Shape, in_random_order, search_space, shapes_of
+from trimtab_kernels.jit import cdiv
 from trimtab_kernels.w8a8_block_fp8 import quantize_groups_triton, w8a8_block_fp8_reference, w8a8_block_fp8_triton
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
 WARM_UP_RUNS, TIMED_RUNS = 5, 10
-MOST_ACCUMULATORS = 128 * 256
-"""fp32 sums of one program: 255 registers of 256 threads hold no more, with the operands beside them."""
+POLL_SECONDS = 1.0
+COMPILE_SHARE = 0.6
+"""Of a shape's time: a configuration takes a second or two to compile, by one process of many, and 10 ms to time."""
 RELATIVE_ERROR = 2**-6
 """Of the largest value: bf16 rounds to 2**-8; a faulty configuration is off by far more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Weights [n, k] of a projection."""
-
-    n: int
-    k: int
-
-
-def shapes_of(config: dict[str, Any], tensor_parallel_size: int = 1) -> list[Shape]:
-    """Distinct (N, K) of one rank's dense projections. Raises KeyError where the config lacks a size.
-
-    q, k and v are one product, gate and up another, as the engine computes them. Column-parallel projections divide N,
-    row-parallel ones K. DeepSeek's latent attention has its own projections; experts are fused_moe's.
-    """
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    tp = tensor_parallel_size
-    shapes: list[Shape] = []
-    if "kv_lora_rank" in config:
-        rope, nope = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
-        latent, value = config["kv_lora_rank"], config["v_head_dim"]
-        if config.get("q_lora_rank"):
-            shapes += [Shape(config["q_lora_rank"] + latent + rope, hidden)]
-            shapes += [Shape(heads * (rope + nope) // tp, config["q_lora_rank"])]
-        else:
-            shapes += [Shape(heads * (rope + nope) // tp, hidden), Shape(latent + rope, hidden)]
-        shapes += [Shape(heads * (nope + value) // tp, latent), Shape(hidden, heads * value // tp)]
-    else:
-        size = config.get("head_dim") or hidden // heads
-        kv_heads = max(config.get("num_key_value_heads", heads), tp)
-        shapes += [Shape((heads + 2 * kv_heads) * size // tp, hidden), Shape(hidden, heads * size // tp)]
-    wide = [config["intermediate_size"]]
-    if config.get("n_shared_experts"):
-        wide.append(config["n_shared_experts"] * config["moe_intermediate_size"])
-    for size in wide:
-        shapes += [Shape(2 * size // tp, hidden), Shape(hidden, size // tp)]
-    return list(dict.fromkeys(shapes))
-
-
-def search_space(num_tokens: int, shape: Shape, facts: DeviceFacts) -> list[GemmConfig]:
-    """Configurations worth timing; the default is always among them."""
-    candidates = [default_config(num_tokens, shape.n, shape.k, facts)]
-    padded = next_power_of_2(num_tokens)
-    tallest = min(256, max(16, 2 * padded))  # taller tiles would compute padding
-    lowest = min(64, max(16, padded // 2))  # lower ones would read the weights again and again
-    for block_m, block_n, block_k, group_m, warps, stages, split in itertools.product(
-        (16, 32, 64, 128, 256), (32, 64, 128, 256), (64, 128), (1, 16, 32), (4, 8), (2, 3, 4, 5), (1, 2, 4, 8)
-    ):
-        config = GemmConfig(block_m, block_n, block_k, group_m, warps, stages, split)
-        if lowest <= block_m <= tallest and _is_sensible(config, num_tokens, shape, facts):
-            candidates.append(config)
-    return list(dict.fromkeys(candidates))
-
-
-def _is_sensible(config: GemmConfig, num_tokens: int, shape: Shape, facts: DeviceFacts) -> bool:
-    rows, columns = cdiv(num_tokens, config.block_m), cdiv(shape.n, config.block_n)
-    accumulators = config.block_m * config.block_n
-    return (
-        config.operand_bytes <= facts.shared_bytes
-        and accumulators <= MOST_ACCUMULATORS
-        and accumulators >= 32 * config.num_warps * 2  # less than two sums per thread leaves threads idle
-        and (config.num_warps == 8 or accumulators <= 128 * 128)
-        and (config.group_m == 1 or rows > 1)  # one row of tiles has one order
-        and config.split_k <= min(MAX_SPLIT_K, max(1, cdiv(shape.k, 128) // MIN_STEPS_PER_PART))
-        and (config.split_k == 1 or rows * columns < 2 * facts.num_sms)  # enough programs without
-        and (config.block_k == 128 or config.split_k == 1)
-    )
 
 
 def missing_batches(path: Path, batch_sizes: list[int]) -> list[int]:
@@ -134,14 +65,24 @@ def deal(batch_sizes: list[int], num_gpus: int) -> list[list[int]]:
 
 
 def best_of(
-    candidates: list[GemmConfig], seconds: Callable[[GemmConfig], float | None]
+    candidates: Iterable[GemmConfig], seconds: Callable[[GemmConfig], float | None]
 ) -> tuple[GemmConfig, float] | None:
     """The fastest; None for a candidate means that it cannot be launched or is wrong. None in all: None."""
-    timed = [(taken, index) for index, config in enumerate(candidates) if (taken := seconds(config)) is not None]
-    if not timed:
-        return None
-    taken, index = min(timed)
-    return candidates[index], taken
+    best: tuple[GemmConfig, float] | None = None
+    for config in candidates:
+        taken = seconds(config)
+        if taken is not None and (best is None or taken < best[1]):
+            best = config, taken
+    return best
+
+
+def until(deadline: float, configs: list[GemmConfig]) -> Iterator[GemmConfig]:
+    """The first in any case, the others while there is time."""
+    yield from configs[:1]
+    for config in configs[1:]:
+        if time.monotonic() >= deadline:
+            return
+        yield config
 
 
 def _measure(config: GemmConfig, operands: tuple[torch.Tensor, ...], expected: torch.Tensor) -> float | None:
@@ -172,23 +113,57 @@ def _measure(config: GemmConfig, operands: tuple[torch.Tensor, ...], expected: t
     return total / TIMED_RUNS
 
 
-def _tune_share(gpu: int, jobs: list[tuple[Shape, int]], folder: str, done: Any) -> None:
+def _compile(case: tuple[Shape, GemmConfig]) -> None:
+    """One configuration into Triton's cache; the number of tokens does not matter to it."""
+    shape, config = case
+    empty = partial(torch.empty, device="meta")
+    groups = cdiv(shape.k, 128)
+    a, b = (empty(rows, shape.k, dtype=torch.float8_e4m3fn) for rows in (config.block_m, shape.n))
+    scales = empty(config.block_m, groups), empty(cdiv(shape.n, 128), groups)
+    compile_launches(lambda: w8a8_block_fp8_triton(a, scales[0], b, scales[1], torch.bfloat16, config=config))
+
+
+def _candidates(
+    ahead: CompileAhead, shape: Shape, batches: list[int], facts: DeviceFacts, seconds: float
+) -> dict[int, list[GemmConfig]]:
+    """What is timed for each number of tokens: of its search space what could be compiled in that time."""
+    spaces = {m: search_space(m, shape, facts) for m in batches}
+    wanted = in_random_order(list(dict.fromkeys(config for space in spaces.values() for config in space)))
+    defaults = [space[0] for space in spaces.values()]
+    first = list(dict.fromkeys([*defaults, *wanted]))
+    compiled = {config for _, config in ahead.run(_compile, [(shape, config) for config in first], seconds)}
+    return {m: [space[0], *(c for c in space[1:] if c in compiled)] for m, space in spaces.items()}
+
+
+def _tune_share(gpu: int, jobs: list[tuple[Shape, int]], seconds: float, processes: int, done: Any) -> None:
     """In a process of its own: time its jobs on its GPU and report each as (shape, tokens, config, seconds)."""
     torch.cuda.set_device(gpu)
     device = torch.device("cuda", gpu)
     facts = device_facts(device)
-    for shape, num_tokens in jobs:
-        a, a_scales = quantize_groups_triton(torch.randn(num_tokens, shape.k, device=device))
-        b = torch.randn(shape.n, shape.k, device=device).to(torch.float8_e4m3fn)
-        b_scales = torch.rand(cdiv(shape.n, 128), cdiv(shape.k, 128), device=device) + 0.5
-        operands = (a, a_scales, b, b_scales)
-        expected = w8a8_block_fp8_reference(*operands, torch.float32)
-        found = best_of(
-            search_space(num_tokens, shape, facts),
-            lambda c, o=operands, e=expected: _measure(c, o, e),  # type: ignore[misc]
-        )
-        done.put((shape, num_tokens, found))
-    done.put(None)
+    ahead = CompileAhead(gpu, processes)
+    by_shape = [(shape, [m for _, m in group]) for shape, group in itertools.groupby(jobs, key=lambda job: job[0])]
+    end = time.monotonic() + seconds
+    for number, (shape, batches) in enumerate(by_shape):
+        own = (end - time.monotonic()) / (len(by_shape) - number)
+        if own <= 0:
+            break
+        candidates = _candidates(ahead, shape, batches, facts, COMPILE_SHARE * own)
+        timing = (end - time.monotonic()) / (len(by_shape) - number) / len(batches)
+        for num_tokens in batches:
+            found = _time(shape, num_tokens, candidates[num_tokens], device, time.monotonic() + timing)
+            done.put((shape, num_tokens, found))
+    ahead.close()
+
+
+def _time(
+    shape: Shape, num_tokens: int, configs: list[GemmConfig], device: torch.device, deadline: float
+) -> tuple[GemmConfig, float] | None:
+    a, a_scales = quantize_groups_triton(torch.randn(num_tokens, shape.k, device=device))
+    b = torch.randn(shape.n, shape.k, device=device).to(torch.float8_e4m3fn)
+    b_scales = torch.rand(cdiv(shape.n, 128), cdiv(shape.k, 128), device=device) + 0.5
+    operands = (a, a_scales, b, b_scales)
+    expected = w8a8_block_fp8_reference(*operands, torch.float32)
+    return best_of(until(deadline, configs), lambda config: _measure(config, operands, expected))
 
 
 def _progress(done: int, total: int, started: float) -> Iterator[str]:
@@ -225,6 +200,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="where the files go, one per shape and GPU name; what is in them is not measured again (default: the "
         "package's own folder, where the engine looks)",
     )
+    parser.add_argument(
+        "--budget-seconds", type=float, default=math.inf, metavar="N", help="end after that; the next run goes on"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print shapes and sizes of the search, and end; no GPU")
     return parser.parse_args(arguments)
 
@@ -254,8 +232,8 @@ def read_shapes(model: Path, tensor_parallel_size: int) -> list[Shape]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 when all is measured, 1 when nothing could be launched for a shape, 2 without a GPU, or when the
-    model cannot be read."""
+    """Exit code 0 when all is measured, 1 when nothing could be launched for a shape, 2 without a GPU or when the model
+    cannot be read, 3 when time ran out."""
     options = parse(arguments)
     try:
         shapes = read_shapes(options.model, options.tensor_parallel_size)
@@ -271,10 +249,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("tune: torch finds no CUDA device here; run it where the model will be served", file=sys.stderr)
         return 2
-    return _tune_all(shapes, options.batch_size, options.save_path)
+    return _tune_all(shapes, options.batch_size, options.save_path, options.budget_seconds)
 
 
-def _tune_all(shapes: list[Shape], batch_sizes: list[int], folder: Path) -> int:
+def _tune_all(shapes: list[Shape], batch_sizes: list[int], folder: Path, seconds: float) -> int:
     name, num_gpus = device_name(), torch.cuda.device_count()
     paths = {shape: folder / config_file_name(shape.n, shape.k, name) for shape in shapes}
     jobs = [(shape, m) for shape in shapes for m in missing_batches(paths[shape], batch_sizes)]
@@ -283,18 +261,15 @@ def _tune_all(shapes: list[Shape], batch_sizes: list[int], folder: Path) -> int:
     ]
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     done: Any = context.Queue()
+    processes = processes_per_gpu(num_gpus)
     workers = [
-        context.Process(target=_tune_share, args=(gpu, share, str(folder), done)) for gpu, share in enumerate(shares)
+        context.Process(target=_tune_share, args=(gpu, share, seconds, processes, done))
+        for gpu, share in enumerate(shares)
     ]
     for worker in workers:
         worker.start()
-    started, finished, ended, failed = time.monotonic(), 0, 0, 0
-    while ended < len(workers):
-        item = done.get()
-        if item is None:
-            ended += 1
-            continue
-        shape, num_tokens, found = item
+    started, finished, failed = time.monotonic(), 0, 0
+    for shape, num_tokens, found in _results(workers, done):
         finished += 1
         if found is None:
             failed += 1
@@ -304,9 +279,24 @@ def _tune_all(shapes: list[Shape], batch_sizes: list[int], folder: Path) -> int:
             outcome = f"{1e6 * found[1]:.1f} us with {found[0].to_json()}"
         progress = ", ".join(_progress(finished, len(jobs), started))
         print(f"{progress}: N={shape.n} K={shape.k} M={num_tokens}: {outcome}", flush=True)
+    if any(worker.exitcode for worker in workers):
+        print("a process ended with an error, see above; the same command goes on with what is left", file=sys.stderr)
+        return 1
+    if finished < len(jobs):
+        print(f"out of time: {len(jobs) - finished} numbers of tokens are left; the same command goes on", flush=True)
+        return 3
+    return 1 if failed else 0
+
+
+def _results(workers: list[Any], done: Any) -> Iterator[tuple[Shape, int, tuple[GemmConfig, float] | None]]:
+    """What they report, until all of them have ended, well or not."""
+    while any(worker.is_alive() for worker in workers) or not done.empty():
+        try:
+            yield done.get(timeout=POLL_SECONDS)
+        except queue.Empty:
+            continue
     for worker in workers:
         worker.join()
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":

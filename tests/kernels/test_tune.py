@@ -1,39 +1,19 @@
-"""The tuner's decisions: shapes, the pruned search, resuming. What it measures needs a GPU."""
+"""The tuner's decisions: what wins, within its time, and resuming. What it measures needs a GPU."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from trimtab_kernels import tune
+from trimtab_kernels.compile_ahead import CompileAhead
 from trimtab_kernels.device_facts import H200
 from trimtab_kernels.gemm_config import GemmConfig, load_configs
-from trimtab_kernels.tune import Shape, best_of, deal, main, missing_batches, save, search_space, shapes_of
+from trimtab_kernels.gemm_search import Shape
+from trimtab_kernels.tune import best_of, deal, main, missing_batches, save, until
 
 LLAMA_8B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
-DEEPSEEK_V3 = {
-    "hidden_size": 7168, "num_attention_heads": 128, "intermediate_size": 18432, "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-    "n_shared_experts": 1, "moe_intermediate_size": 2048,
-}  # fmt: skip
-
-
-def test_shapes_come_from_the_models_config() -> None:
-    assert shapes_of(LLAMA_8B) == [Shape(6144, 4096), Shape(4096, 4096), Shape(28672, 4096), Shape(4096, 14336)]
-    assert shapes_of(LLAMA_8B, 8)[0] == Shape(768, 4096)
-    assert shapes_of(LLAMA_8B, 16)[0] == Shape((32 + 2 * 16) * 128 // 16, 4096), "kv heads are repeated beyond 8 ranks"
-    assert shapes_of(DEEPSEEK_V3, 8) == [
-        Shape(2112, 7168), Shape(3072, 1536), Shape(4096, 512), Shape(7168, 2048),
-        Shape(4608, 7168), Shape(7168, 2304), Shape(512, 7168), Shape(7168, 256),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("num_tokens", [1, 64, 4096])
-def test_the_search_is_pruned_and_has_the_default(num_tokens: int) -> None:
-    space = search_space(num_tokens, Shape(4096, 4096), H200)
-    assert 50 < len(space) < 1280, "fewer than the plain grid"
-    assert len(set(space)) == len(space)
-    assert all(config.operand_bytes <= H200.shared_bytes and 128 % config.block_k == 0 for config in space)
-    assert num_tokens > 1 or all(config.block_m <= 32 for config in space)
 
 
 def test_the_fastest_that_can_be_launched_wins() -> None:
@@ -67,6 +47,56 @@ def test_without_a_gpu_it_says_so_and_a_dry_run_still_tells_the_search(
     if not torch.cuda.is_available():
         assert main([str(tmp_path)]) == 2
         assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_when_time_is_over_the_default_alone_is_timed() -> None:
+    configs = [GemmConfig(m, 64, 128, 1, 4, 2) for m in (16, 32, 64)]
+    assert list(until(time.monotonic() - 1, configs)) == configs[:1]
+    assert list(until(float("inf"), configs)) == configs
+    assert list(until(float("inf"), [])) == []
+
+
+def test_what_was_not_compiled_in_time_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[GemmConfig] = []
+
+    class Ahead(CompileAhead):
+        def __init__(self) -> None:
+            """Without processes: the first ten are compiled in time."""
+
+        def run(self, task: object, items: object, seconds: float) -> list[object]:  # type: ignore[override]
+            asked.extend(config for _, config in items)  # type: ignore[attr-defined]
+            return list(items)[:10]  # type: ignore[call-overload, no-any-return]
+
+    found = tune._candidates(Ahead(), Shape(4096, 4096), [1, 4096], H200, 5.0)
+    assert set(found) == {1, 4096}
+    compiled = set(asked[:10])
+    for configs in found.values():
+        assert set(configs[1:]) <= compiled
+    assert asked[:2] == [configs[0] for configs in found.values()], "defaults come first"
+
+
+def test_a_configuration_is_compiled_as_it_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trimtab_kernels.w8a8_block_fp8 import _sum_parts, _w8a8_block_fp8
+
+    warmed: list[dict[str, object]] = []
+
+    class Function:
+        arg_names = _w8a8_block_fp8.function.arg_names
+
+        def warmup(self, **arguments: object) -> None:
+            warmed.append(arguments)
+
+    class Sum(Function):
+        arg_names = _sum_parts.function.arg_names
+
+    monkeypatch.setattr(_w8a8_block_fp8, "function", Function())
+    monkeypatch.setattr(_sum_parts, "function", Sum())
+    tune._compile((Shape(256, 512), GemmConfig(32, 64, 128, 1, 4, 3, 2)))
+    product, total = warmed
+    chosen = {"N": 256, "K": 512, "BLOCK_M": 32, "SPLIT_K": 2, "num_warps": 4, "num_stages": 3}
+    assert chosen.items() <= product.items()
+    assert product["b"].dtype == torch.float8_e4m3fn  # type: ignore[attr-defined]
+    assert total["SPLIT_K"] == 2
 
 
 @pytest.mark.parametrize(

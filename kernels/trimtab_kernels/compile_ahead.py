@@ -1,0 +1,58 @@
+"""Compiles in many processes what one process is about to time.
+
+Triton compiles a launch when it meets it, one after the other and for seconds each; a tuner meets thousands. What
+another process has compiled before is found in Triton's cache on disk.
+"""
+
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from typing import TypeVar
+
+import torch
+
+from trimtab_kernels.jit import record_launches
+
+Item = TypeVar("Item")
+
+
+def compile_launches(launch: Callable[[], object]) -> None:
+    """Compile what `launch`, called with tensors on the meta device, would launch. Raises what Triton raises."""
+    with record_launches() as launches:
+        launch()
+    for made in launches:
+        made.kernel.function.warmup(grid=made.grid, **made.arguments, **made.options)
+
+
+class CompileAhead:
+    """So many processes, each on this GPU. `task` is a module's function: it says which item cannot be compiled by
+    raising."""
+
+    def __init__(self, gpu: int | None, processes: int) -> None:
+        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        self._pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_use, initargs=(gpu,))
+
+    def run(self, task: Callable[[Item], object], items: Sequence[Item], seconds: float) -> list[Item]:
+        """The items that were done in that time, in their order."""
+        futures: list[Future[object]] = [self._pool.submit(task, item) for item in items]
+        wait(futures, timeout=seconds if math.isfinite(seconds) else None)
+        for future in futures:
+            future.cancel()
+        wait(futures)  # those that had begun
+        done = [future for future in futures if not future.cancelled() and future.exception() is None]
+        return [item for item, future in zip(items, futures, strict=True) if future in done]
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def processes_per_gpu(num_gpus: int) -> int:
+    """One core stays with the process that times."""
+    return max(1, ((os.cpu_count() or 1) - 1) // max(1, num_gpus))
+
+
+def _use(gpu: int | None) -> None:
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
