@@ -123,9 +123,11 @@ bench-gpu: ## kernels and engine measured on this machine's GPU, peers beside th
 	@PYTHONPATH=kernels $(BENCH_PYTHON) -m benchmarks.machine bench-gpu
 	@PYTHONPATH=kernels:engine-image $(BENCH_PYTHON) -m benchmarks --output docs/results $(addprefix --only ,$(ONLY)) $(if $(RESUME),--resume)
 
+# Seconds for each model.
+TUNE_SECONDS ?= 200
 TUNE_MODELS ?= llama-3.1-8b deepseek-v3
-TUNE_SECONDS ?= 200  # for each model
 tune-gpu: ## launch configurations of fp8 products for this machine's GPU, into kernels/trimtab_kernels/configs (7 min at most)
+	@PYTHONPATH=kernels $(BENCH_PYTHON) -m benchmarks.machine tune-gpu
 	@for model in $(TUNE_MODELS); do PYTHONPATH=kernels $(BENCH_PYTHON) -m trimtab_kernels.tune kernels/benchmarks/shapes/$$model.json \
 	    --batch-size 1 32 256 1024 4096 --budget-seconds $(TUNE_SECONDS) || [ $$? = 3 ] || exit 1; done
 
