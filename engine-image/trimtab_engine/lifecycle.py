@@ -24,7 +24,7 @@ class Weights(Protocol):
     """A model whose weights can go and come back: a ModelRunner."""
 
     can_drop_weights: bool
-    """Several ranks cannot, yet."""
+    """Data-parallel cores in lockstep cannot, yet."""
 
     def drop_weights(self) -> None: ...
 
@@ -89,7 +89,9 @@ class Lifecycle:
         if self.sleep_level is not None and level < self.sleep_level:
             raise Refused(f"the engine sleeps at level {self.sleep_level}: wake it up before it sleeps at {level}")
         if level == 2 and not self.weights.can_drop_weights:
-            raise Refused("level 2 with several ranks is not built yet; use level 1")
+            raise Refused(
+                "level 2 is not built for data-parallel cores of a mixture of experts, which step together; use level 1"
+            )
         if self.sleep_level is None:
             self.pause(mode)
         self._falls_asleep = level

@@ -30,6 +30,7 @@ from trimtab_engine.messages import SamplingParams, TokenLogprobs
 from trimtab_engine.model_config import ModelConfig, parse_model_config
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
 from trimtab_engine.models.llama import LlamaForCausalLM
+from trimtab_engine.parallel.eplb_config import EplbConfig
 from trimtab_engine.parallel.expert_balancer import ExpertBalancer
 from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.ranks import Layout
@@ -97,12 +98,16 @@ class ModelRunner:
         block_size: int,
         dtype: torch.dtype,
         kv_dtype: torch.dtype,
+        eplb: EplbConfig | None,
     ) -> None:
         self.facts = facts
         self._model, self._rebuild, self.shard, self.groups = model, rebuild, shard, groups
         self._device, self._block_size, self._dtype = device, block_size, dtype
         self._kv_dtype = kv_dtype
         self._scores: list[TokenLogprobs] = []
+        self._eplb = eplb
+        self.balancer = self._new_balancer()
+        """Of the experts' load; None: they do not move."""
 
     @classmethod
     def load(
@@ -171,22 +176,27 @@ class ModelRunner:
             whole=model_config,
         )
         rebuild = lambda: build(_open(config)[0], lambda count: None)  # noqa: E731
-        runner = cls(model, rebuild, facts, shard, groups, device, config.block_size, dtype, kv_dtype)
-        if config.eplb is not None and groups.expert is not None and model.mixtures:
-            assert model_config.moe is not None  # it has mixtures
-            runner.balancer = ExpertBalancer(config.eplb, model.mixtures, model_config.moe.num_experts, groups.expert)
-        return runner
+        return cls(model, rebuild, facts, shard, groups, device, config.block_size, dtype, kv_dtype, config.eplb)
+
+    def _new_balancer(self) -> ExpertBalancer | None:
+        """Of experts that are where they were loaded."""
+        moe, group, mixtures = self.facts.whole.moe, self.groups.expert, self._model.mixtures
+        if self._eplb is None or moe is None or group is None or not mixtures:
+            return None
+        return ExpertBalancer(self._eplb, mixtures, moe.num_experts, group)
 
     def drop_weights(self) -> None:
         """Give the weights' memory back. Nothing runs until reload_weights()."""
         if self.steps is not None:
             self.steps.drop_model()
+        self.balancer = None
         del self._model
         self._device.after_weights()
 
     def reload_weights(self) -> None:
         """Read them again, from where they were read. Raises ModelError."""
         self._model = self._rebuild()
+        self.balancer = self._new_balancer()
         if self.steps is not None:
             self.steps.use_model(self._model)
 
@@ -323,9 +333,6 @@ class ModelRunner:
         """The batch as plain values, and which of its tokens are not known yet."""
         longest = max_decode_tokens(self._device.torch)
         return flatten(sequences, block_size=self._block_size, max_decode_tokens=longest)
-
-    balancer: ExpertBalancer | None = None
-    """Of the experts' load; None: they do not move."""
 
     wave: Wave | None = None
     """The steps that data-parallel cores make together; None: this core is on its own."""

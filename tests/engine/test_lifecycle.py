@@ -233,6 +233,12 @@ def test_the_kv_cache_may_be_resized_while_it_sleeps(tiny_model: Path, expected:
     assert run.finish() == expected
 
 
+def test_an_engine_whose_weights_others_wait_for_sleeps_at_level_1_at_most(engine: Engine) -> None:
+    engine._lifecycle.weights.can_drop_weights = False  # as of data-parallel cores in lockstep
+    assert "step together; use level 1" in refused(engine, "sleep", level=2, mode="abort")
+    assert ask(engine, "sleep", level=1, mode="abort")["is_sleeping"] is True
+
+
 def test_what_is_out_of_order_is_refused_with_what_to_do(engine: Engine) -> None:
     assert "the engine is awake" in refused(engine, "wake_up", tags=["scheduling"])
     ask(engine, "sleep", level=2, mode="abort")

@@ -8,7 +8,16 @@ from trimtab_engine.memory import Ledger
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.wave import Wave
-from trimtab_engine.parallel.wire_messages import AskLedger, InitKvCache, InitSwapSpace, Step, ToldLedger
+from trimtab_engine.parallel.wire_messages import (
+    AskLedger,
+    DropWeights,
+    InitKvCache,
+    InitSwapSpace,
+    Reloaded,
+    ReloadWeights,
+    Step,
+    ToldLedger,
+)
 from trimtab_engine.parallel.workers import Workers
 from trimtab_engine.step_inputs import StepInputs, StepShape
 from trimtab_engine.swap_cache import SwapCache
@@ -17,13 +26,14 @@ from trimtab_engine.swap_cache import SwapCache
 class DrivenRunner(ModelRunner):
     """A ModelRunner whose steps and KV cache operations reach every rank. drive() comes before the first of them."""
 
-    can_drop_weights = False
     drives_others = True
 
     def drive(self, workers: Workers, groups: RankGroups) -> None:
         """Take the other ranks along from now on, in step with the cores that this one's are in lockstep with."""
         self.workers, self._meter = workers, groups.meter
         self.wave = None if groups.lockstep is None else Wave(groups.lockstep)
+        # A core that sleeps computes padding for those that are still awake, and for that it needs its weights.
+        self.can_drop_weights = self.wave is None
 
     def take_wire_bytes(self) -> dict[str, int]:
         """What went over this rank's wire since the last call, by kind of collective."""
@@ -66,6 +76,17 @@ class DrivenRunner(ModelRunner):
             return super().run(inputs, feed)
         except RuntimeError as error:  # torch's, when a connection to another rank breaks
             raise self.workers.cause_of(error) from error
+
+    def drop_weights(self) -> None:
+        """Every rank gives its own back."""
+        self.workers.send(DropWeights())
+        super().drop_weights()
+
+    def reload_weights(self) -> None:
+        """Every rank reads its own again, all at once. Raises ModelError, or the failure of a rank."""
+        self.workers.send(ReloadWeights())
+        super().reload_weights()
+        self.workers.answers(Reloaded)
 
     def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
         """Reserve it on every rank; later changes follow. A draft model's layers are on this rank alone."""

@@ -84,6 +84,14 @@ class StartSteps(msgspec.Struct, tag="start_steps"):
     max_model_len: int
 
 
+class DropWeights(msgspec.Struct, tag="drop_weights"):
+    """Give their memory back. No step comes before ReloadWeights."""
+
+
+class ReloadWeights(msgspec.Struct, tag="reload_weights"):
+    """Read them again, and answer with Reloaded."""
+
+
 class Step(msgspec.Struct, tag="step"):
     """`feed`: (index in token_ids, row) of the tokens that the step before sampled, which the core's rank hands to the
     others on the device."""
@@ -114,6 +122,8 @@ ToWorker = (
     | InitSwapSpace
     | SwapBlocks
     | StartSteps
+    | DropWeights
+    | ReloadWeights
     | Step
     | AskLedger
     | Stop
@@ -164,6 +174,10 @@ class StartedSteps(msgspec.Struct, tag="started_steps"):
     graphs_bytes: int
 
 
+class Reloaded(msgspec.Struct, tag="reloaded"):
+    rank: int
+
+
 class ToldLedger(msgspec.Struct, tag="ledger"):
     rank: int
     ledger: Ledger
@@ -183,7 +197,7 @@ class Alive(msgspec.Struct, tag="alive"):
     rank: int
 
 
-FromWorker = Hello | Loaded | Profiled | StartedSteps | ToldLedger | WorkerFailed | Alive
+FromWorker = Hello | Loaded | Profiled | StartedSteps | Reloaded | ToldLedger | WorkerFailed | Alive
 
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0  # without a word the other side is taken for dead; the rest of 10 s is for the engine to end

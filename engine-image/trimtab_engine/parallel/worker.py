@@ -28,6 +28,7 @@ from trimtab_engine.parallel.wire_messages import (
     Alive,
     AskLedger,
     CopyBlocks,
+    DropWeights,
     FromWorker,
     Hello,
     InitKvCache,
@@ -37,6 +38,8 @@ from trimtab_engine.parallel.wire_messages import (
     MapBlocks,
     Profile,
     Profiled,
+    Reloaded,
+    ReloadWeights,
     StartedSteps,
     StartSteps,
     Step,
@@ -138,6 +141,7 @@ class Worker:
         """Carry out what the core sends, in its order, until Stop."""
         runner = self._runner
         swap_cache: SwapCache | None = None
+        has_weights = True
         while True:
             message = self._next()
             match message:
@@ -158,7 +162,13 @@ class Worker:
                     formula = measure(self._config, self._device, runner, self._before)
                     self.tell(Profiled(self.rank, formula))
                 case AskLedger():
-                    ledger = rank_ledger(formula, self._device, runner.kv_cache, blocks_used=message.blocks_used)
+                    ledger = rank_ledger(
+                        formula,
+                        self._device,
+                        runner.kv_cache,
+                        blocks_used=message.blocks_used,
+                        has_weights=has_weights,
+                    )
                     self.tell(ToldLedger(self.rank, ledger))
                 case InitKvCache():
                     runner.init_kv_cache(message.cap_blocks)
@@ -168,6 +178,13 @@ class Worker:
                     assert memory is not None  # the core's device, which is like this one, has such steps
                     formula = memory.added_to(formula)
                     self.tell(StartedSteps(self.rank, memory.buffer_bytes, memory.graphs_bytes))
+                case DropWeights():
+                    runner.drop_weights()
+                    has_weights = False
+                case ReloadWeights():
+                    runner.reload_weights()
+                    has_weights = True
+                    self.tell(Reloaded(self.rank))
                 case Stop():
                     return
                 case Join():

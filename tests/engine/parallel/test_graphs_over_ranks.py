@@ -157,6 +157,40 @@ def test_graphs_outlive_sleep_and_a_resized_cache(
     assert sum(stats.graph_captures for stats in steps) == 0
 
 
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param("dense", PP2 | DRAFTS, id="dense pp2 with drafts"),
+        pytest.param("skewed", TP2 | EP | EPLB | OVERLAPPED, id="skewed moe tp2 ep balanced"),
+    ],
+)
+def test_weights_of_all_ranks_come_back_and_graphs_are_captured_anew(
+    model: str,
+    layout: dict[str, Any],
+    models: dict[str, str],
+    start: Callable[..., Engine],
+    serving: Any,
+    notes: Path,
+) -> None:
+    serve, requests, _ = serving
+    asked = requests(6)
+    expected = serve(start(models[model]), asked)
+    steps: list[StepStats] = []
+    with steps_of_a_device(notes):
+        engine = start(models[model], **layout)
+        assert serve(engine, asked, steps) == expected
+        assert sum(stats.graph_captures for stats in steps) == 0
+        engine.lifecycle("sleep", {"level": 2, "mode": "abort"})
+        asleep = [rank["kinds"]["weights"] for rank in engine.memory()["ranks"]]
+        engine.lifecycle("wake_up", {"tags": ["weights", "kv_cache", "scheduling"]})
+        assert serve(engine, asked, steps) == expected
+        engine.close()
+    assert asleep == [0, 0]
+    assert sum(stats.graph_captures for stats in steps) > 0
+    taken = noted(notes)
+    assert taken[0] == taken[1]
+
+
 def test_every_rank_s_ledger_has_its_fixed_inputs_and_start_up_says_how_far_graphs_are(
     models: dict[str, str], config_of: Callable[..., EngineConfig], notes: Path
 ) -> None:
