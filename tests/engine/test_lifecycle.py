@@ -233,10 +233,13 @@ def test_the_kv_cache_may_be_resized_while_it_sleeps(tiny_model: Path, expected:
     assert run.finish() == expected
 
 
-def test_an_engine_whose_weights_others_wait_for_sleeps_at_level_1_at_most(engine: Engine) -> None:
-    engine._lifecycle.weights.can_drop_weights = False  # as of data-parallel cores in lockstep
+def test_an_engine_whose_weights_others_wait_for_sleeps_at_level_1_at_most(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._lifecycle.weights, "can_drop_weights", False)  # as of data-parallel cores in lockstep
     assert "step together; use level 1" in refused(engine, "sleep", level=2, mode="abort")
     assert ask(engine, "sleep", level=1, mode="abort")["is_sleeping"] is True
+    ask(engine, "wake_up", tags=["weights", "kv_cache", "scheduling"])
 
 
 def test_what_is_out_of_order_is_refused_with_what_to_do(engine: Engine) -> None:
