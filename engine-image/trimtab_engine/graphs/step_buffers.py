@@ -15,7 +15,9 @@ Where a sequence of padding has several rows its length is their number, and it 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -176,11 +178,17 @@ class _Host:
         width = max(counts, default=0)
         if padded_seqs > num_seqs and padding_length > 1:
             width = max(width, -(-padding_length // block_size))
-        packed = self._ints["packed_tables"][: padded_seqs * width].reshape(padded_seqs, width)
-        packed[num_seqs:] = 0
-        for row, table, count in zip(packed, tables, counts, strict=False):
-            row[:count] = table[:count]
+        packed = self._ints["packed_tables"]
+        packed[num_seqs * width : padded_seqs * width] = 0
+        for row, (table, count) in enumerate(zip(tables, counts, strict=True)):
+            _int32s(count).pack_into(packed, 4 * width * row, *table[:count])
         return width
+
+
+@cache
+def _int32s(count: int) -> Struct:
+    """Writes plain integers in half the time that numpy needs to look at each."""
+    return Struct(f"{count}i")
 
 
 def _views(whole: torch.Tensor, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
