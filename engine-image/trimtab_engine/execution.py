@@ -25,7 +25,7 @@ from trimtab_engine.speculative.proposer import Proposer
 from trimtab_engine.speculative.rejection import verify
 from trimtab_engine.step_inputs import NO_INPUTS, StepInputs, Unknown, num_scored
 from trimtab_engine.structured.masks import MaskedRows, MaskMaker
-from trimtab_engine.swap_cache import Pairs, Seconds, SwapCache
+from trimtab_engine.swap_cache import NOTHING_SWAPPED, Pairs, SwapCache, Swapped
 
 
 @dataclass(slots=True)
@@ -34,7 +34,8 @@ class StepResult:
 
     token_ids: list[int | list[int]] = field(default_factory=list)
     logprobs: list[TokenLogprobs | list[TokenLogprobs] | None] = field(default_factory=list)
-    swap_seconds: float = 0.0
+    swapped: Swapped = NOTHING_SWAPPED
+    """Copies that have ended, of this step or of one before."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """For each entry of step.scoring as many as it says."""
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
@@ -133,7 +134,7 @@ class Execution:
         """Whether it may begin before the flight has landed: all that it needs of that is its tokens, which are on the
         device. What a grammar would need is on the host."""
         batch = step.batch
-        if not flight.feeds or step.speculates or step.scoring or batch.swap_out or batch.swap_in:
+        if not flight.feeds or step.speculates or step.scoring:
             return False
         return self._samples_on_device(batch)
 
@@ -147,6 +148,7 @@ class Execution:
         feed = [(index, places[request]) for index, request, _ in step.unknown]
         fed = {request for _, request, _ in step.unknown}
         rows = [DeviceRow(request, places[request] if request in fed else None) for request in step.batch.sampling]
+        self._announce_swap(step.batch.swap_out, step.batch.swap_in)
         self._runner.send(step.inputs, feed)
         return Flight(step, started, self._launch(step, feed, rows), feeds=True)
 
@@ -178,12 +180,12 @@ class Execution:
             rows = [DeviceRow(request) for request in batch.sampling]
             return Flight(step, started, self._launch(step, (), rows), feeds=True)
         masks = self._masks.begin(_masked_requests(batch.sampling))
-        swap_seconds = self._copy_swapped(batch.swap_out, batch.swap_in)
+        self._copy_swapped(batch, step.inputs)
         logits = self._runner.run(step.inputs)
         scores = self._runner.take_scores()
 
         def land() -> StepResult:
-            result = self._sample(batch, logits, masks, swap_seconds)
+            result = self._sample(batch, logits, masks)
             result.prompt_logprobs = scores
             return result
 
@@ -193,7 +195,7 @@ class Execution:
         """Queue a whole step on the device, sampling included. Returns what waits for its tokens."""
         batch, steps = step.batch, self._runner.steps
         assert steps is not None
-        swap_seconds = self._copy_swapped(batch.swap_out, batch.swap_in)
+        self._copy_swapped(batch, step.inputs)
         logits = self._runner.run(step.inputs, feed)
         assert logits is not None  # the engine holds a rank of the last stage
         scores = self._runner.take_scores()
@@ -201,7 +203,7 @@ class Execution:
 
         def land() -> StepResult:
             token_ids, logprobs = ([], []) if tokens is None else tokens.result()
-            return StepResult([*token_ids], [*logprobs], swap_seconds(), scores)
+            return StepResult([*token_ids], [*logprobs], self._take_swapped(), scores)
 
         return land
 
@@ -215,22 +217,20 @@ class Execution:
         if step.speculates:
             return self._speculate(batch)
         masks = self._masks.begin(_masked_requests(batch.sampling))
-        swap_seconds = self._copy_swapped(batch.swap_out, batch.swap_in)
-        return self._sample(batch, self._runner.run(step.inputs), masks, swap_seconds)
+        self._copy_swapped(batch, step.inputs)
+        return self._sample(batch, self._runner.run(step.inputs), masks)
 
-    def _sample(
-        self, batch: Batch, logits: torch.Tensor | None, masks: "Future[TokenMasks] | None", swap_seconds: Seconds
-    ) -> StepResult:
+    def _sample(self, batch: Batch, logits: torch.Tensor | None, masks: "Future[TokenMasks] | None") -> StepResult:
         assert logits is not None  # the engine holds a rank of the last stage
         if not batch.sampling:
-            return StepResult(swap_seconds=swap_seconds())
+            return StepResult(swapped=self._take_swapped())
         tokens = sample(
             logits,
             batch.sampling,
             eos_token_ids=self._runner.facts.eos_token_ids,
             masks=None if masks is None else masks.result(),
         )
-        return StepResult([*tokens.token_ids], [*tokens.logprobs], swap_seconds())
+        return StepResult([*tokens.token_ids], [*tokens.logprobs], self._take_swapped())
 
     def propose_next(self, requests: list[Request], depth: int) -> None:
         """A step has landed: give the requests that got a token and go on what the next step may verify."""
@@ -241,7 +241,7 @@ class Execution:
     def _speculate(self, batch: Batch) -> StepResult:
         """As _compute, with drafts: propose before, verify after. A draft model reads what was swapped in."""
         assert self._proposer is not None
-        swap_seconds = self._copy_swapped(batch.swap_out, batch.swap_in)
+        self._copy_swapped(batch, None)  # what a draft model writes is known to itself
         proposals = self._proposer.propose(batch)
         sampling = [sequence for sequence in batch.sequences if sequence.samples]
         masks = self._masks.begin(_masked_rows(sampling))
@@ -250,7 +250,7 @@ class Execution:
         logits = self._runner.run(inputs)
         assert logits is not None  # the engine holds a rank of the last stage
         if not sampling:
-            return StepResult(swap_seconds=swap_seconds())
+            return StepResult(swapped=self._take_swapped())
         verified = verify(
             logits,
             sampling,
@@ -258,27 +258,30 @@ class Execution:
             eos_token_ids=self._runner.facts.eos_token_ids,
             masks=None if masks is None else masks.result(),
         )
-        result = StepResult([v.token_ids for v in verified], [v.logprobs for v in verified], swap_seconds())
+        result = StepResult([v.token_ids for v in verified], [v.logprobs for v in verified], self._take_swapped())
         for sequence, tokens in zip(sampling, verified, strict=True):
             if sequence.draft_token_ids:
                 result.speculation.note(len(sequence.draft_token_ids), len(tokens.token_ids) - 1)
         return result
 
     def swap_out(self, pairs: Pairs) -> None:
-        """Copy blocks out (device, host) between two steps, with none in flight."""
+        """Copy blocks out (device, host) between two steps, with none in flight, before any block is moved."""
         self._announce_swap(pairs, [])
-        self._copy_swapped(pairs, [])
+        if self._swap_cache is not None:
+            self._swap_cache.copy(pairs, [])
 
     def _announce_swap(self, swap_out: Pairs, swap_in: Pairs) -> None:
         if self._swap_cache is not None:
             self._swap_cache.announce(swap_out, swap_in)
 
-    def _copy_swapped(self, swap_out: Pairs, swap_in: Pairs) -> Seconds:
-        """This rank's part of it. Returns what gives the seconds that it took."""
-        if self._swap_cache is None:
-            assert not swap_out + swap_in  # without it the swap space has no blocks
-            return lambda: 0.0
-        return self._swap_cache.copy(swap_out, swap_in)
+    def _copy_swapped(self, batch: Batch, inputs: StepInputs | None) -> None:
+        """This rank's part of it, before the step with these inputs (None: they are not known yet)."""
+        assert self._swap_cache is not None or not batch.swap_out + batch.swap_in  # else the swap space has no blocks
+        if self._swap_cache is not None:
+            self._swap_cache.copy(batch.swap_out, batch.swap_in, None if inputs is None else inputs.slots)
+
+    def _take_swapped(self) -> Swapped:
+        return NOTHING_SWAPPED if self._swap_cache is None else self._swap_cache.take_swapped()
 
 
 def _masked_requests(sampling: list[Request]) -> list[MaskedRows]:

@@ -23,6 +23,7 @@ from trimtab_engine.address_range import AddressRange, AddressSpace, HostMemory,
 from trimtab_engine.parallel.wire_messages import CopyBlocks, KvChange, MapBlocks, UnmapAbove
 
 WORD_BYTES = 8
+BUS_PROGRAMS = 64  # of a copy over the bus: 16 KiB each on their way are ten times what PCIe 5 holds in a round trip
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,8 @@ def copy_across(source: KVCache, destination: KVCache, pairs: list[tuple[int, in
     """Copy whole blocks (of source, of destination) between caches of one layout, over all layers. No destination is
     also a source.
 
-    On CUDA it is ordered with the kernels of the current stream, before and after, and nobody waits here.
+    On CUDA it is ordered with the kernels of the current stream, before and after, and nobody waits here; a copy over
+    the bus leaves most of the device to who computes beside it.
     """
     if not pairs:
         return
@@ -200,7 +202,7 @@ def copy_across(source: KVCache, destination: KVCache, pairs: list[tuple[int, in
     if on_cuda:
         blocks = blocks.pin_memory().to(on_cuda[0], non_blocking=True)
     for ours, theirs in zip(source.block_words, destination.block_words, strict=True):
-        copy_blocks(ours, theirs, blocks)
+        copy_blocks(ours, theirs, blocks, max_programs=None if source.device == destination.device else BUS_PROGRAMS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,15 +23,16 @@ class PreemptionWatch:
         self._last_warning = float("-inf")
 
     def measure(self, flight: Flight, result: StepResult, now: float) -> None:
-        """A token's cost from steps of prefill alone, a block's from what was swapped."""
+        """A token's cost from steps of prefill alone, a block's from copies that have ended."""
         costs, batch = self._scheduler.costs, flight.step.batch
-        num_swapped = len(batch.swap_out) + len(batch.swap_in)
+        swapped = result.swapped
         per_token, per_block = costs.recompute_seconds_per_token, costs.swap_seconds_per_block
-        if flight.step.kind == "prefill" and batch.num_tokens >= MIN_MEASURED_TOKENS:
-            seconds = (now - flight.started - result.swap_seconds) / batch.num_tokens
+        is_undisturbed = flight.step.kind == "prefill" and not swapped.num_blocks
+        if is_undisturbed and batch.num_tokens >= MIN_MEASURED_TOKENS:
+            seconds = (now - flight.started) / batch.num_tokens
             per_token += NEWEST_WEIGHT * (seconds - per_token)
-        if num_swapped:
-            per_block += NEWEST_WEIGHT * (result.swap_seconds / num_swapped - per_block)
+        if swapped.num_blocks:
+            per_block += NEWEST_WEIGHT * (swapped.seconds / swapped.num_blocks - per_block)
         self._scheduler.costs = PreemptionCosts(per_token, per_block)
 
     def warn(self, preempted: list[Preempted], now: float) -> None:

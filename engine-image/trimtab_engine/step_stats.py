@@ -43,7 +43,7 @@ def step_stats(
         prefix_cache_hits=counts.prefix_cache_hits,
         swapped_out_bytes=len(batch.swap_out) * block_bytes,
         swapped_in_bytes=len(batch.swap_in) * block_bytes,
-        swap_seconds=result.swap_seconds,
+        swap_seconds=result.swapped.seconds,
         num_waiting_tokens=scheduler.num_waiting_tokens,
         oldest_waiting_arrival=scheduler.oldest_arrival(),
         kv_blocks_cached=scheduler.blocks.num_cached,

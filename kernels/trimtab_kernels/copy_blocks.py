@@ -5,7 +5,8 @@ source, destination  [num_regions, num_blocks, block_elements]  any dtype, the s
 pairs                [num_pairs, 2] int64: (block of the source, block of the destination)
 
 No destination block is also a source block: programs run in any order.
-On CUDA either side may be pinned host memory, which the device reads and writes over the bus.
+On CUDA either side may be pinned host memory, which the device reads and writes over the bus: `max_programs` then
+keeps a copy from occupying multiprocessors that compute meanwhile.
 Bound by memory: 2 * num_pairs * num_regions * block bytes. Source: own.
 """
 
@@ -29,7 +30,7 @@ def copy_blocks_cpu(source: torch.Tensor, destination: torch.Tensor, pairs: torc
         destination[region].index_copy_(0, pairs[:, 1], source[region].index_select(0, pairs[:, 0]))
 
 
-@kernel()
+@kernel("num_items")
 def _copy_blocks(
     source: tl.tensor,
     destination: tl.tensor,
@@ -39,28 +40,36 @@ def _copy_blocks(
     destination_region_stride: tl.tensor,
     destination_block_stride: tl.tensor,
     num_words: tl.tensor,
+    num_regions: tl.tensor,
+    num_chunks: tl.tensor,
+    num_items: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Program (pair, region, chunk) moves one chunk of one block."""
-    pair = tl.program_id(0).to(tl.int64)
-    region = tl.program_id(1).to(tl.int64)
-    from_block = tl.load(pairs + 2 * pair)
-    to_block = tl.load(pairs + 2 * pair + 1)
-    offsets = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
-    inside = offsets < num_words
-    read = source + region * source_region_stride + from_block * source_block_stride
-    write = destination + region * destination_region_stride + to_block * destination_block_stride
-    tl.store(write + offsets, tl.load(read + offsets, mask=inside), mask=inside)
+    """Each program takes items in turn; an item is one chunk of one region of one pair, chunks first."""
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
+        region = ((item // num_chunks) % num_regions).to(tl.int64)
+        pair = (item // num_chunks // num_regions).to(tl.int64)
+        from_block = tl.load(pairs + 2 * pair)
+        to_block = tl.load(pairs + 2 * pair + 1)
+        offsets = (item % num_chunks) * CHUNK + tl.arange(0, CHUNK)
+        inside = offsets < num_words
+        read = source + region * source_region_stride + from_block * source_block_stride
+        write = destination + region * destination_region_stride + to_block * destination_block_stride
+        tl.store(write + offsets, tl.load(read + offsets, mask=inside), mask=inside)
 
 
-def copy_blocks_triton(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
+def copy_blocks_triton(
+    source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor, max_programs: int | None = None
+) -> None:
     """Launch the kernel; shapes have been checked. Blocks are moved as 32-bit words, so the dtype does not matter."""
     if pairs.shape[0] == 0:
         return
     source, destination = source.view(torch.int32), destination.view(torch.int32)
     num_regions, _, num_words = source.shape
     chunk = min(CHUNK_ELEMENTS, next_power_of_2(num_words))
-    _copy_blocks[(pairs.shape[0], num_regions, cdiv(num_words, chunk))](
+    num_chunks = cdiv(num_words, chunk)
+    num_items = pairs.shape[0] * num_regions * num_chunks
+    _copy_blocks[(min(num_items, max_programs or num_items),)](
         source,
         destination,
         pairs,
@@ -69,12 +78,17 @@ def copy_blocks_triton(source: torch.Tensor, destination: torch.Tensor, pairs: t
         destination.stride(0),
         destination.stride(1),
         num_words,
+        num_regions,
+        num_chunks,
+        num_items,
         CHUNK=chunk,
         num_warps=4,
     )
 
 
-def copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
+def copy_blocks(
+    source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor, *, max_programs: int | None = None
+) -> None:
     """Copy each pair's block in every region. Raises ValueError where shapes or dtypes do not fit."""
     same = source.shape[0] == destination.shape[0] and source.shape[2:] == destination.shape[2:]
     if source.dim() != 3 or not same or source.dtype != destination.dtype or pairs.shape[1:] != (2,):
@@ -83,6 +97,6 @@ def copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Te
             f"{destination.dtype}, pairs {list(pairs.shape)}; regions and blocks must be alike, pairs [num_pairs, 2]"
         )
     if pairs.is_cuda:
-        copy_blocks_triton(source, destination, pairs)
+        copy_blocks_triton(source, destination, pairs, max_programs)
     else:
         copy_blocks_cpu(source, destination, pairs)

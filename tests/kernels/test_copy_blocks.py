@@ -1,13 +1,15 @@
 """copy_blocks against its reference: inside a cache, and between two of different sizes."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from trimtab_kernels.copy_blocks import copy_blocks, copy_blocks_reference, copy_blocks_triton
 
-COPIES = (copy_blocks, copy_blocks_triton)  # the triton one in the interpreter
+COPIES = (copy_blocks, copy_blocks_triton, partial(copy_blocks_triton, max_programs=2))
+"""The triton ones in the interpreter."""
 
 
 @pytest.mark.parametrize("copy", COPIES)

@@ -181,7 +181,7 @@ class _Host:
         packed = self._ints["packed_tables"]
         packed[num_seqs * width : padded_seqs * width] = 0
         for row, (table, count) in enumerate(zip(tables, counts, strict=True)):
-            _int32s(count).pack_into(packed, 4 * width * row, *table[:count])
+            _int32s(count).pack_into(packed.data, 4 * width * row, *table[:count])
         return width
 
 

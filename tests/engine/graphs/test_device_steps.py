@@ -85,6 +85,8 @@ def add(totals: StepStats, stats: StepStats) -> None:
         totals.eager_steps[reason] = totals.eager_steps.get(reason, 0) + count
     totals.graph_padding_tokens += stats.graph_padding_tokens
     totals.graph_captures += stats.graph_captures
+    totals.swapped_out_bytes += stats.swapped_out_bytes
+    totals.swapped_in_bytes += stats.swapped_in_bytes
 
 
 def no_totals() -> StepStats:
@@ -202,6 +204,25 @@ def test_requests_share_the_rows_that_their_penalties_need(
         followed, found = steps_that_follow(engine, lambda: generate(engine, requests))
     assert found == expected
     assert all(followed) == follows
+
+
+@pytest.mark.parametrize("num_host_blocks", [100, 6], ids=["", "a small swap space"])
+def test_steps_that_swap_follow_others(model: Path, num_host_blocks: int) -> None:
+    block_bytes = 2 * 2 * 8 * 2 * 16 * 4  # keys and values of two layers: tokens, heads, float32
+    changes = {
+        "num_gpu_blocks_override": 18,
+        "preemption_mode": "swap",
+        "swap_space_bytes": num_host_blocks * block_bytes,
+        "swap_space_bytes_cap": num_host_blocks * block_bytes,
+    }
+    requests = random_requests(15, repetition_penalty=1.2)
+    expected = generate(an_engine(model), requests)
+    with steps_of_a_device():
+        engine = an_engine(model, async_scheduling=True, **changes)
+        totals = no_totals()
+        assert all_steps_follow(engine, lambda: generate(engine, requests, totals)) == expected
+    assert totals.swapped_out_bytes > 0
+    assert totals.swapped_in_bytes > 0
 
 
 def test_log_probabilities_are_those_of_the_cpus_own_steps(model: Path) -> None:
