@@ -11,22 +11,46 @@ from trimtab_engine.swap_cache import SwapCache
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def test_blocks_come_back_as_they_went_and_time_is_measured() -> None:
+def caches() -> tuple[KVCache, KVCache]:
+    """64 blocks on the device, 32 on the host."""
     device = Device("cuda")
     shape: dict[str, Any] = {"num_layers": 4, "block_size": 16, "num_kv_heads": 8, "head_size": 128}
     cache = KVCache(**shape, cap_blocks=64, dtype=torch.bfloat16, memory=device.memory)
     host = KVCache(**shape, cap_blocks=32, dtype=torch.bfloat16, memory=device.swap_memory)
     cache.map_blocks(64)
     host.map_blocks(32)
+    return cache, host
+
+
+def test_blocks_come_back_as_they_went_and_time_is_measured() -> None:
+    cache, host = caches()
     swap = SwapCache(cache, host)
     content = []
     for region in (*cache.keys, *cache.values):
         region[:64] = torch.randn_like(region[:64])
         content.append(region[10:20].clone())
-    seconds = swap.copy([(10 + i, i) for i in range(10)], [])
+    swap.copy([(10 + i, i) for i in range(10)], [])
     for region in (*cache.keys, *cache.values):
         region[:64] = 0
     swap.copy([], [(i, 40 + i) for i in range(10)])
     for region, expected in zip((*cache.keys, *cache.values), content, strict=True):
         assert torch.equal(region[40:50], expected)
-    assert seconds() > 0
+    torch.cuda.synchronize()
+    swapped = swap.take_swapped()
+    assert swapped.seconds > 0
+    assert swapped.num_blocks == 20
+
+
+def test_a_step_that_writes_a_block_waits_for_it_to_have_gone() -> None:
+    cache, host = caches()
+    swap = SwapCache(cache, host)
+    for number in range(100):
+        for region in (*cache.keys, *cache.values):
+            region[:32] = number
+        swap.copy([(block, block) for block in range(32)], [], slots=[40 * 16])  # nothing of it is written yet
+        swap.copy([], [], slots=[block * 16 for block in range(32)])
+        for region in (*cache.keys, *cache.values):
+            region[:32] = -1
+        if number % 10 == 0:
+            torch.cuda.synchronize()
+            assert all(bool((region == number).all()) for region in (*host.keys, *host.values))
