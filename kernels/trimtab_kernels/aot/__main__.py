@@ -32,7 +32,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--budget-seconds", type=float, default=math.inf, help="with --sample: begin nothing but the sample after this"
     )
-    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--only", default="", help="only cases whose name contains this; writes no results")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (the cores)")
     return parser.parse_args(arguments)
 
@@ -101,13 +101,19 @@ def compile_all(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 when every kernel compiles and fits its targets, 1 otherwise, 2 without Triton."""
+    """Exit code 0 when every kernel compiles and fits its targets, 1 otherwise, 2 without Triton or when --only names
+    none."""
     options = parse(arguments)
     if not HAS_TRITON:
         print("aot: triton is not installed; install it (the development extra brings it)", file=sys.stderr)
         return 2
     if "TRITON_INTERPRET" in os.environ:
         print("aot: TRITON_INTERPRET is set, so kernels are not compiled; unset it", file=sys.stderr)
+        return 2
+    cases = [case.name for case in all_cases()]
+    if not any(options.only in name for name in cases):
+        names = dict.fromkeys(name.split()[0] for name in cases)
+        print(f"aot: no kernel's name contains {options.only!r}; they are {', '.join(names)}", file=sys.stderr)
         return 2
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="trimtab-aot-") as scratch:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trimtab_kernels.aot.__main__ import finished
+from trimtab_kernels.aot.__main__ import finished, main
 from trimtab_kernels.aot.cases import all_cases
 from trimtab_kernels.aot.compiler import CannotLaunch, Compiled, Serialised, check_fits, check_overlaps, load, store
 from trimtab_kernels.aot.machine_code import Loop
@@ -116,3 +116,12 @@ def test_the_report_shows_spills_and_what_is_not_compiled() -> None:
     other = replace(RESULT, target=80, registers=255, spill_bytes=64, wgmma=False)
     page = markdown("3.9.0", [asdict(RESULT), asdict(other)])
     assert "| case | kernel | 8, 3 | 255 · 195, spills 64 | – | 128 · 195 w | – |" in page
+
+
+def test_a_part_that_names_no_kernel_is_refused_with_the_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert main(["--cache", str(tmp_path), "--only", "no such kernel"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("aot: no kernel's name contains 'no such kernel'; they are paged_decode, ")
