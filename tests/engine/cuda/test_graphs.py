@@ -35,6 +35,13 @@ MODEL = {
 Requests = list[tuple[list[int], SamplingParams]]
 
 
+@pytest.fixture(autouse=True)
+def an_empty_device() -> None:
+    """What an engine before left in cycles would be counted with this one's."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))

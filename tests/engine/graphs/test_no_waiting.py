@@ -1,7 +1,7 @@
 """A step on CUDA waits for nothing: from its inputs to its tokens on their way back, no operator reads the device.
 
-There is no GPU here, so the tensors are fake ones that say they are on CUDA: every operator runs but for its numbers,
-kernel launches are recorded, and whatever would make the host wait is refused.
+There is no GPU here, so the tensors are fake ones that say they are on CUDA (fakes/fake_device.py): every operator runs
+but for its numbers, kernel launches are recorded, and whatever would make the host wait is refused.
 """
 
 import random
@@ -9,23 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from calling_recorder import CallingRecorder
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from fake_device import CUDA, NoWaiting, Waited, a_fake_device, variants
 from trimtab_engine.batch import ScheduledSequence
-from trimtab_engine.graphs import device_sampler, device_steps, step_buffers, token_table, transfer
 from trimtab_engine.graphs.compilation import CompilationConfig
 from trimtab_engine.graphs.device_sampler import DeviceSampler
 from trimtab_engine.graphs.device_steps import AttentionShape, DeviceSteps, StepLimits
 from trimtab_engine.graphs.plan import plan_graphs
 from trimtab_engine.graphs.token_table import DeviceRow
-from trimtab_engine.graphs.transfer import Mark
 from trimtab_engine.kv_cache import LayerTensors
 from trimtab_engine.messages import SamplingParams
 from trimtab_engine.model_config import parse_model_config
@@ -40,11 +35,9 @@ from trimtab_engine.sampler import choose_limited
 from trimtab_engine.step_inputs import flatten
 from trimtab_engine.weights.source import Span
 from trimtab_kernels import jit
-from trimtab_kernels.aot.specialisation import specialise
-from trimtab_kernels.jit import Launch, record_launches
+from trimtab_kernels.jit import record_launches
 from trimtab_kernels.paged_batch import warm_up_attention
 
-CUDA = torch.device("cuda")
 BLOCK_SIZE, MAX_LEN = 16, 256
 DENSE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -73,82 +66,6 @@ MIXTURE = DENSE | {
 }
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 WIDE_MIXTURE = MIXTURE | {"moe_intermediate_size": 128}  # whole fp8 blocks
-WAITS = {
-    f"aten::{name}"
-    for name in (
-        "_local_scalar_dense",
-        "item",
-        "nonzero",
-        "is_nonzero",
-        "equal",
-        "masked_select",
-        "_unique2",
-        "unique2",
-    )
-}
-
-
-class Waited(AssertionError):
-    """Something would have made the host wait for the device."""
-
-
-class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's, without annotations
-    """Refuses what reads the device, and every copy between host and device that transfer.py did not begin. With
-    `is_start_up` copies are allowed. Does what fake tensors of a device that is not there cannot do."""
-
-    def __init__(self, *, is_start_up: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
-        self._is_start_up = is_start_up
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, keywords = func._schema.name, kwargs or {}
-        if name in WAITS:
-            if not args[0].is_cuda:
-                return 1  # the host's own number, which a fake tensor does not have
-            raise Waited(f"{name} waits for the device")
-        if name in ("aten::copy_", "aten::zero_"):
-            self._check(name, args[1] if name == "aten::copy_" else args[0], args[0].device)
-            return args[0]
-        if name == "aten::view" and isinstance(args[1], torch.dtype) and args[0].is_cuda:
-            size = args[0].shape[-1] * args[0].itemsize // args[1].itemsize
-            return args[0].new_empty((*args[0].shape[:-1], size), dtype=args[1])
-        if name not in ("aten::to", "aten::_to_copy"):
-            return func(*args, **keywords)
-        asked = [*args[1:], *keywords.values()]
-        target = next((value for value in asked if isinstance(value, torch.device)), args[0].device)
-        dtype = next((value for value in asked if isinstance(value, torch.dtype)), args[0].dtype)
-        self._check(name, args[0], target)
-        return args[0].new_empty(args[0].shape, dtype=dtype, device=target)
-
-    def _check(self, name: str, source: torch.Tensor, target: torch.device) -> None:
-        if target.type != source.device.type and not self._is_start_up:
-            raise Waited(f"{name} from {source.device} to {target}")
-
-
-class FakeCuda(TorchFunctionMode):
-    """Slices and fills of fake tensors by operators: torch's own methods ask for the device before anything else."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__setitem__ and args[0].is_cuda:
-            assert not isinstance(args[2], torch.Tensor) or args[2].is_cuda, "a value from the host"
-            return None
-        if func in (torch.Tensor.copy_, torch.Tensor.zero_) and args[0].is_cuda:
-            assert all(tensor.is_cuda for tensor in args if isinstance(tensor, torch.Tensor)), "a copy from the host"
-            return args[0]
-        if func is not torch.Tensor.__getitem__ or not args[0].is_cuda:
-            return func(*args, **(kwargs or {}))
-        tensor, dimension = args[0], 0
-        for part in args[1] if isinstance(args[1], tuple) else (args[1],):
-            if part is None:
-                tensor = tensor.unsqueeze(dimension)
-            elif isinstance(part, int):
-                tensor = torch.ops.aten.select(tensor, dimension, part)
-                continue
-            else:
-                assert isinstance(part, slice), f"indexing by {type(part)} may wait for the device"
-                tensor = torch.ops.aten.slice(tensor, dimension, part.start, part.stop, part.step or 1)
-            dimension += 1
-        return tensor
 
 
 class FakeSource:
@@ -171,48 +88,6 @@ class FakeSource:
             if span is not None:
                 shape[dimension] = span[1] - span[0]
         return torch.empty(shape, dtype=dtype, device=CUDA)
-
-
-@contextmanager
-def a_fake_device() -> Iterator[None]:
-    """Tensors of CUDA without CUDA. The three doors of transfer.py check what passes through them."""
-
-    def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
-        assert device.type == "cuda"
-        return torch.zeros(num_bytes, dtype=torch.uint8)
-
-    def host(*arguments: Any) -> step_buffers._Host:
-        with _disable_current_modes():  # numpy writes to it: a real tensor
-            return real_host(*arguments)
-
-    def passes(destination: torch.Tensor, source: torch.Tensor) -> None:
-        assert destination.shape == source.shape
-        assert {destination.device.type, source.device.type} == {"cpu", "cuda"}
-
-    def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-        assert values.device.type == "cpu"
-        return torch.empty(values.shape, dtype=values.dtype, device=device)
-
-    def receive(values: torch.Tensor) -> torch.Tensor:
-        assert values.is_cuda
-        return torch.empty(values.shape, dtype=values.dtype)
-
-    facts = SimpleNamespace(major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
-    real_host = step_buffers._Host
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_buffers, "_Host", host)
-        for module in (step_buffers, device_steps):
-            patch.setattr(module, "pinned_bytes", pinned)
-            patch.setattr(module, "Mark", lambda device: Mark(torch.device("cpu")))
-        patch.setattr(step_buffers, "copy_to_device", passes)
-        patch.setattr(device_steps, "copy_to_host", passes)
-        for module in (transfer, device_sampler):
-            patch.setattr(module, "send", send)
-        patch.setattr(device_sampler, "receive", receive)
-        patch.setattr(token_table, "write", passes)
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode(), FakeCuda():
-            yield
 
 
 @contextmanager
@@ -451,11 +326,6 @@ def test_a_step_of_several_ranks_waits_for_nothing_and_has_its_collectives_in_gr
         return
     assert [name for name, is_inside in calls if is_inside] == inside
     assert [name for name, is_inside in calls if not is_inside] == outside
-
-
-def variants(launches: list[Launch]) -> set[tuple[str, str, str]]:
-    """What Triton compiles one by one: kernel, specialisation, options."""
-    return {(x.kernel.name, specialise(x).text, str(sorted(x.options.items()))) for x in launches}
 
 
 def a_random_batch(dice: random.Random) -> list[ScheduledSequence]:
