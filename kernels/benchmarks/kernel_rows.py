@@ -5,7 +5,8 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 
 import torch
 
@@ -115,6 +116,25 @@ def run(rows: Iterator[Row], phase: Phase, seconds: Seconds, *, peers: bool) -> 
     return left
 
 
+def run_modules(
+    modules: Sequence[ModuleType], device: torch.device, phase: Phase, seconds: Seconds, *, peers: bool
+) -> list[str]:
+    """Kernel after kernel. One whose inputs cannot be made is a row with its error, and the next kernel's turn comes."""
+    left: list[str] = []
+    for module in modules:
+        try:
+            left += run(module.rows(device, tiny=False), phase, seconds, peers=peers)
+        except DeviceLost:
+            raise
+        except Exception as error:  # of any kind, out of memory first of all
+            name = f"{module.__name__.rpartition('.')[2]}, its inputs"
+            if not peers:
+                phase.report.add(name, {"error": f"{type(error).__name__}: {str(error)[:300]}"})
+            phase.clock.say(f"{name}: {error}")
+            check_device()
+    return left
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 0 when every row ran and is right, 1 when one is not, 3 out of time, 4 when the device is lost."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_rows", description=__doc__.split("\n")[0])
@@ -125,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(phase.rest.seed)
     device = torch.device("cuda")
     try:
-        left = run(all_rows(device), phase, lambda call: seconds_of(call, device), peers=phase.rest.peers)
+        left = run_modules(MODULES, device, phase, lambda call: seconds_of(call, device), peers=phase.rest.peers)
     except DeviceLost as lost:
         phase.clock.say(f"the device is lost, a new process goes on: {lost}")
         return DEVICE_LOST

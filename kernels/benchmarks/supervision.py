@@ -19,7 +19,7 @@ EXPECTED = (DONE, FAILED, NO_GPU, OUT_OF_TIME)
 def run_part(module: str, arguments: list[str], path: Path, run: str, *, deadline: float) -> int:
     """`python -m MODULE ARGUMENTS` to its end; returns its exit code (phase.py), OUT_OF_TIME where it was ended at the
     deadline. `path` is the report's: what was being measured when the process ended stands there."""
-    while True:
+    while time.time() < deadline:
         code, why = _watch([sys.executable, "-m", module, *arguments], path, run, deadline)
         report = Report(path, run)
         if code in EXPECTED and not why:
@@ -31,6 +31,7 @@ def run_part(module: str, arguments: list[str], path: Path, run: str, *, deadlin
         blamed = report.fail_running(why or f"the process ended with exit code {code} in this row")
         if code != DEVICE_LOST and not blamed:
             return FAILED  # outside of any row: it would end so again
+    return OUT_OF_TIME
 
 
 def _watch(command: list[str], path: Path, run: str, deadline: float) -> tuple[int, str]:

@@ -3,13 +3,15 @@ reported, the limit of time. Nothing here is a measurement."""
 
 import argparse
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.kernel_rows import MODULES, all_rows, measure, run
+from benchmarks.kernel_rows import MODULES, all_rows, measure, run, run_modules
 from benchmarks.paged_peers import flex_paged
 from benchmarks.phase import Clock, Phase
 from benchmarks.report import FILE, Report
@@ -109,3 +111,20 @@ def test_a_kernel_that_is_wrong_is_a_row_and_is_not_tried_again_in_the_same_run(
         run(iter((row,)), a_phase(tmp_path, run=number), half_a_second, peers=False)
     assert "off by" in Report(tmp_path / FILE).rows["kernel"]["error"]
     assert len(calls) == 2, "once in each of two runs"
+
+
+def test_a_kernel_whose_inputs_cannot_be_made_costs_its_own_rows(tmp_path: Path) -> None:
+    def out_of_memory(device: torch.device, *, tiny: bool) -> Iterator[Row]:
+        yield a_row("first")
+        raise MemoryError("32 GiB")
+
+    def well(device: torch.device, *, tiny: bool) -> Iterator[Row]:
+        yield a_row("second")
+
+    modules = [ModuleType("benchmarks.large"), ModuleType("benchmarks.small")]
+    for module, rows in zip(modules, (out_of_memory, well), strict=True):
+        module.rows = rows  # type: ignore[attr-defined]
+    phase = a_phase(tmp_path)
+    assert run_modules(modules, CPU, phase, half_a_second, peers=False) == []
+    assert list(phase.report.rows) == ["first", "large, its inputs", "second"]
+    assert "32 GiB" in phase.report.rows["large, its inputs"]["error"]
