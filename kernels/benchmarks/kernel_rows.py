@@ -119,7 +119,7 @@ def run(rows: Iterator[Row], phase: Phase, seconds: Seconds, *, peers: bool) -> 
 def run_modules(
     modules: Sequence[ModuleType], device: torch.device, phase: Phase, seconds: Seconds, *, peers: bool
 ) -> list[str]:
-    """Kernel after kernel. One whose inputs cannot be made is a row with its error, and the next kernel's turn comes."""
+    """Kernel after kernel. One whose inputs cannot be made is a row with its error, and the next kernel is measured."""
     left: list[str] = []
     for module in modules:
         try:
