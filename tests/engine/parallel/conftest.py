@@ -173,8 +173,14 @@ def requests(count: int = 12, output: int = 12) -> list[AddRequest]:
     return made
 
 
-def serve(engine: Engine, asked: list[AddRequest], steps: list[StepStats] | None = None) -> dict[str, list[int]]:
-    """The tokens of every request, all together; the invariants hold after every step. `steps` gets each one's."""
+def serve(
+    engine: Engine,
+    asked: list[AddRequest],
+    steps: list[StepStats] | None = None,
+    ends: tuple[str, ...] = ("length",),
+) -> dict[str, list[int]]:
+    """The tokens of every request, all together; the invariants hold after every step. `steps` gets each one's, `ends`
+    are the finish reasons that are meant to be."""
     tokens: dict[str, list[int]] = {request.request_id: [] for request in asked}
     for request in asked:
         engine.add(request)
@@ -183,7 +189,7 @@ def serve(engine: Engine, asked: list[AddRequest], steps: list[StepStats] | None
         if steps is not None:
             steps.append(step.stats)
         for output in step.outputs:
-            assert output.finish_reason in (None, "length")
+            assert output.finish_reason in (None, *ends)
             tokens[output.request_id] += output.token_ids
         engine.check_integrity()
     return tokens

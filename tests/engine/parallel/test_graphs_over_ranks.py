@@ -91,26 +91,11 @@ def test_tokens_equal_those_of_one_rank(
     assert all(of_rank == taken[0] for of_rank in taken), "every rank takes the same graph in each step"
 
 
-def tokens_of(engine: Engine, asked: list[AddRequest], steps: list[StepStats] | None = None) -> dict[str, list[int]]:
-    """Of requests that may end in any way, from a cache of any size."""
-    tokens: dict[str, list[int]] = {}
-    for request in asked:
-        engine.add(request)
-    while engine.has_work:
-        step = engine.step()
-        if steps is not None:
-            steps.append(step.stats)
-        for output in step.outputs:
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
-    engine.check_integrity()
-    return tokens
-
-
 def test_what_requests_ask_of_their_tokens_is_the_same_over_ranks(
     models: dict[str, str], start: Callable[..., Engine], serving: Any, notes: Path
 ) -> None:
     """Tokens are chosen on the rank that samples, from counts that it keeps, while the others compute the next step."""
-    _, requests, _ = serving
+    serve, requests, _ = serving
     wishes: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3},
         {"presence_penalty": 0.5, "frequency_penalty": 0.5, "temperature": 0.9, "seed": 4},
@@ -121,17 +106,18 @@ def test_what_requests_ask_of_their_tokens_is_the_same_over_ranks(
         AddRequest(r.request_id, r.prompt_token_ids, msgspec.structs.replace(r.sampling, **wishes[number % 4]), 0.0)
         for number, r in enumerate(requests(8))
     ]
-    expected = tokens_of(start(models["dense"]), asked)
+    ends = ("length", "stop")
+    expected = serve(start(models["dense"]), asked, ends=ends)
     with steps_of_a_device(notes):
         engine = start(models["dense"], **TP2, **OVERLAPPED)
-        assert tokens_of(engine, asked) == expected
+        assert serve(engine, asked, ends=ends) == expected
         engine.close()
 
 
 def test_graphs_outlive_sleep_and_a_resized_cache(
     models: dict[str, str], start: Callable[..., Engine], serving: Any, notes: Path
 ) -> None:
-    _, requests, _ = serving
+    serve, requests, _ = serving
     asked = requests(6)
     sized: dict[str, Any] = {
         "num_gpu_blocks_override": None,
@@ -139,19 +125,19 @@ def test_graphs_outlive_sleep_and_a_resized_cache(
         "gpu_memory_utilization_cap": "0.3",
     }
     sized |= {"block_size": 128}  # few blocks, though the memory is large
-    expected = tokens_of(start(models["dense"]), asked)
+    expected = serve(start(models["dense"]), asked)
     steps: list[StepStats] = []
     with steps_of_a_device(notes) as recorder:
         engine = start(models["dense"], **TP2, **sized)
         num_records = recorder.num_records
-        assert tokens_of(engine, asked, steps) == expected
+        assert serve(engine, asked, steps) == expected
         engine.lifecycle("sleep", {"level": 1, "mode": "abort"})
         engine.lifecycle("wake_up", {"tags": ["weights", "kv_cache", "scheduling"]})
-        assert tokens_of(engine, asked, steps) == expected
-        for utilization in (0.3, 0.15):
+        assert serve(engine, asked, steps) == expected
+        for utilization in (0.3, 0.2):
             status, _ = engine.patch_config({"values": {"gpu_memory_utilization": utilization}})
             assert status == 200
-            assert tokens_of(engine, asked, steps) == expected
+            assert serve(engine, asked, steps) == expected
         assert recorder.num_records == num_records
         engine.close()
     assert sum(stats.graph_captures for stats in steps) == 0
