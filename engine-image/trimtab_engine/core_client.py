@@ -44,6 +44,7 @@ from trimtab_engine.messages import (
     StepStats,
     ToCore,
 )
+from trimtab_engine.network import is_ipv6_url
 
 logger = logging.getLogger("trimtab_engine.api")
 
@@ -115,6 +116,7 @@ class CoreClient:
         ):
             for socket in (inbox, outbox):
                 socket.setsockopt(zmq.LINGER, 0)
+                socket.setsockopt(zmq.IPV6, is_ipv6_url(address.to_core))
             outbox.setsockopt(zmq.SNDHWM, 0)
             inbox.setsockopt(zmq.RCVHWM, 0)
             outbox.bind(address.to_core)

@@ -14,7 +14,7 @@ from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_client import CoreClient
 from trimtab_engine.core_processes import DEAD_GRACE_SECONDS, CoreProcess, cause_of_end
 from trimtab_engine.messages import ClientAddresses, CoreFailed, CoreStart
-from trimtab_engine.network import ReservedPorts, own_address
+from trimtab_engine.network import ReservedPorts, in_url, own_address
 from trimtab_engine.nodes.hub import Hub
 from trimtab_engine.nodes.messages import CoreEnded
 from trimtab_engine.private_folder import PrivateFolder
@@ -51,7 +51,7 @@ class CoreLauncher:
 
     def _address(self, client: int, core: int) -> ClientAddresses:
         if self._ports is not None and core >= self._config.num_local_cores:
-            name = f"tcp://{self._ports.address}"
+            name = f"tcp://{in_url(self._ports.address)}"
             return ClientAddresses(f"{name}:{self._ports.take()}", f"{name}:{self._ports.take()}")
         name = f"ipc://{self._folder}"
         return ClientAddresses(f"{name}/to-{core}-{client}", f"{name}/from-{core}-{client}")

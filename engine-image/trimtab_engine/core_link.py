@@ -17,6 +17,7 @@ from trimtab_engine.messages import (
     StepOutputs,
     ToCore,
 )
+from trimtab_engine.network import is_ipv6_url
 
 LINGER_MILLISECONDS = 2000  # for the last message to leave before the process ends
 
@@ -28,6 +29,7 @@ def last_word(clients: Sequence[ClientAddresses], failure: CoreFailed) -> None:
     for client in clients:
         outbox = context.socket(zmq.PUSH)
         outbox.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        outbox.setsockopt(zmq.IPV6, is_ipv6_url(client.from_core))
         outbox.connect(client.from_core)
         outbox.send(body)
         outbox.close()
@@ -41,6 +43,7 @@ class Link:
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         for client in clients:
+            self._inbox.setsockopt(zmq.IPV6, is_ipv6_url(client.to_core))
             self._inbox.connect(client.to_core)
         self._outboxes = [self._connect(client.from_core) for client in clients]
         self._client_of: dict[str, int] = {}
@@ -52,6 +55,7 @@ class Link:
         outbox = self._context.socket(zmq.PUSH)
         outbox.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         outbox.setsockopt(zmq.SNDHWM, 0)  # outputs are never dropped: the API servers read all of them
+        outbox.setsockopt(zmq.IPV6, is_ipv6_url(address))
         outbox.connect(address)
         return outbox
 

@@ -1,30 +1,72 @@
-"""This node among others: its address towards them, the interface that has it, and ports on it."""
+"""This node among others: its address towards them, the interface that has it, and ports on it; IPv4 and IPv6."""
 
 import fcntl
 import socket
 import struct
+from pathlib import Path
 
 from trimtab_engine.errors import ConfigError
 
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
 INTERFACE_NAME_BYTES = 256
 ADDRESS_BYTES = slice(20, 24)  # of struct ifreq: sin_addr
+IPV6_ADDRESSES = Path("/proc/net/if_inet6")  # lines of: address in hex, four numbers, interface
+ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # nobody's, by RFC 5737 and 3849
+ANY_IPV4, ANY = "0.0.0.0", "::"
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Of a numeric address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def in_url(address: str) -> str:
+    """A host as it stands before `:PORT`: an IPv6 address in brackets."""
+    return f"[{address}]" if ":" in address else address
+
+
+def is_ipv6_url(url: str) -> bool:
+    """Whether `tcp://ADDRESS:PORT` is of IPv6, of which ZMQ wants to be told."""
+    return "://[" in url
+
+
+def any_address() -> str:
+    """What to listen on to be reached by everybody: `::` takes both families, and is chosen on a machine without IPv4
+    only, since others may have IPv6 switched off."""
+    reached = {family for family, host in ELSEWHERE.items() if _own_address_towards(family, (host, 9)) is not None}
+    return ANY if reached == {socket.AF_INET6} else ANY_IPV4
+
+
+def _own_address_towards(family: socket.AddressFamily, address: tuple[object, ...]) -> str | None:
+    """This machine's end of the route there (nothing is sent); None when there is none."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
 
 
 def own_address(host: str, port: int) -> str:
-    """The address under which other nodes reach this one: that of the route to `host` (nothing is sent). Raises
-    ConfigError when there is none."""
+    """The address under which other nodes reach this one: that of the route to `host`, by IPv4 where it has both.
+    Raises ConfigError when there is none."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))
-            return str(probe.getsockname()[0])
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError as error:
         raise ConfigError(f"--master-addr {host} cannot be reached: {error.strerror or error}") from error
+    for family, _, _, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+        own = _own_address_towards(family, address)
+        if own is not None:
+            return own
+    raise ConfigError(f"--master-addr {host} cannot be reached: there is no route to it")
 
 
 def interface_of(address: str) -> str | None:
     """The name of the interface with this address, such as eth0; None when there is none."""
-    wanted = socket.inet_aton(address)
+    wanted = socket.inet_pton(family_of(address), address)
+    if family_of(address) == socket.AF_INET6:
+        lines = IPV6_ADDRESSES.read_text().splitlines() if IPV6_ADDRESSES.exists() else []
+        return next((line.split()[-1] for line in lines if line.split()[0] == wanted.hex()), None)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -45,7 +87,7 @@ class ReservedPorts:
         self._held: list[socket.socket] = []
 
     def take(self) -> int:
-        held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        held = socket.socket(family_of(self.address), socket.SOCK_STREAM)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((self.address, 0))
         self._held.append(held)

@@ -359,6 +359,21 @@ def delete_rendezvous_services(plant: Plant) -> dict[str, str]:
     return {name: plant.objects.pop(("Service", name))["spec"]["clusterIP"] for name in names}
 
 
+def test_ranks_meet_at_an_ipv6_address_and_get_it_back() -> None:
+    """A flag's value of its own: no port follows that brackets would keep apart."""
+    plant = Plant(a_deployment(parallelism=THREE))
+    plant.execute(plant.plan())
+    plant.objects["Service", "m-g0"]["spec"]["clusterIP"] = "fd00:10:96::a7"
+    plant.settle()
+    for name in ("m-g0", "m-g0-w"):
+        assert "--master-addr=fd00:10:96::a7" in args_of(plant.objects["StatefulSet", name])
+    pods = copy.deepcopy(plant.pods)
+    delete_rendezvous_services(plant)
+    plant.settle()
+    assert plant.objects["Service", "m-g0"]["spec"]["clusterIP"] == "fd00:10:96::a7"
+    assert plant.pods == pods
+
+
 def test_scale_in_takes_the_whole_group() -> None:
     plant = Plant(a_deployment(parallelism=THREE, replicas=2))
     plant.settle()

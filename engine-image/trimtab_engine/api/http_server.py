@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from trimtab_engine.api.http_protocol import BoundedHeadProtocol
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.network import family_of, in_url
 
 CLOSE_SECONDS = 3  # for answers that are being written when the server closes
 BACKLOG = 2048
@@ -54,15 +55,14 @@ class _Uvicorn(uvicorn.Server):
 
 def bind(host: str, port: int, flag: str) -> socket.socket:
     """A listening socket. Raises ConfigError when there can be none."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound = socket.socket(family_of(host), socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
         bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}") from None
+        raise ConfigError(f"cannot listen on {in_url(host)}:{port}: {error.strerror}; choose another {flag}") from None
     bound.setblocking(False)
     return bound
 

@@ -18,6 +18,7 @@ from trimtab_engine.cli.parallel_flags import add_parallel_flags, parallel_field
 from trimtab_engine.cli.speculative_flags import add_speculative_flags, speculative_fields
 from trimtab_engine.config import BLOCK_SIZES, EngineConfig, first_visible_gpu
 from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
+from trimtab_engine.network import any_address
 from trimtab_engine.process_end import prepare_to_leave
 
 LARGE_GPU_BYTES = 70 << 30  # from here on vLLM's larger defaults hold
@@ -196,7 +197,7 @@ def _add_scheduler_flags(group: Any) -> None:
 
 def _add_server_flags(group: Any) -> None:
     group.add_argument("--config", metavar="FILE", help="YAML with flags as keys; the command line wins")
-    group.add_argument("--host", default="0.0.0.0", help="address of the API (default: 0.0.0.0)")
+    group.add_argument("--host", help="address of the API (default: 0.0.0.0; :: on a machine that has IPv6 only)")
     group.add_argument(
         "--port", type=types.port, default=8000, help="port of the API, the probes and /metrics (default: 8000)"
     )
@@ -308,8 +309,9 @@ def run(arguments: argparse.Namespace) -> int:
         otlp_traces_endpoint=arguments.otlp_traces_endpoint,
         custom_histogram_buckets=arguments.custom_histogram_buckets,
     )
-    admin_host = arguments.host if arguments.admin_token_sha256 else LOOPBACK
-    listen = Listen(arguments.host, arguments.port, admin_host, arguments.admin_port)
+    host = arguments.host or any_address()
+    admin_host = host if arguments.admin_token_sha256 else LOOPBACK
+    listen = Listen(host, arguments.port, admin_host, arguments.admin_port)
     exit_code = run_server(config, options, listen, arguments.shutdown_timeout)
     prepare_to_leave()
     return exit_code

@@ -1,6 +1,7 @@
 """A node beside node 0: starts the cores that node 0 hands it, serves nothing, and ends when the replica does."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -37,6 +38,7 @@ from trimtab_engine.stream_link import Link
 CONNECT_SECONDS = 3.0  # an address whose node is gone swallows packets: try again, it may lead elsewhere by then
 RETRY_SECONDS = 1.0
 CLOCK_EXCHANGES = 8  # the shortest of them counts
+OWN_WORD_SECONDS = 5.0  # for SIGTERM to reach this node, too, when node 0 ends in order
 STOP_MARGIN_SECONDS = 15.0  # beyond --shutdown-timeout, for node 0 to end before this node does without it
 
 logger = logging.getLogger("trimtab_engine.nodes")
@@ -65,6 +67,7 @@ class _Member:
         self._exchanges: list[tuple[float, float, float]] = []
         self._heard = 0.0
         self._stopping = False
+        self._told = asyncio.Event()
         self._ended = asyncio.Event()
         self._ending = _Ending("it was told to", 0)
 
@@ -84,6 +87,9 @@ class _Member:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._link is not None:
             self._link.close()
+        if ending.in_order:  # or its container would start anew, and have to end again
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._told.wait(), OWN_WORD_SECONDS)
         line = f"trimtab-engine: node {self._config.node_rank} ends: {' '.join(ending.why.split())}"
         print(line, file=sys.stderr, flush=True)
         return 0 if self._stopping else ending.exit_code
@@ -99,6 +105,7 @@ class _Member:
 
     def _on_signal(self) -> None:
         """Have the replica drain; end with it, or at the second signal, or where there is no replica yet, at once."""
+        self._told.set()
         if self._stopping or not self._cores or self._link is None:
             self._stopping = True
             self._end(_Ending("it was told to", 0))

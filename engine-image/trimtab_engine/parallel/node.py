@@ -9,6 +9,7 @@ from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.workers import STOP_SECONDS, rendezvous_of, start_processes
 
 POLL_SECONDS = 0.2
+OWN_WORD_SECONDS = 5.0  # for SIGTERM to reach this node, too, when the engine ends in order
 
 
 def run_node(config: EngineConfig) -> int:
@@ -38,7 +39,12 @@ def run_node(config: EngineConfig) -> int:
         if process.poll() is None:
             process.kill()
     codes = [process.wait() for process in processes.values()]
-    if stopped or not any(codes):
+    if stopped:
+        return 0
+    if not any(codes):
+        deadline = time.monotonic() + OWN_WORD_SECONDS
+        while not signals and time.monotonic() < deadline:  # or its container would start anew, and have to end again
+            time.sleep(POLL_SECONDS)
         return 0
     print(f"trimtab-engine: node {config.node_rank} ends: a rank of the engine has ended", file=sys.stderr, flush=True)
     return max(code if code > 0 else 1 for code in codes if code)

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from trimtab_engine.config import LOOPBACK_INTERFACE, EngineConfig, use_interface_between_ranks
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.network import interface_of, own_address
+from trimtab_engine.network import family_of, interface_of, own_address
 from trimtab_engine.parallel.groups import RankGroup, RankGroups, WireMeter
 from trimtab_engine.parallel.ranks import Layout
 
@@ -43,7 +43,7 @@ def open_store(rendezvous: str, *, serves: bool) -> Store:
         return TCPStore(host, port, None, False, timeout=STORE_TIMEOUT, wait_for_workers=False)
     own = own_address_at(rendezvous)
     try:
-        listener = socket.create_server((own, port))
+        listener = socket.create_server((own, port), family=family_of(own))
     except OSError as error:
         raise ConfigError(f"port {port} on {own}, where the nodes meet, cannot be bound: {error.strerror}") from error
     return TCPStore(

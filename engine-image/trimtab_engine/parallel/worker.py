@@ -21,6 +21,7 @@ from trimtab_engine.device import Device
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.graphs.start import start_device_steps
 from trimtab_engine.model_runner import ModelRunner
+from trimtab_engine.network import is_ipv6_url
 from trimtab_engine.parallel.rendezvous import RETRY_SECONDS, find_core, join_groups
 from trimtab_engine.parallel.wire_messages import (
     HEARTBEAT_SECONDS,
@@ -108,6 +109,7 @@ class Worker:
     def _connect(self, kind: int, address: str) -> "zmq.Socket[bytes]":
         connected: zmq.Socket[bytes] = self._context.socket(kind)
         connected.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        connected.setsockopt(zmq.IPV6, is_ipv6_url(address))
         connected.connect(address)
         return connected
 

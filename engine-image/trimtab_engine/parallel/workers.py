@@ -16,6 +16,7 @@ import zmq
 
 from trimtab_engine.config import EngineConfig, core_environment
 from trimtab_engine.errors import ConfigError, WorkerDied
+from trimtab_engine.network import in_url, is_ipv6_url
 from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.rendezvous import announce_core, join_groups, leave_groups, open_store, own_address_at
@@ -26,6 +27,7 @@ from trimtab_engine.private_folder import PrivateFolder
 
 WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.parallel.worker")
 STOP_SECONDS = 3.0  # for a worker to leave before it is killed
+STOP_LINGER_MILLISECONDS = 1000  # for Stop to leave before this process ends
 CAUSE_SECONDS = 3.0  # for the watch to name the rank whose connection broke
 POLL_MILLISECONDS = 100
 START_SECONDS = 600.0  # for a process on this node to start: it imports torch
@@ -147,8 +149,9 @@ class Workers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for socket in (*self._steps, self._control):
-            socket.close(linger=0)
+        for steps in self._steps:  # the last word goes to other nodes, too: there nobody waits for the process to end
+            steps.close(linger=0 if self._watch.failed.is_set() else STOP_LINGER_MILLISECONDS)
+        self._control.close(linger=0)
         self._context.term()
         leave_groups()
         self._private.remove()
@@ -159,8 +162,9 @@ class Workers:
             address = f"ipc://{self._folder}/{name}"
             socket.bind(address)
             return address
-        host = own_address_at(self._rendezvous)
-        return f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
+        url = f"tcp://{in_url(own_address_at(self._rendezvous))}"
+        socket.setsockopt(zmq.IPV6, is_ipv6_url(url))
+        return f"{url}:{socket.bind_to_random_port(url)}"
 
 
 def rendezvous_of(config: EngineConfig, layout: Layout, folder: Path | None) -> str:

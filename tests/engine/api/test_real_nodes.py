@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+from trimtab_engine.network import interface_of
 
 if TYPE_CHECKING:
     from tests.engine.api.conftest import RealEngine
@@ -105,6 +106,16 @@ def test_ranks_on_two_nodes_give_the_text_of_one_rank_and_end_together(
     assert "a rank of the engine died: rank 0 (" in engine.log.read_text().splitlines()[-1]
 
 
+@pytest.mark.skipif(interface_of("::1") is None, reason="this machine has IPv6 switched off")
+@pytest.mark.parametrize("layout", ["-pp", "-dp"])  # ranks of one core, and cores
+def test_nodes_meet_over_ipv6(
+    serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...], expected: dict[str, str], layout: str
+) -> None:
+    flags = (layout, "2", *two_nodes, "--master-addr", "::1")
+    second_node(*flags)
+    assert serve(*flags).texts() == expected
+
+
 def test_a_node_whose_engine_core_is_gone_ends(
     serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...]
 ) -> None:
@@ -130,6 +141,24 @@ def test_a_node_that_is_told_to_end_serves_until_the_engine_has_drained(
     engine.process.terminate()
     assert engine.process.wait(2 * DEATH_SECONDS) == 0
     assert node.process.wait(2 * DEATH_SECONDS) == 0
+
+
+def test_a_node_whose_engine_has_ended_in_order_waits_for_its_own_word(
+    serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...]
+) -> None:
+    """A container that ends before its pod is deleted is started again, and may not hear then that it is to end."""
+    node = second_node("-tp", "2", *two_nodes)
+    engine = serve("-tp", "2", *two_nodes)
+    engine.process.terminate()
+    assert engine.process.wait(2 * DEATH_SECONDS) == 0
+    deadline = time.monotonic() + DEATH_SECONDS
+    while node.pids:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert node.process.poll() is None
+    node.process.terminate()
+    assert node.process.wait(2 * DEATH_SECONDS) == 0
+    assert "the engine core is gone" not in node.text, "the engine's last word was lost"
 
 
 def test_a_node_that_waits_for_its_engine_core_ends_when_told(
