@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from benchmarks.engine_rows import (
 )
 from benchmarks.load import add, an_engine, checked, drop_all, run_to_end, tokens_of
 from benchmarks.phase import DEVICE_LOST, DONE, FAILED, OUT_OF_TIME, Phase, parse_phase
-from benchmarks.report import Entry
+from benchmarks.report import Entry, in_words
 from benchmarks.resize import live_resize
 from benchmarks.timing import DeviceLost, check_device
 from benchmarks.wheels import use_wheels
@@ -161,7 +162,8 @@ def measure_rows(
         try:
             entry = measured(engine, row, phase.report.limits) | {"kernel_compilations": 0}  # else it raised
         except Exception as error:  # of any kind: the other rows still run, and the exit code tells
-            entry = {"limit": "model", "bar": row.bar, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+            traceback.print_exception(error)
+            entry = {"limit": "model", "bar": row.bar, "error": in_words(error)}
             phase.report.add(row.name, entry)
             check_device()
             drop_all(engine)
@@ -194,8 +196,9 @@ def main(arguments: list[str] | None = None) -> int:
         phase.clock.say(f"the device is lost, a new process goes on: {lost}")
         return DEVICE_LOST
     except Exception as error:  # the engine does not start, or cannot go on: each row says so
+        traceback.print_exception(error)
         for row in wanted(group, phase):
-            phase.report.add(row.name, {"error": f"{type(error).__name__}: {str(error)[:300]}"})
+            phase.report.add(row.name, {"error": in_words(error)})
             phase.clock.say(f"{row.name}: {error}")
         return FAILED
     if left:

@@ -12,7 +12,7 @@ from benchmarks.ideal import ModelShape
 from benchmarks.peers import PEERS, Peer
 from benchmarks.peers.served import Served
 from benchmarks.phase import DONE, OUT_OF_TIME, Phase, parse_phase
-from benchmarks.report import Report
+from benchmarks.report import Report, in_words
 from benchmarks.wheels import use_wheels
 
 START_SECONDS, ROW_SECONDS = 180.0, 90.0
@@ -45,7 +45,7 @@ def measure_rows(peer: Peer, served: Served, rows: list[EngineRow], phase: Phase
         try:
             rate = served.rate(row)
         except Exception as error:  # of any kind: it is not ours to mend
-            told = f"{type(error).__name__}: {str(error)[:160]}"
+            told = in_words(error, 160)
             phase.report.add_peer(row.name, peer.name, {"not_run": told})
         else:
             phase.report.add_peer(row.name, peer.name, {"rate": rate})
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
             served: Served = import_module(f"benchmarks.peers.{peer.adapter}").start(shape, Path(folder))
         except Exception as error:  # it needs something else that is not here
             for row in rows:
-                phase.report.add_peer(row.name, peer.name, {"not_run": f"{type(error).__name__}: {str(error)[:160]}"})
+                phase.report.add_peer(row.name, peer.name, {"not_run": in_words(error, 160)})
             return DONE
         return OUT_OF_TIME if measure_rows(peer, served, rows, phase) else DONE
 

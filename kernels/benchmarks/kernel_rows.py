@@ -5,6 +5,7 @@
 
 import argparse
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
@@ -25,7 +26,7 @@ from benchmarks import (
     w8a8_block_fp8,
 )
 from benchmarks.phase import DEVICE_LOST, DONE, FAILED, OUT_OF_TIME, Phase, parse_phase
-from benchmarks.report import Entry
+from benchmarks.report import Entry, in_words
 from benchmarks.row import Row, check
 from benchmarks.timing import DeviceLost, check_device, seconds_of
 from benchmarks.wheels import use_wheels
@@ -52,7 +53,8 @@ def measure(row: Row, limits: dict[str, float], seconds: Seconds) -> Entry:
         entry["error_of_result"] = check(row)
         taken = seconds(row.ours)
     except Exception as error:  # of any kind: the other rows still run, and the exit code tells
-        return {**entry, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+        traceback.print_exception(error)
+        return {**entry, "error": in_words(error)}
     rate = row.amount / taken
     entry |= {"seconds": taken, "rate": rate}
     if limits.get(row.limit):
@@ -65,7 +67,7 @@ def measure_peer(call: Callable[[], object], seconds: Seconds) -> Entry:
     try:
         return {"seconds": seconds(call)}
     except Exception as error:  # a peer that this installation lacks, or that this GPU cannot run
-        return {"not_run": f"{type(error).__name__}: {str(error)[:160]}"}
+        return {"not_run": in_words(error, 160)}
 
 
 def run_row(row: Row, phase: Phase, seconds: Seconds) -> None:
@@ -129,7 +131,7 @@ def run_modules(
         except Exception as error:  # of any kind, out of memory first of all
             name = f"{module.__name__.rpartition('.')[2]}, its inputs"
             if not peers:
-                phase.report.add(name, {"error": f"{type(error).__name__}: {str(error)[:300]}"})
+                phase.report.add(name, {"error": in_words(error)})
             phase.clock.say(f"{name}: {error}")
             check_device()
     return left

@@ -5,6 +5,7 @@ too, with a time limit: so whoever watches knows which row ended its process, or
 """
 
 import json
+import re
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +13,16 @@ from typing import Any
 
 Entry = dict[str, Any]
 FILE = "gpu.json"
+PATH = re.compile(r"(?:/[\w.+-]+)+/([\w.+-]+)")
+
+
+def in_words(error: BaseException, length: int = 300) -> str:
+    """What went wrong, on one line, without the folders of the machine on which it did."""
+    return f"{type(error).__name__}: {PATH.sub(_last_part, ' '.join(str(error).split()))}"[:length]
+
+
+def _last_part(path: re.Match[str]) -> str:
+    return path.group(1)
 
 
 class Report:

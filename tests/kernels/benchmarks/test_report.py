@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from benchmarks.report import FILE, Report
+from benchmarks.report import FILE, Report, in_words
 
 HERE = {"device": "one", "torch": "2.11"}
 
@@ -74,3 +74,9 @@ def test_what_was_not_reached_in_time_is_no_row(tmp_path: Path) -> None:
     report.drop_running()
     assert a_report(tmp_path).rows == {}
     assert a_report(tmp_path).running is None
+
+
+def test_errors_are_one_line_without_folders() -> None:
+    error = ImportError("cannot import name 'core'\n (/tmp/wheels-1/tvm_ffi/__init__.py), 3/4 of it")
+    assert in_words(error) == "ImportError: cannot import name 'core' (__init__.py), 3/4 of it"
+    assert in_words(ValueError("x" * 500), 20) == "ValueError: " + "x" * 8
