@@ -10,7 +10,8 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 TINY = ModelShape("tiny", 2, 64, 96, 4, 2, 16, 10_001, False, False)
-SMALL: dict[str, Any] = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 128}
+PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # transformers 5.17's name
+SMALL: dict[str, Any] = {PAGE: 16, "num_blocks": 64, "max_batch_tokens": 128}
 """Its cache, which it would size by the memory of the machine."""
 PROMPTS = [[5, 6, 7, 8, 9], [11] * 20, [12, 13]]
 
