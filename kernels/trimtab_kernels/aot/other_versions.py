@@ -37,10 +37,13 @@ def comparison(pinned: Iterable[Entry], version: str, other: Iterable[Entry], sh
     both = [place for place in ours if place in theirs and place[2] == TARGET]
     spilled = Counter(entry["target"] for entry in theirs.values() if entry["spill_bytes"])
     told = ", ".join(f"{count} on sm_{target}" for target, count in sorted(spilled.items())) or "none"
+    targets = {place[2] for place in theirs}
+    told_targets = ", ".join(f"sm_{target}" for target in sorted(targets))
     introduction = (
-        f"{len(theirs)} kernels compile and fit; of these spill: {told}. On sm_{TARGET}, registers · shared memory in "
-        f"KiB of the important kernels and of all that differ (by {MANY_REGISTERS - 1:.0%} of the registers or more, "
-        f"in shared memory, in spills or in the kind of matrix instructions), by triton {PINNED} and by {version}:"
+        f"{len(theirs)} kernels for {told_targets} compile and fit; of these spill: {told}. On sm_{TARGET}, registers "
+        f"· shared memory in KiB of the important kernels and of all that differ (by {MANY_REGISTERS - 1:.0%} of the "
+        f"registers or more, in shared memory, in spills or in the kind of matrix instructions), by triton {PINNED} "
+        f"and by {version}:"
     )
     lines = [
         f"## With triton {version}",
@@ -54,9 +57,9 @@ def comparison(pinned: Iterable[Entry], version: str, other: Iterable[Entry], sh
         case, kernel, *_ = place
         if case in shown or differs(ours[place], theirs[place]):
             lines.append(f"| {case} | {kernel} | {cell(ours[place])} | {cell(theirs[place])} |")
-    missing = [place for place in ours if place not in theirs]
+    missing = [f"{p[0]} ({p[1]}) for sm_{p[2]}" for p in ours if p[2] in targets and p not in theirs]
     if missing:
-        lines += ["", f"Not compiled by {version}: " + "; ".join(f"{p[0]} for sm_{p[2]}" for p in missing[:20]) + "."]
+        lines += ["", f"Not compiled by {version}: {'; '.join(missing)}."]
     return [*lines, ""]
 
 

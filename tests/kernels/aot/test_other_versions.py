@@ -39,8 +39,8 @@ def test_the_page_shows_important_cases_and_what_differs() -> None:
     assert "| asked | kernel | 100 · 1 | 100 · 1 |" in page
     assert "| other | kernel | 100 · 1 | 100 · 1, spills 16 |" in page
     assert not [line for line in page if line.startswith("| like")]
-    assert "Not compiled by 3.6.0: absent for sm_90." in page
-    assert any(line.startswith("3 kernels compile and fit; of these spill: 1 on sm_90.") for line in page)
+    assert "Not compiled by 3.6.0: absent (kernel) for sm_90." in page
+    assert any(line.startswith("3 kernels for sm_90 compile and fit; of these spill: 1 on sm_90.") for line in page)
 
 
 def test_launches_of_one_kernel_in_a_case_are_compared_in_their_order() -> None:
