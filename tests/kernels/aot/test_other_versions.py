@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 def an_entry(case: str = "case", **changes: Any) -> dict[str, Any]:
     entry = {"case": case, "kernel": "kernel", "target": 90, "registers": 100, "spill_bytes": 0}
-    return {**entry, "shared_bytes": 1024, "wgmma": False, **changes}
+    return {**entry, "shared_bytes": 1024, "wgmma": False, "num_warps": 4, "num_stages": 3, **changes}
 
 
 def test_the_pinned_triton_is_the_one_of_the_constraints() -> None:
@@ -48,3 +48,8 @@ def test_launches_of_one_kernel_in_a_case_are_compared_in_their_order() -> None:
     page = comparison(pair, "3.6.0", [an_entry(), an_entry(registers=100)], frozenset())
     assert "| case | kernel | 200 · 1 | 100 · 1 |" in page
     assert len([line for line in page if line.startswith("| case | kernel | ")]) == 2  # the head, and one row
+
+
+def test_kernels_of_another_configuration_are_not_compared() -> None:
+    page = comparison([an_entry()], "3.6.0", [an_entry(num_warps=8, registers=200)], frozenset({"case"}))
+    assert not [line for line in page if line.startswith("| case | kernel | 100")]
