@@ -54,6 +54,7 @@ def test_edits_match_the_reference(edit: Callable[..., Any], vocab: int) -> None
     torch.testing.assert_close(logits, expected, rtol=4 * torch.finfo(torch.float32).eps, atol=1e-6)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("presence", "frequency", "repetition"), [(0.0, 0.0, 1.0), (1.5, 0.0, 1.0), (0.0, -0.5, 1.0), (0.3, 0.7, 1.9)]
 )

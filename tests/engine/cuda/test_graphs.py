@@ -11,6 +11,7 @@ import torch
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.engine import Engine
 from trimtab_engine.graphs.compilation import CompilationConfig, CUDAGraphMode
+from trimtab_engine.graphs.device_sampler import DeviceSampler
 from trimtab_engine.messages import AddRequest, SamplingParams
 from trimtab_engine.startup import start_engine
 
@@ -102,6 +103,38 @@ def test_graphs_give_the_tokens_of_eager_steps(
     eager.close()
     engine = an_engine(model, compilation=CompilationConfig(cudagraph_mode=mode), async_scheduling=overlaps)
     assert generate(engine, requests) == (expected, 0), "the same tokens, and nothing compiled while serving"
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.5, "frequency_penalty": -0.3, "temperature": 0.8, "seed": 5},
+        {"logit_bias": {5: 2.0, 6: -3.0}, "logprobs": 3, "repetition_penalty": 1.1},
+        {"allowed_token_ids": (3, 5, 7), "bad_words": ((3, 5), (5, 5), (7, 3, 7))},
+        {"min_tokens": 9, "ignore_eos": False, "allowed_token_ids": (0, 4, 8), "logprobs": 0},
+    ],
+    ids=["repetition", "presence", "bias", "words", "min tokens"],
+)
+def test_what_requests_ask_of_their_logits_gives_the_tokens_of_steps_that_wait(
+    model: Path, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+) -> None:
+    requests = some_requests(40, **sampling)
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceSampler, "can_sample", lambda self, requests: False)
+        waiting = an_engine(model)
+        expected, _ = generate(waiting, requests)
+        waiting.close()
+    assert generate(an_engine(model), requests) == (expected, 0)
+
+
+def test_steps_that_swap_give_the_same_tokens(model: Path) -> None:
+    requests = some_requests(24)
+    roomy = an_engine(model)
+    expected, _ = generate(roomy, requests)
+    roomy.close()
+    swap = {"preemption_mode": "swap", "swap_space_bytes": 64 << 20, "swap_space_bytes_cap": 64 << 20}
+    assert generate(an_engine(model, num_gpu_blocks_override=40, **swap), requests) == (expected, 0)
 
 
 def test_every_size_gives_the_tokens_of_eager_steps(model: Path) -> None:
