@@ -16,6 +16,7 @@ import torch
 from trimtab_engine.batch import Batch, ScheduledSequence
 from trimtab_engine.graphs.step_buffers import Feed
 from trimtab_engine.graphs.token_table import DeviceRow
+from trimtab_engine.logprobs import ScoresInFlight
 from trimtab_engine.messages import TokenLogprobs
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.request import Request
@@ -133,10 +134,7 @@ class Execution:
     def can_follow(self, step: PreparedStep, flight: Flight) -> bool:
         """Whether it may begin before the flight has landed: all that it needs of that is its tokens, which are on the
         device. What a grammar would need is on the host."""
-        batch = step.batch
-        if not flight.feeds or step.speculates or step.scoring:
-            return False
-        return self._samples_on_device(batch)
+        return flight.feeds and not step.speculates and self._samples_on_device(step.batch)
 
     def _samples_on_device(self, batch: Batch) -> bool:
         steps = self._runner.steps
@@ -186,7 +184,7 @@ class Execution:
 
         def land() -> StepResult:
             result = self._sample(batch, logits, masks)
-            result.prompt_logprobs = scores
+            result.prompt_logprobs = _read(scores)
             return result
 
         return Flight(step, started, land)
@@ -203,13 +201,13 @@ class Execution:
 
         def land() -> StepResult:
             token_ids, logprobs = ([], []) if tokens is None else tokens.result()
-            return StepResult([*token_ids], [*logprobs], self._take_swapped(), scores)
+            return StepResult([*token_ids], [*logprobs], self._take_swapped(), _read(scores))
 
         return land
 
     def _compute_and_score(self, step: PreparedStep) -> StepResult:
         result = self._compute(step)
-        result.prompt_logprobs = self._runner.take_scores()
+        result.prompt_logprobs = _read(self._runner.take_scores())
         return result
 
     def _compute(self, step: PreparedStep) -> StepResult:
@@ -282,6 +280,11 @@ class Execution:
 
     def _take_swapped(self) -> Swapped:
         return NOTHING_SWAPPED if self._swap_cache is None else self._swap_cache.take_swapped()
+
+
+def _read(scores: ScoresInFlight | None) -> list[TokenLogprobs]:
+    """Wait for them, where there are any."""
+    return [] if scores is None else scores.result()
 
 
 def _masked_requests(sampling: list[Request]) -> list[MaskedRows]:

@@ -4,9 +4,11 @@ They are made where the logits are, as one tensor, and become plain values on th
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from trimtab_engine.graphs.transfer import Mark, receive
 from trimtab_engine.messages import TokenLogprobs
 
 
@@ -32,6 +34,26 @@ def reports_of(judged: torch.Tensor, chosen: Sequence[int], wanted: Sequence[int
         None if count is None else TokenLogprobs([token, *own_ids[1 : 1 + count]], own_values[: 1 + count], own_ids[0])
         for count, token, own_values, own_ids in zip(wanted, chosen, values, ids, strict=True)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoresInFlight:
+    """Reports of tokens that the host knows, a prompt's own ones, on their way to it."""
+
+    arrived: Mark
+    parts: list[tuple[torch.Tensor, list[int], list[int]]] = field(default_factory=list)
+    """(judged, token ids, how many likely tokens beside each)."""
+
+    def add(self, raw: torch.Tensor, chosen: torch.Tensor, token_ids: list[int], wanted: list[int]) -> None:
+        """raw [rows, vocab_size] and chosen [rows], which are token_ids, on the device."""
+        self.parts.append((receive(judge_rows(raw, chosen, max(wanted))), token_ids, wanted))
+        self.arrived.set()
+
+    def result(self) -> list[TokenLogprobs]:
+        """Wait for them."""
+        self.arrived.wait()
+        reports = [report for part in self.parts for report in reports_of(*part)]
+        return [report for report in reports if report is not None]
 
 
 def report_rows(raw: torch.Tensor, chosen: torch.Tensor, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:

@@ -20,13 +20,14 @@ from trimtab_engine.graphs.device_steps import AttentionShape, DeviceSteps, Grap
 from trimtab_engine.graphs.plan import GraphPlan
 from trimtab_engine.graphs.recorder import Recorder
 from trimtab_engine.graphs.step_buffers import Feed
+from trimtab_engine.graphs.transfer import Mark, send
 from trimtab_engine.kv_cache import KVCache, KVLayers, KVTensors, copy_across
 from trimtab_engine.kv_size import Unmeasured, check_weights_fit
 from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.layers.quantized import multiplies_float8
-from trimtab_engine.logprobs import report_rows
+from trimtab_engine.logprobs import ScoresInFlight
 from trimtab_engine.memory import Ledger
-from trimtab_engine.messages import SamplingParams, TokenLogprobs
+from trimtab_engine.messages import SamplingParams
 from trimtab_engine.model_config import ModelConfig, parse_model_config
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
 from trimtab_engine.models.llama import LlamaForCausalLM
@@ -104,7 +105,7 @@ class ModelRunner:
         self._model, self._rebuild, self.shard, self.groups = model, rebuild, shard, groups
         self._device, self._block_size, self._dtype = device, block_size, dtype
         self._kv_dtype = kv_dtype
-        self._scores: list[TokenLogprobs] = []
+        self._scores: ScoresInFlight | None = None
         self._eplb = eplb
         self.balancer = self._new_balancer()
         """Of the experts' load; None: they do not move."""
@@ -307,9 +308,9 @@ class ModelRunner:
         assert logits is not None  # the engine holds a rank of the last stage
         return logits
 
-    def take_scores(self) -> list[TokenLogprobs]:
-        """Of the prompt tokens that the last step was to judge, in the order of StepInputs.scored."""
-        scores, self._scores = self._scores, []
+    def take_scores(self) -> ScoresInFlight | None:
+        """Of the prompt tokens that the last step was to judge, in the order of StepInputs.scored; None without any."""
+        scores, self._scores = self._scores, None
         return scores
 
     def ledgers(self, own: Ledger) -> dict[int, Ledger]:
@@ -400,21 +401,20 @@ class ModelRunner:
         logits = self._model.logits(hidden, wanted)
         return None if logits is None else logits[: len(inputs.sampled)]
 
-    def _score(self, hidden: torch.Tensor, scored: list[tuple[int, int, int]]) -> list[TokenLogprobs]:
-        """Log-probabilities of the prompt's own next tokens, a few rows at a time, as the sampler takes them; nothing
-        on a rank that has no logits."""
-        scores: list[TokenLogprobs | None] = []
+    def _score(self, hidden: torch.Tensor, scored: list[tuple[int, int, int]]) -> ScoresInFlight:
+        """Begin to judge the prompt's own next tokens, a few rows at a time, as the sampler takes them; nothing on a
+        rank that has no logits."""
+        scores = ScoresInFlight(Mark(hidden.device))
         for first in range(0, len(scored), ROWS_AT_ONCE):
             part = scored[first : first + ROWS_AT_ONCE]
             rows = padded_rows(len(part)) if self._model.pads_rows else len(part)
-            indices = [index for index, _, _ in part]
-            wanted = torch.tensor(indices + [0] * (rows - len(part)), dtype=torch.int64, device=hidden.device)
-            logits = self._model.logits(hidden, wanted)
-            if logits is None:
-                continue
-            tokens = torch.tensor([token for _, token, _ in part], dtype=torch.int64, device=hidden.device)
-            scores += report_rows(logits[: len(part)].log_softmax(dim=-1), tokens, [count for _, _, count in part])
-        return [score for score in scores if score is not None]
+            indices, token_ids, wanted = (list(column) for column in zip(*part, strict=True))
+            index = torch.tensor(indices + [0] * (rows - len(part)), dtype=torch.int64)
+            logits = self._model.logits(hidden, send(index, hidden.device))
+            if logits is not None:
+                tokens = send(torch.tensor(token_ids, dtype=torch.int64), hidden.device)
+                scores.add(logits[: len(part)].log_softmax(dim=-1), tokens, token_ids, wanted)
+        return scores
 
     def _new_kv_cache(
         self,

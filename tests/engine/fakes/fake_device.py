@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from trimtab_engine import logprobs
 from trimtab_engine.graphs import device_sampler, device_steps, step_buffers, token_table, transfer
 from trimtab_engine.graphs.transfer import Mark
 from trimtab_kernels.aot.specialisation import specialise
@@ -131,7 +132,8 @@ def a_fake_device() -> Iterator[None]:
         patch.setattr(device_steps, "copy_to_host", passes)
         for module in (transfer, device_sampler):
             patch.setattr(module, "send", send)
-        patch.setattr(device_sampler, "receive", receive)
+        for module in (device_sampler, logprobs):
+            patch.setattr(module, "receive", receive)
         patch.setattr(token_table, "write", passes)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode(), FakeCuda():

@@ -55,6 +55,17 @@ def reports(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) ->
     return found
 
 
+def prompt_reports(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[list[TokenLogprobs]]:
+    """Log-probabilities of each prompt."""
+    for number, (prompt, sampling) in enumerate(requests):
+        engine.add(AddRequest(str(number), prompt, sampling, arrival_time=0.0))
+    found: list[list[TokenLogprobs]] = [[] for _ in requests]
+    while engine.has_work:
+        for output in engine.step().outputs:
+            found[int(output.request_id)] += output.prompt_logprobs or []
+    return found
+
+
 def steps_that_follow(engine: Engine, run: Callable[[], Result]) -> tuple[list[bool], Result]:
     """Whether each step that was scheduled beside another one began before that had landed; and what the run gave."""
     followed: list[bool] = []
@@ -315,8 +326,19 @@ def test_a_step_follows_another_before_its_tokens_are_known(model: Path) -> None
     with steps_of_a_device():
         engine = an_engine(model, async_scheduling=True)
     all_steps_follow(engine, lambda: generate(engine, random_requests(8)))
-    followed, _ = steps_that_follow(engine, lambda: generate(engine, random_requests(8, prompt_logprobs=1)))
-    assert not all(followed), "what judges a prompt is read by the host"
+
+
+def test_steps_that_judge_prompts_follow_others_and_judge_alike(model: Path) -> None:
+    requests = random_requests(16, prompt_logprobs=2) + random_requests(17, count=3)
+    expected = prompt_reports(an_engine(model), requests)
+    with steps_of_a_device():
+        engine = an_engine(model, async_scheduling=True)
+        found = all_steps_follow(engine, lambda: prompt_reports(engine, requests))
+    assert [len(own) for own in found] == [len(prompt) - 1 for prompt, _ in requests[:9]] + [0] * 3
+    for ours, theirs in zip(found, expected, strict=True):
+        for report, other in zip(ours, theirs, strict=True):
+            assert (report.token_ids, report.rank) == (other.token_ids, other.rank)
+            assert report.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 def test_weights_that_come_back_elsewhere_are_captured_anew(model: Path) -> None:

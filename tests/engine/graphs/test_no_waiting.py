@@ -21,7 +21,9 @@ from trimtab_engine.graphs.device_sampler import DeviceSampler
 from trimtab_engine.graphs.device_steps import AttentionShape, DeviceSteps, StepLimits
 from trimtab_engine.graphs.plan import plan_graphs
 from trimtab_engine.graphs.token_table import DeviceRow
+from trimtab_engine.graphs.transfer import Mark
 from trimtab_engine.kv_cache import LayerTensors
+from trimtab_engine.logprobs import ScoresInFlight
 from trimtab_engine.messages import SamplingParams
 from trimtab_engine.model_config import parse_model_config
 from trimtab_engine.models.checkpoint import expected_shapes
@@ -274,6 +276,15 @@ def test_what_requests_ask_of_their_logits_waits_for_nothing_either(
         steps, model = some_steps(DENSE, tmp_path)
         launched = run_step(steps, model, sequences(*DECODES), **sampling)
     assert set(launched) & {"_edit_logits", "_ban_tokens", "_sample"} == kernels
+
+
+def test_the_judgement_of_a_prompt_waits_for_nothing() -> None:
+    with a_fake_device():
+        raw, tokens = torch.empty(3, 304, device=CUDA), torch.empty(3, dtype=torch.int64, device=CUDA)
+        scores = ScoresInFlight(Mark(torch.device("cpu")))
+        with NoWaiting():
+            scores.add(raw.log_softmax(dim=-1), tokens, [4, 5, 6], [2, 0, 1])
+    assert scores.parts[0][0].shape == (3, 2 * (1 + 2))
 
 
 def test_what_edits_logits_is_compiled_before_the_first_request(tmp_path: Path) -> None:
