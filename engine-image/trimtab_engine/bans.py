@@ -19,12 +19,14 @@ def bans_of(
     p = request.sampling
     if request.num_output_tokens + has_unknown_token < p.min_tokens:
         for token in (*p.stop_token_ids, *(() if p.ignore_eos else eos_token_ids)):
-            if token < vocab_size:
+            if 0 <= token < vocab_size:
                 yield token, None
     if not p.bad_words:
         return
     output = request.token_ids[request.num_prompt_tokens :]
     for word in p.bad_words:
+        if not 0 <= word[-1] < vocab_size:
+            continue  # a tokenizer may know more tokens than the model has logits
         before, needed = word[:-1], None
         if has_unknown_token and before:
             before, needed = before[:-1], before[-1]

@@ -39,6 +39,7 @@ def test_below_min_tokens_nothing_may_end_a_request(
         ((2, 7), (), []),  # 2 is of the prompt
         ((4, 3, 7), (4, 3), [(7, None)]),
         ((4, 3, 7), (3,), []),
+        ((4, 50), (4,), []),  # there are 50 tokens
     ],
 )
 def test_a_word_is_not_completed(word: tuple[int, ...], output: tuple[int, ...], expected: list[Ban]) -> None:
