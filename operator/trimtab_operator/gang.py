@@ -6,7 +6,8 @@ backoff that grows and that differs from group to group. The oldest of those tha
 others soon give way to it. A group of which no pod is placed holds nothing, and simply waits. A quota is such a
 resource, too: what it refuses is never created, and what was created holds a part of it, placed or not.
 
-A hold is for what was asked for then: an edit of the resource ends it, and the group tries again at once.
+A hold is for what was asked for then: an edit of the resource, or a change that is taken back, ends it, and the group
+tries again at once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
-from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION
+from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION, Held
 from trimtab_operator.groups import Group, Manifest, Observed, groups_of
 from trimtab_operator.kube_time import parse_time, timestamp
 from trimtab_operator.missing_pods import missing_sentence
@@ -39,8 +40,8 @@ class Hold:
     count: int
     retry_at: datetime
     why: str
-    generation: int = 0
-    """The resource's, when they were given back."""
+    asked: str = ""
+    """What was asked for when they were given back."""
 
     def is_on(self, now: datetime) -> bool:
         """Whether it waits still. A time that no back-off reaches was written by somebody else."""
@@ -48,12 +49,8 @@ class Hold:
 
     def to_json(self) -> str:
         """For the annotation."""
-        stored = {
-            "count": self.count,
-            "generation": self.generation,
-            "retryAt": timestamp(self.retry_at),
-            "why": self.why,
-        }
+        retry_at = timestamp(self.retry_at)
+        stored = {"asked": self.asked, "count": self.count, "retryAt": retry_at, "why": self.why}
         return json.dumps(stored, sort_keys=True)
 
     @property
@@ -72,7 +69,7 @@ def hold_of(group: Group) -> Hold | None:
         retry_at = parse_time(stored["retryAt"])
         if retry_at is None:
             return None
-        return Hold(int(stored["count"]), retry_at, str(stored["why"]), int(stored.get("generation") or 0))
+        return Hold(int(stored["count"]), retry_at, str(stored["why"]), str(stored.get("asked", "")))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 
@@ -122,26 +119,27 @@ def _by_resource(manifests: Iterable[Manifest]) -> Mapping[tuple[str, str], list
     return found
 
 
-def holds(groups: Iterable[Group], rivals: Iterable[Age], now: datetime, *, generation: int) -> dict[int, Hold]:
+def holds(groups: Iterable[Group], rivals: Iterable[Age], now: datetime, *, asked: str | None) -> dict[int, Hold]:
     """By ordinal, the groups that hold no pods at `now` or remember that they did. Groups of one pod never do.
 
-    `generation` is the resource's.
+    `asked` names what is asked for now: another one than that of a hold ends it. None: nobody asks now.
     """
     oldest = min(rivals, default=None)
     found = {}
     for group in groups:
         if group.worker_set is None:
             continue
-        hold = _hold(group, hold_of(group), oldest, now, generation)
+        hold = _hold(group, hold_of(group), oldest, now, asked)
         if hold is not None:
             found[group.ordinal] = hold
     return found
 
 
-def _hold(group: Group, before: Hold | None, oldest: Age | None, now: datetime, generation: int) -> Hold | None:
+def _hold(group: Group, before: Hold | None, oldest: Age | None, now: datetime, asked: str | None) -> Hold | None:
     if before is not None and before.is_on(now):
-        is_edited = before.generation != generation
-        return replace(before, retry_at=now.replace(microsecond=0), generation=generation) if is_edited else before
+        if asked is None or asked == before.asked:
+            return before
+        return replace(before, retry_at=now.replace(microsecond=0), asked=asked)
     if is_placed(group):
         return None
     since = partly_placed_since(group)
@@ -153,13 +151,25 @@ def _hold(group: Group, before: Hold | None, oldest: Age | None, now: datetime, 
         return before
     count = 1 if before is None else before.count + 1
     retry_at = now + timedelta(seconds=backoff_seconds(group, count))
-    return Hold(count, retry_at.replace(microsecond=0), _why(group), generation)
+    return Hold(count, retry_at.replace(microsecond=0), _why(group), asked or "")
 
 
 def _why(group: Group) -> str:
     """Which of its pods cannot be had, in the words of who refuses it."""
     said = next((said for pod in group.pods if (said := unschedulable(pod))), None)
     return said or missing_sentence(group)
+
+
+def held_groups(groups: Iterable[Group], kept: Mapping[int, Hold], now: datetime) -> dict[int, Held]:
+    """By ordinal, what is rendered at the groups: their holds, or nothing in the place of one that is forgotten."""
+    found = {}
+    for group in groups:
+        hold = kept.get(group.ordinal)
+        if hold is not None:
+            found[group.ordinal] = Held(hold.to_json(), has_pods=not hold.is_on(now))
+        elif (group.stateful_set["metadata"].get("annotations") or {}).get(GAVE_BACK_ANNOTATION):
+            found[group.ordinal] = Held("", has_pods=True)
+    return found
 
 
 def backoff_seconds(group: Group, count: int) -> float:

@@ -251,17 +251,17 @@ class Reconciler:
     ) -> tuple[Action, ...]:
         """What the groups need, and what makes them as wanted."""
         now = datetime.fromtimestamp(self.clock(), UTC)
-        care = await upkeep(self.cluster, self.nodes, observed, now=now, generation=deployment.generation)
+        target = course.target
+        asked = None if target is None else f"{deployment.generation}-{revision_wanted(target, token)}"
+        care = await upkeep(self.cluster, self.nodes, observed, now=now, asked=asked)
         for note in care.notes:
-            if course.target is None and note.reason == "GaveBack":
+            if target is None and note.reason == "GaveBack":
                 continue  # that is done by rendering, and nothing is rendered now
             await self._writer.event(deployment, "Warning", note.reason, note.message, note.key)
-        if course.target is None:
+        if target is None:
             return care.deletions
         token_sha256 = token_hash(token)
-        wanted = plan(
-            course.target, observed, admin_token_sha256=token_sha256, held=care.held, unproven=course.unproven
-        )
+        wanted = plan(target, observed, admin_token_sha256=token_sha256, held=care.held, unproven=course.unproven)
         return (*care.deletions, *wanted)
 
     async def _read(self, namespace: str, name: str, uid: str) -> InferenceDeployment:

@@ -10,9 +10,9 @@ from datetime import datetime
 
 from trimtab_operator.actions import Delete
 from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, GROUP_LABEL, MANAGED_BY
-from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION, Held
+from trimtab_operator.builders.stateful_set import Held
 from trimtab_operator.cluster import API_ERRORS, Cluster, is_forbidden
-from trimtab_operator.gang import Age, Hold, age_of, ages_of_partly_placed, hold_of, holds, is_partly_placed
+from trimtab_operator.gang import Age, age_of, ages_of_partly_placed, held_groups, hold_of, holds, is_partly_placed
 from trimtab_operator.groups import Group, Manifest, Observed, groups_of
 from trimtab_operator.missing_pods import REFUSED_CREATION
 from trimtab_operator.node_loss import may_be_lost, pods_to_give_up
@@ -41,32 +41,21 @@ class Upkeep:
     notes: tuple[Note, ...] = ()
 
 
-async def upkeep(cluster: Cluster, nodes: Nodes, observed: Observed, *, now: datetime, generation: int) -> Upkeep:
-    """What is due now. `generation` is the resource's: an edit ends what waits."""
+async def upkeep(cluster: Cluster, nodes: Nodes, observed: Observed, *, now: datetime, asked: str | None) -> Upkeep:
+    """What is due now. `asked` names what is asked for now; None: nothing, as long as the spec is refused."""
     groups = groups_of(observed)
     present = await nodes.present(fresh_seconds=NODES_FRESH_SECONDS) if may_be_lost(observed.pods) else ()
     lost = pods_to_give_up(observed.pods, present or (), now)
     gone = {deletion.uid for deletion in lost}
     together = tuple(deletion for deletion in companions(groups) if deletion.uid not in gone)
-    kept = holds(groups, await _rivals(cluster, groups), now, generation=generation)
+    kept = holds(groups, await _rivals(cluster, groups), now, asked=asked)
     notes = [Note("NodeLost", f"{deletion.name} was given up: {deletion.reason}", deletion.uid) for deletion in lost]
     notes += [Note("RestartedAsOne", f"{deletion.name}: {deletion.reason}", deletion.uid) for deletion in together]
     for group in groups:
         hold, before = kept.get(group.ordinal), hold_of(group)
         if hold is not None and (before is None or before.count != hold.count):
             notes.append(Note("GaveBack", f"{group.name} {hold.sentence}", str(hold.count)))
-    return Upkeep(
-        (*lost, *together), {group.ordinal: held for group in groups if (held := _held(group, kept, now))}, tuple(notes)
-    )
-
-
-def _held(group: Group, kept: Mapping[int, Hold], now: datetime) -> Held | None:
-    """What is rendered at the group: its hold, or nothing in the place of one that is over."""
-    hold = kept.get(group.ordinal)
-    if hold is not None:
-        return Held(hold.to_json(), has_pods=not hold.is_on(now))
-    is_over = (group.stateful_set["metadata"].get("annotations") or {}).get(GAVE_BACK_ANNOTATION)
-    return Held("", has_pods=True) if is_over else None
+    return Upkeep((*lost, *together), held_groups(groups, kept, now), tuple(notes))
 
 
 async def _rivals(cluster: Cluster, groups: tuple[Group, ...]) -> tuple[Age, ...]:

@@ -72,8 +72,8 @@ def refused(group: Group, *, since: float = 0.0, words: str | None = QUOTA) -> G
     return replace(group, pods=pods, missing=Missing(after(since).timestamp(), len(pods), words))
 
 
-def holds(groups: list[Group], rivals: Iterable[Age], now: datetime, *, generation: int = 1) -> dict[int, Hold]:
-    return holds_at(groups, rivals, now, generation=generation)
+def holds(groups: list[Group], rivals: Iterable[Age], now: datetime, *, asked: str | None = "r1") -> dict[int, Hold]:
+    return holds_at(groups, rivals, now, asked=asked)
 
 
 def after(seconds: float) -> datetime:
@@ -136,16 +136,22 @@ def test_a_group_that_gets_no_pod_at_all_holds_nothing_and_waits() -> None:
 
 def test_an_edit_ends_the_wait_and_how_often_it_gave_back_is_not_forgotten() -> None:
     """An autoscaler edits, too: a back-off that it could end for good would be none."""
-    hold = Hold(3, after(600), WHY, generation=1)
+    hold = Hold(3, after(600), WHY, asked="r1")
     waiting = a_group("a", hold=hold)
-    assert holds([waiting], [], after(10), generation=1) == {0: hold}
-    (ended,) = holds([waiting], [], after(10), generation=2).values()
+    assert holds([waiting], [], after(10), asked="r1") == {0: hold}
+    (ended,) = holds([waiting], [], after(10), asked="r2").values()
     assert not ended.is_on(after(10))
-    assert (ended.count, ended.generation) == (3, 2)
-    assert holds([a_group("a", hold=ended)], [], after(11), generation=2) == {0: ended}
-    (again,) = holds([a_group("a", "one", None, hold=ended)], [], after(PATIENCE_SECONDS), generation=2).values()
+    assert (ended.count, ended.asked) == (3, "r2")
+    assert holds([a_group("a", hold=ended)], [], after(11), asked="r2") == {0: ended}
+    (again,) = holds([a_group("a", "one", None, hold=ended)], [], after(PATIENCE_SECONDS), asked="r2").values()
     assert again.count == 4
     assert again.is_on(after(PATIENCE_SECONDS + 1))
+
+
+def test_while_nobody_can_say_what_is_asked_for_a_group_waits_on() -> None:
+    """The spec is refused, for instance: nothing is rendered from it."""
+    hold = Hold(3, after(600), WHY, asked="r1")
+    assert holds([a_group("a", hold=hold)], [], after(10), asked=None) == {0: hold}
 
 
 def test_a_hold_longer_than_any_back_off_is_none() -> None:

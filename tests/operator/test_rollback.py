@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trimtab_operator.actions import Apply
 from trimtab_operator.builders.labels import REVISION_LABEL
-from trimtab_operator.builders.stateful_set import pod_template, revision_of
+from trimtab_operator.builders.stateful_set import Held, pod_template, revision_of
+from trimtab_operator.gang import age_of, held_groups, holds, is_partly_placed
 from trimtab_operator.groups import Group, Observed, groups_of
+from trimtab_operator.kube_time import timestamp
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.plan import plan
 from trimtab_operator.rollback import (
@@ -57,7 +60,8 @@ def render(deployment: InferenceDeployment) -> str:
 
 @dataclass
 class World:
-    """A cluster with a StatefulSet controller: pods follow their template and become Ready unless it is broken."""
+    """A cluster with a StatefulSet controller: pods follow their template and become Ready unless it is broken, or not
+    all of them find one of the `nodes`, each of which takes one pod."""
 
     deployment: InferenceDeployment
     now: float = 1000.0
@@ -69,6 +73,7 @@ class World:
     is_answering: bool = True
     most_down: int = 0
     course: Course | None = None
+    nodes: int = 99
 
     @property
     def observed(self) -> Observed:
@@ -92,7 +97,8 @@ class World:
         self.state = self.course.state
         assert self.course.target is not None
         target = self.course.target
-        for action in plan(target, self.observed, admin_token_sha256=HASH, unproven=self.course.unproven):
+        held = self._held(f"{self.deployment.generation}-{render(target)}")
+        for action in plan(target, self.observed, admin_token_sha256=HASH, held=held, unproven=self.course.unproven):
             if isinstance(action, Apply) and action.manifest["kind"] == "StatefulSet":
                 self.stateful_sets[action.manifest["metadata"]["name"]] = copy.deepcopy(dict(action.manifest))
             elif isinstance(action, Apply):
@@ -109,6 +115,11 @@ class World:
         self.most_down = max(self.most_down, sum(not group.is_ready for group in self.groups))
         return self.course
 
+    def _held(self, asked: str) -> dict[int, Held]:
+        now = datetime.fromtimestamp(self.now, UTC)
+        rivals = [age_of(group) for group in self.groups if is_partly_placed(group)]
+        return held_groups(self.groups, holds(self.groups, rivals, now, asked=asked), now)
+
     def _run_pods(self) -> None:
         wanted = [(s, f"{name}-{n}") for name, s in self.stateful_sets.items() for n in range(s["spec"]["replicas"])]
         for stateful_set, pod in wanted:
@@ -118,9 +129,15 @@ class World:
             if present is None or present["metadata"]["labels"][REVISION_LABEL] != revision:
                 self.pods[pod] = {"metadata": {"name": pod, "uid": f"{pod}{self.now}", **template["metadata"]}}
                 self.born[pod] = self.now
-            is_broken = BAD in template["spec"]["containers"][0]["args"]
-            is_up = not is_broken and self.now - self.born[pod] >= START_SECONDS
-            self.pods[pod]["status"] = {"conditions": [{"type": "Ready", "status": str(is_up)}]}
+        self.pods = {pod: self.pods[pod] for _, pod in wanted}
+        for number, (stateful_set, pod) in enumerate(wanted):
+            since = timestamp(datetime.fromtimestamp(self.born[pod], UTC))
+            scheduled = {"type": "PodScheduled", "status": str(number < self.nodes), "lastTransitionTime": since}
+            is_broken = BAD in stateful_set["spec"]["template"]["spec"]["containers"][0]["args"]
+            is_up = not is_broken and len(wanted) <= self.nodes and self.now - self.born[pod] >= START_SECONDS
+            ready = {"type": "Ready", "status": str(is_up)}
+            self.pods[pod] |= {"spec": {"nodeName": "one"} if number < self.nodes else {}}
+            self.pods[pod]["status"] = {"conditions": [scheduled, ready]}
 
     def settle(self) -> None:
         """Long enough for a roll, a spent budget and a roll back."""
@@ -178,6 +195,24 @@ def test_a_layout_that_does_not_come_up_is_taken_back_and_no_group_is_ever_of_tw
     assert [group.num_pods for group in world.groups] == [2, 2]
     assert all(group.is_ready for group in world.groups)
     assert world.state.proven == form_of(world.deployment)
+
+
+def test_a_larger_group_for_which_there_are_too_few_nodes_is_taken_back_and_serves_again_at_once() -> None:
+    """It gave its pods back meanwhile, and waits for longer each time; the group that worked waits for nothing."""
+    world = World(a_deployment(replicas=1, parallelism={"tensor": 2, "gpusPerNode": 1}), nodes=2)
+    world.settle()
+    assert all(group.is_ready for group in world.groups)
+    patient = {"startTimeout": "5m", "drainTimeout": "10s"}
+    world.edit(replicas=1, rollout=patient, parallelism={"tensor": 3, "gpusPerNode": 1})
+    gave_back = 0
+    while world.course is None or world.course.failed is None:
+        world.tick()
+        gave_back += sum(group.num_pods == 0 for group in world.groups)
+    assert gave_back > 0
+    assert "m-g0 did not become Ready within 5m" in world.course.failed.message
+    for _ in range(int(START_SECONDS / TICK_SECONDS) + 2):
+        world.tick()
+    assert [(group.num_pods, group.is_ready) for group in world.groups] == [(2, True)]
 
 
 def test_it_is_tried_again_only_when_the_spec_changes() -> None:

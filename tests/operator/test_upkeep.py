@@ -57,7 +57,7 @@ SETS = (a_set(LEADER), a_set(WORKER))
 
 async def care_of(cluster: FakeCluster, observed: Observed) -> Upkeep:
     found = cast("Cluster", cluster)
-    return await upkeep(found, Nodes(found), observed, now=NOW, generation=1)
+    return await upkeep(found, Nodes(found), observed, now=NOW, asked="r1")
 
 
 def observed(*pods: Manifest) -> Observed:
@@ -110,5 +110,5 @@ async def test_all_resources_on_a_lost_node_are_judged_by_one_list_of_nodes() ->
     nodes, pods = Nodes(known, clock=lambda: moment[0]), observed(a_pod(LEADER, "one", ready=False))
     for moment[0], lists in ((0.0, 1), (NODES_FRESH_SECONDS - 1, 1), (NODES_FRESH_SECONDS, 2)):
         for _ in range(3):
-            await upkeep(known, nodes, pods, now=NOW, generation=1)
+            await upkeep(known, nodes, pods, now=NOW, asked="r1")
         assert cluster.asked.count("Node") == lists
