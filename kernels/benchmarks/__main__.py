@@ -78,7 +78,9 @@ def measure_ours(run: Run, seed: int) -> list[int]:
     """Exit codes of the parts. Kernels that the engine's turn cut off go on behind it."""
     kernels = ("kernel_rows", "--seed", str(seed))
     codes = [run(*kernels, share=KERNELS_SHARE)]
-    codes += [run("end_to_end", "--group", str(number), share=ENGINE_SHARE) for number in range(len(GROUPS))]
+    for number, group in enumerate(GROUPS):
+        if group.wanted(run.options.only, run.report().has):
+            codes.append(run("end_to_end", "--group", str(number), share=ENGINE_SHARE))
     return [run(*kernels, share=OURS_SHARE), *codes[1:]] if codes[0] == OUT_OF_TIME else codes
 
 

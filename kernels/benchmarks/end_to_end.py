@@ -172,11 +172,6 @@ def measure_rows(
     return left
 
 
-def wanted(group: Group, phase: Phase) -> list[EngineRow]:
-    """Its rows that were asked for and are not there yet."""
-    return [row for row in group.rows if phase.only in row.name and not phase.report.has(row.name)]
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 0 when every row of the group ran, 1 when one failed, 3 out of time."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.end_to_end", description=__doc__.split("\n")[0])
@@ -184,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     phase = parse_phase(parser, arguments)
     use_wheels(phase.rest.wheels)
     group = GROUPS[phase.rest.group]
-    rows = wanted(group, phase)
+    rows = group.wanted(phase.only, phase.report.has)
     if not rows:
         return DONE
     if phase.clock.is_up:
@@ -197,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
         return DEVICE_LOST
     except Exception as error:  # the engine does not start, or cannot go on: each row says so
         traceback.print_exception(error)
-        for row in wanted(group, phase):
+        for row in group.wanted(phase.only, phase.report.has):
             phase.report.add(row.name, {"error": in_words(error)})
             phase.clock.say(f"{row.name}: {error}")
         return FAILED

@@ -3,7 +3,7 @@ engine's own measurements (end_to_end.py) and the peers' (peers/) follow the sam
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -114,6 +114,10 @@ class Group:
     @property
     def rows(self) -> list[EngineRow]:
         return [row for row in ROWS if row.shape == self.shape and (row.kind is Kind.RESIZE) == self.resizes]
+
+    def wanted(self, only: str, has: Callable[[str], bool]) -> list[EngineRow]:
+        """Its rows that were asked for and are not there yet."""
+        return [row for row in self.rows if only in row.name and not has(row.name)]
 
 
 GROUPS = (Group(LLAMA_8B, False), Group(QWEN3_06B, False), Group(LLAMA_8B, True), Group(QWEN3_8B, False))

@@ -16,7 +16,6 @@ from benchmarks.end_to_end import (
     measure_rows,
     prefill,
     seconds_since_start,
-    wanted,
     workload_rate,
 )
 from benchmarks.engine_rows import GROUPS, EngineRow, Kind
@@ -64,7 +63,8 @@ def test_rows_that_are_there_need_no_engine(tmp_path: Path) -> None:
     phase = a_phase(tmp_path)
     for row in GROUPS[1].rows:
         phase.report.add(row.name, {"share": 0.5})
-    assert wanted(GROUPS[1], phase) == []
+    assert GROUPS[1].wanted("", phase.report.has) == []
+    assert GROUPS[0].wanted("prefill", phase.report.has) == [GROUPS[0].rows[3]]
     arguments = ["--output", str(tmp_path), "--run", "1", "--group"]
     assert main([*arguments, "1"]) == DONE
     assert main([*arguments, "0", "--until", "0"]) == OUT_OF_TIME

@@ -87,7 +87,7 @@ def test_a_part_alone_and_resumed(tmp_path: Path) -> None:
     assert parts.value(0, "--command") == "make bench-gpu ONLY=paged RESUME=1 (seed 3)"
     assert "--resume" in parts.calls[0][1]
     assert parts.value(1, "--only") == "paged"
-    assert "engine_peers" not in parts.names(), "no row of the engine is called so"
+    assert parts.names() == ["limits", "kernel_rows", "kernel_rows"], "no row of the engine is called so"
 
 
 def test_peers_that_are_not_installed_are_noted_without_a_process(tmp_path: Path) -> None:
