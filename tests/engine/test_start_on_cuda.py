@@ -15,15 +15,21 @@ import torch
 from calling_recorder import CallingRecorder
 from fake_cuda import FakeCuda
 from fake_device import CUDA, NoWaiting, a_fake_device, variants
+from fake_nccl import a_fake_nccl, groups_of
 from torch.overrides import TorchFunctionMode
 from trimtab_engine import device as device_module
+from trimtab_engine import rank_start
 from trimtab_engine.address_range import AddressRange, Span
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.cuda_driver import CudaDriver
 from trimtab_engine.engine import Engine
 from trimtab_engine.graphs import start
 from trimtab_engine.mapped_range import CudaMemory, MappedRange, Owner
+from trimtab_engine.memory import MemoryFormula
 from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.parallel.groups import RankGroups
+from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.parallel.wire_messages import Loaded, Profiled, RankReport, StartedSteps, StartSteps, Step
 from trimtab_engine.speculative.config import SpeculativeConfig
 from trimtab_engine.startup import start_engine
 from trimtab_engine.weights.dummy import DummySource
@@ -134,6 +140,21 @@ def serve(engine: Engine) -> int:
     return num_steps
 
 
+def a_config(model: dict[str, Any], folder: Path, changes: dict[str, Any]) -> EngineConfig:
+    (folder / "config.json").write_text(json.dumps(model))
+    values: dict[str, Any] = {
+        "load_format": "dummy",
+        "device": "cuda",
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_seqs_cap": 8,
+        "max_num_batched_tokens": 64,
+        "max_num_batched_tokens_cap": 64,
+        "num_gpu_blocks_override": 24,
+    }
+    return EngineConfig(model=str(folder), **values | changes)
+
+
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
@@ -148,18 +169,7 @@ def serve(engine: Engine) -> int:
 def test_an_engine_starts_serves_and_compiles_nothing_then(
     model: dict[str, Any], changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    values: dict[str, Any] = {
-        "load_format": "dummy",
-        "device": "cuda",
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "max_num_seqs_cap": 8,
-        "max_num_batched_tokens": 64,
-        "max_num_batched_tokens_cap": 64,
-        "num_gpu_blocks_override": 24,
-    }
-    config = EngineConfig(model=str(tmp_path), **values | changes)
+    config = a_config(model, tmp_path, changes)
     with a_fake_gpu() as driver:
         with record_launches() as at_start:
             engine, ready = start_engine(config, lambda stage, percent: None, lambda: 0.0)
@@ -170,3 +180,85 @@ def test_an_engine_starts_serves_and_compiles_nothing_then(
         engine.close()
     assert served
     assert variants(served) <= variants(at_start)
+
+
+class OtherRank:
+    """In place of the workers: one further rank, which answers that it has done what it was told."""
+
+    told: list[Any]
+
+    def __init__(self, config: EngineConfig, layout: Layout, on_death: Any = None) -> None:
+        self.layout, self.rank = layout, layout.driver()
+        type(self).told = []
+
+    def join(self) -> RankGroups:
+        return groups_of(self.layout, self.rank)
+
+    def send(self, message: Any) -> None:
+        self.told.append(message)
+
+    def answers(self, kind: type) -> list[Any]:
+        other = 1 - self.rank
+        report = RankReport(other, "host", 1, "cuda:1", 0, 0, 0, (0, 0), 2, 1)
+        answers = (Loaded(report), Profiled(other, A_FORMULA), StartedSteps(other, 1 << 20, 2 << 20))
+        return [answer for answer in answers if isinstance(answer, kind)]
+
+    def close(self) -> None:
+        """There is no process."""
+
+
+A_FORMULA = MemoryFormula(
+    device_bytes=DEVICE_BYTES,
+    gpu_memory_utilization="0.9",
+    other_bytes=USED_BYTES,
+    weights_bytes=1 << 20,
+    activations_peak_bytes=1 << 20,
+    workspace_bytes=0,
+    graphs_bytes=0,
+    communicator_bytes=0,
+    num_layers=2,
+    num_kv_heads=1,
+    head_size=16,
+    kv_dtype_bytes=2,
+    block_size=16,
+    max_model_len=256,
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "inside", "outside"),
+    [
+        pytest.param(
+            DENSE, {"tensor_parallel_size": 2}, {"all_reduce"}, {"all_reduce", "broadcast", "gather"}, id="dense tp2"
+        ),
+        pytest.param(
+            MIXTURE,
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            {"all_reduce"},
+            {"all_reduce", "broadcast", "gather"},
+            id="mixture tp2 ep",
+        ),
+        pytest.param(DENSE, {"pipeline_parallel_size": 2}, set(), {"recv"}, id="dense pp2"),
+    ],
+)
+def test_the_core_s_rank_of_several_does_so_too(
+    model: dict[str, Any], layout: dict[str, Any], inside: set[str], outside: set[str], tmp_path: Path
+) -> None:
+    recorder = CallingRecorder()
+    with a_fake_gpu(), a_fake_nccl(recorder) as calls, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "recorder_of", lambda device: recorder)
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        patch.setattr(rank_start, "Workers", OtherRank)
+        with record_launches() as at_start:
+            engine, _ = start_engine(a_config(model, tmp_path, layout), lambda stage, percent: None, lambda: 0.0)
+        calls.clear()
+        with record_launches() as served:
+            assert 0 < serve(engine) < 500
+        assert engine.ledger().kinds["workspace"] > 0
+        engine.close()
+    assert not variants(served) - variants(at_start), "compiled while serving"
+    assert {name for name, is_inside in calls if is_inside} == inside
+    assert {name for name, is_inside in calls if not is_inside} == outside
+    steps = [message for message in OtherRank.told if isinstance(message, Step)]
+    assert any(isinstance(message, StartSteps) for message in OtherRank.told)
+    assert any(step.feed for step in steps) == ("broadcast" in outside), "tokens reach the other rank on the device"

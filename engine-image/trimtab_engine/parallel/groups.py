@@ -23,7 +23,7 @@ import torch.distributed as dist
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-CONNECT_SIZES = (1, 1 << 20)  # floats per rank: NCCL sends few and many in different ways, with buffers for each
+CONNECT_SIZES = (1, 1 << 20)  # floats, about: NCCL sends few and many in different ways, with buffers for each
 
 
 @dataclass(slots=True)
@@ -170,7 +170,7 @@ class RankGroups:
         sizes = (1,) if device.type == "cpu" else CONNECT_SIZES
         for group, size in product((self.tensor, self.data, self.expert), sizes):
             if group is not None and not group.stages(device):
-                x = torch.zeros(group.size, size, device=device)
+                x = torch.zeros(group.size, -(-size // group.size), device=device)
                 group.all_reduce(x)
                 group.all_gather(x)
                 group.reduce_scatter(x)

@@ -5,8 +5,6 @@ but for its numbers, kernel launches are recorded, and whatever would make the h
 """
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 import torch
 from calling_recorder import CallingRecorder
 from fake_device import CUDA, NoWaiting, Waited, a_fake_device, variants
+from fake_nccl import a_fake_nccl, groups_of
 from trimtab_engine.batch import ScheduledSequence
 from trimtab_engine.graphs.compilation import CompilationConfig
 from trimtab_engine.graphs.device_sampler import DeviceSampler
@@ -28,7 +27,6 @@ from trimtab_engine.messages import SamplingParams
 from trimtab_engine.model_config import parse_model_config
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.llama import LlamaForCausalLM
-from trimtab_engine.parallel.groups import RankGroup, RankGroups, WireMeter
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.quantization import stored_quantization
@@ -90,44 +88,6 @@ class FakeSource:
             if span is not None:
                 shape[dimension] = span[1] - span[0]
         return torch.empty(shape, dtype=dtype, device=CUDA)
-
-
-@contextmanager
-def a_fake_nccl(recorder: CallingRecorder) -> Iterator[list[tuple[str, bool]]]:
-    """Yields what went over the wire: which collective, and whether in a graph. Nothing is computed."""
-    calls: list[tuple[str, bool]] = []
-
-    def noting(name: str) -> Any:
-        def note(*tensors: Any, **_: Any) -> None:
-            assert all(t.is_cuda for t in tensors if isinstance(t, torch.Tensor)), f"{name} through host memory"
-            calls.append((name, recorder.is_recording))
-
-        return note
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.distributed.get_backend", lambda group: "nccl")
-        for name in ("all_reduce", "broadcast", "gather", "send", "recv"):
-            patch.setattr(f"torch.distributed.{name}", noting(name))
-        for name in ("_all_gather", "_reduce_scatter"):
-            patch.setattr(f"trimtab_engine.parallel.groups.{name}", noting(name.removeprefix("_")))
-        yield calls
-
-
-def groups_of(layout: Layout, rank: int) -> RankGroups:
-    """As join_groups makes them, of groups that nobody has joined. Inside a_fake_nccl()."""
-    meter = WireMeter()
-
-    def own(groups: tuple[tuple[int, ...], ...]) -> RankGroup | None:
-        ranks = next(ranks for ranks in groups if rank in ranks)
-        nobody: Any = None
-        return RankGroup(nobody, ranks, rank, meter) if len(ranks) > 1 else None
-
-    return RankGroups(
-        tensor=own(layout.tensor_groups()),
-        pipeline=own(layout.pipeline_groups()),
-        data=own(layout.data_groups()),
-        meter=meter,
-    )
 
 
 ALONE = Layout()
