@@ -20,7 +20,7 @@ CHART_CRD := charts/trimtab/files/crds/trimtab.dev_inferencedeployments.yaml
 
 help: ## this list
 	@echo "Trimtab: make TARGET"
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "[set-up] virtual environment and packages: about 90 s the first time"
