@@ -108,16 +108,17 @@ bench-gpu-wheels: ## wheels that bench-gpu needs beside torch on a machine witho
 	    $(addprefix --platform manylinux,2014_x86_64 _2_28_x86_64 _2_31_x86_64) --dest build/wheels --constraint constraints.txt $(BENCH_WHEELS) $(BENCH_PEER_WHEELS)
 
 # Triton compiles instead of interpreting. Options take the place of pyproject.toml's, which name plug-ins that machine
-# may lack; with pytest-xdist there, kernels are compiled by several processes. Either half is interrupted after
-# GPU_SECONDS and then tells what it has found. 5: no test is called so.
+# may lack; with pytest-xdist there, kernels are compiled by several processes, and one that loses the device is replaced.
+# Either half is interrupted after GPU_SECONDS and then tells what it has found. 5: no test is called so.
 GPU_JOBS ?= 12
 GPU_SECONDS ?= 270
 GPU_PYTEST := PYTHONPATH=kernels:engine-image TRITON_INTERPRET=0 timeout --signal=INT --kill-after=15 $(GPU_SECONDS) $(BENCH_PYTHON) -m benchmarks.wheels build/wheels pytest -q \
     -o addopts=--import-mode=importlib -W default -p no:cacheprovider -m "not cpu" --durations=5 $(addprefix -k ,$(ONLY))
 test-gpu: ## engine and kernels against their references on this machine's GPU (10 min at most; ONLY=paged_decode)
 	@PYTHONPATH=kernels $(BENCH_PYTHON) -m benchmarks.machine test-gpu
-	@$(GPU_PYTEST) tests/engine/cuda; engine=$$?; \
-	$(GPU_PYTEST) $$($(BENCH_PYTHON) -c 'import xdist' 2>/dev/null && printf -- '-n %s' $(GPU_JOBS)) tests/kernels \
+	@workers=$$($(BENCH_PYTHON) -c 'import xdist' 2>/dev/null && printf -- '-n '); \
+	$(GPU_PYTEST) $${workers:+$$workers 1} tests/engine/cuda; engine=$$?; \
+	$(GPU_PYTEST) $${workers:+$$workers $(GPU_JOBS)} tests/kernels \
 	    $(addprefix --ignore=tests/kernels/,aot native benchmarks); kernels=$$?; \
 	for code in $$engine $$kernels; do case $$code in 0|5) ;; *) exit $$code;; esac; done
 

@@ -3,5 +3,25 @@ on CPU tensors. Compilation has its own processes (tests/kernels/aot). `make tes
 GPU."""
 
 import os
+import sys
+from collections.abc import Iterator
+
+import pytest
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def device_outlives_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """CUDA's errors come late: here, with the test that made them. Some take the process's device for good; under
+    pytest-xdist a new process then runs the tests behind, else all of them would fail."""
+    yield
+    import torch  # not for tests that have nothing to do with it
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            print(f"{request.node.nodeid}: the device is lost: {error}", file=sys.__stderr__, flush=True)
+            os._exit(1)
+        raise

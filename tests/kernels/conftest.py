@@ -62,12 +62,12 @@ def poisoned_outputs() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tensors of the test lie where the kernels run. CUDA's errors come late: here, with the test that made them."""
+    """Tensors of the test lie where the kernels run."""
     if not ON_GPU or request.node.get_closest_marker("cpu"):
         yield
         return
     if not torch.cuda.is_available():
         pytest.fail("TRITON_INTERPRET=0 says to run kernels on the GPU, and torch sees none")
+    request.getfixturevalue("device_outlives_the_test")
     with MadeOn("cuda"):
         yield
-    torch.cuda.synchronize()
