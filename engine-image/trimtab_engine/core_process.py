@@ -20,6 +20,7 @@ from trimtab_engine.config import EngineConfig
 from trimtab_engine.core_link import Link, last_word
 from trimtab_engine.engine import Engine
 from trimtab_engine.errors import ConfigError, TrimtabError
+from trimtab_engine.garbage import keep_what_is_there
 from trimtab_engine.log_level import set_log_level
 from trimtab_engine.messages import (
     AbortRequests,
@@ -184,6 +185,7 @@ def main() -> int:
         progress: Progress = lambda stage, percent: link.broadcast(LoadProgress(stage, percent))  # noqa: E731
         clock: Callable[[], float] = lambda: time.monotonic() + start.clock_offset  # noqa: E731
         engine, ready = start_engine(config, progress, clock, partial(_end_with_rank, start))
+        keep_what_is_there()
         if start.joins:
             link.send(CoreLoaded())
         else:

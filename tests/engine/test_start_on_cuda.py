@@ -262,3 +262,17 @@ def test_the_core_s_rank_of_several_does_so_too(
     steps = [message for message in OtherRank.told if isinstance(message, Step)]
     assert any(isinstance(message, StartSteps) for message in OtherRank.told)
     assert any(step.feed for step in steps) == ("broadcast" in outside), "tokens reach the other rank on the device"
+
+
+def test_asleep_nothing_is_mapped_and_awake_graphs_are_recorded_again(tmp_path: Path) -> None:
+    with a_fake_gpu() as driver, record_launches() as launches:
+        engine, _ = start_engine(a_config(DENSE, tmp_path, {}), lambda stage, percent: None, lambda: 0.0)
+        known, mapped = variants(launches), driver.mapped_bytes
+        for level in (1, 2):
+            assert engine.lifecycle("sleep", {"level": level, "mode": "abort"})[0] == 200
+            assert driver.mapped_bytes == 0
+            assert engine.lifecycle("wake_up", {"tags": ["weights", "kv_cache", "scheduling"]})[0] == 200
+            assert driver.mapped_bytes == mapped
+            assert 0 < serve(engine) < 500
+        engine.close()
+    assert variants(launches) == known

@@ -19,6 +19,7 @@ import zmq
 
 from trimtab_engine.device import Device
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.garbage import keep_what_is_there
 from trimtab_engine.graphs.start import start_device_steps
 from trimtab_engine.model_runner import ModelRunner
 from trimtab_engine.network import is_ipv6_url
@@ -224,6 +225,7 @@ def main() -> int:
     try:
         if worker.await_others():
             worker.load()
+            keep_what_is_there()
             worker.serve()
     except ConfigError as error:
         worker.tell(WorkerFailed(worker.rank, str(error), exit_code=2))
