@@ -18,12 +18,13 @@ from fake_device import CUDA, NoWaiting, a_fake_device, variants
 from fake_nccl import a_fake_nccl, groups_of
 from torch.overrides import TorchFunctionMode
 from trimtab_engine import device as device_module
-from trimtab_engine import rank_start
+from trimtab_engine import rank_start, swap_cache
 from trimtab_engine.address_range import AddressRange, Span
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.cuda_driver import CudaDriver
 from trimtab_engine.engine import Engine
 from trimtab_engine.graphs import start
+from trimtab_engine.graphs.side_lane import HostLane
 from trimtab_engine.mapped_range import CudaMemory, MappedRange, Owner
 from trimtab_engine.memory import MemoryFormula
 from trimtab_engine.messages import AddRequest, SamplingParams
@@ -64,6 +65,7 @@ DRAFTS = {
     "num_speculative_tokens": 2,
     "num_speculative_tokens_cap": 2,
 }
+SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
 TORCH_CUDA: dict[str, Any] = {
     "is_available": lambda: True,
     "device_count": lambda: 1,
@@ -121,6 +123,8 @@ def a_fake_gpu() -> Iterator[FakeCuda]:
             patch.setattr(torch.cuda, name, answer)
         patch.setattr(device_module, "open_cuda_memory", lambda device, device_bytes: memory)
         patch.setattr(device_module, "c_compiler", lambda: "cc")
+        patch.setattr(device_module, "pin_for_cuda", lambda address, num_bytes: None)
+        patch.setattr(swap_cache, "side_lane", lambda device: HostLane())
         patch.setattr(start, "recorder_of", lambda device: CallingRecorder())
         patch.setattr(DummySource, "_whole", lambda source, name: torch.empty(source.shapes()[name], device=CUDA))
         with a_fake_device(), NoWaiting(is_start_up=True), Zeros():
@@ -164,6 +168,7 @@ def a_config(model: dict[str, Any], folder: Path, changes: dict[str, Any]) -> En
         pytest.param(DENSE, {"quantization": "fp8"}, id="float8 weights"),
         pytest.param(DENSE, DRAFTS, id="drafts"),
         pytest.param(MIXTURE, {}, id="mixture"),
+        pytest.param(DENSE, SWAP, id="swap"),
     ],
 )
 def test_an_engine_starts_serves_and_compiles_nothing_then(
