@@ -83,20 +83,23 @@ def compile_all(
     monotonic clock) nothing more is begun."""
     results = {job.key: found for job in jobs if (found := load(cache, job.key)) is not None}
     _jobs[:] = [job for job in jobs if job.key not in results]
-    errors = []
+    errors: list[str] = []
     print(f"{len(results)} of {len(jobs)} kernels are in {cache}; compiling {len(_jobs)}", flush=True)
-    with ProcessPoolExecutor(max_workers=workers, mp_context=get_context("fork")) as pool:
-        futures = {pool.submit(_compile, index): job for index, job in enumerate(_jobs)}
-        for done, future in enumerate(finished(set(futures), deadline), start=1):
-            job = futures[future]
-            try:
-                results[job.key] = future.result()
-                store(cache, results[job.key])
-            except Exception as error:  # any: one that cannot be compiled must not hide the others
-                errors.append(f"{job.case} for sm_{job.facts.capability}: {_in_one_line(error)}")
-                print(f"failed: {errors[-1]}", flush=True)
-            if done % 20 == 0:
-                print(f"{done} of {len(_jobs)}", flush=True)
+    for target in sorted({job.facts.capability for job in _jobs}):
+        # Each target in processes of its own: triton 3.6 converts float8 as the first target of a process does.
+        of_target = [index for index, job in enumerate(_jobs) if job.facts.capability == target]
+        with ProcessPoolExecutor(max_workers=workers, mp_context=get_context("fork")) as pool:
+            futures = {pool.submit(_compile, index): _jobs[index] for index in of_target}
+            for done, future in enumerate(finished(set(futures), deadline), start=1):
+                job = futures[future]
+                try:
+                    results[job.key] = future.result()
+                    store(cache, results[job.key])
+                except Exception as error:  # any: one that cannot be compiled must not hide the others
+                    errors.append(f"{job.case} for sm_{target}: {_in_one_line(error)}")
+                    print(f"failed: {errors[-1]}", flush=True)
+                if done % 20 == 0:
+                    print(f"{done} of {len(of_target)} for sm_{target}", flush=True)
     return [results[job.key] for job in jobs if job.key in results], errors
 
 
