@@ -124,7 +124,7 @@ def scaled_sum(
     a_rows: tl.tensor,
     a_scale_rows: tl.tensor,
     b_rows: tl.tensor,
-    b_scale_rows: tl.tensor,
+    b_scale_row: tl.tensor,
     is_row: tl.tensor,
     is_column: tl.tensor,
     first: tl.tensor,
@@ -137,7 +137,9 @@ def scaled_sum(
 ) -> tl.tensor:
     """[BLOCK_M, BLOCK_N] fp32: the product over the steps [first, last) of BLOCK_K. Pointers are to the start of rows.
 
-    IS_FLOAT8: each step is scaled; BLOCK_K divides 128, so a step has one scale per row and per column."""
+    IS_FLOAT8: each step is scaled; BLOCK_K divides 128, so a step has one scale per row of a and one per 128 rows of b.
+    `b_scale_row` points to those of the tile's first rows of b."""
+    groups: tl.constexpr = (K + 127) // 128
     accumulator = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for step in tl.range(first, last):
         columns = step * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -147,10 +149,13 @@ def scaled_sum(
         if IS_FLOAT8:
             group = step * BLOCK_K // 128
             a_scale = tl.load(a_scale_rows + group, mask=is_row, other=0.0)
-            b_scale = tl.load(b_scale_rows + group, mask=is_column, other=0.0)
-            accumulator += tl.dot(left, tl.trans(right), input_precision="tf32x3") * (
-                a_scale[:, None] * b_scale[None, :]
-            )
+            product = tl.dot(left, tl.trans(right), input_precision="tf32x3")
+            if BLOCK_N <= 128:  # one scale for the tile: a load per step and not one per sum
+                accumulator += product * (a_scale * tl.load(b_scale_row + group))[:, None]
+            else:
+                b_scale_rows = b_scale_row + tl.arange(0, BLOCK_N) // 128 * groups
+                b_scale = tl.load(b_scale_rows + group, mask=is_column, other=0.0)
+                accumulator += product * (a_scale[:, None] * b_scale[None, :])
         else:
             accumulator = tl.dot(left, tl.trans(right), accumulator, input_precision="tf32x3")
     return accumulator
@@ -187,7 +192,7 @@ def _w8a8_block_fp8(
         a + rows * K,
         a_scales + rows * groups,
         b + columns * K,
-        b_scales + columns // 128 * groups,
+        b_scales + column_tile * BLOCK_N // 128 * groups,
         is_row,
         is_column,
         first,

@@ -69,7 +69,7 @@ def unit_cycles(loop: Loop, num_warps: int) -> dict[str, float]:
 
 def bound(loop: Loop, *, registers: int, shared_bytes: int, num_warps: int, is_memory_bound: bool) -> Bound:
     """The unit that needs the most cycles; `chain` when one program's products and what waits for them come one after
-    the other and too few programs share the multiprocessor to fill the gaps.
+    the other (no wait lets a product go on) and too few programs share the multiprocessor to fill the gaps.
 
     A memory-bound kernel reads its bytes from memory, and is judged by the bandwidth; another reads tiles that
     neighbours share from the L2 cache, and is judged by the tensor peak.
@@ -79,7 +79,7 @@ def bound(loop: Loop, *, registers: int, shared_bytes: int, num_warps: int, is_m
     source = "memory" if is_memory_bound else "L2"
     cycles[source] = (loaded + loop.store_bytes * num_warps) / (MEMORY_BYTES if is_memory_bound else L2_BYTES)
     programs = max(1, programs_per_sm(registers, shared_bytes, num_warps))
-    if loop.products:
+    if loop.products and not loop.products_ahead:
         others = max(cycles[unit] for unit in ("issue", "special", "integer", "float"))
         cycles["chain"] = (cycles["tensor"] + others) / programs
     unit = max(cycles, key=lambda name: cycles[name])

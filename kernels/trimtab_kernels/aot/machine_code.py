@@ -49,7 +49,8 @@ class Loop:
     `flops` are the warp's share of the products, `products` those of warp groups, `waits` the waits for them.
     `load_bytes` are loads of 8 bytes per lane or more; narrower ones, often one value for all lanes, are counted only.
     `shared_bytes` include what products read and asynchronous copies write. `copies_ahead`: groups of asynchronous
-    copies still under way when the loop goes on, of `copy_groups` that one pass begins.
+    copies still under way when the loop goes on, of `copy_groups` that one pass begins; `products_ahead`: likewise of
+    products.
     """
 
     instructions: int = 0
@@ -58,6 +59,7 @@ class Loop:
     flops: int = 0
     float8_products: int = 0
     waits: int = 0
+    products_ahead: int = 0
     special: int = 0
     half_rate: int = 0
     full_rate: int = 0
@@ -116,9 +118,15 @@ def count(code: list[Instruction]) -> Loop:
     for instruction in code:
         for name, amount in _effects(instruction):
             totals[name] += amount
-    depths = [int(i.operands.split("0x")[-1], 16) for i in code if i.name == "DEPBAR.LE" and "SB0" in i.operands]
-    totals["copies_ahead"] = min(depths, default=0)
+    totals["copies_ahead"] = _left_under_way(code, "DEPBAR.LE", "SB0")
+    totals["products_ahead"] = _left_under_way(code, "WARPGROUP.DEPBAR.LE", "gsb0")
     return Loop(**totals)
+
+
+def _left_under_way(code: list[Instruction], name: str, counter: str) -> int:
+    """What the strictest of these waits lets go on."""
+    waits = [i.operands for i in code if i.name == name and i.operands.startswith(counter)]
+    return min((int(operands.split("0x")[-1], 16) for operands in waits), default=0)
 
 
 def _effects(instruction: Instruction) -> Iterator[tuple[str, int]]:

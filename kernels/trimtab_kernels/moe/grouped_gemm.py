@@ -20,10 +20,13 @@ from trimtab_kernels.w8a8_block_fp8 import scaled_sum, tile_of
 
 
 def default_moe_config(num_tokens: int, top_k: int, num_experts: int, itemsize: int, facts: DeviceFacts) -> GemmConfig:
-    """Tiles as tall as an expert has tokens on average: taller ones would compute padding."""
+    """Tiles as tall as an expert has tokens on average: taller ones would compute padding. On Hopper 16-bit ones are
+    256 wide: two of 128 would read a quarter more from the L2 cache, which binds."""
     per_expert = cdiv(num_tokens * top_k, num_experts)
     block_m = min(128, max(16, next_power_of_2(per_expert)))
     block_n = 64 if block_m <= 32 or itemsize == 4 else 128
+    if block_m == 128 and itemsize == 2 and facts.capability == 90:
+        block_n = 256
     block_k = 128 // itemsize
     stages = 4
     while stages > 1 and (block_m + block_n) * block_k * itemsize * stages > facts.shared_bytes:
@@ -77,15 +80,15 @@ def _grouped_gemm(
         groups: tl.constexpr = (K + 127) // 128
         column_groups: tl.constexpr = (N + 127) // 128
         a_scale_rows = rows
-        b_scale_rows = columns
+        b_scale_row = expert
         if IS_FLOAT8:
             a_scale_rows = a_scales + rows * groups
-            b_scale_rows = b_scales + (expert * column_groups + columns // 128) * groups
+            b_scale_row = b_scales + (expert * column_groups + column_tile * BLOCK_N // 128) * groups
         total = scaled_sum(
             a + rows * K,
             a_scale_rows,
             b + (expert * N + columns) * K,
-            b_scale_rows,
+            b_scale_row,
             is_row,
             is_column,
             0,

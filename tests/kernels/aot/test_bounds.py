@@ -1,5 +1,7 @@
 """The busiest unit of a counted loop, with figures worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 from trimtab_kernels.aot.bounds import BYTES_IN_FLIGHT_NEEDED, MEMORY_BYTES, bound, programs_per_sm, unit_cycles
 from trimtab_kernels.aot.machine_code import Loop
@@ -43,6 +45,12 @@ def test_one_program_alone_waits_for_its_own_products_and_two_fill_the_gaps() ->
     assert alone.share == pytest.approx(1024 / 1824)
     shared = bound(TILE, registers=128, shared_bytes=98_560, num_warps=8, is_memory_bound=False)
     assert (shared.unit, shared.share, shared.programs) == ("tensor", 1.0, 2)
+
+
+def test_products_that_go_on_over_the_wait_hide_the_rest() -> None:
+    ahead = replace(TILE, products_ahead=1)
+    found = bound(ahead, registers=168, shared_bytes=98_560, num_warps=8, is_memory_bound=False)
+    assert (found.unit, found.share) == ("tensor", 1.0)
 
 
 def test_a_memory_bound_loop_is_judged_by_the_bandwidth_and_its_bytes_under_way() -> None:

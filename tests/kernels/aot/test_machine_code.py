@@ -55,6 +55,8 @@ def test_products_bytes_and_units_of_a_loop_are_counted_per_warp() -> None:
     assert (loop.products, loop.waits, loop.special, loop.full_rate, loop.half_rate) == (2, 1, 1, 1, 1)
     assert loop.flops == 2 * 64 * (64 + 128) * 16 // 4
     assert loop.load_bytes == 32 * 16, "the load in front of the loop is not of it"
+    assert loop.products_ahead == 0
+    assert hot_loop(ATTENTION.replace("gsb0, 0x0", "gsb0, 0x1")).products_ahead == 1
     assert (loop.narrow_loads, loop.copy_groups, loop.copies_ahead, loop.barriers) == (1, 1, 2, 1)
     products = ((64 + 64) + 128) * 16 * 2 // 4  # the second product's left operand lies in registers
     assert loop.shared_bytes == products + 32 * 16 + 32 * 4 + 32 * 8 + 4 * 128
