@@ -112,6 +112,7 @@ def compile_job(job: Job) -> Compiled:
     compiled = triton.compile(source, target=target, options=dict(job.launch.options))
     registers, spill = _machine_code_usage(compiled.asm["cubin"])
     metadata = compiled.metadata
+    is_counted = job.facts.capability == H200.capability
     kernel = job.launch.kernel.name.strip("_")
     machine_code = _dump(compiled.asm["cubin"], "-sass") if job.facts.capability == H200.capability else None
     if machine_code:
