@@ -112,7 +112,6 @@ def compile_job(job: Job) -> Compiled:
     compiled = triton.compile(source, target=target, options=dict(job.launch.options))
     registers, spill = _machine_code_usage(compiled.asm["cubin"])
     metadata = compiled.metadata
-    is_counted = job.facts.capability == H200.capability
     kernel = job.launch.kernel.name.strip("_")
     machine_code = _dump(compiled.asm["cubin"], "-sass") if job.facts.capability == H200.capability else None
     if machine_code:
@@ -129,7 +128,7 @@ def compile_job(job: Job) -> Compiled:
         wgmma="wgmma" in compiled.asm["ptx"],
         source=job.source,
         key=job.key,
-        is_memory_bound=job.launch.arguments.get("BLOCK_M", 0) < SHARING_ROWS,
+        is_memory_bound=machine_code is None or job.launch.arguments.get("BLOCK_M", 0) < SHARING_ROWS,
         hot_loop=hot_loop(machine_code) if machine_code else None,
     )
     check_fits(result, job.facts)
