@@ -18,7 +18,8 @@ INTRODUCTION = """No GPU was at hand: **nothing on this page is measured on a de
 memory are those of the compiled machine code. `make bench-gpu` measures."""
 LEGEND = """Per target (sm_80 A100, sm_89 L40, sm_90 H200, sm_100 B200): registers per thread · shared memory in KiB,
 and bytes spilled per thread where there are any. `w` marks warp-group matrix instructions (sm_90).
-A dash: that target was not compiled in this run (`--targets`), or lacks float8."""
+A dash: not compiled for that target, or it lacks float8. A run of some targets (`--targets`) keeps the others' figures,
+which may be of older sources then."""
 
 
 def recorded_keys(results: Path | None) -> set[str]:
@@ -28,14 +29,24 @@ def recorded_keys(results: Path | None) -> set[str]:
 
 
 def write_report(results: Path, compiled: list[Compiled]) -> None:
-    """Write this Triton's file, and the page from the files of all. Equal results give equal files."""
-    entries = ",\n".join(json.dumps(asdict(entry)) for entry in compiled)
+    """Write this Triton's file, and the page from the files of all. A run of some targets keeps the others' figures.
+    Equal results give equal files."""
+    file = results / file_name(triton.__version__)
+    entries = [asdict(entry) for entry in compiled]
+    lines = ",\n".join(json.dumps(entry) for entry in [*entries, *_of_other_targets(file, entries)])
     head = json.dumps({"command": COMMAND, "triton": triton.__version__})[:-1]
-    (results / file_name(triton.__version__)).write_text(f'{head}, "kernels": [\n{entries}\n]}}\n')
+    file.write_text(f'{head}, "kernels": [\n{lines}\n]}}\n')
     pinned = results / "aot.json"
     if pinned.exists():
         run = json.loads(pinned.read_text())
         (results / "kernels.md").write_text(page(run["triton"], run["kernels"], other_runs(results)))
+
+
+def _of_other_targets(file: Path, entries: Sequence[Entry]) -> list[Entry]:
+    """What the file has of targets that this run left out."""
+    targets = {entry["target"] for entry in entries}
+    before = json.loads(file.read_text())["kernels"] if file.exists() else []
+    return [entry for entry in before if entry["target"] not in targets]
 
 
 def page(version: str, pinned: list[Entry], others: dict[str, list[Entry]]) -> str:

@@ -1,5 +1,6 @@
 """Ahead-of-time compilation: the sample really compiles, and a kernel that cannot start is refused."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,10 +15,11 @@ from trimtab_kernels.aot.__main__ import finished, main
 from trimtab_kernels.aot.cases import all_cases
 from trimtab_kernels.aot.compiler import CannotLaunch, Compiled, Serialised, check_fits, check_overlaps, load, store
 from trimtab_kernels.aot.machine_code import Loop
-from trimtab_kernels.aot.report import markdown
+from trimtab_kernels.aot.other_versions import file_name
+from trimtab_kernels.aot.report import markdown, write_report
 from trimtab_kernels.aot.specialisation import DIVISIBLE, specialise
 from trimtab_kernels.device_facts import A100, H200
-from trimtab_kernels.jit import kernel, record_launches, tl
+from trimtab_kernels.jit import kernel, record_launches, tl, triton
 
 REPOSITORY = Path(__file__).parents[3]
 CACHE = Path(os.environ.get("TRIMTAB_CACHE", "~/.cache/trimtab")).expanduser() / "aot"
@@ -125,3 +127,11 @@ def test_a_part_that_names_no_kernel_is_refused_with_the_names(
     assert main(["--cache", str(tmp_path), "--only", "no such kernel"]) == 2
     line = capsys.readouterr().err
     assert line.startswith("aot: no kernel's name contains 'no such kernel'; they are paged_decode, ")
+
+
+def test_a_run_of_some_targets_keeps_the_figures_of_the_others(tmp_path: Path) -> None:
+    file = tmp_path / file_name(triton.__version__)
+    write_report(tmp_path, [RESULT, replace(RESULT, target=80)])
+    write_report(tmp_path, [replace(RESULT, registers=96)])
+    kept = [(entry["target"], entry["registers"]) for entry in json.loads(file.read_text())["kernels"]]
+    assert kept == [(90, 96), (80, RESULT.registers)]
