@@ -112,6 +112,32 @@ def test_a_pod_that_is_deleted_takes_its_group_along(three: Deployment, expected
     assert ask(three, QUESTION).text == expected
 
 
+def test_a_rendezvous_service_that_is_deleted_comes_back_with_its_address_and_nobody_restarts(
+    three: Deployment, expected: str, kube: Kube
+) -> None:
+    def service() -> tuple[str, str]:
+        found = kube.get("service", "three-g0", three.namespace)
+        if found is None or not found["spec"].get("clusterIP"):
+            raise NotYet("there is none")
+        return found["metadata"]["uid"], found["spec"]["clusterIP"]
+
+    def pods() -> set[str]:
+        return {pod["metadata"]["uid"] for pod in three.group_pods()}
+
+    (uid, address), before = service(), pods()
+    kube.delete("service", "three-g0", three.namespace)
+    again = three.waiter.until("the Service is back", service, deadline_seconds=60.0)
+    assert again[0] != uid
+    assert again[1] == address
+
+    def undisturbed() -> None:
+        if pods() != before or not is_true(three.get(), "Ready"):
+            raise NotYet(describe(three.get()))
+
+    three.waiter.stays("no pod restarts", undisturbed, seconds=20.0)
+    assert ask(three, QUESTION).text == expected
+
+
 def test_a_lost_node_moves_the_group_elsewhere(
     three: Deployment, expected: str, kube: Kube, target: Target, installation: Installation
 ) -> None:
@@ -192,6 +218,31 @@ def test_two_data_parallel_ranks_in_two_pods(apply: Apply, expected: str, kube: 
     metrics = kube.pod_http(both.namespace, both.pod_name(), API_PORT, "/metrics")
     assert 'vllm:num_requests_running{engine="1"' in metrics
     remove(both)
+
+
+def test_a_quota_that_refuses_a_pod_of_a_group_is_named_and_the_group_starts_when_it_is_raised(
+    apply: Apply, namespace: str, kube: Kube, expected: str
+) -> None:
+    one_more = {"hard": {"pods": str(len(kube.items("pods", namespace)) + 1)}}
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": one_more}
+    kube.apply(quota, namespace=namespace)
+    try:
+        half = a_layout(apply, "half", pipeline=2, gpusPerNode=1)
+        reason, message = half.waiter.until("the quota is named", lambda: _refused(half), deadline_seconds=120.0)
+    finally:
+        kube.delete("resourcequota", "few", namespace)
+    assert (reason, "exceeded quota: few" in message) == ("PodsRefused", True), message
+    began = time.monotonic()
+    await_ready(half, "a group that a quota let have one of two pods, once it is gone", began)
+    assert ask(half, QUESTION).text == expected
+    remove(half)
+
+
+def _refused(deployment: Deployment) -> tuple[str, str]:
+    found = condition(deployment.get(), "ScalingLimited")
+    if found is None or found["status"] != "True":
+        raise NotYet(f"ScalingLimited: {found}")
+    return found["reason"], found["message"]
 
 
 # --- two groups, and GPUs for one -------------------------------------------------------------------------------------
