@@ -168,8 +168,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def graph_plan(self) -> GraphPlan:
         """The CUDA graphs of this engine; none on the CPU, whatever the flags say."""
-        if self.device != "cuda":
-            return NO_GRAPHS
+        return self.cuda_graph_plan if self.device == "cuda" else NO_GRAPHS
+
+    @property
+    def cuda_graph_plan(self) -> GraphPlan:
+        """What the flags say for CUDA."""
         return plan_graphs(
             self.compilation,
             enforce_eager=self.enforce_eager,

@@ -26,7 +26,6 @@ import torch
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.engine import Engine
 from trimtab_engine.graphs import start
-from trimtab_engine.graphs.plan import GraphPlan, plan_graphs
 from trimtab_engine.graphs.recorder import Outside, Replay
 from trimtab_engine.messages import AddRequest, SamplingParams
 from trimtab_engine.startup import start_engine
@@ -73,18 +72,6 @@ class Measurement:
     parts_ms: dict[str, float]
 
 
-def plan_of(config: EngineConfig) -> GraphPlan:
-    """The plan that the same configuration has on CUDA."""
-    return plan_graphs(
-        config.compilation,
-        enforce_eager=config.enforce_eager,
-        optimization_level=config.optimization_level,
-        max_num_seqs=config.max_num_seqs_cap,
-        max_num_batched_tokens=config.max_num_batched_tokens_cap,
-        num_drafts=config.num_speculative_tokens_cap,
-    )
-
-
 @contextmanager
 def an_engine() -> Iterator[Engine]:
     """On the CPU, with a device's steps."""
@@ -106,7 +93,7 @@ def an_engine() -> Iterator[Engine]:
         )
         with (
             patch.object(start, "recorder_of", lambda device: _ReplaysNothing()),
-            patch.object(EngineConfig, "graph_plan", property(plan_of)),
+            patch.object(EngineConfig, "graph_plan", EngineConfig.cuda_graph_plan),
         ):
             engine, _ = start_engine(config, lambda stage, percent: None, time.monotonic)
     try:

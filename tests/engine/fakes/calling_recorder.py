@@ -19,7 +19,7 @@ from trimtab_engine import core_process, core_processes
 from trimtab_engine.config import EngineConfig
 from trimtab_engine.graphs import start
 from trimtab_engine.graphs.dispatcher import Dispatcher, Eager
-from trimtab_engine.graphs.plan import GraphKey, GraphPlan, plan_graphs
+from trimtab_engine.graphs.plan import GraphKey
 from trimtab_engine.graphs.recorder import Outside, Replay
 from trimtab_engine.parallel import worker, workers
 from trimtab_engine.step_inputs import StepShape
@@ -61,18 +61,6 @@ class CallingRecorder:
         self.is_recording = True
 
 
-def plan_of(config: EngineConfig) -> GraphPlan:
-    """The plan that the same configuration has on CUDA."""
-    return plan_graphs(
-        config.compilation,
-        enforce_eager=config.enforce_eager,
-        optimization_level=config.optimization_level,
-        max_num_seqs=config.max_num_seqs_cap,
-        max_num_batched_tokens=config.max_num_batched_tokens_cap,
-        num_drafts=config.num_speculative_tokens_cap,
-    )
-
-
 @contextmanager
 def steps_of_a_device(notes: Path | None = None) -> Iterator[CallingRecorder]:
     """Engines that start inside have a device's steps, with this recorder; so do their ranks, and the cores that are
@@ -80,7 +68,7 @@ def steps_of_a_device(notes: Path | None = None) -> Iterator[CallingRecorder]:
     recorder = CallingRecorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "recorder_of", lambda device: recorder)
-        patch.setattr(EngineConfig, "graph_plan", property(plan_of))
+        patch.setattr(EngineConfig, "graph_plan", EngineConfig.cuda_graph_plan)
         if notes is not None:
             patch.setattr(workers, "WORKER_COMMAND", (sys.executable, __file__, "worker", str(notes)))
             patch.setattr(core_processes, "CORE_COMMAND", (sys.executable, __file__, "core", str(notes)))
