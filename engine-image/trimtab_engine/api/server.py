@@ -98,8 +98,9 @@ class _EngineServer:
             await self._servers.start()
             await self._launcher.start(self._core, on_stop=self._stop.set)
             load = asyncio.create_task(self._load())
-            background = [load, asyncio.create_task(self._exporter.log_statistics())]
-            return await self._until_the_end(load)
+            statistics = asyncio.create_task(self._exporter.log_statistics())
+            background = [load, statistics]
+            return await self._until_the_end(load, statistics)
         finally:
             for task in background:
                 task.cancel()
@@ -119,7 +120,7 @@ class _EngineServer:
         if self._core.ready is not None and self._core.is_alive:
             logger.info("ready: serving %s", ", ".join(self._options.served_model_names))
 
-    async def _until_the_end(self, load: "asyncio.Task[None]") -> int:
+    async def _until_the_end(self, load: "asyncio.Task[None]", statistics: "asyncio.Task[None]") -> int:
         """Wait for a signal, a failed load, or the core's end, whichever is first."""
         stop = asyncio.create_task(self._stop.wait())
         ended = asyncio.create_task(self._core.ended.wait())
@@ -130,6 +131,7 @@ class _EngineServer:
                 if load in done and (error := load.exception()) is not None:
                     raise error
                 if ended in done:
+                    statistics.cancel()  # the cause is to be the last line
                     return await self._after_failure()
                 if stop in done:
                     await self._drain()
