@@ -76,6 +76,12 @@ def a_checkpoint(
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def expected() -> dict[str, dict[str, list[int]]]:
+    """What one rank yields by the CPU's own steps, by model; filled by the first test of each module."""
+    return {}
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")

@@ -34,12 +34,6 @@ LAYOUTS: list[Any] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, dict[str, list[int]]]:
-    """What one rank yields, by model; filled by the first test of each."""
-    return {}
-
-
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS)
 async def test_tokens_equal_those_of_one_rank(
     model: str,

@@ -32,12 +32,6 @@ LAZY = {"compilation": CompilationConfig(cudagraph_lazy_capture=True)}
 ONLY_FULL = {"compilation": CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)}
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, dict[str, list[int]]]:
-    """What one rank yields by the CPU's own steps, by model; filled by the first test of each."""
-    return {}
-
-
 @pytest.fixture
 def notes(tmp_path: Path) -> Path:
     folder = tmp_path / "notes"

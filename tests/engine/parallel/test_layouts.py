@@ -46,12 +46,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, dict[str, list[int]]]:
-    """What one rank yields, by model; filled by the first test of each."""
-    return {}
-
-
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS)
 def test_tokens_equal_those_of_one_rank(
     model: str,
