@@ -56,9 +56,13 @@ TAKES_PODS = json.dumps({"kind": "InitConfiguration", "nodeRegistration": {"tain
 
 
 def kind_configuration(workers: int, *, own_network: bool) -> str:
-    """kind's configuration, as JSON (which is YAML). The control plane takes pods, also beside workers."""
+    """kind's configuration, as JSON (which is YAML). The control plane takes pods, alone and beside workers.
+
+    On a single node kind removes the control plane's taint itself, and fails where kubeadm was told to set none.
+    """
     networking = {"disableDefaultCNI": True, "podSubnet": POD_SUBNET} if own_network else {}
-    control_plane = {"role": "control-plane", "kubeadmConfigPatches": [TAKES_PODS]}
+    patches = {"kubeadmConfigPatches": [TAKES_PODS]} if workers else {}
+    control_plane = {"role": "control-plane", **patches}
     nodes = [control_plane, *({"role": "worker"} for _ in range(workers))]
     document: dict[str, Any] = {"kind": "Cluster", "apiVersion": "kind.x-k8s.io/v1alpha4", "nodes": nodes}
     if networking:
