@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from . import docker_daemon, images, kind_cluster, model, node_image, target, tools
+from . import docker_daemon, images, kind_cluster, model, node_image, shape, target, tools
 from .cache import cache_root, locked, remove_tree
 from .errors import ClusterError, UsageError
 from .kind_cluster import Cluster
@@ -73,9 +73,11 @@ def parser() -> Parser:
             )
         return command
 
-    up_command = add("up", up, "bring the cluster up, or reuse it when it is up and healthy; prints its KUBECONFIG")
+    up_command = add(
+        "up", up, "bring the cluster up, or reuse one of that shape that is healthy; prints its KUBECONFIG"
+    )
     up_command.add_argument(
-        "--workers", type=_count, default=None, metavar="N", help="worker nodes beside the control plane (default: 0)"
+        "--workers", type=_count, default=0, metavar="N", help="worker nodes beside the control plane (default: 0)"
     )
     down_command = add("down", down, "delete the cluster and stop what was started for it; the cache stays")
     down_command.add_argument("--purge-cache", action="store_true", help="remove the cache too")
@@ -119,7 +121,7 @@ def up(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _up(name: str, workers: int | None) -> Cluster:
+def _up(name: str, workers: int) -> Cluster:
     docker: dict[str, str] = {}
     in_parallel(
         lambda: docker.update(docker_daemon.ensure()),
@@ -127,18 +129,26 @@ def _up(name: str, workers: int | None) -> Cluster:
     )
     cluster = Cluster(name, target.with_tools(docker))
     if kind_cluster.exists(cluster):
-        # A busy machine may answer late: a cluster with somebody's work in it is not thrown away for that.
-        if wait_until(f"cluster {name}: healthy", PATIENCE_SECONDS, lambda: kind_cluster.is_healthy(cluster)):
-            num_workers = len(kind_cluster.nodes(cluster)) - 1
-            if workers in (None, num_workers):
-                return cluster
-            say(f"cluster {name}: it has {num_workers} worker(s), {workers} are asked for: making it anew")
-        else:
-            say(f"cluster {name}: making it anew")
+        reason = _why_anew(cluster, workers)
+        if reason is None:
+            return cluster
+        say(f"cluster {name}: {reason}: making it anew")
         kind_cluster.delete(cluster)
     image, own_network = _node_image(docker)
-    kind_cluster.create(cluster, image, workers or 0, own_network=own_network)
+    kind_cluster.create(cluster, image, workers, own_network=own_network)
     return cluster
+
+
+def _why_anew(cluster: Cluster, workers: int) -> str | None:
+    """What speaks against the cluster that is there; None when it is of the shape asked for, and healthy."""
+    chosen = os.environ.get("KIND_NODE_IMAGE", "")
+    wanted = shape.Wanted(workers, (chosen,) if chosen else (shape.KIND_REPOSITORY, node_image.image_name()))
+    other = shape.difference(kind_cluster.shape_of(cluster), wanted)
+    if other is not None:
+        return other
+    # A busy machine may answer late: a cluster with somebody's work in it is not thrown away for that.
+    healthy = wait_until(f"cluster {cluster.name}: healthy", PATIENCE_SECONDS, lambda: kind_cluster.is_healthy(cluster))
+    return None if healthy else "it is not healthy"
 
 
 def _node_image(docker: dict[str, str]) -> tuple[str | None, bool]:

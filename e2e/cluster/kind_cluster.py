@@ -15,6 +15,7 @@ from .cache import cache_root
 from .errors import ClusterError
 from .process import output_of, run
 from .progress import as_list, say, stage, wait_until
+from .shape import Found, found_in
 
 # Not kind's own 10.244.0.0/16: the NAT rules of a CNI left on the host would catch traffic between nodes.
 POD_SUBNET = "10.245.0.0/16"
@@ -72,6 +73,18 @@ def kind_configuration(workers: int, *, own_network: bool) -> str:
 
 def exists(cluster: Cluster) -> bool:
     return cluster.name in output_of(cluster.kind("get", "clusters"), environment=cluster.environment).splitlines()
+
+
+def shape_of(cluster: Cluster) -> Found:
+    """Its nodes' roles and images, from Docker: that is there whether or not the cluster answers."""
+    listing = output_of(
+        [
+            *("docker", "ps", "--all", "--filter", f"label=io.x-k8s.kind.cluster={cluster.name}"),
+            *("--format", '{{.Label "io.x-k8s.kind.role"}} {{.Image}}'),
+        ],
+        environment=cluster.environment,
+    )
+    return found_in(listing)
 
 
 def nodes(cluster: Cluster) -> list[dict[str, Any]]:

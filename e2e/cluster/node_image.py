@@ -41,10 +41,15 @@ KEPT_TAGS = 2  # of the node image, 1 GB each
 NODE_BINARIES = ("kubelet", "kubeadm", "kubectl")
 
 
+def image_name() -> str:
+    """The node image's name; the tag is a hash of what it is made from."""
+    key = key_of(kubernetes_build.VERSION, *BASE_PACKAGES, REGISTRY, ETCD_TAG, PAUSE_TAG, tree_key([RECIPE]))
+    return f"{NAME}:{kubernetes_build.VERSION}-{key}"
+
+
 def ensure(docker: dict[str, str]) -> str:
     """The name of the node image, built if the daemon does not have it."""
-    key = key_of(kubernetes_build.VERSION, *BASE_PACKAGES, REGISTRY, ETCD_TAG, PAUSE_TAG, tree_key([RECIPE]))
-    image = f"{NAME}:{kubernetes_build.VERSION}-{key}"
+    image = image_name()
     with locked("node-image"):
         if not docker_daemon.has_image(docker, image):
             _require_cgroup_v1()
