@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export TRIMTAB_CACHE ?= $(HOME)/.cache/trimtab
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
-# The model's threads sleep soon instead of spinning, as the server's do (engine-image/trimtab_engine/config.py).
+# The model's threads sleep soon instead of spinning, as the server's do (engine-image/trimtab_engine/config/engine.py).
 export GOMP_SPINCOUNT ?= 1000
 CLUSTER_TOOL := $(PYTHON) e2e/cluster
 MODEL ?= $(TRIMTAB_CACHE)/models/SmolLM2-135M-Instruct
@@ -48,7 +48,7 @@ check: venv ## format, lint, types, import contracts, CRD and chart drift (4 min
 	$(BIN)/mypy tests e2e/*.py
 	$(BIN)/mypy -p cluster -p harness
 	$(BIN)/lint-imports
-	$(BIN)/python -m trimtab_operator.crd --check
+	$(BIN)/python -m trimtab_operator.resource.crd --check
 	diff -u $(CRD) $(CHART_CRD)
 
 format: venv ## format the sources
@@ -56,7 +56,7 @@ format: venv ## format the sources
 	$(BIN)/ruff check --fix .
 
 crds: venv ## write the CRD and the chart's copy of it from spec.py
-	$(BIN)/python -m trimtab_operator.crd --write
+	$(BIN)/python -m trimtab_operator.resource.crd --write
 	cp $(CRD) $(CHART_CRD)
 
 test: setup ## unit tests with the real model: no cluster, no network (20 min at most)
@@ -85,7 +85,7 @@ demo: all-set-up ## from nothing to tokens to trim, and everything removed again
 	@$(BIN)/python e2e/demo.py
 
 bench: setup ## measurements on this machine, into docs/results/
-	$(BIN)/python -m trimtab_engine.bench $(MODEL) --output docs/results $(addprefix --only ,$(ONLY))
+	PYTHONPATH=engine-image $(BIN)/python -m engine_benchmarks $(MODEL) --output docs/results $(addprefix --only ,$(ONLY))
 
 aot: venv ## every GPU kernel compiled ahead of time for sm_80 to sm_100, figures into docs/results/
 	$(BIN)/python -m trimtab_kernels.aot --cache $(TRIMTAB_CACHE)/aot --results docs/results $(addprefix --only ,$(ONLY))
@@ -94,7 +94,7 @@ aot: venv ## every GPU kernel compiled ahead of time for sm_80 to sm_100, figure
 GUIDELLM ?= guidellm
 AIPERF ?= aiperf
 clients: setup ## guidellm and aiperf, unmodified, on our server (skips what is not installed; GUIDELLM=, AIPERF=)
-	$(BIN)/python -m trimtab_engine.bench.clients_bench $(MODEL) --guidellm $(GUIDELLM) --aiperf $(AIPERF)
+	PYTHONPATH=engine-image $(BIN)/python -m engine_benchmarks.clients_bench $(MODEL) --guidellm $(GUIDELLM) --aiperf $(AIPERF)
 
 # On a GPU machine's own Python: torch with CUDA, triton, transformers, numpy; nothing is installed. What else the engine
 # imports comes from build/wheels, which `make bench-gpu-wheels` fills for that Python where there is a package index.

@@ -8,15 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trimtab_engine.graphs.compilation import (
+    from trimtab_engine.config.graphs import (
         CompilationConfig,
         CompilationLevel,
         CompilationMode,
         CUDAGraphMode,
     )
-    from trimtab_engine.llm import LLM
-    from trimtab_engine.outputs import CompletionOutput, RequestOutput
-    from trimtab_engine.sampling_params import SamplingParams
+    from trimtab_engine.offline.llm import LLM
+    from trimtab_engine.offline.outputs import CompletionOutput, RequestOutput
+    from trimtab_engine.offline.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -30,14 +30,14 @@ __all__ = [
 ]
 
 _HOME = {
-    "LLM": "llm",
-    "SamplingParams": "sampling_params",
-    "RequestOutput": "outputs",
-    "CompletionOutput": "outputs",
-    "CUDAGraphMode": "graphs.compilation",
-    "CompilationConfig": "graphs.compilation",
-    "CompilationLevel": "graphs.compilation",
-    "CompilationMode": "graphs.compilation",
+    "LLM": "offline.llm",
+    "SamplingParams": "offline.sampling_params",
+    "RequestOutput": "offline.outputs",
+    "CompletionOutput": "offline.outputs",
+    "CUDAGraphMode": "config.graphs",
+    "CompilationConfig": "config.graphs",
+    "CompilationLevel": "config.graphs",
+    "CompilationMode": "config.graphs",
 }
 
 

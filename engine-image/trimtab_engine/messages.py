@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from trimtab_engine.config import LogLevel
+from trimtab_engine.config.engine import LogLevel
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What a pause does to requests: end them, let them finish, or freeze them where they are. vLLM's names."""

@@ -39,7 +39,7 @@ from benchmarks.timing import DeviceLost, check_device
 from benchmarks.wheels import use_wheels
 
 if TYPE_CHECKING:
-    from trimtab_engine.engine import Engine
+    from trimtab_engine.core.engine import Engine
     from trimtab_engine.messages import StepOutputs
 
 PROFILED_STEPS = 20

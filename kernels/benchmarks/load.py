@@ -15,7 +15,7 @@ from benchmarks.engine_rows import Workload
 from benchmarks.ideal import ModelShape
 
 if TYPE_CHECKING:
-    from trimtab_engine.engine import Engine
+    from trimtab_engine.core.engine import Engine
     from trimtab_engine.messages import StepOutputs
 
 MAX_POSITIONS = 4096
@@ -28,8 +28,8 @@ class Compiled(Exception):
 @contextmanager
 def an_engine(shape: ModelShape, *, device: str = "cuda", **changes: Any) -> "Iterator[Engine]":
     """With random weights; it gives everything back."""
-    from trimtab_engine.config import EngineConfig
-    from trimtab_engine.startup import start_engine
+    from trimtab_engine.config.engine import EngineConfig
+    from trimtab_engine.core.startup import start_engine
 
     values: dict[str, Any] = {
         "load_format": "dummy",

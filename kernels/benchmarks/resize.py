@@ -13,7 +13,7 @@ from benchmarks.engine_rows import decode_load
 from benchmarks.load import add, checked
 
 if TYPE_CHECKING:
-    from trimtab_engine.engine import Engine
+    from trimtab_engine.core.engine import Engine
 
 RESIZE_BYTES = 10 << 30
 REQUESTS, CONTEXT, STEPS = 64, 512, 96

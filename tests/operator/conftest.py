@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 from aiohttp import web
-from trimtab_operator.bounded_http import new_client
+from trimtab_operator.edge.bounded_http import new_client
 
 METRICS = """\
 # TYPE vllm:num_requests_running gauge

@@ -206,7 +206,7 @@ def test_a_tag_of_digits_alone_stays_what_it_is() -> None:
 
 @pytest.mark.parametrize("settings", [(), ("watchNamespaces={a,b}",), ("webhook.enabled=false",)])
 def test_every_argument_is_one_that_the_operator_knows(settings: tuple[str, ...]) -> None:
-    from trimtab_operator.cli import app
+    from trimtab_operator.cli.operator_command import app
     from typer.main import get_command
 
     command: Any = get_command(app)

@@ -1,1 +1,1 @@
-"""Measurements of the engine. Each module measures one thing and prints a table, or JSON with -o json."""
+"""Benchmarks for users, with vLLM's arguments and fields: latency, throughput and serving."""

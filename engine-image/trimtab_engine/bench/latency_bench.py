@@ -13,7 +13,7 @@ from trimtab_engine import LLM, SamplingParams
 from trimtab_engine.bench.serving.samples import Words
 from trimtab_engine.cli.serve_command import engine_config
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.progress_bar import progress_bar
+from trimtab_engine.offline.progress_bar import progress_bar
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 EXIT_INTERRUPTED = 130

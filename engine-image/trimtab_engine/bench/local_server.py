@@ -42,7 +42,7 @@ class LocalServer:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             if pid == self.pid:
                 sizes["API server"] = _resident_kib(pid)
-            elif b"trimtab_engine.core_process" in command:
+            elif b"trimtab_engine.core.process" in command:
                 sizes["engine core"] += _resident_kib(pid)
         return sizes
 

@@ -12,7 +12,7 @@ from trimtab_engine.bench.serving.samples import Sample
 from trimtab_engine.bench.serving.workload import dataset_samples
 from trimtab_engine.cli.serve_command import engine_config
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.outputs import RequestOutput
+from trimtab_engine.offline.outputs import RequestOutput
 
 
 def run_throughput(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab_engine.cli import parser as types
+from trimtab_engine.config.flags import parser as types
 from trimtab_engine.errors import NotBuiltError
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "trace")

@@ -30,7 +30,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from trimtab_engine.inspect_model import model_facts
+    from trimtab_engine.models.facts import model_facts
 
     try:
         facts = model_facts(arguments.model)

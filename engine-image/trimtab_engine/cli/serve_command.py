@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab_engine.cli import parser as types
-from trimtab_engine.cli.eplb_flags import eplb_fields
-from trimtab_engine.cli.graph_flags import add_graph_flags, graph_fields
-from trimtab_engine.cli.live_flags import add_log_flags, add_queue_flags, add_scheduling_flags, live_values
-from trimtab_engine.cli.not_built import add_not_built
-from trimtab_engine.cli.parallel_flags import add_parallel_flags, parallel_fields
-from trimtab_engine.cli.speculative_flags import add_speculative_flags, speculative_fields
-from trimtab_engine.config import BLOCK_SIZES, EngineConfig, first_visible_gpu
+from trimtab_engine.config.engine import BLOCK_SIZES, EngineConfig, first_visible_gpu
+from trimtab_engine.config.flags import parser as types
+from trimtab_engine.config.flags.experts import eplb_fields
+from trimtab_engine.config.flags.graphs import add_graph_flags, graph_fields
+from trimtab_engine.config.flags.live import add_log_flags, add_queue_flags, add_scheduling_flags, live_values
+from trimtab_engine.config.flags.not_built import add_not_built
+from trimtab_engine.config.flags.parallel import add_parallel_flags, parallel_fields
+from trimtab_engine.config.flags.speculation import add_speculative_flags, speculative_fields
 from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
-from trimtab_engine.network import any_address
-from trimtab_engine.process_end import prepare_to_leave
+from trimtab_engine.processes.end import prepare_to_leave
+from trimtab_engine.processes.network import any_address
 
 LARGE_GPU_BYTES = 70 << 30  # from here on vLLM's larger defaults hold
 DEFAULT_LIMITS = {"cpu": (128, 2048), "cuda": (256, 2048), "large": (1024, 8192)}
@@ -275,7 +275,7 @@ def _add_admin_flags(group: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     # Until the server drains on it: a container's first process ignores what it has no handler for.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    from trimtab_engine.api.server import Listen, run_server
+    from trimtab_engine.api.serving.engine_server import Listen, run_server
 
     config, names = engine_config(arguments), served_names(arguments)
     _check_model_exists(config.model)
@@ -283,15 +283,15 @@ def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the last line of a log should be why it ended
     if config.node_rank > 0 and config.data_parallel_size > 1:
-        from trimtab_engine.nodes.member import run_member
+        from trimtab_engine.launch.nodes.member import run_member
 
         return run_member(config, arguments.shutdown_timeout)
     if config.node_rank > 0:
-        from trimtab_engine.parallel.node import run_node
+        from trimtab_engine.workers.node import run_node
 
         return run_node(config)
-    from trimtab_engine.api.state import ServerOptions
-    from trimtab_engine.api.tracing import check_tracing_is_installed
+    from trimtab_engine.api.metrics.tracing import check_tracing_is_installed
+    from trimtab_engine.api.serving.state import ServerOptions
 
     if arguments.otlp_traces_endpoint is not None:
         check_tracing_is_installed()
@@ -407,7 +407,7 @@ def _block_size(arguments: argparse.Namespace, model: str, num_seqs: int) -> int
         return int(arguments.block_size)
     from trimtab_kernels.page_size import auto_block_size
 
-    from trimtab_engine.model_config import parse_model_config
+    from trimtab_engine.config.model import parse_model_config
     from trimtab_engine.weights.source import open_source
 
     longest = arguments.max_model_len

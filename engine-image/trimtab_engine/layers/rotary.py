@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from trimtab_engine.model_config import RopeConfig
+from trimtab_engine.config.model import RopeConfig
 
 
 class RotaryAngles:

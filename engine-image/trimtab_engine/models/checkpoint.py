@@ -1,8 +1,8 @@
 """What a checkpoint must hold: names and shapes by the configuration, checked before any weight is read."""
 
+from trimtab_engine.config.model import ModelConfig
+from trimtab_engine.config.quantization import BLOCK, SCALE_SUFFIX, stored_quantization
 from trimtab_engine.errors import ModelError
-from trimtab_engine.model_config import ModelConfig
-from trimtab_engine.quantization import BLOCK, SCALE_SUFFIX, stored_quantization
 from trimtab_engine.weights.source import WeightSource
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints store what the configuration says

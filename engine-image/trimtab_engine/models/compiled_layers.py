@@ -10,7 +10,7 @@ from trimtab_kernels.native.decoder import DecoderShape, LayerWeights, NativeDec
 from trimtab_kernels.native.library import Missing, native_library
 from trimtab_kernels.paged_attention import AttentionMetadata
 
-from trimtab_engine.kv_cache import KVTensors
+from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.parallel.groups import RankGroup
 
 PROFILED_AS = "trimtab::decoder_layers"

@@ -19,20 +19,20 @@ from trimtab_kernels.rms_norm import add_rms_norm, gather_rms_norm, rms_norm
 from trimtab_kernels.rope_and_cache import Norms, rope_and_cache
 from trimtab_kernels.rotary_embedding import interleave_pairs
 
-from trimtab_engine.kv_cache import KVTensors
+from trimtab_engine.config.model import ModelConfig
+from trimtab_engine.config.quantization import Quantization
+from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.layers.linear import MAX_ROWS, pads_rows
 from trimtab_engine.layers.moe import MixtureOfExperts
 from trimtab_engine.layers.quantized import stacked
 from trimtab_engine.layers.rotary import RotaryAngles
 from trimtab_engine.layers.vocabulary import LmHead, VocabularyEmbedding
-from trimtab_engine.model_config import ModelConfig
 from trimtab_engine.models.compiled_layers import compile_layers, why_not
 from trimtab_engine.models.loading import Loader, Progress
 from trimtab_engine.parallel.expert_slots import ExpertSlots
 from trimtab_engine.parallel.experts import expert_map
 from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.shard import ModelShard
-from trimtab_engine.quantization import Quantization
 from trimtab_engine.weights.source import Span, WeightSource
 
 logger = logging.getLogger("trimtab_engine.core")

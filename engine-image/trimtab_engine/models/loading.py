@@ -6,6 +6,7 @@ import torch
 from trimtab_kernels.reshape_and_cache import FLOAT8
 from trimtab_kernels.rotary_embedding import interleave_pairs
 
+from trimtab_engine.config.quantization import BLOCK, SCALE_SUFFIX, Quantization, check_aligned
 from trimtab_engine.errors import ModelError, NotBuiltError
 from trimtab_engine.layers.linear import GatedLinear, Linear, RowParallelLinear
 from trimtab_engine.layers.quantized import (
@@ -17,7 +18,6 @@ from trimtab_engine.layers.quantized import (
     multiplies_float8,
 )
 from trimtab_engine.parallel.groups import RankGroup
-from trimtab_engine.quantization import BLOCK, SCALE_SUFFIX, Quantization, check_aligned
 from trimtab_engine.weights.source import Span, WeightSource
 
 Progress = Callable[[int], None]

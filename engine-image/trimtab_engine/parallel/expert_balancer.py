@@ -15,8 +15,8 @@ from typing import Protocol
 
 import torch
 
+from trimtab_engine.config.experts import EplbConfig
 from trimtab_engine.messages import ExpertBalance
-from trimtab_engine.parallel.eplb_config import EplbConfig
 from trimtab_engine.parallel.expert_balance import Move, balancedness, moves, rebalance
 from trimtab_engine.parallel.expert_slots import ExpertSlots
 from trimtab_engine.parallel.groups import RankGroup

@@ -9,7 +9,7 @@ TP2 PP2 DP2   DP 0: stage 0 |0 1| stage 1 |2 3|      DP 1: stage 0 |4 5| stage 1
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trimtab_engine.config import EngineConfig
+from trimtab_engine.config.engine import EngineConfig
 
 RankGroups = tuple[tuple[int, ...], ...]
 

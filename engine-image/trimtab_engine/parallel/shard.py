@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.model_config import ModelConfig
 from trimtab_engine.parallel.expert_balance import Placement, first_placement
 from trimtab_engine.parallel.experts import Placement as Strategy
 from trimtab_engine.parallel.experts import place_experts

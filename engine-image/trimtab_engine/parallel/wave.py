@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from trimtab_engine.parallel.groups import RankGroup
-from trimtab_engine.step_inputs import StepShape
+from trimtab_engine.scheduling.step_inputs import StepShape
 
 ANY, MIXED = 0, -1  # on the wire, for tokens per sequence: a core without work fits in; not uniform
 

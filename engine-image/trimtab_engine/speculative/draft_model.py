@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 import torch
 
-from trimtab_engine.batch import Batch, ScheduledSequence
-from trimtab_engine.model_runner import ModelRunner
-from trimtab_engine.request import Request
-from trimtab_engine.sampler import choose, draw, target_probabilities
-from trimtab_engine.speculative.drafted_request import DraftedRequest, SampledRow
+from trimtab_engine.runner.model_runner import ModelRunner
+from trimtab_engine.sampling.rows import DraftedRequest, SampledRow
+from trimtab_engine.sampling.sampler import choose, draw, target_probabilities
+from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
+from trimtab_engine.scheduling.request import Request
 from trimtab_engine.speculative.proposer import Proposals, room_for_drafts
 
 PLACEHOLDER = 0  # a token id that schedules room for a draft until propose() knows it

@@ -4,14 +4,14 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from trimtab_engine.config import EngineConfig
-from trimtab_engine.device import Device
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.speculation import FLAG
+from trimtab_engine.core.lifecycle import Weights
+from trimtab_engine.device.device import Device
+from trimtab_engine.device.kv_cache import KVLayers
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.kv_cache import KVLayers
-from trimtab_engine.lifecycle import Weights
-from trimtab_engine.memory import MemoryFormula
-from trimtab_engine.model_runner import ModelFacts, ModelRunner
-from trimtab_engine.speculative.config import FLAG
+from trimtab_engine.memory.formula import MemoryFormula
+from trimtab_engine.runner.model_runner import ModelFacts, ModelRunner
 from trimtab_engine.speculative.draft_model import DraftModel
 from trimtab_engine.speculative.ngram import NgramProposer
 from trimtab_engine.speculative.proposer import Proposer

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from trimtab_engine.batch import Batch
-from trimtab_engine.request import Request
-from trimtab_engine.speculative.config import SpeculativeConfig
+from trimtab_engine.config.speculation import SpeculativeConfig
+from trimtab_engine.scheduling.batch import Batch
+from trimtab_engine.scheduling.request import Request
 from trimtab_engine.speculative.proposer import Proposals, room_for_drafts
 
 Tokens = npt.NDArray[np.int64]

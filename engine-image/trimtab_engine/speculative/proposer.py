@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from trimtab_engine.batch import Batch
-from trimtab_engine.request import Request
+from trimtab_engine.scheduling.batch import Batch
+from trimtab_engine.scheduling.request import Request
 
 
 @dataclass(frozen=True, slots=True)

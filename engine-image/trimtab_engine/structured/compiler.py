@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from llguidance import LLTokenizer
 
-from trimtab_engine.request import Request
+from trimtab_engine.scheduling.request import Request
 from trimtab_engine.structured.deep_stack import deep_stack_executor
 from trimtab_engine.structured.matcher import GrammarMatcher, Vocabulary
 

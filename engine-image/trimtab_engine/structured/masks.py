@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trimtab_engine.sampler import TokenMasks
+from trimtab_engine.sampling.sampler import TokenMasks
 from trimtab_engine.structured.deep_stack import deep_stack_executor
 from trimtab_engine.structured.matcher import WORD_BYTES, GrammarMatcher
 

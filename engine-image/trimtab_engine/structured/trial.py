@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
+from trimtab_engine.processes.frames import serve_frames
 from trimtab_engine.structured.deep_stack import deep_stack_executor
 from trimtab_engine.structured.matcher import WORD_BYTES, GrammarMatcher, Vocabulary
-from trimtab_engine.worker_frames import serve_frames
 
 STACK_BYTES = 2 << 20  # a thirty-second of the core's (deep_stack.py)
 NUM_STEPS = 12  # into the grammar, along random tokens that it allows

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from trimtab_engine.errors import ModelError
 from trimtab_engine.structured.matcher import Vocabulary
-from trimtab_engine.tokenizer import TOKENIZER_FILE, Tokenizer
+from trimtab_engine.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 
 def read_vocabulary(path: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:

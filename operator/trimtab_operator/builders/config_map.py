@@ -12,7 +12,7 @@ from trimtab_operator.builders.labels import (
     rollout_config_map_name,
     tuning_config_map_name,
 )
-from trimtab_operator.spec import InferenceDeployment
+from trimtab_operator.resource.spec import InferenceDeployment
 
 STATE_KEY = "state.json"
 ROLLOUT_KEY = "rollout.json"

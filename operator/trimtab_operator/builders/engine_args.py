@@ -6,10 +6,10 @@ import json
 from decimal import Decimal
 
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, LEADER, RENDEZVOUS_PORT
-from trimtab_operator.engine_values import knobs
 from trimtab_operator.layout import layout_of
-from trimtab_operator.quantity import parse_seconds
-from trimtab_operator.spec import InferenceDeployment, Spec, Speculative
+from trimtab_operator.resource.knobs import knobs
+from trimtab_operator.resource.quantity import parse_seconds
+from trimtab_operator.resource.spec import InferenceDeployment, Spec, Speculative
 
 SWITCH = object()  # in place of the value of a flag that has none
 MEETING_FLAG = "--master-addr"

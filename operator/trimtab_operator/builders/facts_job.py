@@ -17,7 +17,13 @@ from trimtab_operator.builders.labels import (
 )
 from trimtab_operator.builders.overlay import lay_over
 from trimtab_operator.builders.pod import CONTAINER, ENGINE_USER
-from trimtab_operator.spec import ContainerOverlay, InferenceDeployment, PodOverlay, PodTemplate, TemplateMetadata
+from trimtab_operator.resource.spec import (
+    ContainerOverlay,
+    InferenceDeployment,
+    PodOverlay,
+    PodTemplate,
+    TemplateMetadata,
+)
 
 TERMINATION_LOG = "/dev/termination-log"  # where the kubelet reads a container's last words: 4096 bytes
 RETRIES = 0  # of the Job itself: the operator reads the last words first and then retries with a backoff of its own

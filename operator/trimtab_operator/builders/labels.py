@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab_operator.spec import InferenceDeployment
+from trimtab_operator.resource.spec import InferenceDeployment
 
 MANAGED_BY = "trimtab-operator"
 DEPLOYMENT_LABEL = "trimtab.dev/deployment"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trimtab_operator.spec import ContainerOverlay, InferenceDeployment, PodOverlay
+from trimtab_operator.resource.spec import ContainerOverlay, InferenceDeployment, PodOverlay
 
 PASSED_ON = {  # attribute of the overlay → field of the pod, taken over as it is
     "node_selector": "nodeSelector",

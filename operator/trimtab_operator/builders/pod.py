@@ -9,8 +9,8 @@ from typing import Any
 from trimtab_operator.builders.engine_args import MODEL_MOUNT, engine_args, model_claim
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT
 from trimtab_operator.layout import layout_of
-from trimtab_operator.quantity import parse_seconds
-from trimtab_operator.spec import InferenceDeployment
+from trimtab_operator.resource.quantity import parse_seconds
+from trimtab_operator.resource.spec import InferenceDeployment
 
 CONTAINER = "main"
 GRACE_MARGIN_SECONDS = 15  # beyond the drain timeout: aborting what is left, writing the last answers, exiting

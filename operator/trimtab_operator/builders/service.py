@@ -13,7 +13,7 @@ from trimtab_operator.builders.labels import (
     leader_selector,
     service_name,
 )
-from trimtab_operator.spec import InferenceDeployment
+from trimtab_operator.resource.spec import InferenceDeployment
 
 
 def client_service(deployment: InferenceDeployment) -> dict[str, Any]:

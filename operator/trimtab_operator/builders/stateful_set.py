@@ -21,9 +21,9 @@ from trimtab_operator.builders.labels import (
 )
 from trimtab_operator.builders.overlay import lay_over
 from trimtab_operator.builders.pod import pod_spec, worker_pod_spec
-from trimtab_operator.canonical_json import compact
 from trimtab_operator.layout import layout_of
-from trimtab_operator.spec import InferenceDeployment
+from trimtab_operator.resource.canonical_json import compact
+from trimtab_operator.resource.spec import InferenceDeployment
 
 GAVE_BACK_ANNOTATION = "trimtab.dev/gave-back"  # on a leader's StatefulSet: see gang.py
 REVISION_LENGTH = 10  # hex digits: 40 bits tell the few revisions of one resource apart

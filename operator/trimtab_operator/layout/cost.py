@@ -17,7 +17,7 @@ from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts
 from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.layout.memory_fit import kv_heads_and_size
 from trimtab_operator.layout.stages import Stage, stages_of
-from trimtab_operator.spec import Parallelism
+from trimtab_operator.resource.spec import Parallelism
 
 BANDWIDTH_REACHED = 4.3 / 4.8
 FLOPS_REACHED = 788 / 989

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab_operator.spec import Spec
+from trimtab_operator.resource.spec import Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from trimtab_operator.engine_values import knobs
 from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts
 from trimtab_operator.layout.gpus import GIB, Gpu
+from trimtab_operator.layout.memory_formula import KvCapacity, MemoryShape, kv_capacity, min_utilization
 from trimtab_operator.layout.stages import Stage, stages_of
 from trimtab_operator.layout.stored_weights import as_run
-from trimtab_operator.memory import KvCapacity, MemoryShape, kv_capacity, min_utilization
-from trimtab_operator.spec import Parallelism, Spec
+from trimtab_operator.resource.knobs import knobs
+from trimtab_operator.resource.spec import Parallelism, Spec
 
 MIB = 1 << 20
 OTHER_BYTES = 600 * MIB  # the CUDA context with its modules: 0.5 GiB on an H100

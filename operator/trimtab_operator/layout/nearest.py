@@ -13,7 +13,7 @@ from trimtab_operator.layout.pods import gpus_of_a_pod
 from trimtab_operator.layout.rules import facts_problems, spec_problems
 from trimtab_operator.layout.stages import least_weights_bytes
 from trimtab_operator.layout.stored_weights import as_run
-from trimtab_operator.spec import Parallelism
+from trimtab_operator.resource.spec import Parallelism
 
 MAX_TENSOR = 64  # two racks' worth of GPUs in one all-reduce: nobody's next layout
 MAX_PIPELINE = 32

@@ -24,7 +24,7 @@ from trimtab_operator.layout.memory_fit import Envelope, MemoryFit, memory_fit
 from trimtab_operator.layout.pods import gpus_of_a_pod
 from trimtab_operator.layout.rules import Problem
 from trimtab_operator.layout.stored_weights import as_run
-from trimtab_operator.spec import Parallelism
+from trimtab_operator.resource.spec import Parallelism
 
 Objective = Literal["throughput", "latency"]
 MAX_TENSOR = 64

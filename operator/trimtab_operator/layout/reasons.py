@@ -8,7 +8,7 @@ from trimtab_operator.layout.memory_fit import Envelope
 from trimtab_operator.layout.ranking import Cluster, Row
 from trimtab_operator.layout.stages import stages_of
 from trimtab_operator.layout.stored_weights import as_run
-from trimtab_operator.spec import Parallelism
+from trimtab_operator.resource.spec import Parallelism
 
 FEW_REQUESTS = 4  # of maxModelLen at once: below, long requests wait for each other
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trimtab_operator.spec import Spec
+from trimtab_operator.resource.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)

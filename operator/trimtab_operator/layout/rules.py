@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.stored_weights import FP8_BLOCK
-from trimtab_operator.spec import Parallelism
+from trimtab_operator.resource.spec import Parallelism
 
 
 @dataclass(frozen=True, slots=True)

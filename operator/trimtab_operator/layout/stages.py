@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts
-from trimtab_operator.spec import Parallelism
+from trimtab_operator.resource.spec import Parallelism
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

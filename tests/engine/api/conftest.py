@@ -16,7 +16,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
-from trimtab_engine.model_config import parse_model_config
+from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.models.checkpoint import expected_shapes
 
 DEADLINE_SECONDS = 120.0  # generous: machines are slow when much is built on them

@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from trimtab_engine import core_processes
 from trimtab_engine.cli import main
+from trimtab_engine.launch import core_process
 
-core_processes.CORE_COMMAND = (sys.executable, str(Path(__file__).with_name("stub_core.py")))
+core_process.CORE_COMMAND = (sys.executable, str(Path(__file__).with_name("stub_core.py")))
 
 if __name__ == "__main__":
     sys.exit(main())

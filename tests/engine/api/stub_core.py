@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import msgspec
-from trimtab_engine.core_link import Link
+from trimtab_engine.core.link import Link
 from trimtab_engine.messages import (
     AbortRequests,
     AddRequest,
@@ -33,7 +33,7 @@ from trimtab_engine.messages import (
     StepStats,
     TokenLogprobs,
 )
-from trimtab_engine.parenthood import end_with_parent
+from trimtab_engine.processes.tie import end_with_parent
 
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 258

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from trimtab_engine.network import interface_of
+from trimtab_engine.processes.network import interface_of
 
 if TYPE_CHECKING:
     from tests.engine.api.conftest import RealEngine

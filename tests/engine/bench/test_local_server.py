@@ -24,7 +24,7 @@ def test_resident_memory_is_that_of_the_server_and_of_its_cores_alone() -> None:
     sizes = LocalServer("", "", os.getpid()).resident_kib()
     assert sizes["API server"] > 10_000
     assert sizes["engine core"] == 0
-    command = [sys.executable, "-c", "print('runs', flush=True); input()", "trimtab_engine.core_process"]
+    command = [sys.executable, "-c", "print('runs', flush=True); input()", "trimtab_engine.core.process"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as core:
         assert core.stdout is not None
         core.stdout.readline()

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from trimtab_engine.config import EngineConfig
-from trimtab_engine.engine import Engine
-from trimtab_engine.graphs.compilation import CompilationConfig, CUDAGraphMode
-from trimtab_engine.graphs.device_sampler import DeviceSampler
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
+from trimtab_engine.core.engine import Engine
+from trimtab_engine.core.startup import start_engine
 from trimtab_engine.messages import AddRequest, SamplingParams
-from trimtab_engine.startup import start_engine
+from trimtab_engine.sampling.device_sampler import DeviceSampler
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 VOCABULARY = 512

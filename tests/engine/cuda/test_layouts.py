@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-from trimtab_engine.config import EngineConfig
-from trimtab_engine.graphs.recorder import CudaRecorder, Outside
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.experts import EplbConfig
+from trimtab_engine.core.startup import start_engine
 from trimtab_engine.messages import AddRequest, SamplingParams
-from trimtab_engine.parallel.eplb_config import EplbConfig
 from trimtab_engine.parallel.groups import RankGroup, RankGroups, WireMeter
-from trimtab_engine.startup import start_engine
+from trimtab_engine.runner.graphs.recorder import CudaRecorder, Outside
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 VOCABULARY = 512

@@ -4,8 +4,8 @@ import time
 
 import pytest
 import torch
-from trimtab_engine.device import Device
-from trimtab_engine.kv_cache import KVCache
+from trimtab_engine.device.device import Device
+from trimtab_engine.device.kv_cache import KVCache
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GIB = 1 << 30

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from trimtab_engine.device import Device
-from trimtab_engine.kv_cache import KVCache
-from trimtab_engine.swap_cache import SwapCache
+from trimtab_engine.device.device import Device
+from trimtab_engine.device.kv_cache import KVCache
+from trimtab_engine.device.swap_cache import SwapCache
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

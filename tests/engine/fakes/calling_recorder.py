@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trimtab_engine import core_process, core_processes
-from trimtab_engine.config import EngineConfig
-from trimtab_engine.graphs import start
-from trimtab_engine.graphs.dispatcher import Dispatcher, Eager
-from trimtab_engine.graphs.plan import GraphKey
-from trimtab_engine.graphs.recorder import Outside, Replay
-from trimtab_engine.parallel import worker, workers
-from trimtab_engine.step_inputs import StepShape
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.core import process
+from trimtab_engine.launch import core_process
+from trimtab_engine.runner.graphs import start
+from trimtab_engine.runner.graphs.dispatcher import Dispatcher, Eager
+from trimtab_engine.runner.graphs.plan import GraphKey
+from trimtab_engine.runner.graphs.recorder import Outside, Replay
+from trimtab_engine.scheduling.step_inputs import StepShape
+from trimtab_engine.workers import worker, workers
 
 
 class CallingRecorder:
@@ -71,7 +72,7 @@ def steps_of_a_device(notes: Path | None = None) -> Iterator[CallingRecorder]:
         patch.setattr(EngineConfig, "graph_plan", EngineConfig.cuda_graph_plan)
         if notes is not None:
             patch.setattr(workers, "WORKER_COMMAND", (sys.executable, __file__, "worker", str(notes)))
-            patch.setattr(core_processes, "CORE_COMMAND", (sys.executable, __file__, "core", str(notes)))
+            patch.setattr(core_process, "CORE_COMMAND", (sys.executable, __file__, "core", str(notes)))
             patch.setattr(Dispatcher, "dispatch", noting(Dispatcher.dispatch, notes))
         yield recorder
 
@@ -95,5 +96,5 @@ def noted(folder: Path) -> list[list[str]]:
 
 if __name__ == "__main__":
     with steps_of_a_device(Path(sys.argv[2])):
-        code = worker.main() if sys.argv[1] == "worker" else core_process.main()
+        code = worker.main() if sys.argv[1] == "worker" else process.main()
     os._exit(code)

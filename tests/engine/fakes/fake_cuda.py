@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from trimtab_engine.address_range import AddressRange, Span
-from trimtab_engine.cuda_driver import CudaDriver
-from trimtab_engine.mapped_range import MappedRange, Owner
+from trimtab_engine.device.address_range import AddressRange, Span
+from trimtab_engine.device.cuda_driver import CudaDriver
+from trimtab_engine.device.mapped_range import MappedRange, Owner
 
 PAGE = 8192  # bytes of one map: two pages of the machine
 POISON = 0xFF  # as float32, bfloat16 and float8_e4m3fn: not a number

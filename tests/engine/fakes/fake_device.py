@@ -12,9 +12,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from trimtab_engine import logprobs
-from trimtab_engine.graphs import device_sampler, device_steps, step_buffers, token_table, transfer
-from trimtab_engine.graphs.transfer import Mark
+from trimtab_engine.device import transfer
+from trimtab_engine.device.transfer import Mark
+from trimtab_engine.runner.graphs import device_steps, step_buffers
+from trimtab_engine.sampling import device_sampler, logprobs, token_table
 from trimtab_kernels.aot.specialisation import specialise
 from trimtab_kernels.jit import Launch
 

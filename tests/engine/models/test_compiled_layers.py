@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import trimtab_engine.models.compiled_layers as compiled_module
-from trimtab_engine.bench.parity import greedy_generator, load_runner
-from trimtab_engine.config import EngineConfig
-from trimtab_engine.device import Device
+from engine_benchmarks.parity import greedy_generator, load_runner
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.device.device import Device
 from trimtab_engine.layers import linear
-from trimtab_engine.model_runner import ModelRunner
+from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_kernels.native.library import Missing, NativeLibrary, native_library
 
 CONFIG = {

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_benchmarks.parity import compare, greedy_generator, load_runner, reference_tokens
 from transformers import LlamaConfig
 from transformers import LlamaForCausalLM as Reference
-from trimtab_engine.bench.parity import compare, greedy_generator, load_runner, reference_tokens
 from trimtab_engine.errors import ModelError
 
 VOCABULARY = 257
@@ -78,9 +78,9 @@ def test_greedy_tokens_equal_transformers(variant: dict[str, Any], tmp_path: Pat
 
 def test_logits_equal_transformers_at_every_position(tmp_path: Path) -> None:
     """Chunks of one token give the logits of each position; transformers gives them all at once."""
-    from trimtab_engine.batch import ScheduledSequence
     from trimtab_engine.messages import SamplingParams
-    from trimtab_engine.request import Request
+    from trimtab_engine.scheduling.batch import ScheduledSequence
+    from trimtab_engine.scheduling.request import Request
 
     reference = a_checkpoint(tmp_path)
     prompt = prompts()[-1]
@@ -95,12 +95,12 @@ def test_logits_equal_transformers_at_every_position(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_close(dtype: str, tmp_path: Path) -> None:
-    from trimtab_engine.batch import ScheduledSequence
-    from trimtab_engine.config import EngineConfig
-    from trimtab_engine.device import Device
+    from trimtab_engine.config.engine import EngineConfig
+    from trimtab_engine.device.device import Device
     from trimtab_engine.messages import SamplingParams
-    from trimtab_engine.model_runner import ModelRunner
-    from trimtab_engine.request import Request
+    from trimtab_engine.runner.model_runner import ModelRunner
+    from trimtab_engine.scheduling.batch import ScheduledSequence
+    from trimtab_engine.scheduling.request import Request
 
     reference = a_checkpoint(tmp_path)
     config = EngineConfig(model=str(tmp_path), dtype=dtype)  # type: ignore[arg-type]

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from trimtab_engine.config import EngineConfig
-from trimtab_engine.engine import Engine
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.model import parse_model_config
+from trimtab_engine.config.quantization import Quantization
+from trimtab_engine.core.engine import Engine
+from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ConfigError, ModelError
-from trimtab_engine.inspect_model import model_facts
 from trimtab_engine.messages import AddRequest, SamplingParams
-from trimtab_engine.model_config import parse_model_config
 from trimtab_engine.models import loading
 from trimtab_engine.models.checkpoint import expected_shapes
+from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.quantization import Quantization
-from trimtab_engine.startup import start_engine
 from trimtab_engine.weights.source import open_source
 from trimtab_kernels.w8a8_block_fp8 import dequantize_blocks, quantize_blocks
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_benchmarks.parity import compare, greedy_generator, load_runner, reference_tokens
 from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -14,7 +15,6 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from trimtab_engine.bench.parity import compare, greedy_generator, load_runner, reference_tokens
 from trimtab_engine.errors import ModelError
 
 VOCABULARY = 193
@@ -83,7 +83,7 @@ def test_greedy_tokens_equal_transformers(variant: tuple[Any, Any, dict[str, Any
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 def test_the_number_of_parameters_is_the_checkpoints(variant: tuple[Any, Any, dict[str, Any]], tmp_path: Path) -> None:
-    from trimtab_engine.model_config import parse_model_config
+    from trimtab_engine.config.model import parse_model_config
     from trimtab_engine.weights.source import open_source
 
     model = a_checkpoint(tmp_path, *variant)

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from trimtab_engine.config import EngineConfig
-from trimtab_engine.engine import Engine
-from trimtab_engine.parallel.eplb_config import EplbConfig
-from trimtab_engine.speculative.config import SpeculativeConfig
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.experts import EplbConfig
+from trimtab_engine.config.speculation import SpeculativeConfig
+from trimtab_engine.core.engine import Engine
 
 NUM_REQUESTS, OUTPUT = 12, 12
 TP2, PP2, EP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True}

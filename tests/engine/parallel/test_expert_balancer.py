@@ -6,11 +6,11 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from trimtab_engine.config import EngineConfig
-from trimtab_engine.engine import Engine
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.experts import EplbConfig, eplb_config
+from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.messages import ExpertBalance, StepStats
-from trimtab_engine.parallel.eplb_config import EplbConfig, eplb_config
 
 EP2 = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 PARTS = 10  # of a window, as the balancer has them

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 from calling_recorder import noted, steps_of_a_device
-from trimtab_engine.config import EngineConfig
-from trimtab_engine.engine import Engine
-from trimtab_engine.graphs.compilation import CompilationConfig, CUDAGraphMode
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.experts import EplbConfig
+from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
+from trimtab_engine.config.speculation import SpeculativeConfig
+from trimtab_engine.core.engine import Engine
+from trimtab_engine.core.startup import start_engine
 from trimtab_engine.messages import AddRequest, StepStats
-from trimtab_engine.parallel.eplb_config import EplbConfig
-from trimtab_engine.speculative.config import SpeculativeConfig
-from trimtab_engine.startup import start_engine
 
 NUM_REQUESTS, OUTPUT = 12, 12
 TP2, PP2, EP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True}

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from trimtab_engine.engine import Engine
+from trimtab_engine.config.speculation import SpeculativeConfig
+from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.messages import AddRequest, SamplingParams, StepStats
-from trimtab_engine.speculative.config import SpeculativeConfig
 
 DRAFTS = {
     "speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1),

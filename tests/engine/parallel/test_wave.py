@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from trimtab_engine.parallel.wave import ANY, MIXED, Wave, agreed_shape
-from trimtab_engine.step_inputs import StepShape
+from trimtab_engine.scheduling.step_inputs import StepShape
 
 DEADLINE_SECONDS = 30.0
 

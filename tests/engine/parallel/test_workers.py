@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from trimtab_engine.engine import Engine
+from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import WorkerDied
-from trimtab_engine.parallel import workers
+from trimtab_engine.workers import workers
 
 
 def _step_on(engine: Engine) -> None:

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from trimtab_engine.batch import Batch, ScheduledSequence
-from trimtab_engine.bench.parity import greedy_generator, load_runner
+from engine_benchmarks.parity import greedy_generator, load_runner
 from trimtab_engine.messages import SamplingParams
-from trimtab_engine.model_runner import ModelRunner
-from trimtab_engine.request import Request, RequestStatus
+from trimtab_engine.runner.model_runner import ModelRunner
+from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
+from trimtab_engine.scheduling.request import Request, RequestStatus
 from trimtab_engine.speculative.draft_model import DraftModel
 
 VOCABULARY, MAX_MODEL_LEN = 97, 256  # the model's

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.messages import SamplingParams
-from trimtab_engine.request import Request
-from trimtab_engine.speculative.config import SpeculativeConfig
+from trimtab_engine.scheduling.request import Request
 from trimtab_engine.speculative.ngram import NgramProposer, propose_ngram
 
 

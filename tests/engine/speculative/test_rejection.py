@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from trimtab_engine.batch import ScheduledSequence
 from trimtab_engine.messages import SamplingParams
-from trimtab_engine.request import Request
-from trimtab_engine.sampler import draw, sample, target_probabilities
-from trimtab_engine.speculative.drafted_request import DraftedRequest
+from trimtab_engine.sampling.rows import DraftedRequest
+from trimtab_engine.sampling.sampler import draw, sample, target_probabilities
+from trimtab_engine.scheduling.batch import ScheduledSequence
+from trimtab_engine.scheduling.request import Request
 from trimtab_engine.speculative.proposer import Proposals
 from trimtab_engine.speculative.rejection import Verified, drafted_rows, reject, verify
 

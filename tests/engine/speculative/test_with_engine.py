@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from trimtab_engine.batch import ScheduledSequence
-from trimtab_engine.bench.parity import load_runner
-from trimtab_engine.config import EngineConfig
-from trimtab_engine.engine import Engine
+from engine_benchmarks.parity import load_runner
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.speculation import SpeculativeConfig
+from trimtab_engine.core.engine import Engine
+from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.messages import AddRequest, RequestOutput, SamplingParams
-from trimtab_engine.request import Request
-from trimtab_engine.sampler import target_probabilities
-from trimtab_engine.speculative.config import SpeculativeConfig
+from trimtab_engine.sampling.sampler import target_probabilities
+from trimtab_engine.scheduling.batch import ScheduledSequence
+from trimtab_engine.scheduling.request import Request
 from trimtab_engine.speculative.counts import SpeculationCounts
-from trimtab_engine.startup import start_engine
 
 VOCABULARY, MAX_MODEL_LEN = 97, 128
 BLOCKS_FOR_ONE = MAX_MODEL_LEN // 8

@@ -7,7 +7,7 @@ import pytest
 from llguidance import LLMatcher
 from trimtab_engine.errors import ModelError
 from trimtab_engine.messages import SamplingParams
-from trimtab_engine.request import Request
+from trimtab_engine.scheduling.request import Request
 from trimtab_engine.structured import compiler as under_test
 from trimtab_engine.structured.compiler import GrammarCompiler
 from trimtab_engine.structured.matcher import Vocabulary

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from trimtab_engine.errors import ModelError
 from trimtab_engine.structured.vocabulary import read_vocabulary, vocabulary_of
-from trimtab_engine.tokenizer import Tokenizer
+from trimtab_engine.text.tokenizer import Tokenizer
 
 
 def test_the_short_way_gives_what_the_whole_tokenizer_gives(tokenizer_folder: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher
-from trimtab_engine.config import EngineConfig
-from trimtab_engine.engine import Engine
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.speculation import SpeculativeConfig
+from trimtab_engine.core.engine import Engine
+from trimtab_engine.core.startup import start_engine
 from trimtab_engine.messages import AddRequest, RequestOutput, SamplingParams
-from trimtab_engine.speculative.config import SpeculativeConfig
-from trimtab_engine.startup import start_engine
 
 END = 256
 MAX_STEPS = 100_000  # an engine that waits for a grammar takes many empty ones

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.errors import ModelError
-from trimtab_engine.model_config import parse_model_config
 from trimtab_engine.models.checkpoint import check_tensors
 from trimtab_engine.weights.source import open_source
 

@@ -26,7 +26,7 @@ from benchmarks.report import FILE, Entry, Report
 from trimtab_engine.messages import StepOutputs, StepStats
 
 if TYPE_CHECKING:
-    from trimtab_engine.engine import Engine
+    from trimtab_engine.core.engine import Engine
 
 TINY = ModelShape("tiny", 2, 64, 96, 4, 2, 16, 10_001, False, False)
 
@@ -113,7 +113,7 @@ def test_the_engine_starts_with_what_the_wheels_bring(tmp_path: Path) -> None:
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name.partition('.')[0] in {REFUSED!r}: raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Missing())\n"
-        "import trimtab_engine.startup, trimtab_engine.engine, benchmarks.end_to_end\n"
+        "import trimtab_engine.core.startup, trimtab_engine.core.engine, benchmarks.end_to_end\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=_environment())
 

@@ -4,7 +4,7 @@ import pytest
 from benchmarks.ideal import ModelShape
 from benchmarks.load import add, an_engine
 from benchmarks.resize import ResizeFailed, live_resize
-from trimtab_engine.device import Device
+from trimtab_engine.device.device import Device
 
 TINY = ModelShape("tiny", 2, 64, 96, 4, 2, 16, 10_001, False, False)
 DEVICE_BYTES, RESIZED_BYTES = 4 << 30, 8 << 20

@@ -6,7 +6,7 @@ from typing import Any
 
 from trimtab_operator.builders.facts_job import facts_job
 from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, GROUP_LABEL, ROLE_LABEL
-from trimtab_operator.spec import InferenceDeployment
+from trimtab_operator.resource.spec import InferenceDeployment
 
 OVERLAY: dict[str, Any] = {
     "metadata": {"labels": {"team": "a"}, "annotations": {"sidecar": "no"}},

@@ -12,7 +12,7 @@ from trimtab_operator.builders.stateful_set import (
     revision_of,
     worker_stateful_set,
 )
-from trimtab_operator.spec import InferenceDeployment
+from trimtab_operator.resource.spec import InferenceDeployment
 
 HASH = "b" * 64
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from trimtab_operator.layout.config_facts import facts_of_config
 from trimtab_operator.layout.facts import ModelFacts
-from trimtab_operator.spec import Spec
+from trimtab_operator.resource.spec import Spec
 
 Config = dict[str, Any]
 RandomCase = Callable[[int], tuple[Config, dict[str, Any]]]

@@ -12,7 +12,7 @@ from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.facts import ModelFacts, WeightsByPart
 from trimtab_operator.layout.gpus import GPUS
 from trimtab_operator.layout.nearest import nearest_layouts
-from trimtab_operator.spec import Parallelism, Spec
+from trimtab_operator.resource.spec import Parallelism, Spec
 
 ASpec = Callable[..., Spec]
 

@@ -14,7 +14,7 @@ from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import GPUS, Gpu, gpu_named
 from trimtab_operator.layout.memory_fit import Envelope
 from trimtab_operator.layout.nearest import nearest_layouts
-from trimtab_operator.spec import Parallelism, Spec
+from trimtab_operator.resource.spec import Parallelism, Spec
 
 Published = Callable[[str], ModelFacts]
 ASpec = Callable[..., Spec]

@@ -63,7 +63,7 @@ def test_maverick_has_experts_in_every_second_layer(published: Published) -> Non
 
 
 def test_what_the_engine_runs_is_what_the_engine_says_it_runs() -> None:
-    from trimtab_engine.model_config import SUPPORTED_ARCHITECTURES
+    from trimtab_engine.config.model import SUPPORTED_ARCHITECTURES
 
     assert RUN_BY_THE_ENGINE == SUPPORTED_ARCHITECTURES
     assert not set(RUN_BY_THE_ENGINE) & set(PLANNED_ONLY)
@@ -130,8 +130,8 @@ def test_of_fp8_forms_only_what_the_engine_reads_is_said_to_run(
     configs: Configs, changes: dict[str, Any], runs: bool
 ) -> None:
     """The engine's own judgement is beside it."""
+    from trimtab_engine.config.quantization import stored_quantization
     from trimtab_engine.errors import ModelError
-    from trimtab_engine.quantization import stored_quantization
 
     config = configs["Llama-3.1-8B"] | {"quantization_config": BLOCK_FP8 | changes}
     assert facts_of_config(config, "m").supported is runs

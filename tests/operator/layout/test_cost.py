@@ -9,7 +9,7 @@ import pytest
 from trimtab_operator.layout.cost import Hardware, Link, decode_step, prefill_seconds_per_token, tensor_stays_in_a_node
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import gpu_named
-from trimtab_operator.spec import Parallelism
+from trimtab_operator.resource.spec import Parallelism
 
 Published = Callable[[str], ModelFacts]
 H200 = Hardware(gpu=gpu_named("H200"))

@@ -98,7 +98,7 @@ def test_what_inspect_prints_is_read(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     code = (
-        "import json, sys; from trimtab_engine.inspect_model import model_facts; "
+        "import json, sys; from trimtab_engine.models.facts import model_facts; "
         "print(json.dumps(model_facts(sys.argv[1], load_format='dummy')))"
     )
     printed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True)

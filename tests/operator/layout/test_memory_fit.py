@@ -13,7 +13,7 @@ from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import GIB, GPUS, gpu_named
 from trimtab_operator.layout.memory_fit import Envelope, memory_fit
 from trimtab_operator.layout.rules import facts_problems
-from trimtab_operator.spec import Parallelism, Spec
+from trimtab_operator.resource.spec import Parallelism, Spec
 
 Published = Callable[[str], ModelFacts]
 RandomCase = Callable[[int], tuple[dict[str, Any], dict[str, Any]]]

@@ -15,7 +15,7 @@ from trimtab_operator.layout.memory_fit import Envelope, memory_fit
 from trimtab_operator.layout.ranking import Cluster, Load, Objective, Ranking, estimate_layout, rank_layouts
 from trimtab_operator.layout.reasons import reason_for
 from trimtab_operator.layout.stored_weights import as_run
-from trimtab_operator.spec import Parallelism, Spec
+from trimtab_operator.resource.spec import Parallelism, Spec
 
 Published = Callable[[str], ModelFacts]
 Degrees = tuple[int, int, int]

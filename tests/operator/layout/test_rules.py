@@ -7,16 +7,16 @@ from random import Random
 from typing import Any
 
 import pytest
-from trimtab_engine.config import EngineConfig
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.model_config import parse_model_config
 from trimtab_engine.parallel.ranks import Layout as EngineLayout
 from trimtab_engine.parallel.shard import check_layout as engine_check
 from trimtab_operator.layout.config_facts import facts_of_config
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.replica import layout_of
 from trimtab_operator.layout.rules import facts_problems, spec_problems
-from trimtab_operator.spec import Parallelism, Spec
+from trimtab_operator.resource.spec import Parallelism, Spec
 
 Published = Callable[[str], ModelFacts]
 RandomCase = Callable[[int], tuple[dict[str, Any], dict[str, Any]]]

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from trimtab_engine.model_config import parse_model_config
+from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.llama import LlamaForCausalLM
 from trimtab_engine.parallel.groups import RankGroup, RankGroups
@@ -22,7 +22,7 @@ from trimtab_operator.layout.config_facts import facts_of_config
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.rules import facts_problems
 from trimtab_operator.layout.stages import layers_of_stages, least_weights_bytes, stages_of
-from trimtab_operator.spec import Parallelism
+from trimtab_operator.resource.spec import Parallelism
 
 Published = Callable[[str], ModelFacts]
 RandomCase = Callable[[int], tuple[dict[str, Any], dict[str, Any]]]

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from trimtab_engine.api.tool_parsers.hermes import HermesParser
-from trimtab_engine.api.tool_parsers.llama3_json import Llama3JsonParser
-from trimtab_engine.api.tool_parsers.parsed import ToolParser
+from trimtab_engine.api.openai.tool_parsers.hermes import HermesParser
+from trimtab_engine.api.openai.tool_parsers.llama3_json import Llama3JsonParser
+from trimtab_engine.api.openai.tool_parsers.parsed import ToolParser
 
 PARSERS: dict[str, Callable[[], ToolParser]] = {"hermes": HermesParser, "llama3_json": Llama3JsonParser}
 """By vLLM's names, for --tool-call-parser."""

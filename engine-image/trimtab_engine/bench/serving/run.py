@@ -23,8 +23,8 @@ from trimtab_engine.bench.serving.statistics import (
 )
 from trimtab_engine.bench.serving.workload import dataset_samples, send_times
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.progress_bar import progress_bar
-from trimtab_engine.tokenizer import Tokenizer
+from trimtab_engine.offline.progress_bar import progress_bar
+from trimtab_engine.text.tokenizer import Tokenizer
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 SAMPLING_FIELDS = (

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.tokenizer import Tokenizer
+from trimtab_engine.text.tokenizer import Tokenizer
 
 LOWEST_RANDOM_ID, HIGHEST_RANDOM_ID = 100, 10_000
 """Ids of random prompts where no tokenizer is at hand: inside every model's vocabulary, and above its special ids."""

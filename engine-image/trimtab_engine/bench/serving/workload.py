@@ -17,7 +17,7 @@ from trimtab_engine.bench.serving.samples import (
 )
 from trimtab_engine.bench.serving.traces import Cut, fit, read_trace, samples_of
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.tokenizer import Tokenizer
+from trimtab_engine.text.tokenizer import Tokenizer
 
 
 def dataset_samples(

@@ -17,7 +17,7 @@ from trimtab_engine.bench.serving.samples import (
     sharegpt_samples,
 )
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.tokenizer import Tokenizer
+from trimtab_engine.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,67 @@
+"""A core that computes nothing, for measuring API servers: every request gets its tokens at once, one step per token.
+
+It runs on the CPU that STUB_CPU names, the client's, so that the servers have theirs to themselves.
+"""
+
+import os
+import sys
+import time
+
+import msgspec
+from trimtab_engine.core.link import Link
+from trimtab_engine.messages import (
+    AddRequest,
+    AdminCall,
+    AdminReply,
+    CoreReady,
+    CoreStart,
+    RequestOutput,
+    Shutdown,
+    StepOutputs,
+    StepStats,
+)
+
+CPU_VARIABLE = "STUB_CPU"
+MAX_MODEL_LEN = 8192
+VOCAB_SIZE = 1 << 20
+WAIT_MILLISECONDS = 1000
+FIRST_TOKEN_ID = 1000  # ordinary tokens of any vocabulary
+NUM_TOKEN_IDS = 1000
+
+
+def main() -> None:
+    start = msgspec.json.decode(sys.stdin.readline(), type=CoreStart)
+    link = Link(start.clients)
+    link.broadcast(CoreReady(MAX_MODEL_LEN, VOCAB_SIZE, [], 16, 1 << 16, {"block_size": "16"}))
+    left: dict[str, int] = {}
+    step = 0
+    while True:
+        for message in link.receive(0 if left else WAIT_MILLISECONDS):
+            match message:
+                case AddRequest():
+                    left[message.request_id] = message.sampling.max_tokens
+                case AdminCall():
+                    link.send(AdminReply(message.call_id, 200, {}), message.client_index)
+                case Shutdown():
+                    return
+        step += 1
+        outputs = []
+        for request_id in list(left):
+            left[request_id] -= 1
+            ended = left[request_id] == 0
+            token_id = FIRST_TOKEN_ID + step % NUM_TOKEN_IDS
+            output = RequestOutput(request_id, [token_id], "length" if ended else None)
+            output.first_scheduled_time = time.monotonic()
+            outputs.append(output)
+            if ended:
+                del left[request_id]
+        kind = "decode" if outputs else "idle"
+        stats = StepStats(step, time.monotonic(), 0.001, kind, len(left), 0, 0, 1 << 16, 1 << 16)
+        stats.num_generation_tokens = stats.num_scheduled_tokens = len(outputs)
+        link.send_step(StepOutputs(outputs, stats))
+
+
+if __name__ == "__main__":
+    if CPU_VARIABLE in os.environ:
+        os.sched_setaffinity(0, {int(os.environ[CPU_VARIABLE])})
+    main()

@@ -1,0 +1,39 @@
+"""Reading the JSON body of an admin call: what cannot travel to the core is refused here."""
+
+import json
+import math
+from typing import Any
+
+import msgspec
+from fastapi import Request
+
+from trimtab_engine.api.serving.errors import ApiError, shorten
+
+MAX_INT64 = 2**63 - 1
+MAX_INT64_CHARACTERS = 19  # 9223372036854775807
+
+
+async def read_json(request: Request) -> Any:
+    """The body, with nothing in it that cannot travel to the core: no NaN, no infinity, no broken text."""
+    try:
+        body = json.loads(await request.body(), parse_constant=_refuse, parse_float=_finite, parse_int=_integer)
+        msgspec.msgpack.encode(body)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {shorten(str(error))}") from error
+    return body
+
+
+def _refuse(text: str) -> float:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(shorten(text))
+
+
+def _integer(text: str) -> int:
+    """Integers beyond 64 bits are out of any bounds: the largest stand for them and reach the one who says so."""
+    if len(text) <= MAX_INT64_CHARACTERS:
+        return min(int(text), MAX_INT64)
+    return -MAX_INT64 if text.startswith("-") else MAX_INT64

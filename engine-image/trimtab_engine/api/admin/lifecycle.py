@@ -1,0 +1,136 @@
+"""Pause, sleep and cache resets on the admin port: under /admin/v1, and under vLLM's own paths and query parameters.
+
+They are never on the public port: whoever may ask for tokens may not stop the engine.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, get_args
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from trimtab_engine.api.admin.body import read_json
+from trimtab_engine.api.serving.errors import ApiError, shorten
+from trimtab_engine.api.serving.state import ServerState
+from trimtab_engine.messages import SLEEP_LEVELS, WAKE_TAGS, AdminReply, PauseMode
+
+SETTLE_LOOK_SECONDS = 0.05  # between two looks at whether what runs has finished
+FLAGS = {"true": True, "1": True, "false": False, "0": False}
+
+Route = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+def lifecycle_routes(state: ServerState) -> APIRouter:
+    """The answer comes when the engine is there: with mode wait, when what runs has finished."""
+    router = APIRouter()
+
+    async def pause(request: Request) -> Response:
+        asked = await _asked(request, {"mode"})
+        return await _settled(state, "pause", {"mode": _mode(asked)}, "is_paused")
+
+    async def resume(request: Request) -> Response:
+        await _asked(request, set())
+        return _response(await _call(state, "resume", {}))
+
+    async def sleep(request: Request) -> Response:
+        asked = await _asked(request, {"level", "mode"})
+        return await _settled(state, "sleep", {"level": _level(asked), "mode": _mode(asked)}, "is_sleeping")
+
+    async def wake_up(request: Request) -> Response:
+        asked = await _asked(request, {"tags"})
+        return _response(await _call(state, "wake_up", {"tags": _tags(asked)}))
+
+    async def reset_prefix_cache(request: Request) -> Response:
+        asked = await _asked(request, {"reset_running_requests"})
+        return _response(await _call(state, "reset_prefix_cache", _reset(asked)))
+
+    async def show(request: Request) -> Response:
+        return _response(await _call(state, "lifecycle", {}))
+
+    posts: dict[str, Route] = {
+        "pause": pause,
+        "resume": resume,
+        "sleep": sleep,
+        "wake_up": wake_up,
+        "reset_prefix_cache": reset_prefix_cache,
+    }
+    for prefix in ("/admin/v1", ""):
+        for name, route in posts.items():
+            router.add_api_route(f"{prefix}/{name}", route, methods=["POST"])
+        for name in ("is_paused", "is_sleeping"):
+            router.add_api_route(f"{prefix}/{name}", show, methods=["GET"])
+    return router
+
+
+# --- what is asked ------------------------------------------------------------------------------------------------
+
+
+async def _asked(request: Request, known: set[str]) -> dict[str, Any]:
+    """The JSON body, or the query where there is none. Names that are not known are 400."""
+    body = await read_json(request) if await request.body() else {}
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    query = {name: request.query_params.getlist(name) for name in request.query_params}
+    asked = {**{name: values if name == "tags" else values[-1] for name, values in query.items()}, **body}
+    unknown = sorted(set(asked) - known)
+    if unknown:
+        what = f"; this call takes {', '.join(sorted(known))}" if known else "; this call takes nothing"
+        raise ApiError(400, f"{shorten(unknown[0])} is not known here{what}")
+    return asked
+
+
+def _mode(asked: dict[str, Any]) -> PauseMode:
+    modes: tuple[PauseMode, ...] = get_args(PauseMode)
+    mode = asked.get("mode", "abort")
+    for known in modes:
+        if mode == known:
+            return known
+    raise ApiError(400, f"mode is {shorten(str(mode))}; it must be {', '.join(modes[:-1])} or {modes[-1]}")
+
+
+def _level(asked: dict[str, Any]) -> int:
+    level = asked.get("level", 1)
+    for known in SLEEP_LEVELS:
+        if level == str(known) or (level == known and not isinstance(level, bool)):
+            return known
+    raise ApiError(400, f"level is {shorten(str(level))}; it must be 0, 1 or 2")
+
+
+def _tags(asked: dict[str, Any]) -> list[str]:
+    """What to wake; everything unless said otherwise."""
+    tags = asked.get("tags") or list(WAKE_TAGS)
+    unknown = [tag for tag in tags if tag not in WAKE_TAGS] if isinstance(tags, list) else [tags]
+    if unknown:
+        raise ApiError(400, f"tags has {shorten(str(unknown[0]))}; it must be a list of {', '.join(WAKE_TAGS)}")
+    return [str(tag) for tag in tags]
+
+
+def _reset(asked: dict[str, Any]) -> dict[str, bool]:
+    value = asked.get("reset_running_requests", False)
+    flag = value if isinstance(value, bool) else FLAGS.get(str(value).lower())
+    if flag is None:
+        raise ApiError(400, f"reset_running_requests is {shorten(str(value))}; it must be true or false")
+    return {"reset_running_requests": flag}
+
+
+# --- what is answered ---------------------------------------------------------------------------------------------
+
+
+async def _settled(state: ServerState, method: str, body: dict[str, Any], until: str) -> Response:
+    """Answer when `until` is so, or when somebody has resumed or woken the engine meanwhile."""
+    reply = await _call(state, method, body)
+    while reply.status == 200 and not reply.body[until] and reply.body["pause_mode"] is not None:
+        await asyncio.sleep(SETTLE_LOOK_SECONDS)
+        reply = await _call(state, "lifecycle", {})
+    return _response(reply)
+
+
+async def _call(state: ServerState, method: str, body: dict[str, Any]) -> AdminReply:
+    if state.core.ready is None:
+        raise ApiError(503, state.not_ready_reason or "the engine is loading")
+    return await state.core.call(method, body)
+
+
+def _response(reply: AdminReply) -> Response:
+    return JSONResponse(reply.body, reply.status)

@@ -1,0 +1,29 @@
+"""POST /start_profile and /stop_profile, vLLM's names, on the admin port: they write files and slow the engine down."""
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+
+from trimtab_engine.api.serving.errors import ApiError
+from trimtab_engine.api.serving.state import ServerState
+
+
+def profile_routes(state: ServerState) -> APIRouter:
+    """Answered by the core between two steps; 400 with the reason when --profiler-dir was not given."""
+    router = APIRouter()
+
+    @router.post("/start_profile")
+    async def start_profile() -> Response:
+        return await _call(state, "start_profile")
+
+    @router.post("/stop_profile")
+    async def stop_profile() -> Response:
+        return await _call(state, "stop_profile")
+
+    return router
+
+
+async def _call(state: ServerState, method: str) -> Response:
+    if state.core.ready is None:
+        raise ApiError(503, state.not_ready_reason or "the engine is loading")
+    reply = await state.core.call(method, {})
+    return JSONResponse(reply.body, reply.status)

@@ -1,0 +1,143 @@
+"""The admin API on --admin-port (docs/contract.md section 2): checks who asks, reads the call, hands it to the core."""
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from trimtab_engine.api.admin.body import read_json
+from trimtab_engine.api.admin.lifecycle import lifecycle_routes
+from trimtab_engine.api.admin.profile import profile_routes
+from trimtab_engine.api.serving.app import BodyLimit, add_error_handlers
+from trimtab_engine.api.serving.errors import ApiError, shorten
+from trimtab_engine.api.serving.request_identity import bearer_digest
+from trimtab_engine.api.serving.state import ServerState
+from trimtab_engine.errors import EngineDead
+from trimtab_engine.messages import AdminReply
+
+MAX_ADMIN_BODY_BYTES = 64 << 10
+MAX_DRAIN_SECONDS = 86_400.0
+
+
+Call = Callable[[str, dict[str, Any]], Awaitable[AdminReply]]
+"""Puts one admin call to the engine as a whole."""
+
+
+def build_admin_app(state: ServerState, call: Call) -> FastAPI:
+    """The admin application. With a token hash every call needs the token; without one the caller binds loopback."""
+    app = FastAPI(title="Trimtab engine admin", docs_url=None, redoc_url=None)
+    add_error_handlers(app)
+    app.add_exception_handler(ApiError, _on_error)
+    app.add_exception_handler(EngineDead, _on_engine_dead)
+    authorized = [Depends(_authorized(state.options.admin_token_sha256))]
+    app.include_router(_routes(state, call), dependencies=authorized)
+    app.include_router(profile_routes(state), dependencies=authorized)
+    app.include_router(lifecycle_routes(state), dependencies=authorized)
+    app.add_middleware(BodyLimit, max_bytes=MAX_ADMIN_BODY_BYTES, remedy="name fewer fields", respond=_flat)
+    return app
+
+
+def _routes(state: ServerState, call: Call) -> APIRouter:
+    router = APIRouter(prefix="/admin/v1")
+
+    async def forward(method: str, body: dict[str, Any]) -> Response:
+        if state.core.ready is None:
+            raise ApiError(503, state.not_ready_reason or "the engine is loading")
+        reply = await call(method, body)
+        return JSONResponse(reply.body, reply.status)
+
+    @router.get("/config")
+    async def config() -> Response:
+        return await forward("config_get", {})
+
+    @router.patch("/config")
+    async def patch_config(request: Request, dry_run: str = "0") -> Response:
+        _check_query(request, {"dry_run"})
+        body = {
+            "values": await read_json(request),
+            "if_match": _if_match(request),
+            "dry_run": _flag("dry_run", dry_run),
+        }
+        return await forward("config_patch", body)
+
+    @router.get("/memory")
+    async def memory() -> Response:
+        return await forward("memory", {})
+
+    @router.post("/memory/plan")
+    async def memory_plan(request: Request) -> Response:
+        return await forward("memory_plan", {"values": await read_json(request)})
+
+    @router.get("/layout")
+    async def layout() -> Response:
+        return await forward("layout", {})
+
+    @router.post("/drain")
+    async def drain(request: Request) -> Response:
+        seconds = _deadline(await read_json(request))
+        state.begin_drain()
+        return await forward("drain", {"deadline_seconds": seconds})
+
+    return router
+
+
+def _authorized(token_sha256: str | None) -> Any:
+    expected = bytes.fromhex(token_sha256) if token_sha256 else None
+
+    async def check(request: Request) -> None:
+        if expected is None:
+            return
+        digest = bearer_digest(request.headers.get("authorization", "").encode("latin-1"))
+        if digest is None or not hmac.compare_digest(digest, expected):
+            raise ApiError(401, "the admin token is missing or wrong; send 'Authorization: Bearer TOKEN'")
+
+    return check
+
+
+def _if_match(request: Request) -> int | None:
+    header = request.headers.get("if-match")
+    if header is None or header.strip() == "*":
+        return None
+    text = header.strip().removeprefix("W/").strip('"')
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise ApiError(400, f"If-Match is {header[:50]!r}; it must be a generation, such as 3")
+    return int(text)
+
+
+def _check_query(request: Request, known: set[str]) -> None:
+    """A misspelt dry_run must not change anything."""
+    unknown = sorted(request.query_params.keys() - known)
+    if unknown:
+        shown = shorten(unknown[0])
+        raise ApiError(400, f"the query parameter {shown!r} is not known here; there is {', '.join(sorted(known))}")
+
+
+def _flag(name: str, text: str) -> bool:
+    if text.lower() in ("1", "true"):
+        return True
+    if text.lower() in ("", "0", "false"):
+        return False
+    raise ApiError(400, f"{name} is {text[:50]!r}; it must be 1 or 0")
+
+
+def _deadline(body: Any) -> float:
+    seconds = body.get("deadline_seconds") if isinstance(body, dict) else None
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_DRAIN_SECONDS:
+        raise ApiError(400, f'send {{"deadline_seconds": S}}, S between 0 and {MAX_DRAIN_SECONDS:.0f}')
+    return float(seconds)
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    """The admin API's errors are flat: {"message"}, as its 412 and 422 are."""
+    assert isinstance(error, ApiError)
+    return _flat(error)
+
+
+def _flat(error: ApiError) -> Response:
+    return JSONResponse({"message": error.message}, error.status)
+
+
+async def _on_engine_dead(_: Request, error: Exception) -> Response:
+    return JSONResponse({"message": f"the engine has failed: {error}"}, 503)

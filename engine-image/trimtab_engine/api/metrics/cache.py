@@ -1,0 +1,53 @@
+"""Where prompt tokens came from, what became of cached and swapped blocks: vLLM's prefix-cache families and ours."""
+
+from trimtab_engine.api.metrics.factory import FamilyFactory
+from trimtab_engine.messages import StepStats
+
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+"""vLLM's names. Nothing is transferred from outside here: that one stays 0."""
+CACHED_ON = "device"  # vLLM's name of where all cached prompt tokens are found here
+
+
+class CacheMetrics:
+    """Fed with every StepStats."""
+
+    def __init__(self, families: FamilyFactory) -> None:
+        self._values = families.values
+        self._by_source = families.labelled_counter(
+            "vllm:prompt_tokens_by_source", "Prompt tokens by where their keys and values came from", "source"
+        )
+        self._cached = families.counter("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache")
+        self._cached_by_source = families.labelled_counter(
+            "vllm:prompt_tokens_cached_by_source", "Prompt tokens found in the prefix cache, by its place", "source"
+        )
+        self._queries = families.counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache")
+        self._hits = families.counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache")
+        self._evicted = families.counter(
+            "trimtab_evicted_blocks", "Cached KV blocks taken for something else: what a larger KV cache would keep"
+        )
+        self._swapped = families.labelled_counter(
+            "trimtab_swapped_bytes", "Bytes copied between the KV cache and the swap space", "direction"
+        )
+        self._swap_seconds = families.counter("trimtab_swap_seconds", "Seconds spent copying them")
+        for source in SOURCES:
+            self._by_source.labels(*self._values, source)
+        for direction in ("out", "in"):
+            self._swapped.labels(*self._values, direction)
+        self._cached_by_source.labels(*self._values, CACHED_ON)
+
+    def on_step(self, stats: StepStats) -> None:
+        if stats.num_prompt_tokens:
+            cached = stats.num_cached_prompt_tokens
+            self._by_source.labels(*self._values, "local_compute").inc(stats.num_prompt_tokens - cached)
+            self._by_source.labels(*self._values, "local_cache_hit").inc(cached)
+            self._cached.inc(cached)
+            self._cached_by_source.labels(*self._values, CACHED_ON).inc(cached)
+        if stats.prefix_cache_queries:
+            self._queries.inc(stats.prefix_cache_queries)
+            self._hits.inc(stats.prefix_cache_hits)
+        if stats.evicted_blocks:
+            self._evicted.inc(stats.evicted_blocks)
+        if stats.swapped_out_bytes or stats.swapped_in_bytes:
+            self._swapped.labels(*self._values, "out").inc(stats.swapped_out_bytes)
+            self._swapped.labels(*self._values, "in").inc(stats.swapped_in_bytes)
+            self._swap_seconds.inc(stats.swap_seconds)

@@ -1,0 +1,135 @@
+"""The one place where an engine's statistics come together: /metrics and the periodic line, whatever serves requests.
+
+The core's StepStats come to it directly; what requests see comes from the API servers. One process holds it, so that a
+counter exists once and never goes backwards.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Protocol
+
+from prometheus_client import generate_latest
+
+from trimtab_engine.api.metrics.factory import Buckets
+from trimtab_engine.api.metrics.families import EngineMetrics, MergedRegistry
+from trimtab_engine.api.metrics.observations import FinishedSequence, Observations
+from trimtab_engine.api.metrics.stats_line import StatisticsLine
+from trimtab_engine.messages import CoreReady, EngineState, StepStats
+
+TICK_SECONDS = 0.5  # how often it is looked whether the interval, which is live, is over
+
+logger = logging.getLogger("trimtab_engine.api")
+
+
+class Exporter(Protocol):
+    """Answers for the whole engine, in whichever process it is asked."""
+
+    async def exposition(self) -> bytes:
+        """The text of /metrics."""
+
+    async def server_load(self, own: int) -> int:
+        """Generation requests that are being answered now by all servers; `own`: by the one that asks."""
+
+
+class EngineExporter:
+    """Counts and logs for one engine; an Observer of what requests see. `metrics` comes when the cores are ready: the
+    first core's, which is data-parallel rank `first_rank`. Other cores have theirs from their first step on.
+    disable_log_stats hides all of it, live.
+    """
+
+    def __init__(self, model_name: str, custom_buckets: Buckets | None = None, first_rank: int = 0) -> None:
+        self._model_name, self._custom_buckets, self._first_rank = model_name, custom_buckets, first_rank
+        self.metrics: EngineMetrics | None = None
+        self._of_cores: dict[int, EngineMetrics] = {}
+        self._lines: dict[int, StatisticsLine] = {}
+        self._facts: CoreReady | None = None
+        self._state = EngineState()
+        if custom_buckets:
+            EngineMetrics(model_name, 1, custom_buckets=custom_buckets)  # raises ConfigError now, not when it is ready
+
+    def begin(self, facts: CoreReady) -> None:
+        """The core is ready: the families have their buckets and labels."""
+        self._facts = facts
+        self.metrics = self._metrics_of(self._first_rank, facts)
+
+    def _metrics_of(self, core: int, facts: CoreReady) -> EngineMetrics:
+        if core not in self._of_cores:
+            metrics = EngineMetrics(self._model_name, facts.max_model_len, str(core), self._custom_buckets)
+            metrics.cache_config(facts.cache_config)
+            metrics.layout(facts.num_ranks)
+            self._of_cores[core] = metrics
+        return self._of_cores[core]
+
+    def on_state(self, state: EngineState) -> None:
+        self._state = state
+        if self.metrics is not None:
+            self.metrics.sleep_level(state.sleep_level)
+
+    def on_step(self, stats: StepStats) -> None:
+        core = stats.engine_index
+        if core not in self._lines:
+            self._lines[core] = StatisticsLine(core)
+        self._lines[core].add(stats)
+        if self._facts is not None:
+            metrics = self._metrics_of(core, self._facts)
+            metrics.is_gone = False
+            metrics.on_step(stats)
+
+    def core_gone(self, core: int) -> None:
+        """A core has ended while others serve. Its counters stay; what it had is not shown any more."""
+        self._lines.pop(core, None)
+        if core in self._of_cores:
+            self._of_cores[core].is_gone = True
+
+    def add(self, observations: Observations) -> None:
+        observations.tell(self)
+
+    def first_token(self, seconds: float, engine: int) -> None:
+        if self._facts is not None:
+            self._metrics_of(engine, self._facts).first_token(seconds)
+
+    def next_token(self, seconds: float, engine: int) -> None:
+        if self._facts is not None:
+            self._metrics_of(engine, self._facts).next_token(seconds)
+
+    def finished(self, life: FinishedSequence) -> None:
+        if self._facts is not None:
+            self._metrics_of(life.engine, self._facts).finished(life)
+
+    def request_finished(self, n: int, max_num_generation_tokens: int, engine: int) -> None:
+        if self._facts is not None:
+            self._metrics_of(engine, self._facts).request_finished(n, max_num_generation_tokens)
+
+    def rejected(self, reason: str) -> None:
+        """No core has seen such a request: it is counted with the first one's."""
+        if self.metrics is not None:
+            self.metrics.rejected(reason)
+
+    async def exposition(self) -> bytes:
+        return self.text()
+
+    async def server_load(self, own: int) -> int:
+        """There is no other server where this is asked."""
+        return own
+
+    def text(self) -> bytes:
+        if self.metrics is None or self._state.disable_log_stats:
+            return b""
+        if len(self._of_cores) == 1:
+            return self.metrics.exposition()
+        return generate_latest(MergedRegistry(list(self._of_cores.values())))
+
+    async def log_statistics(self) -> None:
+        """vLLM's line for each core, every stats_interval_seconds while there is something to say."""
+        since = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            seconds = time.monotonic() - since
+            if seconds < self._state.stats_interval_seconds:
+                continue
+            since += seconds
+            for line in self._lines.values():
+                texts, is_quiet = line.take(seconds)
+                for text in () if self._state.disable_log_stats else texts:
+                    logger.log(logging.DEBUG if is_quiet else logging.INFO, "%s", text)

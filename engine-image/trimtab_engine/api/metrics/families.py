@@ -1,0 +1,263 @@
+"""The engine's Prometheus metrics (docs/contract.md section 4): vLLM's families and buckets, and ours beside them.
+
+Fed with the core's StepStats and with each sequence's life; one registry per server, so that tests can have many.
+"""
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+
+from trimtab_engine.api.metrics.cache import CacheMetrics
+from trimtab_engine.api.metrics.experts import ExpertMetrics
+from trimtab_engine.api.metrics.factory import LATENCY_BUCKETS, Buckets, FamilyFactory
+from trimtab_engine.api.metrics.graphs import GraphMetrics
+from trimtab_engine.api.metrics.observations import FinishedSequence
+from trimtab_engine.api.metrics.saturation import SaturationMetrics
+from trimtab_engine.api.metrics.speculation import SpeculationMetrics
+from trimtab_engine.messages import StepStats
+
+TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+ITL_BUCKETS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+N_BUCKETS = (1, 2, 5, 10, 20)
+PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
+
+
+def length_buckets(max_model_len: int) -> list[int]:
+    """1, 2, 5, 10, … up to max_model_len, as vLLM has them."""
+    return [m * 10**e for e in range(12) for m in (1, 2, 5) if m * 10**e <= max_model_len]
+
+
+class EngineMetrics:
+    """All families of one engine core. `max_model_len` sets the upper end of the length histograms; `engine` is the
+    label that tells data-parallel cores apart.
+    """
+
+    def __init__(
+        self, model_name: str, max_model_len: int, engine: str = "0", custom_buckets: Buckets | None = None
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.is_gone = False
+        """The core has ended while others serve: its gauges are not shown."""
+        self._families = FamilyFactory(self.registry, model_name, engine, custom_buckets or {})
+        self._values = self._families.values
+        self._build_gauges()
+        self._build_counters()
+        self._build_histograms(length_buckets(max_model_len))
+        self._cache = CacheMetrics(self._families)
+        self._saturation = SaturationMetrics(self._families)
+        self._graphs = GraphMetrics(self._families)
+        self._experts = ExpertMetrics(self._families)
+        self._families.check_all_used()
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+    # --- what happens ---------------------------------------------------------------------------------------------
+
+    def cache_config(self, values: dict[str, str]) -> None:
+        """vllm:cache_config_info: the configuration as labels of a gauge that is 1."""
+        names = [*values, "engine"]
+        info = Gauge(
+            "vllm:cache_config_info", "Information of the KV cache's configuration", names, registry=self.registry
+        )
+        info.labels(*values.values(), self._values[1]).set(1)
+
+    def layout(self, num_ranks: int) -> None:
+        """trimtab_layout_ranks: those that really run for this core."""
+        self._layout_ranks.set(num_ranks)
+
+    def on_step(self, stats: StepStats) -> None:
+        self._cache.on_step(stats)
+        self._saturation.on_step(stats)
+        self._graphs.on_step(stats)
+        self._experts.on_step(stats)
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        total = max(stats.kv_blocks_total, 1)
+        self._kv_usage.set(stats.kv_blocks_used / total)
+        for state, blocks in (
+            ("total", stats.kv_blocks_total),
+            ("used", stats.kv_blocks_used),
+            ("free", stats.kv_blocks_total - stats.kv_blocks_used),
+            ("cached", stats.kv_blocks_cached),
+            ("cap", stats.kv_blocks_cap),
+        ):
+            self._kv_blocks.labels(*self._values, state).set(blocks)
+        self._generation.set(stats.config_generation)
+        for name, value in (stats.config_values or {}).items():
+            self._config_value.labels(*self._values, name).set(value)
+        for kind, size in (stats.memory_bytes or {}).items():
+            self._memory.labels(*self._values, kind).set(size)
+        self._count(stats)
+
+    def _count(self, stats: StepStats) -> None:
+        if stats.num_prompt_tokens:
+            self._prompt_tokens.inc(stats.num_prompt_tokens)
+        if stats.num_generation_tokens:
+            self._generation_tokens.inc(stats.num_generation_tokens)
+        for mode, reason, count in ((m, r, n) for m, reasons in stats.preempted.items() for r, n in reasons.items()):
+            self._preemptions.inc(count)
+            self._preempted.labels(*self._values, mode, reason).inc(count)
+        self._recomputed.inc(stats.recomputed_tokens)
+        for collective, num_bytes in stats.wire_bytes.items():
+            self._wire.labels(*self._values, collective).inc(num_bytes)
+        for reason, seconds in stats.blocked_seconds.items():
+            self._blocked.labels(*self._values, reason).inc(seconds)
+        for seconds in stats.preempt_stall_seconds:
+            self._stall.observe(seconds)
+        if stats.num_scheduled_tokens:
+            self._iteration.observe(stats.num_scheduled_tokens)
+        self._speculation.note(stats)
+
+    def sleep_level(self, level: int | None) -> None:
+        """Which of vLLM's sleep states the engine is in; a paused one (level 0) has discarded nothing."""
+        now = {1: "weights_offloaded", 2: "discard_all"}.get(level or 0, "awake")
+        for name in SLEEP_STATES:
+            self._sleep_state.labels(*self._values, name).set(name == now)
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused because the queue is as long as it may be."""
+        self._rejections.labels(*self._values, reason).inc()
+
+    def first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def next_token(self, seconds: float) -> None:
+        self._itl.observe(seconds)
+
+    def finished(self, life: FinishedSequence) -> None:
+        self._success.labels(*self._values, life.reason).inc()
+        self._e2e.observe(life.end - life.arrival)
+        self._length_prompt.observe(life.num_prompt_tokens)
+        self._length_computed.observe(life.num_prompt_tokens - life.num_cached_tokens)
+        self._length_generation.observe(life.num_generation_tokens)
+        self._params_max_tokens.observe(life.max_tokens)
+        self._num_preemptions.observe(life.num_preemptions)
+        if life.scheduled is None or life.first_token is None or life.last_token is None:
+            return
+        self._queue.observe(life.scheduled - life.arrival)
+        self._prefill.observe(life.first_token - life.scheduled)
+        self._decode.observe(life.last_token - life.first_token)
+        self._inference.observe(life.last_token - life.scheduled)
+        if life.num_generation_tokens > 1:
+            self._tpot.observe((life.last_token - life.first_token) / (life.num_generation_tokens - 1))
+
+    def request_finished(self, n: int, max_num_generation_tokens: int) -> None:
+        """One HTTP request with its n sequences has ended; the second number is that of the longest of them."""
+        self._params_n.observe(n)
+        self._length_max_generation.observe(max_num_generation_tokens)
+
+    # --- the families ---------------------------------------------------------------------------------------------
+
+    def _build_gauges(self) -> None:
+        self._running = self._gauge("vllm:num_requests_running", "Requests that run now")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait to run")
+        self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache usage; 1 is all of it")
+        self._generation = self._gauge("trimtab_config_generation", "Generation of the applied configuration")
+        self._layout_ranks = self._gauge("trimtab_layout_ranks", "Ranks that really run")
+        self._kv_blocks = self._labelled_gauge("trimtab_kv_blocks", "KV blocks by state", "state")
+        self._config_value = self._labelled_gauge("trimtab_config_value", "Applied value of each live field", "field")
+        self._sleep_state = self._labelled_gauge("vllm:engine_sleep_state", "1 for the state it is in", "sleep_state")
+        self.sleep_level(None)
+        self._memory = self._labelled_gauge("trimtab_memory_bytes", "The ledger: who owns the device's bytes", "kind")
+
+    def _build_counters(self) -> None:
+        self._preemptions = self._counter("vllm:num_preemptions", "Preemptions")
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens processed")
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
+        self._recomputed = self._counter("trimtab_recomputed_tokens", "Tokens computed again because of preemption")
+        self._success = self._labelled_counter("vllm:request_success", "Finished requests", "finished_reason")
+        self._preempted = self._labelled_counter("trimtab_preempted_requests", "Preempted requests", "mode", "reason")
+        self._wire = self._labelled_counter(
+            "trimtab_wire_bytes", "Bytes between the core's own rank and other ranks", "collective"
+        )
+        self._blocked = self._labelled_counter(
+            "trimtab_blocked_seconds", "Seconds in which the head of the queue could not be admitted", "reason"
+        )
+        self._rejections = self._labelled_counter(
+            "vllm:admission_rejections", "Requests refused because the queue is full", "reason"
+        )
+        for reason in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            self._rejections.labels(*self._values, reason)
+        for reason in ("stop", "length", "abort", "error"):
+            self._success.labels(*self._values, reason)
+        for mode in ("recompute", "swap"):
+            for reason in ("capacity", "resize", "reset"):
+                self._preempted.labels(*self._values, mode, reason)
+        for reason in ("kv", "seqs", "tokens"):
+            self._blocked.labels(*self._values, reason)
+
+        self._speculation = SpeculationMetrics(self._families)
+
+    def _build_histograms(self, lengths: list[int]) -> None:
+        self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Time to first token", TTFT_BUCKETS)
+        self._itl = self._histogram("vllm:inter_token_latency_seconds", "Time between two tokens", ITL_BUCKETS)
+        self._tpot = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time between two tokens of a request", ITL_BUCKETS
+        )
+        self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the end", LATENCY_BUCKETS)
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "In the queue", LATENCY_BUCKETS)
+        self._inference = self._histogram("vllm:request_inference_time_seconds", "Running", LATENCY_BUCKETS)
+        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "In prefill", LATENCY_BUCKETS)
+        self._decode = self._histogram("vllm:request_decode_time_seconds", "In decode", LATENCY_BUCKETS)
+        self._length_prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", lengths)
+        self._length_computed = self._histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens of a request that were computed", lengths
+        )
+        self._length_generation = self._histogram(
+            "vllm:request_generation_tokens", "Generated tokens of a request", lengths
+        )
+        self._length_max_generation = self._histogram(
+            "vllm:request_max_num_generation_tokens", "Most generated tokens of a request's choices", lengths
+        )
+        self._params_max_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens asked for", lengths)
+        self._params_n = self._histogram("vllm:request_params_n", "n asked for", N_BUCKETS)
+        self._iteration = self._histogram("vllm:iteration_tokens_total", "Tokens in one step", ITERATION_BUCKETS)
+        self._num_preemptions = self._histogram(
+            "vllm:request_num_preemptions", "Preemptions of one request", PREEMPTION_BUCKETS
+        )
+        self._stall = self._histogram(
+            "trimtab_preempt_stall_seconds", "From preempted to running again", LATENCY_BUCKETS
+        )
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return self._families.gauge(name, text)
+
+    def _labelled_gauge(self, name: str, text: str, label: str) -> Gauge:
+        return self._families.labelled_gauge(name, text, label)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return self._families.counter(name, text)
+
+    def _labelled_counter(self, name: str, text: str, *labels: str) -> Counter:
+        return self._families.labelled_counter(name, text, *labels)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return self._families.histogram(name, text, buckets)
+
+
+class MergedRegistry:
+    """Several cores' families as one exposition: each family once, with the samples of all that are there, and the
+    counters of those that were."""
+
+    def __init__(self, engines: Sequence[EngineMetrics]) -> None:
+        self._engines = engines
+
+    def collect(self) -> list[Metric]:
+        families: dict[str, Metric] = {}
+        for engine in self._engines:
+            for family in engine.registry.collect():
+                if engine.is_gone and family.type == "gauge":
+                    continue
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        return list(families.values())

@@ -1,0 +1,38 @@
+"""What CUDA graphs do for the steps: how many replay one, why others do not, and what padding costs."""
+
+from trimtab_engine.api.metrics.factory import FamilyFactory
+from trimtab_engine.messages import StepStats
+
+KINDS = ("full", "piecewise")
+REASONS = ("off", "too_large", "mixed")
+
+
+class GraphMetrics:
+    """Fed with every StepStats. On the CPU, where there are no graphs, all stay 0."""
+
+    def __init__(self, families: FamilyFactory) -> None:
+        self._values = families.values
+        self._steps = families.labelled_counter(
+            "trimtab_graph_steps", "Steps that replayed CUDA graphs: one for the whole step, or pieces", "kind"
+        )
+        self._eager = families.labelled_counter(
+            "trimtab_eager_steps", "Steps on CUDA that replayed none, by why", "reason"
+        )
+        self._padding = families.counter("trimtab_graph_padding_tokens", "Rows that graphs computed for nothing")
+        self._captures = families.counter("trimtab_graph_captures", "CUDA graphs captured while serving")
+        self._compilations = families.counter(
+            "trimtab_kernel_compilations", "Kernels compiled while serving: after start-up none should be"
+        )
+        for kind in KINDS:
+            self._steps.labels(*self._values, kind)
+        for reason in REASONS:
+            self._eager.labels(*self._values, reason)
+
+    def on_step(self, stats: StepStats) -> None:
+        for kind, count in stats.graph_steps.items():
+            self._steps.labels(*self._values, kind).inc(count)
+        for reason, count in stats.eager_steps.items():
+            self._eager.labels(*self._values, reason).inc(count)
+        self._padding.inc(stats.graph_padding_tokens)
+        self._captures.inc(stats.graph_captures)
+        self._compilations.inc(stats.kernel_compilations)

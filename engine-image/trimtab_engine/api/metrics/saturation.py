@@ -1,0 +1,43 @@
+"""What limits the engine now: how full its steps are, and how long the queue is. The gradient that tuning follows."""
+
+from trimtab_engine.api.metrics.factory import FamilyFactory
+from trimtab_engine.messages import StepStats
+
+RATIO_BUCKETS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+SEATS_FIELD = "max_num_seqs"  # of the live values
+
+
+class SaturationMetrics:
+    """Fed with every StepStats."""
+
+    def __init__(self, families: FamilyFactory) -> None:
+        self._values = families.values
+        self._max_num_seqs = 0.0
+        self._waiting_by_reason = families.labelled_gauge(
+            "vllm:num_requests_waiting_by_reason", "Requests that wait, by what for", "reason"
+        )
+        self._waiting_tokens = families.gauge(
+            "trimtab_waiting_tokens", "Tokens that waiting requests have still to compute before they answer"
+        )
+        self._oldest = families.gauge("trimtab_oldest_waiting_seconds", "How long the oldest waiting request waits")
+        self._budget = families.histogram(
+            "trimtab_budget_used_ratio", "Scheduled tokens of a step to max_num_batched_tokens", RATIO_BUCKETS
+        )
+        self._fill = families.histogram("trimtab_batch_fill_ratio", "Requests of a step to max_num_seqs", RATIO_BUCKETS)
+        self._step = families.labelled_histogram("trimtab_step_seconds", "A step's time", STEP_BUCKETS, "kind")
+
+    def on_step(self, stats: StepStats) -> None:
+        self._waiting_by_reason.labels(*self._values, "capacity").set(stats.num_waiting)
+        self._waiting_by_reason.labels(*self._values, "deferred").set(stats.num_deferred)
+        self._waiting_tokens.set(stats.num_waiting_tokens)
+        oldest = stats.oldest_waiting_arrival
+        self._oldest.set(0.0 if oldest is None else max(0.0, stats.time - oldest))
+        self._max_num_seqs = (stats.config_values or {}).get(SEATS_FIELD, self._max_num_seqs)
+        if not stats.num_scheduled_tokens:
+            return
+        self._step.labels(*self._values, stats.kind).observe(stats.step_seconds)
+        if stats.token_budget:
+            self._budget.observe(stats.num_scheduled_tokens / stats.token_budget)
+        if self._max_num_seqs:
+            self._fill.observe(stats.num_batch_requests / self._max_num_seqs)

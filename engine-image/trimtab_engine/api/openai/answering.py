@@ -1,0 +1,178 @@
+"""From a plan to an answer: the pieces of all choices, collected into one body or written as a stream of events."""
+
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from trimtab_engine.api.openai.answers import AnswerForm, Usage
+from trimtab_engine.api.openai.generation import GenerationPlan, Piece
+from trimtab_engine.api.openai.logprobs import prompt_logprobs
+from trimtab_engine.api.openai.protocol import GenerationRequest
+from trimtab_engine.api.openai.streaming import EventStream, event, unless_gone
+from trimtab_engine.api.serving.admission import QueueFull, Ticket
+from trimtab_engine.api.serving.errors import ApiError
+from trimtab_engine.api.serving.state import ServerState, Serving
+from trimtab_engine.messages import TokenLogprobs
+
+logger = logging.getLogger("trimtab_engine.requests")
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """Prompts that come back before their continuations; with max_tokens 0 they come back alone."""
+
+    texts: Sequence[str]
+    alone: bool
+
+
+@dataclass(slots=True)
+class Choice:
+    """What has come of one choice."""
+
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    last: Piece | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+async def answer(
+    state: ServerState,
+    request: Request,
+    body: GenerationRequest,
+    form: AnswerForm,
+    plan: GenerationPlan,
+    until: ExitStack,
+    echo: Echo | None = None,
+) -> Response:
+    """A whole answer, or a stream; that takes over `until`, so the request counts as being answered to its end."""
+    if state.options.log_requests:
+        _log(form, plan)
+    plan = replace(plan, ticket=_admitted(state, plan, until))
+    if body.stream:
+        return EventStream(_stream(state, body, form, plan, echo), until.pop_all())
+    return JSONResponse(await unless_gone(request, _whole(state, body, form, plan, echo)))
+
+
+def _admitted(state: ServerState, plan: GenerationPlan, until: ExitStack) -> Ticket:
+    """A place in the queue until the request ends. Raises QueueFull."""
+    try:
+        ticket = state.admission.admit([len(plan.prompt_of(index)) for index in range(len(plan.sampling))])
+    except QueueFull as full:
+        _require(state).generator.observer.rejected(full.reason)
+        raise
+    until.callback(ticket.close)
+    return ticket
+
+
+async def _whole(
+    state: ServerState, body: GenerationRequest, form: AnswerForm, plan: GenerationPlan, echo: Echo | None
+) -> dict[str, Any]:
+    serving = _require(state)
+    choices = [Choice() for _ in plan.sampling]
+    usage = Usage(plan.num_prompt_tokens)
+    async with aclosing(serving.generator.run(plan)) as pieces:
+        async for piece in pieces:
+            choice = choices[piece.index]
+            if choice.last is None:
+                _count_prompt(usage, plan, piece)
+                choice.prompt_logprobs = piece.prompt_logprobs
+            if echo is not None:
+                _echo_into(piece, plan, echo, is_first=choice.last is None)
+            choice.text += piece.text
+            choice.logprobs += piece.logprobs
+            choice.last = piece
+            usage.num_completion_tokens += piece.num_tokens
+    wants_logprobs = plan.sampling[0].logprobs is not None
+    entries = []
+    for choice in choices:
+        assert choice.last is not None  # every choice ends with a piece
+        entry = form.choice(choice.last, choice.text, choice.logprobs if wants_logprobs else None)
+        if body.prompt_logprobs is not None:
+            entry["prompt_logprobs"] = prompt_logprobs(serving.tokenizer, choice.prompt_logprobs or [])
+        entries.append(entry)
+    return form.whole(entries, usage)
+
+
+async def _stream(
+    state: ServerState, body: GenerationRequest, form: AnswerForm, plan: GenerationPlan, echo: Echo | None
+) -> AsyncGenerator[str, None]:
+    options = body.stream_options
+    includes_usage = options is not None and options.include_usage
+    counts_on = includes_usage and options is not None and options.continuous_usage_stats
+    wants_logprobs = plan.sampling[0].logprobs is not None
+    held: list[list[TokenLogprobs]] = [[] for _ in plan.sampling]
+    offsets = [0] * len(plan.sampling)
+    has_begun = [False] * len(plan.sampling)
+    usage = Usage(plan.num_prompt_tokens)
+
+    def written(chunk: dict[str, Any]) -> str:
+        if includes_usage:
+            chunk["usage"] = usage.to_json() if counts_on else None
+        return event(chunk)
+
+    for index in range(len(plan.sampling)):
+        for chunk in form.opening(index):
+            yield written(chunk)
+    async with aclosing(_require(state).generator.run(plan)) as pieces:
+        async for piece in pieces:
+            index = piece.index
+            if not has_begun[index]:
+                _count_prompt(usage, plan, piece)
+            if echo is not None:
+                _echo_into(piece, plan, echo, is_first=not has_begun[index])
+            has_begun[index] = True
+            usage.num_completion_tokens += piece.num_tokens
+            held[index] += piece.logprobs
+            if not piece.text and piece.finish_reason is None:
+                continue  # characters or a possible stop string are held back
+            positions = held[index] if wants_logprobs else None
+            body_of_piece = form.chunk(piece, positions, offsets[index])
+            if body_of_piece is None:
+                continue
+            yield written(body_of_piece)
+            held[index] = []
+            offsets[index] += len(piece.text)
+    if includes_usage:
+        yield event(form.usage_chunk(usage))
+
+
+def _count_prompt(usage: Usage, plan: GenerationPlan, piece: Piece) -> None:
+    """Cached tokens count once per prompt, however many choices continue it."""
+    if piece.index % plan.n == 0:
+        usage.num_cached_tokens += piece.num_cached_tokens
+
+
+def _echo_into(piece: Piece, plan: GenerationPlan, echo: Echo, *, is_first: bool) -> None:
+    """Put what comes back of the prompt before the piece; take out what was generated when the prompt comes alone."""
+    if echo.alone:
+        piece.text, piece.num_tokens, piece.logprobs = "", 0, []
+    if is_first:
+        prompt = plan.prompt_of(piece.index)
+        piece.text = echo.texts[piece.index // plan.n] + piece.text
+        if piece.prompt_logprobs is not None:
+            first = TokenLogprobs([prompt[0]], [], 0)  # nothing comes before it: it has no probability
+            piece.logprobs = [first, *piece.prompt_logprobs, *piece.logprobs]
+
+
+def _log(form: AnswerForm, plan: GenerationPlan) -> None:
+    """vLLM's line, without the prompt: that is the client's."""
+    logger.info(
+        "Received request %s: %d prompts of %d tokens, n: %d, priority: %d, params: %s",
+        form.request_id,
+        len(plan.prompts),
+        plan.num_prompt_tokens,
+        plan.n,
+        plan.priority,
+        plan.sampling[0],
+    )
+
+
+def _require(state: ServerState) -> Serving:
+    if state.serving is None:
+        raise ApiError(503, "the engine is loading")
+    return state.serving

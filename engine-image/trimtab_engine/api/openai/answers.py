@@ -1,0 +1,119 @@
+"""The two forms of OpenAI's answers, whole and in chunks: text_completion and chat.completion. Values only."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab_engine.api.openai.generation import Piece
+from trimtab_engine.api.openai.logprobs import chat_logprobs, completion_logprobs
+from trimtab_engine.messages import TokenLogprobs
+from trimtab_engine.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+Positions = Sequence[TokenLogprobs] | None
+
+
+@dataclass(slots=True)
+class Usage:
+    """A request's tokens so far. `num_cached_tokens` is the part of the prompts that the prefix cache held."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    def to_json(self) -> Json:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+class AnswerForm(ABC):
+    """One request's answer: its id, and how choices and chunks are written."""
+
+    prefix: str
+    object_whole: str
+    object_chunk: str
+
+    def __init__(self, model: str, tokenizer: Tokenizer, request_id: str) -> None:
+        self.request_id = f"{self.prefix}-{request_id}"
+        self._model, self._tokenizer, self._created = model, tokenizer, int(time.time())
+
+    def whole(self, choices: list[Json], usage: Usage) -> Json:
+        return self._head(self.object_whole) | {"choices": choices, "usage": usage.to_json()}
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        """The last chunk of a stream that asked for usage: no choices."""
+        return self._head(self.object_chunk) | {"choices": [], "usage": usage.to_json()}
+
+    def chunk(self, piece: Piece, positions: Positions, offset: int) -> Json | None:
+        """What to send of this piece; None: nothing yet."""
+        return self._head(self.object_chunk) | {"choices": [self._delta(piece, positions, offset)]}
+
+    def opening(self, index: int) -> list[Json]:
+        """Chunks that go out before the first token."""
+        return []
+
+    @abstractmethod
+    def choice(self, last: Piece, text: str, positions: Positions) -> Json:
+        """One choice of a whole answer; `last` says how it ended. A position without a logprob is a prompt's first."""
+
+    @abstractmethod
+    def _delta(self, piece: Piece, positions: Positions, offset: int) -> Json:
+        """One choice of a chunk; `offset` is where its text begins."""
+
+    def _head(self, kind: str) -> Json:
+        return {"id": self.request_id, "object": kind, "created": self._created, "model": self._model}
+
+
+class CompletionForm(AnswerForm):
+    prefix, object_whole, object_chunk = "cmpl", "text_completion", "text_completion"
+
+    def choice(self, last: Piece, text: str, positions: Positions) -> Json:
+        return self._entry(last, text, positions, 0)
+
+    def _delta(self, piece: Piece, positions: Positions, offset: int) -> Json:
+        return self._entry(piece, piece.text, positions, offset)
+
+    def _entry(self, piece: Piece, text: str, positions: Positions, offset: int) -> Json:
+        return {
+            "index": piece.index,
+            "text": text,
+            "logprobs": None if positions is None else completion_logprobs(self._tokenizer, positions, offset),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+
+
+class ChatForm(AnswerForm):
+    prefix, object_whole, object_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, index: int) -> list[Json]:
+        """The role comes first, before any token."""
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return [self._head(self.object_chunk) | {"choices": [choice]}]
+
+    def choice(self, last: Piece, text: str, positions: Positions) -> Json:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return self._entry(last, {"message": message}, positions)
+
+    def _delta(self, piece: Piece, positions: Positions, offset: int) -> Json:
+        return self._entry(piece, {"delta": {"content": piece.text} if piece.text else {}}, positions)
+
+    def _entry(self, piece: Piece, body: Json, positions: Positions) -> Json:
+        return {
+            "index": piece.index,
+            **body,
+            "logprobs": None if positions is None else chat_logprobs(self._tokenizer, positions),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }

@@ -1,0 +1,283 @@
+"""One HTTP request's sequences: fan-out of n, text from tokens, stop strings, and what the metrics want to know."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from trimtab_engine.api.metrics.observations import FinishedSequence, Observer
+from trimtab_engine.api.metrics.tracing import Tracer
+from trimtab_engine.api.serving.admission import Ticket
+from trimtab_engine.api.serving.errors import ApiError
+from trimtab_engine.launch.client import CoreClient
+from trimtab_engine.messages import AddRequest, RequestOutput, SamplingParams, TokenLogprobs
+from trimtab_engine.text.stop_strings import StopStrings
+from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    """A checked request: prompts, how each choice samples, and how its text is cut. Times are CLOCK_MONOTONIC.
+
+    Choices are prompt-major, as OpenAI numbers them: of n choices per prompt, choice i continues prompt i // n.
+    """
+
+    request_id: str
+    prompts: Sequence[list[int]]
+    """Token ids of each."""
+    sampling: Sequence[SamplingParams]
+    stop: Sequence[str]
+    include_stop: bool
+    skip_special_tokens: bool
+    arrival_time: float
+    cache_salt: str = ""
+    priority: int = 0
+    data_parallel_rank: int | None = None
+    """The core that shall run it. None: any."""
+    stream_interval: int = 1
+    """Tokens that a piece has at least, but for a choice's first and last one."""
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    """What the request says of its caller's trace."""
+    ticket: Ticket | None = None
+    """What it was admitted with; it is told of each choice's first token."""
+
+    @property
+    def n(self) -> int:
+        """Choices per prompt."""
+        return len(self.sampling) // len(self.prompts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt) for prompt in self.prompts)
+
+    def prompt_of(self, index: int) -> list[int]:
+        """The prompt that choice `index` continues."""
+        return self.prompts[index // self.n]
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one step brought to one choice. `text` may be empty while characters or stop strings are held back."""
+
+    index: int
+    text: str
+    num_tokens: int
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
+    """Of the choice's prompt; with its first piece."""
+    engine: int = 0
+    """The data-parallel core that computed it."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """From the prompt's second token on; with the choice's first piece, where they were asked for."""
+
+    def join(self, later: "Piece") -> None:
+        """Take in what came after, of the same choice."""
+        self.text += later.text
+        self.num_tokens += later.num_tokens
+        self.logprobs += later.logprobs
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
+
+class Generator:
+    """Runs GenerationPlans on the core."""
+
+    def __init__(
+        self, client: CoreClient, tokenizer: Tokenizer, observer: Observer, tracer: Tracer | None = None
+    ) -> None:
+        self.observer = observer
+        self._client, self._tokenizer, self._tracer = client, tokenizer, tracer
+
+    async def run(self, plan: GenerationPlan) -> AsyncGenerator[Piece, None]:
+        """All choices' pieces as they come. Leaving early aborts what still runs."""
+        num_tokens, engine = [0] * len(plan.sampling), self._client.first_rank
+        try:
+            async with aclosing(self._run_choices(plan)) as pieces:
+                async for piece in pieces:
+                    num_tokens[piece.index] += piece.num_tokens
+                    engine = piece.engine
+                    yield piece
+        finally:
+            for first in range(0, len(num_tokens), plan.n):
+                self.observer.request_finished(plan.n, max(num_tokens[first : first + plan.n]), engine)
+
+    async def _run_choices(self, plan: GenerationPlan) -> AsyncGenerator[Piece, None]:
+        if len(plan.sampling) == 1:
+            async with aclosing(self._run_choice(plan, 0)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            return
+        merged: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._forward(plan, index, merged)) for index in range(len(plan.sampling))]
+        try:
+            left = len(tasks)
+            while left:
+                item = await merged.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _forward(self, plan: GenerationPlan, index: int, merged: asyncio.Queue[Piece | Exception | None]) -> None:
+        try:
+            async with aclosing(self._run_choice(plan, index)) as pieces:
+                async for piece in pieces:
+                    merged.put_nowait(piece)
+            merged.put_nowait(None)
+        except Exception as error:  # handed to the one who waits, who raises it
+            merged.put_nowait(error)
+
+    async def _run_choice(self, plan: GenerationPlan, index: int) -> AsyncGenerator[Piece, None]:
+        request_id = f"{plan.request_id}-{index}-{uuid.uuid4().hex[:8]}"
+        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=plan.skip_special_tokens)
+        stop = StopStrings(plan.stop, include=plan.include_stop)
+        clock = SequenceClock(plan, index, self.observer, engine=self._client.first_rank)
+        finish_reason: str | None = None
+        request = AddRequest(
+            request_id,
+            plan.prompt_of(index),
+            plan.sampling[index],
+            plan.arrival_time,
+            priority=plan.priority,
+            data_parallel_rank=plan.data_parallel_rank,
+            cache_salt=plan.cache_salt,
+        )
+        outputs = self._client.generate(request)
+        held: Piece | None = None
+        is_first = True
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    num_unarmed = max(0, plan.sampling[index].min_tokens - clock.num_tokens)
+                    clock.note(output)
+                    piece = piece_of(output, detokenizer, stop, index=index, num_unarmed=num_unarmed)
+                    finish_reason = piece.finish_reason
+                    if finish_reason == "error":
+                        raise error_of(output)
+                    if held is not None:
+                        held.join(piece)
+                        piece, held = held, None
+                    if piece.num_tokens < plan.stream_interval and finish_reason is None and not is_first:
+                        held = piece
+                        continue
+                    is_first = False
+                    yield piece
+                    if finish_reason is not None:
+                        break
+        finally:
+            life = clock.finish(finish_reason or "abort")
+            if self._tracer is not None:
+                name = plan.request_id if len(plan.sampling) == 1 else f"{plan.request_id}-{index}"
+                self._tracer.record(name, life, plan.sampling[index], plan.n, plan.trace_headers)
+
+
+def error_of(output: RequestOutput) -> ApiError:
+    """400 when the request itself was wrong, 500 when the engine does not know better."""
+    return ApiError(400, output.error) if output.error else ApiError(500, "the engine could not run this request")
+
+
+def piece_of(
+    output: RequestOutput, detokenizer: Detokenizer, stop: StopStrings, *, index: int, num_unarmed: int
+) -> Piece:
+    """Text of a step's tokens, cut at a stop string; the last piece carries what was held back.
+
+    No stop string is looked for in the first `num_unarmed` tokens. A token that ends the sequence is counted, but is no
+    text. Tokens behind a stop string, which a step with accepted drafts can bring, are dropped.
+    """
+    text, num_tokens = "", len(output.token_ids)
+    ends_without_text = output.finish_reason == "stop" and not output.ends_with_text
+    num_texts = num_tokens - 1 if ends_without_text else num_tokens
+    for number, token_id in enumerate(output.token_ids[:num_texts], start=1):
+        stop.armed = number > num_unarmed
+        text += stop.push(detokenizer.push(token_id))
+        if stop.matched is not None:
+            num_tokens = number
+            break
+    if output.finish_reason is not None and stop.matched is None:
+        text += stop.push(detokenizer.flush())
+        text += stop.flush() if stop.matched is None else ""
+    logprobs = (output.logprobs or [])[:num_tokens]
+    piece = Piece(
+        index,
+        text,
+        num_tokens,
+        logprobs,
+        output.finish_reason,
+        output.stop_token_id,
+        output.num_cached_tokens,
+        output.engine_index,
+        output.prompt_logprobs,
+    )
+    if stop.matched is not None:
+        piece.finish_reason, piece.stop_reason = "stop", stop.matched
+    return piece
+
+
+class SequenceClock:
+    """When things happened to one sequence, told to the metrics as they happen."""
+
+    def __init__(
+        self,
+        plan: GenerationPlan,
+        index: int,
+        observer: Observer,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        engine: int = 0,
+    ) -> None:
+        self._plan, self._index, self._observer, self._now = plan, index, observer, now
+        self._engine = engine
+        self._max_tokens = plan.sampling[index].max_tokens
+        self._num_prompt_tokens = len(plan.prompt_of(index))
+        self._scheduled: float | None = None
+        self._first_token: float | None = None
+        self._last_token: float | None = None
+        self.num_tokens = 0
+        self._num_preemptions = 0
+        self._num_cached_tokens = 0
+
+    def note(self, output: RequestOutput) -> None:
+        self._engine = output.engine_index
+        if output.first_scheduled_time is not None:
+            self._scheduled = output.first_scheduled_time
+        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        self._num_preemptions = max(self._num_preemptions, output.num_preemptions)
+        if not output.token_ids:
+            return
+        now = self._now()
+        if self._last_token is None:
+            self._first_token = now
+            self._observer.first_token(now - self._plan.arrival_time, self._engine)
+            if self._plan.ticket is not None:
+                self._plan.ticket.started(self._index)
+        else:
+            self._observer.next_token(now - self._last_token, self._engine)
+        self._last_token = now
+        self.num_tokens += len(output.token_ids)
+
+    def finish(self, reason: str) -> FinishedSequence:
+        life = FinishedSequence(
+            reason=reason,
+            arrival=self._plan.arrival_time,
+            scheduled=self._scheduled,
+            first_token=self._first_token,
+            last_token=self._last_token,
+            end=self._now(),
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generation_tokens=self.num_tokens,
+            max_tokens=self._max_tokens,
+            num_preemptions=self._num_preemptions,
+            num_cached_tokens=self._num_cached_tokens,
+            engine=self._engine,
+        )
+        self._observer.finished(life)
+        return life

@@ -1,0 +1,182 @@
+"""From a checked body to a plan: prompts become token ids, and lengths are judged against the model's context."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import Request
+
+from trimtab_engine.api.metrics.tracing import TRACE_HEADERS
+from trimtab_engine.api.openai.answers import AnswerForm
+from trimtab_engine.api.openai.generation import GenerationPlan
+from trimtab_engine.api.openai.protocol import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
+from trimtab_engine.api.openai.restrictions import Restrictions
+from trimtab_engine.api.serving.errors import invalid, shorten
+from trimtab_engine.api.serving.request_identity import key_salt
+from trimtab_engine.api.serving.state import ServerState, Serving
+
+MAX_RANK_CHARACTERS = 4
+MAX_CHARACTERS_PER_TOKEN = 64  # no prompt within max_model_len is longer; beyond it, tokenising would be a waste
+
+
+async def completion_prompts(serving: Serving, body: CompletionRequest) -> tuple[list[list[int]], list[str] | None]:
+    """Token ids of every prompt, and their texts where they are echoed."""
+    try:
+        prompts = body.prompts()
+    except ValueError as error:
+        raise invalid(str(error), "prompt") from error
+    ids: list[list[int]] = []
+    texts: list[str] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            _check_length(serving, prompt, "prompt")
+            texts.append(prompt)
+        else:
+            _check_known(serving, prompt)
+            ids.append(prompt)
+    if texts:
+        ids = await serving.tokenizer.encode_many_async(texts)
+        if not all(ids):
+            raise invalid("prompt has no tokens; send at least one", "prompt")
+    if not body.echo:
+        return ids, None
+    decode = serving.tokenizer.decode
+    return ids, texts or [decode(prompt, skip_special_tokens=body.skip_special_tokens) for prompt in ids]
+
+
+async def chat_prompt(serving: Serving, body: ChatRequest, tools: Sequence[dict[str, Any]] | None) -> list[int]:
+    """Token ids of a conversation, up to where the assistant's answer begins."""
+    text = await rendered(serving, body.messages, tools=tools, variables=body.chat_template_kwargs)
+    ids = await bounded(serving, text, "messages", add_special_tokens=False)
+    if not ids:
+        raise invalid("messages have no tokens; send at least one", "messages")
+    return ids
+
+
+async def rendered(
+    serving: Serving,
+    messages: Sequence[ChatMessage],
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    try:
+        written = [message.for_template() for message in messages]
+    except ValueError as error:
+        raise invalid(str(error), "messages") from error
+    return await serving.renderer.render(
+        written,
+        tools=tools,
+        variables=variables,
+        add_generation_prompt=add_generation_prompt,
+        max_characters=serving.facts.max_model_len * MAX_CHARACTERS_PER_TOKEN,
+    )
+
+
+async def bounded(serving: Serving, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+    """Tokens of a text that is not absurdly long."""
+    _check_length(serving, text, param)
+    return await serving.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+
+
+def plan_of(
+    state: ServerState,
+    serving: Serving,
+    request: Request,
+    body: GenerationRequest,
+    form: AnswerForm,
+    prompts: list[list[int]],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    restrictions: Restrictions,
+    arrival: float,
+) -> GenerationPlan:
+    """`max_tokens` None: as much as fits; 0: one token, which the answer leaves out."""
+    vocab_size = serving.facts.vocab_size
+    for name, count in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+        if count is not None and count > state.options.max_logprobs:
+            raise invalid(f"{name} is {count}; at most {state.options.max_logprobs} are given here", name)
+    outside = [token_id for token_id in body.stop_token_ids or () if token_id >= vocab_size]
+    if outside:
+        raise invalid(f"stop_token_ids has {outside[0]}, out of a vocabulary of {vocab_size}", "stop_token_ids")
+    rooms = [_room(serving, body, prompt, max_tokens) for prompt in prompts]
+    sampling = [
+        body.sampling(
+            max_tokens=room,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            index=index,
+            restrictions=restrictions,
+        )
+        for room in rooms
+        for index in range(body.n)
+    ]
+    return GenerationPlan(
+        request_id=form.request_id,
+        prompts=prompts,
+        sampling=sampling,
+        stop=body.stop_strings,
+        include_stop=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+        arrival_time=arrival,
+        cache_salt=key_salt(request) + (body.cache_salt or ""),
+        priority=body.priority,
+        data_parallel_rank=_pinned_rank(state, request),
+        stream_interval=state.options.stream_interval,
+        trace_headers={name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
+        if state.options.otlp_traces_endpoint
+        else {},
+    )
+
+
+def _pinned_rank(state: ServerState, request: Request) -> int | None:
+    """The data-parallel core that X-data-parallel-rank asks for; None: the client leaves the choice."""
+    text = request.headers.get("x-data-parallel-rank")
+    if text is None:
+        return None
+    ranks = state.core.ranks
+    is_number = text.isascii() and text.isdigit() and len(text) <= MAX_RANK_CHARACTERS
+    if not is_number or int(text) not in ranks:
+        there = f"{ranks[0]} to {ranks[-1]}"
+        raise invalid(f"X-data-parallel-rank is {shorten(text)!r}; ranks here are {there}", "X-data-parallel-rank")
+    return int(text)
+
+
+def _room(serving: Serving, body: GenerationRequest, prompt: list[int], max_tokens: int | None) -> int:
+    """Tokens that may be generated behind this prompt. Raises 400 when they do not fit."""
+    limit, asked = serving.facts.max_model_len, len(prompt)
+    if asked >= limit:
+        raise invalid(
+            f"This model's maximum context length is {limit} tokens. However, your request has {asked} input tokens, "
+            f"and one token of output needs room. Please reduce the length of the input.",
+            "prompt",
+        )
+    if max_tokens is not None and asked + max_tokens > limit:
+        raise invalid(
+            f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} output tokens "
+            f"and your prompt contains {asked} input tokens, {asked + max_tokens} in all. Please reduce either.",
+            "max_tokens",
+        )
+    room = limit - asked if max_tokens is None else max(max_tokens, 1)
+    if body.min_tokens > room:
+        raise invalid(f"min_tokens is {body.min_tokens}, but at most {room} tokens can be generated", "min_tokens")
+    return room
+
+
+def _check_length(serving: Serving, text: str, param: str) -> None:
+    limit = serving.facts.max_model_len
+    if len(text) > limit * MAX_CHARACTERS_PER_TOKEN:
+        raise invalid(
+            f"this model's maximum context length is {limit} tokens; the {param} has {len(text)} characters, which "
+            f"cannot be fewer tokens than that; shorten it",
+            param,
+        )
+
+
+def _check_known(serving: Serving, ids: list[int]) -> None:
+    """Token ids as the client sent them must be inside the vocabulary."""
+    highest = max(ids)
+    if highest >= serving.facts.vocab_size:
+        raise invalid(f"token id {highest} is out of vocabulary; it has {serving.facts.vocab_size} tokens", "prompt")

@@ -1,0 +1,333 @@
+"""What clients may send, checked and capped field by field. OpenAI's names, and vLLM's where OpenAI has none.
+
+Known features that are not built yet are refused by name (NOT_BUILT); unknown fields are refused too, so that nothing
+is accepted and then ignored. Only fields that by OpenAI's definition have no effect on the answer may be passed over.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from trimtab_engine.api.openai.restrictions import NO_RESTRICTIONS, RestrictionFields, Restrictions
+from trimtab_engine.api.openai.tools import ToolCalls, ToolFields
+from trimtab_engine.messages import SamplingParams
+from trimtab_engine.text.chat_template import RESERVED
+
+MAX_BODY_BYTES = 8 << 20  # a prompt of a million tokens fits; nothing larger is read
+MAX_N = 128  # choices per prompt
+MAX_SEQUENCES = 1024  # prompts times n: each is a request of its own to the core
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024  # each stop string is looked for at every token
+MAX_STOP_TOKEN_IDS = 256
+MAX_MESSAGES = 4096
+MAX_NAME_CHARACTERS = 512
+MAX_PRIORITY = 2**31 - 1
+MAX_TEMPLATE_VALUES = 16
+MAX_FIELDS = 256  # of one JSON object: each unknown one is reported, and many would hold up other requests
+MAX_INT64 = 2**63 - 1
+LEAST_TEMPERATURE = 1e-5  # below it a choice is greedy, as in vLLM: logits divided by less overflow
+
+# Field: values that ask for nothing and are therefore fine.
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "chat_template": (None,),
+    "echo": (None, False),  # in chat; completions have it
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "length_penalty": (None, 1.0),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "prompt_embeds": (None,),
+    "reasoning_effort": (None,),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "suffix": (None, ""),
+    "top_a": (None,),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+# OpenAI's fields that never change the answer here.
+WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+# The first wrong element is enough: a report on each of a million would take minutes and gigabytes.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TemplateValue = str | bool | int | float | None
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(RestrictionFields):
+    """What completions and chat completions share. Numbers are strict: true is no number, NaN is refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT64)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT64)] = 0
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT64)] | None = None
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_built(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        _check_number_of_fields(data)
+        for name in data.keys() & (NOT_BUILT.keys() - cls.model_fields.keys()):
+            if not any(_same(data[name], harmless) for harmless in NOT_BUILT[name]):
+                raise ValueError(f"{name} is not supported yet; leave it out")
+        passed_over = (NOT_BUILT.keys() - cls.model_fields.keys()).union(WITHOUT_EFFECT)
+        return {key: value for key, value in data.items() if key not in passed_over}
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed when stream is true")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are not available when stream is true")
+        return self
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(
+        self,
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        index: int,
+        prompt_logprobs: int | None = None,
+        restrictions: Restrictions = NO_RESTRICTIONS,
+    ) -> SamplingParams:
+        """Sampling of a prompt's choice `index`; its choices differ by their seeds."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min(self.min_tokens, max_tokens),
+            temperature=_temperature(self.temperature),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            min_p=self.min_p or 0.0,
+            seed=None if self.seed is None else self.seed + index,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logprobs=logprobs,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            prompt_logprobs=prompt_logprobs,
+            logit_bias=self.logit_bias or None,
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=restrictions.bad_words,
+            grammar=restrictions.grammar,
+        )
+
+
+def _temperature(given: float | None) -> float:
+    if given is None:
+        return 1.0
+    return given if given >= LEAST_TEMPERATURE else 0.0
+
+
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenLists = Annotated[list[TokenIds], Field(fail_fast=True)]
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions. A prompt is text or token ids; a list of prompts gets n choices for each."""
+
+    prompt: str | TokenIds | Texts | TokenLists
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0; it must be 1 or more unless echo is true")
+        return self
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """All prompts in order. Raises ValueError for an empty one, none, or too many."""
+        given: Any = self.prompt
+        is_list = isinstance(given, list) and bool(given) and isinstance(given[0], str | list)
+        prompts: Any = given if is_list else [given]
+        for index, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                where = f"prompt {index} of the list" if is_list else "prompt"
+                raise ValueError(f"{where} is empty; send at least one token")
+        if len(prompts) * self.n > MAX_SEQUENCES:
+            raise ValueError(
+                f"{len(prompts)} prompts with n={self.n} make more than {MAX_SEQUENCES} choices; send fewer"
+            )
+        return prompts  # type: ignore[no-any-return]  # the model's field says what it is
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text"]
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, data: Any) -> Any:
+        return _check_number_of_fields(data)
+
+
+WITHOUT_TEXT = ("audio", "function_call", "refusal", "tool_calls", "tool_call_id", "annotations")
+"""Fields of messages that clients send back empty from an earlier answer."""
+
+
+class ChatMessage(BaseModel):
+    """One message. Content parts other than text (images, audio) are not supported yet."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_built(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        _check_number_of_fields(data)
+        if data.get("role") == "function":
+            raise ValueError("messages with role function are not supported; they are called tool now")
+        for name in WITHOUT_TEXT:
+            if data.get(name) and name not in cls.model_fields:
+                raise ValueError(f"{name} in a message is not supported yet; leave it out")
+        for part in data["content"] if isinstance(data.get("content"), list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                raise ValueError(f"content of type {kind[:50]} is not supported yet; send text")
+        return {key: value for key, value in data.items() if key not in WITHOUT_TEXT or value}
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "ChatMessage":
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} has tool_calls; only the assistant's do")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError(f"a message of role {self.role} has a tool_call_id; only the tool's do")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing; only an assistant's message with tool_calls may do without")
+        return self
+
+    @property
+    def text(self) -> str:
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "\n".join(part.text for part in self.content)
+
+    def for_template(self) -> dict[str, Any]:
+        """Raises ValueError for tool calls whose arguments are no JSON."""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message | {k: v for k, v in (("name", self.name), ("tool_call_id", self.tool_call_id)) if v}
+
+
+class ChatRequest(GenerationRequest, ToolFields):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT64)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
+    add_generation_prompt: Literal[True] = True
+    chat_template_kwargs: Annotated[dict[str, TemplateValue], Field(max_length=MAX_TEMPLATE_VALUES)] | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        reserved = RESERVED.intersection(self.chat_template_kwargs or ())
+        if reserved:
+            raise ValueError(f"chat_template_kwargs has {min(reserved)!r}, which a field of its own says")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: either prompt or messages."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, data: Any) -> Any:
+        return _check_number_of_fields(data)
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("send either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+    tokens: TokenIds
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, data: Any) -> Any:
+        return _check_number_of_fields(data)
+
+
+def _check_number_of_fields(data: Any) -> Any:
+    if isinstance(data, dict) and len(data) > MAX_FIELDS:
+        raise ValueError(f"a JSON object here has {len(data)} fields; at most {MAX_FIELDS} are read")
+    return data
+
+
+def _same(value: Any, harmless: Any) -> bool:
+    """Equal, and of one type: true is not 1."""
+    return type(value) is type(harmless) and value == harmless

@@ -1,0 +1,93 @@
+"""Answers that end when the client goes away: server-sent events, and waiting for a whole answer."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from contextlib import ExitStack, aclosing
+from functools import partial
+from typing import Any, TypeVar
+
+import anyio
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from trimtab_engine.api.serving.errors import ApiError
+from trimtab_engine.errors import EngineDead
+
+Answer = TypeVar("Answer")
+DONE = "data: [DONE]\n\n"
+
+logger = logging.getLogger("trimtab_engine.api")
+
+
+class ClientGone(Exception):
+    """The client closed the connection: nobody waits for the answer any more."""
+
+
+def event(body: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def guarded(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """The events; an error on the way is sent as one, since the status has long gone out."""
+    try:
+        async with aclosing(events):
+            async for item in events:
+                yield item
+    except ApiError as error:
+        yield event(error.body)
+    except EngineDead as error:
+        yield event(ApiError(500, f"the engine has failed: {error}").body)
+    except Exception:  # a bug of ours: this stream alone ends
+        logger.exception("a stream ended with an error")
+        yield event(ApiError(500, "internal error; the server's log has the details").body)
+    yield DONE
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events that stop as soon as the client goes away, also while there is nothing to send.
+
+    `until` is closed when the stream has ended, however it ends.
+    """
+
+    def __init__(self, events: AsyncGenerator[str, None], until: ExitStack) -> None:
+        self._events, self._until = guarded(events), until
+        super().__init__(self._events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with anyio.create_task_group() as group:
+
+                async def run(task: Awaitable[None]) -> None:
+                    await task
+                    group.cancel_scope.cancel()
+
+                group.start_soon(partial(run, self.listen_for_disconnect(receive)))
+                await run(self.stream_response(send))
+        finally:
+            with anyio.CancelScope(shield=True):  # what still runs is aborted now, not when it is collected
+                await self._events.aclose()
+            self._until.close()
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
+    """Await the work; cancel it and raise ClientGone when the client disconnects first."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for pending in (task, watch):
+            pending.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,44 @@
+"""vLLM's /tokenize and /detokenize."""
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from trimtab_engine.api.openai.planning import bounded, rendered
+from trimtab_engine.api.openai.protocol import DetokenizeRequest, TokenizeRequest
+from trimtab_engine.api.serving.errors import invalid
+from trimtab_engine.api.serving.state import ServerState
+
+
+def tokenize_router(state: ServerState) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        serving = state.require_serving()
+        state.check_model(body.model)
+        if body.messages is not None:
+            text = await rendered(serving, body.messages, add_generation_prompt=body.add_generation_prompt)
+            ids = await bounded(serving, text, "messages", add_special_tokens=False)
+        else:
+            ids = await bounded(serving, body.prompt or "", "prompt", add_special_tokens=body.add_special_tokens)
+        names = [serving.tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None
+        return {
+            "count": len(ids),
+            "max_model_len": serving.facts.max_model_len,
+            "tokens": ids,
+            "token_strs": names,
+        }
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        serving = state.require_serving()
+        state.check_model(body.model)
+        if len(body.tokens) > serving.facts.max_model_len:
+            raise invalid(f"{len(body.tokens)} tokens are above {serving.facts.max_model_len}; send fewer", "tokens")
+        outside = [token_id for token_id in body.tokens if token_id >= serving.facts.vocab_size]
+        if outside:
+            raise invalid(f"token id {outside[0]} is out of vocabulary; it has {serving.facts.vocab_size}", "tokens")
+        return {"prompt": serving.tokenizer.decode(body.tokens)}
+
+    return router

@@ -1,0 +1,1 @@
+"""The HTTP servers themselves: processes, readiness, admission, identity and errors."""

@@ -1,0 +1,179 @@
+"""The life of an engine: bind, start the core and the API servers, serve, drain, end. Returns an exit code.
+
+With one API server it runs in this process; with several this process has only the admin API, the statistics and the
+watch over the others (docs/api-server-scale-out.md).
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab_engine.api.admin.routes import build_admin_app
+from trimtab_engine.api.metrics.exporter import EngineExporter
+from trimtab_engine.api.serving.http_server import CLOSE_SECONDS, HttpServer, bind, loop_factory
+from trimtab_engine.api.serving.server_processes import ServerProcesses
+from trimtab_engine.api.serving.servers import LocalServer, Servers
+from trimtab_engine.api.serving.state import ServerOptions, ServerState
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.log_level import set_log_level
+from trimtab_engine.launch.client import CoreClient
+from trimtab_engine.launch.launcher import CoreLauncher
+from trimtab_engine.launch.scaling import CoreScaling
+from trimtab_engine.messages import EngineState
+
+ABORT_GRACE_SECONDS = 2.0  # for aborted requests' last bytes to leave
+DEAD_ANSWER_SECONDS = 1.0  # after a failure: who waits gets his error, who comes gets 503
+DEAD_CLOSE_SECONDS = 1  # then connections close; with the core's grace the whole end stays below 5 s
+
+logger = logging.getLogger("trimtab_engine.api")
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Where to listen. `admin_port` None: no admin API."""
+
+    host: str
+    port: int
+    admin_host: str
+    admin_port: int | None
+
+
+def run_server(config: EngineConfig, options: ServerOptions, listen: Listen, shutdown_timeout: float) -> int:
+    """Serve until told to end or until the core or an API server fails. Raises ConfigError when a port cannot be
+    bound."""
+    sockets = [bind(listen.host, listen.port, "--port")]
+    if listen.admin_port is not None:
+        sockets.append(bind(listen.admin_host, listen.admin_port, "--admin-port"))
+    for name, bound in zip(("API", "admin API"), sockets, strict=False):  # port 0: the kernel has chosen one
+        logger.info("the %s listens on %s port %d", name, *bound.getsockname()[:2])
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(_EngineServer(config, options, sockets, shutdown_timeout).run())
+
+
+class _EngineServer:
+    def __init__(
+        self, config: EngineConfig, options: ServerOptions, sockets: list[socket.socket], shutdown_timeout: float
+    ) -> None:
+        self._options, self._shutdown_timeout = options, shutdown_timeout
+        count = options.api_server_count
+        self._launcher = CoreLauncher(config, num_clients=1 if count == 1 else 1 + count)
+        self._exporter = EngineExporter(
+            options.served_model_names[0], options.custom_histogram_buckets, config.data_parallel_first_rank
+        )
+        self._core = CoreClient(
+            self._launcher.addresses[0],
+            num_initial=config.data_parallel_size,
+            first_rank=config.data_parallel_first_rank,
+            on_ready=self._exporter.begin,
+            on_step=self._exporter.on_step,
+            on_state=self._on_state,
+            on_gone=self._exporter.core_gone,
+        )
+        self._scaling = CoreScaling(self._core, self._launcher, config)
+        self._state = ServerState(options, self._core, self._exporter)
+        self._servers: Servers
+        if count == 1:
+            self._servers = LocalServer(config, self._state, self._exporter, sockets[0])
+        else:
+            others = self._launcher.addresses[1:]
+            self._servers = ServerProcesses(config, options, self._exporter, sockets[0], others, self._core)
+        self._state.on_drain = self._servers.begin_drain
+        self._admin = (
+            HttpServer(build_admin_app(self._state, self._scaling.call), sockets[1]) if len(sockets) > 1 else None
+        )
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    async def run(self) -> int:
+        self._catch_signals()
+        self._core.open()
+        if self._admin is not None:
+            self._admin.start()
+        background: list[asyncio.Task[None]] = []
+        try:
+            await self._servers.start()
+            await self._launcher.start(self._core, on_stop=self._stop.set)
+            load = asyncio.create_task(self._load())
+            statistics = asyncio.create_task(self._exporter.log_statistics())
+            background = [load, statistics]
+            return await self._until_the_end(load, statistics)
+        finally:
+            for task in background:
+                task.cancel()
+            seconds = CLOSE_SECONDS if self._core.is_alive else DEAD_CLOSE_SECONDS
+            admin = [self._admin.close(seconds)] if self._admin is not None else []
+            await asyncio.gather(*background, *admin, self._servers.close(seconds), return_exceptions=True)
+            await self._scaling.close()
+            await self._launcher.close(self._core)
+
+    def _on_state(self, state: EngineState) -> None:
+        set_log_level(state.log_level)
+        self._exporter.on_state(state)
+
+    async def _load(self) -> None:
+        """Raises ConfigError when a tokenizer cannot be read."""
+        await self._servers.load()
+        if self._core.ready is not None and self._core.is_alive:
+            logger.info("ready: serving %s", ", ".join(self._options.served_model_names))
+
+    async def _until_the_end(self, load: "asyncio.Task[None]", statistics: "asyncio.Task[None]") -> int:
+        """Wait for a signal, a failed load, or the core's end, whichever is first."""
+        stop = asyncio.create_task(self._stop.wait())
+        ended = asyncio.create_task(self._core.ended.wait())
+        waiting: set[asyncio.Task[Any]] = {stop, ended, load}
+        try:
+            while True:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if load in done and (error := load.exception()) is not None:
+                    raise error
+                if ended in done:
+                    statistics.cancel()  # the cause is to be the last line
+                    return await self._after_failure()
+                if stop in done:
+                    await self._drain()
+                    return 0
+        finally:
+            for task in (stop, ended):
+                task.cancel()
+
+    async def _after_failure(self) -> int:
+        failure = self._core.failure
+        assert failure is not None
+        self._servers.fail(failure)
+        print(f"trimtab-engine: {' '.join(failure.message.split())}", file=sys.stderr, flush=True)
+        await asyncio.sleep(DEAD_ANSWER_SECONDS)
+        return failure.exit_code or 1
+
+    async def _drain(self) -> None:
+        """Accept nothing new, let what runs finish, abort the rest at the deadline or at a second signal."""
+        servers = self._servers
+        self._state.begin_drain()
+        await servers.settle()
+        if servers.num_http_requests:
+            logger.info("draining: %d requests run, up to %.0f s", servers.num_http_requests, self._shutdown_timeout)
+            await self._until_idle(self._shutdown_timeout, self._hurry, self._core.ended)
+        if servers.num_http_requests and self._core.is_alive:
+            logger.warning("aborting %d requests that did not finish in time", servers.num_http_requests)
+            servers.abort_all()
+            await self._until_idle(ABORT_GRACE_SECONDS)
+
+    async def _until_idle(self, timeout: float, *or_else: asyncio.Event) -> None:
+        """Wait until no generation request is being answered, or another event, or the timeout."""
+        waits = [asyncio.create_task(event.wait()) for event in (self._servers.idle, *or_else)]
+        await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()

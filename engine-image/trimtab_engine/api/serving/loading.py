@@ -1,0 +1,64 @@
+"""What one API server reads while the core reads the weights."""
+
+import asyncio
+from collections.abc import Callable
+
+from trimtab_engine.api.metrics.observations import Observer
+from trimtab_engine.api.metrics.tracing import Tracer
+from trimtab_engine.api.openai.chat_renderer import ChatRenderer
+from trimtab_engine.api.openai.generation import Generator
+from trimtab_engine.api.openai.grammar_trials import GrammarTrials
+from trimtab_engine.api.serving.state import ServerOptions, Serving
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.launch.client import CoreClient
+from trimtab_engine.messages import CoreReady
+from trimtab_engine.text.chat_template import ChatTemplates
+from trimtab_engine.text.tokenizer import Tokenizer
+
+
+async def load_serving(
+    config: EngineConfig,
+    options: ServerOptions,
+    core: CoreClient,
+    observer: Callable[[], Observer | None],
+    tracer: Tracer | None,
+) -> Serving | None:
+    """What exists once the core is ready; None when it has failed. `observer` is asked for then.
+
+    Raises ConfigError where files cannot be read.
+    """
+    tokenizer = await asyncio.to_thread(Tokenizer, config.tokenizer or config.model)
+    renderer = ChatRenderer(_templates(options, tokenizer))
+    try:
+        await renderer.check()
+        await core.loaded.wait()
+    except BaseException:  # also cancelled: its process would outlive it
+        await renderer.close()
+        raise
+    facts, watcher = core.ready, observer()
+    if facts is None or watcher is None:
+        await renderer.close()
+        return None
+    trials = GrammarTrials(lambda: _vocabulary(facts, tokenizer))
+    return Serving(facts, tokenizer, Generator(core, tokenizer, watcher, tracer), trials, renderer)
+
+
+def _templates(options: ServerOptions, tokenizer: Tokenizer) -> ChatTemplates:
+    templates = tokenizer.chat_templates
+    if options.chat_template is None:
+        return templates
+    given = ChatTemplates({"default": options.chat_template}, templates.special_tokens, "--chat-template")
+    given.check_sizes()
+    return given
+
+
+def _vocabulary(facts: CoreReady, tokenizer: Tokenizer) -> dict[str, object]:
+    # Imported here: llguidance is needed by servers that are sent grammars.
+    from trimtab_engine.structured.vocabulary import vocabulary_of
+
+    vocabulary = vocabulary_of(tokenizer.fast, facts.vocab_size, tuple(facts.eos_token_ids))
+    return {
+        "tokenizer_json": vocabulary.tokenizer_json,
+        "vocab_size": vocabulary.vocab_size,
+        "eos_token_ids": list(vocabulary.eos_token_ids),
+    }

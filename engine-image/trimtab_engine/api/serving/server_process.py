@@ -1,0 +1,198 @@
+"""One of several API servers: HTTP on an inherited listening socket.
+
+Started as `-m trimtab_engine.api.serving.server_process LINK_FD`.
+
+It has an event loop, a tokenizer and a line to the engine core of its own. What concerns the engine as a whole
+(metrics, readiness, draining, the end) comes from the first process over the link, and it ends when that process does.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+
+from trimtab_engine.api.metrics.observations import ObservationBuffer
+from trimtab_engine.api.metrics.tracing import tracer_of
+from trimtab_engine.api.serving.app import build_app
+from trimtab_engine.api.serving.http_server import HttpServer, loop_factory
+from trimtab_engine.api.serving.link import (
+    AbortAll,
+    Answer,
+    Ask,
+    Drain,
+    End,
+    Failed,
+    Flush,
+    Flushed,
+    Loaded,
+    LoadFailed,
+    Serve,
+    Start,
+    ToServer,
+)
+from trimtab_engine.api.serving.loading import load_serving
+from trimtab_engine.api.serving.state import ServerState, Serving
+from trimtab_engine.config.log_level import set_log_level
+from trimtab_engine.errors import ConfigError, EngineDead
+from trimtab_engine.launch.client import CoreClient
+from trimtab_engine.processes.end import leave
+from trimtab_engine.processes.stream import Link
+from trimtab_engine.processes.tie import end_with_parent
+
+BATCH_SECONDS = 0.1  # how often observations are sent on; a scrape fetches what is younger
+EXIT_LINK_LOST = 1
+
+logger = logging.getLogger("trimtab_engine.api")
+
+
+class LinkExporter:
+    """Asks the first process, over the link."""
+
+    def __init__(self, link: Link[ToServer]) -> None:
+        self._link = link
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._last_id = 0
+
+    async def exposition(self) -> bytes:
+        return await self._ask("metrics")
+
+    async def server_load(self, own: int) -> int:
+        return int(await self._ask("load"))
+
+    def answered(self, answer: Answer) -> None:
+        future = self._asked.pop(answer.ask_id, None)
+        if future is not None and not future.done():
+            future.set_result(answer.body)
+
+    def fail(self) -> None:
+        """Nobody answers any more."""
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(EngineDead("the first process has ended"))
+
+    async def _ask(self, what: str) -> bytes:
+        self._last_id += 1
+        ask_id = self._last_id
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._asked[ask_id] = future
+        self._link.send(Ask(ask_id, what))
+        try:
+            return await future
+        finally:
+            self._asked.pop(ask_id, None)
+
+
+class ServerProcess:
+    """The life of this process, led by the messages of the first one."""
+
+    def __init__(self, start: Start, link: Link[ToServer]) -> None:
+        self._start, self._link = start, link
+        self._core = CoreClient(
+            start.addresses,
+            client_index=start.client_index,
+            num_clients=start.num_clients,
+            num_initial=start.config.data_parallel_size,
+            first_rank=start.config.data_parallel_first_rank,
+            on_state=lambda state: set_log_level(state.log_level),
+        )
+        self._exporter = LinkExporter(link)
+        self._observations = ObservationBuffer()
+        self._state = ServerState(start.options, self._core, self._exporter)
+        self._http = HttpServer(build_app(self._state), socket.socket(fileno=start.listen_fd))
+        self._tracer = tracer_of(start.options.otlp_traces_endpoint, start.options.served_model_names[0])
+        self._reported_requests = 0
+        self._serving: Serving | None = None
+
+    async def run(self) -> int:
+        self._core.open()
+        self._http.start()
+        tasks = [asyncio.create_task(self._load()), asyncio.create_task(self._send_observations())]
+        try:
+            return await self._obey()
+        finally:
+            self._exporter.fail()
+            if self._tracer is not None:
+                self._tracer.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._serving is not None:
+                await self._serving.close()
+            await self._core.close()
+
+    async def _load(self) -> None:
+        """The tokenizer is read while the core reads the weights."""
+        try:
+            self._serving = await load_serving(
+                self._start.config, self._start.options, self._core, lambda: self._observations, self._tracer
+            )
+        except ConfigError as error:
+            self._link.send(LoadFailed(str(error)))
+            return
+        if self._serving is not None:
+            self._link.send(Loaded())
+
+    async def _obey(self) -> int:
+        """Do what the first process says, until it says End or is gone. Returns the exit code."""
+        while True:
+            message = await self._link.receive()
+            match message:
+                case None:
+                    logger.error("the first process has ended; this API server ends too")
+                    await self._http.close(0)
+                    return EXIT_LINK_LOST
+                case End(seconds):
+                    await self._http.close(seconds)
+                    self._flush()
+                    return 0
+                case Serve():
+                    self._state.serving = self._serving
+                case Drain():
+                    self._state.begin_drain()
+                case AbortAll():
+                    self._core.abort_all()
+                case Failed(failure):
+                    self._core.fail(failure)
+                case Flush(flush_id):
+                    self._flush()
+                    self._link.send(Flushed(flush_id, self._core.last_steps))
+                case Answer():
+                    self._exporter.answered(message)
+                case Start():
+                    raise AssertionError("Start comes once")
+
+    async def _send_observations(self) -> None:
+        while True:
+            await asyncio.sleep(BATCH_SECONDS)
+            self._flush()
+
+    def _flush(self) -> None:
+        batch = self._observations.take(self._state.num_http_requests)
+        if not batch.is_empty or batch.num_http_requests != self._reported_requests:
+            self._reported_requests = batch.num_http_requests
+            self._link.send(batch)
+
+
+def main() -> int:
+    """Read Start from the link whose descriptor is the argument, then serve. Returns the exit code."""
+    end_with_parent()
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the first process tells us what to do
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(_run(int(sys.argv[1])))
+
+
+async def _run(link_fd: int) -> int:
+    link: Link[ToServer] = await Link.over(socket.socket(fileno=link_fd), ToServer)
+    start = await link.receive()
+    if not isinstance(start, Start):
+        return EXIT_LINK_LOST
+    return await ServerProcess(start, link).run()
+
+
+if __name__ == "__main__":
+    leave(main())

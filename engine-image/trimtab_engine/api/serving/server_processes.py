@@ -1,0 +1,217 @@
+"""Several API servers as processes of their own, as the first process sees them (--api-server-count N).
+
+All accept from one inherited listening socket: a port that is taken is noticed as with one server, a connection waits
+in one queue until some server has time, and none is lost with a server that ends. (SO_REUSEPORT has a queue per
+process, chosen by a hash: connections wait behind a busy server while another is idle, and a second engine on the same
+port would share it unnoticed.)
+
+One server lost, everything ends: the pod restarts whole.
+"""
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import Sequence
+
+from trimtab_engine.api.metrics.exporter import EngineExporter
+from trimtab_engine.api.metrics.observations import Observations
+from trimtab_engine.api.serving.link import (
+    AbortAll,
+    Answer,
+    Ask,
+    Drain,
+    End,
+    Failed,
+    Flush,
+    Flushed,
+    FromServer,
+    Loaded,
+    LoadFailed,
+    Serve,
+    Start,
+    ToServer,
+)
+from trimtab_engine.api.serving.state import ServerOptions
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.errors import ConfigError, EngineDead
+from trimtab_engine.launch.client import CoreClient
+from trimtab_engine.messages import ClientAddresses, CoreFailed
+from trimtab_engine.processes.stream import Link
+
+SERVER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.api.serving.server_process")
+FLUSH_SECONDS = 0.5  # how long a scrape waits for a server that is too busy to say what it has seen
+KILL_SECONDS = 0.5  # beyond the time to close, before a server that does not end is killed
+
+
+class ServerProcesses:
+    """N servers. When one of them ends unasked, that fails the engine as if the core had. `core` is this process's line
+    to it, which gets the statistics."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: ServerOptions,
+        exporter: EngineExporter,
+        bound: socket.socket,
+        addresses: Sequence[Sequence[ClientAddresses]],
+        core: CoreClient,
+    ) -> None:
+        self._config, self._options, self._exporter, self._bound = config, options, exporter, bound
+        self._addresses, self._core = addresses, core
+        self._servers: list[_Server] = []
+        self._closing = False
+        self._last_flush = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    @property
+    def num_http_requests(self) -> int:
+        return sum(server.num_http_requests for server in self._servers)
+
+    async def start(self) -> None:
+        for index, addresses in enumerate(self._addresses, 1):
+            start = Start(
+                index, list(addresses), len(self._addresses), self._bound.fileno(), self._config, self._options
+            )
+            self._servers.append(await _Server.start(start, self))
+
+    async def load(self) -> None:
+        """Until every server has said that it is loaded; then all begin to serve together."""
+        for server in self._servers:
+            await server.loaded
+        self._tell(Serve())
+
+    def begin_drain(self) -> None:
+        self._tell(Drain())
+
+    async def settle(self) -> None:
+        """Have every server send what it has seen, and the statistics of all steps that it knows of be here. What is
+        too busy is waited for, up to FLUSH_SECONDS."""
+        self._last_flush += 1
+        known = await asyncio.gather(*(server.flush(self._last_flush) for server in self._servers))
+        newest = [max(steps) for steps in zip(*(steps for steps in known if steps), strict=True)]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._core.heard_of(newest), FLUSH_SECONDS)
+
+    def abort_all(self) -> None:
+        self._tell(AbortAll())
+
+    def fail(self, failure: CoreFailed) -> None:
+        self._tell(Failed(failure))
+
+    async def close(self, seconds: int) -> None:
+        self._closing = True
+        self._tell(End(seconds))
+        await asyncio.gather(*(server.close(seconds + KILL_SECONDS) for server in self._servers))
+
+    # --- what servers say -----------------------------------------------------------------------------------------
+
+    def on_message(self, server: "_Server", message: FromServer) -> None:
+        match message:
+            case Observations():
+                server.num_http_requests = message.num_http_requests
+                self._exporter.add(message)
+                if self.num_http_requests:
+                    self.idle.clear()
+                else:
+                    self.idle.set()
+            case Loaded():
+                if not server.loaded.done():
+                    server.loaded.set_result(None)
+            case LoadFailed(text):
+                if not server.loaded.done():
+                    server.loaded.set_exception(ConfigError(text))
+            case Flushed(flush_id, steps):
+                server.flushed(flush_id, steps)
+            case Ask():
+                server.answering.add(task := asyncio.create_task(self._answer(server, message)))
+                task.add_done_callback(server.answering.discard)
+
+    def on_end(self, server: "_Server", code: int) -> None:
+        """A server's process has ended."""
+        if self._closing:
+            return
+        cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        self._core.fail(CoreFailed(f"API server {server.index} ended unexpectedly ({cause}); everything ends", 1))
+
+    async def _answer(self, asking: "_Server", ask: Ask) -> None:
+        await self.settle()
+        body = self._exporter.text() if ask.what == "metrics" else str(self.num_http_requests).encode()
+        asking.link.send(Answer(ask.ask_id, body))
+
+    def _tell(self, message: ToServer) -> None:
+        for server in self._servers:
+            server.link.send(message)
+
+
+class _Server:
+    """One server's process and link."""
+
+    def __init__(self, index: int, process: asyncio.subprocess.Process, link: Link[FromServer]) -> None:
+        self.index, self.process, self.link = index, process, link
+        self.num_http_requests = 0
+        self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.answering: set[asyncio.Task[None]] = set()
+        self._flushes: dict[int, asyncio.Future[list[int]]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start(cls, start: Start, owner: ServerProcesses) -> "_Server":
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *SERVER_COMMAND,
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), start.listen_fd),
+            )
+        except OSError as error:
+            ours.close()
+            raise EngineDead(f"API server {start.client_index} cannot be started: {error}") from error
+        finally:
+            theirs.close()
+        link: Link[FromServer] = await Link.over(ours, FromServer)
+        link.send(start)
+        server = cls(start.client_index, process, link)
+        server._tasks = [asyncio.create_task(server._read(owner)), asyncio.create_task(server._watch(owner))]
+        return server
+
+    async def flush(self, flush_id: int) -> list[int]:
+        """Return when the server has sent all it has seen: the newest step of each core that it knows of. Nothing when
+        it needs more than FLUSH_SECONDS."""
+        future = self._flushes[flush_id] = asyncio.get_running_loop().create_future()
+        self.link.send(Flush(flush_id))
+        try:
+            return await asyncio.wait_for(future, FLUSH_SECONDS)
+        except TimeoutError:
+            return []
+        finally:
+            del self._flushes[flush_id]
+
+    def flushed(self, flush_id: int, steps: list[int]) -> None:
+        future = self._flushes.get(flush_id)
+        if future is not None and not future.done():
+            future.set_result(steps)
+
+    async def close(self, seconds: float) -> None:
+        """Wait for its end; kill it after `seconds`."""
+        try:
+            await asyncio.wait_for(self.process.wait(), seconds)
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+        for task in (*self._tasks, *self.answering):
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self.answering, return_exceptions=True)
+        if self.loaded.done():
+            self.loaded.exception()  # read, so that nobody complains that nobody did
+        self.link.close()
+
+    async def _read(self, owner: ServerProcesses) -> None:
+        while (message := await self.link.receive()) is not None:
+            owner.on_message(self, message)
+
+    async def _watch(self, owner: ServerProcesses) -> None:
+        owner.on_end(self, await self.process.wait())

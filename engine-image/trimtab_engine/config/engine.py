@@ -1,0 +1,340 @@
+"""The engine's configuration: one frozen value, complete when built, handed from the command line to every process.
+
+Nothing outside this file reads the environment. Checks that need only the values live in `EngineConfig.__post_init__`;
+what needs the model or the device is checked where those are read.
+"""
+
+import os
+import shutil
+from typing import Any, Literal
+
+import msgspec
+
+from trimtab_engine.config.experts import EplbConfig
+from trimtab_engine.config.graphs import CompilationConfig
+from trimtab_engine.config.speculation import SpeculativeConfig
+from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.runner.graphs.plan import DEFAULT_LEVEL, MODES_BY_LEVEL, NO_GRAPHS, GraphPlan, plan_graphs
+from trimtab_engine.scheduling.policy import PreemptionMode, QueueOrder
+
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+MAX_BATCHED_TOKENS = 1 << 20  # tokens in a step; 64 times the largest default in the field
+FLAGS = {"swap_space_bytes": "swap-space"}
+"""The flag of a field where it is not the field's name."""
+MIN_STATS_INTERVAL_SECONDS = 1.0  # below, the line would say little and cost much
+MAX_STATS_INTERVAL_SECONDS = 3600.0
+MAX_WATERMARK = 0.9  # above it next to nothing would be admitted beside what runs
+MAX_QUEUE_LIMIT = 1_000_000_000  # of requests or tokens: no queue is as long
+RANGES: dict[str, tuple[float, float]] = {
+    "long_prefill_token_threshold": (0, MAX_BATCHED_TOKENS),
+    "watermark": (0, MAX_WATERMARK),
+    "max_num_queued_reqs": (0, MAX_QUEUE_LIMIT),
+    "max_num_queued_tokens": (0, MAX_QUEUE_LIMIT),
+    "stats_interval_seconds": (MIN_STATS_INTERVAL_SECONDS, MAX_STATS_INTERVAL_SECONDS),
+}
+"""Fields whose bounds no other value moves."""
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LOOPBACK_INTERFACE = "lo"
+MAX_RANKS = 4096  # of one degree: far beyond any machine, small enough to refuse nonsense at once
+CORE_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
+"""Rounds that the model's threads spin before they sleep, where the container sets nothing. By default they spin so
+long that decode all but stops when other processes want the same CPUs; this costs about an eighth when none do.
+"""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine core is started with. Sizes in bytes per rank, lengths in tokens. None: decided at start-up.
+
+    The caps are the envelope: what start-up reserves. The starts lie inside it and are live (docs/contract.md).
+    `gpu_memory_utilization` is a decimal string, so that 0.29 of 100 bytes is 29 bytes.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["cpu", "cuda"] = "cpu"
+    device_memory_bytes: int | None = None
+    cpu_threads: int | None = None
+    max_model_len: int | Literal["auto"] | None = None
+    """None: the model's. auto: the longest of which one request fits into the KV cache."""
+    block_size: int = 16
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """auto: the model's dtype. fp8: fp8_e4m3."""
+    quantization: Literal["fp8"] | None = None
+    """Quantise the layers' projections as they load. None: as the checkpoint has them."""
+    gpu_memory_utilization: str = "0.9"
+    gpu_memory_utilization_cap: str = "0.9"
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    max_num_seqs: int = 128
+    max_num_seqs_cap: int = 128
+    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens_cap: int = 2048
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    watermark: float = 0.0
+    scheduling_policy: QueueOrder = "fcfs"
+    preemption_mode: PreemptionMode = "recompute"
+    swap_space_bytes: int = 0
+    swap_space_bytes_cap: int = 0
+    enable_prefix_caching: bool = True
+    async_scheduling: bool | None = None
+    """Schedule the next step while the device works on one. None: on CUDA."""
+    speculative: SpeculativeConfig | None = None
+    """How drafts are made; None: no speculation, and its depth is 0."""
+    num_speculative_tokens: int = 0
+    num_speculative_tokens_cap: int = 0
+    max_num_queued_reqs: int = 0
+    """0: no limit; likewise for the tokens."""
+    max_num_queued_tokens: int = 0
+    disable_log_stats: bool = False
+    stats_interval_seconds: float = 10.0
+    log_level: LogLevel = "info"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    data_parallel_size_cap: int | None = None
+    """How many cores there may be, live. None: as many as at the start."""
+    data_parallel_first_rank: int = 0
+    """Of this API's cores among those of a world in which others have APIs of their own, and a balancer of theirs."""
+    data_parallel_world_size: int | None = None
+    """Cores of that world. None: this API's are all."""
+    data_parallel_rank: int = 0
+    """Which of the data-parallel cores this one is; set by whoever starts them, with the place where they meet."""
+    data_parallel_rendezvous: str | None = None
+    """As parallel/rendezvous.py has it: file:PATH on one node, tcp:HOST:PORT over several."""
+    enable_expert_parallel: bool = False
+    expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
+    eplb: EplbConfig | None = None
+    """How the load of experts is balanced over their ranks; None: it is not."""
+    pipeline_layer_partition: tuple[int, ...] | None = None
+    """Layers of each pipeline stage. None: divided evenly."""
+    nnodes: int = 1
+    """Nodes over which the ranks are spread evenly, whole engine cores where there are several; this one is
+    `node_rank`."""
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
+    enforce_eager: bool = False
+    optimization_level: int = DEFAULT_LEVEL
+    compilation: CompilationConfig = CompilationConfig()
+    rendezvous_id: str = ""
+    """Ranks of different ids never form one engine: the revision of a group, say."""
+    seed: int = 0
+    profiler_dir: str | None = None
+
+    @property
+    def max_cores(self) -> int:
+        """Engine cores that there may be, live."""
+        return self.data_parallel_size_cap or self.data_parallel_size
+
+    @property
+    def num_local_cores(self) -> int:
+        """Engine cores on one node, at the start."""
+        return max(1, self.data_parallel_size // self.nnodes)
+
+    @property
+    def nodes_per_core(self) -> int:
+        """Nodes that one engine core's ranks are spread over: several only where there is one core."""
+        return self.nnodes if self.data_parallel_size == 1 else 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of one engine core."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size // self.nodes_per_core
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Of all engine cores that there may be on one node: its device is divided among so many."""
+        return self.max_cores // (self.nnodes // self.nodes_per_core) * self.ranks_per_node
+
+    @property
+    def first_local_rank(self) -> int:
+        """This core's first rank among those of its node."""
+        return self.data_parallel_rank * self.ranks_per_node % self.num_local_ranks
+
+    @property
+    def max_num_sampled_rows(self) -> int:
+        """Rows of logits of one step, at most: the newest token and the drafts of every request."""
+        return min(self.max_num_batched_tokens_cap, self.max_num_seqs_cap * (1 + self.num_speculative_tokens_cap))
+
+    @property
+    def num_redundant_experts(self) -> int | None:
+        """None: experts do not move."""
+        return None if self.eplb is None else self.eplb.num_redundant_experts
+
+    @property
+    def graph_plan(self) -> GraphPlan:
+        """The CUDA graphs of this engine; none on the CPU, whatever the flags say."""
+        return self.cuda_graph_plan if self.device == "cuda" else NO_GRAPHS
+
+    @property
+    def cuda_graph_plan(self) -> GraphPlan:
+        """What the flags say for CUDA."""
+        return plan_graphs(
+            self.compilation,
+            enforce_eager=self.enforce_eager,
+            optimization_level=self.optimization_level,
+            max_num_seqs=self.max_num_seqs_cap,
+            max_num_batched_tokens=self.max_num_batched_tokens_cap,
+            num_drafts=self.num_speculative_tokens_cap,
+        )
+
+    def __post_init__(self) -> None:
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(
+                f"--block-size is {self.block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}"
+            )
+        for name in ("gpu_memory_utilization", "gpu_memory_utilization_cap"):
+            _check_fraction(name, getattr(self, name))
+        if float(self.gpu_memory_utilization) > float(self.gpu_memory_utilization_cap):
+            raise _above_cap("gpu-memory-utilization", self.gpu_memory_utilization, self.gpu_memory_utilization_cap)
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            value, cap = getattr(self, name), getattr(self, name + "_cap")
+            flag = name.replace("_", "-")
+            if value < 1:
+                raise ConfigError(f"--{flag} is {value}; it must be 1 or more")
+            if value > cap:
+                raise _above_cap(flag, value, cap)
+        for name in ("swap_space_bytes", "num_speculative_tokens"):
+            value, cap = getattr(self, name), getattr(self, name + "_cap")
+            flag = FLAGS.get(name, name.replace("_", "-"))
+            if value < 0:
+                raise ConfigError(f"--{flag} is {value}; it must be 0 or more")
+            if value > cap:
+                raise _above_cap(flag, value, cap)
+        self._check_speculation()
+        for name, (low, high) in RANGES.items():
+            if not low <= getattr(self, name) <= high:
+                flag, value = name.replace("_", "-"), getattr(self, name)
+                raise ConfigError(f"--{flag} is {value}; it must be between {low:g} and {high:.10g}")
+        if self.max_num_batched_tokens_cap > MAX_BATCHED_TOKENS:
+            raise ConfigError(
+                f"--max-num-batched-tokens (or its cap) is {self.max_num_batched_tokens_cap}; start-up runs one step "
+                f"of that size, and more than {MAX_BATCHED_TOKENS} is not meant; set {MAX_BATCHED_TOKENS} or less"
+            )
+        if self.optimization_level not in MODES_BY_LEVEL:
+            raise ConfigError(f"-O is {self.optimization_level}; it must be 0 to {max(MODES_BY_LEVEL)}")
+        self._check_ranks()
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens is {self.max_num_batched_tokens}, below --max-num-seqs {self.max_num_seqs}: "
+                f"a step could not give every running request one token; raise the former or lower the latter"
+            )
+
+    def _check_ranks(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes"):
+            if not 1 <= getattr(self, name) <= MAX_RANKS:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} is {getattr(self, name)}; it must be between 1 and {MAX_RANKS}")
+        ranks = self.tensor_parallel_size * self.pipeline_parallel_size
+        if not self.data_parallel_size <= self.max_cores <= MAX_RANKS:
+            raise _above_cap("data-parallel-size", self.data_parallel_size, self.data_parallel_size_cap)
+        if self.max_cores > self.data_parallel_size and self.nnodes > 1:
+            raise NotBuiltError(
+                f"--data-parallel-size-cap {self.max_cores} with --nnodes {self.nnodes} is not built: engine cores "
+                f"join and retire on one node only; leave the cap out"
+            )
+        self._check_external()
+        if self.data_parallel_size > 1 and self.data_parallel_size % self.nnodes:
+            raise NotBuiltError(
+                f"--data-parallel-size {self.data_parallel_size} with --nnodes {self.nnodes} is not built: each node "
+                f"holds as many whole engines as the others; set a multiple of {self.nnodes}, or fewer nodes"
+            )
+        if self.eplb is not None:
+            self._check_eplb()
+        if ranks % self.nodes_per_core:
+            raise ConfigError(
+                f"--nnodes is {self.nnodes}, but tensor x pipeline parallel = {ranks} ranks cannot be divided evenly "
+                f"among so many nodes; set a divisor of {ranks}"
+            )
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(f"--node-rank is {self.node_rank}; with --nnodes {self.nnodes} it must be below that")
+
+    def _check_eplb(self) -> None:
+        if not self.enable_expert_parallel:
+            raise ConfigError("--enable-eplb balances whole experts; add --enable-expert-parallel, or leave it out")
+        if self.tensor_parallel_size * self.data_parallel_size == 1:
+            raise ConfigError(
+                "--enable-eplb balances over tensor x data parallel ranks, and there is 1; raise one of the sizes"
+            )
+        if self.expert_placement_strategy != "linear":
+            raise ConfigError(
+                f"--expert-placement-strategy {self.expert_placement_strategy} says where experts stay, --enable-eplb "
+                f"moves them; leave one of the two out"
+            )
+
+    def _check_external(self) -> None:
+        world = self.data_parallel_world_size
+        if world is None:
+            return
+        last = self.data_parallel_first_rank + self.data_parallel_size - 1
+        if not 0 <= self.data_parallel_first_rank <= last < world:
+            raise ConfigError(
+                f"data-parallel ranks {self.data_parallel_first_rank} to {last} of --data-parallel-size {world} are "
+                f"not there; ranks are 0 to {world - 1}"
+            )
+        if self.nnodes > 1 or self.max_cores > self.data_parallel_size:
+            raise NotBuiltError(
+                "--data-parallel-rank and --data-parallel-hybrid-lb, where every server has its own cores, go neither "
+                "with --nnodes nor with --data-parallel-size-cap; leave those out"
+            )
+
+    def _check_speculation(self) -> None:
+        depth_cap = 0 if self.speculative is None else self.speculative.num_speculative_tokens
+        if self.num_speculative_tokens_cap > depth_cap:
+            raise ConfigError(
+                f"the cap of num_speculative_tokens is {self.num_speculative_tokens_cap}, but --speculative-config "
+                f"makes {depth_cap} drafts"
+            )
+
+
+def _check_fraction(name: str, value: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    try:
+        number = float(value)
+    except ValueError:
+        raise ConfigError(f"{flag} is {value!r}; it must be a number above 0 and up to 1, such as 0.9") from None
+    if not 0 < number <= 1:
+        raise ConfigError(f"{flag} is {value}; it must be above 0 and up to 1")
+
+
+def _above_cap(flag: str, value: Any, cap: Any) -> ConfigError:
+    return ConfigError(f"--{flag} is {value}, above --{flag}-cap {cap}; raise the cap or lower the value")
+
+
+def first_visible_gpu() -> int | str | None:
+    """The first GPU that CUDA shows to this process's children, by index or UUID, as NVML has them; None: none."""
+    written = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if written is None:
+        return 0
+    first = written.split(",")[0].strip()
+    if first.startswith(("GPU-", "MIG-")):
+        return first
+    return int(first) if first.isdecimal() else None
+
+
+def c_compiler() -> str | None:
+    """With which Triton builds what launches its kernels: CC, else gcc or clang. None: there is none."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+def core_environment() -> dict[str, str]:
+    """The engine core's environment: this process's, and what only the core needs where it says nothing."""
+    return {**CORE_ENVIRONMENT, **os.environ}
+
+
+def set_core_environment() -> None:
+    """The same for an engine that runs in this process. It has an effect only before torch is first imported."""
+    for name, value in CORE_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def use_interface_between_ranks(name: str | None) -> None:
+    """The ranks' connections stay on this interface, unless the environment says otherwise. None: they choose."""
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        if name != LOOPBACK_INTERFACE:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")

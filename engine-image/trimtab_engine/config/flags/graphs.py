@@ -1,0 +1,115 @@
+"""The flags of CUDA graphs: switches, sizes, an optimisation level, and one JSON object with all of it."""
+
+import argparse
+from typing import Any
+
+from trimtab_engine.config.flags import parser as types
+from trimtab_engine.config.graphs import FLAG, CompilationConfig, compilation_config, parse_compilation_json
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.runner.graphs.plan import DEFAULT_LEVEL, MODES_BY_LEVEL
+
+SHORT = "-cc"
+SINGLE_FIELDS: dict[str, type] = {"mode": str, "level": str, "cudagraph_mode": str, "max_cudagraph_capture_size": int}
+"""Fields of the JSON that may be written one by one: --compilation-config.mode 3, -cc.cudagraph_mode=none."""
+SIZE_FLAGS = {
+    "cudagraph_capture_sizes": "--cudagraph-capture-sizes",
+    "max_cudagraph_capture_size": "--max-cudagraph-capture-size",
+    "cudagraph_lazy_capture": "--cudagraph-lazy-capture",
+}
+"""Fields with a flag of their own."""
+
+
+def add_graph_flags(group: Any) -> None:
+    group.add_argument(
+        "--enforce-eager",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="no CUDA graphs, whatever else is said: less memory and a faster start, slower decode (default: off)",
+    )
+    group.add_argument(
+        "-O",
+        "--optimization-level",
+        type=int,
+        choices=tuple(MODES_BY_LEVEL),
+        default=DEFAULT_LEVEL,
+        metavar="LEVEL",
+        help="0: no graphs; 1: piecewise; 2 and 3: decode steps as one graph each, others piecewise; none of them uses "
+        f"torch.compile (default: {DEFAULT_LEVEL}; the CPU has no graphs at any level)",
+    )
+    group.add_argument(
+        "--cudagraph-capture-sizes",
+        nargs="+",
+        type=_sizes,
+        metavar="TOKENS",
+        help="sizes of the graphs, such as 1 2 4 8 or 1,2,4,8 (default: 1, 2, 4, every 8 to 256, every 16 beyond)",
+    )
+    group.add_argument(
+        "--max-cudagraph-capture-size",
+        type=types.not_negative,
+        metavar="TOKENS",
+        help="where the default sizes end (default: twice the requests, 512 at most)",
+    )
+    group.add_argument(
+        "--cudagraph-lazy-capture",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="capture a graph when a step first wants it: a faster start, one slow step each (default: off)",
+    )
+    group.add_argument(
+        FLAG,
+        SHORT,
+        metavar="JSON",
+        help='{"cudagraph_mode": "full_decode_only", "cudagraph_capture_sizes": [1, 2, 4]}; single fields as '
+        f"{SHORT}.cudagraph_mode=none as well",
+    )
+    for name, kind in SINGLE_FIELDS.items():
+        dashed = name.replace("_", "-")
+        names = dict.fromkeys(f"{flag}.{field}" for flag in (FLAG, SHORT) for field in (name, dashed))
+        group.add_argument(*names, dest=f"compilation__{name}", type=kind, help=argparse.SUPPRESS)
+    for flag in (FLAG, SHORT):
+        for name in ("cudagraph_capture_sizes", "cudagraph-capture-sizes"):
+            group.add_argument(
+                f"{flag}.{name}", dest="compilation__sizes", nargs="+", type=_sizes, help=argparse.SUPPRESS
+            )
+
+
+def graph_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of EngineConfig. Raises ConfigError where two flags differ."""
+    return {
+        "enforce_eager": arguments.enforce_eager,
+        "optimization_level": arguments.optimization_level,
+        "compilation": _compilation(arguments),
+    }
+
+
+def _compilation(arguments: argparse.Namespace) -> CompilationConfig:
+    text = arguments.compilation_config
+    values: dict[str, Any] = {} if text is None else parse_compilation_json(text)
+    written: list[tuple[str, str, Any]] = [
+        (name, f"{FLAG}.{name}", getattr(arguments, f"compilation__{name}")) for name in SINGLE_FIELDS
+    ]
+    written.append(("cudagraph_capture_sizes", f"{FLAG}.cudagraph_capture_sizes", _flat(arguments.compilation__sizes)))
+    written.append(
+        ("cudagraph_capture_sizes", SIZE_FLAGS["cudagraph_capture_sizes"], _flat(arguments.cudagraph_capture_sizes))
+    )
+    for name in ("max_cudagraph_capture_size", "cudagraph_lazy_capture"):
+        written.append((name, SIZE_FLAGS[name], getattr(arguments, name)))
+    for name, flag, value in written:
+        if value is None:
+            continue
+        if values.get(name, value) != value:
+            raise ConfigError(f"{flag} is {value}, but elsewhere {name} is {values[name]}; give one")
+        values[name] = value
+    return compilation_config(values)
+
+
+def _flat(given: list[list[int]] | None) -> list[int] | None:
+    return None if given is None else [size for sizes in given for size in sizes]
+
+
+def _sizes(text: str) -> list[int]:
+    """One size, or several with commas between."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no list of sizes; write 1 2 4 8 or 1,2,4,8") from None

@@ -1,0 +1,120 @@
+"""The flags of the live fields beside the three main knobs: where each starts, and how far swap space may grow."""
+
+import argparse
+from typing import Any, get_args
+
+from trimtab_engine.config.engine import LogLevel
+from trimtab_engine.config.flags import parser as types
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.scheduling.policy import PreemptionMode, QueueOrder
+
+DEFAULT_SWAP_BYTES = 4 << 30  # vLLM's --swap-space, where host memory is not the device's own
+
+
+def add_scheduling_flags(group: Any) -> None:
+    group.add_argument(
+        "--long-prefill-token-threshold",
+        type=types.not_negative,
+        default=0,
+        metavar="TOKENS",
+        help="most tokens of one prompt in a step while others run; live (default: 0, no limit)",
+    )
+    group.add_argument(
+        "--watermark",
+        type=types.fraction,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the KV blocks left free when admitting beside what runs; live (default: 0)",
+    )
+    group.add_argument(
+        "--scheduling-policy",
+        choices=get_args(QueueOrder),
+        default="fcfs",
+        help="order of the queue: by arrival, or by the requests' priority; live (default: fcfs)",
+    )
+    group.add_argument(
+        "--preemption-mode",
+        choices=get_args(PreemptionMode),
+        default="recompute",
+        help="what a preempted request's KV cache becomes; auto: the cheaper of both; live (default: recompute)",
+    )
+    group.add_argument(
+        "--swap-space",
+        type=types.swap_space,
+        metavar="SIZE",
+        help="host memory for preempted requests, in GiB or as 512Mi; on the CPU it is part of the device; live "
+        "(default: 0 with preemption mode recompute, else 4 GiB on CUDA)",
+    )
+    group.add_argument(
+        "--swap-space-cap",
+        type=types.swap_space,
+        metavar="SIZE",
+        help="how far it may be raised live (default: the start value)",
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="requests share the KV blocks of equal beginnings; live (default: on)",
+    )
+
+
+def add_queue_flags(group: Any) -> None:
+    for name, what in (("reqs", "requests wait"), ("tokens", "prompt tokens wait for their first output")):
+        group.add_argument(
+            f"--max-num-queued-{name}",
+            type=types.not_negative,
+            default=0,
+            metavar="N",
+            help=f"503 with Retry-After while so many {what}; live (default: 0, no limit)",
+        )
+
+
+def add_log_flags(group: Any) -> None:
+    group.add_argument("--disable-log-stats", action="store_true", help="no statistics line, no engine metrics; live")
+    group.add_argument(
+        "--stats-interval-seconds",
+        type=types.seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="between two statistics lines; live (default: 10)",
+    )
+    group.add_argument(
+        "--log-level",
+        choices=get_args(LogLevel),
+        default="info",
+        help="of the engine's own lines; live (default: info)",
+    )
+
+
+def live_values(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
+    """EngineConfig's fields that these flags set. Raises ConfigError where they contradict each other."""
+    swap_space, cap = _swap_space(arguments, device)
+    return {
+        "long_prefill_token_threshold": arguments.long_prefill_token_threshold,
+        "watermark": arguments.watermark,
+        "scheduling_policy": arguments.scheduling_policy,
+        "preemption_mode": arguments.preemption_mode,
+        "swap_space_bytes": swap_space,
+        "swap_space_bytes_cap": cap,
+        "enable_prefix_caching": arguments.enable_prefix_caching,
+        "max_num_queued_reqs": arguments.max_num_queued_reqs,
+        "max_num_queued_tokens": arguments.max_num_queued_tokens,
+        "disable_log_stats": arguments.disable_log_stats,
+        "stats_interval_seconds": arguments.stats_interval_seconds,
+        "log_level": arguments.log_level,
+    }
+
+
+def _swap_space(arguments: argparse.Namespace, device: str) -> tuple[int, int]:
+    """Start and cap, in bytes."""
+    size, mode = arguments.swap_space, arguments.preemption_mode
+    if size is None:
+        size = DEFAULT_SWAP_BYTES if mode != "recompute" and device == "cuda" else 0
+    cap = size if arguments.swap_space_cap is None else arguments.swap_space_cap
+    if mode != "recompute" and cap == 0:
+        raise ConfigError(
+            f"--preemption-mode is {mode}, but there is no swap space; on the CPU it is part of the device and "
+            f"has no default: set --swap-space, such as 0.5 (GiB) or 512Mi"
+        )
+    return size, cap

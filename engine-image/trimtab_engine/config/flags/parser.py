@@ -1,0 +1,203 @@
+"""argparse, with errors of one line that name the nearest flag, and types that say what they want."""
+
+import argparse
+import difflib
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Literal, NoReturn, get_args
+
+from trimtab_engine.config.engine import KVCacheDtype
+from trimtab_engine.config.quantity import parse_quantity
+from trimtab_engine.config.quantization import check_method
+from trimtab_engine.errors import NotBuiltError
+
+LENGTH_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+"""vLLM's: lower case decimal, upper case binary."""
+MAX_INT64 = 2**63 - 1
+
+
+class RefusedFlag(argparse.Action):
+    """A flag of vLLM's that is known, and not built: it is refused by name, and never offered."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Errors are one line on stderr and exit code 2. Flags are never abbreviated, so that a new one breaks nothing."""
+
+    def __init__(self, **keywords: object) -> None:
+        super().__init__(allow_abbrev=False, **keywords)  # type: ignore[arg-type]  # argparse's own keywords
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}{self._hint(message)}; see {self.prog} --help", file=sys.stderr)
+        sys.exit(2)
+
+    def _hint(self, message: str) -> str:
+        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        if not unknown:
+            return ""
+        close = self.nearest_flag(unknown.group(1))
+        return f"; did you mean {close}?" if close else ""
+
+    def command(self, name: str) -> "OneLineParser":
+        """The parser of a subcommand."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and name in action.choices:
+                parser: OneLineParser = action.choices[name]
+                return parser
+        raise KeyError(name)
+
+    def dest_of(self, flag: str) -> str:
+        """Where the value of a flag (or of flag=value) goes."""
+        return self._option_string_actions[flag.partition("=")[0]].dest
+
+    def nearest_flag(self, flag: str) -> str | None:
+        """The flag that was perhaps meant; None: none is near, or the nearest is not built."""
+        known = dict(self._flags())
+        close = next(iter(difflib.get_close_matches(flag, known, n=1)), None)
+        return None if close is None or isinstance(known[close], RefusedFlag) else close
+
+    def all_flags(self) -> list[str]:
+        """Every long flag of this command and of its subcommands."""
+        return [flag for flag, _ in self._flags()]
+
+    def _flags(self) -> Iterator[tuple[str, argparse.Action]]:
+        for action in self._actions:
+            for flag in action.option_strings:
+                if flag.startswith("--"):
+                    yield flag, action
+            if isinstance(action, argparse._SubParsersAction):
+                for child in action.choices.values():
+                    yield from child._flags()
+
+
+MAX_THREADS = 4096  # beyond any machine; OpenMP crashes when it cannot start as many as it is told to
+MAX_API_SERVERS = 64  # processes, each with a tokenizer of its own
+
+
+def positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def threads(text: str) -> int:
+    number = _integer(text, 1)
+    if number > MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"{text} is above {MAX_THREADS}; more threads than CPUs only slow it down")
+    return number
+
+
+def api_servers(text: str) -> int:
+    number = _integer(text, 1)
+    if number > MAX_API_SERVERS:
+        raise argparse.ArgumentTypeError(f"{text} is above {MAX_API_SERVERS}; one server takes hundreds of requests/s")
+    return number
+
+
+def not_negative(text: str) -> int:
+    return _integer(text, 0)
+
+
+def port(text: str) -> int:
+    number = _integer(text, 0)
+    if number > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port; ports end at 65535")
+    return number
+
+
+def seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
+    return number
+
+
+def quantity(text: str) -> int:
+    """Bytes: a plain number or a Kubernetes quantity such as 1500Mi or 2G."""
+    size = parse_quantity(text)
+    if not size:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes or a quantity such as 1500Mi or 2G")
+    return size
+
+
+def fraction(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a share; write a number from 0 to 1, such as 0.01")
+    return number
+
+
+def swap_space(text: str) -> int:
+    """Bytes: a plain number is GiB, as in vLLM; or a quantity such as 512Mi. 0 is none."""
+    if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII):
+        return int(Fraction(text) * (1 << 30))
+    return quantity(text)
+
+
+def model_len(text: str) -> int | Literal["auto"]:
+    """Tokens as vLLM reads them: 8192, 8k (8000), 8K (8192), 1.5M; auto or -1: the longest that fits."""
+    if text in ("auto", "-1"):
+        return "auto"
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", text)
+    length = Fraction(match.group(1)) * LENGTH_UNITS[match.group(2)] if match else Fraction(0)
+    if length < 1 or length.denominator != 1 or length > MAX_INT64:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is no number of tokens; write 8192, 8k (8000), 8K (8192), or auto for the longest that fits"
+        )
+    return int(length)
+
+
+def kv_cache_dtype(text: str) -> str:
+    if text not in get_args(KVCacheDtype):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is none of {', '.join(get_args(KVCacheDtype))}")
+    return text
+
+
+def quantization(text: str) -> str:
+    try:
+        check_method(text)
+    except NotBuiltError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--quantization ")) from None
+    return text
+
+
+def block_size(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else positive(text)
+
+
+def buckets(text: str) -> dict[str, list[float]]:
+    """Upper bounds by family: a JSON object of rising lists of numbers."""
+    try:
+        given = json.loads(text)
+        bounds = {name: [float(bound) for bound in given[name]] for name in given}
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not a JSON object of lists of numbers") from error
+    for name, values in bounds.items():
+        if not values or not all(map(math.isfinite, values)) or sorted(set(values)) != values:
+            raise argparse.ArgumentTypeError(f"{name}: {given[name]} is not a rising list of numbers")
+    return bounds
+
+
+def sha256(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
+        raise argparse.ArgumentTypeError("it must be 64 hexadecimal digits: printf %s TOKEN | sha256sum")
+    return text.lower()
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number} is below {least}")
+    if number > MAX_INT64:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is beyond 64 bits")
+    return number

@@ -1,0 +1,107 @@
+"""--speculative-config as a typed value. Names and defaults are vLLM's; what is not built is refused by name.
+
+Knows no tensor: the API server's process reads it as well.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from trimtab_engine.config.json_flags import convert_fields, read_json_object
+from trimtab_engine.errors import ConfigError, NotBuiltError
+
+FLAG = "--speculative-config"
+METHODS = ("ngram", "draft_model")
+METHODS_NOT_BUILT = (
+    "custom_class", "dflash", "dspark", "eagle", "eagle3", "extract_hidden_states", "medusa", "mlp_speculator", "mtp",
+    "ngram_gpu", "suffix",
+)  # fmt: skip
+MAX_SPECULATIVE_TOKENS = 128  # vLLM's
+MAX_LOOKUP_TOKENS = 1024  # a longer n-gram says nothing more, and each of its tokens is one look at the text
+DEFAULT_LOOKUP_TOKENS = 5  # vLLM's, for both ends
+HARMLESS: dict[str, tuple[object, ...]] = {
+    "draft_tensor_parallel_size": (None, 1),
+    "enforce_eager": (None, True),
+    "quantization": (None,),
+    "rejection_sample_method": (None, "standard", "strict"),
+}
+"""Further fields of vLLM's, and the values that ask for what is built anyway."""
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How drafts are made. `num_speculative_tokens` is where the live depth starts, and its cap."""
+
+    method: Literal["ngram", "draft_model"]
+    num_speculative_tokens: int
+    model: str | None = None
+    """draft_model: folder or .gguf file of the draft model."""
+    prompt_lookup_min: int = DEFAULT_LOOKUP_TOKENS
+    """ngram: shortest end of the text that is looked up in it."""
+    prompt_lookup_max: int = DEFAULT_LOOKUP_TOKENS
+    """ngram: longest one, tried first."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"{FLAG}: num_speculative_tokens is {self.num_speculative_tokens}; it must be 1 to "
+                f"{MAX_SPECULATIVE_TOKENS}, and 3 to 5 are usual"
+            )
+        if self.method == "draft_model" and not self.model:
+            raise ConfigError(f"{FLAG}: method draft_model needs model, the path of a smaller model of one vocabulary")
+        if self.method == "ngram" and self.model:
+            raise ConfigError(f"{FLAG}: method ngram has no model, but model is {self.model}; leave one of them out")
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= MAX_LOOKUP_TOKENS:
+            raise ConfigError(
+                f"{FLAG}: prompt_lookup_min {self.prompt_lookup_min} and prompt_lookup_max {self.prompt_lookup_max} "
+                f"must be 1 to {MAX_LOOKUP_TOKENS}, the first not above the second"
+            )
+
+
+def parse_speculative_json(text: str) -> dict[str, Any]:
+    """The JSON object of --speculative-config. Raises ConfigError."""
+    return read_json_object(FLAG, text, _EXAMPLE)
+
+
+def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
+    """Judge the fields of --speculative-config. Raises ConfigError, NotBuiltError for what vLLM has and we do not."""
+    fields = {name: value for name, value in values.items() if value is not None}
+    for name, harmless in HARMLESS.items():
+        if fields.pop(name, None) not in harmless:
+            raise NotBuiltError(f"{FLAG}: {name} {values[name]!r} is not built; leave it out")
+    unknown = sorted(fields.keys() - {field.name for field in msgspec.structs.fields(SpeculativeConfig)})
+    if unknown:
+        raise NotBuiltError(f"{FLAG}: {unknown[0]} is not built; its fields are {', '.join(_FIELDS)}")
+    fields["method"] = _method(fields.get("method"), fields.get("model"))
+    if fields["method"] == "ngram" and fields.get("model") == "ngram":
+        del fields["model"]
+    _fill_lookup(fields)
+    if "num_speculative_tokens" not in fields:
+        raise ConfigError(f"{FLAG}: num_speculative_tokens is missing; 3 to 5 are usual")
+    return convert_fields(FLAG, fields, SpeculativeConfig)
+
+
+def _method(method: object, model: object) -> str:
+    """vLLM takes the method from the model where none is given."""
+    if method is None:
+        if model is None:
+            raise ConfigError(f"{FLAG}: method is missing; it is one of {', '.join(METHODS)}")
+        return "ngram" if model == "ngram" else "draft_model"
+    if method in METHODS:
+        return str(method)
+    if method in METHODS_NOT_BUILT or str(method).endswith("_mtp"):
+        raise NotBuiltError(f"{FLAG}: method {method} is not built; built are {' and '.join(METHODS)}")
+    raise ConfigError(f"{FLAG}: there is no method {str(method)[:40]!r}; built are {' and '.join(METHODS)}")
+
+
+def _fill_lookup(fields: dict[str, Any]) -> None:
+    """One end of the n-gram lengths alone stands for both."""
+    low, high = fields.get("prompt_lookup_min"), fields.get("prompt_lookup_max")
+    if low is None and high is not None:
+        fields["prompt_lookup_min"] = high
+    if high is None and low is not None:
+        fields["prompt_lookup_max"] = low
+
+
+_FIELDS = [field.name for field in msgspec.structs.fields(SpeculativeConfig)]
+_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'

@@ -1,0 +1,560 @@
+"""One step of serving, and what may change between two of them: schedule, run, sample, update; add, abort, re-trim.
+
+The engine owns the scheduler, the model runner and the KV cache and knows neither sockets nor HTTP; the clock is
+handed in. How it comes to be is startup.py's, who talks to it is core_process.py's.
+"""
+
+import logging
+import math
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, TypeVar
+
+from trimtab_engine.config.live.patch import LiveConfig
+from trimtab_engine.config.live.reading import Refusal
+from trimtab_engine.config.log_level import set_log_level
+from trimtab_engine.core.execution import Execution, Flight, PreparedStep, StepResult
+from trimtab_engine.core.lifecycle import Lifecycle, Refused, RemainingWork, Weights
+from trimtab_engine.core.preemption_watch import PreemptionWatch
+from trimtab_engine.core.step_stats import note_graphs, step_stats
+from trimtab_engine.device.device import Device
+from trimtab_engine.device.kv_cache import KVCache
+from trimtab_engine.errors import IntegrityError, InvalidRequest
+from trimtab_engine.memory.formula import Ledger, MemoryFormula, total_of
+from trimtab_engine.memory.plan import PlanBase, plan_memory
+from trimtab_engine.messages import (
+    AddRequest,
+    EngineState,
+    RequestOutput,
+    SamplingParams,
+    StepOutputs,
+    StepStats,
+    TokenLogprobs,
+)
+from trimtab_engine.runner.model_runner import ModelRunner
+from trimtab_engine.runner.rank_ledger import rank_ledger
+from trimtab_engine.scheduling.request import Request, RequestStatus
+from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
+from trimtab_engine.structured.compiler import GrammarCompiler
+from trimtab_engine.structured.matcher import GrammarMatcher
+
+REPORT_SECONDS = 1.0  # how often the ledger and the live values are sent when nothing changed
+RATE_WEIGHT = 0.1  # of the newest step in the running mean of tokens per second
+
+LayoutReport = dict[str, Any]
+Item = TypeVar("Item")
+
+logger = logging.getLogger("trimtab_engine.core")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What start-up built and measured. `layout` is the body of GET /admin/v1/layout."""
+
+    device: Device
+    runner: ModelRunner
+    weights: Weights
+    kv_cache: KVCache
+    scheduler: Scheduler
+    execution: Execution
+    formula: MemoryFormula
+    live: LiveConfig
+    plan: PlanBase
+    layout: LayoutReport
+    grammars: GrammarCompiler
+
+
+class Engine:
+    """Serves requests step by step. Not thread-safe: one loop calls it.
+
+    `clock` gives CLOCK_MONOTONIC seconds, as the API server's arrival times are.
+    """
+
+    def __init__(self, parts: EngineParts, clock: Callable[[], float]) -> None:
+        self._device = parts.device
+        self._runner = parts.runner
+        self._kv_cache = parts.kv_cache
+        self._scheduler = parts.scheduler
+        self._formula = parts.formula
+        self._live = parts.live
+        self._plan = parts.plan
+        self._layout = parts.layout
+        self._grammars = parts.grammars
+        self._execution = parts.execution
+        self._clock = clock
+        self._flights: deque[Flight] = deque()
+        """In the order in which they land. Several only with pipeline stages."""
+        self._ready: list[RequestOutput] = []
+        """Outputs that the next step() reports."""
+        self._preemption = PreemptionWatch(parts.scheduler)
+        self._announced: set[str] = set()
+        self._last_report = -REPORT_SECONDS
+        self._drain_deadline: float | None = None
+        self._tokens_per_second = 0.0
+        self._lifecycle = Lifecycle(
+            scheduler=self._scheduler,
+            kv_cache=self._kv_cache,
+            weights=parts.weights,
+            is_idle=lambda: self._scheduler.is_idle and not self.is_building,
+            abort_all=self._abort_everything,
+            settle=self._settle,
+            clock=self._clock,
+        )
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        can_run = not self._scheduler.is_idle and not self._lifecycle.is_frozen
+        return bool(self._ready) or bool(self._flights) or can_run or self._execution.is_needed
+
+    @property
+    def is_building(self) -> bool:
+        """Requests wait for their grammar: look again soon."""
+        return self._grammars.num_waiting > 0
+
+    @property
+    def is_empty(self) -> bool:
+        """No request is here in any state, and nothing is left to tell."""
+        return self._scheduler.is_idle and not self.has_work and not self.is_building
+
+    def has_room_for(self, message: AddRequest) -> bool:
+        """Whether the next step would run it at once: nothing waits, and there are a seat and blocks."""
+        return self._scheduler.has_room_for(len(message.prompt_token_ids))
+
+    def add(self, message: AddRequest) -> None:
+        """Queue a request; one that can never run ends at the next step with finish_reason error, alone."""
+        if not self._lifecycle.accepts:  # its server had not heard yet
+            self._ready.append(RequestOutput(message.request_id, [], RequestStatus.FINISHED_ABORTED.value))
+            return
+        request = Request.of(
+            message.request_id,
+            message.prompt_token_ids,
+            message.sampling,
+            arrival_time=message.arrival_time,
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+        )
+        if message.sampling.grammar is None or self._grammars.start(request):
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        try:
+            if request.sampling.grammar is not None and (request.grammar is None or request.grammar.error is not None):
+                reason = "its tokenizer cannot be read" if request.grammar is None else request.grammar.error
+                raise InvalidRequest(f"the grammar cannot be built: {reason}")
+            self._scheduler.add(request)
+        except InvalidRequest as error:
+            ended = RequestOutput(request.request_id, [], RequestStatus.FINISHED_ERROR.value, error=str(error))
+            self._ready.append(ended)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Free these requests' blocks now. The one who aborts knows: no output is sent."""
+        self._grammars.forget(request_ids)
+        self._scheduler.abort(request_ids)
+        self._announced.difference_update(request_ids)
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepOutputs:
+        """Run one step and report it. An engine without work reports only its state.
+
+        When steps overlap, it returns with the next one in flight.
+        """
+        started = self._clock()
+        for request in self._grammars.take_ready():
+            self._queue(request)
+        self._abort_past_drain_deadline(started)
+        self._fill_pipeline(started)
+        if not self._flights:
+            return self._report(None, StepResult(), started)
+        flight = self._flights.popleft()
+        ahead = self._prepare(self._clock()) if self._schedules_ahead else None
+        follower = self._follow(ahead, flight)
+        result = flight.result()
+        self._land(flight, result)
+        if follower is None:
+            self._take_off(ahead)
+        else:
+            follower.started = self._clock()  # until now the device was busy with the step before
+        return self._report(flight.step, result, flight.started)
+
+    def _fill_pipeline(self, now: float) -> None:
+        """Have a step in flight, or as many as there are pipeline stages, while there is something to run."""
+        while len(self._flights) < self._execution.num_stages:
+            step = self._prepare(now) or self._execution.prepare_idle()
+            if step is None:
+                return
+            self._take_off(step)
+
+    @property
+    def _schedules_ahead(self) -> bool:
+        """Drafts continue the newest token: with speculation a step is scheduled when the one before has landed."""
+        return self._execution.overlaps and not self._scheduler.policy.num_speculative_tokens
+
+    def _prepare(self, now: float) -> PreparedStep | None:
+        """The next step's batch; None when nothing can run."""
+        if self._lifecycle.is_frozen:
+            return None
+        batch = self._scheduler.schedule(now)
+        if batch.preempted:
+            self._preemption.warn(batch.preempted, now)
+        if not batch.sequences:
+            return None
+        return self._execution.prepare(batch, depth=self._scheduler.policy.num_speculative_tokens)
+
+    def _follow(self, step: PreparedStep | None, flight: Flight) -> Flight | None:
+        """Queue a step behind the one that is being computed, where that is possible: the device then never idles."""
+        if step is None or not self._execution.can_follow(step, flight):
+            return None
+        follower = self._execution.begin_behind(step, self._clock(), flight)
+        self._flights.append(follower)
+        return follower
+
+    def _take_off(self, step: PreparedStep | None) -> None:
+        if step is not None:
+            self._flights.append(self._execution.begin(step, self._clock()))
+
+    def _land(self, flight: Flight, result: StepResult) -> None:
+        """Give the requests what the step brought."""
+        batch, now = flight.step.batch, self._clock()
+        scores = iter(result.prompt_logprobs)
+        for request, position, count in flight.step.scoring:
+            request.note_prompt_logprobs(position, list(islice(scores, count)))
+        for request, tokens in zip(batch.sampling, result.token_ids, strict=True):
+            if request.grammar is not None and isinstance(tokens, list):
+                _end_with_grammar(request.grammar, tokens)
+        sampled = self._scheduler.update(batch, result.token_ids, now)
+        self._preemption.measure(flight, result, now)
+        for entry, positions in zip(sampled, result.logprobs, strict=True):
+            if entry[1] != []:  # else it ended while the step was in flight
+                self._ready.append(self._output(self._follow_grammar(entry), positions))
+        self._execution.propose_next(
+            [request for request, _, finished in sampled if finished is None and not request.status.is_finished],
+            self._scheduler.policy.num_speculative_tokens,
+        )
+
+    def _settle(self) -> None:
+        """Land what is in flight: what moves blocks or weights needs a quiet device."""
+        while self._flights:
+            flight = self._flights.popleft()
+            self._land(flight, flight.result())
+
+    def _report(self, step: PreparedStep | None, result: StepResult, started: float) -> StepOutputs:
+        self._lifecycle.on_step_end()
+        outputs, self._ready = self._ready, []
+        now = self._clock()
+        stats = step_stats(step, result, self._scheduler, self._kv_cache, self._formula.block_bytes_of_all_ranks)
+        stats.time, stats.step_seconds = now, now - started
+        stats.num_deferred = self._grammars.num_waiting
+        stats.config_generation = self._live.generation
+        stats.wire_bytes = self._runner.take_wire_bytes()
+        note_graphs(stats, self._runner.take_graph_counts())
+        stats.expert_balance = None if self._runner.balancer is None else self._runner.balancer.take_news()
+        if now - self._last_report >= REPORT_SECONDS:
+            self._last_report = now
+            stats.memory_bytes = self.ledger().by_kind()
+            stats.config_values = self._live.numbers()
+        self._note_rate(stats)
+        return StepOutputs(outputs, stats)
+
+    def _follow_grammar(self, sampled: Sampled) -> Sampled:
+        """Move a request's grammar on by its new token. Its end ends the request, also before min_tokens; an error too,
+        with finish_reason error."""
+        request, token_ids, finished = sampled
+        grammar = request.grammar
+        if grammar is None:
+            return sampled
+        grammar.accept(as_list(token_ids))
+        if grammar.error is not None:
+            request.error = _why_stuck(request.sampling, grammar.error)
+            logger.warning("request %s ends: %s", request.request_id, request.error)
+            ended = RequestStatus.FINISHED_ERROR
+        elif grammar.is_complete:
+            ended = RequestStatus.FINISHED_STOPPED
+        else:
+            return sampled
+        if finished is None:
+            self._scheduler.abort([request.request_id], ended)
+        return request, token_ids, ended
+
+    def _output(self, sampled: Sampled, logprobs: TokenLogprobs | list[TokenLogprobs] | None) -> RequestOutput:
+        request, new, finished = sampled
+        token_ids = as_list(new)
+        positions = None if logprobs is None else as_list(logprobs)[: len(token_ids)]
+        output = RequestOutput(request.request_id, token_ids, logprobs=positions)
+        if request.request_id not in self._announced:
+            self._announced.add(request.request_id)
+            output.first_scheduled_time = request.first_scheduled_time
+            output.num_cached_tokens = request.num_cached_tokens
+            if request.sampling.prompt_logprobs is not None:
+                output.prompt_logprobs = request.prompt_logprobs
+        if finished is not None:
+            self._announced.discard(request.request_id)
+            output.finish_reason = finished.value
+            output.stop_token_id = request.stop_token_id
+            output.ends_with_text = (
+                finished is RequestStatus.FINISHED_STOPPED
+                and request.grammar is not None
+                and token_ids[-1] not in request.end_token_ids
+                and token_ids[-1] not in self._runner.facts.eos_token_ids
+            )
+            output.num_preemptions = request.num_preemptions
+            output.error = request.error
+        return output
+
+    def _abort_past_drain_deadline(self, now: float) -> None:
+        if self._drain_deadline is not None and now >= self._drain_deadline:
+            self._abort_everything()
+
+    def _abort_everything(self) -> None:
+        """End all requests; the next report says so."""
+        unbuilt = self._grammars.forget(self._grammars.waiting_request_ids())
+        aborted = self._scheduler.abort(self._scheduler.unfinished_request_ids())
+        self._announced.clear()
+        self._ready += [RequestOutput(r.request_id, [], RequestStatus.FINISHED_ABORTED.value) for r in unbuilt]
+        self._ready += [
+            RequestOutput(request.request_id, [], request.status.value, num_preemptions=request.num_preemptions)
+            for request in aborted
+        ]
+
+    # --- live configuration ---------------------------------------------------------------------------------------
+
+    def patch_config(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Judge and apply one PATCH between two steps. Returns HTTP status and body (docs/contract.md section 2)."""
+        before = self._live
+        after, status, answer = before.patch(
+            body.get("values"),
+            if_match=body.get("if_match"),
+            dry_run=bool(body.get("dry_run")),
+            change_id=f"cfg-{uuid.uuid4().hex[:12]}",
+            applied_at_step=self._scheduler.next_step,
+        )
+        if after is not before:
+            self._settle()
+            try:
+                self._map_ahead(after.values.gpu_memory_utilization)
+            except MemoryError as error:
+                name, message = "gpu_memory_utilization", f"the device has no memory for that: {error}; nothing changed"
+                refusal = Refusal(name, after.numbers()[name], message, nearest=before.numbers()[name])
+                return 422, refusal.to_json()
+            self._live = after
+            self._apply(before)
+            self._last_report = -REPORT_SECONDS
+        return status, answer
+
+    def adopt_config(self, values: dict[str, Any], generation: int) -> tuple[int, dict[str, Any]]:
+        """Take over the configuration that other cores serve under: HTTP status and body as for a PATCH."""
+        status, body = self.patch_config({"values": values})
+        if status == 200:
+            self._live = replace(self._live, generation=generation)
+        return status, body
+
+    def _apply(self, before: LiveConfig) -> None:
+        values = self._live.values
+        set_log_level(values.log_level)
+        self._scheduler.set_policy(values.policy())
+        if values.swap_space_bytes != before.values.swap_space_bytes:
+            self.set_swap_space(values.swap_space_bytes)
+        if values.gpu_memory_utilization != before.values.gpu_memory_utilization:
+            formula = self._formula.at(values.gpu_memory_utilization)
+            self._resize_kv(min(formula.num_blocks, self._live.envelope.num_blocks_cap))
+            self._formula = formula
+
+    def _map_ahead(self, utilization: str) -> None:
+        """Map what this utilisation gives more. It alone can fail, so it comes before everything else."""
+        wanted = min(self._formula.at(utilization).num_blocks, self._live.envelope.num_blocks_cap)
+        fixed = self._live.envelope.kv_fixed_by is not None
+        if self._lifecycle.has_kv_cache and not fixed and wanted > self._kv_cache.num_blocks:
+            self._kv_cache.map_blocks(wanted)
+
+    def _resize_kv(self, num_blocks: int) -> None:
+        """Map before blocks are handed out; copy, then unmap, after they are taken back. Asleep nothing is mapped, and
+        the wake-up maps as many as there are then."""
+        if not self._lifecycle.has_kv_cache:
+            self._scheduler.resize_kv(num_blocks, self._clock())
+            return
+        if num_blocks > self._kv_cache.num_blocks:
+            self._kv_cache.map_blocks(num_blocks)
+        resized = self._scheduler.resize_kv(num_blocks, self._clock())
+        self._execution.swap_out(resized.swap_out)
+        self._kv_cache.copy_blocks(list(resized.moves))
+        if num_blocks < self._kv_cache.num_blocks:
+            self._kv_cache.unmap_above(num_blocks)
+
+    def close(self) -> None:
+        """End the engine's other ranks, if it has any."""
+        self._runner.close()
+
+    def set_swap_space(self, num_bytes: int) -> None:
+        """Live: how much of the reserved swap space is used. The caller has settled what is in flight."""
+        self._scheduler.resize_swap_space(num_bytes // self._formula.widest_block_bytes)
+
+    def lifecycle(self, method: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """pause, resume, sleep, wake_up, or what they have led to: HTTP status and body."""
+        lifecycle = self._lifecycle
+        try:
+            match method:
+                case "pause":
+                    lifecycle.pause(body["mode"])
+                case "resume":
+                    lifecycle.resume()
+                case "sleep":
+                    lifecycle.sleep(body["level"], body["mode"])
+                case "wake_up":
+                    lifecycle.wake_up(body["tags"])
+        except Refused as refusal:
+            return 409, {"message": str(refusal)}
+        self._last_report = -REPORT_SECONDS
+        return 200, lifecycle.to_json()
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> tuple[int, dict[str, Any]]:
+        """Forget all cached blocks: while some are in use only if what runs may be preempted. HTTP status and body."""
+        self._settle()
+        if reset_running_requests:
+            self._scheduler.preempt_all(self._clock())
+        in_use = self._scheduler.num_blocks_used
+        if in_use:
+            message = f"{in_use} KV blocks are in use; set reset_running_requests to preempt what runs, or wait"
+            return 409, {"message": message, "reset": False}
+        self._scheduler.reset_prefix_cache()
+        return 200, {"reset": True}
+
+    def follow_waves(self, announce: Callable[[int], None]) -> None:
+        """`announce` tells the other data-parallel cores of a wave that this one begins (parallel/wave.py)."""
+        if self._runner.wave is not None:
+            self._runner.wave.announce = announce
+
+    def finish_wave(self) -> None:
+        """Before this core ends: drop what runs, and take part in the wave that is on until it is over for all."""
+        if self._execution.is_needed:
+            self._scheduler.abort(self._scheduler.unfinished_request_ids())
+        while self._execution.is_needed:
+            self.step()
+
+    def join_wave(self, number: int) -> None:
+        """Another core has begun it."""
+        if self._runner.wave is not None:
+            self._runner.wave.join(number)
+
+    def config(self) -> dict[str, Any]:
+        """The body of GET /admin/v1/config."""
+        return self._live.describe()
+
+    def layout(self) -> LayoutReport:
+        return self._layout
+
+    def drain(self, deadline_seconds: float) -> dict[str, Any]:
+        """Let what runs finish until the deadline, counted from now; abort the rest then. Reports what remains.
+
+        Called again it reports the progress; the deadline may come nearer, but not move away.
+        """
+        now, scheduler = self._clock(), self._scheduler
+        self._drain_deadline = min(now + deadline_seconds, self._drain_deadline or math.inf)
+        left = self._drain_deadline - now
+        work = RemainingWork(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + self._grammars.num_waiting,
+            output_tokens=scheduler.remaining_tokens(),
+            longest_output=scheduler.longest_remaining(),
+            prompt_tokens=scheduler.num_waiting_tokens,
+        )
+        eta = work.eta_seconds(self._tokens_per_second, scheduler.costs.recompute_seconds_per_token)
+        return {
+            "remaining_requests": work.num_running + work.num_waiting,
+            "running_requests": work.num_running,
+            "waiting_requests": work.num_waiting,
+            "remaining_tokens": work.output_tokens,
+            "remaining_prompt_tokens": work.prompt_tokens,
+            "eta_seconds": max(0.0, left if eta is None else min(left, eta)),
+            "deadline_seconds": max(0.0, left),
+        }
+
+    def state(self) -> EngineState:
+        """What every API server obeys."""
+        values = self._live.values
+        return EngineState(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            max_num_seqs=values.max_num_seqs,
+            max_num_queued_reqs=values.max_num_queued_reqs,
+            max_num_queued_tokens=values.max_num_queued_tokens,
+            disable_log_stats=values.disable_log_stats,
+            stats_interval_seconds=values.stats_interval_seconds,
+            log_level=values.log_level,
+            pause_mode=self._lifecycle.pause_mode,
+            sleep_level=self._lifecycle.sleep_level,
+        )
+
+    # --- what it tells --------------------------------------------------------------------------------------------
+
+    def ledger(self) -> Ledger:
+        """Who owns the device's bytes now, beside what the driver counts."""
+        return rank_ledger(
+            self._formula,
+            self._device,
+            self._kv_cache,
+            blocks_used=self._scheduler.num_blocks_used,
+            has_weights=self._lifecycle.has_weights,
+            # Only on the CPU does it lie in the device's memory; to look at its pages takes milliseconds.
+            untouched_swap_bytes=self._execution.untouched_swap_bytes if self._device.kind == "cpu" else 0,
+        )
+
+    def memory(self) -> dict[str, Any]:
+        """The body of GET /admin/v1/memory: the core's own rank, and all of them."""
+        own = self.ledger()
+        if self._runner.drives_others:
+            self._settle()  # they answer when they have done what they were sent
+        ledgers = self._runner.ledgers(own)
+        return own.to_json() | {
+            "total": total_of(list(ledgers.values())),
+            "ranks": [{"rank": rank, **ledger.to_json()} for rank, ledger in sorted(ledgers.items())],
+        }
+
+    def memory_plan(self, body: Any) -> tuple[int, dict[str, Any]]:
+        """What another configuration would give: HTTP status and body."""
+        return plan_memory(replace(self._plan, formula=self._formula), body)
+
+    def _note_rate(self, stats: StepStats) -> None:
+        if stats.step_seconds > 0 and stats.num_generation_tokens:
+            rate = stats.num_generation_tokens / stats.step_seconds
+            old = self._tokens_per_second or rate
+            self._tokens_per_second = old + RATE_WEIGHT * (rate - old)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless scheduler, block tables and KV cache agree."""
+        self._scheduler.check_integrity()
+        mapped = self._scheduler.num_blocks_total if self._lifecycle.has_kv_cache else 0
+        if mapped != self._kv_cache.num_blocks:
+            raise IntegrityError(
+                f"the scheduler hands out {self._scheduler.num_blocks_total} blocks, but {self._kv_cache.num_blocks} "
+                f"are mapped"
+            )
+
+
+def as_list(value: Item | list[Item]) -> list[Item]:
+    return value if isinstance(value, list) else [value]
+
+
+def _why_stuck(sampling: SamplingParams, error: str) -> str:
+    """Where other restrictions leave none of the tokens that a grammar allows, those are what the client can change."""
+    others = {
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "bad_words": sampling.bad_words,
+        "logit_bias": sampling.logit_bias,
+    }
+    given = [name for name, value in others.items() if value]
+    hint = f"; {' and '.join(given)} may leave no token that the grammar allows" if given else ""
+    return f"the output cannot go on as its grammar demands: {error}{hint}"
+
+
+def _end_with_grammar(grammar: GrammarMatcher, token_ids: list[int]) -> None:
+    """Take off what was sampled behind a draft that completed the grammar: without drafts the request ends there."""
+    if len(token_ids) > 1:
+        ahead = grammar.copy()
+        ahead.accept(token_ids[:-1])
+        if ahead.is_complete:
+            token_ids.pop()

@@ -1,0 +1,302 @@
+"""Carrying out a batch: copy swapped blocks, run the model, sample. So that the caller can schedule the next step
+meanwhile, in a worker thread on the CPU; on CUDA the device itself works on, and nobody waits before the result is
+asked for.
+
+A batch takes off with everything that it needs, as plain values: the scheduler may use its sequences again at once.
+On CUDA it may take off before the one before it has landed: tokens that only the device knows are fed there.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from trimtab_engine.device.swap_cache import NOTHING_SWAPPED, Pairs, SwapCache, Swapped
+from trimtab_engine.messages import TokenLogprobs
+from trimtab_engine.runner.graphs.step_buffers import Feed
+from trimtab_engine.runner.model_runner import ModelRunner
+from trimtab_engine.sampling.logprobs import ScoresInFlight
+from trimtab_engine.sampling.sampler import TokenMasks, sample
+from trimtab_engine.sampling.token_table import DeviceRow
+from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
+from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.step_inputs import NO_INPUTS, StepInputs, Unknown, num_scored
+from trimtab_engine.speculative.counts import SpeculationCounts
+from trimtab_engine.speculative.proposer import Proposer
+from trimtab_engine.speculative.rejection import verify
+from trimtab_engine.structured.masks import MaskedRows, MaskMaker
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a batch brought: for each request of batch.sampling its new token, or a list of them after drafts."""
+
+    token_ids: list[int | list[int]] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | list[TokenLogprobs] | None] = field(default_factory=list)
+    swapped: Swapped = NOTHING_SWAPPED
+    """Copies that have ended, of this step or of one before."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """For each entry of step.scoring as many as it says."""
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+
+@dataclass(slots=True)
+class PreparedStep:
+    """A batch as plain values. `unknown`: where in inputs.token_ids a token belongs that the step before samples."""
+
+    batch: Batch
+    kind: str
+    num_requests: int
+    inputs: StepInputs
+    unknown: list[Unknown]
+    scoring: list[tuple[Request, int, int]]
+    """(request, position, how many): prompt tokens whose successors are judged, from that position on."""
+    speculates: bool = False
+    """Its drafts are made final as it begins, and its inputs from them."""
+
+    def fill_in(self) -> None:
+        """The step before has landed: put its tokens in. A request that ended in it computes something nobody reads."""
+        for index, request, position in self.unknown:
+            tokens = request.token_ids
+            self.inputs.token_ids[index] = tokens[position] if position < len(tokens) else 0
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that is being computed. Times are the engine's clock."""
+
+    step: PreparedStep
+    started: float
+    result: Callable[[], StepResult]
+    """Waits for it."""
+    feeds: bool = False
+    """Its tokens are on the device from the start: the next step may begin before this one has landed."""
+
+
+class Execution:
+    """Runs batches in order. `swap_cache` holds swapped-out blocks; None without swap space. `proposer` makes the
+    drafts that batches verify.
+
+    `on_stream`: the device works beside the host, so begin() only begins. With several pipeline stages as many steps
+    can be in flight: one is sent to the first stage at once, and this rank, which is of the last stage, computes its
+    part when the result is asked for.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        swap_cache: SwapCache | None,
+        *,
+        in_thread: bool,
+        num_stages: int = 1,
+        proposer: Proposer | None = None,
+        on_stream: bool = False,
+    ) -> None:
+        self._runner = runner
+        self.num_stages = num_stages
+        self._proposer = proposer
+        self._depth = 0
+        self._swap_cache = swap_cache
+        self._masks = MaskMaker()
+        self._on_stream = on_stream
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="execution") if in_thread else None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step works while the next one is scheduled."""
+        return self._thread is not None or self._on_stream
+
+    @property
+    def untouched_swap_bytes(self) -> int:
+        """Swap space that nobody has written yet, which the kernel does not count as used."""
+        return 0 if self._swap_cache is None else self._swap_cache.untouched_bytes
+
+    def prepare_idle(self) -> PreparedStep | None:
+        """A step without a batch, where data-parallel cores in lockstep need this one's part; None: nobody does."""
+        wave = self._runner.wave
+        return self.prepare(Batch(0, [], 0, [])) if wave is not None and wave.is_on else None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether others wait for this core's part of a step."""
+        return self._runner.wave is not None and self._runner.wave.is_on
+
+    def prepare(self, batch: Batch, *, depth: int = 0) -> PreparedStep:
+        """The batch's inputs. Tokens that a step in flight samples are left open. `depth` is the live number of drafts
+        per request; above 0 no step may be in flight."""
+        speculates = self._proposer is not None and depth > 0
+        inputs, unknown = (NO_INPUTS, []) if speculates else self._runner.flatten(batch.sequences)
+        scoring = [(s.request, s.start, num_scored(s)) for s in batch.sequences if num_scored(s)]
+        return PreparedStep(batch, batch.kind, len(batch.sequences), inputs, unknown, scoring, speculates)
+
+    def can_follow(self, step: PreparedStep, flight: Flight) -> bool:
+        """Whether it may begin before the flight has landed: all that it needs of that is its tokens, which are on the
+        device. What a grammar would need is on the host."""
+        return flight.feeds and not step.speculates and self._samples_on_device(step.batch)
+
+    def _samples_on_device(self, batch: Batch) -> bool:
+        steps = self._runner.steps
+        return steps is not None and steps.sampler is not None and steps.sampler.can_sample(batch.sampling)
+
+    def begin_behind(self, step: PreparedStep, started: float, flight: Flight) -> Flight:
+        """Start computing behind a flight that it can follow."""
+        places = {request: place for place, request in enumerate(flight.step.batch.sampling)}
+        feed = [(index, places[request]) for index, request, _ in step.unknown]
+        fed = {request for _, request, _ in step.unknown}
+        rows = [DeviceRow(request, places[request] if request in fed else None) for request in step.batch.sampling]
+        self._announce_swap(step.batch.swap_out, step.batch.swap_in)
+        self._runner.send(step.inputs, feed)
+        return Flight(step, started, self._launch(step, feed, rows), feeds=True)
+
+    def begin(self, step: PreparedStep, started: float) -> Flight:
+        """Start computing; all steps before it have landed."""
+        step.fill_in()
+        self._announce_swap(step.batch.swap_out, step.batch.swap_in)
+        if self._on_stream and not step.speculates:
+            return self._begin_on_stream(step, started)
+        if not step.speculates:  # else its inputs are made when the drafts are known
+            self._runner.send(step.inputs)
+        if self.num_stages > 1:
+            return Flight(step, started, partial(self._compute_and_score, step))
+        if self._thread is None:
+            result = self._compute_and_score(step)
+            return Flight(step, started, lambda: result)
+        future: Future[StepResult] = self._thread.submit(self._compute_and_score, step)
+        return Flight(step, started, future.result)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+
+    def _begin_on_stream(self, step: PreparedStep, started: float) -> Flight:
+        """Begin, and sample at once where that needs no host; else when the result is asked for."""
+        batch = step.batch
+        self._runner.send(step.inputs)
+        if self._samples_on_device(batch):
+            rows = [DeviceRow(request) for request in batch.sampling]
+            return Flight(step, started, self._launch(step, (), rows), feeds=True)
+        masks = self._masks.begin(_masked_requests(batch.sampling))
+        self._copy_swapped(batch, step.inputs)
+        logits = self._runner.run(step.inputs)
+        scores = self._runner.take_scores()
+
+        def land() -> StepResult:
+            result = self._sample(batch, logits, masks)
+            result.prompt_logprobs = _read(scores)
+            return result
+
+        return Flight(step, started, land)
+
+    def _launch(self, step: PreparedStep, feed: Feed, rows: list[DeviceRow]) -> Callable[[], StepResult]:
+        """Queue a whole step on the device, sampling included. Returns what waits for its tokens."""
+        batch, steps = step.batch, self._runner.steps
+        assert steps is not None
+        self._copy_swapped(batch, step.inputs)
+        logits = self._runner.run(step.inputs, feed)
+        assert logits is not None  # the engine holds a rank of the last stage
+        scores = self._runner.take_scores()
+        tokens = steps.sample(logits, rows) if rows else None
+
+        def land() -> StepResult:
+            token_ids, logprobs = ([], []) if tokens is None else tokens.result()
+            return StepResult([*token_ids], [*logprobs], self._take_swapped(), _read(scores))
+
+        return land
+
+    def _compute_and_score(self, step: PreparedStep) -> StepResult:
+        result = self._compute(step)
+        result.prompt_logprobs = _read(self._runner.take_scores())
+        return result
+
+    def _compute(self, step: PreparedStep) -> StepResult:
+        batch = step.batch
+        if step.speculates:
+            return self._speculate(batch)
+        masks = self._masks.begin(_masked_requests(batch.sampling))
+        self._copy_swapped(batch, step.inputs)
+        return self._sample(batch, self._runner.run(step.inputs), masks)
+
+    def _sample(self, batch: Batch, logits: torch.Tensor | None, masks: "Future[TokenMasks] | None") -> StepResult:
+        assert logits is not None  # the engine holds a rank of the last stage
+        if not batch.sampling:
+            return StepResult(swapped=self._take_swapped())
+        tokens = sample(
+            logits,
+            batch.sampling,
+            eos_token_ids=self._runner.facts.eos_token_ids,
+            masks=None if masks is None else masks.result(),
+        )
+        return StepResult([*tokens.token_ids], [*tokens.logprobs], self._take_swapped())
+
+    def propose_next(self, requests: list[Request], depth: int) -> None:
+        """A step has landed: give the requests that got a token and go on what the next step may verify."""
+        if self._proposer is not None and (depth or self._depth):
+            self._proposer.prepare(requests, depth)
+            self._depth = depth
+
+    def _speculate(self, batch: Batch) -> StepResult:
+        """As _compute, with drafts: propose before, verify after. A draft model reads what was swapped in."""
+        assert self._proposer is not None
+        self._copy_swapped(batch, None)  # what a draft model writes is known to itself
+        proposals = self._proposer.propose(batch)
+        sampling = [sequence for sequence in batch.sequences if sequence.samples]
+        masks = self._masks.begin(_masked_rows(sampling))
+        inputs, _ = self._runner.flatten(batch.sequences)
+        self._runner.send(inputs)
+        logits = self._runner.run(inputs)
+        assert logits is not None  # the engine holds a rank of the last stage
+        if not sampling:
+            return StepResult(swapped=self._take_swapped())
+        verified = verify(
+            logits,
+            sampling,
+            proposals,
+            eos_token_ids=self._runner.facts.eos_token_ids,
+            masks=None if masks is None else masks.result(),
+        )
+        result = StepResult([v.token_ids for v in verified], [v.logprobs for v in verified], self._take_swapped())
+        for sequence, tokens in zip(sampling, verified, strict=True):
+            if sequence.draft_token_ids:
+                result.speculation.note(len(sequence.draft_token_ids), len(tokens.token_ids) - 1)
+        return result
+
+    def swap_out(self, pairs: Pairs) -> None:
+        """Copy blocks out (device, host) between two steps, with none in flight, before any block is moved."""
+        self._announce_swap(pairs, [])
+        if self._swap_cache is not None:
+            self._swap_cache.copy(pairs, [])
+
+    def _announce_swap(self, swap_out: Pairs, swap_in: Pairs) -> None:
+        if self._swap_cache is not None:
+            self._swap_cache.announce(swap_out, swap_in)
+
+    def _copy_swapped(self, batch: Batch, inputs: StepInputs | None) -> None:
+        """This rank's part of it, before the step with these inputs (None: they are not known yet)."""
+        assert self._swap_cache is not None or not batch.swap_out + batch.swap_in  # else the swap space has no blocks
+        if self._swap_cache is not None:
+            self._swap_cache.copy(batch.swap_out, batch.swap_in, None if inputs is None else inputs.slots)
+
+    def _take_swapped(self) -> Swapped:
+        return NOTHING_SWAPPED if self._swap_cache is None else self._swap_cache.take_swapped()
+
+
+def _read(scores: ScoresInFlight | None) -> list[TokenLogprobs]:
+    """Wait for them, where there are any."""
+    return [] if scores is None else scores.result()
+
+
+def _masked_requests(sampling: list[Request]) -> list[MaskedRows]:
+    """The rows of logits of the requests that have a grammar, where each has one row."""
+    return [MaskedRows(row, r.grammar) for row, r in enumerate(sampling) if r.grammar is not None]
+
+
+def _masked_rows(sampling: list[ScheduledSequence]) -> list[MaskedRows]:
+    """The rows of logits of the sequences that have a grammar."""
+    masked, first = [], 0
+    for sequence in sampling:
+        if sequence.request.grammar is not None:
+            masked.append(MaskedRows(first, sequence.request.grammar, sequence.draft_token_ids))
+        first += 1 + len(sequence.draft_token_ids)
+    return masked

@@ -1,0 +1,111 @@
+"""The engine core's side of its clients: what they ask comes from all, what it brought goes to the one who asked."""
+
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+
+from trimtab_engine.messages import (
+    REFUSED,
+    AbortRequests,
+    AddRequest,
+    ClientAddresses,
+    ClientOutputs,
+    CoreFailed,
+    FromCore,
+    RequestOutput,
+    StepOutputs,
+    ToCore,
+)
+from trimtab_engine.processes.network import is_ipv6_url
+
+LINGER_MILLISECONDS = 2000  # for the last message to leave before the process ends
+
+
+def last_word(clients: Sequence[ClientAddresses], failure: CoreFailed) -> None:
+    """Tell every client why this process ends, from any thread: over sockets of its own."""
+    context = zmq.Context()
+    body = msgspec.msgpack.encode(failure)
+    for client in clients:
+        outbox = context.socket(zmq.PUSH)
+        outbox.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        outbox.setsockopt(zmq.IPV6, is_ipv6_url(client.from_core))
+        outbox.connect(client.from_core)
+        outbox.send(body)
+        outbox.close()
+    context.term()
+
+
+class Link:
+    """Two one-way sockets to each client (API server). The clients bind, the core connects."""
+
+    def __init__(self, clients: Sequence[ClientAddresses]) -> None:
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        for client in clients:
+            self._inbox.setsockopt(zmq.IPV6, is_ipv6_url(client.to_core))
+            self._inbox.connect(client.to_core)
+        self._outboxes = [self._connect(client.from_core) for client in clients]
+        self._client_of: dict[str, int] = {}
+        """Who asked, of the live requests that are not client 0's."""
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+
+    def _connect(self, address: str) -> "zmq.Socket[bytes]":
+        outbox = self._context.socket(zmq.PUSH)
+        outbox.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        outbox.setsockopt(zmq.SNDHWM, 0)  # outputs are never dropped: the API servers read all of them
+        outbox.setsockopt(zmq.IPV6, is_ipv6_url(address))
+        outbox.connect(address)
+        return outbox
+
+    def send(self, message: FromCore, client_index: int = 0) -> None:
+        self._outboxes[client_index].send(self._encoder.encode(message))
+
+    def broadcast(self, message: FromCore) -> None:
+        """To every client."""
+        for index in range(len(self._outboxes)):
+            self.send(message, index)
+
+    def refuse(self, request: AddRequest) -> None:
+        """A request that was not to queue is somebody else's."""
+        self._client_of.pop(request.request_id, None)
+        self.send(ClientOutputs([RequestOutput(request.request_id, [], REFUSED)]), request.client_index)
+
+    def send_step(self, step: StepOutputs) -> None:
+        """The statistics to client 0, each request's output to the one who asked."""
+        if not self._client_of:
+            self.send(step)
+            return
+        shares: dict[int, list[RequestOutput]] = {0: []}
+        for output in step.outputs:
+            index = self._client_of.get(output.request_id, 0)
+            shares.setdefault(index, []).append(output)
+            if output.finish_reason is not None:
+                self._client_of.pop(output.request_id, None)
+        self.send(StepOutputs(shares.pop(0), step.stats))
+        for index, outputs in shares.items():
+            self.send(ClientOutputs(outputs, step.stats.step), index)
+
+    def receive(self, timeout_milliseconds: int) -> list[ToCore]:
+        """All messages that are there; waits for the first one up to the timeout."""
+        messages: list[ToCore] = []
+        while self._inbox.poll(0 if messages else timeout_milliseconds):
+            message = self._decoder.decode(self._inbox.recv())
+            self._note_client(message)
+            messages.append(message)
+        return messages
+
+    def _note_client(self, message: ToCore) -> None:
+        match message:
+            case AddRequest(client_index=index) if index:
+                self._client_of[message.request_id] = index
+            case AbortRequests() if self._client_of:
+                for request_id in message.request_ids:
+                    self._client_of.pop(request_id, None)
+
+    def close(self) -> None:
+        self._inbox.close(linger=0)
+        for outbox in self._outboxes:
+            outbox.close()
+        self._context.term()

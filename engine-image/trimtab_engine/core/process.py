@@ -1,0 +1,218 @@
+"""The engine core's process, `-m trimtab_engine.core.process`: one loop between the sockets of its API servers.
+
+It reads its configuration from stdin (JSON), says how far loading is, then serves: drain the inbox (waiting only when
+idle), run one step, send what it brought. It ends when it is told to, when the API server dies, or with one CoreFailed
+line when it cannot go on.
+"""
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.log_level import set_log_level
+from trimtab_engine.core.engine import Engine
+from trimtab_engine.core.link import Link, last_word
+from trimtab_engine.core.startup import Progress, start_engine
+from trimtab_engine.device.profiler import Profiler
+from trimtab_engine.errors import ConfigError, TrimtabError
+from trimtab_engine.messages import (
+    AbortRequests,
+    AddRequest,
+    AdminCall,
+    AdminReply,
+    CoreFailed,
+    CoreLoaded,
+    CoreReady,
+    CoreRetiring,
+    CoreStart,
+    EngineState,
+    LoadProgress,
+    RetireSeen,
+    Shutdown,
+    StartWave,
+)
+from trimtab_engine.processes.end import leave
+from trimtab_engine.processes.garbage import keep_what_is_there
+from trimtab_engine.processes.tie import end_with_parent
+
+IDLE_REPORT_MILLISECONDS = 1000  # an idle engine reports its state this often, so that gauges stay true
+BUILDING_MILLISECONDS = 10  # how soon an idle engine looks again at a grammar that is being built
+
+logger = logging.getLogger("trimtab_engine.core")
+
+
+def serve(engine: Engine, link: Link, profiler: Profiler, clock: Callable[[], float], membership: "Membership") -> None:
+    """Serve until Shutdown, or until a core that retires has finished. `clock` is the API servers'."""
+    reporter = StateReporter(engine, link)
+    engine.follow_waves(lambda number: link.send(StartWave(number)))
+    while True:
+        reporter.report()
+        idle = BUILDING_MILLISECONDS if engine.is_building else IDLE_REPORT_MILLISECONDS
+        messages = link.receive(0 if engine.has_work else idle)
+        reporter.inbox_read = clock()
+        for message in messages:
+            match message:
+                case AddRequest() if membership.is_retiring:
+                    link.refuse(message)
+                case AddRequest(may_queue=False) if not engine.has_room_for(message):
+                    link.refuse(message)
+                case AddRequest():
+                    engine.add(message)
+                case AbortRequests():
+                    engine.abort(message.request_ids)
+                case AdminCall(method="adopt" | "retire"):
+                    link.send(membership.call(engine, message), message.client_index)
+                    reporter.forget()
+                case RetireSeen(index):
+                    membership.seen_by(index)
+                case AdminCall():
+                    reply = answer(engine, profiler, message)
+                    reporter.report()  # first, so that who reads the answer finds it in force
+                    link.send(reply, message.client_index)
+                case StartWave():
+                    engine.join_wave(message.number)
+                case Shutdown():
+                    engine.finish_wave()
+                    return
+        link.send_step(engine.step())
+        profiler.on_step()
+        if membership.may_leave(engine):
+            return
+
+
+class Membership:
+    """How this core begins to serve beside others, and how it leaves them: no request is lost on the way.
+
+    A client that has seen that it retires sends nothing further, and what it sent before is refused, so that the client
+    asks another core. When all have seen it and nothing runs, it may leave.
+    """
+
+    def __init__(self, link: Link, num_clients: int, ready: CoreReady) -> None:
+        self._link, self._num_clients, self._ready = link, num_clients, ready
+        self._unseen: set[int] | None = None
+
+    @property
+    def is_retiring(self) -> bool:
+        return self._unseen is not None
+
+    def call(self, engine: Engine, call: AdminCall) -> AdminReply:
+        """adopt: take over the configuration in force, then serve. retire: take nothing new."""
+        if call.method == "adopt":
+            status, body = engine.adopt_config(call.body["values"], call.body["generation"])
+            if status == 200:
+                self._link.broadcast(self._ready)
+            return AdminReply(call.call_id, status, body)
+        self._unseen = set(range(self._num_clients))
+        self._link.broadcast(CoreRetiring())
+        return AdminReply(call.call_id, 200, {})
+
+    def seen_by(self, client_index: int) -> None:
+        if self._unseen is not None:
+            self._unseen.discard(client_index)
+
+    def may_leave(self, engine: Engine) -> bool:
+        return self._unseen == set() and engine.is_empty
+
+
+class StateReporter:
+    """Tells all API servers the engine's state when it is another than they know."""
+
+    def __init__(self, engine: Engine, link: Link) -> None:
+        self._engine, self._link = engine, link
+        self._told: EngineState | None = None
+        self.inbox_read = 0.0
+
+    def forget(self) -> None:
+        """Whoever begins to listen now knows nothing."""
+        self._told = None
+
+    def report(self) -> None:
+        state = self._engine.state()
+        if state != self._told:
+            self._told = state
+            self._link.broadcast(msgspec.structs.replace(state, time=self.inbox_read))
+
+
+def answer(engine: Engine, profiler: Profiler, call: AdminCall) -> AdminReply:
+    """Carry out one admin call, between two steps."""
+    body: dict[str, Any]
+    status = 200
+    match call.method:
+        case "config_get":
+            body = engine.config()
+        case "config_patch":
+            before = engine.config()["generation"]
+            status, body = engine.patch_config(call.body)
+            if status == 200 and body["generation"] != before:
+                logger.info("configuration is now at generation %s: %s", body["generation"], body["desired"])
+        case "memory":
+            body = engine.memory()
+        case "memory_plan":
+            status, body = engine.memory_plan(call.body["values"])
+        case "layout":
+            body = engine.layout()
+        case "drain":
+            body = engine.drain(float(call.body["deadline_seconds"]))
+        case "pause" | "resume" | "sleep" | "wake_up" | "lifecycle":
+            status, body = engine.lifecycle(call.method, call.body)
+        case "reset_prefix_cache":
+            status, body = engine.reset_prefix_cache(reset_running_requests=bool(call.body["reset_running_requests"]))
+        case "start_profile" | "stop_profile":
+            status, body = profiler.call(call.method)
+        case _:
+            status, body = 404, {"message": f"there is no admin call {call.method!r}"}
+    return AdminReply(call.call_id, status, body)
+
+
+def main() -> int:
+    """Read the start message from stdin, load, serve. Returns the exit code."""
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API server tells us what to do
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    start = msgspec.json.decode(sys.stdin.readline(), type=CoreStart)
+    link = Link(start.clients)
+    try:
+        config = msgspec.convert(start.config, EngineConfig)
+        set_log_level(config.log_level)
+        progress: Progress = lambda stage, percent: link.broadcast(LoadProgress(stage, percent))  # noqa: E731
+        clock: Callable[[], float] = lambda: time.monotonic() + start.clock_offset  # noqa: E731
+        engine, ready = start_engine(config, progress, clock, partial(_end_with_rank, start))
+        keep_what_is_there()
+        if start.joins:
+            link.send(CoreLoaded())
+        else:
+            link.broadcast(ready)
+        membership = Membership(link, len(start.clients), ready)
+        serve(engine, link, Profiler(config.profiler_dir), clock, membership)
+        engine.close()
+    except ConfigError as error:
+        link.broadcast(CoreFailed(str(error), exit_code=2))
+        return 2
+    except (TrimtabError, MemoryError) as error:
+        link.broadcast(CoreFailed(f"the engine core failed: {error}", exit_code=1))
+        return 1
+    except Exception as error:
+        logger.exception("the engine core failed")
+        link.broadcast(CoreFailed(f"the engine core failed: {type(error).__name__}: {error}", exit_code=1))
+        return 1
+    finally:
+        link.close()
+    return 0
+
+
+def _end_with_rank(start: CoreStart, cause: str, exit_code: int) -> None:
+    """End this process because one of its ranks has: the main thread may wait for that rank for ever."""
+    last_word(start.clients, CoreFailed(cause, exit_code))
+    os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,388 @@
+"""An API server's side of the engine: two sockets to each core, and who waits for which answer.
+
+There is one core, or one per data-parallel rank: then each request goes to one of them, each admin call to all. Cores
+may join and retire while others serve (core_scaling.py). The sockets are bound where the launcher says, and one task
+reads each core. It never imports torch. The cores' processes are core_launcher.py's.
+"""
+
+import asyncio
+import logging
+import operator
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from trimtab_engine.errors import EngineDead, InvalidRequest
+from trimtab_engine.launch.balancer import CoreBalancer
+from trimtab_engine.launch.replies import merge_replies, merge_states
+from trimtab_engine.launch.roster import CoreRoster
+from trimtab_engine.messages import (
+    REFUSED,
+    AbortRequests,
+    AddRequest,
+    AdminCall,
+    AdminReply,
+    ClientAddresses,
+    ClientOutputs,
+    CoreFailed,
+    CoreLoaded,
+    CoreReady,
+    CoreRetiring,
+    EngineState,
+    FromCore,
+    LoadProgress,
+    RequestOutput,
+    RetireSeen,
+    Shutdown,
+    StartWave,
+    StepOutputs,
+    StepStats,
+    ToCore,
+)
+from trimtab_engine.processes.network import is_ipv6_url
+
+logger = logging.getLogger("trimtab_engine.api")
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request that a core works on: which one, and where its outputs go."""
+
+    core: int
+    outputs: asyncio.Queue[RequestOutput | None] = field(default_factory=asyncio.Queue)
+
+
+class CoreClient:
+    """One line to each core.
+
+    `addresses`: one entry per core that there can be, data-parallel ranks from `first_rank` on; the first `num_initial`
+    are started with the engine. `on_ready` is called when all of these are ready, then
+    `on_step` with the statistics of each step, in order; only client 0 gets those. `on_state` is called whenever the
+    state of all cores together is another, `on_gone` with the rank of a core that has retired, or could not join.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[ClientAddresses],
+        *,
+        client_index: int = 0,
+        num_clients: int = 1,
+        num_initial: int | None = None,
+        first_rank: int = 0,
+        on_ready: Callable[[CoreReady], None] | None = None,
+        on_step: Callable[[StepStats], None] | None = None,
+        on_state: Callable[[EngineState], None] | None = None,
+        on_gone: Callable[[int], None] = lambda rank: None,
+    ) -> None:
+        self._addresses, self._client_index, self.first_rank = addresses, client_index, first_rank
+        self.roster = CoreRoster(len(addresses), num_initial or len(addresses))
+        self._joining: dict[int, asyncio.Future[None]] = {}
+        self._on_ready, self._on_step, self._on_state, self._on_gone = on_ready, on_step, on_state, on_gone
+        self._states: dict[int, EngineState] = {}
+        self.state = EngineState()
+        """Of all cores together."""
+        self._context = zmq.asyncio.Context()
+        self._inboxes = [self._context.socket(zmq.PULL) for _ in addresses]
+        self._outboxes = [self._context.socket(zmq.PUSH) for _ in addresses]
+        self._balancer = CoreBalancer(len(addresses), num_clients)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
+        self._readers: list[asyncio.Task[None]] = []
+        self._requests: dict[str, _Asked] = {}
+        self._calls: dict[str, asyncio.Future[AdminReply]] = {}
+        self._closing = False
+        self._stepped = asyncio.Event()
+        self.last_steps = [0] * len(addresses)
+        """The newest step of each core that anything has been heard of."""
+        self._progress = [LoadProgress("starting", 0.0) for _ in addresses]
+        self._facts: CoreReady | None = None
+        self.ready: CoreReady | None = None
+        """Of the first core, once all are ready."""
+        self.failure: CoreFailed | None = None
+        self.loaded = asyncio.Event()
+        """Set when all cores are ready, or one has failed."""
+        self.ended = asyncio.Event()
+        """Set when a core has failed or its process has ended: one lost, everything ends."""
+
+    def open(self) -> None:
+        """Bind the sockets and read what comes."""
+        for index, (inbox, outbox, address) in enumerate(
+            zip(self._inboxes, self._outboxes, self._addresses, strict=True)
+        ):
+            for socket in (inbox, outbox):
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.setsockopt(zmq.IPV6, is_ipv6_url(address.to_core))
+            outbox.setsockopt(zmq.SNDHWM, 0)
+            inbox.setsockopt(zmq.RCVHWM, 0)
+            outbox.bind(address.to_core)
+            inbox.bind(address.from_core)
+            self._readers.append(asyncio.create_task(self._read(index)))
+
+    @property
+    def ranks(self) -> list[int]:
+        """The data-parallel ranks that take requests."""
+        return [self.first_rank + core for core in self.roster.serving]
+
+    @property
+    def progress(self) -> LoadProgress:
+        """Of the core that is furthest behind, of those that start with the engine."""
+        needed = [self._progress[core] for core in self.roster.cores("loading", "serving")]
+        return min(needed, key=lambda progress: progress.percent)
+
+    def progress_of(self, core: int) -> LoadProgress:
+        return self._progress[core]
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.ended.is_set()
+
+    @property
+    def num_requests(self) -> int:
+        """Sequences that the core works on for this server."""
+        return len(self._requests)
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
+        """One sequence's outputs; the last has a finish_reason. Leaving early aborts. EngineDead if a core ends.
+
+        With several cores those are asked in turn who can run it at once; the last one has to queue it.
+        """
+        request_id = request.request_id
+        request.client_index = self._client_index
+        asked = self._requests[request_id] = _Asked(self._first_choice(request))
+        self._balancer.sent(asked.core)
+        refused: frozenset[int] = frozenset()
+        finished = False
+        try:
+            self._raise_if_dead()
+            self._send(request, asked.core)
+            while not finished:
+                output = await asked.outputs.get()
+                if output is None:
+                    self._raise_if_dead()
+                    raise EngineDead("the engine core has ended")
+                if output.finish_reason == REFUSED:
+                    refused |= {asked.core}
+                    self._ask_another(request, asked, refused)
+                    continue
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            self._balancer.ended(asked.core)
+            self._requests.pop(request_id, None)
+            if not finished and self.is_alive and not self._closing:
+                self._send(AbortRequests([request_id]), asked.core)
+
+    def _first_choice(self, request: AddRequest) -> int:
+        """The core that the request names, else the least loaded. Raises InvalidRequest for one that is not there."""
+        rank, serving = request.data_parallel_rank, self.roster.serving
+        if rank is None:
+            request.may_queue = len(serving) == 1
+            return self._balancer.choose(among=serving or None)
+        if rank not in self.ranks:
+            raise InvalidRequest(f"data-parallel rank {rank} is not there; ranks here are {self.ranks}")
+        request.may_queue = True
+        return rank - self.first_rank
+
+    def _ask_another(self, request: AddRequest, asked: _Asked, refused: frozenset[int]) -> None:
+        self._balancer.ended(asked.core)
+        serving = self.roster.serving  # never empty: the last core does not retire
+        asked.core = self._balancer.choose(refused, among=serving)
+        self._balancer.sent(asked.core)
+        request.may_queue = refused.issuperset(serving)
+        self._send(request, asked.core)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Free these requests at the next step boundary. Never waits, so that it is safe while being cancelled."""
+        if self.is_alive and not self._closing:
+            self._send_to(self.roster.present, AbortRequests(request_ids))
+
+    def abort_all(self) -> None:
+        """End everything that runs: the waiting handlers see finish_reason abort."""
+        request_ids = list(self._requests)
+        self.abort(request_ids)
+        for request_id in request_ids:
+            self._requests[request_id].outputs.put_nowait(RequestOutput(request_id, [], "abort"))
+
+    async def call(self, method: str, body: dict[str, Any]) -> AdminReply:
+        """One admin call, answered between two steps. EngineDead if a core ends first. With several cores a change is
+        tried on all before it is made on any."""
+        if method == "config_patch" and len(self.roster.serving) > 1 and not body.get("dry_run"):
+            tried = await self._call_all(method, {**body, "dry_run": True})
+            if tried.status != 200:
+                return tried
+        return await self._call_all(method, body)
+
+    async def _call_all(self, method: str, body: dict[str, Any]) -> AdminReply:
+        self._raise_if_dead()
+        cores = self.roster.serving
+        return merge_replies(method, await asyncio.gather(*(self.call_one(method, body, core) for core in cores)))
+
+    async def call_one(self, method: str, body: dict[str, Any], core: int) -> AdminReply:
+        """One admin call to one core."""
+        self._raise_if_dead()
+        call_id = uuid.uuid4().hex
+        future: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        try:
+            self._send(AdminCall(call_id, method, body, self._client_index), core)
+            return await future
+        finally:
+            self._calls.pop(call_id, None)
+
+    async def heard_of(self, steps: Sequence[int]) -> None:
+        """Return when these steps, one number per core, have been heard of."""
+        while any(map(operator.lt, self.last_steps, steps)):
+            self._stepped.clear()
+            await self._stepped.wait()
+
+    # --- cores that join and retire (client 0) ----------------------------------------------------------------------
+
+    def expect(self, core: int) -> "asyncio.Future[None]":
+        """A core that is about to be started beside those that serve: done when it has loaded, EngineDead when it ends
+        before."""
+        self.roster.joins(core)
+        self._progress[core] = LoadProgress("starting", 0.0)
+        future = self._joining[core] = asyncio.get_running_loop().create_future()
+        return future
+
+    def core_ended(self, core: int, failure: CoreFailed | None) -> None:
+        """A core's process has ended; None: as it was told. Unless it was needed, the others go on."""
+        if failure is not None and self.roster.is_needed(core):
+            self.fail(failure)
+            return
+        joining = self._joining.pop(core, None)
+        if joining is not None and not joining.done():
+            joining.set_exception(EngineDead("it was ended" if failure is None else failure.message))
+        self.roster.is_gone(core)
+        self._on_gone(self.first_rank + core)
+        self._balancer.forget(core)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def shut_down_core(self) -> None:
+        """Ask every core to leave its loop."""
+        self._closing = True
+        self._send_to(self.roster.present, Shutdown())
+
+    async def close(self) -> None:
+        """Remove the sockets."""
+        self._closing = True
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    # --- the inside -----------------------------------------------------------------------------------------------
+
+    def _send_to(self, cores: Iterable[int], message: ToCore) -> None:
+        for core in cores:
+            self._send(message, core)
+
+    def _send(self, message: ToCore, core: int) -> None:
+        """Hand a message to the socket, in order. It is not waited for: when the core has just died there is nobody to
+        take it, and what tells the waiting is its end, not this socket.
+        """
+        self._outboxes[core].send(self._encoder.encode(message))
+
+    def _raise_if_dead(self) -> None:
+        if not self.is_alive:
+            raise EngineDead(self.failure.message if self.failure else "the engine core has ended")
+
+    async def _read(self, core: int) -> None:
+        try:
+            while True:
+                self._handle(self._decoder.decode(await self._inboxes[core].recv()), core)
+        except Exception as error:  # a defect of ours; without this every request would wait for ever
+            logger.exception("cannot read what the engine core sends")
+            self.fail(CoreFailed(f"cannot read what the engine core sends: {type(error).__name__}: {error}", 1))
+
+    def _handle(self, message: FromCore, core: int) -> None:
+        match message:
+            case StepOutputs():
+                self._note_step(message.stats.step, core)
+                self._deliver(message.outputs, core)
+                self._note_load(message.stats, core)
+                if self._on_step is not None and self.roster.is_needed(core):
+                    self._on_step(message.stats)
+            case ClientOutputs():
+                self._note_step(message.step, core)
+                self._deliver(message.outputs, core)
+            case EngineState() if self.roster[core] in ("loading", "serving"):
+                self._note_state(message, core)
+            case AdminReply():
+                future = self._calls.get(message.call_id)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case LoadProgress():
+                self._progress[core] = message
+                self.roster.loads(core)
+            case CoreLoaded():
+                joining = self._joining.pop(core, None)
+                if joining is not None and not joining.done():
+                    joining.set_result(None)
+            case CoreReady():
+                self._progress[core] = LoadProgress("ready", 100.0)
+                self.roster.is_ready(core)
+                self._facts = message if core == 0 else self._facts
+                if self.ready is None and self.roster.has_loaded:
+                    self._all_ready()
+            case CoreRetiring():
+                self.roster.retires(core)
+                self._states.pop(core, None)
+                self._send(RetireSeen(self._client_index), core)
+            case StartWave():
+                self._send_to((other for other in self.roster.present if other != core), message)
+            case CoreFailed(text, exit_code):
+                is_one_of_many = len(self._addresses) > 1 and exit_code != 2  # 2: what is wrong is so for all cores
+                self.core_ended(
+                    core, CoreFailed(f"engine core {core}: {text}", exit_code) if is_one_of_many else message
+                )
+
+    def _all_ready(self) -> None:
+        self.ready = self._facts
+        assert self.ready is not None
+        if self._on_ready is not None:
+            self._on_ready(self.ready)
+        self.loaded.set()
+
+    def _note_state(self, state: EngineState, core: int) -> None:
+        self._states[core] = state
+        self.state = merge_states(list(self._states.values()))
+        if self._on_state is not None:
+            self._on_state(self.state)
+
+    def _note_load(self, stats: StepStats, core: int) -> None:
+        stats.engine_index = self.first_rank + core
+        usage = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
+        self._balancer.report(core, num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=usage)
+
+    def _note_step(self, step: int, core: int) -> None:
+        self.last_steps[core] = max(self.last_steps[core], step)
+        self._stepped.set()
+
+    def _deliver(self, outputs: list[RequestOutput], core: int) -> None:
+        for output in outputs:
+            output.engine_index = self.first_rank + core
+            asked = self._requests.get(output.request_id)
+            if asked is not None:  # none: aborted meanwhile
+                asked.outputs.put_nowait(output)
+
+    def fail(self, failure: CoreFailed) -> None:
+        """The engine serves no more: whoever waits gets EngineDead. The first failure is the cause and stays."""
+        if self.failure is not None:
+            return
+        self.failure = failure
+        self.ended.set()
+        self.loaded.set()
+        for asked in self._requests.values():
+            asked.outputs.put_nowait(None)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDead(failure.message))

@@ -1,0 +1,117 @@
+"""How large the KV cache starts and may become, and whether the model fits at all, from configuration and measurement.
+
+The formula is memory.py's; here are the flags that steer it, and the errors that name them.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.memory.formula import (
+    GIB,
+    MemoryFormula,
+    check_before_loading,
+    check_one_request_fits,
+    check_one_request_fits_fixed,
+)
+
+logger = logging.getLogger("trimtab_engine.core")
+
+
+@dataclass(frozen=True, slots=True)
+class KVSize:
+    """How many KV blocks to start with, how many there may ever be, and the flag that fixes them, if one does."""
+
+    num_blocks: int
+    cap_blocks: int
+    fixed_by: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unmeasured:
+    """What is known before the weights are read. Sizes are bytes per rank, counts per rank."""
+
+    device_bytes: int
+    other_bytes: int
+    limit_bytes: int | None
+    """What the container may use; None: no limit."""
+    weights_bytes: int
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    kv_dtype_bytes: int
+    max_model_len: int
+
+
+def check_weights_fit(config: EngineConfig, known: Unmeasured) -> None:
+    """Raise ConfigError where the weights, with one request's KV cache, cannot fit, before any of them is read."""
+    formula = MemoryFormula(
+        device_bytes=known.device_bytes,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        other_bytes=known.other_bytes,
+        weights_bytes=known.weights_bytes,
+        activations_peak_bytes=0,
+        workspace_bytes=0,
+        graphs_bytes=0,
+        communicator_bytes=0,
+        num_layers=known.num_layers,
+        num_kv_heads=known.num_kv_heads,
+        head_size=known.head_size,
+        kv_dtype_bytes=known.kv_dtype_bytes,
+        block_size=config.block_size,
+        max_model_len=1 if config.max_model_len == "auto" else known.max_model_len,
+    )
+    fixed = fixed_blocks(config, formula)
+    check_before_loading(formula, fixed_by=fixed[1] if fixed else None, limit_bytes=known.limit_bytes)
+
+
+def longest_that_fits(config: EngineConfig, formula: MemoryFormula) -> MemoryFormula:
+    """--max-model-len auto. Where not one block fits, the length stays, and size_kv_cache says what is missing."""
+    num_blocks, _ = fixed_blocks(config, formula) or (formula.num_blocks, "")
+    longest = formula.longest_model_len(num_blocks)
+    if not config.enable_chunked_prefill:
+        longest = min(longest, config.max_num_batched_tokens)  # a prompt must fit into one step
+    if longest < 1:
+        return formula
+    logger.info("max_model_len auto: %d tokens fit, of the model's %d", longest, formula.max_model_len)
+    return replace(formula, max_model_len=longest)
+
+
+def size_kv_cache(config: EngineConfig, formula: MemoryFormula) -> KVSize:
+    """How large the KV cache starts and may become. Raises ConfigError when not one request would fit."""
+    fixed = fixed_blocks(config, formula)
+    if fixed is None:
+        check_one_request_fits(formula)
+        return KVSize(formula.num_blocks, formula.at(config.gpu_memory_utilization_cap).num_blocks, None)
+    num_blocks, flag = fixed
+    check_one_request_fits_fixed(formula, num_blocks, flag)
+    return KVSize(num_blocks, num_blocks, flag)
+
+
+def fixed_blocks(config: EngineConfig, formula: MemoryFormula) -> tuple[int, str] | None:
+    """The number of blocks and the flag that fixes it, where one does."""
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override, "--num-gpu-blocks-override"
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes // formula.bytes_per_block, "--kv-cache-memory-bytes"
+    return None
+
+
+REMEDIES = {
+    "weights": "use a larger device, a smaller model or --dtype bfloat16",
+    "profile": "lower --max-num-batched-tokens, --max-num-seqs (and caps) or --max-model-len, or use a larger device",
+    "graphs": "capture fewer sizes (--cudagraph-capture-sizes), set --enforce-eager, or use a larger device",
+    "kv_cache": "lower --gpu-memory-utilization (with its cap) or what fixes the KV cache, or use a larger device",
+}
+"""What to set when memory ran out, by the stage of start-up."""
+
+
+def out_of_memory(config: EngineConfig, stage: str) -> str:
+    """The line to print when an allocation failed while starting."""
+    size = config.device_memory_bytes
+    declared = "" if size is None else f" on a device of {size / GIB:.2f} GiB (--device-memory-bytes)"
+    return (
+        f"out of memory at start, in stage {stage}{declared}; the envelope is max_num_batched_tokens "
+        f"{config.max_num_batched_tokens_cap}, max_num_seqs {config.max_num_seqs_cap}, gpu_memory_utilization "
+        f"{config.gpu_memory_utilization_cap}; {REMEDIES.get(stage, REMEDIES['weights'])}"
+    )

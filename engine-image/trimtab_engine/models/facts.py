@@ -1,0 +1,124 @@
+"""Model facts from headers alone (docs/contract.md section 6). Needs no torch and reads no weight."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab_engine.config.model import SUPPORTED_ARCHITECTURES, ModelConfig, architecture_of, parse_model_config
+from trimtab_engine.config.quantization import stored_quantization
+from trimtab_engine.weights.source import WeightSource, open_source
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LINEAR_PARTS = ("attention", "kv_projection", "dense_mlp", "experts")  # what quantization makes smaller
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def model_facts(model: str, *, load_format: str = "auto") -> dict[str, Any]:
+    """The facts as a JSON object. An architecture that is not built has `supported: false` and null for what its
+    config.json does not say in the usual words. Raises ModelError when the model cannot be read.
+    """
+    source = open_source(model, load_format)
+    if architecture_of(source.config, source.where) in SUPPORTED_ARCHITECTURES:
+        facts = _supported(source)
+    else:
+        facts = _unsupported(source)
+    return {"model": model, **facts, "format": source.format}
+
+
+def _supported(source: WeightSource) -> dict[str, Any]:
+    config = parse_model_config(source.config, source.generation_config, source.where)
+    quantization = stored_quantization(source.config, source.where)
+    dtype_bytes = DTYPE_BYTES[config.dtype]
+    linear_bytes = dtype_bytes if quantization is None else quantization.weight_bytes
+    by_part = {
+        part: round(count * (linear_bytes if part in LINEAR_PARTS else dtype_bytes))
+        for part, count in parameters_by_part(config).items()
+    }
+    return {
+        "architecture": config.architecture,
+        "supported": True,
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_size": config.head_size,
+        "vocab_size": config.vocab_size,
+        "max_model_len": config.max_model_len,
+        "num_parameters": config.num_parameters,
+        "weights_bytes": sum(by_part.values()),
+        "dtype": config.dtype,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        **_mixture(config),
+        "latent_kv_size": 0,
+        "quantization": None if quantization is None else "fp8",
+        "weights_by_part": by_part,
+    }
+
+
+def _mixture(config: ModelConfig) -> dict[str, Any]:
+    if config.moe is None:
+        return {"num_experts": 0, "num_experts_per_token": 0, "moe_intermediate_size": 0, "dense_layers": []}
+    return {
+        "num_experts": config.moe.num_experts,
+        "num_experts_per_token": config.moe.num_experts_per_token,
+        "moe_intermediate_size": config.moe.intermediate_size,
+        "dense_layers": sorted(config.moe.dense_layers),
+    }
+
+
+def parameters_by_part(config: ModelConfig) -> dict[str, int]:
+    """How many of `num_parameters` are divided in which way (docs/contract.md section 6 says which part is what)."""
+    hidden, heads = config.hidden_size, config.num_attention_heads * config.head_size
+    kv = 2 * config.num_kv_heads * config.head_size
+    num_mixtures = 0 if config.moe is None else config.num_layers - len(config.moe.dense_layers)
+    num_dense = config.num_layers - num_mixtures
+    mlp = 3 * hidden * config.intermediate_size + 2 * config.intermediate_size * config.mlp_bias
+    experts = 0 if config.moe is None else config.moe.num_experts * 3 * hidden * config.moe.intermediate_size
+    per_layer = 2 * hidden + hidden * config.output_bias + 2 * config.head_size * config.qk_norm
+    routers = 0 if config.moe is None else num_mixtures * config.moe.num_experts * hidden
+    return {
+        "embedding": config.vocab_size * hidden,
+        "lm_head": 0 if config.tie_word_embeddings else config.vocab_size * hidden,
+        "attention": config.num_layers * (2 * hidden * heads + heads * config.qkv_bias),
+        "kv_projection": config.num_layers * (hidden * kv + kv * config.qkv_bias),
+        "dense_mlp": num_dense * mlp,
+        "experts": num_mixtures * experts,
+        "shared_experts": 0,
+        "replicated": config.num_layers * per_layer + num_dense * hidden * config.mlp_bias + routers + hidden,
+    }
+
+
+def _unsupported(source: WeightSource) -> dict[str, Any]:
+    config = source.config
+    text = config.get("text_config")
+    words: Mapping[str, Any] = {**config, **text} if isinstance(text, Mapping) else config
+    num_parameters = sum(math.prod(shape) for shape in source.shapes().values())
+    dtype = str(words.get("dtype") or words.get("torch_dtype") or "float32").removeprefix("torch.")
+    heads, hidden = words.get("num_attention_heads"), words.get("hidden_size")
+    head_size = words.get("head_dim")
+    if head_size is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        head_size = hidden // heads
+    return {
+        "architecture": architecture_of(config, source.where),
+        "supported": False,
+        "num_layers": words.get("num_hidden_layers"),
+        "hidden_size": hidden,
+        "intermediate_size": words.get("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_kv_heads": words.get("num_key_value_heads", heads),
+        "head_size": head_size,
+        "vocab_size": words.get("vocab_size"),
+        "max_model_len": words.get("max_position_embeddings"),
+        "num_parameters": num_parameters,
+        "weights_bytes": num_parameters * DTYPE_BYTES.get(dtype, 4),
+        "dtype": dtype,
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "num_experts": next((words[key] for key in EXPERT_KEYS if words.get(key)), 0),
+        "num_experts_per_token": words.get("num_experts_per_tok"),
+        "moe_intermediate_size": words.get("moe_intermediate_size"),
+        "dense_layers": None,
+        "latent_kv_size": None,
+        "quantization": None,
+        "weights_by_part": None,
+    }

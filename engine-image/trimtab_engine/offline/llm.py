@@ -1,0 +1,253 @@
+"""The engine in this process, for batches: `LLM(model=…).generate(prompts, SamplingParams(…))`, as in vLLM.
+
+The same scheduler, model and sampler as behind the server; no HTTP and no second process. Keywords are the flags of
+`trimtab-engine serve`. Not for several threads at once.
+"""
+
+import gc
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from trimtab_engine.config.engine import EngineConfig, set_core_environment
+from trimtab_engine.device.profiler import Profiler
+from trimtab_engine.errors import ConfigError, EngineDead, InvalidRequest
+from trimtab_engine.messages import AddRequest
+from trimtab_engine.offline.arguments import in_keywords, read_keywords
+from trimtab_engine.offline.outputs import Choice, RequestOutput
+from trimtab_engine.offline.progress import OnStep, Rates, Statistics, interruptible
+from trimtab_engine.offline.progress_bar import progress_bar
+from trimtab_engine.offline.prompts import Asked, Prompt, as_prompts, one_each, tokens_of
+from trimtab_engine.offline.sampling_params import SamplingParams
+from trimtab_engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from trimtab_engine.core.engine import Engine
+
+Message = Mapping[str, str]
+MAX_LOGPROBS = 20  # most that a prompt may ask for, unless the keyword says otherwise
+
+logger = logging.getLogger("trimtab_engine.offline.llm")
+
+
+class LLM:
+    """A model that generates for batches of prompts. Use it as a context manager, or call shutdown() when done.
+
+    `on_step` is called with the statistics of each step. Raises ConfigError when the keywords, the model or the machine
+    do not allow it, with what to change.
+    """
+
+    def __init__(self, model: str, *, on_step: OnStep | None = None, **keywords: Any) -> None:
+        config, arguments = read_keywords(model, keywords)
+        self._max_logprobs: int = arguments.max_logprobs
+        self._log_stats = keywords.get("disable_log_stats", True) is False
+        self._start(config, on_step)
+
+    @classmethod
+    def of(cls, config: EngineConfig, *, on_step: OnStep | None = None) -> Self:
+        """The same from a configuration that is already made."""
+        llm = cls.__new__(cls)
+        llm._max_logprobs, llm._log_stats = MAX_LOGPROBS, False
+        llm._start(config, on_step)
+        return llm
+
+    def _start(self, config: EngineConfig, on_step: OnStep | None) -> None:
+        if config.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={config.data_parallel_size} needs the server (trimtab-engine serve): an LLM is "
+                f"one engine core; leave it out and use tensor_parallel_size or pipeline_parallel_size"
+            )
+        set_core_environment()
+        from trimtab_engine.core.startup import start_engine  # torch comes with it, and reads the environment
+
+        try:
+            self._engine, self.ready = start_engine(config, _log_progress, time.monotonic)
+        except ConfigError as error:
+            raise type(error)(in_keywords(str(error))) from None
+        self._tokenizer: Tokenizer | None = None
+        self._tokenizer_path = config.tokenizer or config.model
+        self._numbers = itertools.count()
+        self._statistics = Statistics(on_step, log=self._log_stats)
+        self._profiler = Profiler(config.profiler_dir)
+        self._closed = False
+
+    # --- what it does ---------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts; outputs come in their order. One SamplingParams for all, or one per prompt.
+
+        Ctrl-C ends it between two steps, frees what was held and raises KeyboardInterrupt: the LLM stays usable.
+        Raises InvalidRequest before anything runs when a prompt does not fit.
+        """
+        self._require_open()
+        every = as_prompts(prompts)
+        params = one_each(sampling_params, len(every))
+        asked = [self._ask(prompt, of) for prompt, of in zip(every, params, strict=True)]
+        self._run(asked, show_progress=use_tqdm)
+        return [one.output() for one in asked]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, written as the model's chat template writes them."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts: list[dict[str, Any]] = []
+        for conversation in conversations:
+            text = self.get_tokenizer().render_chat(
+                [dict(message) for message in conversation],  # type: ignore[arg-type]  # narrowed by the first one
+                add_generation_prompt=add_generation_prompt,
+            )
+            ids = self.get_tokenizer().encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; read when it is first needed."""
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer(self._tokenizer_path)
+        return self._tokenizer
+
+    @property
+    def engine(self) -> "Engine":
+        """The engine itself, for measurements and tests."""
+        self._require_open()
+        return self._engine
+
+    # --- steering it ----------------------------------------------------------------------------------------------
+
+    def config(self) -> dict[str, Any]:
+        """The live configuration: the body of GET /admin/v1/config."""
+        self._require_open()
+        return self._engine.config()
+
+    def patch_config(self, **values: Any) -> dict[str, Any]:
+        """Change live values between two calls, as PATCH /admin/v1/config does. ConfigError where that answers 422."""
+        self._require_open()
+        status, body = self._engine.patch_config({"values": values})
+        if status != 200:
+            raise ConfigError(body["message"])
+        return body
+
+    def start_profile(self) -> None:
+        """Record what the next calls do, with torch.profiler. Needs profiler_dir; ConfigError without it."""
+        self._require_open()
+        self._profiler.start()
+
+    def stop_profile(self) -> Path:
+        """End the recording. Returns the Chrome trace that was written."""
+        return Path(self._profiler.stop()["trace"])
+
+    # --- its end --------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Give the model's and the KV cache's memory back. Calling it again does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._engine.close()
+            del self._engine
+            gc.collect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineDead("this LLM was shut down; make a new one")
+
+    # --- the inside -----------------------------------------------------------------------------------------------
+
+    def _ask(self, prompt: Prompt, params: SamplingParams) -> Asked:
+        """A prompt as the engine takes it. Raises InvalidRequest when it does not fit."""
+        text, ids = tokens_of(prompt, self.get_tokenizer())
+        limit = self.ready.max_model_len
+        if not ids:
+            raise InvalidRequest("a prompt has no tokens; give at least one")
+        if len(ids) >= limit:
+            raise InvalidRequest(
+                f"a prompt has {len(ids)} tokens, but max_model_len is {limit}, and one token of output needs room; "
+                f"shorten it"
+            )
+        if max(ids) >= self.ready.vocab_size or min(ids) < 0:
+            raise InvalidRequest(f"a prompt has a token id outside the vocabulary of {self.ready.vocab_size} tokens")
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count is not None and count > self._max_logprobs:
+                raise InvalidRequest(f"{name} is {count}; at most max_logprobs={self._max_logprobs} are given")
+        request_id, now = str(next(self._numbers)), time.monotonic()
+        sampling = params.of_choices(limit - len(ids), self.get_tokenizer())
+        return Asked(
+            request_id,
+            text,
+            ids,
+            [Choice(i, params, of.min_tokens, self.get_tokenizer(), now) for i, of in enumerate(sampling)],
+            [AddRequest(f"{request_id}-{i}", ids, of, now) for i, of in enumerate(sampling)],
+        )
+
+    def _run(self, asked: list[Asked], *, show_progress: bool) -> None:
+        """Step until all have finished. What still runs when this is left early is aborted."""
+        running = {
+            add.request_id: (one, choice) for one in asked for add, choice in zip(one.add, one.choices, strict=True)
+        }
+        rates = Rates(time.monotonic())
+        with (
+            interruptible() as interrupted,
+            progress_bar("Processed prompts", len(asked), enabled=show_progress) as bar,
+        ):
+            try:
+                for one in asked:
+                    for add in one.add:
+                        self._engine.add(add)
+                while running:
+                    if interrupted.is_set():
+                        self._abandon(list(running))
+                        raise KeyboardInterrupt
+                    for one in self._step(running):
+                        bar(1, rates.note(one))
+            finally:
+                if running:
+                    self._engine.abort(list(running))
+
+    def _abandon(self, request_ids: list[str]) -> None:
+        """Abort, and let a step that is under way end: nobody waits for what it brings."""
+        self._engine.abort(request_ids)
+        while self._engine.has_work:
+            self._engine.step()
+
+    def _step(self, running: dict[str, tuple[Asked, Choice]]) -> list[Asked]:
+        """One step; takes what has ended out of `running` and returns the prompts that are complete with it."""
+        step = self._engine.step()
+        now = time.monotonic()
+        self._statistics.note(step.stats)
+        self._profiler.on_step()
+        complete: list[Asked] = []
+        for output in step.outputs:
+            if output.request_id not in running:
+                continue  # aborted meanwhile
+            one, choice = running[output.request_id]
+            if choice.take(output, now):
+                self._engine.abort([output.request_id])
+            if choice.finish_reason is not None:
+                del running[output.request_id]
+                if one.finished:
+                    complete.append(one)
+        return complete
+
+
+def _log_progress(stage: str, percent: float) -> None:
+    logger.debug("loading: %s, %.0f%%", stage, percent)

@@ -1,0 +1,166 @@
+"""What the offline LLM class returns, in vLLM's shape, and how it comes together step by step.
+
+`RequestOutput` here is a whole answer to one prompt; messages.RequestOutput is what one step brought to one sequence.
+"""
+
+from dataclasses import dataclass, field
+
+from trimtab_engine import messages
+from trimtab_engine.offline.sampling_params import SamplingParams
+from trimtab_engine.text.stop_strings import StopStrings
+from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability at one position. `rank` 1 is the most likely."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One choice. `finish_reason` is stop, length or abort; `stop_reason` is what stopped it, None for its natural end.
+
+    `cumulative_logprob` and `logprobs` (token id to Logprob, per position) are None unless they were asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When things happened to the first choice, in CLOCK_MONOTONIC seconds. None: it never came so far."""
+
+    arrival_time: float
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    last_token_time: float | None
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The answer to one prompt. `prompt` is None when token ids were given."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None
+    """Prompt tokens that came from the prefix cache."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Per prompt token, where they were asked for; the first is None."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sequence while it runs: collects tokens, turns them into text, looks for stop strings."""
+
+    index: int
+    params: SamplingParams
+    min_tokens: int
+    tokenizer: Tokenizer
+    arrival_time: float
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    num_preemptions: int = 0
+    num_cached_tokens: int | None = None
+    _positions: list[messages.TokenLogprobs] = field(default_factory=list)
+    _prompt_positions: list[messages.TokenLogprobs] | None = None
+    _texts: list[str] = field(default_factory=list)
+    _detokenizer: Detokenizer | None = None
+    _stop: StopStrings = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.params.detokenize:
+            self._detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=self.params.skip_special_tokens)
+        self._stop = StopStrings(self.params.stop_strings, include=self.params.include_stop_str_in_output)
+
+    def take(self, output: messages.RequestOutput, now: float) -> bool:
+        """Add what one step brought. True: a stop string ended it here, and the engine does not know yet."""
+        if output.first_scheduled_time is not None:
+            self.first_scheduled_time = output.first_scheduled_time
+            self.num_cached_tokens = output.num_cached_tokens
+        self._prompt_positions = output.prompt_logprobs or self._prompt_positions
+        self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
+        if output.token_ids:
+            self.first_token_time = self.first_token_time or now
+            self.last_token_time = now
+        self._positions += output.logprobs or []
+        stopped = output.finish_reason == "stop" and not output.ends_with_text
+        for number, token_id in enumerate(output.token_ids):
+            self.token_ids.append(token_id)
+            is_end = stopped and number == len(output.token_ids) - 1
+            if not is_end or output.ends_with_text or self.params.include_stop_str_in_output:
+                self._add_text(token_id)
+            if self._stop.matched is not None:
+                break  # what follows the stop string was generated for nothing
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_token_id
+        if self._stop.matched is not None:
+            del self._positions[len(self.token_ids) :]
+            self.finish_reason, self.stop_reason = "stop", self._stop.matched
+            return output.finish_reason is None
+        if self.finish_reason is not None:
+            self._flush()
+        return False
+
+    def _add_text(self, token_id: int) -> None:
+        if self._detokenizer is not None:
+            self._stop.armed = len(self.token_ids) > self.min_tokens
+            self._texts.append(self._stop.push(self._detokenizer.push(token_id)))
+
+    def _flush(self) -> None:
+        """The text that was held back, now that nothing follows."""
+        if self._detokenizer is None:
+            return
+        self._texts.append(self._stop.push(self._detokenizer.flush()))
+        if self._stop.matched is None:
+            self._texts.append(self._stop.flush())
+        else:
+            self.finish_reason, self.stop_reason = "stop", self._stop.matched
+
+    def output(self) -> CompletionOutput:
+        """The choice as it stands."""
+        wants_logprobs = self.params.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text="".join(self._texts),
+            token_ids=self.token_ids,
+            cumulative_logprob=sum(p.logprobs[0] for p in self._positions) if wants_logprobs else None,
+            logprobs=[self._logprobs(position) for position in self._positions] if wants_logprobs else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Of the prompt's tokens: None for the first one, which follows nothing."""
+        if self._prompt_positions is None:
+            return None
+        return [None, *(self._logprobs(position) for position in self._prompt_positions)]
+
+    def _logprobs(self, position: messages.TokenLogprobs) -> dict[int, Logprob]:
+        """The chosen token with its own rank, then the most likely ones in order."""
+        entries: dict[int, Logprob] = {}
+        for order, (token_id, value) in enumerate(zip(position.token_ids, position.logprobs, strict=True)):
+            rank = position.rank if order == 0 else order
+            text = self.tokenizer.token_text(token_id) if self.params.detokenize else None
+            entries.setdefault(token_id, Logprob(value, rank, text))
+        return entries

@@ -1,0 +1,116 @@
+"""How a user of the offline LLM class says what to generate: vLLM's names, and the same checks as over HTTP.
+
+What a field may hold, and what is not built, is decided in one place for both: api/protocol.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from trimtab_engine import messages
+from trimtab_engine.api.openai.protocol import GenerationRequest
+from trimtab_engine.api.openai.restrictions import Restrictions, bad_word_tokens
+from trimtab_engine.errors import InvalidRequest
+from trimtab_engine.text.tokenizer import Tokenizer
+
+OWN_FIELDS = ("detokenize", "logprobs", "prompt_logprobs")
+"""Fields that are not the API's, or have another form there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What to generate from one prompt. temperature 0 is greedy; max_tokens None is as much as fits.
+
+    `logprobs`: how many of the most likely tokens are reported beside each chosen one (None: nothing).
+    `structured_outputs`: a dict such as {"regex": "[0-9]+"}. What is not built is refused by name. Raises
+    InvalidRequest when a value is not allowed.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    """False: token ids only, no text; stop strings then cannot be looked for."""
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    """The same for the prompt's own tokens."""
+    logit_bias: dict[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    structured_outputs: Any = None
+    best_of: int | None = None
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self._checked()
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop needs the text; leave detokenize True, or use stop_token_ids")
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and count < 0:
+                raise InvalidRequest(f"{name} is {count}; it must be 0 or more, or None")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def of_choices(self, room: int, tokenizer: Tokenizer) -> list[messages.SamplingParams]:
+        """What each of the `n` choices is sampled with; `room` is how many tokens can follow the prompt."""
+        checked = self._checked()
+        if self.min_tokens > room:
+            raise InvalidRequest(f"min_tokens is {self.min_tokens}, but at most {room} tokens can be generated")
+        max_tokens = min(self.max_tokens or room, room)
+        restrictions = Restrictions(_grammar(checked), bad_word_tokens(tokenizer, checked.bad_words or []))
+        return [
+            checked.sampling(
+                max_tokens=max_tokens,
+                logprobs=self.logprobs,
+                index=index,
+                restrictions=restrictions,
+                prompt_logprobs=self.prompt_logprobs if index == 0 else None,
+            )
+            for index in range(self.n)
+        ]
+
+    def _checked(self) -> GenerationRequest:
+        """These values as the API checks them."""
+        values = {name: value for name, value in asdict(self).items() if name not in OWN_FIELDS and value is not None}
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            if isinstance(values.get(name), tuple):
+                values[name] = list(values[name])
+        for name, value in values.items():  # JSON has one kind of number; here 1 stands for 1.0, as in vLLM
+            if isinstance(getattr(SamplingParams, name, None), float) and type(value) is int:
+                values[name] = float(value)
+        try:
+            return GenerationRequest.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            reason = first["msg"].removeprefix("Value error, ")
+            raise InvalidRequest(f"{where}: {reason}" if where else reason) from None
+
+
+def _grammar(checked: GenerationRequest) -> str | None:
+    """The user's own grammar, in the user's own process: nobody else waits for it, so it is not tried first."""
+    constraint = checked.constraint()
+    if constraint is None:
+        return None
+    from trimtab_engine.structured.trial import grammar_text  # llguidance is needed by those who use it
+
+    try:
+        return grammar_text(constraint.to_json())
+    except ValueError as error:
+        raise InvalidRequest(f"structured_outputs: {error}") from None

@@ -1,0 +1,1 @@
+"""Processes and the pipes between them: who ends with whom, frames on a stream, workers with a time limit."""

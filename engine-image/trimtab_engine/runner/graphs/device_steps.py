@@ -1,0 +1,308 @@
+"""Steps on a device that runs beside the host: inputs at fixed places, graphs where there are some, no waiting.
+
+What a step needs of the one before, its sampled tokens, stays on the device: `feed` says which of a step's tokens are
+rows of `last_tokens`. So a step may begin before the host has seen what the one before it brought. Ranks that share
+layers get those rows from the first of them, which samples, on the device as well.
+
+Several ranks replay graphs of one key, with the collectives in them. What passes from pipeline stage to pipeline stage
+stays outside: it lands where the graph reads it, and leaves from where the graph has left it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from trimtab_kernels.jit import num_compilations
+from trimtab_kernels.paged_attention import Attend, AttentionMetadata
+from trimtab_kernels.paged_batch import PagedBatch
+
+from trimtab_engine.device.kv_cache import KVTensors
+from trimtab_engine.device.transfer import Mark, copy_to_host, pinned_bytes
+from trimtab_engine.messages import TokenLogprobs
+from trimtab_engine.models.llama import LlamaForCausalLM
+from trimtab_engine.parallel.groups import ALONE, RankGroups
+from trimtab_engine.runner.graphs.dispatcher import Dispatcher, Eager
+from trimtab_engine.runner.graphs.plan import GraphKey, GraphPlan
+from trimtab_engine.runner.graphs.recorder import Outside, Recorder, Replay
+from trimtab_engine.runner.graphs.step_buffers import Capacity, Feed, StepBuffers
+from trimtab_engine.sampling.device_sampler import DeviceSampler, ReportsInFlight
+from trimtab_engine.sampling.token_table import DeviceRow
+from trimtab_engine.scheduling.step_inputs import NO_INPUTS, StepInputs
+
+NUM_TOKEN_BUFFERS = 3  # steps whose tokens may be on their way: one that lands, one that runs, one that begins
+
+
+@dataclass(slots=True)
+class GraphCounts:
+    """What steps replayed since the last look."""
+
+    steps: dict[str, int] = field(default_factory=dict)
+    """Steps by kind of graph: full, piecewise."""
+    eager: dict[str, int] = field(default_factory=dict)
+    """Eager steps by reason (dispatcher.Eager)."""
+    padding_tokens: int = 0
+    """Rows that graphs computed for nothing."""
+    captures: int = 0
+    compilations: int = 0
+    """Kernels that had to be compiled: after start-up none should."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """The envelope that the buffers are made for."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_num_rows: int
+    """Of logits."""
+    max_model_len: int
+    block_size: int
+
+    def capacity(self, max_tokens: int) -> Capacity:
+        """Of buffers for steps of up to so many tokens."""
+        return Capacity(
+            max_tokens=max_tokens,
+            max_seqs=min(self.max_num_seqs, max_tokens),
+            max_rows=min(self.max_num_rows, max_tokens),
+            max_blocks=-(-self.max_model_len // self.block_size),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a piecewise graph hands to attention: [tokens, num_heads, head_size], and the hidden states' width."""
+
+    num_heads: int
+    head_size: int
+    hidden_size: int
+    dtype: torch.dtype
+
+
+class TokensInFlight:
+    """Sampled tokens on their way to the host, and log-probabilities where they are asked for."""
+
+    def __init__(self, pinned: torch.Tensor, arrived: Mark, count: int, reports: list[ReportsInFlight]) -> None:
+        self._pinned, self._arrived, self._count, self._reports = pinned, arrived, count, reports
+
+    def result(self) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Wait for them: one of each per row."""
+        self._arrived.wait()
+        tokens: list[int] = self._pinned[: self._count].tolist()
+        logprobs: list[TokenLogprobs | None] = [None] * self._count
+        for reports in self._reports:
+            reports.put_into(logprobs, tokens)
+        return tokens, logprobs
+
+
+class DeviceSteps:
+    """Runs steps of one model over one KV cache, which never moves."""
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        kv_cache: KVTensors,
+        plan: GraphPlan,
+        recorder: Recorder,
+        *,
+        limits: StepLimits,
+        shape: AttentionShape,
+        device: torch.device,
+        groups: RankGroups = ALONE,
+        is_first_stage: bool = True,
+        sampler: DeviceSampler | None = None,
+    ) -> None:
+        """`sampler`: on the rank that samples."""
+        self.sampler = sampler
+        self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
+        self._tensor, self._meter = groups.tensor, groups.meter
+        self._limits, self.plan = limits, plan
+        self._dispatcher = Dispatcher(plan)
+        self._graphs: dict[GraphKey, Replay] = {}
+        self._counts = GraphCounts()
+        self._large = StepBuffers(limits.capacity(limits.max_num_batched_tokens), device)
+        most = plan.max_tokens
+        self._small = StepBuffers(limits.capacity(most), device) if most else self._large
+        self._batch = self._small.uniform_batch(0, 1, 0)
+        """Of the step at hand: what attention outside of graphs reads."""
+        heads = (max(plan.piecewise, default=0), shape.num_heads, shape.head_size)
+        self._query = torch.zeros(heads, dtype=shape.dtype, device=device)
+        self._attended = torch.zeros_like(self._query)
+        self._hidden = torch.zeros(most, shape.hidden_size, dtype=shape.dtype, device=device)
+        self._before = None if is_first_stage else torch.zeros_like(self._hidden)
+        """Hidden states of the stage before, for graphs."""
+        self.last_tokens = torch.zeros(limits.max_num_rows, dtype=torch.int64, device=device)
+        """Of the step that was sampled last."""
+        pinned = [pinned_bytes(8 * limits.max_num_rows, device) for _ in range(NUM_TOKEN_BUFFERS)]
+        self._arrivals = [(buffer.view(torch.int64), Mark(device)) for buffer in pinned]
+        self._turn = 0
+        self._num_compilations = num_compilations()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the fixed buffers, on the device; graphs not included."""
+        own = [self._query, self._attended, self._hidden, self.last_tokens]
+        own += [] if self._before is None else [self._before]
+        buffers = {id(b): b.num_bytes for b in (self._large, self._small)}
+        sampling = 0 if self.sampler is None else self.sampler.num_bytes
+        return sum(tensor.nbytes for tensor in own) + sum(buffers.values()) + sampling
+
+    def take_counts(self) -> GraphCounts:
+        counts, self._counts = self._counts, GraphCounts()
+        compiled = num_compilations()
+        counts.compilations, self._num_compilations = compiled - self._num_compilations, compiled
+        return counts
+
+    # --- graphs ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile what steps of any size need, by steps of nothing but padding."""
+        for rows in warm_up_sizes(self._limits.max_num_batched_tokens):
+            self._batch = self._large.fill(NO_INPUTS, (), GraphKey(rows), self._limits.block_size)
+            self._forward(self._large, rows, self._metadata(self._large, rows, self._batch, is_padded=True))
+        if self.sampler is not None:
+            self.sampler.warm_up(self.last_tokens)
+
+    def capture_all(self, progress: Callable[[int, int], None], most: int | None = None) -> None:
+        """Record the plan's graphs, the largest first, or the first `most` of them. progress gets (done, of)."""
+        keys = [key for key in self.plan.keys if key not in self._graphs]
+        for done, key in enumerate(keys[:most], start=1):
+            self.capture(key)
+            progress(done, len(keys))
+
+    @torch.inference_mode()
+    def capture(self, key: GraphKey) -> None:
+        """Record one graph, on inputs that are all padding: no block is written."""
+        rows, buffers = key.num_tokens, self._small
+        self._batch = buffers.fill(NO_INPUTS, (), key, self._limits.block_size)
+
+        def run(outside: Outside) -> None:
+            if key.tokens_per_sequence is None:
+                metadata = self._metadata(buffers, rows, None, is_padded=True, outside=outside)
+            else:
+                batch = buffers.uniform_batch(rows, key.tokens_per_sequence, self._limits.max_model_len)
+                metadata = self._metadata(buffers, rows, batch, is_padded=True)
+            before = None if self._before is None else self._before[:rows]
+            hidden = self._model.compute(*self._inputs(buffers, rows), self._kv_cache, metadata, before=before)
+            self._hidden[:rows].copy_(hidden)
+
+        run(lambda call: call())  # compiles, and lets libraries allocate: neither may happen while recording
+        with self._meter.apart() as sent:
+            replay = self._recorder.record(run)
+        self._graphs[key] = self._counted(replay, sent)
+        self._counts.captures += 1
+
+    def _counted(self, replay: Replay, sent: dict[str, int]) -> Replay:
+        """A graph sends with each replay what it sent when it was recorded, and does not say so."""
+        if not sent:
+            return replay
+
+        def counted() -> None:
+            with self._meter.apart():
+                replay()
+            self._meter.add_all(sent)
+
+        return counted
+
+    def drop_graphs(self) -> None:
+        """They are recorded again when steps want them. Before the ranks part: a graph holds on to its connections."""
+        self._graphs.clear()
+        self._recorder.forget()
+
+    def drop_model(self) -> None:
+        """The weights go, and with them what was recorded, which reads where they were."""
+        self.drop_graphs()
+        del self._model
+
+    def use_model(self, model: LlamaForCausalLM) -> None:
+        """The weights are back, elsewhere: graphs are recorded again when steps want them."""
+        self._model = model
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs, feed: Feed = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        """Begin a step. Returns hidden states [rows, hidden_size] and which of their rows are sampled."""
+        self._share(feed)
+        shape = inputs.shape
+        choice = self._dispatcher.dispatch(shape)
+        num_tokens = len(inputs.token_ids)
+        if isinstance(choice, Eager):
+            self._counts.eager[choice.value] = self._counts.eager.get(choice.value, 0) + 1
+            buffers, rows = self._large, shape.num_tokens
+            batch = buffers.fill(inputs, feed, GraphKey(rows), self._limits.block_size)
+            hidden = self._forward(buffers, rows, self._metadata(buffers, rows, batch, is_padded=rows > num_tokens))
+        else:
+            if choice not in self._graphs:
+                self.capture(choice)
+            buffers = self._small
+            self._batch = buffers.fill(inputs, feed, choice, self._limits.block_size)
+            if self._before is not None:
+                self._model.receive(self._before[: choice.num_tokens])
+            self._graphs[choice]()
+            hidden = self._hidden[: choice.num_tokens]
+            self._model.send(hidden)
+            self._counts.steps[choice.kind] = self._counts.steps.get(choice.kind, 0) + 1
+            self._counts.padding_tokens += choice.num_tokens - num_tokens
+        return hidden, buffers.longs["sampled"][: len(inputs.sampled)]
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, rows: Sequence[DeviceRow]) -> TokensInFlight:
+        """Choose a step's tokens from its logits [rows, vocab_size], keep them for the next one, and start their way to
+        the host."""
+        assert self.sampler is not None  # this rank samples
+        token_ids, reports = self.sampler.sample(logits, rows, self.last_tokens)
+        count = token_ids.shape[0]
+        self.last_tokens[:count].copy_(token_ids)
+        self._turn = (self._turn + 1) % NUM_TOKEN_BUFFERS
+        pinned, arrived = self._arrivals[self._turn]
+        copy_to_host(pinned[:count], self.last_tokens[:count])
+        arrived.set()
+        return TokensInFlight(pinned, arrived, count, reports)
+
+    def _share(self, feed: Feed) -> None:
+        """Let the ranks that share layers have the tokens that a step is fed with: the first of them has sampled."""
+        if feed and self._tensor is not None:
+            self._tensor.broadcast(self.last_tokens[: 1 + max(row for _, row in feed)])
+
+    def _forward(self, buffers: StepBuffers, rows: int, metadata: AttentionMetadata) -> torch.Tensor:
+        return self._model.forward(*self._inputs(buffers, rows), self._kv_cache, metadata)
+
+    def _inputs(self, buffers: StepBuffers, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids, some of which are known here only, and positions."""
+        longs = buffers.longs
+        sources = longs["sources"][:rows]
+        fed = self.last_tokens.index_select(0, sources.clamp_min(0))
+        return torch.where(sources < 0, longs["token_ids"][:rows], fed), longs["positions"][:rows]
+
+    def _metadata(
+        self,
+        buffers: StepBuffers,
+        rows: int,
+        batch: PagedBatch | None,
+        *,
+        is_padded: bool = False,
+        outside: Outside | None = None,
+    ) -> AttentionMetadata:
+        slots = buffers.longs["slots"][:rows]
+        if outside is None:
+            return AttentionMetadata(rows, slots, (), (), batch, is_padded=is_padded)
+
+        def attend_outside(query: torch.Tensor, attend: Attend) -> torch.Tensor:
+            kept, attended = self._query[:rows], self._attended[:rows]
+            kept.copy_(query)
+            outside(lambda: _discard(attend(kept, self._batch, attended)))
+            return attended
+
+        return AttentionMetadata(rows, slots, (), (), is_padded=is_padded, outside=attend_outside)
+
+
+def warm_up_sizes(most: int) -> list[int]:
+    """The largest first: it, and all powers of two and three times those below it. Launch configurations change at such
+    numbers of rows (the tuner's batch sizes are among them)."""
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    return sorted({most, *(size for size in (*powers, *(3 * power for power in powers)) if size <= most)}, reverse=True)
+
+
+def _discard(_: object) -> None:
+    """The result is where it was asked to be."""

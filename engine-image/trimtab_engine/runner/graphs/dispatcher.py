@@ -1,0 +1,50 @@
+"""Which graph a step takes: one table from the step's shape to the smallest graph that holds it.
+
+Pure, so that all ranks that compute a step together take the same one: they have the same plan and the same shape.
+"""
+
+from bisect import bisect_left
+from enum import Enum
+
+from trimtab_engine.runner.graphs.plan import GraphKey, GraphPlan
+from trimtab_engine.scheduling.step_inputs import StepShape
+
+
+class Eager(Enum):
+    """Why a step replays no graph: the label `reason` of trimtab_eager_steps_total."""
+
+    OFF = "off"
+    """There are no graphs: --enforce-eager, mode none, or ranks that talk through host memory."""
+    TOO_LARGE = "too_large"
+    """More tokens than the largest graph."""
+    MIXED = "mixed"
+    """Not every sequence has the same few tokens, and the mode has graphs for decode steps only."""
+
+
+class Dispatcher:
+    """Chooses among the graphs of a plan. Whole-decode graphs come first: they leave the host nothing to do."""
+
+    def __init__(self, plan: GraphPlan) -> None:
+        self._full = dict(plan.full)
+        self._piecewise = plan.piecewise
+        self._largest = plan.max_tokens
+
+    def dispatch(self, shape: StepShape) -> GraphKey | Eager:
+        """The smallest graph that holds the step, or why there is none."""
+        if not self._largest or not shape.num_tokens:
+            return Eager.OFF
+        tokens = shape.tokens_per_sequence
+        size = None if tokens is None else _first_at_least(self._full.get(tokens, ()), shape.num_tokens)
+        if size is not None:
+            return GraphKey(size, tokens)
+        size = _first_at_least(self._piecewise, shape.num_tokens)
+        if size is not None:
+            return GraphKey(size)
+        if shape.num_tokens > self._largest or self._piecewise or tokens in self._full:
+            return Eager.TOO_LARGE
+        return Eager.MIXED
+
+
+def _first_at_least(sizes: tuple[int, ...], num_tokens: int) -> int | None:
+    place = bisect_left(sizes, num_tokens)
+    return sizes[place] if place < len(sizes) else None

@@ -1,0 +1,113 @@
+"""Which graphs there will be: the mode, and the sizes in tokens, from the configuration alone. Pure.
+
+vLLM's list: 1, 2, 4, then every 8 up to 256, then every 16 up to min(2 x max_num_seqs x (1 + drafts), 512), and none
+above the token budget. Whole-decode graphs end at the first size that holds every request; with speculation they are
+captured at multiples of 1 + drafts as well.
+"""
+
+from dataclasses import dataclass
+
+from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
+
+MAX_DEFAULT_SIZE = 512  # tokens; vLLM's. Beyond it a step's kernels take longer than their launches
+FINE_STEP, COARSE_STEP, FINE_END = 8, 16, 256  # tokens between two sizes, up to FINE_END and above
+MODES_BY_LEVEL = {
+    0: CUDAGraphMode.NONE,
+    1: CUDAGraphMode.PIECEWISE,
+    2: CUDAGraphMode.FULL_AND_PIECEWISE,
+    3: CUDAGraphMode.FULL_AND_PIECEWISE,
+}
+"""What -O0 to -O3 give where cudagraph_mode says nothing."""
+DEFAULT_LEVEL = 2
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GraphKey:
+    """One graph: `num_tokens` rows. `tokens_per_sequence` of a whole-decode graph; None for a piecewise one, in which
+    attention runs between the pieces, so that any batch fits."""
+
+    num_tokens: int
+    tokens_per_sequence: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """full or piecewise."""
+        return "piecewise" if self.tokens_per_sequence is None else "full"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """What is captured. piecewise and full: rising sizes in tokens, full by tokens per sequence."""
+
+    mode: CUDAGraphMode
+    piecewise: tuple[int, ...] = ()
+    full: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(tokens per sequence, sizes): 1 for plain decode, 1 + drafts for verifying a full set of them."""
+    is_lazy: bool = False
+
+    @property
+    def keys(self) -> list[GraphKey]:
+        """Every graph in the order of capture: the largest first, so that the smaller ones fit into its memory."""
+        mixed = [GraphKey(size) for size in self.piecewise]
+        decode = [GraphKey(size, tokens) for tokens, sizes in self.full for size in sizes]
+        return sorted(mixed, reverse=True) + sorted(decode, key=lambda key: -key.num_tokens)
+
+    @property
+    def max_tokens(self) -> int:
+        """Rows of the largest graph; 0 without graphs."""
+        return max((key.num_tokens for key in self.keys), default=0)
+
+
+NO_GRAPHS = GraphPlan(CUDAGraphMode.NONE)
+
+
+def plan_graphs(
+    compilation: CompilationConfig,
+    *,
+    enforce_eager: bool,
+    optimization_level: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    num_drafts: int,
+) -> GraphPlan:
+    """The graphs of an engine whose caps these are. --enforce-eager wins over a level, a mode that is written too."""
+    mode = compilation.cudagraph_mode or MODES_BY_LEVEL[optimization_level]
+    sizes = capture_sizes(
+        compilation,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_drafts=num_drafts,
+    )
+    if enforce_eager or mode is CUDAGraphMode.NONE or not sizes:
+        return NO_GRAPHS
+    full: list[tuple[int, tuple[int, ...]]] = []
+    if mode.has_full:
+        for tokens in sorted({1, 1 + num_drafts}):
+            own = decode_sizes(sizes, tokens, max_num_seqs, max_num_batched_tokens)
+            full += [(tokens, own)] if own else []
+    return GraphPlan(mode, sizes if mode.has_piecewise else (), tuple(full), compilation.cudagraph_lazy_capture)
+
+
+def capture_sizes(
+    compilation: CompilationConfig, *, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int = 0
+) -> tuple[int, ...]:
+    """The sizes in tokens, rising; what was written, or the default list, none above the token budget."""
+    written = compilation.cudagraph_capture_sizes
+    if written is not None:
+        return tuple(sorted({size for size in written if size <= max_num_batched_tokens}))
+    largest = compilation.max_cudagraph_capture_size
+    if largest is None:
+        largest = min(2 * max_num_seqs * (1 + num_drafts), MAX_DEFAULT_SIZE)
+    largest = min(largest, max_num_batched_tokens)
+    sizes = {1, 2, 4, *range(FINE_STEP, FINE_END, FINE_STEP), *range(FINE_END, largest + 1, COARSE_STEP), largest}
+    return tuple(sorted(size for size in sizes if 1 <= size <= largest))
+
+
+def decode_sizes(
+    sizes: tuple[int, ...], tokens_per_sequence: int, max_num_seqs: int, max_num_batched_tokens: int
+) -> tuple[int, ...]:
+    """Sizes of whole-decode graphs: multiples of tokens_per_sequence, up to the first that holds every request."""
+    most = min(max_num_seqs * tokens_per_sequence, max_num_batched_tokens // tokens_per_sequence * tokens_per_sequence)
+    rounded = sorted({-(-size // tokens_per_sequence) * tokens_per_sequence for size in sizes})
+    # A size above `most` is cut to it: no batch is larger, and no row is computed for nothing.
+    return tuple(sorted({min(size, most) for size in rounded})) if most else ()

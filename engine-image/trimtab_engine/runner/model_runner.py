@@ -1,0 +1,527 @@
+"""From a batch to logits: input tensors, the KV cache's tensors, the forward pass. It knows no scheduling policy.
+
+Start-up order: device.used_bytes() → ModelRunner.load → profile → (the engine computes the blocks) → init_kv_cache.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from trimtab_kernels.paged_attention import build_attention_metadata, max_decode_tokens, plan_cpu_reads
+from trimtab_kernels.paged_batch import warm_up_attention
+
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.experts import EplbConfig
+from trimtab_engine.config.model import ModelConfig, parse_model_config
+from trimtab_engine.config.quantization import Quantization, stored_quantization, wanted_quantization
+from trimtab_engine.device.address_range import AddressSpace
+from trimtab_engine.device.device import Device
+from trimtab_engine.device.kv_cache import KVCache, KVLayers, KVTensors, copy_across
+from trimtab_engine.device.swap_cache import SwapCache
+from trimtab_engine.device.transfer import Mark, send
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.layers.linear import padded_rows, row_sizes
+from trimtab_engine.layers.quantized import multiplies_float8
+from trimtab_engine.memory.formula import Ledger
+from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit
+from trimtab_engine.messages import SamplingParams
+from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
+from trimtab_engine.models.llama import LlamaForCausalLM
+from trimtab_engine.parallel.expert_balancer import ExpertBalancer
+from trimtab_engine.parallel.groups import ALONE, RankGroups
+from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.parallel.shard import ModelShard, shard_model
+from trimtab_engine.parallel.wave import Wave
+from trimtab_engine.runner.graphs.device_steps import AttentionShape, DeviceSteps, GraphCounts, StepLimits
+from trimtab_engine.runner.graphs.plan import GraphPlan
+from trimtab_engine.runner.graphs.recorder import Recorder
+from trimtab_engine.runner.graphs.step_buffers import Feed
+from trimtab_engine.sampling.device_sampler import DeviceSampler
+from trimtab_engine.sampling.logprobs import ScoresInFlight
+from trimtab_engine.sampling.sampler import ROWS_AT_ONCE, sample
+from trimtab_engine.scheduling.batch import ScheduledSequence
+from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.step_inputs import StepInputs, Unknown, flatten
+from trimtab_engine.weights.dummy import DummySource
+from trimtab_engine.weights.source import WeightSource, open_source
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+FLOAT8_E4M3_CAPABILITY = (8, 9)  # from which compute capability on Triton converts this format
+ONE_RANK = Layout()
+GREEDY = SamplingParams(temperature=0.0)
+COSTLIEST_SAMPLING = SamplingParams(top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1)
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the engine needs to know of the loaded model. Layers and heads are this rank's."""
+
+    vocab_size: int
+    max_model_len: int
+    """What is served, up to what the model's positions allow."""
+    eos_token_ids: tuple[int, ...]
+    num_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    kv_cache_dtype: str
+    kv_dtype_bytes: int
+    quantization: str | None
+    """How the layers' projections are stored; None: in dtype."""
+    weights_bytes: int
+    """Measured on the device."""
+    whole: ModelConfig
+    """The whole model's facts."""
+
+
+class ModelRunner:
+    """One rank's model and KV cache."""
+
+    kv_cache: KVCache
+    _kv_tensors: KVTensors
+    _draft_layers: KVLayers | None
+    steps: DeviceSteps | None = None
+    """Steps with inputs at fixed places and, perhaps, graphs: on CUDA, once the KV cache has its addresses."""
+    can_drop_weights = True
+    drives_others = False
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        rebuild: Callable[[], LlamaForCausalLM],
+        facts: ModelFacts,
+        shard: ModelShard,
+        groups: RankGroups,
+        device: Device,
+        block_size: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        eplb: EplbConfig | None,
+    ) -> None:
+        self.facts = facts
+        self._model, self._rebuild, self.shard, self.groups = model, rebuild, shard, groups
+        self._device, self._block_size, self._dtype = device, block_size, dtype
+        self._kv_dtype = kv_dtype
+        self._scores: ScoresInFlight | None = None
+        self._eplb = eplb
+        self.balancer = self._new_balancer()
+        """Of the experts' load; None: they do not move."""
+
+    @classmethod
+    def load(
+        cls,
+        config: EngineConfig,
+        device: Device,
+        progress: Progress,
+        *,
+        layout: Layout = ONE_RANK,
+        rank: int = 0,
+        groups: RankGroups = ALONE,
+    ) -> "ModelRunner":
+        """Read one rank's weights. progress gets ("weights", percent of them). Raises ModelError or ConfigError."""
+        torch.manual_seed(config.seed)  # requests that bring no seed of their own draw from this generator
+        source, model_config = _open(config)
+        max_model_len = _max_model_len(config, model_config)
+        shard = shard_model(
+            model_config,
+            layout,
+            rank,
+            placement=config.expert_placement_strategy,
+            layer_partition=config.pipeline_layer_partition,
+            num_redundant_experts=config.num_redundant_experts,
+        )
+        dtype = DTYPES[_dtype_name(config, model_config, device)]
+        kv_dtype_name = _kv_dtype_name(config, dtype, device)
+        kv_dtype = KV_DTYPES[kv_dtype_name]
+        before = device.used_bytes()
+        stored = stored_quantization(source.config, source.where)
+        quantization = wanted_quantization(stored, config.quantization, has_weights=not isinstance(source, DummySource))
+        num_parameters = -(-model_config.num_parameters // layout.ranks_per_engine)  # about: ranks are not quite equal
+        unmeasured = Unmeasured(
+            device_bytes=device.total_bytes,
+            other_bytes=before,
+            limit_bytes=device.limit_bytes,
+            weights_bytes=_weights_bytes(model_config, quantization, dtype, device) // layout.ranks_per_engine,
+            num_layers=shard.num_layers,
+            num_kv_heads=shard.num_kv_heads,
+            head_size=model_config.head_size,
+            kv_dtype_bytes=kv_dtype.itemsize,
+            max_model_len=max_model_len,
+        )
+        check_weights_fit(config, unmeasured)
+
+        def build(source: WeightSource, report: Callable[[int], None]) -> LlamaForCausalLM:
+            device.before_weights()
+            with torch.inference_mode():
+                model = LlamaForCausalLM(model_config, source, dtype, device.torch, report, shard, groups, quantization)
+            device.after_weights()
+            return model
+
+        model = build(source, _percent("weights", num_parameters, progress))
+        facts = ModelFacts(
+            vocab_size=model_config.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=model_config.eos_token_ids,
+            num_layers=shard.num_layers,
+            num_attention_heads=shard.num_heads,
+            num_kv_heads=shard.num_kv_heads,
+            head_size=model_config.head_size,
+            dtype=str(dtype).removeprefix("torch."),
+            kv_cache_dtype=kv_dtype_name,
+            kv_dtype_bytes=kv_dtype.itemsize,
+            quantization=None if quantization is None else "fp8",
+            weights_bytes=max(0, device.used_bytes() - before),
+            whole=model_config,
+        )
+        rebuild = lambda: build(_open(config)[0], lambda count: None)  # noqa: E731
+        return cls(model, rebuild, facts, shard, groups, device, config.block_size, dtype, kv_dtype, config.eplb)
+
+    def _new_balancer(self) -> ExpertBalancer | None:
+        """Of experts that are where they were loaded."""
+        moe, group, mixtures = self.facts.whole.moe, self.groups.expert, self._model.mixtures
+        if self._eplb is None or moe is None or group is None or not mixtures:
+            return None
+        return ExpertBalancer(self._eplb, mixtures, moe.num_experts, group)
+
+    def drop_weights(self) -> None:
+        """Give the weights' memory back. Nothing runs until reload_weights()."""
+        if self.steps is not None:
+            self.steps.drop_model()
+        self.balancer = None
+        del self._model
+        self._device.after_weights()
+
+    def reload_weights(self) -> None:
+        """Read them again, from where they were read. Raises ModelError."""
+        self._model = self._rebuild()
+        self.balancer = self._new_balancer()
+        if self.steps is not None:
+            self.steps.use_model(self._model)
+
+    def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+        """Run the largest step of the envelope and every row size once; returns the peak it added, in bytes.
+
+        It includes what stays: code that oneDNN compiles per row size, and the allocator's reserve. The largest come
+        first, so that the smaller ones fit into memory that the allocator already has.
+        """
+        max_len = self.facts.max_model_len
+        longest_decode = min(max_len, max_decode_tokens(self._device.torch)) - 1
+        with self._device.measure_peak() as peak:
+            self._dummy_step([(0, 1)] * max_num_seqs, COSTLIEST_SAMPLING)
+            self._dummy_step(_envelope_spans(max_num_batched_tokens, max_len), GREEDY)
+            self._dummy_step([(longest_decode, 1)] * min(2, max_num_seqs), GREEDY)
+            for rows in reversed(row_sizes() if self._model.pads_rows else []):
+                self._dummy_step([(0, 1)] * rows, GREEDY)
+        return peak.bytes
+
+    def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
+        """Reserve the KV cache's address range, with a draft model's layers in it, and map block 0: attention, which on
+        CUDA is compiled here, reads it. Further blocks are the engine's to map."""
+        self._draft_layers = draft
+        self.kv_cache = self._new_kv_cache(cap_blocks, draft=draft)
+        self.kv_cache.map_blocks(1)
+        self._kv_tensors = self.kv_cache
+        self._warm_up_attention()
+        self._warm_up_copies(self.kv_cache)
+
+    def use_draft_layers_of(self, kv_cache: KVCache) -> None:
+        """Keep keys and values in the draft's part of the target's KV cache."""
+        self.kv_cache = kv_cache
+        self._kv_tensors = kv_cache.draft
+        self._warm_up_attention()
+
+    def _warm_up_attention(self) -> None:
+        if self._device.kind == "cuda":
+            shape = (1, self.facts.num_attention_heads, self.facts.head_size)
+            query = torch.zeros(shape, dtype=self._dtype, device=self._device.torch)
+            warm_up_attention(query, self._kv_tensors.keys[0], self._kv_tensors.values[0])
+
+    def _warm_up_copies(self, other: KVCache) -> None:
+        """On CUDA copies to and from the KV cache are compiled here, not when the first block moves; and host memory
+        that the device does not reach is found out. Block 0 is mapped, and nobody's yet."""
+        if self._device.kind == "cuda":
+            copy_across(other, self.kv_cache, [(0, 0)])
+            copy_across(self.kv_cache, other, [(0, 0)])
+
+    def use_device_steps(self, config: EngineConfig, plan: GraphPlan, recorder: Recorder) -> DeviceSteps:
+        """From now on inputs lie at fixed places, and steps replay the plan's graphs once these are captured."""
+        whole, facts = self.facts.whole, self.facts
+        limits = StepLimits(
+            max_num_batched_tokens=config.max_num_batched_tokens_cap,
+            max_num_seqs=config.max_num_seqs_cap,
+            max_num_rows=config.max_num_sampled_rows,
+            max_model_len=facts.max_model_len,
+            block_size=self._block_size,
+        )
+        shape = AttentionShape(facts.num_attention_heads, facts.head_size, whole.hidden_size, self._dtype)
+        device = self._device.torch
+        sampler = None
+        if self.shard.is_last_stage and (self.groups.tensor is None or self.groups.tensor.index == 0):
+            sampler = DeviceSampler(
+                facts.vocab_size, facts.eos_token_ids, max_num_seqs=config.max_num_seqs_cap, device=device
+            )
+        self.steps = DeviceSteps(
+            self._model,
+            self._kv_tensors,
+            plan,
+            recorder,
+            limits=limits,
+            shape=shape,
+            device=device,
+            groups=self.groups,
+            is_first_stage=self.shard.is_first_stage,
+            sampler=sampler,
+        )
+        return self.steps
+
+    @property
+    def kv_rounding_bytes(self) -> int:
+        """What pages of the KV cache's memory may take beyond its blocks."""
+        return self._device.kv_rounding_bytes(2 * self.facts.num_layers)
+
+    @property
+    def kv_layers(self) -> KVLayers:
+        """What the model needs of a KV cache."""
+        facts = self.facts
+        return KVLayers(facts.num_layers, facts.num_kv_heads, facts.head_size, self._kv_dtype)
+
+    def new_swap_cache(self, num_blocks: int) -> SwapCache:
+        """Host memory for that many blocks like the KV cache's."""
+        host = self._new_kv_cache(num_blocks, memory=self._device.swap_memory, draft=self._draft_layers)
+        host.map_blocks(num_blocks)
+        self._warm_up_copies(host)
+        return SwapCache(self.kv_cache, host)
+
+    def limit_model_len(self, max_model_len: int) -> None:
+        """Serve shorter requests than the model could; nothing that was measured grows by it."""
+        self.facts = replace(self.facts, max_model_len=max_model_len)
+
+    def execute(self, sequences: list[ScheduledSequence]) -> torch.Tensor:
+        """Compute a batch. Returns logits [rows, vocab_size] float32 of the sequences that sample, in their order,
+        a row for each one's newest token, and one for each of its drafts."""
+        inputs, _ = self.flatten(sequences)
+        self.send(inputs)
+        logits = self.run(inputs)
+        assert logits is not None  # the engine holds a rank of the last stage
+        return logits
+
+    def take_scores(self) -> ScoresInFlight | None:
+        """Of the prompt tokens that the last step was to judge, in the order of StepInputs.scored; None without any."""
+        scores, self._scores = self._scores, None
+        return scores
+
+    def ledgers(self, own: Ledger) -> dict[int, Ledger]:
+        """Of every rank that this one drives and of itself, by rank: alone it has only its own."""
+        return {0: own}
+
+    def take_wire_bytes(self) -> dict[str, int]:
+        """What went over this rank's wire since the last call, by kind of collective: alone it has none."""
+        return {}
+
+    def take_graph_counts(self) -> GraphCounts:
+        """What steps replayed since the last call, and what was compiled for them."""
+        return GraphCounts() if self.steps is None else self.steps.take_counts()
+
+    def close(self) -> None:
+        """End what belongs to this runner."""
+        if self.steps is not None:
+            self.steps.drop_graphs()
+
+    def flatten(self, sequences: list[ScheduledSequence]) -> tuple[StepInputs, list[Unknown]]:
+        """The batch as plain values, and which of its tokens are not known yet."""
+        longest = max_decode_tokens(self._device.torch)
+        return flatten(sequences, block_size=self._block_size, max_decode_tokens=longest)
+
+    wave: Wave | None = None
+    """The steps that data-parallel cores make together; None: this core is on its own."""
+
+    def padded_rows(self, inputs: StepInputs) -> int:
+        """Rows that this rank would compute for these tokens."""
+        num_tokens = len(inputs.token_ids)
+        return padded_rows(num_tokens) if self._model.pads_rows and num_tokens else num_tokens
+
+    def send(self, inputs: StepInputs, feed: Feed = ()) -> None:
+        """Let the other ranks begin a step; run() computes this rank's part. One rank alone has nobody to tell."""
+
+    def run(self, inputs: StepInputs, feed: Feed = ()) -> torch.Tensor | None:
+        """Compute a step. Logits of the sampled tokens on the rank that samples, None on the others. `feed`: tokens
+        that the device alone knows, where it works beside the host, which then waits for nothing."""
+        logits = self._run(inputs, self._kv_tensors) if self.steps is None else self._run_beside_host(inputs, feed)
+        self._end_step()
+        return logits
+
+    def _end_step(self) -> None:
+        """Between two steps experts may move: at the same one on every rank that shares them."""
+        if self.balancer is not None:
+            self.balancer.on_step()
+
+    @torch.inference_mode()
+    def _run_beside_host(self, inputs: StepInputs, feed: Feed) -> torch.Tensor | None:
+        assert self.steps is not None
+        hidden, wanted = self.steps.run(inputs, feed)
+        return self._logits(hidden, wanted, inputs)
+
+    @torch.inference_mode()
+    def _run(self, inputs: StepInputs, kv_cache: KVTensors, num_layers: int | None = None) -> torch.Tensor | None:
+        num_tokens, num_rows = len(inputs.token_ids), len(inputs.sampled)
+        agreed_rows = 0 if inputs.agreed is None else inputs.agreed.num_tokens
+        padding = [0] * (max(agreed_rows, self.padded_rows(inputs)) - num_tokens)
+        device = self._device.torch
+        metadata = build_attention_metadata(
+            inputs.slots,
+            inputs.decodes,
+            inputs.chunks,
+            block_size=self._block_size,
+            device=device,
+            is_native=self._model.is_compiled and kv_cache.keys[0].dtype == torch.float32,
+        )
+        metadata = plan_cpu_reads(metadata, self.facts.num_attention_heads, kv_cache.keys[0])
+        hidden = self._model.forward(
+            torch.tensor(inputs.token_ids + padding, dtype=torch.int64, device=device),
+            torch.tensor(inputs.positions + padding, dtype=torch.int64, device=device),
+            kv_cache,
+            metadata,
+            num_layers=num_layers,
+        )
+        rows = padded_rows(num_rows) if self._model.pads_rows and num_rows else num_rows
+        wanted = torch.tensor(inputs.sampled + [0] * (rows - num_rows), dtype=torch.int64, device=device)
+        return self._logits(hidden, wanted, inputs)
+
+    def _logits(self, hidden: torch.Tensor, wanted: torch.Tensor, inputs: StepInputs) -> torch.Tensor | None:
+        """Of the rows that are sampled. `wanted` may go on with rows of padding."""
+        if not self.shard.is_last_stage:
+            return None
+        if inputs.scored:
+            self._scores = self._score(hidden, inputs.scored)
+        if not inputs.sampled:
+            return torch.empty(0, self.facts.vocab_size, device=hidden.device)
+        logits = self._model.logits(hidden, wanted)
+        return None if logits is None else logits[: len(inputs.sampled)]
+
+    def _score(self, hidden: torch.Tensor, scored: list[tuple[int, int, int]]) -> ScoresInFlight:
+        """Begin to judge the prompt's own next tokens, a few rows at a time, as the sampler takes them; nothing on a
+        rank that has no logits."""
+        scores = ScoresInFlight(Mark(hidden.device))
+        for first in range(0, len(scored), ROWS_AT_ONCE):
+            part = scored[first : first + ROWS_AT_ONCE]
+            rows = padded_rows(len(part)) if self._model.pads_rows else len(part)
+            indices, token_ids, wanted = (list(column) for column in zip(*part, strict=True))
+            index = torch.tensor(indices + [0] * (rows - len(part)), dtype=torch.int64)
+            logits = self._model.logits(hidden, send(index, hidden.device))
+            if logits is not None:
+                tokens = send(torch.tensor(token_ids, dtype=torch.int64), hidden.device)
+                scores.add(logits[: len(part)].log_softmax(dim=-1), tokens, token_ids, wanted)
+        return scores
+
+    def _new_kv_cache(
+        self,
+        cap_blocks: int,
+        *,
+        num_layers: int | None = None,
+        memory: AddressSpace | None = None,
+        draft: KVLayers | None = None,
+    ) -> KVCache:
+        return KVCache(
+            num_layers=num_layers or self.facts.num_layers,
+            cap_blocks=cap_blocks,
+            block_size=self._block_size,
+            num_kv_heads=self.facts.num_kv_heads,
+            head_size=self.facts.head_size,
+            dtype=self._kv_dtype,
+            memory=memory or self._device.memory,
+            draft=draft,
+        )
+
+    def _dummy_step(self, spans: list[tuple[int, int]], sampling: SamplingParams) -> None:
+        """One step of sequences (tokens before, tokens now) that all share one KV block.
+
+        One layer only: every layer has the same shapes and reuses the same memory.
+        """
+        longest = max(before + now for before, now in spans)
+        sequences = []
+        for index, (before, now) in enumerate(spans):
+            request = Request.of(f"profile-{index}", [0] * (before + now), sampling, arrival_time=0.0)
+            request.block_ids = [0] * -(-longest // self._block_size)
+            sequences.append(ScheduledSequence(request, before, now, samples=True))
+        scratch = self._new_kv_cache(1, num_layers=1, memory=self._device.scratch)
+        scratch.map_blocks(1)
+        logits = self._run(self.flatten(sequences)[0], scratch, num_layers=1)
+        if logits is not None:
+            sample(logits, [s.request for s in sequences])
+
+
+def _envelope_spans(max_num_batched_tokens: int, max_len: int) -> list[tuple[int, int]]:
+    """(tokens before, tokens now) of the largest step: whole prompts, and a rest at the end of a long context."""
+    whole, rest = divmod(max_num_batched_tokens, max_len)
+    return [(0, max_len)] * whole + ([(max_len - rest, rest)] if rest else [])
+
+
+def _open(config: EngineConfig) -> tuple[WeightSource, ModelConfig]:
+    """The checkpoint, found complete. Raises ModelError."""
+    source = open_source(config.model, config.load_format, seed=config.seed)
+    model_config = parse_model_config(source.config, source.generation_config, source.where)
+    if isinstance(source, DummySource):
+        source.device = config.device
+        source.expect(expected_shapes(model_config))
+    check_tensors(model_config, source)
+    return source, model_config
+
+
+def _weights_bytes(model: ModelConfig, quantization: Quantization | None, dtype: torch.dtype, device: Device) -> int:
+    """About, of all ranks. Where float8 is not multiplied the weights are turned back as they load."""
+    if quantization is None or not multiplies_float8(device.torch):
+        return model.num_parameters * dtype.itemsize
+    saved = model.num_linear_parameters * (dtype.itemsize - quantization.weight_bytes)
+    return model.num_parameters * dtype.itemsize - int(saved)
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len in (None, "auto"):  # auto is cut to what fits once that is known (startup.py)
+        return model.max_model_len
+    assert isinstance(config.max_model_len, int)
+    if not 1 <= config.max_model_len <= model.max_model_len:
+        raise ConfigError(
+            f"--max-model-len is {config.max_model_len}; the model's positions allow 1 to {model.max_model_len}"
+        )
+    return config.max_model_len
+
+
+def _kv_dtype_name(config: EngineConfig, dtype: torch.dtype, device: Device) -> str:
+    """The KV cache's dtype by its name on the command line: auto is the model's, fp8 is fp8_e4m3."""
+    name: str = config.kv_cache_dtype
+    if name == "auto":
+        return str(dtype).removeprefix("torch.")
+    name = "fp8_e4m3" if name == "fp8" else name
+    if name == "fp8_e4m3" and device.kind == "cuda":
+        capability = torch.cuda.get_device_capability(device.torch)
+        if capability < FLOAT8_E4M3_CAPABILITY:
+            raise ConfigError(
+                f"--kv-cache-dtype {config.kv_cache_dtype} needs a GPU of compute capability 8.9 or later, this one "
+                f"has {capability[0]}.{capability[1]}; use fp8_e5m2, or auto"
+            )
+    return name
+
+
+def _dtype_name(config: EngineConfig, model: ModelConfig, device: Device) -> str:
+    """auto: float32 on the CPU, which multiplies it fastest; the checkpoint's on CUDA."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if device.kind == "cpu" else model.dtype
+
+
+def _percent(stage: str, total: int, progress: Progress) -> Callable[[int], None]:
+    """Turns counts of elements into percent of a stage, reported when a whole percent is reached."""
+    done, reported = 0, -1
+
+    def add(count: int) -> None:
+        nonlocal done, reported
+        done += count
+        percent = min(100, 100 * done // total)
+        if percent > reported:
+            reported = percent
+            progress(stage, float(percent))
+
+    return add

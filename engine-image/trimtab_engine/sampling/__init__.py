@@ -1,0 +1,1 @@
+"""Logits become token ids, on the host and on the device."""

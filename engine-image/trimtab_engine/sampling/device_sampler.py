@@ -1,0 +1,173 @@
+"""Tokens of a whole step, chosen on the device without waiting for it: what the sampler does, where what it needs of
+the tokens before is counted on the device too. Grammars are the host's, so batches with one are not sampled here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from trimtab_kernels.edit_logits import NONE, ban_tokens, edit_logits
+
+from trimtab_engine.device.transfer import receive, send, send_together
+from trimtab_engine.messages import TokenLogprobs
+from trimtab_engine.sampling.bans import Ban, bans_of
+from trimtab_engine.sampling.logprobs import judge_rows, reports_of
+from trimtab_engine.sampling.sampler import ROWS_AT_ONCE, choose_limited
+from trimtab_engine.sampling.token_table import DeviceRow, Places, TokenTable
+from trimtab_engine.scheduling.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ReportsInFlight:
+    """Log-probabilities of some rows, on their way to the host. `wanted`: how many likely tokens beside each."""
+
+    rows: list[int]
+    wanted: list[int]
+    judged: torch.Tensor
+
+    def put_into(self, reports: list[TokenLogprobs | None], token_ids: list[int]) -> None:
+        """They have arrived."""
+        found = reports_of(self.judged, [token_ids[row] for row in self.rows], self.wanted)
+        for row, report in zip(self.rows, found, strict=True):
+            reports[row] = report
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """What is done to the logits of the step's row `index` before its token is chosen."""
+
+    row: DeviceRow
+    index: int
+    places: Places | None
+    bans: list[Ban]
+
+
+class DeviceSampler:
+    """Chooses the tokens of one step after another, in their order."""
+
+    def __init__(
+        self, vocab_size: int, eos_token_ids: tuple[int, ...], *, max_num_seqs: int, device: torch.device
+    ) -> None:
+        self._vocab_size, self._eos_token_ids, self._device = vocab_size, eos_token_ids, device
+        self._table = TokenTable(vocab_size, max_num_seqs, device)
+
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        return self._table.words.nbytes
+
+    def can_sample(self, requests: Sequence[Request]) -> bool:
+        """Whether these can be the rows of one step here."""
+        return all(request.grammar is None for request in requests) and self._table.has_room_for(requests)
+
+    def warm_up(self, last_tokens: torch.Tensor) -> None:
+        """Compile what edits logits; the choice itself was compiled by the profile's steps."""
+        logits = torch.zeros(1, self._vocab_size, device=self._device)
+        zero = torch.zeros(1, dtype=torch.int32, device=self._device)
+        none, half = zero + NONE, torch.full((1,), 0.5, device=self._device)
+        ban_tokens(logits, zero, zero, none, zero, last_tokens)
+        edit_logits(logits, self._table.words, zero, none, none, half, half, half)
+
+    @torch.inference_mode()
+    def sample(
+        self, logits: torch.Tensor, rows: Sequence[DeviceRow], last_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, list[ReportsInFlight]]:
+        """logits [rows, vocab_size] float32, changed in place; last_tokens: those chosen last, where the rows' sources
+        point. Returns the tokens [rows] int64, and the reports that are asked for."""
+        edits = self._edits(rows)
+        if not edits or all(row.sampling.logprobs is None for row in rows):
+            return self._sample(logits, rows, 0, edits, last_tokens)
+        # Reports are of the logits as they were: a few rows at a time, so that the copies stay small.
+        tokens, reports = [], []
+        for first in range(0, len(rows), ROWS_AT_ONCE):
+            part = slice(first, first + ROWS_AT_ONCE)
+            own = [edit for edit in edits if first <= edit.index < first + ROWS_AT_ONCE]
+            chosen, judged = self._sample(logits[part], rows[part], first, own, last_tokens)
+            tokens.append(chosen)
+            reports += judged
+        return torch.cat(tokens), reports
+
+    def _edits(self, rows: Sequence[DeviceRow]) -> list[Edit]:
+        """In the order of the rows, for those that ask for any."""
+        lent = self._table.lend(rows)
+        edits = []
+        for index, row in enumerate(rows):
+            p = row.request.sampling
+            if p.min_tokens or p.bad_words or row.request in lent:
+                bans = bans_of(
+                    row.request,
+                    eos_token_ids=self._eos_token_ids,
+                    vocab_size=self._vocab_size,
+                    has_unknown_token=row.source is not None,
+                )
+                edit = Edit(row, index, lent.get(row.request), list(bans))
+                edits += [edit] if edit.bans or edit.places is not None else []
+        return edits
+
+    def _sample(
+        self, logits: torch.Tensor, rows: Sequence[DeviceRow], first: int, edits: list[Edit], last_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, list[ReportsInFlight]]:
+        """Some rows of a step, the first of which is its row `first`."""
+        reported = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
+        before = logits.log_softmax(dim=-1) if edits and reported else None
+        self._edit(logits, first, edits, last_tokens)
+        is_greedy = all(row.sampling.temperature == 0 for row in rows)
+        chosen = logits.argmax(dim=-1) if is_greedy else choose_limited(logits, rows)
+        self._count(chosen, first, edits)
+        reports = []
+        for start in range(0, len(reported), ROWS_AT_ONCE):
+            part = reported[start : start + ROWS_AT_ONCE]
+            index = send(torch.tensor(part, dtype=torch.int64), self._device)
+            raw = logits.index_select(0, index).log_softmax(dim=-1) if before is None else before.index_select(0, index)
+            wanted = [rows[row].sampling.logprobs or 0 for row in part]
+            judged = judge_rows(raw, chosen.index_select(0, index), max(wanted))
+            reports.append(ReportsInFlight([first + row for row in part], wanted, receive(judged)))
+        return chosen, reports
+
+    def _edit(self, logits: torch.Tensor, first: int, edits: list[Edit], last_tokens: torch.Tensor) -> None:
+        """Two launches at most, whatever the requests ask for."""
+        if not edits:
+            return
+        bans = [
+            (edit.index - first, token, *_condition(edit.row, needed)) for edit in edits for token, needed in edit.bans
+        ]
+        placed = [(edit.index - first, edit.row.sampling, edit.places) for edit in edits if edit.places is not None]
+        penalties = [(p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for _, p, _ in placed]
+        rows, tokens, sources, needed, edited, biases, counts, *weights = send_together(
+            [
+                *_columns(bans, 4, torch.int32),
+                *_columns([(index, *places.table_rows) for index, _, places in placed], 3, torch.int32),
+                *_columns(penalties, 3, torch.float32),
+            ],
+            self._device,
+        )
+        if bans:
+            ban_tokens(logits, rows, tokens, sources, needed, last_tokens)
+        if placed:
+            edit_logits(logits, self._table.words, edited, biases, counts, *weights)
+
+    def _count(self, chosen: torch.Tensor, first: int, edits: list[Edit]) -> None:
+        """The chosen tokens of those that count theirs."""
+        counting = [
+            (edit.index - first, edit.places.counts, edit.places)
+            for edit in edits
+            if edit.places is not None and edit.places.counts is not None
+        ]
+        if counting:
+            columns = _columns([(index, row) for index, row, _ in counting], 2, torch.int64)
+            indices, counts = send_together(columns, self._device)
+            self._table.count([places for _, _, places in counting], counts, chosen.index_select(0, indices))
+
+
+def _condition(row: DeviceRow, needed: int | None) -> tuple[int, int]:
+    """Where the newest token is, and what it must be; NONE where nothing is asked."""
+    if needed is None:
+        return NONE, 0
+    assert row.source is not None  # it is not known
+    return row.source, needed
+
+
+def _columns(rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Values that belong together, one kind after another, however many there are."""
+    columns = zip(*rows, strict=True) if rows else [()] * width
+    return [torch.tensor(column, dtype=dtype) for column in columns]

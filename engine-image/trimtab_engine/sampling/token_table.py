@@ -1,0 +1,148 @@
+"""What requests ask of every token of the vocabulary, on the device: a row of biases, written when a request is first
+sampled there, and a row of counts, which each token that is chosen there moves on (trimtab_kernels/edit_logits.py).
+
+Rows are lent. A request keeps its own while it lives and no other needs them; one that lost them, or whose last tokens
+were chosen elsewhere, gets them written anew from its tokens. A request whose newest token is still on its way was in
+the step before, and has kept its rows since: so what is written anew is known.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from trimtab_kernels.edit_logits import NONE
+
+from trimtab_engine.device.transfer import write
+from trimtab_engine.messages import SamplingParams
+from trimtab_engine.sampling.sampler import has_penalties
+from trimtab_engine.scheduling.request import Request
+
+TABLE_BYTES = 128 << 20
+"""Of all rows: 256 of a vocabulary of 128k. Steps of requests that need more wait for the host."""
+ROW_MULTIPLE = 4  # tokens: rows start on 16 bytes
+IN_OUTPUT, IN_PROMPT = 2, 1
+"""What a token of the output, and being in the prompt at all, add to a count."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRow:
+    """A request whose next token is chosen on the device. `source`: where among the tokens chosen last its newest one
+    is, which the host does not know; None: it knows all."""
+
+    request: Request
+    source: int | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def num_tokens(self) -> int:
+        return self.request.num_tokens + (self.source is not None)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.request.num_output_tokens + (self.source is not None)
+
+
+@dataclass(slots=True)
+class Places:
+    """A request's rows of the table. `num_counted`: how many of its tokens are in its counts."""
+
+    biases: int | None
+    counts: int | None
+    num_counted: int = 0
+
+    @property
+    def rows(self) -> list[int]:
+        return [row for row in (self.biases, self.counts) if row is not None]
+
+    @property
+    def table_rows(self) -> tuple[int, int]:
+        """As kernels take them: biases, counts."""
+        return (
+            NONE if self.biases is None else self.biases,
+            NONE if self.counts is None else self.counts,
+        )
+
+
+def has_biases(p: SamplingParams) -> bool:
+    """Whether the same is asked of its logits at every token."""
+    return bool(p.logit_bias or p.allowed_token_ids)
+
+
+class TokenTable:
+    """The rows, and who has them. `words` [rows, vocab_size or a little more] int32."""
+
+    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
+        width = -(-vocab_size // ROW_MULTIPLE) * ROW_MULTIPLE
+        num_rows = min(2 * max_num_seqs, max(2, TABLE_BYTES // (4 * width)))
+        self.words = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
+        self._free = list(range(num_rows))
+        self._lent: dict[Request, Places] = {}
+        self._two = torch.full((1,), IN_OUTPUT, dtype=torch.int32, device=device)
+
+    def has_room_for(self, requests: Sequence[Request]) -> bool:
+        """Whether all of them can have their rows at once."""
+        return sum(_num_rows(request.sampling) for request in requests) <= self.words.shape[0]
+
+    def lend(self, rows: Sequence[DeviceRow]) -> dict[Request, Places]:
+        """The places of those that need any, up to date when the device comes to what is begun next."""
+        asking = [row for row in rows if _num_rows(row.request.sampling)]
+        if not asking:
+            return {}
+        missing = [row.request for row in asking if row.request not in self._lent]
+        if missing:
+            self._make_room(sum(_num_rows(request.sampling) for request in missing), {row.request for row in asking})
+        for request in missing:
+            p = request.sampling
+            places = Places(self._free.pop() if has_biases(p) else None, self._free.pop() if has_penalties(p) else None)
+            self._lent[request] = places
+            if places.biases is not None:
+                write(self.words[places.biases], biases_of(p, self.words.shape[1]).view(torch.int32))
+        for row in asking:
+            places = self._lent[row.request]
+            if places.counts is not None and places.num_counted != row.num_tokens:
+                assert row.source is None, "its newest token was chosen here, and counted"
+                write(self.words[places.counts], counts_of(row.request, self.words.shape[1]))
+                places.num_counted = row.num_tokens
+        return {row.request: self._lent[row.request] for row in asking}
+
+    def count(self, places: Sequence[Places], counts: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Their next tokens have been chosen. counts [n] int64: their rows of counts; token_ids [n] int64."""
+        self.words.view(-1).index_add_(0, counts * self.words.shape[1] + token_ids, self._two.expand(len(places)))
+        for own in places:
+            own.num_counted += 1
+
+    def _make_room(self, num_rows: int, asking: set[Request]) -> None:
+        """Take rows back: from requests that have ended, then from those that are not in this step."""
+        if len(self._free) >= num_rows:
+            return
+        rest = [request for request in self._lent if request not in asking]
+        for request in sorted(rest, key=lambda r: not r.status.is_finished):
+            if len(self._free) >= num_rows and not request.status.is_finished:
+                return
+            self._free += self._lent.pop(request).rows
+
+
+def _num_rows(p: SamplingParams) -> int:
+    return has_biases(p) + has_penalties(p)
+
+
+def biases_of(p: SamplingParams, width: int) -> torch.Tensor:
+    """[width] float32: logit_bias, and -inf where allowed_token_ids do not allow."""
+    biases = torch.zeros(width)
+    if p.allowed_token_ids:
+        biases.fill_(float("-inf"))[list(p.allowed_token_ids)] = 0.0
+    if p.logit_bias:
+        biases[list(p.logit_bias)] += torch.tensor(list(p.logit_bias.values()))
+    return biases
+
+
+def counts_of(request: Request, width: int) -> torch.Tensor:
+    """[width] int32: how often each token is in its output, and whether it is in its prompt."""
+    output = torch.tensor(request.token_ids[request.num_prompt_tokens :], dtype=torch.int64)
+    prompt = torch.tensor(list(set(request.token_ids[: request.num_prompt_tokens])), dtype=torch.int64)
+    counts = torch.zeros(width, dtype=torch.int32)
+    counts.index_add_(0, output, torch.full_like(output, IN_OUTPUT, dtype=torch.int32))
+    return counts.index_add_(0, prompt, torch.full_like(prompt, IN_PROMPT, dtype=torch.int32))

@@ -1,0 +1,64 @@
+"""One step's work, as the scheduler hands it to the model runner: plain values, no policy, no tensor."""
+
+from dataclasses import dataclass, field
+
+from trimtab_engine.scheduling.request import Request
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """Tokens [start, start + num_tokens) of a request, to be computed in this step.
+
+    ```
+    token_ids         |---- computed ----|==== this step ====|-- later --|
+                      0                start       start + num_tokens   len(token_ids)
+    with drafts       |---- computed ----| newest | drafts |
+    ```
+    `samples` is true when the newest token is among them: then the step also yields the next one. The newest token of a
+    request that samples may be unknown when it is scheduled; it is known when the step begins. `draft_token_ids` are
+    guesses beyond the newest token: the step verifies them, and yields one token more than it accepts.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+    draft_token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A request that was preempted to make room. `mode`: recompute or swap."""
+
+    request: Request
+    mode: str
+    reason: str
+    num_tokens: int
+    """Computed tokens that it lost or that were moved."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one step computes. Its sequences are used again by the next schedule(): read them before.
+
+    Before it is computed, `swap_out` (device, host) and then `swap_in` (host, device) blocks are copied.
+    """
+
+    step: int
+    sequences: list[ScheduledSequence]
+    num_tokens: int
+    preempted: list[Preempted]
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    sampling: list[Request] = field(default_factory=list)
+    """Requests that get a token, in the order of the sequences."""
+
+    @property
+    def kind(self) -> str:
+        """prefill, decode or mixed: by whether sequences compute more than their newest token; idle when empty."""
+        if not self.sequences:
+            return "idle"
+        num_prefills = sum(1 for s in self.sequences if s.num_tokens > 1 + len(s.draft_token_ids) or not s.samples)
+        if num_prefills == 0:
+            return "decode"
+        return "prefill" if num_prefills == len(self.sequences) else "mixed"

@@ -1,0 +1,613 @@
+"""The next batch, from waiting requests, running ones and free KV blocks: token-budget scheduling, no phases.
+
+Every request has `num_computed_tokens` chasing its tokens. A step first serves what runs, in the order of the queue,
+then admits from the head of the queue. When blocks run out, a request later in that order is preempted: its blocks are
+freed and it is computed again, or they are moved to the swap space and back. Pure: time is a parameter, and neither
+tensors nor HTTP are known. The same class runs in the server, in tests and in the simulator.
+
+Two rules keep it from standing still. The first running request can take the blocks of all others, so every step moves
+it on; and the KV cache always holds one request of max_model_len, so alone it never lacks blocks.
+"""
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from trimtab_engine.errors import IntegrityError, InvalidRequest
+from trimtab_engine.scheduling.batch import Batch, Preempted, ScheduledSequence
+from trimtab_engine.scheduling.block_manager import BlockManager, Copies, ShrinkPlan
+from trimtab_engine.scheduling.policy import SchedulingPolicy
+from trimtab_engine.scheduling.preemption import VICTIM_CANDIDATES, PreemptionCosts, cheaper_mode, choose_victim
+from trimtab_engine.scheduling.request import Request, RequestStatus
+from trimtab_engine.scheduling.stats import BlockedReason, PreemptionReason, SchedulerStats
+from trimtab_engine.scheduling.waiting_queue import WaitingQueue
+
+Sampled = tuple[Request, int | list[int], RequestStatus | None]
+"""(request, its new token, or tokens after drafts, how it finished: None while it goes on). A bare tuple, as one is
+made per token served."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeResult:
+    """What a resize asks of the caller: copy the KV of `swap_out` (device, host), then of `moves` (source,
+    destination), then unmap what was given up."""
+
+    moves: tuple[tuple[int, int], ...]
+    preempted: list[Preempted]
+    swap_out: Copies
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix caching and preemption.
+
+    Call schedule(), run the batch, call update(); add, abort, set_policy and resize_kv between steps. An abort may also
+    come between schedule() and update(). The next schedule() may come before update() as well, so that a step is
+    prepared while the one before works: a request's newest token is then not known yet, only that there will be one.
+
+    With pipeline stages as many steps are in flight, each with about its share of the running requests; a request whose
+    token is awaited is in none of the others.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        policy: SchedulingPolicy,
+        *,
+        max_model_len: int,
+        enable_chunked_prefill: bool = True,
+        eos_token_ids: Iterable[int] = (),
+        num_stages: int = 1,
+    ) -> None:
+        self.costs = PreemptionCosts()
+        """What preemption is measured to cost; replaced by whoever measures."""
+        self._blocks = block_manager
+        self._max_model_len = max_model_len
+        self._chunked_prefill = enable_chunked_prefill
+        self._num_stages = num_stages
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._requests: dict[str, Request] = {}
+        self._num_added = 0
+        self._waiting = WaitingQueue(policy.scheduling_policy)
+        self._running: list[ScheduledSequence] = []
+        """In the order of the queue."""
+        self._swap_out: Copies = []
+        self._swap_in: Copies = []
+        self._last_step = 0
+        self._blocked: BlockedReason | None = None
+        self._blocked_since = 0.0
+        self._stats = SchedulerStats()
+        self._check_one_request_fits(block_manager.num_total)
+        self._policy = policy
+        self.set_policy(policy)
+
+    # --- what may change between two steps ------------------------------------------------------------------------
+
+    def has_room_for(self, num_tokens: int) -> bool:
+        """Whether a request with so many tokens would be admitted by the next schedule()."""
+        has_seat = not self._waiting and len(self._running) < self._policy.max_num_seqs
+        return has_seat and self._blocks.can_allocate(num_tokens)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. Raises InvalidRequest when it could never run; nothing else is affected."""
+        num_tokens, sampling = request.num_tokens, request.sampling
+        if request.request_id in self._requests:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use; ids must be unique while alive")
+        if num_tokens == 0:
+            raise InvalidRequest("the prompt has no tokens; send at least one")
+        if num_tokens >= self._max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {num_tokens} tokens, but max_model_len is {self._max_model_len} and one token of "
+                f"output needs room; shorten the prompt to {self._max_model_len - 1} tokens or fewer"
+            )
+        if sampling.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {sampling.max_tokens}; it must be 1 or more")
+        request.max_num_tokens = min(request.num_prompt_tokens + sampling.max_tokens, self._max_model_len)
+        ends = frozenset() if sampling.ignore_eos else self._eos_token_ids
+        request.end_token_ids = ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
+        request.order = self._num_added
+        self._num_added += 1
+        self._requests[request.request_id] = request
+        self._waiting.add(request)
+
+    def abort(
+        self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
+    ) -> list[Request]:
+        """End these requests now, free their blocks, and return them. Unknown ids are ignored: they may just have
+        finished. `status` is how they end (FINISHED_ERROR for one that failed alone)."""
+        aborted = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._finish(request, status)
+                aborted.append(request)
+        if aborted:
+            self._drop_finished()
+        return aborted
+
+    def set_policy(self, policy: SchedulingPolicy) -> None:
+        """Be steered by `policy` from the next step on. Lowering limits drains down: what runs goes on."""
+        if not self._chunked_prefill and policy.max_num_batched_tokens < self._max_model_len:
+            raise ValueError(
+                f"without chunked prefill max_num_batched_tokens must be at least max_model_len "
+                f"{self._max_model_len}; it is {policy.max_num_batched_tokens}"
+            )
+        if policy.scheduling_policy != self._policy.scheduling_policy:
+            self._waiting.reorder(policy.scheduling_policy)
+            self._running.sort(key=self._key)
+        if not policy.enable_prefix_caching and self._policy.enable_prefix_caching:
+            self._blocks.reset_cache()
+        self._policy = policy
+
+    def resize_kv(self, num_blocks: int, now: float) -> ResizeResult:
+        """Make the KV cache `num_blocks` blocks large. Growing: map the blocks first. Shrinking: afterwards copy, then
+        unmap. What does not fit any more is preempted. No step may be in flight."""
+        self._check_one_request_fits(num_blocks)
+        if num_blocks >= self._blocks.num_total:
+            self._blocks.grow(num_blocks)
+            return ResizeResult((), [], [])
+        preempted: list[Preempted] = []
+        while self._blocks.num_used > num_blocks:
+            preempted.append(self._preempt_one_of(0, now, PreemptionReason.RESIZE))
+            self._drop_preempted()
+        holders = [sequence.request for sequence in self._running]
+        plan = self._blocks.plan_shrink(num_blocks, holders)
+        assert isinstance(plan, ShrinkPlan)  # what is in use fits: the loop above saw to it
+        self._blocks.apply_shrink(plan, holders)
+        swap_out, self._swap_out = self._swap_out, []
+        return ResizeResult(plan.moves, preempted, swap_out)
+
+    def preempt_all(self, now: float) -> list[Preempted]:
+        """Take everything off the device; all of it is computed again later. No step may be in flight."""
+        preempted = [
+            self._preempt(sequence.request, "recompute", PreemptionReason.RESET, now) for sequence in self._running
+        ]
+        self._running.clear()
+        return preempted
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what the KV cache holds beyond what runs now, in it and in the swap space."""
+        self._blocks.reset_cache()
+
+    def resize_swap_space(self, num_blocks: int) -> None:
+        """Host blocks from now on, within the cap. Less than what is in use takes effect as requests come back."""
+        self._blocks.swap_space.resize(num_blocks)
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> Batch:
+        """Choose the next step's work and give it its blocks. The batch is empty only when nothing can run."""
+        self._book_blocked_time(now)
+        self._blocked = None
+        batch = Batch(self.next_step, [], 0, [])
+        budget = self._schedule_running(batch, now)
+        if self._waiting:
+            if batch.preempted:
+                self._blocked = BlockedReason.KV  # the head is a victim of this step: its blocks are just taken
+            else:
+                budget = self._admit(batch, budget, now)
+        if batch.sequences:
+            self._last_step += 1
+            batch.num_tokens = self._policy.max_num_batched_tokens - budget
+            batch.swap_out, self._swap_out = self._swap_out, []
+            batch.swap_in, self._swap_in = self._swap_in, []
+        return batch
+
+    def update(self, batch: Batch, token_ids: Sequence[int | list[int]], now: float) -> list[Sampled]:
+        """Append what was sampled: for each request of batch.sampling, in that order, its next token, or after drafts
+        the list of those accepted and one more.
+
+        Returns one entry per request, in the same order. A request that ended since schedule() has no token in its
+        entry: what was sampled for it is dropped. `now` is when the step ended.
+        """
+        self._book_blocked_time(now)
+        sampled: list[Sampled] = []
+        keep = sampled.append
+        any_finished = False
+        num_delivered = 0
+        for request, token_id in zip(batch.sampling, token_ids, strict=True):
+            request.num_pending_tokens -= 1
+            if request.status.is_finished:
+                keep((request, [], request.status))
+                continue
+            tokens = request.token_ids
+            if not isinstance(token_id, int):
+                status = self._append_verified(request, token_id)
+                self._waiting.recount(request)
+                num_delivered += len(token_id)
+                any_finished |= status is not None
+                keep((request, token_id, status))
+                continue
+            tokens.append(token_id)
+            num_delivered += 1
+            if request.preempted_at is not None:  # since schedule()
+                self._waiting.recount(request)
+            if token_id in request.end_token_ids or len(tokens) >= request.max_num_tokens:
+                status = self._finish_status(request, token_id)
+                if status is not None:
+                    self._finish(request, status)
+                    any_finished = True
+                keep((request, token_id, status))
+            else:
+                keep((request, token_id, None))
+        self._stats.num_generation_tokens += num_delivered
+        if any_finished:
+            self._drop_finished()
+        return sampled
+
+    def _append_verified(self, request: Request, token_ids: list[int]) -> RequestStatus | None:
+        """Append the accepted drafts and the token after them, up to one that ends the request; what comes after that
+        is taken off `token_ids`. Rejected drafts were not computed, as far as anybody knows."""
+        num_rejected = len(request.draft_token_ids) + 1 - len(token_ids)
+        request.draft_token_ids = []
+        request.num_computed_tokens -= num_rejected
+        self._blocks.truncate(request, request.num_computed_tokens)
+        for index, token_id in enumerate(token_ids):
+            request.token_ids.append(token_id)
+            status = self._finish_status(request, token_id)
+            if status is not None:
+                del token_ids[index + 1 :]
+                self._finish(request, status)
+                return status
+        return None
+
+    def _schedule_running(self, batch: Batch, now: float) -> int:
+        """Give every running request its next tokens, in the order of the queue. Returns what is left of the budget.
+
+        Victims come after the request that needs their blocks, or are that request, so none was scheduled already.
+        """
+        budget = self._policy.max_num_batched_tokens
+        block_size = self._blocks.block_size
+        caching = self._policy.enable_prefix_caching
+        schedule = batch.sequences.append
+        sampling = batch.sampling.append
+        preempted = batch.preempted
+        share = -(-len(self._running) // self._num_stages)
+        for index, sequence in enumerate(self._running):
+            if budget <= 0:
+                break
+            request = sequence.request
+            if preempted and request.status is not RequestStatus.RUNNING:
+                continue
+            if self._num_stages > 1:
+                if request.num_pending_tokens:
+                    continue  # it is in flight
+                if len(batch.sequences) >= share:
+                    break
+            start = request.num_computed_tokens
+            num_known = len(request.token_ids) + request.num_pending_tokens
+            num_left = num_known - start
+            is_decode = num_left == 1 and start >= request.num_prompt_tokens
+            if is_decode:  # the common case, kept short
+                if num_known >= request.max_num_tokens:
+                    continue  # the step in flight ends it
+                end = start + 1
+                samples = True
+            elif num_left == 0:  # its newest token is not known yet
+                continue
+            else:
+                end = start + self._chunk_of(num_left, budget)
+                samples = end == num_known
+            if end > len(request.block_ids) * block_size and not self._make_room(index, end, preempted, now):
+                break
+            if caching:  # what a decode filled in earlier steps; what a chunk fills now
+                if not is_decode:
+                    self._blocks.offer(request, end)
+                elif not start % block_size:
+                    self._blocks.offer(request, start)
+            if request.draft_token_ids or sequence.draft_token_ids:
+                end = self._with_drafts(sequence, end, budget)
+            sequence.start = start
+            sequence.num_tokens = end - start
+            sequence.samples = samples
+            request.num_computed_tokens = end
+            budget -= end - start
+            schedule(sequence)
+            if samples:
+                request.num_pending_tokens += 1
+                sampling(request)
+            if not is_decode:
+                self._stats.note_prefill(sequence)
+        if preempted:
+            self._drop_preempted()
+        return budget
+
+    def _chunk_of(self, num_left: int, budget: int) -> int:
+        """How much of a prefill goes into one step: a long one leaves room for others, if there are any. All of it
+        where prefills are not cut."""
+        threshold = self._policy.long_prefill_token_threshold if self._chunked_prefill else 0
+        if 0 < threshold < num_left and len(self._running) + len(self._waiting) > 1:
+            num_left = threshold
+        return min(num_left, budget)
+
+    def _with_drafts(self, sequence: ScheduledSequence, end: int, budget: int) -> int:
+        """Schedule as many of the request's drafts as budget, length and free blocks allow; nobody is preempted for a
+        guess. Returns where the scheduled tokens end. The last token of a request is never a draft."""
+        request = sequence.request
+        room = min(
+            self._policy.num_speculative_tokens,
+            budget - (end - request.num_computed_tokens),
+            request.max_num_tokens - request.num_tokens - 1,
+        )
+        num_drafts = min(len(request.draft_token_ids), room) if end == request.num_tokens else 0
+        if num_drafts > 0 and not self._blocks.allocate(request, end + num_drafts):
+            num_drafts = min(num_drafts, len(request.block_ids) * self._blocks.block_size - end)
+        request.draft_token_ids = request.draft_token_ids[: max(0, num_drafts)]
+        sequence.draft_token_ids = request.draft_token_ids
+        return end + len(request.draft_token_ids)
+
+    def _make_room(self, index: int, num_tokens: int, preempted: list[Preempted], now: float) -> bool:
+        """Grow the table of the running request at `index`, preempting from there on. False: it had to go itself."""
+        request = self._running[index].request
+        while not self._blocks.allocate(request, num_tokens):
+            victim = self._preempt_one_of(index, now, PreemptionReason.CAPACITY)
+            preempted.append(victim)
+            if victim.request is request:
+                return False
+        return True
+
+    def _admit(self, batch: Batch, budget: int, now: float) -> int:
+        """Admit from the head of the queue, never past it, while seats, budget and blocks last. Returns the budget.
+
+        A request is admitted only if all of its tokens fit into the blocks that are free now, even when its first
+        chunk is short: admitting more would end in preemption.
+        """
+        waiting, running, blocks, policy = self._waiting, self._running, self._blocks, self._policy
+        while waiting:
+            request = waiting.head
+            num_tokens = request.num_tokens
+            if request.num_pending_tokens:  # preempted while a step in flight computes its newest token
+                self._blocked = BlockedReason.KV
+                break
+            if len(running) >= policy.max_num_seqs:
+                self._blocked = BlockedReason.SEQS
+                break
+            if budget <= 0:
+                self._blocked = BlockedReason.TOKENS
+                break
+            cached = self._find_cached(request)
+            start = request.num_computed_tokens if request.is_swapped_out else len(cached) * blocks.block_size
+            if num_tokens - start > budget and not self._chunked_prefill:
+                self._blocked = BlockedReason.TOKENS
+                break
+            spare = int(policy.watermark * blocks.num_total) if running else 0
+            if not blocks.can_allocate(num_tokens, cached, spare=spare):
+                self._blocked = BlockedReason.KV
+                break
+            waiting.pop_head()
+            end = start + self._chunk_of(num_tokens - start, budget)
+            self._take_on(request, cached, start, end, now)
+            sequence = ScheduledSequence(request, start, end - start, end == num_tokens)
+            self._insert_running(sequence)
+            batch.sequences.append(sequence)
+            if sequence.samples:
+                request.num_pending_tokens += 1
+                batch.sampling.append(request)
+            budget -= end - start
+            self._stats.note_prefill(sequence)
+        return budget
+
+    def _find_cached(self, request: Request) -> list[int]:
+        """Blocks on the device that the waiting request need not be given."""
+        if request.is_swapped_out:
+            return self._blocks.find_swapped(request)
+        return self._blocks.find_cached(request) if self._looks_up(request) else []
+
+    def _looks_up(self, request: Request) -> bool:
+        """Whether it takes cached blocks. Not where its prompt is judged: that needs every token to be computed."""
+        return self._policy.enable_prefix_caching and request.sampling.prompt_logprobs is None
+
+    def _take_on(self, request: Request, cached: list[int], start: int, end: int, now: float) -> None:
+        """Make a waiting request run: its blocks up to `end`, and what is counted at admission."""
+        blocks = self._blocks
+        is_new = request.first_scheduled_time is None
+        if request.is_swapped_out:
+            self._swap_in += blocks.swap_in(request)
+        else:
+            blocks.share(request, cached)
+            if is_new and self._looks_up(request):
+                request.num_cached_tokens = start
+                self._stats.prefix_cache_queries += request.num_tokens
+                self._stats.prefix_cache_hits += start
+        grown = blocks.allocate(request, end)
+        assert grown  # can_allocate said so
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = end
+        if self._policy.enable_prefix_caching:
+            blocks.offer(request, end)  # who is admitted next may share them: a layer writes all KV before it reads any
+        if is_new:
+            request.first_scheduled_time = now
+        if request.preempted_at is not None:
+            self._stats.preempt_stall_seconds.append(now - request.preempted_at)
+            request.preempted_at = None
+
+    def _insert_running(self, sequence: ScheduledSequence) -> None:
+        """Keep `running` in the order of the queue: only one that was preempted comes before what runs."""
+        running = self._running
+        if not running or self._key(running[-1]) <= self._key(sequence):
+            running.append(sequence)
+        else:
+            insort(running, sequence, key=self._key)
+
+    def _key(self, sequence: ScheduledSequence) -> tuple[float, ...]:
+        return self._waiting.key(sequence.request)
+
+    # --- preemption and the end of requests -----------------------------------------------------------------------
+
+    def _preempt_one_of(self, first: int, now: float, reason: PreemptionReason) -> Preempted:
+        """Preempt a request that is served after the running request at index `first`, or that one if it is the last.
+
+        Of those, the cheapest of the last few, and under `priority` of the lowest priority among them. It stays in
+        `running` until _drop_preempted().
+        """
+        after = [s.request for s in self._running[first + 1 :] if s.request.status is RequestStatus.RUNNING]
+        candidates = after[-VICTIM_CANDIDATES:] or [self._running[first].request]
+        if self._policy.scheduling_policy == "priority":
+            candidates = [request for request in candidates if request.priority == candidates[-1].priority]
+        victim = choose_victim(candidates, self._blocks, self.costs, self._policy.preemption_mode)
+        mode = cheaper_mode(victim, self._blocks, self.costs, self._policy.preemption_mode)
+        return self._preempt(victim, mode, reason, now)
+
+    def _preempt(self, request: Request, mode: str, reason: PreemptionReason, now: float) -> Preempted:
+        """Free the request's blocks and queue it again. A full swap space falls back to recompute."""
+        num_tokens = request.num_computed_tokens
+        if self._policy.enable_prefix_caching:
+            self._blocks.offer(request, min(num_tokens, request.num_tokens))
+        copies = self._blocks.swap_out(request) if mode == "swap" else None
+        if copies is None:
+            mode = "recompute"
+            self._blocks.free(request)
+            request.num_ever_computed_tokens = max(request.num_ever_computed_tokens, num_tokens)
+            request.num_computed_tokens = 0
+        else:
+            self._swap_out += copies
+        request.draft_token_ids = []
+        request.num_preemptions += 1
+        request.preempted_at = now
+        request.status = RequestStatus.PREEMPTED
+        self._waiting.add(request)
+        preempted = Preempted(request, mode, reason.value, num_tokens)
+        self._stats.note_preempted(preempted)
+        return preempted
+
+    def _drop_preempted(self) -> None:
+        self._running = [s for s in self._running if s.request.status is RequestStatus.RUNNING]
+
+    def _finish_status(self, request: Request, token_id: int) -> RequestStatus | None:
+        """Whether the newest token ends the request: end of sequence, then its own stop ids, then length.
+
+        End and stop ids count from min_tokens on; length always does.
+        """
+        sampling = request.sampling
+        if token_id in request.end_token_ids and request.num_output_tokens >= sampling.min_tokens:
+            if sampling.ignore_eos or token_id not in self._eos_token_ids:
+                request.stop_token_id = token_id
+            return RequestStatus.FINISHED_STOPPED
+        return RequestStatus.FINISHED_LENGTH if request.num_tokens >= request.max_num_tokens else None
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        """Free what the request holds. It stays in its queue until _drop_finished()."""
+        if self._policy.enable_prefix_caching and status is not RequestStatus.FINISHED_ERROR:
+            self._blocks.offer(request, min(request.num_computed_tokens, request.num_tokens - 1))
+        request.status = status
+        self._blocks.free(request)
+        self._blocks.swap_space.release(request.host_block_ids)
+        request.num_computed_tokens = 0
+        del self._requests[request.request_id]
+
+    def _drop_finished(self) -> None:
+        self._running = [sequence for sequence in self._running if not sequence.request.status.is_finished]
+        if len(self._running) + len(self._waiting) != len(self._requests):
+            self._waiting.drop_finished()
+        if not self._waiting:
+            self._blocked = None
+
+    # --- statistics -----------------------------------------------------------------------------------------------
+
+    def take_stats(self) -> SchedulerStats:
+        """What happened since the last call."""
+        stats, self._stats = self._stats, SchedulerStats()
+        return stats
+
+    def _book_blocked_time(self, now: float) -> None:
+        """Book the time since the last call on what has kept the head of the queue waiting."""
+        if self._blocked is not None and now > self._blocked_since:
+            self._stats.note_blocked(self._blocked, now - self._blocked_since)
+        self._blocked_since = now
+
+    @property
+    def next_step(self) -> int:
+        """The number that the next step will have."""
+        return self._last_step + 1
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of the requests that wait: what is still to be computed before they answer."""
+        return self._waiting.num_tokens
+
+    def oldest_arrival(self) -> float | None:
+        """When the oldest request that waits arrived; None: none waits."""
+        return self._waiting.oldest_arrival
+
+    @property
+    def blocks(self) -> BlockManager:
+        """For reading."""
+        return self._blocks
+
+    @property
+    def policy(self) -> SchedulingPolicy:
+        return self._policy
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_blocks_used(self) -> int:
+        return self._blocks.num_used
+
+    @property
+    def num_blocks_total(self) -> int:
+        return self._blocks.num_total
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._requests
+
+    def remaining_tokens(self) -> int:
+        """How many output tokens the unfinished requests may still ask for, at most."""
+        return sum(request.max_num_tokens - request.num_tokens for request in self._requests.values())
+
+    def longest_remaining(self) -> int:
+        """The most output tokens that one of them may still ask for."""
+        return max((request.max_num_tokens - request.num_tokens for request in self._requests.values()), default=0)
+
+    def unfinished_request_ids(self) -> list[str]:
+        return list(self._requests)
+
+    # --- invariants -----------------------------------------------------------------------------------------------
+
+    def _check_one_request_fits(self, num_blocks: int) -> None:
+        """Without this a request could wait for ever, or preempt itself for ever."""
+        needed = self._blocks.blocks_for(self._max_model_len)
+        if num_blocks < needed:
+            raise ValueError(
+                f"{num_blocks} KV blocks cannot hold one request of max_model_len {self._max_model_len}, "
+                f"which needs {needed}"
+            )
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless queues, states and block tables agree."""
+        running = [sequence.request for sequence in self._running]
+        queued = [*running, *self._waiting]
+        if len(queued) != len(self._requests) or any(self._requests.get(r.request_id) is not r for r in queued):
+            raise IntegrityError(
+                f"{len(running)} running and {len(self._waiting)} waiting requests are not "
+                f"the {len(self._requests)} live ones"
+            )
+        for request in running:
+            if request.status is not RequestStatus.RUNNING:
+                raise IntegrityError(f"request {request.request_id} runs, but its status is {request.status.name}")
+        for request in self._waiting:
+            if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                raise IntegrityError(f"request {request.request_id} waits, but its status is {request.status.name}")
+            if request.block_ids or (request.num_computed_tokens and not request.is_swapped_out):
+                raise IntegrityError(f"request {request.request_id} waits, but holds computed tokens or blocks")
+        self._waiting.check_integrity()
+        if self._running != sorted(self._running, key=self._key):
+            raise IntegrityError("the running requests are not in the order of the queue")
+        for request in queued:
+            num_known = request.num_tokens + request.num_pending_tokens
+            if not request.num_computed_tokens <= num_known <= request.max_num_tokens:
+                raise IntegrityError(
+                    f"request {request.request_id} has {request.num_computed_tokens} computed of {request.num_tokens} "
+                    f"tokens and may have {request.max_num_tokens}"
+                )
+        self._blocks.check_integrity(queued)

@@ -1,0 +1,58 @@
+"""What the scheduler counts, and the names of its reasons. Counting only: no decision reads these numbers."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from trimtab_engine.scheduling.batch import Preempted, ScheduledSequence
+
+
+class PreemptionReason(StrEnum):
+    CAPACITY = "capacity"  # a running request needed blocks
+    RESIZE = "resize"  # the KV cache was shrunk below what was in use
+    RESET = "reset"  # everything had to leave the device: sleep, or a reset of the prefix cache
+
+
+class BlockedReason(StrEnum):
+    """Why the head of the queue was not admitted."""
+
+    KV = "kv"  # its tokens do not fit into the free blocks, or this step had to preempt
+    SEQS = "seqs"  # max_num_seqs requests run already
+    TOKENS = "tokens"  # the step's token budget is spent
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """What happened since the last take_stats(). Keys are the reasons' values."""
+
+    preempted: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Requests by mode, recompute or swap, and PreemptionReason."""
+    recomputed_tokens: int = 0
+    preempt_stall_seconds: list[float] = field(default_factory=list)
+    """One entry per request that runs again: how long it was off the device."""
+    blocked_seconds: dict[str, float] = field(default_factory=dict)
+    """By BlockedReason: how long the head of the queue has waited."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens of requests whose prefill ended."""
+    num_cached_prompt_tokens: int = 0
+    """Of those, the ones that the prefix cache had."""
+    num_generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    """Tokens of new requests that were looked up; preempted ones that come back do not count."""
+    prefix_cache_hits: int = 0
+    """Of those, the ones found."""
+
+    def note_preempted(self, preempted: Preempted) -> None:
+        by_reason = self.preempted.setdefault(preempted.mode, {})
+        by_reason[preempted.reason] = by_reason.get(preempted.reason, 0) + 1
+
+    def note_blocked(self, reason: BlockedReason, seconds: float) -> None:
+        self.blocked_seconds[reason.value] = self.blocked_seconds.get(reason.value, 0.0) + seconds
+
+    def note_prefill(self, sequence: ScheduledSequence) -> None:
+        """Count a chunk of prefill that was just scheduled: what of it was computed before, and whether it ends."""
+        request, start = sequence.request, sequence.start
+        if start < request.num_ever_computed_tokens:
+            self.recomputed_tokens += min(start + sequence.num_tokens, request.num_ever_computed_tokens) - start
+        if sequence.samples and request.num_output_tokens == 0:
+            self.num_prompt_tokens += request.num_prompt_tokens
+            self.num_cached_prompt_tokens += request.num_cached_tokens

@@ -1,0 +1,142 @@
+"""One step as plain values: what every rank of an engine computes from. Pure, so that it can be sent as it is."""
+
+import msgspec
+
+from trimtab_engine.scheduling.batch import ScheduledSequence
+from trimtab_engine.scheduling.request import Request
+
+Unknown = tuple[int, Request, int]
+"""(index in token_ids, request, position): a token that the step in flight samples; 0 stands in for it."""
+
+
+class StepShape(msgspec.Struct, array_like=True, frozen=True):
+    """num_tokens of a step. `tokens_per_sequence` when all its sequences have equally many, else None."""
+
+    num_tokens: int
+    tokens_per_sequence: int | None
+
+
+class StepInputs(msgspec.Struct, array_like=True):
+    """The batch in the order of its tokens: decodes first, longest first, then one chunk after another.
+
+    token_ids, positions and slots (of the KV cache) have one entry per token. `sampled` are the tokens whose logits are
+    wanted, in the order of the scheduled sequences. decodes: (block table, context length with the new token); chunks:
+    (block table, tokens before, tokens now). Block tables may be longer than needed.
+    """
+
+    token_ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    sampled: list[int]
+    decodes: list[tuple[list[int], int]]
+    chunks: list[tuple[list[int], int, int]]
+    scored: list[tuple[int, int, int]] = []
+    """(index in token_ids, next token of the prompt, how many likely tokens) of every token whose logits are to judge
+    the next one, in the order of the scheduled sequences."""
+    agreed: StepShape | None = None
+    """What data-parallel ranks in lockstep have agreed on: rows to compute at least, padding included, and whether all
+    of their steps are uniform. None: this step is its core's own."""
+
+    @property
+    def shape(self) -> StepShape:
+        """What decides over the step's graph, equal on all ranks that compute it together. A step is uniform when it
+        has decodes only, or chunks of one length only."""
+        if self.agreed is not None:
+            return self.agreed
+        num_tokens = len(self.token_ids)
+        if not self.chunks:
+            return StepShape(num_tokens, 1 if self.decodes else None)
+        longest = self.chunks[0][2]
+        is_uniform = not self.decodes and all(now == longest for _, _, now in self.chunks)
+        return StepShape(num_tokens, longest if is_uniform else None)
+
+
+NO_INPUTS = StepInputs([], [], [], [], [], [])
+
+
+def flatten(
+    sequences: list[ScheduledSequence], *, block_size: int, max_decode_tokens: int
+) -> tuple[StepInputs, list[Unknown]]:
+    """Lay out a batch. A decode whose context passes max_decode_tokens is a chunk of one token.
+
+    Chunks of equally many tokens come together, longest context first, so that attention can group them.
+    """
+    decodes: list[tuple[ScheduledSequence, int, int]] = []  # with its first row and the number of its rows
+    chunks: list[tuple[ScheduledSequence, int, int]] = []
+    num_rows = 0
+    for sequence in sequences:
+        own_rows = num_sampled(sequence) if sequence.draft_token_ids else int(sequence.samples)
+        is_decode = sequence.num_tokens == 1 and sequence.start < max_decode_tokens
+        (decodes if is_decode else chunks).append((sequence, num_rows, own_rows))
+        num_rows += own_rows
+    decodes.sort(key=lambda entry: -entry[0].start)
+    chunks.sort(key=lambda entry: (entry[0].num_tokens, -entry[0].start))
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    sampled = [0] * num_rows
+    unknown: list[Unknown] = []
+    first_index: dict[int, int] = {}
+    for sequence, first_row, own_rows in (*decodes, *chunks):
+        request, start, count = sequence.request, sequence.start, sequence.num_tokens
+        blocks = request.block_ids
+        if request.sampling.prompt_logprobs is not None:
+            first_index[id(sequence)] = len(token_ids)
+        if sequence.draft_token_ids:
+            token_ids += _with_drafts(sequence)
+        elif count > 1:
+            token_ids += request.token_ids[start : start + count]
+        elif start < len(request.token_ids):
+            token_ids.append(request.token_ids[start])
+        else:
+            unknown.append((len(token_ids), request, start))
+            token_ids.append(0)
+        if count == 1:
+            positions.append(start)
+            slots.append(blocks[start // block_size] * block_size + start % block_size)
+        else:
+            positions += range(start, start + count)
+            slots += [blocks[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
+        sampled[first_row : first_row + own_rows] = range(len(token_ids) - own_rows, len(token_ids))
+    inputs = StepInputs(
+        token_ids,
+        positions,
+        slots,
+        sampled,
+        [(sequence.request.block_ids, sequence.start + 1) for sequence, *_ in decodes],
+        [(sequence.request.block_ids, sequence.start, sequence.num_tokens) for sequence, *_ in chunks],
+    )
+    if first_index:
+        inputs.scored = [entry for s in sequences if id(s) in first_index for entry in _scored(s, first_index[id(s)])]
+    return inputs, unknown
+
+
+def num_sampled(sequence: ScheduledSequence) -> int:
+    """How many of its tokens get logits: the newest one, and every draft that is among them."""
+    if not sequence.samples:
+        return 0
+    if not sequence.draft_token_ids:
+        return 1
+    num_drafts = sequence.start + sequence.num_tokens - sequence.request.num_tokens
+    return min(sequence.num_tokens, 1 + max(0, num_drafts))
+
+
+def _with_drafts(sequence: ScheduledSequence) -> list[int]:
+    """The ids of its tokens, the last of which are drafts."""
+    own, start = sequence.request.token_ids, sequence.start
+    end = start + sequence.num_tokens
+    return own[start:end] + sequence.draft_token_ids[max(0, start - len(own)) : max(0, end - len(own))]
+
+
+def num_scored(sequence: ScheduledSequence) -> int:
+    """How many of its tokens judge the next token of the prompt: those before the prompt's last one, if asked for."""
+    request = sequence.request
+    if request.sampling.prompt_logprobs is None:
+        return 0
+    return max(0, min(sequence.start + sequence.num_tokens, request.num_prompt_tokens - 1) - sequence.start)
+
+
+def _scored(sequence: ScheduledSequence, first_index: int) -> list[tuple[int, int, int]]:
+    request, start = sequence.request, sequence.start
+    likely = request.sampling.prompt_logprobs or 0
+    return [(first_index + i, request.token_ids[start + i + 1], likely) for i in range(num_scored(sequence))]

@@ -1,0 +1,67 @@
+"""Rendering chat templates in a process that can be killed: `-m trimtab_engine.text.chat_worker`.
+
+A template is the model author's program, and what a client sends is its input: together they may not end, or fill the
+memory.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from trimtab_engine.errors import InvalidRequest, ModelError
+from trimtab_engine.processes.frames import serve_frames
+from trimtab_engine.text.chat_template import TRIAL_TOOLS, ChatTemplate, ChatTemplates
+
+MAX_ADDRESS_BYTES = 1 << 30
+Json = dict[str, Any]
+
+
+class Rendering:
+    """The templates of one model, compiled when they are first used."""
+
+    def __init__(self, templates: ChatTemplates) -> None:
+        self._templates = templates
+        self._compiled: dict[str, ChatTemplate] = {}
+
+    def answer(self, request: Json) -> Json:
+        """{"check": True} → {"uses_tools": …}; a conversation → {"text": …}; {"refused": why} for either."""
+        try:
+            if request.get("check"):
+                return {"uses_tools": self._check()}
+            template = self._template(with_tools=request["tools"] is not None)
+            text = template.render(
+                request["messages"],
+                tools=request["tools"],
+                add_generation_prompt=request["add_generation_prompt"],
+                variables=request["variables"],
+                max_characters=request["max_characters"],
+            )
+        except (InvalidRequest, ModelError) as error:
+            return {"refused": str(error)}
+        return {"text": text}
+
+    def _check(self) -> bool:
+        """Whether a template knows tools. Raises ModelError when one is broken."""
+        plain, for_tools = (self._template(with_tools=with_tools) for with_tools in (False, True))
+        plain.check()
+        if for_tools.uses_tools:
+            for_tools.check(TRIAL_TOOLS)
+        elif for_tools is not plain:
+            for_tools.check()
+        return for_tools.uses_tools
+
+    def _template(self, *, with_tools: bool) -> ChatTemplate:
+        text = self._templates.text(with_tools=with_tools)
+        assert text is not None  # who asks has seen to it
+        if text not in self._compiled:
+            self._compiled[text] = ChatTemplate(
+                text, self._templates.special_tokens, self._templates.name(with_tools=with_tools)
+            )
+        return self._compiled[text]
+
+
+def start(settings: Json) -> Callable[[Json], Json]:
+    return Rendering(ChatTemplates(**settings)).answer
+
+
+if __name__ == "__main__":
+    serve_frames(start, max_address_bytes=MAX_ADDRESS_BYTES)

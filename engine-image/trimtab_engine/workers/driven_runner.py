@@ -1,0 +1,102 @@
+"""The engine core's own rank, with the others at its side: what it computes, it has them compute as well."""
+
+import torch
+
+from trimtab_engine.device.kv_cache import KVLayers
+from trimtab_engine.device.swap_cache import SwapCache
+from trimtab_engine.memory.formula import Ledger
+from trimtab_engine.parallel.groups import RankGroups
+from trimtab_engine.parallel.wave import Wave
+from trimtab_engine.runner.graphs.step_buffers import Feed
+from trimtab_engine.runner.model_runner import ModelRunner
+from trimtab_engine.scheduling.step_inputs import StepInputs, StepShape
+from trimtab_engine.workers.messages import (
+    AskLedger,
+    DropWeights,
+    InitKvCache,
+    InitSwapSpace,
+    Reloaded,
+    ReloadWeights,
+    Step,
+    ToldLedger,
+)
+from trimtab_engine.workers.workers import Workers
+
+
+class DrivenRunner(ModelRunner):
+    """A ModelRunner whose steps and KV cache operations reach every rank. drive() comes before the first of them."""
+
+    drives_others = True
+
+    def drive(self, workers: Workers, groups: RankGroups) -> None:
+        """Take the other ranks along from now on, in step with the cores that this one's are in lockstep with."""
+        self.workers, self._meter = workers, groups.meter
+        self.wave = None if groups.lockstep is None else Wave(groups.lockstep)
+        # A core that sleeps computes padding for those that are still awake, and for that it needs its weights.
+        self.can_drop_weights = self.wave is None
+
+    def take_wire_bytes(self) -> dict[str, int]:
+        """What went over this rank's wire since the last call, by kind of collective."""
+        return self._meter.take()
+
+    def ledgers(self, own: Ledger) -> dict[int, Ledger]:
+        """Of every rank of this core, by rank. Each answers when it has done what it was sent before."""
+        self.workers.send(AskLedger(own.blocks_used))
+        told = {answer.rank: answer.ledger for answer in self.workers.answers(ToldLedger)}
+        return {self.workers.rank: own} | told
+
+    def close(self) -> None:
+        """End the other ranks."""
+        super().close()
+        self.workers.close()
+
+    def send(self, inputs: StepInputs, feed: Feed = ()) -> None:
+        """The other ranks begin at once. Stages before this one's run ahead of it."""
+        if self.wave is not None:
+            try:
+                inputs.agreed = self._agree(self.wave, inputs)
+            except RuntimeError as error:  # torch's, when another core has ended
+                raise self.workers.cause_of(error) from error
+            if inputs.agreed.num_tokens == 0:
+                return  # no core has work: the wave is over
+        self.workers.send(Step(inputs, list(feed)))
+
+    def _agree(self, wave: Wave, inputs: StepInputs) -> StepShape:
+        """With the other cores. One that sleeps has no block that the padding of a uniform step could read."""
+        own = inputs.shape
+        if self.steps is None:
+            own = StepShape(self.padded_rows(inputs), own.tokens_per_sequence)
+        return wave.agree(own, can_be_uniform=self.kv_cache.num_blocks > 0)
+
+    def run(self, inputs: StepInputs, feed: Feed = ()) -> torch.Tensor | None:
+        """This rank's part of a step; steps are run in the order in which they were sent."""
+        if inputs.agreed is not None and inputs.agreed.num_tokens == 0:
+            return torch.empty(0, self.facts.vocab_size)
+        try:
+            return super().run(inputs, feed)
+        except RuntimeError as error:  # torch's, when a connection to another rank breaks
+            raise self.workers.cause_of(error) from error
+
+    def drop_weights(self) -> None:
+        """Every rank gives its own back."""
+        self.workers.send(DropWeights())
+        super().drop_weights()
+
+    def reload_weights(self) -> None:
+        """Every rank reads its own again, all at once. Raises ModelError, or the failure of a rank."""
+        self.workers.send(ReloadWeights())
+        super().reload_weights()
+        self.workers.answers(Reloaded)
+
+    def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
+        """Reserve it on every rank; later changes follow. A draft model's layers are on this rank alone."""
+        self.workers.send(InitKvCache(cap_blocks))
+        super().init_kv_cache(cap_blocks, draft)
+        self.kv_cache.mirror = self.workers.send
+
+    def new_swap_cache(self, num_blocks: int) -> SwapCache:
+        """As many host blocks on every rank, which swaps its own part of each."""
+        self.workers.send(InitSwapSpace(num_blocks))
+        swap_cache = super().new_swap_cache(num_blocks)
+        swap_cache.mirror = self.workers.send
+        return swap_cache

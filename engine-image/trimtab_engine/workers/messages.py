@@ -1,0 +1,203 @@
+"""What the engine core and the workers of its ranks say to each other: msgspec structs over ZMQ, never pickle."""
+
+import msgspec
+
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.memory.formula import Ledger, MemoryFormula
+from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.scheduling.step_inputs import StepInputs
+
+# --- on a worker's standard input -----------------------------------------------------------------------------------
+
+
+class WorkerStart(msgspec.Struct, frozen=True):
+    """All that a worker's process needs. `process` counts the engine's processes over its nodes, the core being 0."""
+
+    config: EngineConfig
+    layout: Layout
+    process: int
+    local_index: int
+    local_count: int
+    """Ranks on this node, among them the core's own where it runs here."""
+    rendezvous: str
+    """file:PATH on one node, tcp:HOST:PORT across nodes."""
+
+
+# --- engine core -> worker ------------------------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, tag="welcome"):
+    """The answer to Hello: the rank is yours. What all ranks do comes from `steps`, first Join."""
+
+    steps: str
+
+
+class Taken(msgspec.Struct, tag="taken"):
+    """The other answer to Hello: `holder` has this rank."""
+
+    holder: str
+
+
+class Join(msgspec.Struct, tag="join"):
+    """Every rank is there: join the groups."""
+
+
+class Profile(msgspec.Struct, tag="profile"):
+    """Run the largest steps of the envelope, as every rank does now, and answer with Profiled."""
+
+
+class InitKvCache(msgspec.Struct, tag="init_kv"):
+    cap_blocks: int
+
+
+class MapBlocks(msgspec.Struct, tag="map"):
+    num_blocks: int
+
+
+class UnmapAbove(msgspec.Struct, tag="unmap"):
+    num_blocks: int
+
+
+class CopyBlocks(msgspec.Struct, tag="copy"):
+    pairs: list[tuple[int, int]]
+
+
+class InitSwapSpace(msgspec.Struct, tag="init_swap"):
+    """Host blocks, as many on every rank."""
+
+    num_blocks: int
+
+
+class SwapBlocks(msgspec.Struct, tag="swap"):
+    """Before the next step: copy blocks out (device, host), then in (host, device)."""
+
+    swap_out: list[tuple[int, int]]
+    swap_in: list[tuple[int, int]]
+
+
+class StartSteps(msgspec.Struct, tag="start_steps"):
+    """Make this device's steps: fixed inputs, and graphs, which all ranks capture at once. Answer with StartedSteps.
+
+    `max_model_len` is what is served: the core may have cut it to what fits.
+    """
+
+    max_model_len: int
+
+
+class DropWeights(msgspec.Struct, tag="drop_weights"):
+    """Give their memory back. No step comes before ReloadWeights."""
+
+
+class ReloadWeights(msgspec.Struct, tag="reload_weights"):
+    """Read them again, and answer with Reloaded."""
+
+
+class Step(msgspec.Struct, tag="step"):
+    """`feed`: (index in token_ids, row) of the tokens that the step before sampled, which the core's rank hands to the
+    others on the device."""
+
+    inputs: StepInputs
+    feed: list[tuple[int, int]] = []
+
+
+class AskLedger(msgspec.Struct, tag="ask_ledger"):
+    """Answer with ToldLedger. The core knows how many KV blocks are in use."""
+
+    blocks_used: int
+
+
+class Stop(msgspec.Struct, tag="stop"):
+    """Leave; nothing is answered."""
+
+
+KvChange = MapBlocks | UnmapAbove | CopyBlocks
+ToHello = Welcome | Taken
+ToWorker = (
+    Join
+    | Profile
+    | InitKvCache
+    | MapBlocks
+    | UnmapAbove
+    | CopyBlocks
+    | InitSwapSpace
+    | SwapBlocks
+    | StartSteps
+    | DropWeights
+    | ReloadWeights
+    | Step
+    | AskLedger
+    | Stop
+)
+
+
+# --- worker -> engine core ------------------------------------------------------------------------------------------
+
+
+class RankReport(msgspec.Struct, frozen=True):
+    """What one rank really is and holds: a row of GET /admin/v1/layout. Layers are [first, last]."""
+
+    rank: int
+    host: str
+    pid: int
+    device: str
+    data: int
+    stage: int
+    tensor: int
+    layers: tuple[int, int]
+    heads: int
+    kv_heads: int
+    experts: tuple[int, ...] = ()
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """The worker runs and asks for its rank."""
+
+    rank: int
+    host: str
+    pid: int
+
+
+class Loaded(msgspec.Struct, tag="loaded"):
+    report: RankReport
+
+
+class Profiled(msgspec.Struct, tag="profiled"):
+    rank: int
+    formula: MemoryFormula
+
+
+class StartedSteps(msgspec.Struct, tag="started_steps"):
+    """What fixed inputs and graphs take of this rank's device, in bytes."""
+
+    rank: int
+    buffer_bytes: int
+    graphs_bytes: int
+
+
+class Reloaded(msgspec.Struct, tag="reloaded"):
+    rank: int
+
+
+class ToldLedger(msgspec.Struct, tag="ledger"):
+    rank: int
+    ledger: Ledger
+
+
+class WorkerFailed(msgspec.Struct, tag="failed"):
+    """The last word of a worker that cannot go on. Exit code 2: the user must act."""
+
+    rank: int
+    message: str
+    exit_code: int
+
+
+class Alive(msgspec.Struct, tag="alive"):
+    """Sent every HEARTBEAT_SECONDS, and answered by the same."""
+
+    rank: int
+
+
+FromWorker = Hello | Loaded | Profiled | StartedSteps | Reloaded | ToldLedger | WorkerFailed | Alive
+
+HEARTBEAT_SECONDS = 1.0
+SILENCE_SECONDS = 5.0  # without a word the other side is taken for dead; the rest of 10 s is for the engine to end

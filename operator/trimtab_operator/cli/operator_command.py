@@ -1,0 +1,238 @@
+"""The command line: `trimtab-operator run | validate | render`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from trimtab_operator.builders.service import client_service, rendezvous_service
+from trimtab_operator.builders.stateful_set import leader_stateful_set, pod_template, worker_stateful_set
+from trimtab_operator.cli.model_argument import facts_of
+from trimtab_operator.cli.shared import EXIT_REFUSED, given_gpu, refuse
+from trimtab_operator.decisions.admission import refusals_of
+from trimtab_operator.errors import InvalidSpec, TrimtabError
+from trimtab_operator.layout import layout_of
+from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.resource.spec import GROUP, KIND, VERSION, InferenceDeployment
+
+EXIT_FAILED = 1
+UNKNOWN_TOKEN_HASH = "0" * 64  # stands for the hash that depends on the resource's uid
+UNKNOWN_ADDRESS = "0.0.0.0"
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Runs large language models on Kubernetes and keeps them in trim. `run` is what the chart starts; "
+    "`validate` and `render` show, without a cluster, what the operator would say and do.",
+)
+
+
+class LogFormat(StrEnum):
+    JSON = "json"
+    TEXT = "text"
+
+
+class Output(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+File = Annotated[
+    Path, typer.Option("--file", "-f", help="YAML file with InferenceDeployments; - reads standard input.")
+]
+DefaultImage = Annotated[
+    str | None,
+    typer.Option(help="Engine image of resources that name none.", envvar="TRIMTAB_DEFAULT_IMAGE"),
+]
+
+
+@app.command()
+def run(
+    namespace: Annotated[
+        list[str] | None, typer.Option(help="Serve this namespace only; may be repeated. Default: all.")
+    ] = None,
+    operator_namespace: Annotated[
+        str, typer.Option(help="Where the operator keeps its Lease and Secrets.", envvar="POD_NAMESPACE")
+    ] = "trimtab-system",
+    identity: Annotated[
+        str, typer.Option(help="This process in the Lease. Default: the host name.", envvar="POD_NAME")
+    ] = "",
+    tick_seconds: Annotated[
+        float, typer.Option(min=1.0, max=300.0, help="Longest time between two looks at a resource.")
+    ] = 15.0,
+    default_image: DefaultImage = None,
+    lease_name: Annotated[str, typer.Option(help="Name of the Lease.")] = "trimtab-operator",
+    secret_name: Annotated[
+        str, typer.Option(help="Secret from which admin tokens are derived; created if absent.")
+    ] = "trimtab-operator",  # noqa: S107 - a name, not a password
+    webhook_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the webhook; 0 serves none.")] = 9443,
+    webhook_config_name: Annotated[
+        str | None, typer.Option(help="ValidatingWebhookConfiguration whose caBundle is kept up to date.")
+    ] = None,
+    webhook_secret_name: Annotated[
+        str, typer.Option(help="Secret with the webhook's certificates; created if absent.")
+    ] = "trimtab-operator-webhook",  # noqa: S107 - a name, not a password
+    service_name: Annotated[str, typer.Option(help="Service through which the API server calls the webhook.")] = (
+        "trimtab-operator"
+    ),
+    liveness_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of /healthz and /readyz.")] = 8080,
+    metrics_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of /metrics.")] = 8081,
+    log_format: Annotated[LogFormat, typer.Option(help="One JSON object a line, or text.")] = LogFormat.JSON,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve InferenceDeployments. Several may run: one holds the Lease and works, all answer the webhook."""
+    from trimtab_operator.edge.logs import configure_logging
+    from trimtab_operator.loop.runner import Options, run_operator  # here, so that `validate` needs no cluster client
+
+    configure_logging(log_format.value, log_level)
+    options = Options(
+        namespaces=tuple(namespace or ()),
+        operator_namespace=operator_namespace,
+        identity=identity or f"{socket.gethostname()}-{os.getpid()}",
+        tick_seconds=tick_seconds,
+        default_image=default_image,
+        lease_name=lease_name,
+        secret_name=secret_name,
+        webhook_port=webhook_port,
+        webhook_config_name=webhook_config_name,
+        webhook_secret_name=webhook_secret_name,
+        service_name=service_name,
+        liveness_port=liveness_port,
+        metrics_port=metrics_port,
+    )
+    try:
+        raise typer.Exit(asyncio.run(run_operator(options)))
+    except (TrimtabError, OSError) as error:
+        logging.getLogger(__name__).error("%s", error)
+        raise typer.Exit(EXIT_REFUSED if isinstance(error, TrimtabError) else EXIT_FAILED) from error
+
+
+@app.command()
+def validate(
+    file: File,
+    default_image: DefaultImage = None,
+    facts: Annotated[
+        str | None,
+        typer.Option(
+            help="The model that the layout is checked against: a folder with a config.json, such a file, or what "
+            "`trimtab-engine inspect MODEL -o json` printed; - reads standard input."
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="With --facts: check too whether the layout fits the memory of such GPUs.")
+    ] = None,
+    output: Annotated[Output, typer.Option("--output", "-o", help="text or json.")] = Output.TEXT,
+) -> None:
+    """Say what the webhook would say, without a cluster. Exit code 2 when something is refused."""
+    if facts == "-" and str(file) == "-":
+        refuse("--facts: standard input holds the resources (--file -); give one of the two as a file")
+    model, device = None if facts is None else _facts(facts), None if gpu is None else given_gpu(gpu)
+    if gpu is not None and facts is None:
+        refuse("--gpu: what fits depends on the model; give --facts as well")
+    image = default_image or "image"
+    found = [
+        {"name": _name(body), "refusals": refusals_of(body, default_image=image, facts=model, gpu=device)}
+        for body in _resources(file)
+    ]
+    if output is Output.JSON:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        for entry in found:
+            typer.echo(f"{entry['name']}: {'refused' if entry['refusals'] else 'accepted'}")
+            for line in entry["refusals"]:
+                typer.echo(f"  {line}")
+    if any(entry["refusals"] for entry in found):
+        raise typer.Exit(EXIT_REFUSED)
+
+
+@app.command()
+def render(file: File, default_image: DefaultImage = None) -> None:
+    """Print what the operator would create, as YAML. The token's hash and the addresses of
+    rendezvous Services depend on the cluster and are shown as zeros."""
+    manifests: list[dict[str, Any]] = []
+    for body in _resources(file):
+        wrong = refusals_of(body, default_image=default_image)
+        if wrong:
+            refuse("\n".join(f"{_name(body)}: {line}" for line in wrong))
+        manifests += _manifests(InferenceDeployment.parse(body, default_image=default_image))
+    typer.echo(yaml.safe_dump_all(manifests, sort_keys=False, width=120), nl=False)
+
+
+def _manifests(deployment: InferenceDeployment) -> list[dict[str, Any]]:
+    template = pod_template(deployment, admin_token_sha256=UNKNOWN_TOKEN_HASH)
+    found = [client_service(deployment)]
+    for ordinal in range(deployment.replicas):
+        found.append(rendezvous_service(deployment, ordinal))
+        if layout_of(deployment.spec).pods == 1:
+            found.append(leader_stateful_set(deployment, ordinal, template))
+        else:
+            found.append(leader_stateful_set(deployment, ordinal, template, address=UNKNOWN_ADDRESS))
+            found.append(worker_stateful_set(deployment, ordinal, template, address=UNKNOWN_ADDRESS))
+    return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+
+
+def _resources(file: Path) -> list[dict[str, Any]]:
+    """The InferenceDeployments of a file; ends with one line when there is none, or no YAML."""
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        documents = [document for document in yaml.safe_load_all(text) if document is not None]
+    except (OSError, UnicodeDecodeError) as error:
+        refuse(f"{file} cannot be read: {error}")
+    except yaml.YAMLError as error:
+        refuse(f"{file} is not YAML: {' '.join(str(error).split())}")
+    found = [d for d in documents if isinstance(d, dict) and d.get("kind") == KIND]
+    if not found:
+        refuse(f"{file} holds no {KIND} ({GROUP}/{VERSION})")
+    for body in found:
+        if body.get("apiVersion") != f"{GROUP}/{VERSION}":
+            refuse(f"{_name(body)}: apiVersion is {body.get('apiVersion')!r}; write {GROUP}/{VERSION}")
+        if not isinstance(body.get("metadata"), dict) or not isinstance(body.get("spec"), dict):
+            refuse(f"{_name(body)}: needs metadata and spec")
+        if not body["metadata"].get("name"):
+            refuse("metadata.name is missing; give the resource a name")
+    return [_as_sent(body) for body in found]
+
+
+def _facts(model: str) -> ModelFacts:
+    try:
+        return facts_of(model)
+    except ValueError as error:
+        refuse(f"--facts: {error}")
+
+
+def _as_sent(body: dict[str, Any]) -> dict[str, Any]:
+    """As kubectl sends it: JSON, where a date is a text. What only the API server sets is left out."""
+    names = {key: body["metadata"][key] for key in ("name", "namespace") if body["metadata"].get(key)}
+    try:
+        return json.loads(json.dumps({**body, "metadata": names}, default=str))  # type: ignore[no-any-return]
+    except (ValueError, TypeError, RecursionError) as error:
+        refuse(f"{_name(body)}: cannot be sent as JSON ({error}); write no aliases to what encloses them")
+
+
+def _name(body: dict[str, Any]) -> str:
+    metadata = body.get("metadata")
+    return str(metadata.get("name", "(no name)")) if isinstance(metadata, dict) else "(no name)"
+
+
+def main() -> None:
+    """The console entry point."""
+    try:
+        app()
+    except InvalidSpec as error:
+        typer.echo(str(error), err=True)
+        sys.exit(EXIT_REFUSED)
+
+
+if __name__ == "__main__":
+    main()

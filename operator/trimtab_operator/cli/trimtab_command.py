@@ -1,0 +1,203 @@
+"""The command line for users: `trimtab plan`. Needs no cluster, no GPU and no engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from enum import StrEnum
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from trimtab_operator.cli.model_argument import facts_of
+from trimtab_operator.cli.plan_report import Planned, heading, legend, refused_table, rows_table, to_json
+from trimtab_operator.cli.shared import given_gpu, refuse
+from trimtab_operator.layout.check import longer_than_positions, no_such_arithmetic
+from trimtab_operator.layout.cost import NETWORK_GIGABITS, Hardware
+from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.gpus import GPUS, Gpu
+from trimtab_operator.layout.memory_fit import Envelope, kv_dtype_bytes
+from trimtab_operator.layout.ranking import Cluster, Load, rank_layouts
+
+EXIT_NO_LAYOUT = 1
+PIPED_WIDTH = 160  # columns of the table where there is no terminal to ask
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Plans how a model is laid out over GPUs.",
+)
+
+
+class Output(StrEnum):
+    TABLE = "table"
+    JSON = "json"
+
+
+class Objective(StrEnum):
+    THROUGHPUT = "throughput"
+    LATENCY = "latency"
+
+
+class KvDtype(StrEnum):
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FP8 = "fp8"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
+
+
+class Quantization(StrEnum):
+    FP8 = "fp8"
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"trimtab {version('trimtab')}")
+        raise typer.Exit
+
+
+@app.callback()
+def commands(
+    shows_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end.")
+    ] = False,
+) -> None:
+    """Plans how a model is laid out over GPUs."""
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="What the model is: a folder with a config.json, such a file, or the facts that "
+            "`trimtab-engine inspect MODEL -o json` prints (a file, or - for standard input)."
+        ),
+    ],
+    gpu: Annotated[str, typer.Option(help=f"Kind of GPU: {', '.join(gpu.name for gpu in GPUS)}.")],
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=64, help="GPUs of one node.")] = 8,
+    nodes: Annotated[int, typer.Option(min=1, max=64, help="Nodes.")] = 1,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Longest prompt plus output, in tokens. Default: the model's.")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        str, typer.Option(help="Share of each GPU's memory that the engine may use.")
+    ] = "0.9",
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="Requests that run at once per engine. Default: the engine's.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Token budget of one step. Default: the engine's.")
+    ] = None,
+    kv_cache_dtype: Annotated[
+        KvDtype, typer.Option(help="Type of the KV cache. auto: that of the model.")
+    ] = KvDtype.AUTO,
+    quantization: Annotated[
+        Quantization | None, typer.Option(help="Quantise the weights as they load. Default: as they are stored.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompt tokens of an average request. Default: 1024, or the model's positions."),
+    ] = None,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of an average request.")] = 256,
+    network_gigabits: Annotated[
+        float, typer.Option(min=0.1, help="Network between nodes: Gbit/s per GPU and direction.")
+    ] = NETWORK_GIGABITS,
+    objective: Annotated[
+        Objective,
+        typer.Option(
+            help="What to rank by: tokens per second of all GPUs, or the wait for a token when one request runs."
+        ),
+    ] = Objective.THROUGHPUT,
+    limit: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,
+    show_all: Annotated[bool, typer.Option("--all", help="Show all layouts, and those that are refused.")] = False,
+    output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.TABLE,
+) -> None:
+    """Rank the layouts of a model over GPUs, each with its KV cache, its estimated speed and its reason.
+
+    Exit code 1 when no layout works, 2 when the input cannot be read or asks for what cannot be.
+    """
+    device, facts = given_gpu(gpu), _facts(model)
+    _refuse_what_cannot_be(
+        ("--max-model-len", longer_than_positions(max_model_len, facts)),
+        ("--prompt-tokens", longer_than_positions(prompt_tokens, facts)),
+        ("--kv-cache-dtype", no_such_arithmetic(kv_cache_dtype.value, device)),
+    )
+    envelope = _envelope(facts, device, gpu_memory_utilization)
+    envelope = replace(
+        envelope,
+        max_model_len=max_model_len or envelope.max_model_len,
+        max_num_seqs=max_num_seqs or envelope.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens or envelope.max_num_batched_tokens,
+        kv_dtype_bytes=kv_dtype_bytes(kv_cache_dtype.value, facts),
+        quantization=None if quantization is None else quantization.value,
+    )
+    cluster = Cluster(
+        hardware=Hardware(gpu=device, network_gigabits=network_gigabits), gpus_per_node=gpus_per_node, nodes=nodes
+    )
+    load = Load(output_tokens=output_tokens)
+    load = replace(load, prompt_tokens=prompt_tokens or min(load.prompt_tokens, facts.max_model_len))
+    ranking = rank_layouts(facts, cluster, envelope, load=load, objective=objective.value)
+    planned = Planned(
+        facts=facts, cluster=cluster, envelope=envelope, load=load, objective=objective.value, ranking=ranking
+    )
+    most = max(1, len(ranking.rows)) if show_all else limit
+    if output is Output.JSON:
+        typer.echo(json.dumps(to_json(planned, limit=most, with_refused=show_all), indent=2))
+    else:
+        _print(planned, limit=most, with_refused=show_all)
+    if not ranking.rows:
+        raise typer.Exit(EXIT_NO_LAYOUT)
+
+
+def _print(planned: Planned, *, limit: int, with_refused: bool) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    console.print(heading(planned), soft_wrap=True, markup=False)
+    rows, refused = planned.ranking.rows, planned.ranking.refused
+    if rows:
+        console.print(rows_table(planned, limit=limit))
+        more = f"{len(rows) - limit} more with --all. " if len(rows) > limit else ""
+        console.print(more + legend(planned), soft_wrap=True, markup=False)
+    else:
+        console.print("No layout of this model works on these GPUs.", markup=False)
+    if refused and (with_refused or not rows):
+        console.print(refused_table(planned))
+
+
+def _envelope(facts: ModelFacts, gpu: Gpu, utilization: str) -> Envelope:
+    try:
+        share = float(utilization)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1 or not all(character in "0123456789." for character in utilization):
+        refuse(f"--gpu-memory-utilization: {utilization!r} is no share; write a decimal above 0, up to 1, such as 0.9")
+    return replace(Envelope.default(facts, gpu), gpu_memory_utilization=utilization)
+
+
+def _facts(model: str) -> ModelFacts:
+    try:
+        return facts_of(model)
+    except ValueError as error:
+        refuse(str(error))
+
+
+def _refuse_what_cannot_be(*flags: tuple[str, str | None]) -> None:
+    """What `trimtab-operator validate` would refuse; each flag with what is wrong with it."""
+    wrong = [f"{flag}: {message}" for flag, message in flags if message is not None]
+    if wrong:
+        refuse("\n".join(wrong))
+
+
+def main() -> Any:
+    """The console entry point."""
+    return app()
+
+
+if __name__ == "__main__":
+    main()

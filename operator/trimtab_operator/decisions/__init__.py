@@ -1,0 +1,1 @@
+"""What should be done, as functions of values: no client, no clock, no cluster."""

@@ -1,0 +1,95 @@
+"""The verdict on one AdmissionReview: pure, from the same table of rules as the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab_operator.decisions.model_facts import cached_facts
+from trimtab_operator.decisions.validation import refusals
+from trimtab_operator.errors import InvalidSpec
+from trimtab_operator.layout.check import check_layout
+from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.gpus import Gpu
+from trimtab_operator.layout.node_gpus import gpu_for, too_few_gpus
+from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.resource.spec import KIND, InferenceDeployment
+
+MAX_WARNING = 256  # characters: API servers cut longer ones, and kubectl shows each on a line
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the cluster knows beside the resource: its ConfigMap NAME-facts, and nodes. None: not seen."""
+
+    facts: Manifest | None = None
+    nodes: Sequence[Manifest] | None = None
+
+
+NOTHING_KNOWN = Surroundings()
+
+
+def refusals_of(
+    body: Mapping[str, Any], *, default_image: str | None, facts: ModelFacts | None = None, gpu: Gpu | None = None
+) -> list[str]:
+    """Everything that is wrong with a resource, as lines; empty when it can be carried out."""
+    try:
+        deployment = InferenceDeployment.parse(body, default_image=default_image)
+    except InvalidSpec as error:
+        return str(error).split("; ")
+    return [str(refusal) for refusal in refusals(deployment, facts, gpu)]
+
+
+def review(
+    request: Mapping[str, Any], *, default_image: str | None, known: Surroundings = NOTHING_KNOWN
+) -> dict[str, Any]:
+    """Answer an AdmissionReview v1. Raises KeyError or TypeError when it is none.
+
+    An update that leaves the spec alone is allowed whatever the spec says: labels and finalizers of a resource that an
+    older version accepted must stay editable. So is everything on a resource that is being deleted. A write to /scale
+    carries a number alone, which the schema bounds; it is allowed.
+    """
+    asked = request["request"]
+    verdict: dict[str, Any] = {"uid": str(asked["uid"]), "allowed": True}
+    new, old = asked.get("object") or {}, asked.get("oldObject") or {}
+    if is_checked(asked) and (asked["operation"] == "CREATE" or new.get("spec") != old.get("spec")):
+        wrong = refusals_of(new, default_image=default_image)
+        wrong = wrong or _newly_wrong_by_facts(new, old, default_image, known)
+        if wrong:
+            message = "; ".join(wrong)
+            verdict |= {"allowed": False, "status": {"code": 422, "reason": "Invalid", "message": message}}
+        else:
+            warning = too_few_gpus(InferenceDeployment.parse(new, default_image=default_image), known.nodes)
+            verdict |= {} if warning is None else {"warnings": [warning[:MAX_WARNING]]}
+    return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": verdict}
+
+
+def is_checked(asked: Mapping[str, Any]) -> bool:
+    """Whether it is a write of ours to judge."""
+    new = asked.get("object") or {}
+    is_ours = not asked.get("subResource") and new.get("kind") == KIND
+    is_going = bool((new.get("metadata") or {}).get("deletionTimestamp"))
+    return is_ours and asked.get("operation") in ("CREATE", "UPDATE") and not is_going
+
+
+def _newly_wrong_by_facts(
+    new: Mapping[str, Any], old: Mapping[str, Any], default_image: str | None, known: Surroundings
+) -> list[str]:
+    """What the model says against an edit. What it said against the spec before is the loop's to tell: it must not
+    keep the owner from changing something else.
+    """
+    before = set(_wrong_by_facts(old, default_image, known)) if old else set()
+    return [line for line in _wrong_by_facts(new, default_image, known) if line not in before]
+
+
+def _wrong_by_facts(body: Mapping[str, Any], default_image: str | None, known: Surroundings) -> list[str]:
+    try:
+        deployment = InferenceDeployment.parse(body, default_image=default_image)
+    except InvalidSpec:
+        return []
+    facts = cached_facts(deployment, known.facts)
+    if facts is None:
+        return []
+    gpu = gpu_for(deployment, known.nodes or ())
+    return [str(refusal) for refusal in check_layout(deployment.spec, facts, gpu)]

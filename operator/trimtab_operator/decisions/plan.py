@@ -1,0 +1,211 @@
+"""From what is wanted and what is there to what must be done. Pure: no clock, no cluster.
+
+Groups take the lowest free ordinal. Scale-in takes the group that is worth least: not ready first, then the highest
+ordinal. A new revision reaches the groups one after another within rollout.maxUnavailable. What is as wanted is left
+alone, so an idle tick writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from trimtab_operator.builders.config_map import tuning_config_map
+from trimtab_operator.builders.drift import first_difference
+from trimtab_operator.builders.labels import ROLE_LABEL, group_name
+from trimtab_operator.builders.service import client_service, rendezvous_service
+from trimtab_operator.builders.stateful_set import (
+    Held,
+    leader_stateful_set,
+    pod_template,
+    revision_of,
+    worker_stateful_set,
+)
+from trimtab_operator.decisions.actions import Action, Apply, Delete, delete_of
+from trimtab_operator.layout import layout_of
+from trimtab_operator.observed.groups import Group, Observed, groups_of, is_terminating, is_worker, ordinal_of
+from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.resource.spec import InferenceDeployment
+
+
+def plan(
+    deployment: InferenceDeployment,
+    observed: Observed,
+    *,
+    admin_token_sha256: str,
+    held: Mapping[int, Held] | None = None,
+    unproven: frozenset[str] = frozenset(),
+) -> tuple[Action, ...]:
+    """Everything to do now, in order: Services before the pods that they select, removals last.
+
+    `held`: by ordinal, groups that hold no pods, or did (see gang.py). `unproven` names groups whose pods are Ready and
+    that still count as down for a rollout.
+    """
+    template = pod_template(deployment, admin_token_sha256=admin_token_sha256)
+    groups = groups_of(observed)
+    staying, leaving = choose_victims(groups, deployment.replicas)
+    allowed = allowed_down(deployment) - sum(group.is_ready and group.name in unproven for group in staying)
+    behind = frozenset(
+        g.ordinal for g in staying if g.revision != revision_of(template) or _has_moved(g, deployment, observed)
+    )
+    to_update = {g.ordinal for g in choose_updates(staying, behind, allowed)}
+    new = free_ordinals(observed, deployment.replicas - len(staying))
+    current = [g.ordinal for g in staying if g.ordinal not in behind or g.ordinal in to_update]
+    wanted: list[Manifest] = [client_service(deployment)]
+    wanted += [
+        rendezvous_service(deployment, g.ordinal, address=_known_address(g, deployment, observed)) for g in staying
+    ]
+    wanted += [rendezvous_service(deployment, ordinal) for ordinal in new]
+    for ordinal in (*current, *new):
+        wanted += group_manifests(deployment, ordinal, template, observed, (held or {}).get(ordinal))
+    kept = {group.name for group in staying}
+    applied = map(_at_any_address, differing(wanted, observed))
+    return (*applied, *_removals(deployment, staying, leaving, current, kept, wanted, observed))
+
+
+def group_manifests(
+    deployment: InferenceDeployment,
+    ordinal: int,
+    template: Mapping[str, Any],
+    observed: Observed,
+    held: Held | None,
+) -> tuple[Manifest, ...]:
+    """The StatefulSets of one group: always both of one revision, none before its ranks have a place to meet."""
+    if layout_of(deployment.spec).pods == 1:
+        return (leader_stateful_set(deployment, ordinal, template),)
+    address = meeting_place(deployment, ordinal, observed)
+    if address is None:
+        return ()
+    return (
+        leader_stateful_set(deployment, ordinal, template, address=address, held=held),
+        worker_stateful_set(deployment, ordinal, template, address=address, held=held),
+    )
+
+
+def meeting_place(deployment: InferenceDeployment, ordinal: int, observed: Observed) -> str | None:
+    """The ClusterIP of the group's rendezvous Service, which works without cluster DNS; None until it has one."""
+    name = group_name(deployment, ordinal)
+    for service in observed.services:
+        if service["metadata"]["name"] == name and not is_terminating(service):
+            return (service.get("spec") or {}).get("clusterIP") or None
+    return None
+
+
+def _has_moved(group: Group, deployment: InferenceDeployment, observed: Observed) -> bool:
+    """Whether the group's Service has another address than its pods were told. Engines that have met serve on: the
+    group restarts in its turn."""
+    address = meeting_place(deployment, group.ordinal, observed)
+    return address is not None and bool(group.meeting_addresses - {address})
+
+
+def _known_address(group: Group, deployment: InferenceDeployment, observed: Observed) -> str | None:
+    """The ClusterIP of the group's Service; of one that is gone, the one that its pods were told: with it nobody has to
+    restart."""
+    told = next(iter(sorted(group.meeting_addresses)), None)
+    return meeting_place(deployment, group.ordinal, observed) or told
+
+
+def _at_any_address(action: Apply) -> Apply:
+    """A Service that is made again with its former address gets another one where somebody has that by now."""
+    spec = action.manifest["spec"] if action.manifest["kind"] == "Service" else {}
+    if not action.is_new or "clusterIP" not in spec:
+        return action
+    anywhere = {name: value for name, value in spec.items() if name != "clusterIP"}
+    return replace(action, otherwise={**action.manifest, "spec": anywhere})
+
+
+def plan_tuning_state(deployment: InferenceDeployment, observed: Observed, state: str) -> tuple[Action, ...]:
+    """The ConfigMap with the tuner's memory, when it differs from what is stored."""
+    return differing([tuning_config_map(deployment, state)], observed)
+
+
+def choose_victims(groups: tuple[Group, ...], wanted: int) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
+    """Split groups into those that stay and those that go: not ready first, then the highest ordinal."""
+    by_worth = sorted(groups, key=lambda group: (not group.is_ready, group.ordinal))
+    stay = sorted(by_worth[:wanted], key=lambda group: group.ordinal)
+    go = sorted(by_worth[wanted:], key=lambda group: group.ordinal, reverse=True)
+    return tuple(stay), tuple(go)
+
+
+def allowed_down(deployment: InferenceDeployment) -> int:
+    """rollout.maxUnavailable as a number of replicas; a percentage is rounded down, never below 1."""
+    value = deployment.spec.rollout.max_unavailable
+    if isinstance(value, int):
+        return max(1, value)
+    return max(1, deployment.replicas * int(value.rstrip("%")) // 100)
+
+
+def choose_updates(groups: tuple[Group, ...], behind: Collection[int], allowed: int) -> tuple[Group, ...]:
+    """Groups of those `behind` (ordinals) that may be brought up to date now. One that is down already costs nothing; a
+    ready one costs one."""
+    outdated = [group for group in groups if group.ordinal in behind]
+    down = sum(not group.is_ready for group in groups)
+    budget = max(0, allowed - down)
+    free = [group for group in outdated if not group.is_ready]
+    ready = [group for group in outdated if group.is_ready]
+    return (*free, *ready[:budget])
+
+
+def free_ordinals(observed: Observed, count: int) -> tuple[int, ...]:
+    """The lowest ordinals that nothing holds: neither a StatefulSet nor a pod that is still draining."""
+    children = (*observed.stateful_sets, *observed.pods)
+    taken = {ordinal_of(child) for child in children}
+    free: list[int] = []
+    candidate = 0
+    while len(free) < count:
+        if candidate not in taken:
+            free.append(candidate)
+        candidate += 1
+    return tuple(free)
+
+
+def _removals(
+    deployment: InferenceDeployment,
+    staying: Iterable[Group],
+    leaving: Iterable[Group],
+    current: Collection[int],
+    kept: set[str],
+    wanted: Iterable[Manifest],
+    observed: Observed,
+) -> Iterable[Delete]:
+    """StatefulSets of groups that go, or that need no workers any more, and group Services that no group needs."""
+    for group in leaving:
+        yield delete_of("StatefulSet", group.stateful_set, "scaled in")
+        if group.worker_set is not None:
+            yield delete_of("StatefulSet", group.worker_set, "scaled in")
+    for group in staying:
+        if group.worker_set is not None and group.ordinal in current and layout_of(deployment.spec).pods == 1:
+            yield delete_of("StatefulSet", group.worker_set, "a replica is one pod now")
+    present = {group.ordinal for group in (*staying, *leaving)}
+    for stateful_set in observed.stateful_sets:
+        if is_worker(stateful_set) and ordinal_of(stateful_set) not in present and not is_terminating(stateful_set):
+            yield delete_of("StatefulSet", stateful_set, "its leader is gone")
+    needed = {m["metadata"]["name"] for m in wanted if m["kind"] == "Service"} | kept
+    draining = {ordinal_of(pod) for pod in observed.pods}
+    for service in observed.services:
+        metadata = service["metadata"]
+        is_group_service = ROLE_LABEL in (metadata.get("labels") or {})
+        is_needed = metadata["name"] in needed or ordinal_of(service) in draining
+        if is_group_service and not is_needed and not is_terminating(service):
+            yield delete_of("Service", service, "its replica is gone")
+
+
+def differing(wanted: Iterable[Manifest], observed: Observed) -> tuple[Apply, ...]:
+    """The manifests that are missing or that somebody changed."""
+    everything = {
+        "Service": observed.services,
+        "StatefulSet": observed.stateful_sets,
+        "ConfigMap": observed.config_maps,
+    }
+    actions = []
+    for manifest in wanted:
+        name = manifest["metadata"]["name"]
+        present = next((m for m in everything[manifest["kind"]] if m["metadata"]["name"] == name), None)
+        if present is None:
+            actions.append(Apply(manifest, True, "missing"))
+        elif not is_terminating(present):
+            where = first_difference(manifest, present)
+            if where is not None:
+                actions.append(Apply(manifest, False, f"{where} differs"))
+    return tuple(actions)

@@ -1,0 +1,284 @@
+"""A change that does not come up is taken back. Pure: the time is a parameter, nothing is read or written here.
+
+A revision is *proven* when one replica that runs it is Ready with the layout that was asked for. The spec of the last
+proven one is kept (the ConfigMap NAME-rollout). When no replica of a new revision becomes Ready within
+`spec.rollout.startTimeout`, or the engine refuses it outright, replicas return to the last proven spec, and the change
+is tried again only when the spec, or what is rendered from it, becomes another one.
+
+              change                 one Ready
+    proven ───────────► attempt ───────────────► proven (the new one)
+       ▲                   │ budget spent, or refused
+       └───────────────────┴──► taken back ── the spec changes ──► attempt
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from trimtab_operator.builders.config_map import ROLLOUT_KEY, rollout_config_map
+from trimtab_operator.builders.labels import rollout_config_map_name
+from trimtab_operator.builders.pod import grace_seconds
+from trimtab_operator.decisions.actions import Action
+from trimtab_operator.decisions.plan import differing
+from trimtab_operator.decisions.validation import refusals
+from trimtab_operator.errors import InvalidSpec
+from trimtab_operator.layout.degrees import Degrees
+from trimtab_operator.observed.groups import Group, Observed
+from trimtab_operator.observed.phases import EngineView, phase_of
+from trimtab_operator.report.conditions import FailedChange
+from trimtab_operator.resource.canonical_json import compact
+from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.resource.quantity import parse_seconds
+from trimtab_operator.resource.spec import InferenceDeployment
+
+NOT_ALLOWED_EXIT_CODE = 2  # docs/contract.md section 1: the command line, the model or the machine does not allow it
+REFUSED_STARTS = 3  # ended so, this often: the node is not to blame, and waiting helps nobody
+NOT_RENDERED = ("replicas", "scaling", "metrics", "objectives", "tuning")  # caps of `tuning` are in the revision
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What was asked for when a revision was proven: the spec as JSON, and the image that it meant."""
+
+    spec: str
+    image: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A change on its way: which one, and since when (Unix time)."""
+
+    change: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBack:
+    """A change that did not come up, and why."""
+
+    change: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState:
+    """What is remembered between ticks, and across restarts of the operator."""
+
+    proven: Form | None = None
+    attempt: Attempt | None = None
+    taken_back: TakenBack | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The new state, and whether replicas are to run the proven form instead of the spec.
+
+    `failure` says why a first revision, with none to return to, does not come up.
+    """
+
+    state: RolloutState
+    returns: bool = False
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What to steer by in one tick. `target` is what replicas are to run; None: leave them as they are."""
+
+    state: RolloutState
+    target: InferenceDeployment | None
+    failed: FailedChange | None = None
+    unproven: frozenset[str] = frozenset()
+
+
+def course_of(
+    state: RolloutState,
+    deployment: InferenceDeployment,
+    groups: tuple[Group, ...],
+    layouts: Mapping[str, Degrees],
+    *,
+    may_start: bool,
+    render: Callable[[InferenceDeployment], str],
+    now: float,
+) -> Course:
+    """The spec, or the last proven form: while the spec may not start yet, and when it did not come up.
+
+    `render` gives the revision of a resource.
+    """
+    proven = None if state.proven is None else proven_deployment(deployment, state.proven)
+    if not may_start:
+        return Course(state, proven)
+    revision, proven_revision = render(deployment), None if proven is None else render(proven)
+    step = decide(state, deployment, groups, layouts, revision=revision, proven_revision=proven_revision, now=now)
+    if step.returns and step.state.taken_back is not None:
+        return Course(step.state, proven, FailedChange(step.state.taken_back.message, proven_revision))
+    failed = None if step.failure is None else FailedChange(step.failure, None)
+    return Course(step.state, deployment, failed, unproven_groups(deployment, groups, layouts, revision=revision))
+
+
+def form_of(deployment: InferenceDeployment) -> Form:
+    """The spec with what was written in it, in one spelling."""
+    return Form(compact(_written(deployment)), deployment.image)
+
+
+def change_of(deployment: InferenceDeployment, revision: str) -> str:
+    """Names a change: equal as long as neither what is rendered nor the rest that could help it changes.
+
+    The replica count is left out: autoscalers write it. So is tuning, whose caps are part of the revision.
+    """
+    rest = {name: value for name, value in _written(deployment).items() if name not in NOT_RENDERED}
+    digest = hashlib.sha256(compact({"image": deployment.image, "spec": rest}).encode()).hexdigest()
+    return f"{revision}-{digest[:10]}"
+
+
+def proven_deployment(deployment: InferenceDeployment, proven: Form) -> InferenceDeployment | None:
+    """The resource as it was proven, with today's replica count and pace; None when that cannot be carried out now."""
+    try:
+        body = {"metadata": {"namespace": deployment.namespace, "name": deployment.name, "uid": deployment.uid}}
+        before = InferenceDeployment.parse({**body, "spec": json.loads(proven.spec)}, default_image=proven.image)
+    except (InvalidSpec, ValueError):
+        return None
+    rollout = before.spec.rollout.model_copy(update={"max_unavailable": deployment.spec.rollout.max_unavailable})
+    now = {"replicas": deployment.spec.replicas, "scaling": deployment.spec.scaling, "rollout": rollout}
+    found = replace(deployment, spec=before.spec.model_copy(update=now), image=before.image)
+    return None if refusals(found) else found
+
+
+def budget_seconds(deployment: InferenceDeployment) -> float:
+    """How long a change may take until its first replica is Ready: the old one drains first."""
+    return parse_seconds(deployment.spec.rollout.start_timeout) + grace_seconds(deployment)
+
+
+def decide(
+    state: RolloutState,
+    deployment: InferenceDeployment,
+    groups: Iterable[Group],
+    layouts: Mapping[str, Degrees],
+    *,
+    revision: str,
+    proven_revision: str | None,
+    now: float,
+) -> Step:
+    """One step. `layouts` is what the engines of Ready groups report, by name; `revision` what the spec renders to,
+    `proven_revision` what the proven form renders to (None: there is none); `now` is Unix time.
+    """
+    change = change_of(deployment, revision)
+    taken_back = state.taken_back
+    if taken_back is not None and taken_back.change == change and proven_revision is not None:
+        return Step(replace(state, attempt=None), returns=True)
+    on = [group for group in groups if group.revision == revision]
+    if any(group.is_ready and layouts.get(group.name) == Degrees.wanted(deployment.spec) for group in on):
+        return Step(RolloutState(form_of(deployment)))
+    if not on or revision == proven_revision:
+        return Step(RolloutState(state.proven))
+    attempt = state.attempt if state.attempt is not None and state.attempt.change == change else Attempt(change, now)
+    why = _why_it_failed(on, layouts, attempt, deployment, now)
+    if why is None:
+        return Step(RolloutState(state.proven, attempt))
+    if proven_revision is None:
+        return Step(RolloutState(state.proven, attempt), failure=why)
+    return Step(RolloutState(state.proven, taken_back=TakenBack(change, why)), returns=True)
+
+
+def unproven_groups(
+    deployment: InferenceDeployment, groups: Iterable[Group], layouts: Mapping[str, Degrees], *, revision: str
+) -> frozenset[str]:
+    """Groups whose pods are Ready at `revision`, but whose engines do not report the wanted layout, or not yet: no
+    further group gets the revision on their account.
+    """
+    wanted = Degrees.wanted(deployment.spec)
+    return frozenset(g.name for g in groups if g.revision == revision and layouts.get(g.name) != wanted)
+
+
+def _why_it_failed(
+    on: list[Group],
+    layouts: Mapping[str, Degrees],
+    attempt: Attempt,
+    deployment: InferenceDeployment,
+    now: float,
+) -> str | None:
+    """Why the change has failed; None while it has not."""
+    refused = next((group for group in on if any(_refuses_to_start(pod) for pod in group.pods)), None)
+    if refused is not None:
+        return f"{refused.name} does not start: {_words(refused, layouts)}"
+    is_asked_again = any(group.is_ready and group.name not in layouts for group in on)
+    if now - attempt.since < budget_seconds(deployment) or is_asked_again:
+        return None
+    worst = min(on, key=lambda group: (phase_of(group, EngineView())[0] != "Failed", group.ordinal))
+    timeout = deployment.spec.rollout.start_timeout
+    return f"{worst.name} did not become Ready within {timeout}: {_words(worst, layouts)}"
+
+
+def _words(group: Group, layouts: Mapping[str, Degrees]) -> str:
+    phase, message = phase_of(group, EngineView())
+    if phase == "Ready":
+        return f"its engine runs another layout: {layouts.get(group.name)}"
+    return message or {"Loading": "it still loads", "Pending": "its pod does not run"}.get(phase, phase.lower())
+
+
+def _refuses_to_start(pod: Manifest) -> bool:
+    """Whether the engine ended again and again because what it was asked for is not possible."""
+    for container in (pod.get("status") or {}).get("containerStatuses") or []:
+        states = (container.get("state") or {}, container.get("lastState") or {})
+        codes = [(state.get("terminated") or {}).get("exitCode") for state in states]
+        ends = int(container.get("restartCount", 0)) + ("terminated" in states[0])
+        if NOT_ALLOWED_EXIT_CODE in codes and ends >= REFUSED_STARTS:
+            return True
+    return False
+
+
+# --- remembered -------------------------------------------------------------------------------------------------------
+
+
+def stored_rollout(deployment: InferenceDeployment, observed: Observed, *, key: str) -> RolloutState:
+    """What the ConfigMap remembers. `key` signs it."""
+    name = rollout_config_map_name(deployment)
+    found = next((m for m in observed.config_maps if m["metadata"]["name"] == name), None)
+    return from_text(None if found is None else (found.get("data") or {}).get(ROLLOUT_KEY), key=key)
+
+
+def plan_rollout_state(
+    deployment: InferenceDeployment, observed: Observed, state: RolloutState, *, key: str
+) -> tuple[Action, ...]:
+    """The ConfigMap, when it differs from what is stored; none as long as there is nothing to remember."""
+    if state == RolloutState() == stored_rollout(deployment, observed, key=key):
+        return ()
+    return differing([rollout_config_map(deployment, to_text(state, key=key))], observed)
+
+
+def to_text(state: RolloutState, *, key: str) -> str:
+    """For the ConfigMap. Signed: who may write ConfigMaps may not thereby choose what the operator runs."""
+    body = json.dumps(asdict(state), sort_keys=True)
+    return json.dumps({"signature": _signature(body, key), "state": body}, indent=1)
+
+
+def from_text(text: str | None, *, key: str) -> RolloutState:
+    """What `to_text` wrote; nothing is remembered when it is missing, damaged or not ours."""
+    try:
+        outer = json.loads(text or "")
+        body = outer["state"]
+        if not hmac.compare_digest(str(outer["signature"]), _signature(body, key)):
+            return RolloutState()
+        found = json.loads(body)
+        proven, attempt, back = found["proven"], found["attempt"], found["taken_back"]
+        return RolloutState(
+            None if proven is None else Form(str(proven["spec"]), proven["image"]),
+            None if attempt is None else Attempt(str(attempt["change"]), float(attempt["since"])),
+            None if back is None else TakenBack(str(back["change"]), str(back["message"])),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return RolloutState()
+
+
+def _signature(body: str, key: str) -> str:
+    return hmac.new(key.encode(), b"rollout:" + body.encode(), hashlib.sha256).hexdigest()
+
+
+def _written(deployment: InferenceDeployment) -> dict[str, Any]:
+    dumped = deployment.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return {name: value for name, value in dumped.items() if name not in ("replicas", "scaling")}

@@ -1,0 +1,319 @@
+"""The only door to the API server: about ten verbs on `kubernetes.aio`. No rule lives here.
+
+Children are written by server-side apply under the field manager `trimtab-operator`, `/status` under `trimtab-status`;
+the user's `spec` is never written. Ownership is added here and only here, so deleting a resource leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
+from datetime import datetime
+from typing import Any
+
+import kubernetes.aio.client
+import kubernetes.aio.config
+from kubernetes.aio.client.exceptions import ApiException
+from kubernetes.aio.dynamic import DynamicClient
+from kubernetes.aio.dynamic.exceptions import ConflictError, DynamicApiError, NotFoundError
+from kubernetes.aio.dynamic.resource import Resource
+
+from trimtab_operator.builders.labels import children_selector
+from trimtab_operator.errors import MisconfiguredOperator, NameTaken
+from trimtab_operator.observed.groups import Observed
+from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, InferenceDeployment
+from trimtab_operator.resource.time import timestamp
+
+FIELD_MANAGER = "trimtab-operator"
+STATUS_MANAGER = "trimtab-status"
+REQUEST_SECONDS = 30.0  # no request to the API server takes longer
+
+API_ERRORS = (DynamicApiError, ApiException)  # what the API server answered; connection trouble is an OSError
+RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, version, plural, namespaced
+    KIND: (GROUP, VERSION, PLURAL, True),
+    "Service": ("", "v1", "services", True),
+    "StatefulSet": ("apps", "v1", "statefulsets", True),
+    "ConfigMap": ("", "v1", "configmaps", True),
+    "Job": ("batch", "v1", "jobs", True),
+    "Pod": ("", "v1", "pods", True),
+    "Event": ("", "v1", "events", True),
+    "Secret": ("", "v1", "secrets", True),
+    "Node": ("", "v1", "nodes", False),
+    "Lease": ("coordination.k8s.io", "v1", "leases", True),
+    "ValidatingWebhookConfiguration": (
+        "admissionregistration.k8s.io",
+        "v1",
+        "validatingwebhookconfigurations",
+        False,
+    ),
+}
+
+FORBIDDEN, INVALID = 403, 422
+
+
+def is_forbidden(error: BaseException) -> bool:
+    """Whether the API server said that the operator has no right to this: not every installation gives all of them."""
+    return getattr(error, "status", None) == FORBIDDEN
+
+
+def is_invalid(error: BaseException) -> bool:
+    """Whether the API server said that a value cannot be."""
+    return getattr(error, "status", None) == INVALID
+
+
+class Cluster:
+    """One connection to one API server. Use it as an async context manager."""
+
+    def __init__(self) -> None:
+        self._stack = AsyncExitStack()
+        self._client: Any = None  # the client library is untyped
+        self._resources: dict[str, Any] = {}
+
+    async def __aenter__(self) -> Cluster:
+        """Connect: from inside a pod by its service account, else by KUBECONFIG. Raises MisconfiguredOperator."""
+        configuration = kubernetes.aio.client.Configuration()
+        try:
+            _untyped(kubernetes.aio.config.load_incluster_config)(client_configuration=configuration)
+        except kubernetes.aio.config.ConfigException:
+            try:
+                await _untyped(kubernetes.aio.config.load_kube_config)(client_configuration=configuration)
+            except (kubernetes.aio.config.ConfigException, OSError) as error:
+                raise MisconfiguredOperator(
+                    f"no cluster: not in a pod, and KUBECONFIG cannot be read ({error}); set KUBECONFIG"
+                ) from error
+        api = await self._stack.enter_async_context(kubernetes.aio.client.ApiClient(configuration))
+        self._client = _untyped(DynamicClient)(api)
+        for kind, (group, version, plural, namespaced) in RESOURCES.items():
+            self._resources[kind] = _untyped(Resource)(
+                prefix="apis" if group else "api",
+                group=group,
+                api_version=version,
+                kind=kind,
+                namespaced=namespaced,
+                verbs=[],
+                name=plural,
+                client=self._client,
+            )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    # --- verbs --------------------------------------------------------------------------------------------------------
+
+    async def get(self, kind: str, namespace: str | None, name: str) -> dict[str, Any] | None:
+        """One object, or None when there is none."""
+        try:
+            return await self._call("get", self._path(kind, namespace, name))
+        except NotFoundError:
+            return None
+
+    async def list(
+        self, kind: str, namespace: str | None, *, selector: str | None = None, fields: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Every object of a kind, in one namespace or in all, by its labels (`selector`) or fields."""
+        path = self._path(kind, namespace, None)
+        found = await self._call("get", path, label_selector=selector, field_selector=fields)
+        return list(found.get("items") or [])
+
+    async def create(self, manifest: Manifest) -> dict[str, Any]:
+        """Create; raises ConflictError when it exists."""
+        path = self._path(manifest["kind"], manifest["metadata"].get("namespace"), None)
+        return await self._call("post", path, body=manifest)
+
+    async def replace(self, manifest: Manifest) -> dict[str, Any]:
+        """Replace; with metadata.resourceVersion, only if nobody else wrote meanwhile (ConflictError)."""
+        metadata = manifest["metadata"]
+        path = self._path(manifest["kind"], metadata.get("namespace"), metadata["name"])
+        return await self._call("put", path, body=manifest)
+
+    async def patch(self, kind: str, namespace: str | None, name: str, body: Any) -> dict[str, Any]:
+        """Strategic merge patch (lists merge by their keys); a list of operations is a JSON patch."""
+        kind_of_patch = "json-patch" if isinstance(body, list) else "strategic-merge-patch"
+        path = self._path(kind, namespace, name)
+        return await self._call("patch", path, body=body, content_type=f"application/{kind_of_patch}+json")
+
+    async def apply(self, manifest: Manifest, owner: InferenceDeployment, *, is_new: bool) -> None:
+        """Server-side apply of a child. A new one must not exist under somebody else's ownership (NameTaken)."""
+        metadata = {**manifest["metadata"], "ownerReferences": [owner_reference(owner)]}
+        if is_new:
+            present = await self.get(manifest["kind"], metadata["namespace"], metadata["name"])
+            if present is not None and not is_owned(present, owner.uid):
+                raise NameTaken(
+                    f"{manifest['kind']} {metadata['name']} exists and belongs to somebody else; "
+                    "delete it, or give the InferenceDeployment another name"
+                )
+        await self._apply({**manifest, "metadata": metadata}, FIELD_MANAGER)
+
+    async def apply_status(self, deployment: InferenceDeployment, status: Mapping[str, Any]) -> None:
+        """Replace what we said in `/status`. The uid keeps a namesake that was created meanwhile from getting it."""
+        body = {
+            "apiVersion": f"{GROUP}/{VERSION}",
+            "kind": KIND,
+            "metadata": {"name": deployment.name, "namespace": deployment.namespace, "uid": deployment.uid},
+            "status": status,
+        }
+        await self._apply(body, STATUS_MANAGER, subresource="/status")
+
+    async def delete(self, kind: str, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None) -> None:
+        """Delete, if it still is the object with this uid; one that is gone already is fine.
+
+        With `grace_seconds` 0 a pod is gone at once, whether or not its node answers.
+        """
+        body: dict[str, Any] = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+        if grace_seconds is not None:
+            body["gracePeriodSeconds"] = grace_seconds
+        try:
+            await self._call("delete", self._path(kind, namespace, name), body=body)
+        except (NotFoundError, ConflictError):
+            return
+
+    # --- compositions -------------------------------------------------------------------------------------------------
+
+    async def observe(self, deployment: InferenceDeployment) -> Observed:
+        """The children of a resource: those that it owns, and the pods of its groups."""
+        selector = children_selector(deployment.name)
+        lists = {
+            kind: await self.list(kind, deployment.namespace, selector=selector)
+            for kind in ("Service", "StatefulSet", "ConfigMap", "Pod", "Job")
+        }
+        return Observed(
+            services=owned(lists["Service"], deployment.uid),
+            stateful_sets=owned(lists["StatefulSet"], deployment.uid),
+            config_maps=owned(lists["ConfigMap"], deployment.uid),
+            pods=tuple(pod for pod in lists["Pod"] if is_of_workload(pod, deployment.name)),
+            jobs=owned(lists["Job"], deployment.uid),
+        )
+
+    async def event(
+        self, deployment: InferenceDeployment, *, kind: str, reason: str, message: str, now: datetime, key: str = ""
+    ) -> None:
+        """Record a core/v1 Event (every Kubernetes serves it). The same one again raises its count instead.
+
+        `kind` is Normal or Warning; `key` tells events apart whose text is equal.
+        """
+        digest = hashlib.sha256(f"{deployment.uid}|{kind}|{reason}|{message}|{key}".encode()).hexdigest()[:16]
+        name = f"{deployment.name}.{digest}"
+        try:
+            await self.create(_event(deployment, name, kind, reason, message, now))
+        except ConflictError:
+            present = await self.get("Event", deployment.namespace, name)
+            count = int((present or {}).get("count") or 1) + 1
+            body = {"count": count, "lastTimestamp": timestamp(now)}
+            await self.patch("Event", deployment.namespace, name, body)
+
+    async def secret(self, namespace: str, name: str, fresh: Mapping[str, bytes]) -> dict[str, bytes]:
+        """The data of a Secret, created with `fresh` when there is none. Two creators end up with the same data."""
+        manifest = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": name, "namespace": namespace, "labels": {"app.kubernetes.io/part-of": "trimtab"}},
+            "type": "Opaque",
+            "data": _encoded(fresh),
+        }
+        present = await self.get("Secret", namespace, name)
+        if present is None:
+            try:
+                present = await self.create(manifest)
+            except ConflictError:
+                present = await self.get("Secret", namespace, name)
+        data = (present or {}).get("data") or {}
+        return {key: base64.b64decode(value) for key, value in data.items()}
+
+    async def replace_secret(self, namespace: str, name: str, data: Mapping[str, bytes]) -> None:
+        """Replace all data of a Secret that exists."""
+        body = [{"op": "replace", "path": "/data", "value": _encoded(data)}]
+        await self.patch("Secret", namespace, name, body)
+
+    # --- plumbing -----------------------------------------------------------------------------------------------------
+
+    def _path(self, kind: str, namespace: str | None, name: str | None) -> str:
+        return str(self._resources[kind].path(name=name, namespace=namespace))
+
+    async def _apply(self, manifest: Manifest, manager: str, *, subresource: str = "") -> None:
+        metadata = manifest["metadata"]
+        await self._call(
+            "patch",
+            self._path(manifest["kind"], metadata["namespace"], metadata["name"]) + subresource,
+            body=manifest,
+            content_type="application/apply-patch+yaml",
+            field_manager=manager,
+            force_conflicts=True,
+        )
+
+    async def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        response = await self._client.request(
+            method, path, serialize=False, _request_timeout=REQUEST_SECONDS, **options
+        )
+        answer: dict[str, Any] = await response.json()
+        return answer
+
+
+def _untyped(function: Any) -> Any:
+    """The client library has no annotations; what it returns is checked where it enters."""
+    return function
+
+
+def owner_reference(owner: InferenceDeployment) -> dict[str, Any]:
+    """Makes a child go with its owner. It does not block the owner's deletion: that would need more rights."""
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": KIND,
+        "name": owner.name,
+        "uid": owner.uid,
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }
+
+
+def is_owned(manifest: Manifest, uid: str) -> bool:
+    references = manifest["metadata"].get("ownerReferences") or []
+    return any(reference.get("uid") == uid and reference.get("controller") for reference in references)
+
+
+def is_of_workload(pod: Manifest, name: str) -> bool:
+    """Whether a pod was made for one of the resource's StatefulSets or its Job, which may be gone by now. Labels alone
+    are anybody's: the leader of a group is sent the admin token."""
+    for reference in pod["metadata"].get("ownerReferences") or []:
+        kind, owner = reference.get("kind"), str(reference.get("name"))
+        is_group = kind == "StatefulSet" and re.fullmatch(rf"{re.escape(name)}-g\d+(-w)?", owner) is not None
+        if reference.get("controller") and (is_group or (kind == "Job" and owner == f"{name}-facts")):
+            return True
+    return False
+
+
+def owned(manifests: Iterable[Manifest], uid: str) -> tuple[Manifest, ...]:
+    return tuple(manifest for manifest in manifests if is_owned(manifest, uid))
+
+
+def _encoded(data: Mapping[str, bytes]) -> dict[str, str]:
+    return {key: base64.b64encode(value).decode() for key, value in data.items()}
+
+
+def _event(
+    deployment: InferenceDeployment, name: str, kind: str, reason: str, message: str, now: datetime
+) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": name, "namespace": deployment.namespace},
+        "involvedObject": {
+            "apiVersion": f"{GROUP}/{VERSION}",
+            "kind": KIND,
+            "name": deployment.name,
+            "namespace": deployment.namespace,
+            "uid": deployment.uid,
+        },
+        "type": kind,
+        "reason": reason,
+        "message": message[:1024],
+        "source": {"component": FIELD_MANAGER},
+        "reportingComponent": FIELD_MANAGER,
+        "firstTimestamp": timestamp(now),
+        "lastTimestamp": timestamp(now),
+        "count": 1,
+    }

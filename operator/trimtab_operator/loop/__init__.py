@@ -1,0 +1,1 @@
+"""Read, decide, apply: Kopf's handlers and one turn of a resource."""

@@ -1,0 +1,82 @@
+"""Kopf's decorators, and nothing else: a daemon per resource, and wake-ups for it.
+
+The daemon needs no finalizer: children go by ownership, and the loop ends when its resource is gone. So a resource can
+be deleted while no operator runs (docs/decisions/no-finalizer.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import kopf
+
+from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, MANAGED_BY
+from trimtab_operator.loop.reconciler import Reconciler
+from trimtab_operator.resource.spec import GROUP, PLURAL, VERSION
+
+CANCELLATION_SECONDS = 10.0  # a loop that is told to stop gets so long for the request in flight
+WATCHED_CHILDREN = (("", "v1", "pods"), ("apps", "v1", "statefulsets"), ("", "v1", "services"))
+OURS = {"app.kubernetes.io/managed-by": MANAGED_BY}
+
+
+def build_registry(reconciler: Reconciler) -> kopf.OperatorRegistry:
+    """All handlers, bound to one reconciler."""
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=registry)
+    def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
+        inside = kopf.login_with_service_account(**kwargs)
+        return _by_address(inside) if inside is not None else kopf.login_with_kubeconfig(**kwargs)
+
+    @kopf.daemon(GROUP, VERSION, PLURAL, registry=registry, cancellation_timeout=CANCELLATION_SECONDS)
+    async def reconcile(namespace: str | None, name: str | None, uid: str | None, **_: Any) -> None:
+        assert namespace is not None
+        assert name is not None
+        assert uid is not None
+        await reconciler.run(namespace, name, uid)
+
+    @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
+    def resource_changed(namespace: str | None, name: str | None, **_: Any) -> None:
+        reconciler.wake_ups.ring(namespace or "", name or "")
+
+    for group, version, plural in WATCHED_CHILDREN:
+
+        @kopf.on.event(group, version, plural, registry=registry, labels=OURS, id=f"{plural}_changed")
+        def child_changed(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
+            reconciler.wake_ups.ring(namespace or "", str(labels.get(DEPLOYMENT_LABEL, "")))
+
+    _without_finalizer(registry)
+    return registry
+
+
+def _by_address(inside: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
+    """The API server by the address that every pod is given: Kopf's choice is a name, and not every cluster has DNS."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host:
+        return inside
+    return dataclasses.replace(inside, server=f"https://{f'[{host}]' if ':' in host else host}:{port}")
+
+
+def _without_finalizer(registry: kopf.OperatorRegistry) -> None:
+    """Kopf gives every daemon a finalizer and has no switch for it; the handler's own field decides."""
+    handlers = registry._spawning._handlers
+    handlers[:] = [dataclasses.replace(handler, requires_finalizer=False) for handler in handlers]
+
+
+def build_settings() -> kopf.OperatorSettings:
+    """Kopf with no state of its own in our resources, watching only what is ours, and patient with nobody."""
+    settings = kopf.OperatorSettings()
+    settings.persistence.finalizer = "trimtab.dev/cleanup"  # removed where an older version left it
+    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix="trimtab.dev")
+    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix="trimtab.dev")
+    settings.posting.enabled = False
+    settings.scanning.disabled = True  # no rights to list CRDs and namespaces are needed
+    settings.watching.server_timeout = 600  # an integer: the API server parses nothing else
+    settings.watching.connect_timeout = 10.0
+    settings.networking.request_timeout = 30.0
+    settings.process.ultimate_exiting_timeout = 30.0
+    for _, _, plural in WATCHED_CHILDREN:
+        settings.watching.label_selectors[plural] = ",".join(f"{key}={value}" for key, value in OURS.items())
+    return settings

@@ -1,0 +1,215 @@
+"""The operator's process: everything in one asyncio loop that we own.
+
+Health, metrics and the webhook run in every process; Kopf, and so the reconcile loops, only in the one that holds the
+Lease. A process that loses the Lease ends, and its pod starts clean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import kopf
+
+from trimtab_operator.builders.admin_token import SECRET_KEY, new_secret
+from trimtab_operator.edge import bounded_http
+from trimtab_operator.edge.cluster import API_ERRORS, Cluster
+from trimtab_operator.edge.health import Heartbeats, OperatorMetrics, measure_lag, serve_health, serve_metrics
+from trimtab_operator.edge.lease import CONNECTION_ERRORS, LeaderLease
+from trimtab_operator.edge.nodes import Nodes
+from trimtab_operator.edge.webhook import Webhook
+from trimtab_operator.errors import MisconfiguredOperator
+from trimtab_operator.loop.handlers import build_registry, build_settings
+from trimtab_operator.loop.reconciler import Reconciler
+from trimtab_operator.loop.wake_ups import WakeUps
+from trimtab_operator.resource.spec import KIND
+
+logger = logging.getLogger(__name__)
+
+MAX_SILENCE_SECONDS = 300.0  # a loop that has not ticked for so long is stuck: two tick deadlines and a backoff
+COMPARE_SECONDS = 60.0  # between looks at what the API server lists
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The flags of `trimtab-operator run`."""
+
+    namespaces: tuple[str, ...]
+    operator_namespace: str
+    identity: str
+    tick_seconds: float
+    default_image: str | None
+    lease_name: str
+    secret_name: str
+    webhook_port: int
+    webhook_config_name: str | None
+    webhook_secret_name: str
+    service_name: str
+    liveness_port: int
+    metrics_port: int
+
+
+async def run_operator(options: Options) -> int:
+    """Serve until told to stop (0) or until the Lease is lost or a part ends (1). Raises MisconfiguredOperator."""
+    stop = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    heartbeats = Heartbeats(max_age_seconds=max(MAX_SILENCE_SECONDS, 4 * options.tick_seconds))
+    metrics = OperatorMetrics()
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(Cluster())
+        nodes = Nodes(cluster)
+        webhook = _webhook(cluster, nodes, options)
+        health = await serve_health(
+            options.liveness_port, heartbeats, is_ready=lambda: webhook is None or webhook.is_serving
+        )
+        stack.push_async_callback(health.cleanup)
+        stack.push_async_callback((await serve_metrics(options.metrics_port, metrics)).cleanup)
+        await _check_installation(cluster)
+        background = [measure_lag(heartbeats, metrics)]
+        if webhook is not None:
+            stack.push_async_callback((await webhook.start(options.webhook_port)).cleanup)
+            background.append(webhook.keep())
+        async with _running(background):
+            return await _lead(cluster, nodes, options, heartbeats, metrics, stop)
+
+
+def _webhook(cluster: Cluster, nodes: Nodes, options: Options) -> Webhook | None:
+    if options.webhook_port == 0:
+        return None
+    return Webhook(
+        cluster,
+        nodes,
+        namespace=options.operator_namespace,
+        service=options.service_name,
+        secret=options.webhook_secret_name,
+        configuration=options.webhook_config_name,
+        default_image=options.default_image,
+    )
+
+
+async def _check_installation(cluster: Cluster) -> None:
+    """Without the CRD, Kopf would wait in silence: say it instead. The pod restarts until it is there."""
+    try:
+        await cluster.list(KIND, None)
+    except CONNECTION_ERRORS as error:
+        status = getattr(error, "status", None)
+        if status == 404:
+            raise MisconfiguredOperator(
+                f"the cluster does not know {KIND}; install crds/trimtab.dev_inferencedeployments.yaml"
+            ) from error
+        if not isinstance(error, API_ERRORS):
+            raise MisconfiguredOperator(f"the API server cannot be reached: {error}") from error
+
+
+async def _lead(
+    cluster: Cluster,
+    nodes: Nodes,
+    options: Options,
+    heartbeats: Heartbeats,
+    metrics: OperatorMetrics,
+    stop: asyncio.Event,
+) -> int:
+    """Wait for the Lease, work while it is ours, give it back."""
+    lease = LeaderLease(
+        cluster, namespace=options.operator_namespace, name=options.lease_name, identity=options.identity
+    )
+    if not await _first(lease.acquire(), stop):
+        return 0
+    logger.info("leading", extra={"identity": options.identity})
+    metrics.leader.set(1)
+    async with bounded_http.new_client() as http:
+        secret = await cluster.secret(options.operator_namespace, options.secret_name, {SECRET_KEY: new_secret()})
+        reconciler = Reconciler(
+            cluster=cluster,
+            nodes=nodes,
+            http=http,
+            secret=secret[SECRET_KEY],
+            default_image=options.default_image,
+            tick_seconds=options.tick_seconds,
+            heartbeats=heartbeats,
+            metrics=metrics,
+            wake_ups=WakeUps(),
+        )
+        code = await _work(lease, reconciler, options, stop)
+    metrics.leader.set(0)
+    await lease.release()
+    return code
+
+
+async def _work(lease: LeaderLease, reconciler: Reconciler, options: Options, stop: asyncio.Event) -> int:
+    """Run Kopf until told to stop (0), or until the Lease is lost or Kopf ends by itself (1)."""
+    operator = asyncio.create_task(
+        kopf.operator(
+            registry=build_registry(reconciler),
+            settings=build_settings(),
+            standalone=True,
+            clusterwide=not options.namespaces,
+            namespaces=options.namespaces,
+            stop_flag=stop,
+        ),
+        name="kopf",
+    )
+    keeper = asyncio.create_task(lease.keep(), name="lease")
+    stopper = asyncio.create_task(stop.wait(), name="stop")
+    watcher = asyncio.create_task(_compare(reconciler, options), name="compare")
+    done, _ = await asyncio.wait({operator, keeper, stopper}, return_when=asyncio.FIRST_COMPLETED)
+    if keeper in done:
+        logger.error("leadership lost; ending, so that the pod starts clean")
+    elif operator in done and stopper not in done:
+        error = operator.exception()
+        logger.error("the operator's watches ended", exc_info=error)
+    stop.set()
+    for task in (keeper, watcher, stopper):
+        task.cancel()
+    await asyncio.gather(operator, keeper, watcher, stopper, return_exceptions=True)
+    is_clean = keeper not in done and not operator.cancelled() and operator.exception() is None
+    return 0 if is_clean else 1
+
+
+async def _compare(reconciler: Reconciler, options: Options) -> None:
+    """Look from time to time whether every resource has a loop: a watch may die without a word."""
+    while True:
+        await asyncio.sleep(COMPARE_SECONDS)
+        try:
+            found = [
+                f"{item['metadata']['namespace']}/{item['metadata']['name']}"
+                for namespace in options.namespaces or (None,)
+                for item in await reconciler.cluster.list(KIND, namespace)
+                if not item["metadata"].get("deletionTimestamp")
+            ]
+            reconciler.heartbeats.compare(found)
+        except CONNECTION_ERRORS as error:
+            logger.warning("resources could not be listed", extra={"error": str(error)})
+
+
+async def _first(awaited: Coroutine[None, None, None], stop: asyncio.Event) -> bool:
+    """Wait for a coroutine unless told to stop first; whether it finished."""
+    work = asyncio.create_task(awaited)
+    stopper = asyncio.create_task(stop.wait())
+    await asyncio.wait({work, stopper}, return_when=asyncio.FIRST_COMPLETED)
+    stopper.cancel()
+    if work.done():
+        await work
+        return True
+    work.cancel()
+    return False
+
+
+class _running:
+    """Background coroutines that live as long as the block, and that nobody waits for."""
+
+    def __init__(self, coroutines: list[Coroutine[None, None, None]]) -> None:
+        self._tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,157 @@
+"""The children of one resource, and its replica groups as they were observed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trimtab_operator.builders.engine_args import MEETING_FLAG
+from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, ROLE_LABEL, WORKER
+from trimtab_operator.resource.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Pods that a group asks for and does not get: it has only `num_pods` of them, since `since`; `words` is what the
+    API server said, read at `read_at`. Unix times; None: not read yet.
+    """
+
+    since: float
+    num_pods: int
+    words: str | None = None
+    read_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The children of one resource as the API server gave them; all owned by it."""
+
+    services: tuple[Manifest, ...] = ()
+    stateful_sets: tuple[Manifest, ...] = ()
+    config_maps: tuple[Manifest, ...] = ()
+    pods: tuple[Manifest, ...] = ()
+    jobs: tuple[Manifest, ...] = ()
+    torn: frozenset[int] = frozenset()
+    """Ordinals of groups whose pods are known not to share one engine (incarnation.py)."""
+    missing: Mapping[str, Missing] = field(default_factory=dict)
+    """By the group's name (missing_pods.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One replica group: the leader's StatefulSet, the workers' when it spans pods, and the pods that there are."""
+
+    ordinal: int
+    stateful_set: Manifest
+    pods: tuple[Manifest, ...] = ()
+    """Leader first, then the workers by their number."""
+    worker_set: Manifest | None = None
+    is_torn: bool = False
+    missing: Missing | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.stateful_set["metadata"]["name"])
+
+    @property
+    def stateful_sets(self) -> tuple[Manifest, ...]:
+        return (self.stateful_set,) if self.worker_set is None else (self.stateful_set, self.worker_set)
+
+    @property
+    def revision(self) -> str:
+        """That of both StatefulSets; empty while they differ, which is no revision."""
+        revision = revision_label(self.stateful_set)
+        return revision if self.worker_set is None or revision_label(self.worker_set) == revision else ""
+
+    @property
+    def num_pods(self) -> int:
+        """How many pods its StatefulSets ask for."""
+        return sum(int((stateful_set.get("spec") or {}).get("replicas", 1)) for stateful_set in self.stateful_sets)
+
+    @property
+    def leader(self) -> Manifest | None:
+        """The pod that serves; None while there is none."""
+        return next((pod for pod in self.pods if not is_worker(pod)), None)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a pod of another revision than the group's is still there, or one that meets elsewhere."""
+        elsewhere = {meeting_address(pod) for pod in self.pods} - {None, *self.meeting_addresses}
+        return bool(elsewhere) or any(revision_label(pod) != self.revision for pod in self.pods)
+
+    @property
+    def meeting_addresses(self) -> frozenset[str]:
+        """Where its StatefulSets let the ranks meet: one, but for a moment; none for a replica of one pod."""
+        templates = [(s.get("spec") or {}).get("template") or {} for s in self.stateful_sets]
+        return frozenset(address for template in templates if (address := meeting_address(template)) is not None)
+
+    @property
+    def is_terminating(self) -> bool:
+        """Whether one of its pods is being deleted: the engine that runs in all of them ends with it."""
+        return any(is_terminating(pod) for pod in self.pods)
+
+    @property
+    def is_ready(self) -> bool:
+        """All its pods run the group's revision and one engine, are Ready and are not going away."""
+        is_whole = self.leader is not None and len(self.pods) == self.num_pods
+        return is_whole and not self.is_outdated and not self.is_torn and all(is_pod_ready(pod) for pod in self.pods)
+
+
+def groups_of(observed: Observed) -> tuple[Group, ...]:
+    """The groups that are there to stay, by ordinal; StatefulSets being deleted are left out."""
+    staying = [s for s in observed.stateful_sets if ordinal_of(s) is not None and not is_terminating(s)]
+    workers = {ordinal_of(s): s for s in staying if is_worker(s)}
+    found = []
+    for stateful_set in staying:
+        ordinal = ordinal_of(stateful_set)
+        if ordinal is not None and not is_worker(stateful_set):
+            pods = sorted((pod for pod in observed.pods if ordinal_of(pod) == ordinal), key=_place)
+            missing = observed.missing.get(str(stateful_set["metadata"]["name"]))
+            is_torn = ordinal in observed.torn
+            found.append(Group(ordinal, stateful_set, tuple(pods), workers.get(ordinal), is_torn, missing))
+    return tuple(sorted(found, key=lambda group: group.ordinal))
+
+
+def _place(pod: Manifest) -> tuple[bool, int, str]:
+    name = str(pod["metadata"]["name"])
+    number = name.rsplit("-", 1)[-1]
+    return is_worker(pod), int(number) if number.isdigit() else 0, name
+
+
+def is_pod_ready(pod: Manifest) -> bool:
+    """Ready by its condition and not being deleted."""
+    if is_terminating(pod):
+        return False
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
+
+
+def meeting_address(pod: Manifest) -> str | None:
+    """Where the ranks of a pod, or of pods of a template, meet, by their flags; None where there is no need to."""
+    containers = (pod.get("spec") or {}).get("containers") or []
+    flags = [argument for container in containers for argument in container.get("args") or []]
+    found = [flag.partition("=")[2] for flag in flags if flag.startswith(f"{MEETING_FLAG}=")]
+    return found[-1] if found else None
+
+
+def is_terminating(manifest: Manifest) -> bool:
+    return bool(manifest["metadata"].get("deletionTimestamp"))
+
+
+def is_worker(manifest: Manifest) -> bool:
+    """Whether a pod or StatefulSet is for workers; what carries no role is a leader's."""
+    return label_of(manifest, ROLE_LABEL) == WORKER
+
+
+def revision_label(manifest: Manifest) -> str:
+    return label_of(manifest, REVISION_LABEL)
+
+
+def ordinal_of(manifest: Manifest) -> int | None:
+    """The group's number, from its label; None when it carries none."""
+    text = label_of(manifest, GROUP_LABEL)
+    return int(text) if text.isdigit() else None
+
+
+def label_of(manifest: Manifest, label: str) -> str:
+    return str((manifest["metadata"].get("labels") or {}).get(label, ""))

@@ -1,0 +1,293 @@
+"""The seven conditions as functions of what was observed. Pure.
+
+Every reason is a member of `Reason` (or of the tuner's enums) and is documented in docs/resource.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+from trimtab_operator.decisions.model_facts import FactsState, Reading, Unreadable
+from trimtab_operator.decisions.placement import hold_of
+from trimtab_operator.layout.degrees import Degrees
+from trimtab_operator.observed.groups import Group
+from trimtab_operator.observed.missing_pods import missing_sentence
+from trimtab_operator.observed.phases import EngineView
+from trimtab_operator.observed.pods import unschedulable
+from trimtab_operator.observed.readiness import reported_layouts
+from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.resource.refusal import Refusal
+from trimtab_operator.resource.spec import InferenceDeployment
+from trimtab_operator.resource.time import timestamp
+from trimtab_operator.tuner import Decision, Knob, Value, Verdict
+
+
+class Reason(StrEnum):
+    """Why a condition is as it is."""
+
+    READY = "ReplicasReady"  # every wanted replica takes requests
+    SCALED_TO_ZERO = "ScaledToZero"  # spec.replicas is 0
+    NOT_READY = "ReplicasNotReady"  # some wanted replica does not take requests, and is not known to load
+    LOADING = "Loading"  # a replica loads its model
+    PENDING = "Pending"  # a replica's pod does not run yet
+    FAILING = "ReplicaFailing"  # a replica crashes again and again, or its image cannot be pulled
+    INVALID = "InvalidSpec"  # the spec asks for something that cannot be carried out
+    READING_MODEL = "ReadingModel"  # a Job reads what the model is; no engine starts before
+    MODEL_UNREADABLE = "ModelUnreadable"  # that Job failed; it is tried again
+    NAME_TAKEN = "NameTaken"  # an object with a child's name belongs to somebody else
+    RECONCILE_ERROR = "ReconcileError"  # the API server refused, or the operator failed; it tries again
+    ROLLED_BACK = "RolledBack"  # a change did not come up; replicas run the last revision that worked
+    START_FAILED = "StartFailed"  # no replica of the first revision became Ready in its time
+    ROLLING_OUT = "RollingOut"  # replicas are brought to a new revision
+    SCALING = "Scaling"  # replicas are added or removed
+    SETTLED = "Settled"  # what runs is what is wanted
+    LAYOUT_REPORTED = "LayoutReported"  # every ready engine runs the layout that was asked for
+    LAYOUT_DIFFERS = "LayoutDiffers"  # an engine runs another layout
+    LAYOUT_UNKNOWN = "NotYetReported"  # no engine has reported its layout
+    NOT_LIMITED = "NotLimited"  # nothing keeps the replica count from what is wanted
+    TOO_FEW_GPUS = "TooFewGPUsPerNode"  # a pod asks for more GPUs than any present node has
+    UNSCHEDULABLE = "Unschedulable"  # pods of replicas find no node
+    PODS_REFUSED = "PodsRefused"  # the API server refuses to create pods: a quota, a policy
+    AS_EXPECTED = "AsExpected"  # nothing is wrong
+    STOPPED = "Stopped"  # nothing runs that could be tuned or measured
+
+
+@dataclass(frozen=True, slots=True)
+class TuningView:
+    """What the tuner said in this tick."""
+
+    metrics_available: Verdict
+    tuning_active: Verdict
+    applied: Mapping[Knob, Value]
+    history: Sequence[Decision]
+    recommendation: Decision | None
+
+
+@dataclass(frozen=True, slots=True)
+class FailedChange:
+    """A change that did not come up. `returns_to` is the revision that replicas return to; None: none ever worked."""
+
+    message: str
+    returns_to: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that a status is made from. `problem` is a (reason, message) that keeps the loop from working.
+
+    `refusals` is everything that is wrong with the spec, `layout_refusals` those of them that concern the layout.
+    `model` is what is known of the model; None: nobody looked. `target` is what replicas are brought to; None: they are
+    left as they are.
+    """
+
+    groups: tuple[Group, ...] = ()
+    draining: tuple[Manifest, ...] = ()
+    revision: str = ""
+    engines: Mapping[str, EngineView] | None = None
+    tuning: TuningView | None = None
+    refusals: tuple[Refusal, ...] = ()
+    layout_refusals: tuple[Refusal, ...] = ()
+    model: FactsState | None = None
+    failed_change: FailedChange | None = None
+    target: InferenceDeployment | None = None
+    too_few_gpus: str | None = None
+    problem: tuple[Reason, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A condition without its times."""
+
+    type: str
+    status: str
+    reason: str
+    message: str
+
+
+def conditions(deployment: InferenceDeployment, facts: Facts, groups: Sequence[Mapping[str, Any]]) -> list[Claim]:
+    """All seven conditions, Ready first."""
+    return [
+        ready_claim(deployment, facts, groups),
+        progressing_claim(deployment, facts, groups),
+        layout_claim(deployment, facts),
+        *tuning_claims(facts),
+        scaling_claim(facts),
+        degraded_claim(facts, groups),
+    ]
+
+
+def ready_claim(deployment: InferenceDeployment, facts: Facts, groups: Sequence[Mapping[str, Any]]) -> Claim:
+    blocked = _blocked(facts)
+    if blocked is not None:
+        return Claim("Ready", "False", blocked[0], blocked[1])
+    wanted = deployment.replicas
+    ready = sum(g["ready"] for g in groups)
+    if wanted == 0:
+        return Claim("Ready", "True", Reason.SCALED_TO_ZERO, "spec.replicas is 0: nothing runs, as asked")
+    if ready >= wanted:
+        return Claim("Ready", "True", Reason.READY, f"{ready} of {wanted} replicas take requests")
+    unknown = _unknown_model(facts)
+    if unknown is not None and not groups:
+        return Claim("Ready", "False", *unknown)
+    reason, why = _why_not_ready(groups)
+    return Claim("Ready", "False", reason, f"{ready} of {wanted} replicas take requests{why}")
+
+
+def _why_not_ready(groups: Sequence[Mapping[str, Any]]) -> tuple[Reason, str]:
+    """The worst thing first; messages name the replica but no percentages, which change all the time."""
+    order = (("Failed", Reason.FAILING), ("Pending", Reason.PENDING), ("Loading", Reason.LOADING))
+    for phase, reason in order:
+        found = next((g for g in groups if g["phase"] == phase), None)
+        if found is not None:
+            detail = found.get("message")
+            return reason, f"; {found['name']} is {phase.lower()}" + (f": {detail}" if detail else "")
+    return Reason.NOT_READY, ""
+
+
+def _blocked(facts: Facts) -> tuple[Reason, str] | None:
+    if facts.refusals:
+        return Reason.INVALID, "; ".join(str(refusal) for refusal in facts.refusals)
+    return facts.problem
+
+
+def _unknown_model(facts: Facts) -> tuple[Reason, str] | None:
+    """Why nothing is known of the model yet; None when it is known, or does not matter."""
+    if isinstance(facts.model, Reading):
+        return Reason.READING_MODEL, facts.model.message
+    if isinstance(facts.model, Unreadable):
+        return Reason.MODEL_UNREADABLE, f"the model cannot be read: {facts.model.message}; it is tried again"
+    return None
+
+
+def progressing_claim(deployment: InferenceDeployment, facts: Facts, groups: Sequence[Mapping[str, Any]]) -> Claim:
+    blocked = _blocked(facts)
+    if blocked is not None:
+        return Claim("Progressing", "False", blocked[0], blocked[1])
+    unknown = _unknown_model(facts)
+    if unknown is not None:
+        return Claim("Progressing", "True" if isinstance(facts.model, Reading) else "False", *unknown)
+    if facts.failed_change is not None:
+        return _failed_change_claim(deployment, facts.failed_change, facts, groups)
+    if any(group.revision != facts.revision or group.is_outdated for group in facts.groups):
+        return Claim("Progressing", "True", Reason.ROLLING_OUT, "replicas are brought to the current pod template")
+    if len(facts.groups) != deployment.replicas or facts.draining:
+        return Claim("Progressing", "True", Reason.SCALING, f"the replica count moves to {deployment.replicas}")
+    if any(g["phase"] == "Loading" for g in groups):
+        return Claim("Progressing", "True", Reason.LOADING, "replicas load the model")
+    if any(not g["ready"] for g in groups):
+        return Claim("Progressing", "True", Reason.PENDING, "replicas wait for their pods")
+    return Claim("Progressing", "False", Reason.SETTLED, "what runs is what is wanted")
+
+
+def _failed_change_claim(
+    deployment: InferenceDeployment, failed: FailedChange, facts: Facts, groups: Sequence[Mapping[str, Any]]
+) -> Claim:
+    if failed.returns_to is None:
+        return Claim("Progressing", "False", Reason.START_FAILED, failed.message)
+    is_back = all(group.revision == failed.returns_to and not group.is_outdated for group in facts.groups)
+    is_settled = is_back and len(groups) == deployment.replicas and all(g["ready"] for g in groups)
+    return Claim("Progressing", "False" if is_settled else "True", Reason.ROLLED_BACK, _back(failed))
+
+
+def _back(failed: FailedChange) -> str:
+    return f"a change was taken back until the spec changes again: {failed.message}"
+
+
+def layout_claim(deployment: InferenceDeployment, facts: Facts) -> Claim:
+    refused = facts.layout_refusals or [r for r in facts.refusals if r.field.startswith("spec.parallelism")]
+    if refused:
+        return Claim("LayoutValid", "False", Reason.INVALID, "; ".join(str(refusal) for refusal in refused))
+    wanted = Degrees.wanted(deployment.spec)
+    reported = dict(reported_layouts(facts.groups, facts.engines, facts.revision))
+    wrong = sorted(name for name, layout in reported.items() if layout != wanted)
+    if wrong:
+        message = f"{wrong[0]} runs {reported[wrong[0]]}; asked for was {wanted}"
+        return Claim("LayoutValid", "False", Reason.LAYOUT_DIFFERS, message)
+    unknown = _unknown_model(facts)
+    if not reported and unknown is not None:
+        return Claim("LayoutValid", "Unknown", *unknown)
+    if not reported and facts.failed_change is not None and facts.failed_change.returns_to is not None:
+        return Claim("LayoutValid", "Unknown", Reason.ROLLED_BACK, _back(facts.failed_change))
+    if not reported:
+        return Claim("LayoutValid", "Unknown", Reason.LAYOUT_UNKNOWN, "no engine has reported its layout yet")
+    return Claim("LayoutValid", "True", Reason.LAYOUT_REPORTED, f"every ready engine runs {wanted}, as asked")
+
+
+def tuning_claims(facts: Facts) -> list[Claim]:
+    if facts.tuning is None and facts.groups and (blocked := _blocked(facts)):
+        return [Claim("MetricsAvailable", "Unknown", *blocked), Claim("TuningActive", "False", *blocked)]
+    if facts.tuning is None:
+        message = "nothing runs that could be measured"
+        return [
+            Claim("MetricsAvailable", "Unknown", Reason.STOPPED, message),
+            Claim("TuningActive", "False", Reason.STOPPED, message),
+        ]
+    return [
+        _from_verdict("MetricsAvailable", facts.tuning.metrics_available),
+        _from_verdict("TuningActive", facts.tuning.tuning_active),
+    ]
+
+
+def _from_verdict(kind: str, verdict: Verdict) -> Claim:
+    return Claim(kind, "True" if verdict.ok else "False", verdict.reason, verdict.message)
+
+
+def scaling_claim(facts: Facts) -> Claim:
+    fits = any(group.is_ready and group.revision == facts.revision for group in facts.groups)
+    if facts.too_few_gpus is not None and not fits:
+        return Claim("ScalingLimited", "True", Reason.TOO_FEW_GPUS, facts.too_few_gpus)
+    for group in facts.groups:
+        hold = hold_of(group)
+        if hold is not None and group.num_pods == 0:
+            return Claim("ScalingLimited", "True", Reason.UNSCHEDULABLE, f"{group.name} {hold.sentence}")
+        if group.missing is not None and group.missing.words:
+            return Claim("ScalingLimited", "True", Reason.PODS_REFUSED, f"{group.name}: {missing_sentence(group)}")
+        why = next((said for pod in group.pods if (said := unschedulable(pod))), None)
+        if why is not None:
+            return Claim("ScalingLimited", "True", Reason.UNSCHEDULABLE, f"{group.name} finds no node: {why}")
+    return Claim("ScalingLimited", "False", Reason.NOT_LIMITED, "nothing keeps the replica count from what is wanted")
+
+
+def degraded_claim(facts: Facts, groups: Sequence[Mapping[str, Any]]) -> Claim:
+    """The one condition where True is bad."""
+    blocked = _blocked(facts)
+    if blocked is not None:
+        return Claim("Degraded", "True", blocked[0], blocked[1])
+    unknown = _unknown_model(facts)
+    if unknown is not None and isinstance(facts.model, Unreadable):
+        return Claim("Degraded", "True", *unknown)
+    if facts.failed_change is not None and facts.failed_change.returns_to is not None:
+        return Claim("Degraded", "True", Reason.ROLLED_BACK, _back(facts.failed_change))
+    failed = next((g for g in groups if g["phase"] == "Failed"), None)
+    if failed is not None:
+        return Claim("Degraded", "True", Reason.FAILING, f"{failed['name']}: {failed.get('message', 'fails')}")
+    if facts.failed_change is not None:
+        return Claim("Degraded", "True", Reason.START_FAILED, facts.failed_change.message)
+    return Claim("Degraded", "False", Reason.AS_EXPECTED, "nothing is wrong")
+
+
+def timed(claim: Claim, deployment: InferenceDeployment, *, now: datetime) -> dict[str, Any]:
+    """A claim as a condition; its transition time is the previous one unless its status changed."""
+    before = next((c for c in deployment.status.get("conditions") or [] if c.get("type") == claim.type), None)
+    same = before is not None and before.get("status") == claim.status and before.get("lastTransitionTime")
+    return {
+        "type": claim.type,
+        "status": claim.status,
+        "reason": str(claim.reason),
+        "message": claim.message,
+        "observedGeneration": deployment.generation,
+        "lastTransitionTime": before["lastTransitionTime"] if same and before else timestamp(now),
+    }
+
+
+def changed_conditions(
+    before: Mapping[str, Any], after: Mapping[str, Any], types: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Conditions of the named types whose status or reason changed: each is worth an Event."""
+    old = {c["type"]: (c.get("status"), c.get("reason")) for c in before.get("conditions") or []}
+    wanted = set(types)
+    return [c for c in after["conditions"] if c["type"] in wanted and old.get(c["type"]) != (c["status"], c["reason"])]

@@ -1,0 +1,190 @@
+"""`status` as a function of what was observed. Pure; nothing in it changes when nothing changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from trimtab_operator.builders.engine_args import plain, served_name
+from trimtab_operator.builders.labels import HTTP_PORT, leader_selector, selector_text, service_name
+from trimtab_operator.layout import layout_of
+from trimtab_operator.layout.degrees import Degrees
+from trimtab_operator.observed.groups import Group, is_worker, ordinal_of, revision_label
+from trimtab_operator.observed.phases import EngineView, phase_of
+from trimtab_operator.observed.readiness import Readiness, readiness_of, reported_layouts
+from trimtab_operator.report.conditions import Facts, conditions, timed
+from trimtab_operator.resource.knobs import knobs
+from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.resource.spec import InferenceDeployment
+from trimtab_operator.resource.time import timestamp
+from trimtab_operator.tuner import Decision, Value
+
+MAX_MESSAGE = 1024  # characters of a pod's own message that are worth repeating
+
+
+def status_of(deployment: InferenceDeployment, facts: Facts, *, now: datetime) -> dict[str, Any]:
+    """The complete status. `now` is used only where a condition's status differs from the previous one."""
+    groups = [group_status(deployment, group, facts) for group in facts.groups]
+    groups += [draining_status(pod) for pod in facts.draining if not is_worker(pod)]
+    ready = sum(g["ready"] for g in groups)
+    claims = conditions(deployment, facts, groups)
+    ready_claim = claims[0]
+    status: dict[str, Any] = {
+        "observedGeneration": deployment.generation,
+        "conditions": [timed(claim, deployment, now=now) for claim in claims],
+        "phase": ready_claim.reason if ready_claim.status != "True" else "Ready",
+        "ready": f"{ready}/{deployment.replicas}",
+        "replicas": len(facts.groups),
+        "readyReplicas": ready,
+        "updatedReplicas": sum(g["ready"] and g["revision"] == facts.revision for g in groups),
+        "desiredReplicas": deployment.replicas,
+        "selector": selector_text(leader_selector(deployment)),
+        "url": f"http://{service_name(deployment)}.{deployment.namespace}.svc:{HTTP_PORT}/v1",
+        "model": served_name((facts.target or deployment).spec),
+    }
+    if groups:
+        status["groups"] = groups
+    if not facts.refusals:
+        status["layout"] = layout_status(deployment, facts)
+        status["engine"] = engine_status(facts.target or deployment, facts)
+    tuning = tuning_status(deployment, facts)
+    if tuning:
+        status["tuning"] = tuning
+    _keep_exceptions(status)
+    return status
+
+
+# --- replicas ---------------------------------------------------------------------------------------------------------
+
+
+def group_status(deployment: InferenceDeployment, group: Group, facts: Facts) -> dict[str, Any]:
+    """One entry of `groups`."""
+    view = (facts.engines or {}).get(group.name, EngineView())
+    wanted = Degrees.wanted(deployment.spec)
+    readiness = readiness_of(group, facts.engines, revision=facts.revision, wanted=wanted, previous=deployment.status)
+    phase, message = phase_of(group, view)
+    if readiness is Readiness.OTHER_LAYOUT:
+        phase, message = "Failed", f"its engine runs {view.layout}; asked for was {wanted}"
+    elif readiness is Readiness.UNVERIFIED:
+        phase, message = "Loading", "its engine has not said yet what layout it runs"
+    entry: dict[str, Any] = {
+        "name": group.name,
+        "ordinal": group.ordinal,
+        "revision": group.revision,
+        "phase": phase,
+        "ready": readiness is Readiness.READY,
+    }
+    load = ("ready", 100) if group.is_ready else view.load
+    if load is not None and phase in ("Loading", "Ready"):
+        entry["load"] = {"stage": load[0], "percent": load[1]}
+    if view.config_generation is not None:
+        entry["configGeneration"] = view.config_generation
+    if message:
+        entry["message"] = message[:MAX_MESSAGE]
+    if view.applied:
+        entry["effective"] = shown(view.applied)
+    return entry
+
+
+def draining_status(pod: Manifest) -> dict[str, Any]:
+    """A replica that was removed and whose pod still finishes its requests."""
+    return {
+        "name": str(pod["metadata"]["name"]).rsplit("-", 1)[0],
+        "ordinal": ordinal_of(pod) or 0,
+        "revision": revision_label(pod),
+        "phase": "Draining",
+        "ready": False,
+    }
+
+
+def layout_status(deployment: InferenceDeployment, facts: Facts) -> dict[str, Any]:
+    """What is asked for, and what a ready replica reports: one that differs, where there is one."""
+    layout, wanted = layout_of(deployment.spec), Degrees.wanted(deployment.spec)
+    status: dict[str, Any] = {
+        **wanted.status(),
+        "podsPerReplica": layout.pods,
+        "gpusPerPod": layout.gpus_per_pod,
+    }
+    reported = [found for _, found in reported_layouts(facts.groups, facts.engines, facts.revision)]
+    if reported:
+        status["reported"] = next((found for found in reported if found != wanted), wanted).status()
+    return status
+
+
+# --- engine and tuning ------------------------------------------------------------------------------------------------
+
+
+def engine_status(deployment: InferenceDeployment, facts: Facts) -> dict[str, Any]:
+    """Configured: start values and caps. Effective: what most ready engines report."""
+    configured: dict[str, Any] = {}
+    for knob in knobs(deployment.spec):
+        for suffix, value in (("", knob.start), ("_cap", knob.cap)):
+            if value is not None:
+                configured[camel(knob.field + suffix)] = plain(value)
+    reported = [shown(view.applied) for view in (facts.engines or {}).values() if view.applied]
+    status: dict[str, Any] = {"configured": configured}
+    if reported:
+        status["effective"] = max(reported, key=reported.count)
+    return status
+
+
+def _keep_exceptions(status: dict[str, Any]) -> None:
+    """`groups[].effective` stays only where it differs from what all report."""
+    common = status.get("engine", {}).get("effective")
+    for group in status.get("groups", []):
+        if group.get("effective") == common:
+            group.pop("effective", None)
+
+
+def shown(values: Mapping[str, Value]) -> dict[str, str]:
+    """Engine values as they stand in status: strings, in camel case, in one spelling."""
+    return {camel(str(name)): show(value) for name, value in sorted(values.items())}
+
+
+def show(value: Value | None) -> str:
+    """Ten significant digits are more than any knob has."""
+    return "" if value is None else f"{value:.10g}"
+
+
+def camel(name: str) -> str:
+    return re.sub(r"_([a-z])", lambda found: found[1].upper(), name)
+
+
+def tuning_status(deployment: InferenceDeployment, facts: Facts) -> dict[str, Any]:
+    """`status.tuning`; while nothing runs, what stood there before stays."""
+    if facts.tuning is None:
+        before = deployment.status.get("tuning")
+        return dict(before) if before else {}
+    tuning: dict[str, Any] = {"mode": deployment.spec.tuning.mode}
+    if facts.tuning.applied:
+        tuning["applied"] = {str(knob.value): show(value) for knob, value in sorted(facts.tuning.applied.items())}
+    if facts.tuning.recommendation is not None:
+        tuning["recommendation"] = decision_status(facts.tuning.recommendation)
+    if facts.tuning.history:
+        tuning["history"] = [decision_status(decision) for decision in reversed(facts.tuning.history)]
+    return tuning
+
+
+def decision_status(decision: Decision) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "id": decision.id,
+        "time": timestamp(datetime.fromtimestamp(decision.at, UTC)),
+        "reason": decision.reason.value,
+        "message": decision.sentence,
+    }
+    if decision.knob is not None:
+        entry |= {"knob": decision.knob.value, "from": show(decision.before), "to": show(decision.after)}
+    return entry
+
+
+def applied_values(status: Mapping[str, Any]) -> dict[str, Value]:
+    """`status.tuning.applied` as numbers again; what is no number is left out."""
+    found: dict[str, Value] = {}
+    for name, text in ((status.get("tuning") or {}).get("applied") or {}).items():
+        try:
+            found[name] = int(text) if re.fullmatch(r"-?\d+", str(text)) else float(text)
+        except ValueError:
+            continue
+    return found

@@ -1,0 +1,1 @@
+"""The InferenceDeployment as typed values: its specification, schema, names, quantities and times."""

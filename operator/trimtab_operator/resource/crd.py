@@ -1,0 +1,216 @@
+"""The CustomResourceDefinition, made from `spec.py` and `status_schema.py`.
+
+`python -m trimtab_operator.resource.crd --write` writes crds/, `--check` fails when the file differs. Kubernetes
+wants a *structural* schema: no `$ref`, no `anyOf` of types, no titles; pydantic's JSON schema is flattened accordingly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from trimtab_operator.resource.spec import GROUP, KIND, MAX_NAME_LENGTH, PLURAL, VERSION, Spec, cel
+from trimtab_operator.resource.status_schema import Status
+
+DEFAULT_PATH = Path("crds") / f"{GROUP}_{PLURAL}.yaml"
+HEADER = "# Written by `python -m trimtab_operator.resource.crd --write` from resource/spec.py: change it there.\n"
+MAX_MAP_ENTRIES = 64  # of labels, selectors, annotations: bounds the cost of CEL rules
+MAX_VALUE_LENGTH = 1024  # of the strings in such maps
+MAX_FREE_LIST = 128  # items of a list that states no bound of its own
+
+SPEC_RULES = [
+    cel("!(has(self.replicas) && has(self.scaling))", "set replicas or scaling, not both"),
+    cel(
+        "!has(self.parallelism) || !has(self.parallelism.expert) || !self.parallelism.expert || "
+        "(has(self.parallelism.tensor) && self.parallelism.tensor > 1) || "
+        "(has(self.parallelism.data) && self.parallelism.data > 1)",
+        "parallelism.expert needs tensor or data above 1: experts are spread over those ranks",
+    ),
+    cel(
+        "!has(self.engine) || !has(self.engine.maxNumSeqs) || !has(self.engine.maxNumBatchedTokens) || "
+        "self.engine.maxNumSeqs <= self.engine.maxNumBatchedTokens",
+        "engine.maxNumBatchedTokens must be at least engine.maxNumSeqs: every running request needs one token per step",
+    ),
+    cel(
+        "!has(self.metrics) || !has(self.metrics.source) || self.metrics.source != 'Prometheus' || "
+        "has(self.metrics.prometheus)",
+        "metrics.source Prometheus needs metrics.prometheus.address",
+    ),
+]
+ROOT_RULES = [
+    cel(
+        f"self.metadata.name.size() <= {MAX_NAME_LENGTH}",
+        f"the name must not exceed {MAX_NAME_LENGTH} characters: names of pods and Services are made from it",
+    )
+]
+PRINTER_COLUMNS = [
+    ("Model", "string", ".status.model", 0, "Name that clients send as `model`."),
+    ("Ready", "string", ".status.ready", 0, "Ready replicas of wanted ones."),
+    ("Desired", "integer", ".status.desiredReplicas", 0, "Replicas that are wanted."),
+    ("Phase", "string", ".status.phase", 0, "Reason of the Ready condition."),
+    ("Tuning", "string", ".status.tuning.mode", 0, "Tuning mode."),
+    ("Load", "string", ".status.groups[*].load.percent", 1, "Load progress of the replicas, in percent."),
+    ("URL", "string", ".status.url", 1, "Base URL of the OpenAI-compatible API."),
+    ("Age", "date", ".metadata.creationTimestamp", 0, "Time since creation."),
+]
+
+
+def structural(model: type[BaseModel]) -> dict[str, Any]:
+    """The schema of a model as Kubernetes wants it."""
+    document = model.model_json_schema(by_alias=True, mode="validation")
+    return _flatten(document, document.get("$defs", {}))
+
+
+def _flatten(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    node = dict(node)
+    for reference in (node.pop("$ref", None), *(part.get("$ref") for part in node.pop("allOf", []))):
+        if reference:
+            target = definitions[reference.rsplit("/", 1)[1]]
+            node = {**_flatten(target, definitions), **{k: v for k, v in node.items() if k != "title"}}
+    if "anyOf" in node:
+        node = _any_of(node, definitions)
+    if "const" in node:
+        node["enum"] = [node.pop("const")]
+    if "enum" in node and "type" not in node:
+        node["type"] = "string" if isinstance(node["enum"][0], str) else "integer"
+    for key in ("title", "$defs", "additionalProperties" if node.get("additionalProperties") is False else "title"):
+        node.pop(key, None)
+    if node.get("default") in (None, {}, [], ()):
+        node.pop("default", None)
+    elif isinstance(node.get("default"), dict):
+        node.pop("default")  # defaults stand at the leaves: a user's object keeps its shape
+    return _children(node, definitions)
+
+
+def _any_of(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """`X | None` becomes X; `int | str` becomes Kubernetes' int-or-string."""
+    choices = [choice for choice in node.pop("anyOf") if choice.get("type") != "null"]
+    if {choice.get("type") for choice in choices} == {"integer", "string"}:
+        return {**node, "x-kubernetes-int-or-string": True}
+    (choice,) = choices
+    return {**_flatten(choice, definitions), **node}
+
+
+def _children(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    if "properties" in node:
+        node["properties"] = {name: _flatten(child, definitions) for name, child in node["properties"].items()}
+    if isinstance(node.get("items"), dict):
+        node["items"] = _flatten(node["items"], definitions)
+        node.setdefault("maxItems", MAX_FREE_LIST)
+        if node["items"].get("type") == "object" and not node["items"].get("properties"):
+            node["items"] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+            node.pop("x-kubernetes-preserve-unknown-fields", None)
+    extra = node.get("additionalProperties")
+    if isinstance(extra, dict):
+        node["additionalProperties"] = _flatten(extra, definitions)
+        if extra.get("type") == "string":
+            node["additionalProperties"].setdefault("maxLength", MAX_VALUE_LENGTH)
+        node.setdefault("maxProperties", MAX_MAP_ENTRIES)
+        if extra.get("type") == "integer":
+            node["additionalProperties"].update(minimum=0, maximum=1_000_000)
+    if extra is True:
+        node.pop("additionalProperties")
+        node["x-kubernetes-preserve-unknown-fields"] = True
+    return node
+
+
+def definition() -> dict[str, Any]:
+    """The whole CustomResourceDefinition."""
+    spec = {**structural(Spec), "x-kubernetes-validations": SPEC_RULES}
+    status = structural(Status)
+    root = {
+        "type": "object",
+        "description": "Runs a large language model and keeps it in trim: replicas, layout, live engine knobs.",
+        "required": ["spec"],
+        "x-kubernetes-validations": ROOT_RULES,
+        "properties": {
+            "apiVersion": {"type": "string", "description": "Version of this schema: trimtab.dev/v1alpha1."},
+            "kind": {"type": "string", "description": "Always InferenceDeployment."},
+            "metadata": {"type": "object"},  # the API server forbids anything more here, a description too
+            "spec": spec,
+            "status": status,
+        },
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}", "labels": {"app.kubernetes.io/part-of": "trimtab"}},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": ["infd"],
+                "categories": ["all", "trimtab"],
+            },
+            "versions": [
+                {
+                    "name": VERSION,
+                    "served": True,
+                    "storage": True,
+                    "schema": {"openAPIV3Schema": root},
+                    "subresources": {
+                        "status": {},
+                        "scale": {
+                            "specReplicasPath": ".spec.replicas",
+                            "statusReplicasPath": ".status.replicas",
+                            "labelSelectorPath": ".status.selector",
+                        },
+                    },
+                    "additionalPrinterColumns": [_column(*column) for column in PRINTER_COLUMNS],
+                }
+            ],
+        },
+    }
+
+
+def _column(name: str, kind: str, path: str, priority: int, description: str) -> dict[str, Any]:
+    column: dict[str, Any] = {"name": name, "type": kind, "jsonPath": path, "description": description}
+    return {**column, "priority": priority} if priority else column
+
+
+class _Plain(yaml.SafeDumper):
+    """No anchors: the same rule may stand in two places."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def render() -> str:
+    """The file's text. Equal sources give equal bytes."""
+    return HEADER + yaml.dump(definition(), Dumper=_Plain, sort_keys=False, width=120, allow_unicode=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check the file; 1 when it differs."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trimtab_operator.resource.crd", description="Make the CRD from spec.py."
+    )
+    chosen = parser.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--check", action="store_true", help="fail when the file differs from the sources")
+    chosen.add_argument("--write", action="store_true", help="write the file")
+    parser.add_argument("--path", type=Path, default=DEFAULT_PATH, help=f"the file (default {DEFAULT_PATH})")
+    options = parser.parse_args(arguments)
+    wanted = render()
+    if options.write:
+        options.path.parent.mkdir(parents=True, exist_ok=True)
+        options.path.write_text(wanted, encoding="utf-8")
+        return 0
+    if options.path.exists() and options.path.read_text(encoding="utf-8") == wanted:
+        return 0
+    print(
+        f"{options.path} differs from spec.py; run `python -m trimtab_operator.resource.crd --write`", file=sys.stderr
+    )
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

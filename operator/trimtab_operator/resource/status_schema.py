@@ -1,0 +1,151 @@
+"""The typed shape of `status`: what `status.py` fills and the CRD describes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from trimtab_operator.resource.spec import Model, schema
+
+ConditionType = Literal[
+    "Ready", "Progressing", "LayoutValid", "MetricsAvailable", "TuningActive", "ScalingLimited", "Degraded"
+]
+Phase = Literal["Pending", "Loading", "Ready", "Updating", "Draining", "Failed"]
+
+
+class ConditionStatus(Model):
+    """One condition, by the Kubernetes API conventions."""
+
+    type: str = Field(max_length=64, description="Name of the condition.")
+    status: Literal["True", "False", "Unknown"] = Field(description="True, False or Unknown.")
+    observed_generation: int = Field(ge=0, description="Generation of the spec that the condition speaks of.")
+    last_transition_time: str = Field(
+        max_length=64, description="When status last changed.", json_schema_extra=schema(format="date-time")
+    )
+    reason: str = Field(max_length=128, description="Machine-readable reason; docs/resource.md lists every one.")
+    message: str = Field(max_length=32768, description="The reason as a sentence.")
+
+
+class LoadStatus(Model):
+    """How far a replica has loaded."""
+
+    stage: str = Field(max_length=32, description="starting, weights, profile, kv_cache, warm_up or ready.")
+    percent: int = Field(ge=0, le=100, description="Progress of loading.")
+
+
+class GroupStatus(Model):
+    """One replica."""
+
+    name: str = Field(max_length=63, description="Name of the replica's StatefulSet.")
+    ordinal: int = Field(ge=0, description="Number of the replica; the lowest free one is taken first.")
+    revision: str = Field(max_length=63, description="Hash of the pod template that the replica runs.")
+    phase: Phase = Field(description="Pending, Loading, Ready, Updating, Draining or Failed.")
+    ready: bool = Field(description="Whether the replica takes requests.")
+    load: LoadStatus | None = Field(default=None, description="Progress of loading.")
+    config_generation: int | None = Field(
+        default=None, ge=0, description="Generation of the live configuration that the engine runs."
+    )
+    message: str | None = Field(default=None, max_length=1024, description="Why the replica is not ready.")
+    effective: dict[str, Any] | None = Field(
+        default=None,
+        description="Live values of this engine, where they differ from engine.effective.",
+        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+    )
+
+
+class ReportedLayoutStatus(Model):
+    """What an engine says that it runs."""
+
+    world_size: int = Field(ge=1, description="Ranks of one replica.")
+    tensor: int = Field(ge=1, description="Tensor parallel degree.")
+    pipeline: int = Field(ge=1, description="Pipeline parallel degree.")
+    data: int = Field(ge=1, description="Data parallel degree.")
+    expert: bool = Field(description="Whether experts are spread over the ranks.")
+
+
+class LayoutStatus(ReportedLayoutStatus):
+    """Where ranks run."""
+
+    pods_per_replica: int = Field(ge=1, description="Pods of one replica.")
+    gpus_per_pod: int = Field(ge=0, description="Devices that one pod asks for.")
+    reported: ReportedLayoutStatus | None = Field(
+        default=None, description="What a ready replica reports; one that differs, where there is one."
+    )
+
+
+class EngineStatus(Model):
+    """Engine parameters as they were asked for and as they are."""
+
+    configured: dict[str, Any] = Field(
+        default={},
+        description="What the pod template renders: start values and caps.",
+        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+    )
+    effective: dict[str, Any] = Field(
+        default={},
+        description="What all ready engines report.",
+        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+    )
+
+
+class DecisionStatus(Model):
+    """One decision of the tuner. The same id is in the Event, the log line and here."""
+
+    id: str = Field(max_length=64, description="Identifies the decision in Events, logs and here.")
+    time: str = Field(max_length=64, description="When it was taken.", json_schema_extra=schema(format="date-time"))
+    knob: str | None = Field(
+        default=None, max_length=64, description="The engine field that moves; absent: none helps."
+    )
+    from_: str | None = Field(default=None, alias="from", max_length=64, description="Value before.")
+    to: str | None = Field(default=None, max_length=64, description="Value after.")
+    reason: str = Field(max_length=64, description="Machine-readable reason; docs/resource.md lists every one.")
+    message: str = Field(max_length=4096, description="The decision as a sentence with its numbers.")
+
+
+class TuningStatus(Model):
+    """What tuning found, set and did."""
+
+    mode: str = Field(max_length=16, description="The mode in force.")
+    recommendation: DecisionStatus | None = Field(default=None, description="What would help now.")
+    applied: dict[str, str] = Field(default={}, description="Values that tuning has set, by engine field.")
+    history: tuple[DecisionStatus, ...] = Field(
+        default=(),
+        max_length=10,
+        description="The latest decisions, newest first.",
+        json_schema_extra=schema(**{"x-kubernetes-list-type": "atomic"}),
+    )
+
+
+class Status(Model):
+    """The observed state. Nothing here changes when nothing changed."""
+
+    observed_generation: int | None = Field(
+        default=None, ge=0, description="Generation of the spec that this status speaks of."
+    )
+    conditions: tuple[ConditionStatus, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Ready, Progressing, LayoutValid, MetricsAvailable, TuningActive, ScalingLimited and Degraded.",
+        json_schema_extra=schema(**{"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}),
+    )
+    phase: str | None = Field(default=None, max_length=64, description="The Ready condition's reason, for printing.")
+    ready: str | None = Field(default=None, max_length=16, description="Ready replicas of wanted ones, for printing.")
+    replicas: int | None = Field(default=None, ge=0, description="Replicas that exist.")
+    ready_replicas: int | None = Field(default=None, ge=0, description="Replicas that take requests.")
+    updated_replicas: int | None = Field(default=None, ge=0, description="Replicas that run the current template.")
+    desired_replicas: int | None = Field(default=None, ge=0, description="Replicas that are wanted.")
+    selector: str | None = Field(
+        default=None, max_length=512, description="Selector of the leader pods, for autoscalers."
+    )
+    url: str | None = Field(default=None, max_length=512, description="Base URL of the OpenAI-compatible API.")
+    model: str | None = Field(default=None, max_length=128, description="Name that clients send as `model`.")
+    layout: LayoutStatus | None = Field(default=None, description="Where ranks run.")
+    engine: EngineStatus | None = Field(default=None, description="Engine parameters, configured and effective.")
+    tuning: TuningStatus | None = Field(default=None, description="What tuning found, set and did.")
+    groups: tuple[GroupStatus, ...] = Field(
+        default=(),
+        max_length=1000,
+        description="The replicas.",
+        json_schema_extra=schema(**{"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
+    )

@@ -1,0 +1,85 @@
+"""What models write, whole and torn anywhere, becomes the same calls and the same text."""
+
+import json
+import random
+
+import pytest
+from trimtab_engine.api.openai.tool_parsers.enforced import NamedParser, RequiredParser
+from trimtab_engine.api.tool_parsers import PARSERS, ToolParser
+
+F = '{"name": "f", "arguments": {"a": "<b>", "n": [1, {"x": "}"}]}}'
+G = '{"name": "g", "parameters": {}}'
+ARGUMENTS = {"f": {"a": "<b>", "n": [1, {"x": "}"}]}, "g": {}}
+
+
+def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str | None, str]]]:
+    """All content, and each call's name and arguments."""
+    parsed = [parser.push(piece) for piece in pieces] + [parser.flush()]
+    calls: dict[int, tuple[str | None, str]] = {}
+    for delta in [delta for part in parsed for delta in part.calls]:
+        name, arguments = calls.get(delta.index, (None, ""))
+        assert name is None or delta.name is None  # a name comes once, first
+        calls[delta.index] = (name or delta.name, arguments + delta.arguments)
+    assert list(calls) == list(range(len(calls)))
+    return "".join(part.content for part in parsed), list(calls.values())
+
+
+def torn(text: str, seed: int) -> list[str]:
+    choose = random.Random(seed)
+    cuts = sorted(choose.sample(range(len(text) + 1), min(len(text), choose.randrange(1, 40))))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        ("hermes", f"<tool_call>\n{F}\n</tool_call>", "", ["f"]),
+        (
+            "hermes",
+            f"Let me see.<tool_call>{F}</tool_call>\n<tool_call>\n{G}\n</tool_call>\n",
+            "Let me see.",
+            ["f", "g"],
+        ),
+        ("hermes", f"<tool_call>{F}", "", ["f"]),  # the answer's end ends the call, too
+        ("hermes", "a < b <tool_cal", "a < b <tool_cal", []),
+        ("hermes", "<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
+        ("hermes", f"<tool_call>{{}}</tool_call><tool_call>{G}</tool_call>", "<tool_call>{}</tool_call>", ["g"]),
+        ("hermes", "just text", "just text", []),
+        ("llama3_json", F, "", ["f"]),
+        ("llama3_json", f"<|python_tag|>{F}; {G}", "", ["f", "g"]),
+        ("llama3_json", f"\n{G}\n", "", ["g"]),
+        ("llama3_json", '{"no": "call"}', '{"no": "call"}', []),
+        ("llama3_json", '{"name": "f", "para', '{"name": "f", "para', []),
+        ("llama3_json", f"Well: {F}", f"Well: {F}", []),
+        ("llama3_json", "", "", []),
+    ],
+)
+def test_calls_and_text_come_apart(name: str, text: str, content: str, calls: list[str]) -> None:
+    expected = [(call, json.dumps(ARGUMENTS[call])) for call in calls]
+    assert read(PARSERS[name](), [text]) == (content, expected)
+    assert read(PARSERS[name](), list(text)) == (content, expected)
+    for seed in range(30):
+        assert read(PARSERS[name](), torn(text, seed)) == (content, expected)
+
+
+def test_text_before_a_call_does_not_wait_for_it() -> None:
+    assert PARSERS["hermes"]().push("Let me <b>").content == "Let me <b>"
+    assert PARSERS["llama3_json"]().push("Let me ").content == "Let me "
+
+
+def test_a_required_answer_is_an_array_of_calls_each_told_when_complete() -> None:
+    text = f"[{F.replace('arguments', 'parameters')}, {G}]"
+    expected = [(call, json.dumps(ARGUMENTS[call])) for call in ("f", "g")]
+    for pieces in ([text], list(text), torn(text, 1), torn(text, 2)):
+        assert read(RequiredParser(), pieces) == ("", expected)
+    first = RequiredParser().push(text[: text.index(G) - 2])
+    assert [call.name for call in first.calls] == ["f"]
+
+
+def test_a_required_answer_that_was_cut_keeps_its_whole_calls() -> None:
+    assert read(RequiredParser(), [f'[{G}, {{"name": "f", "par']) == ("", [("g", "{}")])
+    assert read(RequiredParser(), ['[{"name": "f"']) == ('[{"name": "f"', [])
+
+
+def test_a_named_answer_is_the_arguments_as_they_come() -> None:
+    assert read(NamedParser("f"), ['{"a"', "", ": 1}"]) == ("", [("f", '{"a": 1}')])

@@ -1,0 +1,90 @@
+"""serve --config FILE.yaml: keys are flags, the command line wins, and what is wrong is one line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trimtab_engine.cli import _parser, _with_config_file, main
+from trimtab_engine.cli.serve_command import engine_config, served_names
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.errors import ConfigError
+
+
+def arguments(tmp_path: Path, text: str, *flags: str) -> Any:
+    file = tmp_path / "engine.yaml"
+    file.write_text(text)
+    parser = _parser()
+    return parser.parse_args(_with_config_file(["serve", *flags, "--config", str(file), "--device", "cpu"], parser))
+
+
+def config(tmp_path: Path, text: str, *flags: str) -> EngineConfig:
+    return engine_config(arguments(tmp_path, text, *flags))
+
+
+EVERYTHING = """
+model: /models/of-file
+served-model-name: [first, second]
+max-num-seqs: 7
+max_num_batched_tokens: 64
+gpu-memory-utilization: 0.85
+swap-space: 512Mi
+enable-prefix-caching: false
+disable-log-stats: true
+preemption-mode: auto
+speculative-config: {method: ngram, num_speculative_tokens: 3}
+"""
+
+
+def test_keys_are_flags_with_dashes_or_underscores(tmp_path: Path) -> None:
+    read = config(tmp_path, EVERYTHING)
+    assert (read.model, read.max_num_seqs, read.max_num_batched_tokens) == ("/models/of-file", 7, 64)
+    assert (read.gpu_memory_utilization, read.swap_space_bytes, read.preemption_mode) == ("0.85", 512 << 20, "auto")
+    assert (read.enable_prefix_caching, read.disable_log_stats, read.num_speculative_tokens) == (False, True, 3)
+    assert served_names(arguments(tmp_path, EVERYTHING)) == ("first", "second")
+
+
+def test_the_command_line_wins(tmp_path: Path) -> None:
+    flags = ["/models/m", "--max-num-seqs=9", "--enable-prefix-caching", "--served-model-name", "mine"]
+    read = config(tmp_path, EVERYTHING, *flags)
+    assert (read.model, read.max_num_seqs, read.enable_prefix_caching) == ("/models/m", 9, True)
+    assert read.max_num_batched_tokens == 64
+    assert served_names(arguments(tmp_path, EVERYTHING, *flags)) == ("mine",)
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert config(tmp_path, "", "/models/m") == engine_config(
+        _parser().parse_args(["serve", "/models/m", "--device", "cpu"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-num-seq: 3", "max-num-seq is no flag of serve; did you mean max-num-seqs?"),
+        ("max-num-seqs:", "max-num-seqs has no value"),
+        ("- a\n- b", "must hold keys and values"),
+        ("a: [", "is not YAML"),
+        ("a: !!python/object/apply:os.system ['true']", "is not YAML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_path(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(tmp_path, text, "/models/m")
+    assert str(tmp_path / "engine.yaml") in str(error.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_wrong_value_is_refused_as_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "engine.yaml").write_text("max-num-seqs: many")
+    with pytest.raises(SystemExit) as end:
+        main(["serve", str(tmp_path), "--config", str(tmp_path / "engine.yaml")])
+    assert end.value.code == 2
+    assert "--max-num-seqs: 'many' is not an integer" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "/models/m", "--config=/no/such/file.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert "--config /no/such/file.yaml: cannot be read: No such file or directory" in error
+    assert error.count("\n") == 1

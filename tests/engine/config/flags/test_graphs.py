@@ -1,0 +1,82 @@
+"""CUDA graphs on the command line: JSON, single fields, switches and levels."""
+
+import msgspec
+import pytest
+from trimtab_engine.cli import _parser
+from trimtab_engine.cli.serve_command import engine_config
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.runner.graphs.plan import NO_GRAPHS
+
+SIZES = CompilationConfig(cudagraph_capture_sizes=(1, 2, 4))
+
+
+def config(*flags: str) -> EngineConfig:
+    return engine_config(_parser().parse_args(["serve", "/models/m", "--device", "cpu", *flags]))
+
+
+def on_cuda(*flags: str) -> EngineConfig:
+    return msgspec.structs.replace(config(*flags), device="cuda")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--cudagraph-capture-sizes", "1", "2", "4"],
+        ["--cudagraph-capture-sizes=1,2,4"],
+        ["--compilation-config", '{"cudagraph_capture_sizes": [1, 2, 4]}'],
+        ["-cc", '{"cudagraph_capture_sizes": [1, 2, 4]}', "--cudagraph-capture-sizes=1,2,4"],
+        ["-cc.cudagraph_capture_sizes=1,2,4"],
+        ["--compilation-config.cudagraph-capture-sizes", "1", "2", "4"],
+    ],
+)
+def test_sizes_may_be_written_in_any_way(flags: list[str]) -> None:
+    assert config(*flags).compilation == SIZES
+
+
+@pytest.mark.parametrize(
+    "flags", [["-cc.cudagraph_mode=piecewise"], ["--compilation-config.cudagraph-mode", "PIECEWISE"]]
+)
+def test_single_fields_are_understood(flags: list[str]) -> None:
+    assert config(*flags).compilation == CompilationConfig(cudagraph_mode=CUDAGraphMode.PIECEWISE)
+
+
+@pytest.mark.parametrize("flags", [["-O1"], ["-O", "1"], ["--optimization-level", "1"], ["--optimization-level=1"]])
+def test_the_level_may_be_written_in_any_way(flags: list[str]) -> None:
+    assert on_cuda(*flags).graph_plan.mode is CUDAGraphMode.PIECEWISE
+
+
+def test_the_default_on_cuda_is_whole_decode_graphs_and_piecewise_ones() -> None:
+    plan = on_cuda("--max-num-seqs", "4").graph_plan
+    assert plan.mode is CUDAGraphMode.FULL_AND_PIECEWISE
+    assert plan.piecewise == (1, 2, 4, 8)
+    assert plan.full == ((1, (1, 2, 4)),)
+
+
+@pytest.mark.parametrize("flags", [["-O3"], ["-cc.cudagraph_mode=piecewise"], ["--cudagraph-capture-sizes", "1"]])
+def test_the_cpu_has_no_graphs_whatever_is_asked(flags: list[str]) -> None:
+    assert config(*flags).graph_plan == NO_GRAPHS
+
+
+def test_eager_has_none_on_cuda_either() -> None:
+    assert on_cuda("--enforce-eager").graph_plan == NO_GRAPHS
+
+
+def test_graphs_follow_the_caps_not_the_start() -> None:
+    plan = on_cuda("--max-num-seqs", "2", "--max-num-seqs-cap", "8").graph_plan
+    assert plan.full == ((1, (1, 2, 4, 8)),)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--cudagraph-capture-sizes=1,2", "-cc.cudagraph_capture_sizes=1"], r"--cudagraph-capture-sizes is \[1, 2\]"),
+        (["--compilation-config", "{"], "is not JSON"),
+        (["-cc.mode=2"], "torch.compile"),
+        (["--max-cudagraph-capture-size", "70000"], "it must be 0 to 65536"),
+    ],
+)
+def test_what_cannot_be_is_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(*flags)

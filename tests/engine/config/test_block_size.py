@@ -1,0 +1,67 @@
+"""Blocks of every size: the same tokens; and the size that auto means for a model."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trimtab_engine.cli import _parser
+from trimtab_engine.cli.serve_command import engine_config
+from trimtab_engine.config.engine import BLOCK_SIZES, EngineConfig
+from trimtab_engine.core.engine import Engine
+from trimtab_engine.core.startup import start_engine
+from trimtab_engine.errors import ModelError
+from trimtab_engine.messages import AddRequest, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def model(model_of: Callable[..., Path]) -> Path:
+    return model_of(vocab_size=128, max_position_embeddings=600)
+
+
+def an_engine(model: Path, **changes: Any) -> Engine:
+    values: dict[str, Any] = {
+        "model": str(model),
+        "load_format": "dummy",
+        "device_memory_bytes": 8 << 30,
+        "cpu_threads": 1,
+        "max_num_seqs": 4,
+        "max_num_seqs_cap": 4,
+        "max_num_batched_tokens": 48,
+        "max_num_batched_tokens_cap": 48,
+    }
+    return start_engine(EngineConfig(**values | changes), lambda stage, percent: None, lambda: 0.0)[0]
+
+
+def run(engine: Engine) -> dict[str, list[int]]:
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    tokens: dict[str, list[int]] = {}
+    for n in range(4):
+        prompt = [(11 * n + 3 * i) % 127 for i in range(5 + 90 * n)]
+        engine.add(AddRequest(f"r{n}", prompt, params, arrival_time=0.0))
+    while engine.has_work:
+        for output in engine.step().outputs:
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        engine.check_integrity()
+    return tokens
+
+
+def test_every_size_gives_the_same_tokens(model: Path) -> None:
+    answers = [run(an_engine(model, block_size=size, num_gpu_blocks_override=2400 // size)) for size in BLOCK_SIZES]
+    assert all(answer == answers[0] for answer in answers)
+
+
+def parsed(*flags: str) -> argparse.Namespace:
+    return _parser().parse_args(["serve", *flags])
+
+
+@pytest.mark.parametrize("flags", [(), ("--max-model-len", "auto")])
+def test_auto_reads_the_models_longest_request(model: Path, flags: tuple[str, ...]) -> None:
+    arguments = parsed(str(model), "--load-format", "dummy", "--device", "cpu", "--block-size", "auto", *flags)
+    assert engine_config(arguments).block_size == 64  # 600 tokens: 1024 / 16
+
+
+def test_auto_needs_a_model_that_can_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such file or folder"):
+        engine_config(parsed(str(tmp_path / "missing"), "--device", "cpu", "--block-size", "auto"))

@@ -1,0 +1,50 @@
+"""What is asked for, what is stored, what is refused by name."""
+
+import pytest
+from trimtab_engine.config.quantization import (
+    Quantization,
+    check_aligned,
+    stored_quantization,
+    wanted_quantization,
+)
+from trimtab_engine.errors import ConfigError, NotBuiltError
+
+STORED = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+
+def test_a_checkpoint_in_blocks_of_128_is_taken_as_it_is() -> None:
+    assert stored_quantization({"quantization_config": STORED}, "config.json") == Quantization(is_stored=True)
+    assert stored_quantization({}, "config.json") is None
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "has_weights", "is_stored"),
+    [
+        (False, None, True, None),
+        (False, "fp8", True, False),
+        (True, None, True, True),
+        (True, "fp8", True, True),
+        (True, None, False, False),  # dummy weights of a quantised configuration
+    ],
+)
+def test_what_is_stored_goes_before_what_is_asked_for(
+    stored: bool, asked: str | None, has_weights: bool, is_stored: bool | None
+) -> None:
+    found = wanted_quantization(Quantization(True) if stored else None, asked, has_weights=has_weights)
+    assert (None if found is None else found.is_stored) == is_stored
+
+
+def test_another_method_is_refused_by_name() -> None:
+    with pytest.raises(NotBuiltError, match="--quantization gptq is not built; built: fp8"):
+        wanted_quantization(None, "gptq", has_weights=True)
+
+
+@pytest.mark.parametrize("span", [(0, 300), (128, 256), (256, 300), (0, 128)])
+def test_parts_of_whole_blocks_are_fine(span: tuple[int, int]) -> None:
+    check_aligned("q_proj", span, 300)
+
+
+@pytest.mark.parametrize("span", [(0, 150), (150, 300), (64, 128)])
+def test_a_part_that_cuts_a_block_is_refused_with_the_numbers(span: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match=rf"300 rows or columns are split at {span[0]} and {span[1]}"):
+        check_aligned("q_proj", span, 300)

@@ -1,0 +1,75 @@
+"""--speculative-config: vLLM's names and defaults; what is not built is refused by name."""
+
+from typing import Any
+
+import pytest
+from trimtab_engine.config.speculation import SpeculativeConfig, parse_speculative_json, speculative_config
+from trimtab_engine.errors import ConfigError, NotBuiltError
+
+
+def test_ngram_looks_up_five_tokens_unless_told_otherwise() -> None:
+    assert speculative_config({"method": "ngram", "num_speculative_tokens": 4}) == SpeculativeConfig(
+        method="ngram", num_speculative_tokens=4, prompt_lookup_min=5, prompt_lookup_max=5
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "low", "high"),
+    [
+        ({"prompt_lookup_min": 2}, 2, 2),
+        ({"prompt_lookup_max": 3}, 3, 3),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, 2, 4),
+    ],
+)
+def test_one_end_of_the_lookup_alone_stands_for_both(given: dict[str, int], low: int, high: int) -> None:
+    config = speculative_config({"method": "ngram", "num_speculative_tokens": 4, **given})
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == (low, high)
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "model"),
+    [({"model": "/models/small"}, "draft_model", "/models/small"), ({"model": "ngram"}, "ngram", None)],
+)
+def test_the_method_follows_from_the_model(given: dict[str, str], method: str, model: str | None) -> None:
+    config = speculative_config({"num_speculative_tokens": 2, **given})
+    assert (config.method, config.model) == (method, model)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "deepseek_mtp", "suffix", "medusa"])
+def test_methods_that_are_not_built_are_refused_by_name(method: str) -> None:
+    with pytest.raises(NotBuiltError, match=f"method {method} is not built; built are ngram and draft_model"):
+        speculative_config({"method": method, "num_speculative_tokens": 2})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"method": "ngram"}, "num_speculative_tokens is missing"),
+        ({"num_speculative_tokens": 2}, "method is missing"),
+        ({"method": "magic", "num_speculative_tokens": 2}, "there is no method 'magic'"),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, "needs model"),
+        ({"method": "ngram", "model": "/m", "num_speculative_tokens": 2}, "leave one of them out"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "it must be 1 to 128"),
+        ({"method": "ngram", "num_speculative_tokens": 129}, "it must be 1 to 128"),
+        ({"method": "ngram", "num_speculative_tokens": "many"}, "Expected `int`"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 3, "prompt_lookup_max": 2}, "above"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 2}, "tensor_parallel_size 2"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}, "'synthetic'"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "speculative_token_tree": "[]"}, "token_tree is not built"),
+    ],
+)
+def test_what_is_wrong_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        speculative_config(values)
+
+
+def test_fields_that_ask_for_what_is_built_anyway_are_accepted() -> None:
+    speculative_config(
+        {"method": "ngram", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1, "quantization": None}
+    )
+
+
+@pytest.mark.parametrize("text", ["ngram", "[1]", "{", "3"])
+def test_text_that_is_no_json_object_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=r'\{"method": "ngram", "num_speculative_tokens": 4\}'):
+        parse_speculative_json(text)

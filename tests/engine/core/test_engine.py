@@ -1,0 +1,375 @@
+"""The engine as a whole, in one process, with a tiny random model: what is changed while it runs changes no answer."""
+
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.core.engine import Engine
+from trimtab_engine.core.startup import start_engine
+from trimtab_engine.device.device import Device
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.messages import AddRequest, CoreReady, SamplingParams
+from trimtab_engine.runner.model_runner import ModelRunner
+
+VOCABULARY = 97
+MAX_MODEL_LEN = 128
+BLOCKS_FOR_ONE = MAX_MODEL_LEN // 8
+BYTES_PER_BLOCK = 2 * 2 * 8 * 2 * 16 * 4
+DEVICE_BYTES = 4 << 30  # 0.0001 of it is 0.43 MB, some 52 blocks
+
+
+class Clock:
+    """Time that moves only when it is looked at."""
+
+    def __init__(self) -> None:
+        self._ticks = itertools.count()
+
+    def __call__(self) -> float:
+        return next(self._ticks) * 0.001
+
+
+@pytest.fixture
+def model(model_of: Callable[..., Path]) -> Path:
+    return model_of()
+
+
+def an_engine(model: Path, **changes: Any) -> tuple[Engine, CoreReady]:
+    values: dict[str, Any] = {
+        "model": str(model),
+        "load_format": "dummy",
+        "device_memory_bytes": DEVICE_BYTES,
+        "cpu_threads": 1,
+        "max_model_len": MAX_MODEL_LEN,
+        "block_size": 8,
+        "num_gpu_blocks_override": 4 * BLOCKS_FOR_ONE,
+        "max_num_seqs": 8,
+        "max_num_seqs_cap": 16,
+        "max_num_batched_tokens": 64,
+        "max_num_batched_tokens_cap": 256,
+    }
+    return start_engine(EngineConfig(**values | changes), lambda stage, percent: None, Clock())
+
+
+def utilization(steps_above_this_process: int) -> str:
+    """A utilisation that leaves some hundred MB for the engine, whatever this test process has grown to."""
+    used = Device("cpu", memory_bytes=DEVICE_BYTES, cpu_threads=1).used_bytes()
+    return str((used * 10_000 // DEVICE_BYTES + steps_above_this_process) / 10_000)
+
+
+def a_request(number: int, *, prompt: int, output: int, shared: bool = False, **sampling: Any) -> AddRequest:
+    tokens = [random.Random(number * 7 + i).randrange(VOCABULARY - 1) for i in range(prompt)]
+    tokens = SHARED + tokens if shared else tokens
+    params = SamplingParams(**{"max_tokens": output, "temperature": 0.0, "ignore_eos": True, **sampling})
+    return AddRequest(f"r{number}", tokens, params, arrival_time=0.0)
+
+
+def run(engine: Engine, requests: list[AddRequest], between_steps: Any = lambda step: None) -> dict[str, list[int]]:
+    """Serve to the end. The tokens of each request; fails when one does not end by length."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    reasons: dict[str, str] = {}
+    for request in requests:
+        engine.add(request)
+    for step in range(100_000):
+        if not engine.has_work:
+            break
+        for output in engine.step().outputs:
+            tokens[output.request_id] += output.token_ids
+            if output.finish_reason:
+                reasons[output.request_id] = output.finish_reason
+        engine.check_integrity()
+        between_steps(step)
+    assert set(reasons.values()) == {"length"}
+    assert reasons.keys() == tokens.keys()
+    return tokens
+
+
+SHARED = list(range(20))
+REQUESTS = [a_request(n, prompt=5 + 7 * (n % 9), output=10 + 5 * (n % 8), shared=n % 3 == 0) for n in range(24)]
+
+
+A_SWAP_SPACE = {"swap_space_bytes": 100 * BYTES_PER_BLOCK, "swap_space_bytes_cap": 100 * BYTES_PER_BLOCK}
+A_SMALL_SWAP_SPACE = {"swap_space_bytes": 9 * BYTES_PER_BLOCK, "swap_space_bytes_cap": 9 * BYTES_PER_BLOCK}
+
+
+@pytest.fixture(scope="module")
+def expected(model_of: Callable[..., Path]) -> dict[str, list[int]]:
+    """What each request yields when nothing disturbs it."""
+    return alone(model_of())
+
+
+def alone(model: Path) -> dict[str, list[int]]:
+    """What each request yields when nothing disturbs it."""
+    engine, _ = an_engine(model, max_num_batched_tokens=256)
+    answers: dict[str, list[int]] = {}
+    for request in REQUESTS:
+        answers |= run(engine, [request])
+    return answers
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        {"max_num_batched_tokens": 16, "long_prefill_token_threshold": 5},
+        {"enable_prefix_caching": False},
+        {"num_gpu_blocks_override": BLOCKS_FOR_ONE + 4},
+        {"num_gpu_blocks_override": BLOCKS_FOR_ONE + 4, "watermark": 0.1, "max_num_batched_tokens": 20},
+        {"num_gpu_blocks_override": BLOCKS_FOR_ONE + 4, "preemption_mode": "swap", **A_SWAP_SPACE},
+        {"num_gpu_blocks_override": BLOCKS_FOR_ONE + 4, "preemption_mode": "auto", **A_SWAP_SPACE},
+        {"num_gpu_blocks_override": BLOCKS_FOR_ONE + 4, "preemption_mode": "swap", **A_SMALL_SWAP_SPACE},
+    ],
+)
+def test_however_requests_are_batched_they_yield_the_same_tokens_as_alone(
+    model: Path, expected: dict[str, list[int]], changes: dict[str, Any], overlap: bool
+) -> None:
+    engine, _ = an_engine(model, async_scheduling=overlap, **changes)
+    preempted: Counter[str] = Counter()
+    hits = moved = 0
+    for request in REQUESTS:
+        engine.add(request)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in REQUESTS}
+    while engine.has_work:
+        step = engine.step()
+        for mode, reasons in step.stats.preempted.items():
+            preempted[mode] += sum(reasons.values())
+        hits += step.stats.prefix_cache_hits
+        moved += step.stats.swapped_in_bytes
+        for output in step.outputs:
+            tokens[output.request_id] += output.token_ids
+        engine.check_integrity()
+    assert tokens == expected
+    mode = changes.get("preemption_mode", "recompute")
+    assert preempted["recompute"] > (5 if mode == "recompute" and "num_gpu_blocks_override" in changes else -1)
+    assert (preempted["swap"] > 0) == (moved > 0)
+    assert preempted["swap"] > (0 if mode == "swap" else -1)
+    if changes.get("swap_space_bytes") == A_SMALL_SWAP_SPACE["swap_space_bytes"]:
+        assert preempted["recompute"] > 0, "a full swap space falls back"
+    assert (hits > 0) == changes.get("enable_prefix_caching", True)
+
+
+def test_a_request_finds_what_another_one_computed_unless_their_salts_differ(model: Path) -> None:
+    engine, _ = an_engine(model)
+    prompt = [number % VOCABULARY for number in range(50)]
+    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    cached = {}
+    for name, salt in (("first", ""), ("again", ""), ("tenant", "x"), ("tenant again", "x")):
+        engine.add(AddRequest(name, prompt, greedy, arrival_time=0.0, cache_salt=salt))
+        first, *_ = engine.step().outputs
+        cached[name] = first.num_cached_tokens
+        while engine.has_work:
+            engine.step()
+    assert cached == {"first": 0, "again": 48, "tenant": 0, "tenant again": 48}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_thousand_random_patches_under_load_fail_no_request_and_change_no_answer(
+    model: Path, expected: dict[str, list[int]], overlap: bool
+) -> None:
+    engine, _ = an_engine(
+        model,
+        async_scheduling=overlap,
+        num_gpu_blocks_override=None,
+        gpu_memory_utilization=utilization(200),
+        gpu_memory_utilization_cap=utilization(240),
+    )
+    dice = random.Random(20)
+    least = engine.config()["fields"]["gpu_memory_utilization"]["min"]
+    seen = {200: 0, 412: 0, 422: 0}
+    generation = 1
+    resized = set()
+
+    def patch_at_random(_: int) -> None:
+        nonlocal generation
+        for _ in range(2):
+            values = dice.choice(
+                [
+                    {"max_num_seqs": dice.randint(1, 20)},
+                    {"max_num_batched_tokens": dice.randint(1, 300)},
+                    {"max_num_seqs": dice.randint(1, 16), "max_num_batched_tokens": dice.randint(16, 256)},
+                    {"gpu_memory_utilization": dice.choice([least, float(utilization(dice.randint(-60, 300)))])},
+                ]
+            )
+            if_match = dice.choice([None, generation, generation - 1])
+            status, body = engine.patch_config({"values": values, "if_match": if_match, "dry_run": False})
+            seen[status] += 1
+            if status == 200:
+                generation = int(body["generation"])
+                resized.add(engine.ledger().blocks_total)
+            engine.check_integrity()
+
+    rounds = 0
+    while sum(seen.values()) < 1000:
+        assert run(engine, REQUESTS, patch_at_random) == expected
+        rounds += 1
+    assert seen[200] > 100
+    assert seen[412] > 50
+    assert seen[422] > 50
+    assert len(resized) > 3, "the KV cache really changed its size"
+
+
+def test_a_patch_takes_effect_in_the_very_next_step(model: Path) -> None:
+    engine, _ = an_engine(model)
+    for request in REQUESTS[:8]:
+        engine.add(request)
+    before = engine.step().stats
+    status, body = engine.patch_config({"values": {"max_num_batched_tokens": 8}})
+    after = engine.step().stats
+    assert status == 200
+    assert body["applied_at_step"] == before.step + 1 == after.step
+    assert before.num_scheduled_tokens == 64
+    assert after.num_scheduled_tokens == 8
+    assert after.config_generation == 2
+
+
+def test_shrinking_below_what_is_in_use_preempts_for_resize_and_gives_memory_back(model: Path) -> None:
+    engine, _ = an_engine(
+        model,
+        num_gpu_blocks_override=None,
+        gpu_memory_utilization=utilization(200),
+        gpu_memory_utilization_cap="0.9",
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+    )
+    least = engine.config()["fields"]["gpu_memory_utilization"]["min"]
+    for number in range(16):  # more blocks in all than the smallest cache can have, whose size is rounded up
+        engine.add(a_request(number, prompt=80, output=40))
+    for _ in range(12):
+        engine.step()
+    total = engine.ledger().blocks_total
+    status, _ = engine.patch_config({"values": {"gpu_memory_utilization": least}})
+    stats = engine.step().stats
+    assert status == 200
+    assert engine.ledger().blocks_total < total
+    assert stats.preempted["recompute"]["resize"] > 0
+    assert stats.kv_blocks_used <= stats.kv_blocks_total
+    engine.check_integrity()
+
+
+def test_a_drain_aborts_what_is_left_at_its_deadline(model: Path) -> None:
+    engine, _ = an_engine(model)
+    for request in REQUESTS[:4]:
+        engine.add(request)
+    engine.step()
+    report = engine.drain(0.0)
+    outputs = engine.step().outputs
+    assert report["remaining_requests"] == 4
+    assert report["remaining_tokens"] > 0
+    assert {output.finish_reason for output in outputs} == {"abort"}
+    assert not engine.has_work
+
+
+def test_the_ledger_names_an_owner_for_every_kind_and_its_kv_is_what_is_mapped(model: Path) -> None:
+    engine, ready = an_engine(model)
+    ledger = engine.ledger()
+    assert ledger.kinds["kv_mapped"] == ready.num_blocks * BYTES_PER_BLOCK
+    assert sum(ledger.kinds.values()) + ledger.free_bytes == ledger.device_bytes
+    assert ledger.untouched_bytes == ledger.kinds["kv_mapped"], "no KV page was written yet"
+    assert abs(ledger.unattributed_bytes) < 64 << 20
+
+
+def test_a_plan_gives_what_a_patch_of_the_same_utilisation_gives(model: Path) -> None:
+    high = utilization(240)
+    sizes = {
+        "num_gpu_blocks_override": None,
+        "gpu_memory_utilization": utilization(200),
+        "gpu_memory_utilization_cap": high,
+    }
+    engine, ready = an_engine(model, **sizes)
+    assert engine.memory_plan({})[1]["num_blocks"] == ready.num_blocks
+    status, plan = engine.memory_plan({"gpu_memory_utilization": float(high)})
+    assert engine.patch_config({"values": {"gpu_memory_utilization": float(high)}})[0] == 200
+    assert (status, plan["num_blocks"]) == (200, engine.ledger().blocks_total)
+    assert plan["kinds"]["kv_mapped"] == engine.ledger().kinds["kv_mapped"]
+    known = json.loads((model / "config.json").read_text())
+    assert (
+        engine.memory_plan({"max_model_len": "auto"})[1]["planned"]["max_model_len"] == known["max_position_embeddings"]
+    )
+
+
+def test_swap_space_on_the_cpu_is_part_of_the_device(model: Path) -> None:
+    swap = 64 * BYTES_PER_BLOCK
+    engine, _ = an_engine(model, preemption_mode="swap", swap_space_bytes=swap // 2, swap_space_bytes_cap=swap)
+    ledger = engine.ledger()
+    assert ledger.kinds["workspace"] == swap
+    assert ledger.untouched_bytes == ledger.kinds["kv_mapped"] + swap
+    status, plan = engine.memory_plan({"swap_space_bytes": 2 * swap})
+    assert (status, plan["kinds"]["workspace"]) == (200, 2 * swap)
+
+
+def test_every_live_field_of_the_scheduler_takes_effect_while_requests_run(model: Path) -> None:
+    expected = alone(model)
+    swap = 64 * BYTES_PER_BLOCK
+    engine, _ = an_engine(model, num_gpu_blocks_override=BLOCKS_FOR_ONE + 12, swap_space_bytes_cap=swap)
+    dice = random.Random(3)
+    choices: dict[str, list[Any]] = {
+        "long_prefill_token_threshold": [0, 3, 16],
+        "watermark": [0, 0.1, 0.5],
+        "scheduling_policy": ["fcfs", "priority"],
+        "preemption_mode": ["recompute", "swap", "auto"],
+        "swap_space_bytes": [0, swap // 2, swap],
+        "enable_prefix_caching": [False, True],
+        "max_num_seqs": [1, 4, 16],
+    }
+
+    def patch_at_random(_: int) -> None:
+        name = dice.choice(list(choices))
+        status, body = engine.patch_config({"values": {name: dice.choice(choices[name])}})
+        assert status == 200, body
+        engine.check_integrity()
+
+    for _ in range(3):
+        assert run(engine, REQUESTS, patch_at_random) == expected
+
+
+def test_memory_that_runs_out_while_starting_is_one_line_with_what_to_set(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(ModelRunner, "profile", fail)
+    with pytest.raises(
+        ConfigError, match=r"out of memory at start, in stage profile .* lower --max-num-batched-tokens"
+    ):
+        an_engine(model)
+
+
+def test_a_device_too_small_for_one_request_is_refused_with_the_numbers_and_what_to_set(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max seq len \(128\).*--gpu-memory-utilization|--device-memory-bytes"):
+        an_engine(model, num_gpu_blocks_override=None, device_memory_bytes=200 << 20)
+
+
+def test_unchunked_prefill_needs_a_budget_of_max_model_len(model: Path) -> None:
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens 64 is below max_model_len 128"):
+        an_engine(model, enable_chunked_prefill=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        ({"num_gpu_blocks_override": 20}, 160),
+        ({"num_gpu_blocks_override": 1000}, 256),  # the model's
+        ({"num_gpu_blocks_override": 20, "enable_chunked_prefill": False}, 64),  # a prompt must fit into one step
+        ({"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 9 * BYTES_PER_BLOCK}, 72),
+    ],
+)
+def test_max_model_len_auto_is_the_longest_that_fits_one_request(
+    model: Path, changes: dict[str, Any], longest: int
+) -> None:
+    engine, ready = an_engine(model, max_model_len="auto", **changes)
+    assert ready.max_model_len == engine.config()["envelope"]["max_model_len"] == longest
+    prompt = min(longest, 64) - 2
+    run(engine, [a_request(1, prompt=prompt, output=min(longest - prompt, 40))])
+
+
+def test_max_model_len_auto_says_what_is_missing_where_nothing_fits(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"out of memory before loading: .* use a device of more than"):
+        an_engine(model, max_model_len="auto", num_gpu_blocks_override=None, device_memory_bytes=200 << 20)

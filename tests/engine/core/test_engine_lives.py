@@ -1,0 +1,229 @@
+"""Ten thousand random steps of whole engines with a tiny model: requests come, are aborted, preempted, swapped, shared,
+guessed ahead and re-trimmed; each greedy request that ends has the tokens that it would have had alone, and the
+invariants hold after every step.
+
+Where the model's two best tokens are closer than MARGIN, the order of summation may decide: from there on the request
+is not compared, and such cases are counted.
+"""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.speculation import SpeculativeConfig
+from trimtab_engine.core.engine import Engine
+from trimtab_engine.core.startup import start_engine
+from trimtab_engine.device.device import Device
+from trimtab_engine.messages import AddRequest, SamplingParams, StepStats
+
+STEPS = 2000  # of each of the six engines
+ALIVE = 12  # requests at a time
+MARGIN = 1e-3  # between the log-probabilities of the two best tokens
+VOCABULARY = 97
+MAX_MODEL_LEN = 96
+BLOCK_SIZE = 8
+BYTES_PER_BLOCK = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4
+ONE_REQUEST_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE
+TIGHT = {"num_gpu_blocks_override": 2 * ONE_REQUEST_BLOCKS}
+SWAP = {"swap_space_bytes": 40 * BYTES_PER_BLOCK, "swap_space_bytes_cap": 60 * BYTES_PER_BLOCK}
+GUESSING = {"num_speculative_tokens": 3, "num_speculative_tokens_cap": 4}
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=4)
+DEVICE_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Question:
+    """A greedy request and what it yields alone. `sure`: up to where the tokens are beyond doubt."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    tokens: list[int]
+    sure: int
+
+
+@pytest.fixture(scope="module")
+def model(model_of: Callable[..., Path]) -> Path:
+    return model_of()
+
+
+def an_engine(model: Path, **changes: Any) -> Engine:
+    values: dict[str, Any] = {
+        "load_format": "dummy",
+        "device_memory_bytes": DEVICE_BYTES,
+        "cpu_threads": 1,
+        "max_model_len": MAX_MODEL_LEN,
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": 6,
+        "max_num_seqs_cap": 10,
+        "max_num_batched_tokens": 48,
+        "max_num_batched_tokens_cap": 128,
+    }
+    if changes.get("speculative") == "the model itself":
+        changes["speculative"] = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model=str(model))
+    config = EngineConfig(model=str(model), **values | changes)
+    return start_engine(config, lambda stage, percent: None, time.monotonic)[0]
+
+
+@pytest.fixture(scope="module")
+def questions(model: Path) -> list[Question]:
+    """Many begin alike, many repeat themselves."""
+    dice = random.Random(11)
+    engine = an_engine(model, num_gpu_blocks_override=200, enable_prefix_caching=False)
+    asked = []
+    for number in range(60):
+        own = [dice.randrange(VOCABULARY - 1) for _ in range(dice.randint(1, 12))] * dice.randint(1, 3)
+        prompt = [*range(dice.choice([0, 0, 9, 24, 30])), *own]
+        sampling = SamplingParams(max_tokens=dice.randint(1, 30), temperature=0.0, ignore_eos=True)
+        asked.append(alone(engine, f"alone-{number}", prompt, sampling))
+    return asked
+
+
+def alone(engine: Engine, name: str, prompt: list[int], sampling: SamplingParams) -> Question:
+    with_margins = SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
+    engine.add(AddRequest(name, prompt, with_margins, arrival_time=0.0))
+    tokens: list[int] = []
+    sure: int | None = None
+    while engine.has_work:
+        for output in engine.step().outputs:
+            for position in output.logprobs or []:
+                _, best, second = position.logprobs
+                if best - second < MARGIN and sure is None:
+                    sure = len(tokens)
+            tokens += output.token_ids
+    return Question(prompt, sampling, tokens, len(tokens) if sure is None else sure)
+
+
+class Life:
+    """One engine, steered at random."""
+
+    def __init__(self, engine: Engine, questions: list[Question], seed: int) -> None:
+        self.engine, self.questions = engine, questions
+        self.dice = random.Random(seed)
+        self.alive: dict[str, tuple[Question, list[int]]] = {}
+        self.num_asked = self.num_ended = self.num_aborted = self.num_doubtful = self.num_patched = 0
+        self.preempted: Counter[str] = Counter()
+        self.hits = self.num_accepted = 0
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.disturb()
+            self.step()
+        while self.engine.has_work:
+            self.step()
+        assert not self.alive
+
+    def disturb(self) -> None:
+        dice = self.dice
+        while len(self.alive) < ALIVE:
+            self.ask()
+        if dice.random() < 0.03:
+            name = dice.choice(list(self.alive))
+            self.engine.abort([name])
+            del self.alive[name]
+            self.num_aborted += 1
+        if dice.random() < 0.1:
+            self.patch()
+
+    def ask(self) -> None:
+        question = self.dice.choice(self.questions)
+        name = f"r{self.num_asked}"
+        self.num_asked += 1
+        self.engine.add(
+            AddRequest(
+                name,
+                question.prompt,
+                question.sampling,
+                arrival_time=time.monotonic(),
+                priority=self.dice.randint(0, 2),
+                cache_salt=self.dice.choice(["", "", "a tenant"]),
+            )
+        )
+        self.alive[name] = (question, [])
+
+    def patch(self) -> None:
+        """Some fields to some values; not all go together, and then nothing changes."""
+        dice = self.dice
+        possible: dict[str, Any] = {
+            "max_num_seqs": dice.randint(1, 10),
+            "max_num_batched_tokens": dice.randint(1, 128),
+            "long_prefill_token_threshold": dice.choice([0, 0, 5, 17]),
+            "watermark": dice.choice([0.0, 0.0, 0.05]),
+            "scheduling_policy": dice.choice(["fcfs", "priority"]),
+            "preemption_mode": dice.choice(["recompute", "swap", "auto"]),
+            "swap_space_bytes": dice.randint(0, 60) * BYTES_PER_BLOCK,
+            "num_speculative_tokens": dice.randint(0, 4),
+            "enable_prefix_caching": dice.choice([True, True, True, False]),
+        }
+        live = self.engine.config()["fields"]
+        if live["gpu_memory_utilization"]["class"] == "live":
+            least = live["gpu_memory_utilization"]["min"]
+            possible["gpu_memory_utilization"] = dice.choice([least, least, round(least + dice.random() / 200, 4)])
+        names = dice.sample([name for name in possible if name in live], 2)
+        status, _ = self.engine.patch_config({"values": {name: possible[name] for name in names}})
+        self.num_patched += status == 200
+
+    def step(self) -> None:
+        step = self.engine.step()
+        self.engine.check_integrity()
+        self.count(step.stats)
+        for output in step.outputs:
+            if output.request_id not in self.alive:
+                continue  # aborted while its step was in flight
+            question, tokens = self.alive[output.request_id]
+            tokens += output.token_ids
+            if output.finish_reason is None:
+                continue
+            assert output.finish_reason == "length"
+            assert len(tokens) == len(question.tokens)
+            assert tokens[: question.sure] == question.tokens[: question.sure]
+            self.num_doubtful += tokens != question.tokens
+            self.num_ended += 1
+            del self.alive[output.request_id]
+
+    def count(self, stats: StepStats) -> None:
+        self.hits += stats.prefix_cache_hits
+        self.num_accepted += sum(stats.accepted_per_position)
+        for mode, reasons in stats.preempted.items():
+            self.preempted[mode] += sum(reasons.values())
+
+
+def utilization(steps_above_this_process: int) -> str:
+    """A utilisation that leaves some hundred MB for the engine, whatever this test process has grown to."""
+    used = Device("cpu", memory_bytes=DEVICE_BYTES, cpu_threads=1).used_bytes()
+    return str((used * 10_000 // DEVICE_BYTES + steps_above_this_process) / 10_000)
+
+
+def resized() -> dict[str, Any]:
+    return {"gpu_memory_utilization": utilization(200), "gpu_memory_utilization_cap": utilization(260)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "preempts"),
+    [
+        (TIGHT, True),
+        ({**TIGHT, **SWAP, "preemption_mode": "swap", "async_scheduling": True}, True),
+        ({**TIGHT, **SWAP, "preemption_mode": "auto"}, True),
+        (resized, False),
+        ({**TIGHT, **SWAP, **GUESSING, "preemption_mode": "auto", "speculative": NGRAM}, True),
+        ({**TIGHT, **GUESSING, "speculative": "the model itself"}, True),
+    ],
+    ids=["recompute", "swap, steps overlapping", "auto", "resized", "n-gram drafts", "drafts of the model itself"],
+)
+def test_whatever_happens_every_request_that_ends_has_its_own_tokens(
+    model: Path, questions: list[Question], changes: Any, preempts: bool
+) -> None:
+    life = Life(an_engine(model, **(changes() if callable(changes) else changes)), questions, seed=5)
+    life.run(STEPS)
+    assert life.num_ended > STEPS / 10
+    assert life.num_patched > STEPS / 50
+    assert life.num_aborted > STEPS / 50
+    assert life.hits > STEPS / 10
+    assert life.num_doubtful <= life.num_ended / 50
+    assert life.num_accepted > (STEPS / 20 if isinstance(changes, dict) and "speculative" in changes else -1)
+    assert sum(life.preempted.values()) > (STEPS / 100 if preempts else -1)

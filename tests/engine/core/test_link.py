@@ -1,0 +1,103 @@
+"""The core's side of its clients: each gets its own outputs, and the statistics go to one alone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from trimtab_engine.core.link import Link
+from trimtab_engine.messages import (
+    AbortRequests,
+    AddRequest,
+    ClientAddresses,
+    ClientOutputs,
+    FromCore,
+    LoadProgress,
+    RequestOutput,
+    SamplingParams,
+    StepOutputs,
+    StepStats,
+    ToCore,
+)
+
+TIMEOUT_MILLISECONDS = 10_000
+STATS = StepStats(1, 0.0, 0.0, "decode", 0, 0, 0, 4, 4)
+
+
+class Client:
+    """The other end of a link."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", addresses: ClientAddresses) -> None:
+        self._outbox, self._inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        self._outbox.bind(addresses.to_core)
+        self._inbox.bind(addresses.from_core)
+        self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
+
+    def send(self, message: ToCore) -> None:
+        self._outbox.send(msgspec.msgpack.encode(message))
+
+    def receive(self) -> FromCore:
+        assert self._inbox.poll(TIMEOUT_MILLISECONDS)
+        return self._decoder.decode(self._inbox.recv())
+
+    def has_more(self) -> bool:
+        return bool(self._inbox.poll(50))
+
+
+Three = tuple[Link, list[Client]]
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Three]:
+    addresses = [ClientAddresses(f"ipc://{tmp_path}/t{i}", f"ipc://{tmp_path}/f{i}") for i in range(3)]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    clients = [Client(context, each) for each in addresses]
+    link = Link(addresses)
+    yield link, clients
+    link.close()
+    context.destroy(linger=0)
+
+
+def an_add(link: Link, client: Client, request_id: str, index: int) -> None:
+    message = AddRequest(request_id, [1], SamplingParams(), 0.0, client_index=index)
+    client.send(message)
+    assert link.receive(TIMEOUT_MILLISECONDS) == [message]
+
+
+def test_outputs_go_to_the_one_who_asked_and_statistics_to_the_first(three: Three) -> None:
+    link, (first, second, third) = three
+    an_add(link, second, "a", 1)
+    an_add(link, third, "b", 2)
+    link.send_step(StepOutputs([RequestOutput("a", [7]), RequestOutput("b", [8], "stop")], STATS))
+    assert first.receive() == StepOutputs([], STATS)
+    assert second.receive() == ClientOutputs([RequestOutput("a", [7])], 1)
+    assert third.receive() == ClientOutputs([RequestOutput("b", [8], "stop")], 1)
+
+
+def test_a_client_without_outputs_hears_nothing(three: Three) -> None:
+    link, (first, second, third) = three
+    an_add(link, second, "a", 1)
+    link.send_step(StepOutputs([RequestOutput("a", [7], "length")], STATS))
+    assert isinstance(first.receive(), StepOutputs)
+    assert isinstance(second.receive(), ClientOutputs)
+    assert not third.has_more()
+
+
+def test_requests_that_ended_are_forgotten(three: Three) -> None:
+    link, (first, second, third) = three
+    an_add(link, second, "a", 1)
+    an_add(link, third, "b", 2)
+    link.send_step(StepOutputs([RequestOutput("a", [], "abort")], STATS))
+    third.send(AbortRequests(["b", "unknown"]))
+    link.receive(TIMEOUT_MILLISECONDS)
+    assert not link._client_of
+    link.send_step(StepOutputs([RequestOutput("b", [7])], STATS))
+    first.receive()
+    assert first.receive() == StepOutputs([RequestOutput("b", [7])], STATS)  # the client there knows it no more
+
+
+def test_progress_reaches_every_client(three: Three) -> None:
+    link, clients = three
+    link.broadcast(LoadProgress("weights", 1.0))
+    assert [client.receive() for client in clients] == [LoadProgress("weights", 1.0)] * 3

@@ -1,0 +1,130 @@
+"""Log-probabilities of a prompt's own tokens are the same however the prompt is computed."""
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.core.engine import Engine
+from trimtab_engine.core.startup import start_engine
+from trimtab_engine.messages import AddRequest, RequestOutput, SamplingParams, TokenLogprobs
+
+VOCABULARY = 97
+BLOCKS_FOR_ONE = 128 // 8
+
+
+@pytest.fixture(scope="module")
+def model(model_of: Callable[..., Path]) -> Path:
+    return model_of()
+
+
+def an_engine(model: Path, **changes: Any) -> Engine:
+    values: dict[str, Any] = {
+        "model": str(model),
+        "load_format": "dummy",
+        "device_memory_bytes": 4 << 30,
+        "cpu_threads": 1,
+        "max_model_len": 128,
+        "block_size": 8,
+        "num_gpu_blocks_override": 4 * BLOCKS_FOR_ONE,
+        "max_num_seqs": 8,
+        "max_num_seqs_cap": 8,
+        "max_num_batched_tokens": 256,
+        "max_num_batched_tokens_cap": 256,
+    }
+    return start_engine(EngineConfig(**values | changes), lambda stage, percent: None, time.monotonic)[0]
+
+
+def a_prompt(seed: int, length: int) -> list[int]:
+    return [random.Random(seed * 1000 + i).randrange(VOCABULARY - 1) for i in range(length)]
+
+
+def a_request(name: str, prompt: list[int], **sampling: Any) -> AddRequest:
+    return AddRequest(name, prompt, SamplingParams(temperature=0.0, ignore_eos=True, **sampling), 0.0)
+
+
+def serve(engine: Engine, requests: list[AddRequest]) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for output in engine.step().outputs:
+            outputs[output.request_id].append(output)
+        engine.check_integrity()
+    return outputs
+
+
+def judged(outputs: list[RequestOutput]) -> list[TokenLogprobs]:
+    assert outputs[0].prompt_logprobs is not None
+    assert all(output.prompt_logprobs is None for output in outputs[1:])
+    return outputs[0].prompt_logprobs
+
+
+PROMPTS = [a_prompt(seed, length) for seed, length in enumerate((2, 40, 33, 61, 90, 17, 50, 77))]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[TokenLogprobs]]:
+    """Each prompt computed alone and whole."""
+    engine = an_engine(model)
+    requests = [a_request(f"r{i}", prompt, max_tokens=3, prompt_logprobs=2) for i, prompt in enumerate(PROMPTS)]
+    return [judged(serve(engine, [request])[request.request_id]) for request in requests]
+
+
+def test_they_are_those_of_a_request_that_ends_before_the_token(
+    model: Path, expected: list[list[TokenLogprobs]]
+) -> None:
+    engine, prompt = an_engine(model), PROMPTS[1]
+    for position in (1, 2, 17, 39):
+        request = a_request("a", prompt[:position], max_tokens=1, logprobs=VOCABULARY)
+        (after,) = serve(engine, [request])["a"][0].logprobs or []
+        known = dict(zip(after.token_ids, after.logprobs, strict=True))
+        entry = expected[1][position - 1]
+        assert entry.token_ids[0] == prompt[position]
+        assert entry.logprobs[0] == pytest.approx(known[prompt[position]], abs=1e-4)
+        assert entry.rank == 1 + sum(value > known[prompt[position]] + 1e-6 for value in known.values())
+        assert entry.token_ids[1:] == after.token_ids[1:3]
+
+
+def test_there_is_one_for_every_token_but_the_first(expected: list[list[TokenLogprobs]]) -> None:
+    assert [len(entries) for entries in expected] == [len(prompt) - 1 for prompt in PROMPTS]
+    for prompt, entries in zip(PROMPTS, expected, strict=True):
+        assert [entry.token_ids[0] for entry in entries] == prompt[1:]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        {"max_num_batched_tokens": 9, "long_prefill_token_threshold": 5},
+        {"num_gpu_blocks_override": BLOCKS_FOR_ONE + 3, "max_num_batched_tokens": 24},  # preempts
+    ],
+)
+def test_however_the_prompts_are_batched(
+    model: Path, expected: list[list[TokenLogprobs]], changes: dict[str, Any], overlap: bool
+) -> None:
+    engine = an_engine(model, async_scheduling=overlap, **{"max_num_seqs": 8} | changes)
+    requests = [a_request(f"r{i}", prompt, max_tokens=30, prompt_logprobs=2) for i, prompt in enumerate(PROMPTS)]
+    requests.append(a_request("plain", a_prompt(99, 40), max_tokens=30))
+    outputs = serve(engine, requests)
+    for number, entries in enumerate(expected):
+        found = judged(outputs[f"r{number}"])
+        assert [entry.token_ids[0] for entry in found] == [entry.token_ids[0] for entry in entries]
+        for one, other in zip(found, entries, strict=True):
+            assert one.logprobs[0] == pytest.approx(other.logprobs[0], abs=1e-4)
+    assert outputs["plain"][0].prompt_logprobs is None
+
+
+def test_nothing_is_taken_from_the_prefix_cache(model: Path, expected: list[list[TokenLogprobs]]) -> None:
+    engine, prompt = an_engine(model), PROMPTS[4]
+    serve(engine, [a_request("first", prompt, max_tokens=1)])
+    again = serve(engine, [a_request("again", prompt, max_tokens=1)])["again"]
+    assert again[0].num_cached_tokens > 0
+    asked = serve(engine, [a_request("asked", prompt, max_tokens=1, prompt_logprobs=2)])["asked"]
+    assert asked[0].num_cached_tokens == 0
+    assert len(judged(asked)) == len(prompt) - 1

@@ -1,0 +1,284 @@
+"""A whole engine on CUDA, from its configuration to its last token, on a device that is not there: every line of the
+host's runs that runs on a GPU, but for CUDA's own graphs and events. Numbers are zeros; what is checked is that it
+starts, that start-up launches every variant of a kernel that serving does, and that the KV cache is mapped as it says.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from calling_recorder import CallingRecorder
+from fake_cuda import FakeCuda
+from fake_device import CUDA, NoWaiting, a_fake_device, variants
+from fake_nccl import a_fake_nccl, groups_of
+from torch.overrides import TorchFunctionMode
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.speculation import SpeculativeConfig
+from trimtab_engine.core.engine import Engine
+from trimtab_engine.core.startup import start_engine
+from trimtab_engine.device import device as device_module
+from trimtab_engine.device import swap_cache
+from trimtab_engine.device.address_range import AddressRange, Span
+from trimtab_engine.device.cuda_driver import CudaDriver
+from trimtab_engine.device.mapped_range import CudaMemory, MappedRange, Owner
+from trimtab_engine.device.side_lane import HostLane
+from trimtab_engine.memory.formula import MemoryFormula
+from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.parallel.groups import RankGroups
+from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.runner.graphs import start
+from trimtab_engine.weights.dummy import DummySource
+from trimtab_engine.workers import start as rank_start
+from trimtab_engine.workers.messages import Loaded, Profiled, RankReport, StartedSteps, StartSteps, Step
+from trimtab_kernels import jit
+from trimtab_kernels.jit import record_launches
+
+pytestmark = pytest.mark.skipif(not jit.HAS_TRITON, reason="records launches of Triton kernels")
+DEVICE_BYTES, USED_BYTES = 4 << 30, 100 << 20
+DENSE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 304,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+MIXTURE = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
+DRAFTS = {
+    "speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=2),
+    "num_speculative_tokens": 2,
+    "num_speculative_tokens_cap": 2,
+}
+SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
+TORCH_CUDA: dict[str, Any] = {
+    "is_available": lambda: True,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "get_device_name": lambda *_: "NVIDIA H200",
+    "get_device_capability": lambda *_: (9, 0),
+    "mem_get_info": lambda *_: (DEVICE_BYTES - USED_BYTES, DEVICE_BYTES),
+    "memory_reserved": lambda *_: 0,
+    "max_memory_reserved": lambda *_: 0,
+    "reset_peak_memory_stats": lambda *_: None,
+    "empty_cache": lambda: None,
+    "synchronize": lambda *_: None,
+}
+
+
+class Zeros(TorchFunctionMode):
+    """Whatever the host reads is zero, and what it makes on the device has its shape."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
+        if func is torch.Tensor.tolist:
+            return np.zeros(args[0].shape, dtype=np.int64).tolist()
+        if func is torch.Tensor.item:
+            return 0
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.tensor and torch.device(keywords.get("device") or "cpu").type == "cuda":
+            values = np.array(args[0])
+            made = torch.int64 if values.dtype.kind == "i" else torch.float32
+            return torch.empty(values.shape, dtype=keywords.get("dtype") or made, device=CUDA)
+        return func(*args, **keywords)
+
+
+class FakeCudaMemory(CudaMemory):
+    """Ranges of the fake driver, with fake tensors over them."""
+
+    def reserve(self, regions: Sequence[Span], page_bytes: int) -> AddressRange:
+        def tensor_at(_: int, size: int, owner: Owner) -> torch.Tensor:
+            whole = torch.empty(size, dtype=torch.uint8, device=CUDA)
+            whole.owner = owner  # type: ignore[attr-defined]  # kept alive
+            return whole
+
+        if self._driver is None:
+            return super().reserve(regions, page_bytes)
+        return MappedRange(regions, page_bytes, self._driver, tensor_at=tensor_at, synchronize=lambda: None)
+
+
+@contextmanager
+def a_fake_gpu() -> Iterator[FakeCuda]:
+    """Everything of CUDA that an engine asks for. Yields the driver of its memory."""
+    driver = FakeCuda()
+    memory = FakeCudaMemory(CUDA, DEVICE_BYTES, CudaDriver(driver, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, answer in TORCH_CUDA.items():
+            patch.setattr(torch.cuda, name, answer)
+        patch.setattr(device_module, "open_cuda_memory", lambda device, device_bytes: memory)
+        patch.setattr(device_module, "c_compiler", lambda: "cc")
+        patch.setattr(device_module, "pin_for_cuda", lambda address, num_bytes: None)
+        patch.setattr(swap_cache, "side_lane", lambda device: HostLane())
+        patch.setattr(start, "recorder_of", lambda device: CallingRecorder())
+        patch.setattr(DummySource, "_whole", lambda source, name: torch.empty(source.shapes()[name], device=CUDA))
+        with a_fake_device(), NoWaiting(is_start_up=True), Zeros():
+            yield driver
+
+
+def serve(engine: Engine) -> int:
+    """More requests than there are blocks for, greedy and random ones. Returns the steps."""
+    for number in range(12):
+        sampling = SamplingParams(max_tokens=8, temperature=0.7 * (number % 2), ignore_eos=True)
+        engine.add(AddRequest(str(number), [1 + number] * (3 + 9 * number), sampling, arrival_time=0.0))
+    num_steps = 0
+    while engine.has_work and num_steps < 500:
+        engine.step()
+        num_steps += 1
+    engine.check_integrity()
+    return num_steps
+
+
+def a_config(model: dict[str, Any], folder: Path, changes: dict[str, Any]) -> EngineConfig:
+    (folder / "config.json").write_text(json.dumps(model))
+    values: dict[str, Any] = {
+        "load_format": "dummy",
+        "device": "cuda",
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_seqs_cap": 8,
+        "max_num_batched_tokens": 64,
+        "max_num_batched_tokens_cap": 64,
+        "num_gpu_blocks_override": 24,
+    }
+    return EngineConfig(model=str(folder), **values | changes)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        pytest.param(DENSE, {}, id="dense"),
+        pytest.param(DENSE, {"enforce_eager": True, "async_scheduling": False}, id="eager"),
+        pytest.param(DENSE, {"kv_cache_dtype": "fp8"}, id="float8 cache"),
+        pytest.param(DENSE, {"quantization": "fp8"}, id="float8 weights"),
+        pytest.param(DENSE, DRAFTS, id="drafts"),
+        pytest.param(MIXTURE, {}, id="mixture"),
+        pytest.param(DENSE, SWAP, id="swap"),
+    ],
+)
+def test_an_engine_starts_serves_and_compiles_nothing_then(
+    model: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    config = a_config(model, tmp_path, changes)
+    with a_fake_gpu() as driver:
+        with record_launches() as at_start:
+            engine, ready = start_engine(config, lambda stage, percent: None, lambda: 0.0)
+        with record_launches() as served:
+            assert 0 < serve(engine) < 500
+        assert ready.num_blocks == 24
+        assert engine.ledger().kinds["kv_mapped"] <= driver.mapped_bytes
+        engine.close()
+    assert served
+    assert variants(served) <= variants(at_start)
+
+
+class OtherRank:
+    """In place of the workers: one further rank, which answers that it has done what it was told."""
+
+    told: list[Any]
+
+    def __init__(self, config: EngineConfig, layout: Layout, on_death: Any = None) -> None:
+        self.layout, self.rank = layout, layout.driver()
+        type(self).told = []
+
+    def join(self) -> RankGroups:
+        return groups_of(self.layout, self.rank)
+
+    def send(self, message: Any) -> None:
+        self.told.append(message)
+
+    def answers(self, kind: type) -> list[Any]:
+        other = 1 - self.rank
+        report = RankReport(other, "host", 1, "cuda:1", 0, 0, 0, (0, 0), 2, 1)
+        answers = (Loaded(report), Profiled(other, A_FORMULA), StartedSteps(other, 1 << 20, 2 << 20))
+        return [answer for answer in answers if isinstance(answer, kind)]
+
+    def close(self) -> None:
+        """There is no process."""
+
+
+A_FORMULA = MemoryFormula(
+    device_bytes=DEVICE_BYTES,
+    gpu_memory_utilization="0.9",
+    other_bytes=USED_BYTES,
+    weights_bytes=1 << 20,
+    activations_peak_bytes=1 << 20,
+    workspace_bytes=0,
+    graphs_bytes=0,
+    communicator_bytes=0,
+    num_layers=2,
+    num_kv_heads=1,
+    head_size=16,
+    kv_dtype_bytes=2,
+    block_size=16,
+    max_model_len=256,
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "inside", "outside"),
+    [
+        pytest.param(
+            DENSE, {"tensor_parallel_size": 2}, {"all_reduce"}, {"all_reduce", "broadcast", "gather"}, id="dense tp2"
+        ),
+        pytest.param(
+            MIXTURE,
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            {"all_reduce"},
+            {"all_reduce", "broadcast", "gather"},
+            id="mixture tp2 ep",
+        ),
+        pytest.param(DENSE, {"pipeline_parallel_size": 2}, set(), {"recv"}, id="dense pp2"),
+    ],
+)
+def test_the_core_s_rank_of_several_does_so_too(
+    model: dict[str, Any], layout: dict[str, Any], inside: set[str], outside: set[str], tmp_path: Path
+) -> None:
+    recorder = CallingRecorder()
+    with a_fake_gpu(), a_fake_nccl(recorder) as calls, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "recorder_of", lambda device: recorder)
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        patch.setattr(rank_start, "Workers", OtherRank)
+        with record_launches() as at_start:
+            engine, _ = start_engine(a_config(model, tmp_path, layout), lambda stage, percent: None, lambda: 0.0)
+        calls.clear()
+        with record_launches() as served:
+            assert 0 < serve(engine) < 500
+        assert engine.ledger().kinds["workspace"] > 0
+        engine.close()
+    assert not variants(served) - variants(at_start), "compiled while serving"
+    assert {name for name, is_inside in calls if is_inside} == inside
+    assert {name for name, is_inside in calls if not is_inside} == outside
+    steps = [message for message in OtherRank.told if isinstance(message, Step)]
+    assert any(isinstance(message, StartSteps) for message in OtherRank.told)
+    assert any(step.feed for step in steps) == ("broadcast" in outside), "tokens reach the other rank on the device"
+
+
+def test_asleep_nothing_is_mapped_and_awake_graphs_are_recorded_again(tmp_path: Path) -> None:
+    with a_fake_gpu() as driver, record_launches() as launches:
+        engine, _ = start_engine(a_config(DENSE, tmp_path, {}), lambda stage, percent: None, lambda: 0.0)
+        known, mapped = variants(launches), driver.mapped_bytes
+        for level in (1, 2):
+            assert engine.lifecycle("sleep", {"level": level, "mode": "abort"})[0] == 200
+            assert driver.mapped_bytes == 0
+            assert engine.lifecycle("wake_up", {"tags": ["weights", "kv_cache", "scheduling"]})[0] == 200
+            assert driver.mapped_bytes == mapped
+            assert 0 < serve(engine) < 500
+        engine.close()
+    assert variants(launches) == known

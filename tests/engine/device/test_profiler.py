@@ -1,0 +1,56 @@
+"""Recording steps: what is refused, what is written, and that it ends by itself."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from trimtab_engine.device import profiler
+from trimtab_engine.device.profiler import Profiler
+from trimtab_engine.errors import ConfigError
+
+
+def test_without_a_folder_it_is_refused_with_the_flag_to_give() -> None:
+    status, body = Profiler(None).call("start_profile")
+    assert status == 400
+    assert "--profiler-dir" in body["message"]
+    assert Profiler(None).call("stop_profile")[0] == 400
+
+
+def test_a_recording_becomes_a_chrome_trace_with_what_ran(tmp_path: Path) -> None:
+    recorder = Profiler(str(tmp_path / "new" / "folder"))
+    assert recorder.call("start_profile")[0] == 200
+    torch.ones(4, 4) @ torch.ones(4, 4)
+    recorder.on_step()
+    status, body = recorder.call("stop_profile")
+    assert (status, body["num_steps"]) == (200, 1)
+    events = json.loads(gzip.decompress(Path(body["trace"]).read_bytes()))["traceEvents"]
+    assert "aten::matmul" in {event["name"] for event in events}
+
+
+def test_one_recording_at_a_time(tmp_path: Path) -> None:
+    recorder = Profiler(str(tmp_path))
+    with pytest.raises(ConfigError, match="start one first"):
+        recorder.stop()
+    recorder.start()
+    with pytest.raises(ConfigError, match="stop it first"):
+        recorder.start()
+    recorder.stop()
+    with pytest.raises(ConfigError, match="start one first"):
+        recorder.stop()
+
+
+def test_it_ends_by_itself_and_the_trace_can_still_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "MAX_STEPS", 2)
+    recorder = Profiler(str(tmp_path))
+    recorder.start()
+    for _ in range(5):
+        recorder.on_step()
+    assert recorder.stop()["num_steps"] == 2
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write to --profiler-dir"):
+        Profiler(str(tmp_path / "file")).start()

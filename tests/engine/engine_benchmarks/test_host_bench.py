@@ -1,0 +1,46 @@
+"""The host's time per step: the bench takes the path that CUDA takes, and adds up."""
+
+import json
+from typing import Any
+
+import pytest
+from engine_benchmarks import host_bench
+from trimtab_engine.core.engine import Engine
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_bench, "RUNNING", (1, 3))
+    monkeypatch.setattr(host_bench, "CONTEXT", 20)
+
+
+def test_every_step_is_queued_behind_the_one_before_it_and_replays_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[bool] = []
+    follow = Engine._follow
+
+    def noting_follow(engine: Engine, *arguments: Any) -> Any:
+        follower = follow(engine, *arguments)
+        followed.append(follower is not None)
+        return follower
+
+    monkeypatch.setattr(Engine, "_follow", noting_follow)
+    with host_bench.an_engine() as engine:
+        measured = host_bench.measure(engine, 3, 5)
+        assert measured.steps == 5
+        assert set(measured.parts_ms) == set(host_bench.PARTS)
+        assert all(taken > 0 for taken in measured.parts_ms.values())
+        assert sum(measured.parts_ms.values()) <= 2 * measured.step_ms
+        assert not engine.has_work
+        assert sum(followed) >= host_bench.WARM_UP_STEPS + 5
+
+
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert host_bench.main(["-o", "json", "--steps", "3"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [m["running"] for m in told["measurements"]] == [1, 3]
+
+
+def test_more_steps_than_requests_last_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        host_bench.main(["--steps", "100000"])
+    assert "it must be 1 to 600" in capsys.readouterr().err

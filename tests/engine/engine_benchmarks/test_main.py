@@ -1,0 +1,30 @@
+"""The bench's own bookkeeping: what a partial run leaves of an earlier one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_benchmarks import __main__ as bench
+
+STEADY = {"measurements": [{"load": "steady", "running": 1, "p50_ms": 0.1, "p99_ms": 0.2, "target_p50_ms": None}]}
+
+
+def test_a_part_measured_alone_keeps_the_others_of_this_machine_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(part: str, figures: dict[str, Any]) -> set[str]:
+        monkeypatch.setitem(bench.PARTS, part, ("a part", lambda model: figures))
+        assert bench.main(["MODEL", "--output", str(tmp_path), "--only", part]) == 0
+        return set(json.loads((tmp_path / "cpu.json").read_text()))
+
+    assert measure("scheduler", STEADY) == {"machine", "scheduler"}
+    assert measure("live", {"num_failed": 0}) == {"machine", "scheduler", "live"}
+    page = (tmp_path / "cpu.md").read_text()
+    assert "| steady | 1 | 0.100 |" in page
+    assert "| num_failed | 0 |" in page
+    monkeypatch.setattr(
+        bench, "machine", lambda: {**json.loads((tmp_path / "cpu.json").read_text())["machine"], "cpus": 99}
+    )
+    assert measure("live", {"num_failed": 1}) == {"machine", "live"}
+    capsys.readouterr()

@@ -1,0 +1,35 @@
+"""The core that computes nothing: it answers like a core, so that only API servers are measured."""
+
+import asyncio
+import sys
+
+import pytest
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.launch import core_process
+from trimtab_engine.launch.client import CoreClient
+from trimtab_engine.launch.launcher import CoreLauncher
+from trimtab_engine.messages import AddRequest, SamplingParams, StepStats
+
+DEADLINE_SECONDS = 120.0
+
+
+async def test_every_request_gets_its_tokens_one_step_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = (sys.executable, "-m", "engine_benchmarks.stub_core")
+    monkeypatch.setattr(core_process, "CORE_COMMAND", command)
+    steps: list[StepStats] = []
+    launcher = CoreLauncher(EngineConfig(model="m"))
+    client = CoreClient(launcher.addresses[0], on_step=steps.append)
+    client.open()
+    await launcher.start(client)
+
+    async def outputs(name: str, max_tokens: int) -> list[int]:
+        request = AddRequest(name, [1, 2], SamplingParams(max_tokens=max_tokens), 0.0)
+        return [len(output.token_ids) async for output in client.generate(request)]
+
+    try:
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await client.loaded.wait()
+            assert list(await asyncio.gather(outputs("a", 1), outputs("b", 3))) == [[1], [1, 1, 1]]
+        assert sum(stats.num_generation_tokens for stats in steps) == 4
+    finally:
+        await launcher.close(client)

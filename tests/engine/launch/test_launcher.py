@@ -1,0 +1,67 @@
+"""The engine core's process, seen from the one that starts it."""
+
+import asyncio
+import sys
+
+import pytest
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.errors import EngineDead
+from trimtab_engine.launch import core_process
+from trimtab_engine.launch.client import CoreClient
+from trimtab_engine.launch.launcher import CoreLauncher
+
+READY = """
+import json, sys
+from trimtab_engine.core.link import Link
+from trimtab_engine.messages import ClientAddresses, CoreReady
+link = Link([ClientAddresses(**client) for client in json.loads(sys.stdin.readline())["clients"]])
+link.broadcast(CoreReady(64, 10, [1], 16, 4, {}))
+while not link.receive(100): pass
+link.close()
+"""
+DEADLINE_SECONDS = 20.0
+
+
+async def test_closing_leaves_neither_process_nor_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_process, "CORE_COMMAND", (sys.executable, "-c", READY))
+    launcher = CoreLauncher(EngineConfig(model="m"), num_clients=2)
+    clients = [CoreClient(addresses, client_index=index) for index, addresses in enumerate(launcher.addresses)]
+    for client in clients:
+        client.open()
+    await launcher.start(clients[0])
+    for client in clients:
+        await asyncio.wait_for(client.loaded.wait(), DEADLINE_SECONDS)
+    await clients[1].close()
+    await asyncio.wait_for(launcher.close(clients[0]), DEADLINE_SECONDS)
+    assert launcher.process is not None
+    assert launcher.process.returncode == 0
+    assert not launcher._folder.exists()
+
+
+async def test_a_core_that_cannot_be_started_is_a_dead_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_process, "CORE_COMMAND", ("/no/such/program",))
+    launcher = CoreLauncher(EngineConfig(model="m"))
+    client = CoreClient(launcher.addresses[0])
+    with pytest.raises(EngineDead, match="cannot be started"):
+        await launcher.start(client)
+    await launcher.close(client)
+
+
+KILLED = "import os, signal, sys; sys.stdin.readline(); os.kill(os.getpid(), signal.SIGKILL)"
+
+
+async def test_a_core_that_the_kernel_kills_while_loading_is_told_as_out_of_memory_with_what_to_lower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(core_process, "CORE_COMMAND", (sys.executable, "-c", KILLED))
+    launcher = CoreLauncher(EngineConfig(model="m"))
+    client = CoreClient(launcher.addresses[0])
+    client.open()
+    await launcher.start(client)
+    await asyncio.wait_for(client.ended.wait(), DEADLINE_SECONDS)
+    await launcher.close(client)
+    assert client.failure is not None
+    message = client.failure.message
+    assert "killed (signal 9) in stage starting of loading" in message
+    assert "raise its memory limit, or lower --max-num-batched-tokens" in message
+    assert "\n" not in message

@@ -1,0 +1,70 @@
+"""How large the KV cache starts, may become, and what start-up says when memory does not suffice."""
+
+from typing import Any
+
+import pytest
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit, out_of_memory
+
+GIB = 1 << 30
+
+
+def known(**given: Any) -> Unmeasured:
+    """A model of 7 billion parameters in bfloat16 on a device of 16 GiB; 2048 tokens take 1 GiB."""
+    fields: dict[str, Any] = {
+        "device_bytes": 16 * GIB,
+        "other_bytes": 0,
+        "limit_bytes": None,
+        "weights_bytes": 13 * GIB,
+        "num_layers": 32,
+        "num_kv_heads": 32,
+        "head_size": 128,
+        "kv_dtype_bytes": 2,
+        "max_model_len": 2048,
+    }
+    return Unmeasured(**{**fields, **given})
+
+
+def a_config(**given: Any) -> EngineConfig:
+    return EngineConfig(model="m", **given)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "fits"),
+    [
+        ({}, {}, True),
+        ({}, {"weights_bytes": 14 * GIB}, False),  # 15 of 14.4 GiB
+        ({"gpu_memory_utilization": "0.95", "gpu_memory_utilization_cap": "0.95"}, {"weights_bytes": 14 * GIB}, True),
+        ({}, {"max_model_len": 8192}, False),
+        ({"max_model_len": "auto"}, {"max_model_len": 8192}, True),  # it gives way
+        ({"num_gpu_blocks_override": 128}, {"weights_bytes": 15 * GIB}, True),  # the utilisation has no say
+        ({"num_gpu_blocks_override": 128}, {"weights_bytes": 17 * GIB}, False),
+        ({}, {"limit_bytes": 12 * GIB}, False),
+    ],
+)
+def test_what_cannot_fit_is_known_before_the_weights_are_read(
+    config: dict[str, Any], changes: dict[str, Any], fits: bool
+) -> None:
+    if fits:
+        check_weights_fit(a_config(**config), known(**changes))
+        return
+    with pytest.raises(ConfigError, match="out of memory before loading: the weights take"):
+        check_weights_fit(a_config(**config), known(**changes))
+
+
+@pytest.mark.parametrize(
+    ("stage", "remedy"),
+    [
+        ("starting", "--dtype bfloat16"),
+        ("weights", "--dtype bfloat16"),
+        ("profile", "lower --max-num-batched-tokens"),
+        ("kv_cache", "lower --gpu-memory-utilization"),
+    ],
+)
+def test_a_failed_allocation_is_told_with_the_numbers_and_what_to_set(stage: str, remedy: str) -> None:
+    text = out_of_memory(a_config(device_memory_bytes=16 * GIB), stage)
+    assert f"in stage {stage} on a device of 16.00 GiB" in text
+    assert "max_num_batched_tokens 2048, max_num_seqs 128" in text
+    assert remedy in text
+    assert "\n" not in text

@@ -1,0 +1,361 @@
+"""A step on CUDA waits for nothing: from its inputs to its tokens on their way back, no operator reads the device.
+
+There is no GPU here, so the tensors are fake ones that say they are on CUDA (fakes/fake_device.py): every operator runs
+but for its numbers, kernel launches are recorded, and whatever would make the host wait is refused.
+"""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calling_recorder import CallingRecorder
+from fake_device import CUDA, NoWaiting, Waited, a_fake_device, variants
+from fake_nccl import a_fake_nccl, groups_of
+from trimtab_engine.config.graphs import CompilationConfig
+from trimtab_engine.config.model import parse_model_config
+from trimtab_engine.config.quantization import stored_quantization
+from trimtab_engine.device.kv_cache import LayerTensors
+from trimtab_engine.device.transfer import Mark
+from trimtab_engine.messages import SamplingParams
+from trimtab_engine.models.checkpoint import expected_shapes
+from trimtab_engine.models.llama import LlamaForCausalLM
+from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.parallel.shard import shard_model
+from trimtab_engine.runner.graphs.device_steps import AttentionShape, DeviceSteps, StepLimits
+from trimtab_engine.runner.graphs.plan import plan_graphs
+from trimtab_engine.sampling.device_sampler import DeviceSampler
+from trimtab_engine.sampling.logprobs import ScoresInFlight
+from trimtab_engine.sampling.sampler import choose_limited
+from trimtab_engine.sampling.token_table import DeviceRow
+from trimtab_engine.scheduling.batch import ScheduledSequence
+from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.step_inputs import flatten
+from trimtab_engine.weights.source import Span
+from trimtab_kernels import jit
+from trimtab_kernels.jit import record_launches
+from trimtab_kernels.paged_batch import warm_up_attention
+
+BLOCK_SIZE, MAX_LEN = 16, 256
+DENSE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 304,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
+MIXTURE = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+WIDE_MIXTURE = MIXTURE | {"moe_intermediate_size": 128}  # whole fp8 blocks
+
+
+class FakeSource:
+    """Weights of the right shapes, on the device, without values."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
+    def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> torch.Tensor:
+        dtype = torch.bfloat16
+        if name.endswith("_scale_inv"):
+            dtype = torch.float32
+        elif name + "_scale_inv" in self._shapes:
+            dtype = torch.float8_e4m3fn
+        shape = list(self._shapes[name])
+        for dimension, span in enumerate((rows, columns)):
+            if span is not None:
+                shape[dimension] = span[1] - span[0]
+        return torch.empty(shape, dtype=dtype, device=CUDA)
+
+
+ALONE = Layout()
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which rank of which layout a test looks at, and what has recorded its graphs."""
+
+    layout: Layout = ALONE
+    rank: int = 0
+    recorder: CallingRecorder = field(default_factory=CallingRecorder)
+
+
+def some_steps(
+    config: dict[str, Any], folder: Path, kv_dtype: torch.dtype = torch.bfloat16, ranks: Ranks | None = None
+) -> tuple[DeviceSteps, LlamaForCausalLM]:
+    """Inside a_fake_device()."""
+    with NoWaiting(is_start_up=True):
+        return _some_steps(config, folder, kv_dtype, ranks or Ranks())
+
+
+def _some_steps(
+    config: dict[str, Any], folder: Path, kv_dtype: torch.dtype, ranks: Ranks
+) -> tuple[DeviceSteps, LlamaForCausalLM]:
+    model_config = parse_model_config(config, {}, str(folder))
+    shard, groups = shard_model(model_config, ranks.layout, ranks.rank), groups_of(ranks.layout, ranks.rank)
+    shapes, stored = dict(expected_shapes(model_config)), stored_quantization(config, str(folder))
+    if stored is not None:
+        shapes |= {
+            name + "_scale_inv": (-(-shape[0] // 128), -(-shape[1] // 128))
+            for name, shape in shapes.items()
+            if name.endswith("_proj.weight")
+        }
+    source: Any = FakeSource(shapes)
+    model = LlamaForCausalLM(model_config, source, torch.bfloat16, CUDA, lambda count: None, shard, groups, stored)
+    block = (64, BLOCK_SIZE, shard.num_kv_heads, 16)
+    keys, values = ([torch.empty(block, dtype=kv_dtype, device=CUDA) for _ in range(shard.num_layers)] for _ in "kv")
+    plan = plan_graphs(
+        CompilationConfig(cudagraph_capture_sizes=(4, 8, 40)),
+        enforce_eager=False,
+        optimization_level=2,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_drafts=2,
+    )
+    limits = StepLimits(
+        max_num_batched_tokens=64, max_num_seqs=8, max_num_rows=24, max_model_len=MAX_LEN, block_size=BLOCK_SIZE
+    )
+    sampler = DeviceSampler(304, (2,), max_num_seqs=8, device=CUDA)
+    steps = DeviceSteps(
+        model,
+        LayerTensors(keys, values),
+        plan,
+        ranks.recorder,
+        limits=limits,
+        shape=AttentionShape(shard.num_heads, 16, 64, torch.bfloat16),
+        device=CUDA,
+        groups=groups,
+        is_first_stage=shard.is_first_stage,
+        sampler=sampler,
+    )
+    return steps, model
+
+
+def sequences(*spans: tuple[int, int]) -> list[ScheduledSequence]:
+    """(tokens before, tokens now) of each."""
+    made = []
+    for number, (before, now) in enumerate(spans):
+        request = Request.of(str(number), [1] * (before + now), SamplingParams(), arrival_time=0.0)
+        request.block_ids = list(range(1 + 4 * number, 5 + 4 * number))
+        made.append(ScheduledSequence(request, before, now, samples=True))
+    return made
+
+
+def run_step(steps: DeviceSteps, model: LlamaForCausalLM, batch: list[ScheduledSequence], **sampling: Any) -> list[str]:
+    """From inputs to tokens on their way, as Execution queues them; the kernels that were launched in the second of two
+    steps, whose newest tokens the host does not know."""
+    inputs, _ = flatten(batch, block_size=BLOCK_SIZE, max_decode_tokens=1 << 30)
+    params = SamplingParams(**{"temperature": 0.0, **sampling})
+    requests = [Request.of("r", [1, 5, 5], params, arrival_time=0.0) for _ in batch]
+    for is_fed in (False, True):
+        with record_launches() as launches, NoWaiting():
+            hidden, wanted = steps.run(inputs, [(0, 0)])
+            logits = model.logits(hidden, wanted)
+            assert logits is not None
+            steps.sample(logits, [DeviceRow(request, row if is_fed else None) for row, request in enumerate(requests)])
+    return [launch.kernel.name for launch in launches]
+
+
+pytestmark = pytest.mark.skipif(not jit.HAS_TRITON, reason="records launches of Triton kernels")
+DECODES = ((20, 1), (33, 1), (5, 1))
+MIXED = ((20, 1), (0, 30), (7, 4))
+LARGE = ((0, 40), (0, 24))
+DRAFTS = ((20, 3), (40, 3))
+
+
+@pytest.mark.parametrize("config", [DENSE, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("spans", [DECODES, MIXED, LARGE, DRAFTS], ids=["decode", "mixed", "eager", "drafts"])
+def test_a_step_waits_for_nothing(config: dict[str, Any], spans: tuple[tuple[int, int], ...], tmp_path: Path) -> None:
+    with a_fake_device():
+        steps, model = some_steps(config, tmp_path)
+        launched = run_step(steps, model, sequences(*spans))
+    assert {"_rope_and_cache", "_rms_norm"} <= set(launched), "the CUDA path was taken"
+    assert ("_paged_decode" in launched) == any(now == 1 for _, now in spans)
+
+
+@pytest.mark.parametrize("config", [DENSE | FP8, WIDE_MIXTURE | FP8], ids=["dense", "mixture"])
+@pytest.mark.parametrize("spans", [DECODES, MIXED, LARGE], ids=["decode", "mixed", "eager"])
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_weights_and_caches_wait_for_nothing_either(
+    config: dict[str, Any], spans: tuple[tuple[int, int], ...], kv_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    with a_fake_device():
+        steps, model = some_steps(config, tmp_path, kv_dtype)
+        launched = run_step(steps, model, sequences(*spans))
+    assert {"_rope_and_cache", "_rms_norm", "_quantize_groups", "_w8a8_block_fp8"} <= set(launched)
+    assert ("_grouped_gemm" in launched) == ("num_experts" in config)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.8}, {"temperature": 1.0, "top_k": 5, "seed": 1}])
+def test_random_sampling_waits_for_nothing_either(sampling: dict[str, Any], tmp_path: Path) -> None:
+    with a_fake_device():
+        steps, model = some_steps(DENSE, tmp_path)
+        assert "_sample" in run_step(steps, model, sequences(*DECODES), **sampling)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kernels"),
+    [
+        ({"logprobs": 0}, set()),
+        ({"logprobs": 5, "temperature": 0.5}, {"_sample"}),
+        ({"repetition_penalty": 1.2}, {"_edit_logits"}),
+        ({"presence_penalty": 0.2, "frequency_penalty": -0.1, "logprobs": 2}, {"_edit_logits"}),
+        ({"min_tokens": 9, "stop_token_ids": (4, 5)}, {"_ban_tokens"}),
+        ({"logit_bias": {3: 1.0}, "temperature": 1.0, "seed": 3}, {"_edit_logits", "_sample"}),
+        ({"allowed_token_ids": (3, 4, 7)}, {"_edit_logits"}),
+        ({"bad_words": ((3,), (1, 5, 7), (5, 2, 8))}, {"_ban_tokens"}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_requests_ask_of_their_logits_waits_for_nothing_either(
+    sampling: dict[str, Any], kernels: set[str], tmp_path: Path
+) -> None:
+    with a_fake_device():
+        steps, model = some_steps(DENSE, tmp_path)
+        launched = run_step(steps, model, sequences(*DECODES), **sampling)
+    assert set(launched) & {"_edit_logits", "_ban_tokens", "_sample"} == kernels
+
+
+def test_the_judgement_of_a_prompt_waits_for_nothing() -> None:
+    with a_fake_device():
+        raw, tokens = torch.empty(3, 304, device=CUDA), torch.empty(3, dtype=torch.int64, device=CUDA)
+        scores = ScoresInFlight(Mark(torch.device("cpu")))
+        with NoWaiting():
+            scores.add(raw.log_softmax(dim=-1), tokens, [4, 5, 6], [2, 0, 1])
+    assert scores.parts[0][0].shape == (3, 2 * (1 + 2))
+
+
+def test_what_edits_logits_is_compiled_before_the_first_request(tmp_path: Path) -> None:
+    with a_fake_device():
+        steps, _ = some_steps(DENSE, tmp_path)
+        with record_launches() as launches, NoWaiting():
+            steps.warm_up()
+    assert {"_edit_logits", "_ban_tokens"} <= {launch.kernel.name for launch in launches}
+
+
+TP2, PP2, DP2_EP = Layout(tensor=2), Layout(pipeline=2), Layout(data=2, expert=True)
+TP_CALLS = ["all_reduce"] * 5  # the embedding, and twice in each of two layers
+EP_CALLS = ["all_gather", "all_gather", "reduce_scatter"] * 2  # rows and router logits out, sums back
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "rank", "inside", "outside"),
+    [
+        pytest.param(DENSE, TP2, 0, TP_CALLS, ["broadcast", "gather"], id="tp2"),
+        pytest.param(DENSE, TP2, 1, TP_CALLS, ["broadcast", "gather"], id="tp2, the other"),
+        pytest.param(MIXTURE, DP2_EP, 0, EP_CALLS, [], id="dp2 ep"),
+        pytest.param(DENSE, PP2, 0, [], ["send"], id="pp2, first stage"),
+        pytest.param(DENSE, PP2, 1, [], ["recv"], id="pp2, last stage"),
+    ],
+)
+@pytest.mark.parametrize("spans", [DECODES, MIXED, LARGE], ids=["decode", "mixed", "eager"])
+def test_a_step_of_several_ranks_waits_for_nothing_and_has_its_collectives_in_graphs(
+    config: dict[str, Any],
+    layout: Layout,
+    rank: int,
+    inside: list[str],
+    outside: list[str],
+    spans: tuple[tuple[int, int], ...],
+    tmp_path: Path,
+) -> None:
+    ranks = Ranks(layout, rank)
+    with a_fake_device(), a_fake_nccl(ranks.recorder) as calls:
+        steps, model = some_steps(config, tmp_path, ranks=ranks)
+        with record_launches(), NoWaiting():
+            steps.capture_all(lambda done, of: None)
+        assert not any(name in ("send", "recv") for name, _ in calls), "stages capture without each other"
+        calls.clear()
+        inputs, _ = flatten(sequences(*spans), block_size=BLOCK_SIZE, max_decode_tokens=1 << 30)
+        with record_launches(), NoWaiting():
+            hidden, wanted = steps.run(inputs, [(0, 0)])
+            if layout is not PP2:
+                model.logits(hidden, wanted)
+    if spans == LARGE:
+        assert sorted(calls) == sorted((name, False) for name in inside + outside)
+        return
+    assert [name for name, is_inside in calls if is_inside] == inside
+    assert [name for name, is_inside in calls if not is_inside] == outside
+
+
+def a_random_batch(dice: random.Random) -> list[ScheduledSequence]:
+    """Up to 8 sequences of 64 tokens in all: decodes, chunks or both, some of which sample."""
+    longest, spans, left = dice.choice((1, 3, 40)), list[tuple[int, int]](), 64
+    for _ in range(dice.randint(1, 8)):
+        now = dice.randint(1, min(longest, left - 7 + len(spans)))
+        spans.append((dice.randint(0, MAX_LEN - now - 1), now))
+        left -= now
+    batch = sequences(*spans)
+    for number, sequence in enumerate(batch):
+        sequence.request.block_ids = list(range(1, 1 + MAX_LEN // BLOCK_SIZE))
+        sequence.samples = number == 0 or dice.random() < 0.8
+    return batch
+
+
+RANDOM_SAMPLING: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0, "top_k": 5, "seed": 1},
+    {"repetition_penalty": 1.2, "logprobs": 2},
+    {"bad_words": ((3,), (1, 5, 7)), "temperature": 0.5},
+)
+
+
+@pytest.mark.parametrize("config", [DENSE, WIDE_MIXTURE | FP8], ids=["dense", "float8 mixture"])
+def test_steps_launch_no_variant_of_a_kernel_that_start_up_did_not(config: dict[str, Any], tmp_path: Path) -> None:
+    dice = random.Random(7)
+    with a_fake_device():
+        steps, model = some_steps(config, tmp_path)
+        with record_launches() as warm, NoWaiting(is_start_up=True):  # as the profile, init_kv_cache and start_steps do
+            warm_up_attention(
+                torch.zeros(1, 4, 16, dtype=torch.bfloat16, device=CUDA),
+                steps._kv_cache.keys[0],
+                steps._kv_cache.values[0],
+            )
+            logits = model.logits(
+                torch.zeros(7, 64, dtype=torch.bfloat16, device=CUDA), torch.zeros(3, device=CUDA).long()
+            )
+            assert logits is not None
+            choose_limited(logits, [Request.of("r", [1], SamplingParams(), arrival_time=0.0)] * 3)
+            steps.warm_up()
+            steps.capture_all(lambda done, of: None)
+        known = variants(warm)
+        for number in range(24):
+            batch = a_random_batch(dice)
+            inputs, _ = flatten(batch, block_size=BLOCK_SIZE, max_decode_tokens=1 << 30)
+            params = SamplingParams(**{"temperature": 0.0, **RANDOM_SAMPLING[number % len(RANDOM_SAMPLING)]})
+            rows = [DeviceRow(Request.of("r", [1, 5, 5], params, arrival_time=0.0)) for _ in inputs.sampled]
+            with record_launches() as served, NoWaiting():
+                logits = model.logits(*steps.run(inputs, [(0, 0)]))
+                assert logits is not None
+                steps.sample(logits, rows)
+            assert variants(served) <= known, f"{[(s.start, s.num_tokens) for s in batch]}, {params}"
+
+
+def test_the_check_itself_sees_a_wait(tmp_path: Path) -> None:
+    with a_fake_device():
+        x = torch.empty(3, device=CUDA)
+        with NoWaiting():
+            for wait in (x.sum().item, x.tolist, x.cpu, lambda: torch.zeros(3, device="cpu").to(CUDA)):
+                with pytest.raises(Waited):
+                    wait()

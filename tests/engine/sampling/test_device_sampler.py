@@ -1,0 +1,55 @@
+"""What is sampled on a device, and what is left to the host."""
+
+from typing import Any
+
+import torch
+from trimtab_engine.messages import SamplingParams
+from trimtab_engine.sampling.device_sampler import DeviceSampler
+from trimtab_engine.sampling.token_table import DeviceRow
+from trimtab_engine.scheduling.request import Request
+
+VOCABULARY = 40
+
+
+def a_sampler() -> DeviceSampler:
+    return DeviceSampler(VOCABULARY, (2,), max_num_seqs=64, device=torch.device("cpu"))
+
+
+def a_request(**params: Any) -> Request:
+    return Request.of("r", [1], SamplingParams(**{"temperature": 0.0, **params}), arrival_time=0.0)
+
+
+def test_a_grammar_is_the_hosts() -> None:
+    held, free = a_request(), a_request(repetition_penalty=1.1, logprobs=1, bad_words=((3,),))
+    assert a_sampler().can_sample([free, free])
+    grammar: Any = object()
+    held.grammar = grammar
+    assert not a_sampler().can_sample([free, held])
+
+
+def test_reports_are_of_the_logits_before_they_were_edited() -> None:
+    logits = torch.randn(40, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    before = logits.log_softmax(dim=-1)
+    best = logits.argmax(dim=-1).tolist()
+    requests = [a_request(logit_bias={best[row]: -100.0}, logprobs=1) for row in range(40)]
+    last_tokens = torch.zeros(64, dtype=torch.int64)
+    tokens, reports = a_sampler().sample(logits, [DeviceRow(request) for request in requests], last_tokens)
+    found: list[Any] = [None] * 40
+    for part in reports:
+        part.put_into(found, tokens.tolist())
+    for row, report in enumerate(found):
+        assert tokens[row] != best[row]
+        assert report.token_ids == [int(tokens[row]), best[row]]
+        assert report.logprobs == [float(before[row, tokens[row]]), float(before[row, best[row]])]
+        assert report.rank == 2
+
+
+def test_a_word_that_the_token_in_flight_would_begin_is_not_completed() -> None:
+    sampler, request = a_sampler(), a_request(bad_words=((5, 6),))
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, 6], logits[0, 7] = 3.0, 2.0
+    last_tokens = torch.tensor([9, 5])
+    tokens = [
+        int(sampler.sample(logits.clone(), [DeviceRow(request, source)], last_tokens)[0]) for source in (None, 0, 1)
+    ]
+    assert tokens == [6, 6, 7]

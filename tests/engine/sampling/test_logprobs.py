@@ -1,0 +1,28 @@
+"""Reports of chosen tokens: what a row says, whoever else is in it."""
+
+import torch
+from trimtab_engine.messages import TokenLogprobs
+from trimtab_engine.sampling.logprobs import judge_rows, report_logprobs, report_rows, reports_of
+
+RAW = torch.tensor([[-3.0, -1.0, -2.0, -4.0], [-0.5, -5.0, -6.0, -0.25]])
+
+
+def test_a_report_names_the_chosen_token_and_the_likeliest_ones() -> None:
+    first, second, third = report_rows(RAW[[0, 1, 1]], torch.tensor([0, 3, 2]), [2, 0, None])
+    assert first == TokenLogprobs([0, 1, 2], [-3.0, -1.0, -2.0], rank=3)
+    assert second == TokenLogprobs([3], [-0.25], rank=1)
+    assert third is None
+
+
+def test_what_is_judged_on_a_device_is_read_later() -> None:
+    judged = judge_rows(RAW, torch.tensor([2, 1]), 1)
+    assert judged.shape == (2, 4)
+    assert judged.dtype == torch.int32
+    assert reports_of(judged, [2, 1], [1, None]) == [TokenLogprobs([2, 1], [-2.0, -1.0], rank=2), None]
+
+
+def test_rows_of_one_request_are_all_reported() -> None:
+    assert report_logprobs(RAW, torch.tensor([1, 0]), 0) == [
+        TokenLogprobs([1], [-1.0], rank=1),
+        TokenLogprobs([0], [-0.5], rank=2),
+    ]

@@ -1,0 +1,426 @@
+"""Whole random lives of a scheduler: whatever is added, aborted, steered, swapped, shared, guessed, scheduled ahead and
+resized, each request ends with the tokens that it would have had undisturbed.
+
+The executor here is a stub without arithmetic but with a real KV cache: it writes each scheduled token into the slot
+that the block table names, and the next token is a function of what it reads back. A wrong table, a missed copy or a
+skipped token gives wrong tokens.
+"""
+
+import random
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from trimtab_engine.config.live.patch import LiveConfig
+from trimtab_engine.config.live.values import Envelope, LiveValues
+from trimtab_engine.memory.formula import MemoryFormula
+from trimtab_engine.messages import SamplingParams
+from trimtab_engine.scheduling.batch import Batch
+from trimtab_engine.scheduling.block_manager import BlockManager, Copies
+from trimtab_engine.scheduling.policy import PreemptionMode, SchedulingPolicy
+from trimtab_engine.scheduling.request import Request, RequestStatus
+from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
+from trimtab_engine.scheduling.swap_space import SwapSpace
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 32
+BLOCKS_PER_REQUEST = MAX_MODEL_LEN // BLOCK_SIZE
+CAP_BLOCKS = 4 * BLOCKS_PER_REQUEST
+VOCABULARY = 24
+EOS = 2
+
+
+def next_token(prefix: list[int]) -> int:
+    """The model: any function of the whole prefix will do."""
+    return zlib.crc32(bytes(prefix)) % VOCABULARY
+
+
+def undisturbed(prompt: list[int], sampling: SamplingParams) -> tuple[list[int], str]:
+    """What a request alone on an endless KV cache yields, written down without the scheduler."""
+    tokens = list(prompt)
+    while True:
+        token = next_token(tokens)
+        tokens.append(token)
+        num_output = len(tokens) - len(prompt)
+        ends = (token == EOS and not sampling.ignore_eos) or token in sampling.stop_token_ids
+        if ends and num_output >= sampling.min_tokens:
+            return tokens[len(prompt) :], "stop"
+        if num_output >= sampling.max_tokens or len(tokens) >= MAX_MODEL_LEN:
+            return tokens[len(prompt) :], "length"
+
+
+@dataclass
+class Work:
+    """What a model runner keeps of a scheduled sequence: the scheduler uses its own again for the next step."""
+
+    request: Request
+    table: list[int]
+    start: int
+    end: int
+    samples: bool
+    drafts: list[int]
+
+
+@dataclass
+class Prepared:
+    batch: Batch
+    work: list[Work]
+
+    @classmethod
+    def of(cls, batch: Batch) -> "Prepared":
+        work = [
+            Work(s.request, list(s.request.block_ids), s.start, s.start + s.num_tokens, s.samples, s.draft_token_ids)
+            for s in batch.sequences
+        ]
+        assert [w.request for w in work if w.samples] == batch.sampling
+        return cls(batch, work)
+
+
+Block = list[int | None]
+
+
+@dataclass
+class StubExecutor:
+    """A KV cache of token ids, one list per mapped block, and a swap space like it."""
+
+    blocks: dict[int, Block] = field(default_factory=dict)
+    host: dict[int, Block] = field(default_factory=dict)
+
+    def resize(self, num_blocks: int, moves: Iterable[tuple[int, int]] = (), swap_out: Copies | None = None) -> None:
+        self.swap(swap_out or [], [])
+        for source, destination in moves:
+            self.blocks[destination] = list(self.blocks[source])
+        self.blocks = {block: self.blocks.get(block, [None] * BLOCK_SIZE) for block in range(num_blocks)}
+
+    def swap(self, swap_out: Copies, swap_in: Copies) -> None:
+        for device, host in swap_out:
+            self.host[host] = list(self.blocks[device])
+        for host, device in swap_in:
+            self.blocks[device] = list(self.host[host])
+
+    def run(self, prepared: Prepared) -> list[int | list[int]]:
+        """Copy, write every scheduled token as a layer does before it reads any, then sample from what is there."""
+        self.swap(prepared.batch.swap_out, prepared.batch.swap_in)
+        for work in prepared.work:
+            tokens = work.request.token_ids + work.drafts
+            if work.request.status.is_finished:
+                tokens.append(0)  # it ended while its newest token was in flight: that one was dropped
+            for position in range(work.start, work.end):
+                self.blocks[work.table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = tokens[position]
+        return [self.sample(work) for work in prepared.work if work.samples]
+
+    def sample(self, work: Work) -> int | list[int]:
+        newest = work.end - len(work.drafts)
+        sampled = next_token(self.read(work, newest))
+        if not work.drafts:
+            return sampled
+        accepted = [sampled]
+        for index, draft in enumerate(work.drafts):
+            if draft != accepted[-1]:
+                break
+            accepted.append(next_token(self.read(work, newest + index + 1)))
+        return accepted
+
+    def read(self, work: Work, end: int) -> list[int]:
+        tokens = [self.blocks[work.table[p // BLOCK_SIZE]][p % BLOCK_SIZE] for p in range(end)]
+        assert None not in tokens, f"{work.request.request_id} reads what was never computed"
+        return [token for token in tokens if token is not None]
+
+
+SAMPLING = st.builds(
+    lambda max_tokens, min_tokens, stop, ignore_eos: SamplingParams(
+        max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=stop, ignore_eos=ignore_eos
+    ),
+    max_tokens=st.integers(1, MAX_MODEL_LEN + 4),
+    min_tokens=st.integers(0, 6),
+    stop=st.lists(st.integers(0, VOCABULARY - 1), max_size=2, unique=True).map(tuple),
+    ignore_eos=st.booleans(),
+)
+PROMPTS = st.builds(
+    lambda shared, own: [*range(shared), *own][: MAX_MODEL_LEN - 1],  # many begin alike
+    shared=st.integers(0, 20),
+    own=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=MAX_MODEL_LEN - 1),
+)
+POLICIES = st.builds(
+    SchedulingPolicy,
+    max_num_seqs=st.integers(1, 6),
+    max_num_batched_tokens=st.integers(6, 2 * MAX_MODEL_LEN),
+    long_prefill_token_threshold=st.sampled_from([0, 0, 3, 7]),
+    watermark=st.sampled_from([0.0, 0.0, 0.1]),
+    scheduling_policy=st.sampled_from(["fcfs", "fcfs", "priority"]),
+    preemption_mode=st.sampled_from(["recompute", "swap", "auto"]),
+    enable_prefix_caching=st.sampled_from([True, True, False]),
+    num_speculative_tokens=st.sampled_from([0, 2, 5]),
+)
+
+
+class SchedulerLives(RuleBasedStateMachine):
+    """Rules are what the engine may do between two steps, and a step itself; teardown runs everything to its end."""
+
+    @initialize(
+        blocks=st.integers(BLOCKS_PER_REQUEST, CAP_BLOCKS),
+        policy=POLICIES,
+        chunked=st.booleans(),
+        host_blocks=st.sampled_from([0, 3, 12, 40]),
+    )
+    def start(
+        self, blocks: int, policy: SchedulingPolicy, chunked: bool, host_blocks: int, cap: int = CAP_BLOCKS
+    ) -> None:
+        self.chunked = chunked
+        self.manager = BlockManager(blocks, cap, BLOCK_SIZE, SwapSpace(host_blocks, host_blocks))
+        self.scheduler = Scheduler(
+            self.manager,
+            self.possible(policy),
+            max_model_len=MAX_MODEL_LEN,
+            enable_chunked_prefill=chunked,
+            eos_token_ids=[EOS],
+        )
+        self.executor = StubExecutor()
+        self.executor.resize(blocks)
+        self.now = 0.0
+        self.alive: dict[str, tuple[Request, list[int]]] = {}
+        self.delivered: dict[str, list[int]] = {}
+        self.num_added = 0
+        self.num_accepted_drafts = 0
+
+    def possible(self, policy: SchedulingPolicy) -> SchedulingPolicy:
+        """With budgets that the rest allows."""
+        least = policy.max_num_seqs if self.chunked else max(policy.max_num_seqs, MAX_MODEL_LEN)
+        return replace(policy, max_num_batched_tokens=max(policy.max_num_batched_tokens, least))
+
+    @rule(prompt=PROMPTS, sampling=SAMPLING, priority=st.integers(0, 2), salt=st.sampled_from(["", "", "a tenant"]))
+    def add(self, prompt: list[int], sampling: SamplingParams, priority: int = 0, salt: str = "") -> None:
+        request = Request.of(
+            f"r{self.num_added}", prompt, sampling, arrival_time=self.now, priority=priority, cache_salt=salt
+        )
+        self.num_added += 1
+        self.scheduler.add(request)
+        self.alive[request.request_id] = (request, prompt)
+        self.delivered[request.request_id] = []
+
+    @rule(prompts=st.lists(PROMPTS, min_size=4, max_size=8))
+    def add_a_crowd(self, prompts: list[list[int]]) -> None:
+        """More than fits, so that it has to be preempted."""
+        for prompt in prompts:
+            self.add(prompt, SamplingParams(max_tokens=MAX_MODEL_LEN, ignore_eos=True))
+
+    @rule(seed=st.integers(0, 99))
+    def abort(self, seed: int) -> None:
+        ids = list(self.alive)[seed % 7 :: 3]
+        for request in self.scheduler.abort(ids):
+            assert request.status is RequestStatus.FINISHED_ABORTED
+            del self.alive[request.request_id]
+
+    @rule(policy=POLICIES)
+    def steer(self, policy: SchedulingPolicy) -> None:
+        self.scheduler.set_policy(self.possible(policy))
+
+    @rule(blocks=st.integers(BLOCKS_PER_REQUEST, CAP_BLOCKS))
+    def resize(self, blocks: int) -> None:
+        if blocks > self.manager.num_total:
+            self.executor.resize(blocks)
+        result = self.scheduler.resize_kv(blocks, self.now)
+        self.executor.resize(blocks, result.moves, result.swap_out)
+        assert self.manager.num_total == blocks
+
+    @rule(share=st.sampled_from([0.0, 0.5, 1.0]))
+    def resize_swap_space(self, share: float) -> None:
+        self.scheduler.resize_swap_space(int(share * self.manager.swap_space.cap))
+
+    @rule()
+    def reset(self) -> None:
+        self.scheduler.preempt_all(self.now)
+        self.scheduler.reset_prefix_cache()
+
+    @rule(count=st.integers(1, 8), seed=st.integers(0, 99))
+    def steps(self, count: int, seed: int = 0) -> None:
+        for step in range(count):
+            self.guess(random.Random(seed + step))
+            self.step()
+
+    @precondition(lambda self: self.alive)
+    @rule(seed=st.integers(0, 99))
+    def step_with_an_abort_in_it(self, seed: int) -> None:
+        prepared = self.schedule()
+        sampled = self.executor.run(prepared)
+        self.abort(seed)
+        self.deliver(self.scheduler.update(prepared.batch, sampled, self.now))
+
+    @precondition(lambda self: self.alive)
+    @rule(count=st.integers(2, 12), aborts=st.sampled_from([None, None, 3]))
+    def steps_scheduled_ahead(self, count: int, aborts: int | None) -> None:
+        """Each step is scheduled while the one before it is in flight."""
+        flight = self.schedule()
+        for step in range(count):
+            ahead = self.schedule(in_flight=True)
+            sampled = self.executor.run(flight)
+            if step == aborts:
+                self.abort(step)
+            self.deliver(self.scheduler.update(flight.batch, sampled, self.now))
+            self.scheduler.check_integrity()
+            flight = ahead
+        self.deliver(self.scheduler.update(flight.batch, self.executor.run(flight), self.now))
+
+    def guess(self, rng: random.Random) -> None:
+        """Give what runs some drafts, right ones and wrong ones."""
+        for request, prompt in self.alive.values():
+            if request.status is RequestStatus.RUNNING and request.num_computed_tokens == request.num_tokens - 1:
+                after = undisturbed(prompt, request.sampling)[0][request.num_output_tokens :]
+                wrong = [rng.randrange(VOCABULARY) for _ in range(2)]
+                request.draft_token_ids = (after[: rng.randrange(5)] + wrong)[: rng.randrange(7)]
+
+    def step(self) -> None:
+        prepared = self.schedule()
+        self.deliver(self.scheduler.update(prepared.batch, self.executor.run(prepared), self.now))
+        self.scheduler.check_integrity()
+
+    def schedule(self, in_flight: bool = False) -> Prepared:
+        was_running = self.scheduler.num_running
+        self.now += 1.0
+        batch = self.scheduler.schedule(self.now)
+        policy = self.scheduler.policy
+        assert batch.num_tokens == sum(s.num_tokens for s in batch.sequences) <= policy.max_num_batched_tokens
+        assert in_flight or bool(batch.sequences) == bool(self.alive)  # something always runs
+        assert self.scheduler.num_running <= max(policy.max_num_seqs, was_running)
+        if not self.chunked:
+            assert all(s.samples for s in batch.sequences)
+        return Prepared.of(batch)
+
+    def deliver(self, sampled: list[Sampled]) -> None:
+        for request, token, status in sampled:
+            new = [token] if isinstance(token, int) else token
+            if not new:
+                continue  # it ended while the step was in flight
+            self.num_accepted_drafts += len(new) - 1
+            tokens = self.delivered[request.request_id]
+            tokens += new
+            expected, reason = undisturbed(self.alive[request.request_id][1], request.sampling)
+            assert tokens == expected[: len(tokens)]
+            assert (status is not None) == (len(tokens) == len(expected))
+            if status is not None:
+                assert status.value == reason
+                del self.alive[request.request_id]
+
+    @invariant()
+    def integrity(self) -> None:
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_unfinished == len(self.alive)
+        assert self.manager.num_free + self.manager.num_used == self.manager.num_total
+
+    def teardown(self) -> None:
+        """The first running request moves in every step, so there are at most as many steps as tokens to compute."""
+        if not hasattr(self, "scheduler"):
+            return
+        bound = sum(request.max_num_tokens for request, _ in self.alive.values())
+        for _ in range(bound):
+            if not self.alive:
+                break
+            self.step()
+        assert not self.alive
+        assert self.scheduler.is_idle
+        assert self.manager.num_used == 0
+        assert self.manager.swap_space.num_used == 0
+
+
+TestSchedulerLives = SchedulerLives.TestCase
+TestSchedulerLives.settings = settings(
+    max_examples=300, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize(("mode", "host_blocks"), [("recompute", 0), ("swap", 40), ("swap", 3), ("auto", 40)])
+def test_a_kv_cache_of_one_request_preempts_often_and_still_yields_the_same_tokens(
+    mode: PreemptionMode, host_blocks: int, chunked: bool
+) -> None:
+    lives = SchedulerLives()
+    policy = SchedulingPolicy(max_num_seqs=6, max_num_batched_tokens=MAX_MODEL_LEN, preemption_mode=mode)
+    lives.start(BLOCKS_PER_REQUEST, policy, chunked, host_blocks)
+    for index in range(12):
+        lives.add([index, 3, 1], SamplingParams(max_tokens=28, ignore_eos=True))
+    lives.teardown()
+    preempted = lives.scheduler.take_stats().preempted
+    assert sum(preempted.get("recompute", {}).values()) > (10 if host_blocks < 12 else -1)
+    assert sum(preempted.get("swap", {}).values()) > (0 if host_blocks else -1)
+
+
+def test_right_guesses_are_accepted_and_shorten_the_run() -> None:
+    lives = SchedulerLives()
+    policy = SchedulingPolicy(max_num_seqs=6, max_num_batched_tokens=MAX_MODEL_LEN, num_speculative_tokens=5)
+    lives.start(CAP_BLOCKS, policy, chunked=True, host_blocks=0)
+    for index in range(4):
+        lives.add([index, 3, 1], SamplingParams(max_tokens=28, ignore_eos=True))
+    lives.steps(30)
+    assert lives.num_accepted_drafts > 30
+    lives.teardown()
+
+
+def test_a_thousand_random_patches_under_load_fail_no_request() -> None:
+    """As the engine does it: each accepted PATCH sets limits and resizes the KV cache between two steps."""
+    rng = random.Random(7)
+    formula = a_formula()
+    live = LiveConfig(
+        Envelope(
+            max_num_seqs_cap=12,
+            max_num_batched_tokens_cap=64,
+            gpu_memory_utilization_cap="0.95",
+            max_model_len=MAX_MODEL_LEN,
+            block_size=BLOCK_SIZE,
+            enable_chunked_prefill=True,
+            min_utilization=formula.min_utilization,
+            num_blocks_cap=formula.at("0.95").num_blocks,
+        ),
+        LiveValues(max_num_seqs=6, max_num_batched_tokens=32, gpu_memory_utilization="0.5"),
+    )
+    lives = SchedulerLives()
+    policy = SchedulingPolicy(max_num_seqs=6, max_num_batched_tokens=32)
+    lives.start(formula.num_blocks, policy, chunked=True, host_blocks=0, cap=live.envelope.num_blocks_cap)
+    accepted = 0
+    for _ in range(1000):
+        while len(lives.alive) < 16:
+            lives.add([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20))], SamplingParams(max_tokens=24))
+        patch = {
+            name: value
+            for name, value in {
+                "max_num_seqs": rng.randint(-1, 14),
+                "max_num_batched_tokens": rng.randint(1, 70),
+                "gpu_memory_utilization": round(rng.uniform(0.1, 1.0), 3),
+            }.items()
+            if rng.random() < 0.5
+        }
+        live, status, _ = live.patch(patch)
+        accepted += status == 200
+        values = live.values
+        lives.steer(
+            SchedulingPolicy(max_num_seqs=values.max_num_seqs, max_num_batched_tokens=values.max_num_batched_tokens)
+        )
+        lives.resize(formula.at(values.gpu_memory_utilization).num_blocks)
+        lives.step()
+    assert accepted > 300
+    stats = lives.scheduler.take_stats()
+    assert stats.preempted["recompute"]["resize"] > 50
+    lives.teardown()
+
+
+def a_formula() -> MemoryFormula:
+    """A device of 2,000 bytes where a block takes 40: 8 blocks for one request, 47 at the cap."""
+    return MemoryFormula(
+        device_bytes=2000,
+        gpu_memory_utilization="0.5",
+        other_bytes=0,
+        weights_bytes=0,
+        activations_peak_bytes=0,
+        workspace_bytes=0,
+        graphs_bytes=0,
+        communicator_bytes=0,
+        num_layers=1,
+        num_kv_heads=1,
+        head_size=5,
+        kv_dtype_bytes=1,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+    )

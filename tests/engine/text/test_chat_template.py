@@ -1,0 +1,117 @@
+"""Chat templates as transformers renders them, and what becomes of broken or boundless ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+from trimtab_engine.errors import InvalidRequest, ModelError
+from trimtab_engine.text.chat_template import ChatTemplate, ChatTemplates
+from trimtab_engine.text.chat_worker import Rendering
+from trimtab_engine.text.tokenizer import Tokenizer
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be <brief> & é."},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": [1, None]}}}]},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+NAMESPACE_AND_BREAK = (
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% if ns.n == 2 %}{% break %}"
+    "{% endif %}{{ loop.index }}{% endfor %}{{ ns.n }}{% if add_generation_prompt %}>{% endif %}"
+)
+TEMPLATES = [
+    "{{ bos_token }}{% for m in messages %}\n  {{ m['role'] }}: {{ m.content | trim }}\n{% endfor %}\n{{ eos_token }}",
+    "{%- for m in messages -%}\n{{ m | tojson }}\n{%- endfor %}{{ tools | tojson(indent=2) }}",
+    NAMESPACE_AND_BREAK,
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "{% macro show(m) %}[{{ m.role }}]{% endmacro %}{% for m in messages[::-1] %}{{ show(m) }}{% endfor %}",
+    "{{ dict(a=1) | tojson }}{{ strftime_now('%Y') }}{% if tools is not none %}{{ tools | length }}{% endif %}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_it_writes_what_transformers_writes(template: str, tools: list[dict[str, Any]] | None) -> None:
+    special: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+    theirs: Any = render_jinja_template
+    expected, _ = theirs([MESSAGES], tools=tools, chat_template=template, add_generation_prompt=True, **special)
+    assert ChatTemplate(template, special).render(MESSAGES, tools=tools) == expected[0]
+
+
+def test_variables_of_a_request_are_seen_but_take_no_reserved_name() -> None:
+    template = ChatTemplate("{{ thinking }}{{ messages | length }}", {})
+    assert template.render(MESSAGES, variables={"thinking": False, "messages": []}) == "False3"
+
+
+def test_a_template_says_whether_it_knows_tools() -> None:
+    assert ChatTemplate("{% if tools %}{{ tools }}{% endif %}", {}).uses_tools
+    assert not ChatTemplate("{{ 'tools' }}{{ messages }}", {}).uses_tools
+
+
+def test_the_sandbox_keeps_templates_out_of_python() -> None:
+    for text in (
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ namespace(__class__=1) }}",
+        "{% set ns = namespace() %}{% set ns._x = 1 %}",
+    ):
+        with pytest.raises(InvalidRequest):
+            ChatTemplate(text, {}).render(MESSAGES)
+
+
+def test_more_text_than_the_context_holds_is_cut_off_and_refused() -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{{ 'x' * 100 }}{% endfor %}{% endfor %}"
+    with pytest.raises(InvalidRequest, match="more than 1000 characters"):
+        ChatTemplate(endless, {}).render(MESSAGES, max_characters=1000)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% if %}", "line 1"),
+        ("{{ nothing.at.all }}", "'nothing' is undefined"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages | unknown }}", "unknown"),
+        ("{% include 'x' %}", "cannot write one user message"),
+    ],
+)
+def test_a_broken_template_is_noticed_before_it_is_used(template: str, reason: str) -> None:
+    with pytest.raises(ModelError, match="the chat template is broken") as broken:
+        ChatTemplate(template, {}).check()
+    assert reason in str(broken.value)
+
+
+@pytest.mark.parametrize(
+    ("templates", "place"),
+    [
+        ({"default": "a\n{% if %}"}, "the chat template of /m is broken: line 2: "),
+        ({"default": "a\n\n{{ a.b.c }}"}, "the chat template of /m is broken: line 3: it cannot write one user"),
+        ({"default": "{% macro m(a) %}\n{{ a.b.c }}{% endmacro %}\n{{ m(x) }}"}, "/m is broken: line 2: "),
+        ({"default": "{% if not tools %}\n{{ a.b.c }}{% endif %}"}, "/m is broken: line 2: "),
+        (
+            {"default": "", "tool_use": "{{ tools }}\n{{ a.b }}"},
+            "template for tools of /m is broken: line 2: ",
+        ),
+    ],
+)
+def test_a_broken_template_is_named_with_its_line(templates: dict[str, str], place: str) -> None:
+    assert place in Rendering(ChatTemplates(templates, {}, "/m")).answer({"check": True})["refused"]
+
+
+def test_a_template_that_refuses_the_trial_is_not_broken() -> None:
+    ChatTemplate("{{ raise_exception('a system message comes first') }}", {}).check()
+
+
+def test_tools_take_the_template_for_tools_where_there_is_one() -> None:
+    rendering = Rendering(ChatTemplates({"default": "plain", "tool_use": "{{ tools | length }} tools"}, {}))
+    asked = {"messages": MESSAGES, "add_generation_prompt": True, "variables": None, "max_characters": 100}
+    assert rendering.answer({**asked, "tools": None}) == {"text": "plain"}
+    assert rendering.answer({**asked, "tools": TOOLS}) == {"text": "1 tools"}
+    assert rendering.answer({"check": True}) == {"uses_tools": True}
+
+
+def test_a_models_templates_come_with_its_tokenizer(tokenizer_folder: Path) -> None:
+    templates = Tokenizer(str(tokenizer_folder)).chat_templates
+    assert templates.by_name.keys() == {"default"}
+    assert templates.special_tokens["eos_token"] == "<|end|>"

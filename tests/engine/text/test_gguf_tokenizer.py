@@ -1,0 +1,71 @@
+"""A GGUF file's tokenizer is the one of the folder that it was made from, and of transformers' own reader."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+from tokenizers import pre_tokenizers
+from trimtab_engine.errors import ModelError
+from trimtab_engine.text.tokenizer import Tokenizer
+
+CONTROL, NORMAL = 3, 1  # gguf's token types
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Byte-level tokens, one merge, one control token, a chat template; one small tensor."""
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<|end|>", *alphabet, "ab"]
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([CONTROL, *[NORMAL] * (len(tokens) - 1)])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(0)
+    writer.add_chat_template(TEMPLATE)
+    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 4), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_text_goes_to_tokens_and_back(file: Path) -> None:
+    tokenizer = Tokenizer(str(file))
+    ids = tokenizer.encode("ab ä<|end|>")
+    assert (ids[0], ids[-1], len(ids)) == (257, 0, 5)  # the merge, a space, two bytes of ä, the control token
+    assert tokenizer.fast.decode(ids) == "ab ä"
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "hi"
+
+
+def test_a_folder_with_one_gguf_file_is_as_good_as_the_file(file: Path) -> None:
+    assert Tokenizer(str(file.parent)).fast.to_str() == Tokenizer(str(file)).fast.to_str()
+
+
+def test_it_is_what_transformers_own_reader_builds(file: Path) -> None:
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
+    assert Tokenizer(str(file)).fast.to_str() == theirs.backend_tokenizer.to_str()
+
+
+def test_a_truncated_file_is_named(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.gguf").write_bytes(file.read_bytes()[:500])
+    with pytest.raises(ModelError, match=r"short\.gguf: is truncated or no GGUF file.*download the file again"):
+        Tokenizer(str(tmp_path / "short.gguf"))
+
+
+def test_no_torch_is_imported_for_it(file: Path) -> None:
+    code = (
+        f"import sys; from trimtab_engine.text.tokenizer import Tokenizer; Tokenizer({str(file)!r}); "
+        "print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

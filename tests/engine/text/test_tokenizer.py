@@ -1,0 +1,168 @@
+"""Incremental text is the whole text, never half a character; and no torch is imported for it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from trimtab_engine.errors import InvalidRequest, ModelError
+from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One token for each byte, whose ids follow the byte-level alphabet's order; then <|end|>."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fast = FastTokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(["<|end|>"])
+    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer(str(folder))
+
+
+@given(text=st.text(max_size=30))
+def test_incremental_text_is_the_text_and_never_half_a_character(tokenizer: Tokenizer, text: str) -> None:
+    text = text.encode("utf-8", "replace").decode().replace("�", "?")
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=True)
+    pieces = [detokenizer.push(token_id) for token_id in tokenizer.encode(text)]
+    assert all("�" not in piece for piece in pieces)
+    assert "".join(pieces) + detokenizer.flush() == text
+
+
+@given(ids=st.lists(st.integers(0, 256), max_size=40), skip=st.booleans())
+def test_any_tokens_give_the_text_that_decoding_them_at_once_gives(
+    tokenizer: Tokenizer, ids: list[int], skip: bool
+) -> None:
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+    text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.flush()
+    assert text == tokenizer.fast.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """SentencePiece's way, as Llama 2 has it: id = byte for single bytes, then a few pieces."""
+    folder = tmp_path_factory.mktemp("byte-fallback")
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "b": 257, "▁": 258, "é": 259}
+    fast = FastTokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    fast.decoder = decoders.Sequence(steps)
+    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return Tokenizer(str(folder))
+
+
+@given(ids=st.lists(st.integers(0, 259), max_size=20))
+def test_bytes_that_are_no_character_break_no_request(byte_fallback: Tokenizer, ids: list[int]) -> None:
+    detokenizer = Detokenizer(byte_fallback, skip_special_tokens=True)
+    text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.flush()
+    # A byte beside broken ones may be lost with them, as the library's own decoding does; a piece of text never is.
+    assert ids.count(257) <= text.count("b") <= ids.count(257) + ids.count(ord("b"))
+    assert text.count("a") >= ids.count(256)
+
+
+def test_after_broken_bytes_characters_are_whole_again(byte_fallback: Tokenizer) -> None:
+    detokenizer = Detokenizer(byte_fallback, skip_special_tokens=True)
+    ids = [256, 0xE2, 257, 256, *"日".encode(), 256]
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    assert "".join(pieces).endswith("b a日 a")
+
+
+def test_special_tokens_are_text_only_when_asked_for(tokenizer: Tokenizer) -> None:
+    (end,) = tokenizer.encode("<|end|>")
+    assert Detokenizer(tokenizer, skip_special_tokens=True).push(end) == ""
+    assert Detokenizer(tokenizer, skip_special_tokens=False).push(end) == "<|end|>"
+
+
+def test_a_lone_surrogate_becomes_the_replacement_character(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("a\ud800") == tokenizer.encode("a�")
+
+
+def test_the_chat_template_is_the_models_own(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render_chat(messages) == "user:hi;>"
+    assert tokenizer.render_chat(messages, add_generation_prompt=False) == "user:hi;"
+
+
+def test_a_template_that_refuses_or_escapes_is_an_invalid_request(folder: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    for template in ("{{ raise_exception('no') }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        with pytest.raises(InvalidRequest):
+            Tokenizer(str(tmp_path)).render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json is expected there"):
+        Tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot read the tokenizer of"):
+        Tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"tokenizer.model": "x"}, "tokenizer.model alone is not read: write tokenizer.json with transformers"),
+        ({"vocab.json": "{}", "merges.txt": ""}, "vocab.json alone is not read"),
+        ({"tokenizer.json": "version https://git-lfs.github.com/spec/v1"}, "tokenizer.json is no JSON object"),
+        ({"tokenizer.json": "{}", "tokenizer_config.json": "null"}, "tokenizer_config.json is no JSON object"),
+        ({"tokenizer.json": "{}"}, "KeyError: "),  # the library's own words, with their kind
+    ],
+)
+def test_what_is_no_tokenizer_is_told_with_the_file_and_what_to_do(
+    tmp_path: Path, files: dict[str, str], reason: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ModelError, match="give --tokenizer a folder with one") as refused:
+        Tokenizer(str(tmp_path))
+    assert str(tmp_path) in str(refused.value)
+    assert reason in str(refused.value)
+
+
+def test_a_tokenizer_that_is_no_folder_is_told_as_what_it_is(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="which is a file"):
+        Tokenizer(str(folder / "tokenizer.json"))
+    with pytest.raises(ModelError, match="there is no such folder"):
+        Tokenizer(str(tmp_path / "absent"))
+
+
+def test_reading_a_tokenizer_imports_no_torch(folder: Path) -> None:
+    code = (
+        "import sys; from trimtab_engine.text.tokenizer import Tokenizer; "
+        f"Tokenizer({str(folder)!r}); print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
+def test_a_chat_template_of_absurd_size_is_refused(folder: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("x" * (1 << 21))
+    with pytest.raises(ModelError, match="chat template"):
+        Tokenizer(str(tmp_path))
+
+
+async def test_long_texts_give_the_same_tokens(tokenizer: Tokenizer) -> None:
+    text = "word " * 2000
+    assert await tokenizer.encode_async(text) == tokenizer.encode(text)

@@ -1,0 +1,178 @@
+"""`trimtab plan`: what it reads, what it prints, how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trimtab_operator.cli.trimtab_command import app
+from trimtab_operator.layout.config_facts import facts_of_config
+from typer.testing import CliRunner, Result
+
+CONFIGS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "golden/published_configs.json").read_text())
+DOCUMENT = Path(__file__).parents[3] / "docs/layout-planning.md"
+
+
+def plan(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments], input=stdin)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-3.1-70B"]))
+    return tmp_path
+
+
+def test_the_table_is_ranked_and_says_why(folder: Path) -> None:
+    result = plan(str(folder), "--gpu", "H100", "--max-model-len", "8192", "--limit", "2")
+    assert result.exit_code == 0
+    assert "70.55 billion parameters, 131.4 GiB of weights (bfloat16)" in result.output
+    assert "1 node with 8 × H100" in result.output
+    assert "every layer over 4 GPUs of one node" in result.output
+    assert "more with --all" in result.output
+
+
+def test_json_holds_what_the_page_documents(folder: Path) -> None:
+    result = plan(str(folder), "--gpu", "H100", "--max-model-len", "8192", "--all", "-o", "json")
+    answer = json.loads(result.stdout)
+    assert answer["num_rows"] == len(answer["rows"])
+    best = answer["rows"][0]
+    assert (best["place"], best["tensor"], best["pipeline"], best["replicas"]) == (1, 4, 1, 2)
+    assert best["spec"] == {
+        "parallelism": {"tensor": 4, "pipeline": 1, "data": 1, "expert": False, "gpusPerNode": 4},
+        "replicas": 2,
+    }
+    rates = [row["tokens_per_second"] for row in answer["rows"]]
+    assert rates == sorted(rates, reverse=True)
+    refused = answer["refused"][0]
+    assert refused["problems"][0].keys() == {"field", "value", "limit", "message"}
+    page = DOCUMENT.read_text()
+    for key in {*answer, *best, *refused, *answer["assumed"]}:
+        assert f"`{key}`" in page, f"docs/layout-planning.md does not say what {key} is"
+
+
+def test_the_weights_of_the_heading_are_those_that_the_gpu_holds_and_the_json_has_them_too(folder: Path) -> None:
+    asked = (str(folder), "--gpu", "H100", "--quantization", "fp8", "--max-model-len", "8192")
+    answer = json.loads(plan(*asked, "-o", "json").stdout)
+    assert answer["held_as"] == "fp8"
+    assert answer["held_weights_bytes"] < 0.6 * answer["weights_bytes"]
+    assert f"{answer['held_weights_bytes'] / 2**30:.1f} GiB of weights (fp8)" in plan(*asked).output
+
+
+def test_the_batch_is_what_fits_and_at_most_max_num_seqs(folder: Path) -> None:
+    asked = (str(folder), "--gpu", "H200", "--max-model-len", "8192", "--limit", "1")
+    few = plan(*asked, "--max-num-seqs", "5")
+    row = next(line for line in few.output.splitlines() if line.startswith("│ 1 │"))
+    head = next(line for line in few.output.splitlines() if line.startswith("┃"))
+    assert row.split("│")[head.split("┃").index(" batch ")].strip() == "5"
+    assert "at most max_num_seqs 5" in few.output
+
+
+def test_refused_layouts_of_one_reason_stand_in_one_row_and_those_without_memory_as_the_nearest(folder: Path) -> None:
+    asked = (str(folder), "--gpu", "L4", "--gpus-per-node", "8")
+    refused = json.loads(plan(*asked, "-o", "json", "--all").stdout)["refused"]
+    table = plan(*asked).output.split("Refused", 1)[1]
+    rows = [cells for line in table.splitlines() if (cells := line.split("│"))[1:2] and cells[1].strip()]
+    assert sum(int(cells[1]) for cells in rows) == len(refused)
+    assert len(rows) < len(refused) / 2
+    assert table.count("of the GPU's 22.0 GiB (L4)") == table.count("the nearest: ") == 1
+    assert "the nearest: spec.parallelism is tensor 8 × pipeline 1, but" in " ".join(table.split())
+
+
+def test_the_version_is_told() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"trimtab {version('trimtab')}\n")
+
+
+def test_facts_that_inspect_printed_are_read_from_standard_input(folder: Path) -> None:
+    facts = facts_of_config(CONFIGS["Llama-3.1-8B"], "/models/m").to_json()
+    result = plan("-", "--gpu", "L4", "--gpus-per-node", "2", "-o", "json", stdin=json.dumps(facts))
+    answer = json.loads(result.stdout)
+    assert (answer["model"], answer["gpus_per_node"]) == ("/models/m", 2)
+
+
+def test_when_nothing_works_the_exit_code_is_1_and_every_reason_is_shown(folder: Path) -> None:
+    result = plan(str(folder), "--gpu", "L4", "--gpus-per-node", "2")
+    assert result.exit_code == 1
+    assert "No layout of this model works on these GPUs" in result.output
+    assert "131.4 GiB of weights" in result.output.replace("\n", " ")
+
+
+def test_an_architecture_that_the_engine_does_not_run_is_planned_with_a_note(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["DeepSeek-V3"]))
+    result = plan(str(tmp_path), "--gpu", "H200", "--nodes", "2", "--max-model-len", "32768")
+    assert result.exit_code == 0
+    assert "does not run DeepseekV3ForCausalLM; the check refuses it" in result.output
+
+
+def test_fp8_in_a_form_that_the_engine_does_not_run_is_planned_with_the_form_that_is_built(tmp_path: Path) -> None:
+    quantized = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-3.1-8B"] | quantized))
+    result = plan(str(tmp_path), "--gpu", "H200")
+    assert "does not run LlamaForCausalLM with fp8 as its config.json has it (built: blocks of 128" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "H300"], "--gpu: GPU 'H300' is not known"),
+        (["--gpu", "H100", "--gpu-memory-utilization", "1.5"], "'1.5' is no share"),
+        (["--gpu", "H100", "--gpu-memory-utilization", "nan"], "'nan' is no share"),
+        (
+            ["--gpu", "H100", "--max-model-len", "131073"],
+            "--max-model-len: is 131073, but the model's positions allow 1 to 131072",
+        ),
+        (["--gpu", "H100", "--prompt-tokens", "131073"], "--prompt-tokens: is 131073, but the model's positions"),
+        (["--gpu", "A100", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype: is fp8, which A100-80 does not have"),
+        (["--gpu", "A100", "--kv-cache-dtype", "fp8_e4m3"], "use fp8_e5m2 or auto"),
+    ],
+)
+def test_options_that_cannot_be_end_with_2(folder: Path, arguments: list[str], message: str) -> None:
+    result = plan(str(folder), *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_an_fp8_cache_that_is_converted_is_planned_on_any_gpu(folder: Path) -> None:
+    result = plan(str(folder), "--gpu", "A100", "--kv-cache-dtype", "fp8_e5m2", "--max-model-len", "8192", "-o", "json")
+    assert json.loads(result.stdout)["assumed"]["kv_dtype_bytes"] == 1
+
+
+def test_a_model_with_few_positions_is_planned_with_prompts_that_it_takes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-3.1-8B"] | {"max_position_embeddings": 512}))
+    result = plan(str(tmp_path), "--gpu", "H100", "-o", "json")
+    assert json.loads(result.stdout)["assumed"]["prompt_tokens"] == 512
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds no JSON object"),
+        ("[" * 100_000, "is not JSON"),
+        ("{}", "architecture None is not known"),
+        ('{"architecture": "LlamaForCausalLM"}', "weights_by_part is None"),
+        (None, "cannot be read: No such file or directory; give a folder with a config.json"),
+    ],
+)
+def test_a_model_that_cannot_be_read_ends_with_2(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    result = plan(str(tmp_path), "--gpu", "H100")
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_neither_the_engine_nor_a_cluster_client_is_imported(folder: Path) -> None:
+    code = (
+        "import sys; from trimtab_operator.cli.trimtab_command import app\n"
+        "try: app(['plan', sys.argv[1], '--gpu', 'H100', '-o', 'json'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'kopf', 'kubernetes', 'trimtab_engine'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,347 @@
+"""The table of rules: each case is a change to a resource that is accepted, and what must be said about it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import cel
+import pytest
+import yaml
+from trimtab_operator.decisions.admission import refusals_of, review
+from trimtab_operator.decisions.validation import RULES
+from trimtab_operator.resource.crd import definition
+
+BASE: dict[str, Any] = yaml.safe_load("""
+apiVersion: trimtab.dev/v1alpha1
+kind: InferenceDeployment
+metadata: {name: smollm2, namespace: models, uid: u-1, generation: 1}
+spec:
+  model: {uri: "file:///models/smollm2", servedName: smollm2}
+  runtime: {image: "engine:1", device: cpu, args: ["--device-memory-bytes=1500Mi"]}
+  engine: {gpuMemoryUtilization: "0.50", maxNumSeqs: 64, maxNumBatchedTokens: 512, blockSize: 16}
+  replicas: 2
+  tuning: {mode: Auto, bounds: {gpuMemoryUtilization: {min: "0.40", max: "0.90"}}}
+  rollout: {maxUnavailable: 1, drainTimeout: 30s}
+""")
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """BASE with one field set; missing parents are made."""
+    body = copy.deepcopy(BASE)
+    node = body
+    *parents, last = path.split(".")
+    for part in parents:
+        node = node.setdefault(part, {})
+    node[last] = value
+    return body
+
+
+MAIN = "spec.template.spec.containers"
+
+REFUSED: list[tuple[str, Any, str, str]] = [
+    ("metadata.name", "x" * 41, "metadata.name", "at most 40"),
+    ("metadata.name", "1st", "metadata.name", "begin with a letter"),
+    ("metadata.name", "a.b", "metadata.name", "dots"),
+    ("spec.scaling", {"maxReplicas": 3}, "spec.scaling", "not both"),
+    ("spec.scaling", {"maxReplicas": 3}, "spec.scaling", "not built yet"),
+    ("spec.objectives", {"ttft": {"target": "500ms"}}, "spec.objectives", "not built yet"),
+    ("spec.model.uri", "hf://org/model", "spec.model.uri", "hf:// is not built yet"),
+    ("spec.model.uri", "s3://bucket/model", "spec.model.uri", "s3:// is not built yet"),
+    ("spec.model.uri", "oci://registry/model", "spec.model.uri", "oci:// is not built yet"),
+    ("spec.model.uri", "file://models/x", "spec.model.uri", "no absolute path"),
+    ("spec.model.uri", "file:///models/../etc", "spec.model.uri", "neither '..'"),
+    ("spec.model.uri", "pvc://Claim_1/x", "spec.model.uri", "no name of a claim"),
+    ("spec.model.uri", "ftp://x", "spec.model.uri", "pattern"),
+    ("spec.model.revision", "main", "spec.model.revision", "not built yet"),
+    ("spec.model.tokenSecretRef", {"name": "t"}, "spec.model.tokenSecretRef", "not built yet"),
+    ("spec.model.cache", {"size": "1Gi"}, "spec.model.cache", "not built yet"),
+    ("spec.runtime.kind", "vllm", "spec.runtime.kind", "vllm is not built yet"),
+    ("spec.runtime.image", "a b", "spec.runtime.image", "white space"),
+    ("spec.runtime.args", ["--max-num-seqs=4"], "spec.runtime.args[0]", "repeats spec.engine.maxNumSeqs"),
+    ("spec.runtime.args", ["--max_num_seqs", "4"], "spec.runtime.args[0]", "repeats spec.engine.maxNumSeqs"),
+    ("spec.runtime.args", ["--seed=1", "--port=1"], "spec.runtime.args[1]", "set by the operator"),
+    ("spec.runtime.args", ["--nnodes=1"], "spec.runtime.args[0]", "set by the operator"),
+    ("spec.runtime.args", ["--seed=1", "-dpl", "1"], "spec.runtime.args[1]", "set by the operator"),
+    ("spec.runtime.args", ["-ep"], "spec.runtime.args[0]", "repeats spec.parallelism.expert"),
+    ("spec.parallelism.expert", True, "spec.parallelism.expert", "tensor × data is 1"),
+    ("spec.parallelism.gpusPerNode", 8, "spec.parallelism.gpusPerNode", "has 1 rank"),
+    ("spec.engine.kvCacheDtype", "fp4", "spec.engine.kvCacheDtype", "'auto', 'bfloat16'"),
+    ("spec.engine.quantization", "awq", "spec.engine.quantization", "only fp8 is built"),
+    ("spec.engine.preemptionMode", "swap", "spec.engine.swapSpace", "is missing, but preemptionMode swap"),
+    ("spec.engine.speculative", {"method": "eagle"}, "spec.engine.speculative.method", "not built yet"),
+    ("spec.engine.speculative", {"method": "draft_model"}, "spec.engine.speculative.model", "is missing"),
+    ("spec.engine.speculative", {"model": "file:///d"}, "spec.engine.speculative.model", "ngram guesses"),
+    ("spec.runtime.args", ["--spec-tokens=3"], "spec.runtime.args[0]", "repeats spec.engine.speculative"),
+    ("spec.engine.mmProcessorCache", "4Gi", "spec.engine.mmProcessorCache", "not built yet"),
+    ("spec.engine.limitMmPerPrompt", {"image": 2}, "spec.engine.limitMmPerPrompt", "not built yet"),
+    ("spec.engine.gpuMemoryUtilization", "0.0", "spec.engine.gpuMemoryUtilization", "is 0"),
+    ("spec.engine.gpuMemoryUtilization", "1.5", "spec.engine.gpuMemoryUtilization", "pattern"),
+    ("spec.engine.gpuMemoryUtilization", "0.95", "spec.engine.gpuMemoryUtilization", "outside"),
+    ("spec.engine.maxNumSeqs", 1024, "spec.engine.maxNumBatchedTokens", "at least maxNumSeqs (1024)"),
+    ("spec.engine.maxNumSeqs", 0, "spec.engine.maxNumSeqs", "greater than or equal to 1"),
+    ("spec.engine.maxNumSeqs", "64", "spec.engine.maxNumSeqs", "integer"),
+    ("spec.engine.blockSize", 7, "spec.engine.blockSize", "8, 16 or 32"),
+    ("spec.tuning.bounds.maxNumSeqs", {"min": 9, "max": 4}, "spec.tuning.bounds.maxNumSeqs", "min 9 exceeds max 4"),
+    ("spec.tuning.bounds.maxNumSeqs", {"max": 8}, "spec.engine.maxNumSeqs", "starts at 64"),
+    ("spec.tuning.restartClass", "Canary", "spec.tuning.restartClass", "not built yet"),
+    ("spec.metrics.source", "Prometheus", "spec.metrics.source", "not built yet"),
+    ("spec.metrics.prometheus", {"address": "http://p"}, "spec.metrics.prometheus", "not built yet"),
+    ("spec.rollout.maxUnavailable", 0, "spec.rollout.maxUnavailable", "1 or more"),
+    ("spec.rollout.maxUnavailable", "0%", "spec.rollout.maxUnavailable", "percentage"),
+    ("spec.rollout.drainTimeout", "2h", "spec.rollout.drainTimeout", "at most 3600"),
+    ("spec.rollout.drainTimeout", "soon", "spec.rollout.drainTimeout", "pattern"),
+    ("spec.rollout.startTimeout", "3h", "spec.rollout.startTimeout", "at most 7200"),
+    ("spec.rollout.startTimeout", "0s", "spec.rollout.startTimeout", "more than 0"),
+    (
+        "spec.template.spec.terminationGracePeriodSeconds",
+        30,
+        "spec.template.spec.terminationGracePeriodSeconds",
+        "draining may take 30 s",
+    ),
+    ("spec.template.spec.hostNetwork", True, "spec.template.spec.hostNetwork", "node's network"),
+    ("spec.template.spec.hostPID", True, "spec.template.spec.hostPID", "node's processes"),
+    ("spec.template.spec.serviceAccountName", "admin", "spec.template.spec.serviceAccountName", "no service account"),
+    ("spec.template.spec.initContainers", [{}], "spec.template.spec.initContainers", "not supported"),
+    ("spec.template.spec.nonsense", 1, "spec.template.spec.nonsense", "can be laid over"),
+    (MAIN, [{"name": "sidecar"}], f"{MAIN}[0].name", "only the container main"),
+    (MAIN, [{"name": "main", "image": "x"}], f"{MAIN}[0].image", "spec.runtime.image"),
+    (MAIN, [{"name": "main", "securityContext": {"privileged": True}}], f"{MAIN}[0].securityContext", "not privileged"),
+    (MAIN, [{"name": "main", "resources": {"limits": {"cpu": "x"}}}], f"{MAIN}[0].resources.limits.cpu", "quantity"),
+    (
+        MAIN,
+        [{"name": "main", "resources": {"limits": {"nvidia.com/gpu": 1}}}],
+        f"{MAIN}[0].resources.limits.nvidia.com/gpu",
+        "follows from the layout",
+    ),
+    (MAIN, [{"name": "main", "volumeMounts": [{"mountPath": "/dev/shm/x"}]}], f"{MAIN}[0].volumeMounts[0]", "operator"),
+    (
+        "spec.template.spec.volumes",
+        [{"name": "v", "hostPath": {}}],
+        "spec.template.spec.volumes[0].hostPath",
+        "allowed",
+    ),
+    ("spec.template.spec.volumes", [{"name": "shm", "emptyDir": {}}], "spec.template.spec.volumes[0].name", "another"),
+    ("spec.template.spec.securityContext", {"runAsUser": 0}, "spec.template.spec.securityContext.runAsUser", "root"),
+    ("spec.template.metadata.labels", {"trimtab.dev/role": "x"}, "spec.template.metadata.labels", "another name"),
+    ("spec.nonsense", 1, "spec.nonsense", "no such field"),
+    ("spec.engine.max_num_seqs", 4, "spec.engine.max_num_seqs", "no such field"),
+    ("metadata.name", "Upper", "metadata.name", "letter"),
+    ("metadata.name", "a_b", "metadata.name", "lower-case"),
+    ("spec.model.uri", "file:///", "spec.model.uri", "no absolute path"),
+    ("spec.model.uri", "file:///m?revision=1", "spec.model.uri", "?"),
+    ("spec.model.uri", "pvc://claim/$(HOME)", "spec.model.uri", "$"),
+    ("spec.model", {"uri": "file:///models/modèle"}, "spec.model.servedName", "is missing"),
+    ("spec.runtime.args", ["$(FLAGS)"], "spec.runtime.args[0]", "is no flag"),
+    ("spec.runtime.args", ["/another/model"], "spec.runtime.args[0]", "is no flag"),
+    ("spec.runtime.args", ["--dtype=auto", " --max-num-seqs=4"], "spec.runtime.args[1]", "white space"),
+    ("spec.runtime.args", ["--max-num-seqs 4"], "spec.runtime.args[0]", "white space"),
+    ("spec.runtime.args", ["-tp", "2"], "spec.runtime.args[0]", "spec.parallelism.tensor"),
+    ("spec.template.spec.volumes", [{"emptyDir": {}}], "spec.template.spec.volumes[0]", "needs a name"),
+    ("spec.template.spec.volumes", [{"name": ["v"], "emptyDir": {}}], "spec.template.spec.volumes[0]", "needs a name"),
+    ("spec.template.spec.volumes", [{"name": "v", "emptyDir": {}}] * 2, "spec.template.spec.volumes[1]", "twice"),
+    ("spec.template.spec.securityContext", {"runAsUser": "0"}, "spec.template.spec.securityContext.runAsUser", "root"),
+    ("spec.template.spec.securityContext", {"fsGroup": "x"}, "spec.template.spec.securityContext.fsGroup", "a number"),
+    ("spec.template.spec.nodeSelector", {"a b": "c"}, "spec.template.spec.nodeSelector[a b]", "is no label"),
+    ("spec.template.metadata.labels", {"a": "x y"}, "spec.template.metadata.labels[a]", "is no label"),
+    ("spec.template.metadata.labels", {"a": "x" * 64}, "spec.template.metadata.labels[a]", "is no label"),
+    (
+        "spec.template.metadata.annotations",
+        {"container.apparmor.security.beta.kubernetes.io/main": "unconfined"},
+        "spec.template.metadata.annotations",
+        "confinement",
+    ),
+    *(
+        (MAIN, [{"name": "main", "volumeMounts": [mount]}], f"{MAIN}[0].volumeMounts[0].{field}", words)
+        for mount, field, words in (
+            ({"name": "v"}, "mountPath", "absolute"),
+            ({"name": "v", "mountPath": ["/a"]}, "mountPath", "absolute"),
+            ({"name": "v", "mountPath": "tmp"}, "mountPath", "absolute"),
+            ({"name": "v", "mountPath": "//tmp"}, "mountPath", "the operator's"),
+            ({"name": "v", "mountPath": "/"}, "mountPath", "the operator's"),
+            ({"name": "absent", "mountPath": "/data"}, "name", "no volume of"),
+        )
+    ),
+    (MAIN, [{"name": "main", "env": [{"name": ["A"]}]}], f"{MAIN}[0].env[0]", "needs a name"),
+    (MAIN, [{"name": "main", "env": [{"name": "A", "value": 1}]}], f"{MAIN}[0].env[0].value", "quotes"),
+    (
+        MAIN,
+        [{"name": "main", "resources": {"requests": {"memory": "2Gi"}, "limits": {"memory": "1500Mi"}}}],
+        f"{MAIN}[0].resources.requests.memory",
+        "above the limit 1500Mi",
+    ),
+    *(
+        (MAIN, [{"name": "main", "resources": {"limits": {"memory": amount}}}], f"{MAIN}[0].resources.limits", words)
+        for amount, words in (("-1", "never negative"), ("1e999999999", "quantity"), ("1Gi\n", "quantity"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "field", "words"), REFUSED)
+def test_what_cannot_be_carried_out_is_refused_by_name(path: str, value: Any, field: str, words: str) -> None:
+    said = refusals_of(changed(path, value), default_image=None)
+    assert any(line.startswith(field) and words in line for line in said), said
+
+
+ACCEPTED: list[tuple[str, Any]] = [
+    ("spec.replicas", 0),
+    ("spec.model.uri", "pvc://claim/models/x"),
+    ("spec.model.uri", "pvc://claim"),
+    ("spec.runtime.args", ["--device-memory-bytes=1500Mi", "--cpu-threads", "2"]),
+    ("spec.engine.kvCacheDtype", "auto"),
+    ("spec.engine.preemptionMode", "recompute"),
+    ("spec.engine.swapSpace", "4Gi"),
+    ("spec.engine", {"preemptionMode": "auto", "swapSpace": "512Mi"}),
+    ("spec.engine.enablePrefixCaching", True),
+    ("spec.engine.enablePrefixCaching", False),
+    ("spec.engine.speculative", {"method": "ngram", "numSpeculativeTokens": 4}),
+    ("spec.engine.speculative", {"method": "draft_model", "model": "file:///models/draft"}),
+    ("spec.engine.apiServerCount", 2),
+    ("spec.tuning.bounds.maxNumSeqs", {"min": 64, "max": 64}),
+    ("spec.metrics.source", "Pods"),
+    ("spec.rollout.maxUnavailable", "50%"),
+    ("spec.template.spec.terminationGracePeriodSeconds", 60),
+    ("spec.template.spec.affinity", {"nodeAffinity": {}}),
+    ("spec.template.spec.tolerations", [{"key": "gpu", "operator": "Exists"}]),
+    (MAIN, [{"name": "main", "resources": {"limits": {"memory": "2Gi", "cpu": 2}}, "env": [{"name": "A"}]}]),
+    ("spec.template.spec.volumes", [{"name": "v", "configMap": {"name": "c"}}]),
+    ("spec.template.spec.nodeSelector", {"kubernetes.io/arch": "amd64", "gpu": ""}),
+    ("spec.template.metadata.annotations", {"example.com/a": "b"}),
+    ("spec.runtime.args", ["--api-key=$(API_KEY)"]),
+    ("spec.engine.enforceEager", True),
+    ("spec.engine.cudagraphCaptureSizes", [1, 2, 4]),
+    (
+        "spec.template.spec",
+        {
+            "volumes": [{"name": "v", "emptyDir": {}}],
+            "containers": [{"name": "main", "volumeMounts": [{"name": "v", "mountPath": "/data"}]}],
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), ACCEPTED)
+def test_what_is_built_is_accepted(path: str, value: Any) -> None:
+    assert refusals_of(changed(path, value), default_image=None) == []
+
+
+def test_every_refusal_is_listed_at_once() -> None:
+    body = changed("spec.model.uri", "hf://a/b")
+    body["spec"]["runtime"]["kind"] = "vllm"
+    said = refusals_of(body, default_image=None)
+    assert [line.split(":")[0] for line in said] == ["spec.model.uri", "spec.runtime.kind"]
+
+
+def test_every_rule_has_a_case() -> None:
+    """A rule that no case trips is a rule that nobody has seen work."""
+    from trimtab_operator.errors import InvalidSpec
+    from trimtab_operator.resource.spec import InferenceDeployment
+
+    bodies = [changed(path, value) for path, value, _, _ in REFUSED]
+    no_image = changed("spec.runtime.image", None)
+    tripped = set()
+    for body in [*bodies, no_image]:
+        try:
+            deployment = InferenceDeployment.parse(body)
+        except InvalidSpec:
+            continue
+        tripped |= {rule for rule in RULES if list(rule(deployment))}
+    assert {rule.__name__ for rule in RULES} == {rule.__name__ for rule in tripped}
+
+
+def test_an_image_must_come_from_somewhere() -> None:
+    body = changed("spec.runtime.image", None)
+    assert any("spec.runtime.image" in line for line in refusals_of(body, default_image=None))
+    assert refusals_of(body, default_image="engine:2") == []
+
+
+def test_on_cuda_a_bounded_count_needs_a_start() -> None:
+    body = changed("spec.runtime.device", "cuda")
+    body["spec"]["engine"] = {}
+    body["spec"]["tuning"]["bounds"] = {"maxNumSeqs": {"max": 512}}
+    assert any("depends on the GPU" in line for line in refusals_of(body, default_image=None))
+
+
+# --- CEL: the same verdicts where CEL can express them ----------------------------------------------------------------
+
+
+def cel_rules() -> list[tuple[str, str]]:
+    """Every CEL rule with the path of the object that it judges."""
+    found: list[tuple[str, str]] = []
+
+    def walk(node: dict[str, Any], path: str) -> None:
+        found.extend((path, entry["rule"]) for entry in node.get("x-kubernetes-validations", []))
+        for name, child in node.get("properties", {}).items():
+            walk(child, f"{path}.{name}" if path else name)
+
+    walk(definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"], "")
+    return found
+
+
+def cel_verdict(body: dict[str, Any]) -> bool:
+    """Whether every CEL rule that applies holds."""
+    for path, rule in cel_rules():
+        node: Any = body
+        for part in path.split(".") if path else []:
+            node = node.get(part) if isinstance(node, dict) else None
+        if node is not None and not cel.evaluate(rule, {"self": node}):
+            return False
+    return True
+
+
+CEL_REFUSED: list[tuple[str, Any]] = [
+    ("metadata.name", "x" * 41),
+    ("spec.scaling", {"minReplicas": 1, "maxReplicas": 3}),
+    ("spec.tuning.bounds.maxNumSeqs", {"min": 9, "max": 4}),
+    ("spec.tuning.bounds.gpuMemoryUtilization", {"min": "0.9", "max": "0.5"}),
+    ("spec.engine.maxNumSeqs", 1024),
+    ("spec.parallelism", {"expert": True}),
+    ("spec.metrics", {"source": "Prometheus"}),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), CEL_REFUSED)
+def test_cel_and_the_table_refuse_alike(path: str, value: Any) -> None:
+    body = changed(path, value)
+    assert not cel_verdict(body)
+    assert refusals_of(body, default_image=None)
+
+
+@pytest.mark.parametrize(("path", "value"), ACCEPTED)
+def test_cel_accepts_what_the_table_accepts(path: str, value: Any) -> None:
+    assert cel_verdict(changed(path, value))
+
+
+# --- the webhook's verdict --------------------------------------------------------------------------------------------
+
+
+def a_review(new: dict[str, Any], old: dict[str, Any] | None = None) -> dict[str, Any]:
+    request = {"uid": "r-1", "operation": "UPDATE" if old else "CREATE", "object": new, "oldObject": old}
+    response: dict[str, Any] = review({"request": request}, default_image=None)["response"]
+    return response
+
+
+def test_the_webhook_refuses_with_every_message() -> None:
+    verdict = a_review(changed("spec.model.uri", "hf://a/b"))
+    assert not verdict["allowed"]
+    assert "hf:// is not built yet" in verdict["status"]["message"]
+
+
+def test_the_webhook_lets_labels_of_an_old_invalid_resource_be_edited() -> None:
+    old = changed("spec.model.uri", "hf://a/b")
+    new = copy.deepcopy(old)
+    new["metadata"]["labels"] = {"a": "b"}
+    assert a_review(new, old)["allowed"]
+
+
+def test_the_webhook_never_stands_in_the_way_of_a_deletion() -> None:
+    new = changed("spec.model.uri", "hf://a/b")
+    new["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert a_review(new, BASE)["allowed"]
+
+
+def test_a_write_to_scale_is_allowed() -> None:
+    """kubectl scale and autoscalers send a Scale, which has no model."""
+    scale = {"apiVersion": "autoscaling/v1", "kind": "Scale", "metadata": {"name": "m"}, "spec": {"replicas": 3}}
+    request = {"uid": "r", "operation": "UPDATE", "subResource": "scale", "object": scale, "oldObject": {}}
+    assert review({"request": request}, default_image=None)["response"]["allowed"]

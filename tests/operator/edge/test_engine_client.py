@@ -1,0 +1,149 @@
+"""The typed client of the admin API, against a real server that answers as the contract says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+from trimtab_operator.edge.bounded_http import Reply, Unreachable, fetch, pod_url
+from trimtab_operator.edge.engine_client import (
+    ConfigReport,
+    EngineClient,
+    Layout,
+    Loading,
+    MemoryLedger,
+    OutOfBounds,
+    Patched,
+    Rejected,
+    Stale,
+    Unauthorized,
+)
+from trimtab_operator.tuner import FieldRange, Knob
+
+if TYPE_CHECKING:
+    from tests.operator.conftest import ContractEngine
+
+
+@pytest.fixture
+def client(engine: ContractEngine, http: httpx.AsyncClient) -> EngineClient:
+    return EngineClient(http, engine.url, "right")
+
+
+async def test_the_configuration_is_read_with_what_may_be_changed(client: EngineClient) -> None:
+    config = await client.config()
+    assert isinstance(config, ConfigReport)
+    seen = config.for_tuner()
+    assert seen.generation == 1
+    assert seen.applied == {
+        Knob.MAX_NUM_SEQS: 32,
+        Knob.MAX_NUM_BATCHED_TOKENS: 512,
+        Knob.GPU_MEMORY_UTILIZATION: 0.74,
+    }
+    assert seen.fields[Knob.MAX_NUM_SEQS] == FieldRange(True, 1, 64)
+    assert seen.max_model_len == 1024
+
+
+async def test_the_ledger_and_the_layout_are_read(client: EngineClient) -> None:
+    ledger = await client.memory()
+    assert isinstance(ledger, MemoryLedger)
+    assert (ledger.kv.blocks_total, ledger.device_bytes) == (151, 1_572_864_000)
+    layout = await client.layout()
+    assert isinstance(layout, Layout)
+    assert layout.world_size == 1
+
+
+async def test_a_patch_changes_the_engine_and_says_at_which_step(client: EngineClient, engine: ContractEngine) -> None:
+    done = await client.patch({Knob.MAX_NUM_SEQS: 16, Knob.GPU_MEMORY_UTILIZATION: 0.86}, if_match=1)
+    assert isinstance(done, Patched)
+    assert (done.id, done.generation, done.applied_at_step) == ("c1", 2, 812)
+    assert engine.values["max_num_seqs"] == 16
+    assert engine.values["gpu_memory_utilization"] == 0.86
+
+
+async def test_a_dry_run_changes_nothing(client: EngineClient, engine: ContractEngine) -> None:
+    would = await client.patch({Knob.MAX_NUM_SEQS: 16}, dry_run=True)
+    assert isinstance(would, Patched)
+    assert (would.id, would.desired["max_num_seqs"]) == (None, 16)
+    assert engine.values["max_num_seqs"] == 32
+
+
+async def test_a_stale_generation_is_named_with_the_present_one(client: EngineClient, engine: ContractEngine) -> None:
+    engine.generation = 5
+    assert await client.patch({Knob.MAX_NUM_SEQS: 16}, if_match=4) == Stale(5, "stale")
+
+
+async def test_a_value_outside_its_bounds_comes_back_with_the_nearest_one(client: EngineClient) -> None:
+    refused = await client.patch({Knob.GPU_MEMORY_UTILIZATION: 0.99})
+    assert refused == OutOfBounds(
+        "gpu_memory_utilization", 0.99, 0.7, 0.95, 0.95, "gpu_memory_utilization is 0.99: the cap is 0.95"
+    )
+
+
+async def test_another_token_is_unauthorized(engine: ContractEngine, http: httpx.AsyncClient) -> None:
+    refused = await EngineClient(http, engine.url, "wrong").config()
+    assert isinstance(refused, Unauthorized)
+    assert "--admin-token-sha256" in refused.message
+
+
+async def test_a_loading_engine_is_no_failure_of_its_own(client: EngineClient, engine: ContractEngine) -> None:
+    engine.loading = True
+    assert await client.config() == Loading("the engine is loading")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"nonsense", b"[]", b'{"generation": "one"}', b'{"generation": NaN}', b"\xff\xfe"]
+)
+async def test_an_answer_that_is_not_the_contracts_is_unreachable(
+    client: EngineClient, engine: ContractEngine, body: bytes
+) -> None:
+    engine.broken_body = body
+    answer = await client.config()
+    assert isinstance(answer, Unreachable)
+    assert "docs/contract.md" in answer.message
+
+
+async def test_a_path_that_the_engine_does_not_know_is_rejected(
+    engine: ContractEngine, http: httpx.AsyncClient
+) -> None:
+    answer = await EngineClient(http, f"{engine.url}/elsewhere", "right").config()
+    assert isinstance(answer, Rejected)
+    assert answer.status == 404
+
+
+async def test_draining_reports_what_is_left(client: EngineClient) -> None:
+    progress = await client.drain(30)
+    assert not isinstance(progress, Unauthorized | Loading | Unreachable | Rejected)
+    assert (progress.remaining_requests, progress.eta_seconds) == (8, 4.5)
+
+
+async def test_nobody_listening_is_unreachable(engine: ContractEngine, http: httpx.AsyncClient) -> None:
+    answer = await EngineClient(http, "http://127.0.0.1:1", "right").memory()
+    assert isinstance(answer, Unreachable)
+    assert answer.message.startswith("http://127.0.0.1:1/admin/v1/memory: ConnectError")
+
+
+async def test_an_engine_that_does_not_answer_costs_no_more_than_the_deadline(
+    engine: ContractEngine, http: httpx.AsyncClient
+) -> None:
+    engine.hangs = True
+    answer = await fetch(http, "GET", f"{engine.url}/metrics", deadline_seconds=0.05)
+    assert answer == Unreachable(f"{engine.url}/metrics: no answer within 0.05 s")
+
+
+async def test_an_endless_answer_is_cut_off(engine: ContractEngine, http: httpx.AsyncClient) -> None:
+    engine.metrics = "x" * 100_000
+    answer = await fetch(http, "GET", f"{engine.url}/metrics", max_bytes=50_000)
+    assert answer == Unreachable(f"{engine.url}/metrics: the answer is larger than 50,000 bytes")
+
+
+async def test_redirects_are_not_followed(http: httpx.AsyncClient, engine: ContractEngine) -> None:
+    assert not http.follow_redirects
+    assert isinstance(await fetch(http, "GET", f"{engine.url}/startupz"), Reply)
+
+
+@pytest.mark.parametrize(
+    ("address", "url"), [("10.1.2.3", "http://10.1.2.3:8001"), ("fd00::7", "http://[fd00::7]:8001")]
+)
+def test_pod_addresses_of_both_families_become_urls(address: str, url: str) -> None:
+    assert pod_url(address, 8001) == url

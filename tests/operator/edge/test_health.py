@@ -1,0 +1,50 @@
+"""Liveness: a loop that stops ticking, a resource that has no loop, an event loop that is blocked."""
+
+from __future__ import annotations
+
+from trimtab_operator.edge.health import UNSERVED_SECONDS, Heartbeats
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_loop_that_ticks_is_healthy_and_one_that_stopped_is_not() -> None:
+    clock = Clock()
+    beats = Heartbeats(max_age_seconds=100.0, clock=clock)
+    beats.beat("a/b")
+    clock.now = 99.0
+    assert beats.problems() == []
+    clock.now = 101.0
+    assert "a/b has not ticked for 101 s" in beats.problems()
+
+
+def test_a_loop_that_ended_is_forgotten() -> None:
+    clock = Clock()
+    beats = Heartbeats(max_age_seconds=100.0, clock=clock)
+    beats.beat("a/b")
+    beats.forget("a/b")
+    clock.now = 1000.0
+    assert beats.problems() == []
+
+
+def test_a_resource_without_a_loop_means_that_the_watch_is_dead() -> None:
+    clock = Clock()
+    beats = Heartbeats(max_age_seconds=1e9, clock=clock)
+    beats.compare(["a/b"])
+    assert beats.problems() == []
+    clock.now = UNSERVED_SECONDS + 1
+    assert "watch is dead" in beats.problems()[0]
+    beats.beat("a/b")
+    beats.compare(["a/b"])
+    assert beats.problems() == []
+
+
+def test_a_blocked_event_loop_is_a_problem() -> None:
+    beats = Heartbeats(max_age_seconds=1.0)
+    beats.lag_seconds = 90.0
+    assert "blocked for 90 s" in beats.problems()[0]

@@ -1,0 +1,45 @@
+"""Nodes are read once a minute at most, and not seeing them is no failure."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from trimtab_operator.edge.cluster import API_ERRORS, Cluster
+from trimtab_operator.edge.nodes import FRESH_SECONDS, Nodes
+
+
+class FakeCluster:
+    """Counts how often nodes are listed; `status` is the API server's refusal."""
+
+    def __init__(self, status: int | None = None) -> None:
+        self.status, self.lists = status, 0
+
+    async def list(self, _kind: str, _namespace: str | None) -> list[dict[str, Any]]:
+        self.lists += 1
+        if self.status is not None:
+            raise API_ERRORS[1](status=self.status)
+        return [{"metadata": {"name": "n"}}]
+
+
+async def test_nodes_are_read_again_only_when_they_are_old() -> None:
+    cluster, now = FakeCluster(), [0.0]
+    nodes = Nodes(cast("Cluster", cluster), clock=lambda: now[0])
+    for moment, lists in ((0.0, 1), (FRESH_SECONDS - 1, 1), (FRESH_SECONDS, 2)):
+        now[0] = moment
+        assert len(await nodes.present() or ()) == 1
+        assert cluster.lists == lists
+
+
+async def test_who_needs_them_fresher_has_them_read_sooner_for_all() -> None:
+    cluster, now = FakeCluster(), [0.0]
+    nodes = Nodes(cast("Cluster", cluster), clock=lambda: now[0])
+    for now[0], fresh_seconds, lists in ((0.0, 60.0, 1), (4.0, 5.0, 1), (5.0, 5.0, 2), (64.0, 60.0, 2)):
+        await nodes.present(fresh_seconds=fresh_seconds)
+        assert cluster.lists == lists
+
+
+async def test_without_the_right_to_see_nodes_there_are_none_to_judge_by() -> None:
+    assert await Nodes(cast("Cluster", FakeCluster(403))).present() is None
+    with pytest.raises(API_ERRORS):
+        await Nodes(cast("Cluster", FakeCluster(500))).present()

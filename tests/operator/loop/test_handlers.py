@@ -1,0 +1,23 @@
+"""What is registered with Kopf."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+from trimtab_operator.loop.handlers import build_registry, build_settings
+
+
+def test_no_handler_asks_for_a_finalizer() -> None:
+    """A resource can be deleted while no operator runs: docs/decisions/no-finalizer.md."""
+    handlers = build_registry(Mock())._spawning._handlers
+    assert len(handlers) == 1
+    assert not any(handler.requires_finalizer for handler in handlers)
+
+
+def test_kopf_keeps_no_state_under_its_own_name_and_watches_only_what_is_ours() -> None:
+    settings = build_settings()
+    assert settings.persistence.finalizer.startswith("trimtab.dev/")
+    assert settings.scanning.disabled
+    selectors = dict(settings.watching.label_selectors)
+    assert len(selectors) == 3
+    assert set(selectors.values()) == {"app.kubernetes.io/managed-by=trimtab-operator"}
