@@ -9,6 +9,16 @@ export TOKENIZERS_PARALLELISM := false
 # The model's threads sleep soon instead of spinning, as the server's do (engine-image/trimtab_engine/config/engine.py).
 export GOMP_SPINCOUNT ?= 1000
 CLUSTER_TOOL := $(PYTHON) e2e/cluster
+# One clock for all programs of one make; the last of them says how long each stage took, whatever came of it.
+export TRIMTAB_BEGAN := $(or $(TRIMTAB_BEGAN),$(shell date +%s))
+TOOK = ; code=$$?; $(CLUSTER_TOOL) took; exit $$code
+# DRY_RUN=1 says what would be done to this machine, and does nothing.
+DRY := $(if $(filter-out 0,$(DRY_RUN)),--dry-run)
+NODES = $(addprefix --workers ,$(WORKERS))
+# Seconds on two idle cores, for what is said beforehand.
+TEST_SECONDS := 1020
+E2E_SECONDS := 1850
+DEMO_SECONDS := 250
 MODEL ?= $(TRIMTAB_CACHE)/models/SmolLM2-135M-Instruct
 NATIVE := kernels/trimtab_kernels/native
 SOURCES := operator engine-image kernels tests e2e
@@ -22,24 +32,14 @@ help: ## this list
 	@echo "Trimtab: make TARGET"
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-$(VENV)/.ready: pyproject.toml constraints.txt
-	@echo "[set-up] virtual environment and packages: about 90 s the first time"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	    $$($(PYTHON) -c 'import re; print(*re.findall(r"^torch==\S+", open("constraints.txt").read(), re.M))')
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[operator,engine,tracing,dev]'
-	@touch $@
+# Everything that is needed is made by one program, which says what it does: e2e/cluster/set_up.py.
+venv: ## the virtual environment with everything that development needs
+	@$(CLUSTER_TOOL) set-up python
 
-# The CPU's operators in C. Where there is no compiler the engine does without, so that is said and no error.
-$(NATIVE)/compiled/.ready: $(NATIVE)/build.py $(wildcard $(NATIVE)/*.c $(NATIVE)/*.h)
-	@$(PYTHON) $(NATIVE)/build.py >/dev/null && touch $@ || echo "[set-up] the engine will compute by torch's operators"
+setup: ## virtual environment and model (SmolLM2-135M, in the cache, converted once)
+	@$(CLUSTER_TOOL) set-up python model
 
-venv: $(VENV)/.ready $(NATIVE)/compiled/.ready ## the virtual environment with everything that development needs
-
-model: venv ## the real model (SmolLM2-135M) in the cache, converted once
-	@TRIMTAB_PYTHON=$(BIN)/python $(CLUSTER_TOOL) model
-
-setup: venv model ## virtual environment and model
+model: setup
 
 check: venv ## format, lint, types, import contracts, CRD and chart drift (4 min at most)
 	$(BIN)/ruff format --check .
@@ -59,30 +59,28 @@ crds: venv ## write the CRD and the chart's copy of it from spec.py
 	$(BIN)/python -m trimtab_operator.resource.crd --write
 	cp $(CRD) $(CHART_CRD)
 
-test: setup ## unit tests with the real model: no cluster, no network (20 min at most)
-	$(BIN)/pytest tests --durations=10
+test: ## unit tests with the real model: no cluster, no network (20 min at most)
+	@$(CLUSTER_TOOL) set-up --for "make test" --then "the tests" --then-seconds $(TEST_SECONDS) $(DRY) python model
+	@$(if $(DRY),,$(CLUSTER_TOOL) stage --about $(TEST_SECONDS) tests -- $(BIN)/pytest tests --durations=10 $(TOOK))
 
 cluster-up: ## a real Kubernetes cluster with kind (12 min the first time, about 1 min later; WORKERS=2: three nodes)
-	@$(CLUSTER_TOOL) up $(addprefix --workers ,$(WORKERS))
+	@$(CLUSTER_TOOL) up $(NODES)
 
 cluster-down: ## remove it
 	@$(CLUSTER_TOOL) down
 
-images: model ## the engine, operator and model images
-	@TRIMTAB_PYTHON=$(BIN)/python $(CLUSTER_TOOL) images
-
-# The cluster and the Python side are set up in parallel.
-.PHONY: all-set-up
-all-set-up:
-	@$(MAKE) --no-print-directory -j2 cluster-up model
+images: setup ## the engine, operator and model images
+	@$(CLUSTER_TOOL) images
 
 # Some stories move replicas from node to node.
-e2e soak: export WORKERS ?= 2
-e2e: all-set-up ## every user story on a real cluster (35 min at most; CLUSTER=current uses KUBECONFIG's)
-	$(BIN)/pytest e2e
+e2e soak: WORKERS ?= 2
+e2e: ## every user story on a real cluster (35 min at most; CLUSTER=current uses KUBECONFIG's)
+	@$(CLUSTER_TOOL) set-up $(NODES) --for "make e2e" --then "the stories" --then-seconds $(E2E_SECONDS) $(DRY) python model cluster images
+	@$(if $(DRY),,$(CLUSTER_TOOL) stage --about $(E2E_SECONDS) stories -- $(BIN)/pytest e2e $(TOOK))
 
-demo: all-set-up ## from nothing to tokens to trim, and everything removed again (KEEP=1 leaves it up)
-	@$(BIN)/python e2e/demo.py
+demo: ## from nothing to tokens to trim, and everything removed again (KEEP=1 leaves it up, DRY_RUN=1 only says what it does)
+	@$(CLUSTER_TOOL) set-up $(NODES) --for "make demo" --then "the story" --then-seconds $(DEMO_SECONDS) $(DRY) python model cluster images
+	@$(if $(DRY),,$(BIN)/python e2e/demo.py $(TOOK))
 
 bench: setup ## measurements on this machine, into docs/results/
 	PYTHONPATH=engine-image $(BIN)/python -m engine_benchmarks $(MODEL) --output docs/results $(addprefix --only ,$(ONLY))
@@ -134,7 +132,8 @@ tune-gpu: ## launch configurations of fp8 products for this machine's GPU, into 
 	@for model in $(TUNE_MODELS); do PYTHONPATH=kernels $(BENCH_PYTHON) -m trimtab_kernels.tune kernels/benchmarks/shapes/$$model.json \
 	    --batch-size 1 32 256 1024 4096 --budget-seconds $(TUNE_SECONDS) || [ $$? = 3 ] || exit 1; done
 
-soak: all-set-up ## longer runs of the same stories
+soak: ## longer runs of the same stories
+	@$(CLUSTER_TOOL) set-up $(NODES) python model cluster images
 	$(BIN)/pytest e2e --soak
 
 clean: ## remove what make made inside the checkout

@@ -1,7 +1,8 @@
 """`make demo`: from nothing to tokens to trim, told on the terminal, on a real Kubernetes node.
 
 Two scenes with one real model under one load. With headroom on the device, the operator sees preemptions and raises
-`gpu_memory_utilization`; without headroom it lowers `max_num_seqs`. Exit code 0 only when everything was seen.
+`gpu_memory_utilization`; without headroom it lowers `max_num_seqs`. What was read of the engine becomes a picture.
+Exit code 0 only when everything was seen.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,12 @@ from harness.deployment import Deployment, sample
 from harness.engine import EngineReading
 from harness.install import Installation, leave_others_alone
 from harness.kube import CRD_KIND, KubectlError
+from harness.picture import Move, Trace
+from harness.picture import write as write_picture
 from harness.report import speak_to
 from harness.service import NoForward
 from harness.stage import Stage
-from harness.target import CLUSTER_TOOL, NoCluster, Target, connect, images_in_cluster
+from harness.target import CLUSTER_TOOL, REPOSITORY, NoCluster, Target, connect, images_in_cluster
 from harness.traffic import Load, LoadReport, load
 from harness.trim import (
     CALM_DEADLINE_SECONDS,
@@ -45,6 +50,7 @@ from rich.console import Console
 from rich.table import Table
 
 NAMESPACE = "trimtab-demo"
+PICTURE = REPOSITORY / "build" / "demo.svg"
 LOG_WIDTH = 140  # columns where the output is no terminal: long enough for sentences, short enough for a CI log
 FAILURES = (AssertionError, KubectlError, NoForward, NoCluster, RuntimeError, KeyError, OSError)
 
@@ -59,6 +65,7 @@ class Scene:
     after: EngineReading
     report: LoadReport
     restarted: bool
+    trace: Trace
 
 
 @dataclass(slots=True)
@@ -74,7 +81,7 @@ class Demo:
     # --- chapters -----------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        self.stage.chapter("The operator is installed with helm", 15)
+        self.stage.chapter("The operator is installed with helm", 25, stage="install")
         self.stage.dim("$ helm " + " ".join(self.installation.helm_arguments()))
         self.installation.install()
         self.target.kube.delete("namespace", NAMESPACE, wait=True)
@@ -94,7 +101,7 @@ class Demo:
         return deployment
 
     def answer(self, deployment: Deployment, applied_at: float) -> None:
-        self.stage.chapter("The official openai client asks through the Service", 5)
+        self.stage.chapter("The official openai client asks through the Service", 5, stage="answer")
         self.stage.line(f"  {QUESTION}")
         answer = ask(deployment, show=self.stage.piece)
         self.stage.line("")
@@ -111,21 +118,22 @@ class Demo:
             f"  {CONCURRENCY} clients ask for {OUTPUT_TOKENS} tokens after a prompt of {PROMPT_TOKENS}, over and over. "
             f"The KV cache holds {before.kv_tokens:,} tokens, and {before.kv_tokens_cap:,} at its bound."
         )
-        options = load_options(deployment)
+        options, trace = load_options(deployment), Trace(title)
         with load(self.target.kube, NAMESPACE, self.installation.images.operator, options) as running:
-            decision = self._until_moved(deployment, knob, before)
+            decision = self._until_moved(deployment, knob, before, trace)
             self._explain(decision, before, deployment.engine(), restarted=deployment.restarts() != restarts)
-            after = self._until_calm(deployment)
+            after = self._until_calm(deployment, trace)
+            trace.moves = [_move(entry) for entry in reversed(deployment.history())]
             report = self._stop(running)
         restarted = deployment.restarts() != restarts
         assert not restarted, "a pod or a container was restarted"
         assert report.failed == [], f"requests failed: {report.failed[:3]}"
         assert report.completed > 0, "no request was completed"
-        return Scene(title, decision, before, after, report, restarted)
+        return Scene(title, decision, before, after, report, restarted, trace)
 
-    def _until_moved(self, deployment: Deployment, knob: str, before: EngineReading) -> dict[str, Any]:
+    def _until_moved(self, deployment: Deployment, knob: str, before: EngineReading, trace: Trace) -> dict[str, Any]:
         with self.stage.meter() as meter:
-            probe = moved(deployment, knob, before.values[knob], meter.show)
+            probe = moved(deployment, knob, before.values[knob], _both(meter.show, trace))
             return deployment.waiter.until(f"the operator moves {knob}", probe, deadline_seconds=DECISION_SECONDS)
 
     def _explain(self, decision: dict[str, Any], before: EngineReading, now: EngineReading, *, restarted: bool) -> None:
@@ -138,11 +146,13 @@ class Demo:
             f"{now.values[SEQS]:.0f}; {'RESTARTED' if restarted else 'nothing was restarted'}."
         )
 
-    def _until_calm(self, deployment: Deployment) -> EngineReading:
+    def _until_calm(self, deployment: Deployment, trace: Trace) -> EngineReading:
         self.stage.line("  The same load goes on:")
         with self.stage.meter() as meter:
             after = deployment.waiter.until(
-                "preemptions are gone", calm_probe(deployment, meter.show), deadline_seconds=CALM_DEADLINE_SECONDS
+                "preemptions are gone",
+                calm_probe(deployment, _both(meter.show, trace)),
+                deadline_seconds=CALM_DEADLINE_SECONDS,
             )
         further = deployment.history()
         if len(further) > 1:
@@ -159,13 +169,15 @@ class Demo:
 
     def play(self) -> None:
         self.install()
-        self.stage.chapter("A model is applied and becomes Ready", 30)
+        self.stage.chapter("A model is applied and becomes Ready", 30, stage="model Ready")
         applied_at = time.monotonic()
         first = self.serve("smollm2")
         self.answer(first, applied_at)
-        self.stage.chapter("Scene one: load on a small KV cache, with headroom on the device", 120)
+        self.stage.chapter("Scene one: load on a small KV cache, with headroom on the device", 90, stage="scene one")
         self.scenes.append(self.trim("with headroom", first, UTILIZATION))
-        self.stage.chapter("Scene two: the same load without headroom (the utilisation is pinned)", 150)
+        self.stage.chapter(
+            "Scene two: the same load without headroom (the utilisation is pinned)", 100, stage="scene two"
+        )
         self.target.kube.delete(CRD_KIND, first.name, NAMESPACE, wait=True)
         first.gone()
         second = self.serve("smollm2-pinned", **pinned_utilization(start_utilization()))
@@ -174,7 +186,7 @@ class Demo:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def summary(self) -> None:
-        self.stage.chapter("Summary", 0)
+        self.stage.chapter("Summary", 0, stage="summary")
         table = Table(title=f"Kubernetes {self.target.version}, SmolLM2-135M in float32 on the CPU")
         for column in ("", *(scene.title for scene in self.scenes)):
             table.add_column(column)
@@ -183,6 +195,13 @@ class Demo:
         self.stage.console.print(table)
         self.stage.line(f"  kubectl apply to first token: {self.numbers['apply_to_first_token_seconds']} s")
         self.stage.line(f"  the whole story: {self.stage.elapsed():.0f} s")
+
+    def picture(self, path: Path) -> None:
+        caption = (
+            f"SmolLM2-135M on the CPU, Kubernetes {self.target.version}: {CONCURRENCY} clients, no request failed, "
+        )
+        write_picture([scene.trace for scene in self.scenes], caption + "nothing restarted", path)
+        self.stage.line(f"  what happened, as a picture: {path}")
 
     def _rows(self) -> list[tuple[str, list[str]]]:
         scenes = self.scenes
@@ -221,9 +240,25 @@ class Demo:
         }
 
 
+def _both(show: Callable[[EngineReading], None], trace: Trace) -> Callable[[EngineReading], None]:
+    """Show a reading and keep it for the picture."""
+
+    def seen(reading: EngineReading) -> None:
+        show(reading)
+        trace.see(reading, at=time.time())
+
+    return seen
+
+
+def _move(entry: dict[str, Any]) -> Move:
+    """An entry of status.tuning.history as the picture has it."""
+    at = datetime.fromisoformat(entry["time"]).timestamp()
+    return Move(at, f"{entry['knob']} {entry['from']} → {entry['to']}")
+
+
 def clean_up(stage: Stage, target: Target, installation: Installation) -> None:
     """Nothing is left running."""
-    stage.chapter("Cleaning up (KEEP=1 leaves everything up)", 20)
+    stage.chapter("Cleaning up (KEEP=1 leaves everything up)", 20, stage="clean-up")
     target.kube.delete("namespace", NAMESPACE, wait=True)
     installation.uninstall()
     if target.is_own:
@@ -231,7 +266,7 @@ def clean_up(stage: Stage, target: Target, installation: Installation) -> None:
 
 
 def look_around(stage: Stage, target: Target) -> None:
-    stage.chapter("Everything is left up (KEEP=1)", 0)
+    stage.chapter("Everything is left up (KEEP=1)", 0, stage="left up")
     if target.is_own:
         stage.line('  eval "$(python3 e2e/cluster env)"')
     for command in (
@@ -250,11 +285,18 @@ def look_around(stage: Stage, target: Target) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="From nothing to tokens to trim, on a real Kubernetes node.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE.svg",
+        default=Path(os.environ.get("PICTURE") or PICTURE),
+        help="draw KV use, preemptions and decisions there, and write their figures beside it (%(default)s)",
+    )
     parser.add_argument("--keep", action="store_true", default=os.environ.get("KEEP", "") not in ("", "0"))
     arguments = parser.parse_args()
     stage = Stage(Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH))
     speak_to(stage.dim)
-    stage.chapter("A Kubernetes node", 60)
+    stage.chapter("A Kubernetes node", 10, stage="node")
     try:
         target = connect()
         leave_others_alone(target)
@@ -269,6 +311,7 @@ def main() -> int:
     try:
         demo.play()
         demo.summary()
+        demo.picture(arguments.picture)
     except FAILURES as error:
         stage.console.print(f"The demo did not show what it should: {error}", markup=False, style="bold red")
         code = 1
@@ -279,6 +322,7 @@ def main() -> int:
             look_around(stage, target)
         else:
             clean_up(stage, target, installation)
+        stage.end()
     return code
 
 

@@ -9,26 +9,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import os
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .errors import UsageError
+from .progress import say
+from .root import cache_root
 
 KEY_LENGTH = 12  # hexadecimal digits of a content hash: enough to never meet, short enough to read
-
-
-def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """`TRIMTAB_CACHE`, or ~/.cache/trimtab. A relative path would mean another cache in every folder: refused."""
-    chosen = environment.get("TRIMTAB_CACHE", "")
-    if not chosen:
-        return Path(environment.get("HOME") or Path.home()) / ".cache" / "trimtab"
-    path = Path(chosen).expanduser()
-    if not path.is_absolute():
-        raise UsageError(f"TRIMTAB_CACHE is {chosen!r}, a relative path; set it to an absolute one or unset it")
-    return path
 
 
 def key_of(*parts: str | bytes) -> str:
@@ -64,7 +52,7 @@ def locked(name: str) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"{name} is being made already: waiting for that", file=sys.stderr, flush=True)
+            say(f"{name}: another stage or command is at it, so this one waits")
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -11,11 +12,27 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from . import docker_daemon, images, kind_cluster, model, node_image, shape, target, tools
-from .cache import cache_root, locked, remove_tree
+from . import (
+    announcement,
+    docker_daemon,
+    host_settings,
+    images,
+    journey,
+    kind_cluster,
+    leftovers,
+    model,
+    node_image,
+    set_up,
+    shape,
+    survey,
+    target,
+    tools,
+)
+from .cache import locked, remove_tree
 from .errors import ClusterError, UsageError
 from .kind_cluster import Cluster
 from .progress import in_parallel, say, stage, wait_until
+from .root import cache_root
 
 PATIENCE_SECONDS = 45.0  # for a cluster that exists to show itself healthy: longer than a node's lease lasts
 
@@ -87,6 +104,24 @@ def parser() -> Parser:
     add("logs", logs, "collect the logs of nodes, kubelet, containerd and pods; prints the folder")
     load_command = add("load", load, "copy images into the cluster's nodes; prints the names that pods use")
     load_command.add_argument("images", nargs="+", metavar="IMAGE")
+    set_up_command = add("set-up", set_up_parts, "make what a command of make needs: the named parts, at once")
+    set_up_command.add_argument("--workers", type=_count, default=0, metavar="N", help="of the cluster (default: 0)")
+    set_up_command.add_argument("--for", dest="command_of_make", default="", metavar="COMMAND", help="said in line one")
+    set_up_command.add_argument("--then", default="", metavar="WHAT", help="what that command does afterwards")
+    set_up_command.add_argument("--then-seconds", type=float, default=0.0, metavar="S", help="and how long that takes")
+    set_up_command.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    set_up_command.add_argument("parts", nargs="+", metavar="PART", choices=set_up.PARTS, help=", ".join(set_up.PARTS))
+    stage_command = add("stage", run_stage, "run a program as a stage: its time is said and kept", named=False)
+    stage_command.add_argument("--about", type=float, required=True, metavar="S", help="the seconds it should take")
+    stage_command.add_argument("title", metavar="NAME")
+    stage_command.add_argument("words", nargs="+", metavar="COMMAND")
+    add("took", took, "say how long each stage of this command of make took", named=False)
+    add(
+        "leftovers",
+        show_leftovers,
+        "list what of ours is left on this machine; exit code 1 when anything is",
+        named=False,
+    )
     add("tools", show_tools, "make kind, kubectl and helm available; prints their folder", named=False)
     add("model", show_model, "fetch and convert the model once; prints its folder", named=False)
     images_command = add("images", show_images, "build the images of engine, operator and model", named=False)
@@ -109,16 +144,23 @@ def _count(text: str) -> int:
 
 
 def up(arguments: argparse.Namespace) -> int:
+    cluster = bring_up(arguments)
+    if cluster is not None:
+        print(f"export KUBECONFIG={shlex.quote(str(cluster.kubeconfig))}")
+    return 0
+
+
+def bring_up(arguments: argparse.Namespace) -> Cluster | None:
+    """The cluster that was asked for, up; None for one that is not ours."""
     if target.uses_current():
         version = target.current_version(target.with_tools({}, need_kind=False))
         say(f"CLUSTER=current: Kubernetes {version} answers; nothing was created")
-        return 0
+        return None
     with locked(f"cluster-{arguments.name}"):
         cluster = _up(arguments.name, arguments.workers)
     version, num_nodes = kind_cluster.server_version(cluster), len(kind_cluster.nodes(cluster))
     say(f"cluster {cluster.name}: Kubernetes {version}, {num_nodes} node(s) Ready")
-    print(f"export KUBECONFIG={shlex.quote(str(cluster.kubeconfig))}")
-    return 0
+    return cluster
 
 
 def _up(name: str, workers: int) -> Cluster:
@@ -163,6 +205,53 @@ def _node_image(docker: dict[str, str]) -> tuple[str | None, bool]:
     return node_image.ensure(docker), True
 
 
+def set_up_parts(arguments: argparse.Namespace) -> int:
+    journey_ahead = announcement.Journey(
+        command=arguments.command_of_make or "set-up",
+        parts=frozenset(arguments.parts),
+        then=arguments.then or "then",
+        then_seconds=arguments.then_seconds,
+        workers=arguments.workers,
+        keeps=os.environ.get("KEEP", "") not in ("", "0"),
+        current=target.uses_current(),
+    )
+    if arguments.command_of_make:
+        machine = survey.look(arguments.name)
+        print(announcement.first_line(machine, journey_ahead), file=sys.stderr, flush=True)
+        if arguments.dry_run:
+            print("\n".join(announcement.details(machine, journey_ahead)))
+            print("nothing was done (DRY_RUN=1)", file=sys.stderr)
+    if not arguments.dry_run:
+        set_up.ensure(journey_ahead.parts, lambda: bring_up(arguments))
+    return 0
+
+
+def run_stage(arguments: argparse.Namespace) -> int:
+    """The program's output is its own progress, so nothing is said while it runs."""
+    code = 0
+    with contextlib.suppress(_Failed), stage(arguments.title, arguments.about, quietly=True):
+        code = subprocess.run(arguments.words, check=False).returncode
+        if code != 0:
+            raise _Failed
+    return code
+
+
+class _Failed(Exception):
+    """A stage's program ended with an exit code; it has said why itself."""
+
+
+def took(_: argparse.Namespace) -> int:
+    say(journey.took(journey.ended(), journey.elapsed()))
+    journey.forget_old()
+    return 0
+
+
+def show_leftovers(_: argparse.Namespace) -> int:
+    found = leftovers.find()
+    print("\n".join(found) if found else "nothing of ours is left: no container, daemon, mount or process")
+    return 1 if found else 0
+
+
 def down(arguments: argparse.Namespace) -> int:
     if target.uses_current():
         say("CLUSTER=current: nothing was created, so nothing is deleted")
@@ -177,8 +266,11 @@ def down(arguments: argparse.Namespace) -> int:
     others = _other_clusters()
     if others:
         say(f"docker: still needed by {', '.join(others)}, so it stays")
-    elif docker_daemon.stop():
-        say("docker: stopped")
+    else:
+        stopped = docker_daemon.stop()
+        if stopped:
+            say("docker: stopped")
+        host_settings.put_back(docker_stopped=stopped)
     if arguments.purge_cache:
         if others:
             raise ClusterError(f"the cache is in use by {', '.join(others)}; take them down first")
@@ -188,17 +280,14 @@ def down(arguments: argparse.Namespace) -> int:
 
 
 def _other_clusters() -> list[str]:
-    """The clusters that still run on the daemon of our own."""
-    if docker_daemon.own_pid() is None or not (cache_root() / "bin" / "kind").exists():
+    """The clusters of ours that still run."""
+    docker, kind = docker_daemon.find(), cache_root() / "bin" / "kind"
+    if docker is None or not kind.exists():
         return []
     done = subprocess.run(
-        [cache_root() / "bin" / "kind", "get", "clusters"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "DOCKER_HOST": docker_daemon.own_host()},
+        [kind, "get", "clusters"], capture_output=True, text=True, check=False, env={**os.environ, **docker}
     )
-    return done.stdout.split()
+    return [name for name in done.stdout.split() if Cluster(name, docker).kubeconfig.exists()]
 
 
 def status(arguments: argparse.Namespace) -> int:

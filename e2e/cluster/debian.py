@@ -13,9 +13,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from .cache import cache_root, entry, key_of, locked
+from .cache import entry, key_of, locked
 from .errors import ClusterError
 from .process import output_of, run
+from .root import cache_root
 
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 BASE_SUITE = "bookworm"  # whose source package of Kubernetes is the full tree; later suites hold only kubectl

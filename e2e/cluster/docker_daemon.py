@@ -10,11 +10,12 @@ import subprocess
 import time
 from pathlib import Path
 
-from . import debian, runtime_shim
-from .cache import cache_root, locked
+from . import debian, host_settings, runtime_shim
+from .cache import locked
 from .errors import ClusterError
 from .process import logs_folder, output_of, run, succeeds
 from .progress import say, stage, wait_until
+from .root import cache_root
 
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
@@ -62,6 +63,7 @@ def ensure() -> dict[str, str]:
 
 
 def _start() -> dict[str, str]:
+    host_settings.remember()
     if shutil.which("dockerd") is None or shutil.which("docker") is None:
         debian.install(["docker.io", "iptables"])
         found = find()  # where systemd runs, the package has started one

@@ -21,6 +21,7 @@ from .cache import key_of, locked, remove_tree, tree_key
 from .errors import ClusterError
 from .process import output_of, run
 from .progress import in_parallel, say, stage
+from .python_environment import pip_command
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 RECIPES = REPOSITORY / "images"
@@ -202,7 +203,7 @@ def _install(folder: Path, wanted: list[str], version: str, *, log: str) -> None
     constraints = REPOSITORY / "constraints.txt"
     run(
         [
-            sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", folder,
+            *pip_command(), "install", "--quiet", "--no-compile", "--target", folder,
             "--python-version", version, "--only-binary=:all:", "--constraint", constraints, *wanted,
         ],
         log=log,

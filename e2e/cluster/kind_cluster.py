@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import docker_daemon
-from .cache import cache_root
+from . import docker_daemon, host_settings
 from .errors import ClusterError
 from .process import output_of, run
 from .progress import as_list, say, stage, wait_until
+from .root import cache_root
 from .shape import Found, found_in
 
 # Not kind's own 10.244.0.0/16: the NAT rules of a CNI left on the host would catch traffic between nodes.
@@ -113,6 +113,7 @@ def create(cluster: Cluster, image: str | None, workers: int, *, own_network: bo
 
     `own_network`: the image brings no pod network (those built here), so bridges and routes are set up instead.
     """
+    host_settings.remember()
     cluster.folder.mkdir(parents=True, exist_ok=True)
     configuration = cluster.folder / "kind.json"
     configuration.write_text(kind_configuration(workers, own_network=own_network))

@@ -14,6 +14,7 @@ from .cache import entry, key_of, remove_tree
 from .errors import ClusterError
 from .process import run
 from .progress import stage
+from .root import cache_root
 
 VERSION = "v1.20.2"
 GO_ROOT = Path("/usr/lib/go-1.19")
@@ -50,10 +51,20 @@ GENERATE_SECONDS = 70.0  # on two cores, as the next
 BUILD_SECONDS = 490.0
 
 
+def entry_name() -> str:
+    """The cache entry of the binaries: a hash of what they are built from, so that it can be taken to another cache."""
+    recipe = key_of(VERSION, *BINARIES, REFLECT2, *(f"{k}={v}" for k, v in BUILD_ENVIRONMENT.items()))
+    return f"kubernetes/{VERSION}-{recipe}"
+
+
+def is_built() -> bool:
+    """Whether the binaries are in the cache."""
+    return (cache_root() / entry_name()).exists()
+
+
 def binaries() -> Path:
     """The folder of the seven binaries, from the cache or built now."""
-    recipe = key_of(VERSION, *BINARIES, REFLECT2, *(f"{k}={v}" for k, v in BUILD_ENVIRONMENT.items()))
-    return entry(f"kubernetes/{VERSION}-{recipe}", _build)
+    return entry(entry_name(), _build)
 
 
 def _build(folder: Path) -> None:

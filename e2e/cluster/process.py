@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from .cache import cache_root
 from .errors import ClusterError
+from .progress import writes_to
+from .root import cache_root
 
 TAIL_LINES = 15  # of a failed command's output: enough for the cause, not a flood
 
@@ -47,6 +48,7 @@ def run(
     """
     words = [str(word) for word in command]
     path = logs_folder() / f"{log}.log"
+    writes_to(path)
     with path.open("ab") as output:
         output.write(f"\n$ {shlex.join(words)}\n".encode())
         output.flush()

@@ -9,37 +9,62 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import journey, lateness
+from .journey import duration
 
 HEARTBEAT_SECONDS = 30.0  # often enough to see life, rarely enough to keep a CI log readable
+LAST_WORDS_BYTES = 4096  # of a log, to find its last line in
+LAST_WORDS_LENGTH = 120  # columns
 
-_started = time.monotonic()
 _print_lock = threading.Lock()
 
 
+@dataclass(slots=True)
+class _Running:
+    """A stage that runs now. `log` is where the program that it runs writes."""
+
+    name: str
+    log: Path | None = None
+
+
+_running: list[_Running] = []  # in any thread of this process
+_of_thread = threading.local()
+
+
 def say(text: str) -> None:
-    """One line on stderr (stdout is for results), with the time since the command began."""
+    """One line on stderr (stdout is for results), with the time since the journey began."""
     with _print_lock:
-        print(f"[{duration(time.monotonic() - _started):>6}] {text}", file=sys.stderr, flush=True)
+        print(f"[{duration(journey.elapsed()):>6}] {text}", file=sys.stderr, flush=True)
 
 
-def duration(seconds: float) -> str:
-    """7 s, 1m05s: what a reader compares at a glance."""
-    whole = round(seconds)
-    return f"{whole} s" if whole < 60 else f"{whole // 60}m{whole % 60:02d}s"
+def writes_to(log: Path) -> None:
+    """Tell the stage that this thread is in where the program it runs writes, for its last words should it be late."""
+    current: _Running | None = getattr(_of_thread, "stage", None)
+    if current is not None:
+        current.log = log
 
 
 @contextlib.contextmanager
-def stage(name: str, expected_seconds: float) -> Iterator[None]:
-    """Announce, watch and close one stage; an exception passes through after a line that says which stage it was."""
-    begin = time.monotonic()
+def stage(name: str, expected_seconds: float, *, quietly: bool = False) -> Iterator[None]:
+    """Announce, watch and close one stage; an exception passes through after a line that says which stage it was.
+
+    `quietly`: no lines while it runs, for a stage whose program shows its own progress.
+    """
+    at_seconds, begin = journey.elapsed(), time.monotonic()
     say(f"{name} … (about {duration(expected_seconds)})")
+    running, outer = _Running(name), getattr(_of_thread, "stage", None)
+    _running.append(running)
+    _of_thread.stage = running
     ended = threading.Event()
 
     def beat() -> None:
         while not ended.wait(HEARTBEAT_SECONDS):
-            say(f"{name}: {duration(time.monotonic() - begin)} of about {duration(expected_seconds)}")
+            say(f"{name}: {lateness.line(time.monotonic() - begin, expected_seconds, _surroundings(running))}")
 
-    watcher = threading.Thread(target=beat, daemon=True)
+    watcher = threading.Thread(target=(lambda: None) if quietly else beat, daemon=True)
     watcher.start()
     try:
         yield
@@ -49,7 +74,33 @@ def stage(name: str, expected_seconds: float) -> Iterator[None]:
     finally:
         ended.set()
         watcher.join()
-    say(f"{name}: done in {duration(time.monotonic() - begin)}")
+        _of_thread.stage = outer
+        around = _surroundings(running)
+        _running.remove(running)
+        seconds = time.monotonic() - begin
+        journey.note(journey.Ended(name, at_seconds, seconds, expected_seconds))
+    late = f", about {duration(expected_seconds)} expected" if lateness.is_late(seconds, expected_seconds) else ""
+    busy = f": {lateness.why(around)}" if late and quietly else ""
+    say(f"{name}: done in {duration(seconds)}{late}{busy}")
+
+
+def _surroundings(running: _Running) -> lateness.Surroundings:
+    cores, load = lateness.load_now()
+    beside = [other.name for other in list(_running) if other is not running]
+    return lateness.Surroundings(cores, load, beside, _last_words(running.log))
+
+
+def _last_words(log: Path | None) -> str:
+    """The last line of a log that says something; empty without one."""
+    if log is None:
+        return ""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LAST_WORDS_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip()[:LAST_WORDS_LENGTH] for line in reversed(lines) if line.strip()), "")
 
 
 def in_parallel(*steps: Callable[[], object]) -> None:

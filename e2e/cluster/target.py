@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping
 
 from . import docker_daemon, kind_cluster, tools
-from .cache import cache_root
 from .errors import ClusterError, UsageError
 from .kind_cluster import Cluster
 from .process import output_of, run, succeeds
+from .root import cache_root
 
 DEFAULT_NAME = "trimtab"
 

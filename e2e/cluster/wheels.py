@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from .process import run
+from .python_environment import pip_command
 
 
 def download_wheel(package: str, folder: Path, *, log: str) -> Path:
     """The wheel of a pinned package, without what it depends on, in an empty folder. Raises ClusterError."""
-    run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, package], log=log)
+    run([*pip_command(), "download", "--quiet", "--no-deps", "--dest", folder, package], log=log)
     return next(folder.glob("*.whl"))

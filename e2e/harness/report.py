@@ -33,6 +33,11 @@ def say(text: str) -> None:
     _reporter.sink(f"[{elapsed // 60:2d}:{elapsed % 60:02d}] {text}")
 
 
+def pass_on(line: str) -> None:
+    """A line of another program, which has a time of its own in front."""
+    _reporter.sink(line)
+
+
 def measured(text: str) -> None:
     """A measured value: said now, and again in the summary of the run."""
     _reporter.facts.append(text)

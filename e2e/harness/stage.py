@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+from cluster import journey, lateness
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
@@ -21,6 +23,15 @@ BAR_WIDTH = 24
 POLL_SECONDS = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """A chapter that has begun: its name in the last line, how long it should take, when it began."""
+
+    stage: str
+    expected_seconds: float
+    at_seconds: float  # after the journey's begin
+
+
 class Stage:
     """One demo's output."""
 
@@ -28,18 +39,34 @@ class Stage:
         self.console = console
         self._begin = time.monotonic()
         self._chapters = 0
+        self._current: Chapter | None = None
 
     def elapsed(self) -> float:
         return time.monotonic() - self._begin
 
-    def chapter(self, title: str, expected_seconds: float) -> None:
+    def chapter(self, title: str, expected_seconds: float, *, stage: str) -> None:
+        """Close the chapter before and open one; `stage` names it in the last line of all."""
+        self.end()
         self._chapters += 1
-        minutes, seconds = divmod(int(self.elapsed()), 60)
-        expected = f", about {expected_seconds:.0f} s" if expected_seconds else ""
+        expected = f", about {journey.duration(expected_seconds)}" if expected_seconds else ""
         self.console.print()
         self.console.rule(
-            f"[bold]{self._chapters}. {title}[/bold]  [dim]{minutes}:{seconds:02d}{expected}[/dim]", align="left"
+            f"[bold]{self._chapters}. {title}[/bold]  [dim]{journey.duration(journey.elapsed())}{expected}[/dim]",
+            align="left",
         )
+        self._current = Chapter(stage, expected_seconds, journey.elapsed())
+
+    def end(self) -> None:
+        """Close the chapter: note how long it took, and say why where that was later than expected."""
+        chapter, self._current = self._current, None
+        if chapter is None:
+            return
+        seconds = journey.elapsed() - chapter.at_seconds
+        journey.note(journey.Ended(chapter.stage, chapter.at_seconds, seconds, chapter.expected_seconds))
+        if chapter.expected_seconds and lateness.is_late(seconds, chapter.expected_seconds):
+            cores, load = lateness.load_now()
+            why = lateness.why(lateness.Surroundings(cores, load, (), ""))
+            self.dim(f"  That took {journey.duration(seconds)}, later than expected: {why}.")
 
     def line(self, text: str) -> None:
         self.console.print(text, highlight=False)

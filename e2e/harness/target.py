@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.kube import Kube
-from harness.report import say
+from harness.report import pass_on, say
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLUSTER_TOOL = REPOSITORY / "e2e" / "cluster"
@@ -93,7 +93,7 @@ def _tool(*arguments: str) -> str:
         assert process.stdout is not None
         for line in process.stderr:
             said.append(line.rstrip())
-            say(f"  cluster: {line.rstrip()}")
+            pass_on(line.rstrip())
         output = process.stdout.read()
     if process.returncode != 0:
         raise NoCluster(f"`python3 e2e/cluster {' '.join(arguments)}` failed: {' '.join(said[-3:])}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cluster.cache import cache_root, entry, key_of, tree_key
+from cluster.cache import entry, key_of, tree_key
 from cluster.errors import UsageError
+from cluster.root import cache_root
 
 
 def test_the_cache_lies_under_home_unless_the_environment_says_otherwise() -> None:

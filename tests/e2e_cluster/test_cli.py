@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from cluster.cli import main
 from cluster.errors import UsageError
-from cluster.progress import as_list, duration
+from cluster.journey import duration
+from cluster.progress import as_list
 from cluster.target import uses_current
 
 

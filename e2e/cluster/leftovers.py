@@ -1,0 +1,98 @@
+"""What of ours is left on this machine: containers, a daemon, mounts, processes, bridges, settings. Empty after `down`.
+
+Ours is what lies in this cache or in this checkout, so that the work of other checkouts is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import docker_daemon, host_settings
+from .errors import ClusterError
+from .process import output_of
+from .root import cache_root
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+COMMAND_LENGTH = 140  # columns of a command line in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process as /proc shows it."""
+
+    pid: int
+    parent: int
+    words: Sequence[str]
+    executable: str
+
+
+def find() -> list[str]:
+    """A line for each thing that is left."""
+    roots = (str(cache_root()), str(REPOSITORY))
+    found = [*_containers(), *mounts(Path("/proc/self/mounts").read_text(), roots)]
+    pid = docker_daemon.own_pid()
+    if pid is not None:
+        found.append(f"daemon: dockerd, pid {pid}")
+    everything = list(processes())
+    found += [
+        f"process: {process.pid} {' '.join(process.words)[:COMMAND_LENGTH]}"
+        for process in belonging(everything, roots, own_line(everything, os.getpid()))
+    ]
+    found += host_settings.not_put_back()
+    return found
+
+
+def _containers() -> list[str]:
+    docker = docker_daemon.find()
+    if docker is None:
+        return []
+    try:
+        listed = output_of(
+            ["docker", "ps", "--all", "--format", '{{.Names}} {{.Image}} {{.Label "io.x-k8s.kind.cluster"}}'],
+            environment=docker,
+        )
+    except ClusterError as error:
+        return [f"containers: Docker does not list them: {error}"]
+    own = docker.get("DOCKER_HOST") == docker_daemon.own_host()
+    return [f"container: {line}" for line in listed.splitlines() if own or "trimtab" in line]
+
+
+def mounts(table: str, roots: Sequence[str]) -> list[str]:
+    """Mount points below our folders."""
+    points = [line.split()[1] for line in table.splitlines() if len(line.split()) > 1]
+    return [f"mount: {point}" for point in points if any(point.startswith(f"{root}/") for root in roots)]
+
+
+def processes() -> Iterator[Process]:
+    """Every process that can be looked at; those that end meanwhile are left out."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = folder.joinpath("cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+            parent = int(folder.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+            executable = os.readlink(folder / "exe")
+        except (OSError, ValueError, IndexError):
+            continue
+        yield Process(int(folder.name), parent, words, executable)
+
+
+def own_line(found: Sequence[Process], pid: int) -> frozenset[int]:
+    """`pid`, and whoever started it: make, a shell, CI."""
+    parents = {process.pid: process.parent for process in found}
+    line = set()
+    while pid in parents and pid not in line:
+        line.add(pid)
+        pid = parents[pid]
+    return frozenset(line)
+
+
+def belonging(found: Sequence[Process], roots: Sequence[str], besides: frozenset[int]) -> list[Process]:
+    """Processes that run a program of ours or name one of our folders, but for those in `besides`."""
+    return [
+        process
+        for process in found
+        if process.pid not in besides
+        and any(root in text for root in roots for text in (process.executable, *process.words))
+    ]

@@ -1,0 +1,37 @@
+"""The CPU's operators in C, compiled beside their sources. Without a compiler the engine computes by torch's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from .cache import key_of
+from .errors import ClusterError
+from .process import run
+from .progress import say
+
+FOLDER = Path(__file__).resolve().parent.parent.parent / "kernels" / "trimtab_kernels" / "native"
+STAMP = FOLDER / "compiled" / ".ready"
+
+
+def ensure() -> None:
+    """Compile them when a source has changed. What goes wrong is said and no error: they are there for speed."""
+    key = _key()
+    if STAMP.is_file() and STAMP.read_text() == key:
+        return
+    if shutil.which(os.environ.get("CC", "cc")) is None:
+        say("native operators: no C compiler here, so the engine computes by torch's: slower on CPUs")
+        return
+    try:
+        run([sys.executable, FOLDER / "build.py"], log="native")
+    except ClusterError as error:
+        say(f"native operators: the engine will compute by torch's: {error}")
+        return
+    STAMP.write_text(key)
+
+
+def _key() -> str:
+    sources = [FOLDER / "build.py", *sorted(FOLDER.glob("*.[ch]"))]
+    return key_of(os.environ.get("CC", "cc"), *(source.read_bytes() for source in sources))

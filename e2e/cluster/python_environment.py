@@ -1,0 +1,80 @@
+"""The checkout's virtual environment with every package that the project's programs, tests and checks need."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+from . import debian
+from .cache import entry, key_of, locked
+from .process import run
+from .progress import stage
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+FOLDER = REPOSITORY / ".venv"
+STAMP = FOLDER / ".ready"
+EXTRAS = "operator,engine,tracing,dev"
+LOG = "pip"
+INSTALL_SECONDS = 100.0
+
+
+def ensure() -> Path:
+    """The environment's interpreter; everything is installed when pyproject.toml or constraints.txt have changed."""
+    python = FOLDER / "bin" / "python"
+    if is_ready():
+        return python
+    with locked(f"venv-{key_of(str(REPOSITORY))}"):
+        if not is_ready():
+            with stage("packages: Python's, into .venv", INSTALL_SECONDS):
+                _install(python)
+                STAMP.write_text(_key())
+    return python
+
+
+def is_ready() -> bool:
+    """Whether the environment has what the present pyproject.toml and constraints.txt ask for."""
+    return STAMP.is_file() and STAMP.read_text() == _key()
+
+
+def _key() -> str:
+    files = (REPOSITORY / "pyproject.toml", REPOSITORY / "constraints.txt")
+    return key_of(EXTRAS, *(file.read_bytes() for file in files))
+
+
+def _install(python: Path) -> None:
+    if not python.exists():
+        make_empty(FOLDER)
+    constraints = REPOSITORY / "constraints.txt"
+    pip: list[str | Path] = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+    ]
+    pip += ["--constraint", constraints]
+    # torch first and by itself: the resolver would otherwise look at many of its versions, 200 MB each.
+    run([*pip, *torch_pin(constraints.read_text())], log=LOG, folder=REPOSITORY)
+    run([*pip, "--editable", f".[{EXTRAS}]"], log=LOG, folder=REPOSITORY)
+
+
+def torch_pin(constraints: str) -> list[str]:
+    """The line of constraints.txt that pins torch, if there is one."""
+    return re.findall(r"^torch==\S+", constraints, re.MULTILINE)
+
+
+def make_empty(folder: Path) -> None:
+    """A virtual environment with pip. Debian keeps what makes one in a package of its own."""
+    if importlib.util.find_spec("ensurepip") is None:
+        debian.install(["python3-venv"])
+    run([sys.executable, "-m", "venv", folder], log=LOG)
+
+
+def pip_command() -> list[str | Path]:
+    """pip of the interpreter that runs here, or where that has none (Debian's alone) of an environment in the cache."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    # By the interpreter: the environment is renamed into place, and only its scripts know their old path.
+    return [entry("tools/pip", make_empty) / "bin" / "python", "-m", "pip"]

@@ -1,0 +1,29 @@
+"""Everything that a command of make needs, made at once: Python's side, model and images beside the cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from . import docker_daemon, images, kind_cluster, model, native_operators, python_environment, target
+from .progress import in_parallel
+
+PARTS = ("python", "model", "cluster", "images")
+DEMO_IMAGES = ("operator", "model")  # the model's is the engine with its model
+
+
+def ensure(parts: frozenset[str], bring_up: Callable[[], object]) -> None:
+    """Make the named parts. `bring_up` makes the cluster; what does not need it is made meanwhile."""
+    built: dict[str, str] = {}
+
+    def python_side() -> None:
+        python_environment.ensure()
+        native_operators.ensure()
+        if parts & {"model", "images"}:
+            model.ensure()
+        if "images" in parts and not os.environ.get("TRIMTAB_IMAGES"):
+            built.update(images.ensure(docker_daemon.ensure(), list(DEMO_IMAGES)))
+
+    in_parallel(python_side, *([bring_up] if "cluster" in parts else []))
+    if built and "cluster" in parts and not target.uses_current():
+        kind_cluster.load(target.required(target.DEFAULT_NAME), list(built.values()))
