@@ -25,7 +25,7 @@ from trimtab_operator.layout import layout_of
 from trimtab_operator.resource.canonical_json import compact
 from trimtab_operator.resource.spec import InferenceDeployment
 
-GAVE_BACK_ANNOTATION = "trimtab.dev/gave-back"  # on a leader's StatefulSet: see gang.py
+GAVE_BACK_ANNOTATION = "trimtab.dev/gave-back"  # on a leader's StatefulSet: see observed/hold.py
 REVISION_LENGTH = 10  # hex digits: 40 bits tell the few revisions of one resource apart
 
 

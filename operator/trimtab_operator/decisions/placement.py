@@ -13,66 +13,23 @@ tries again at once.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION, Held
 from trimtab_operator.observed.groups import Group, Observed, groups_of
+from trimtab_operator.observed.hold import MAX_BACKOFF_SECONDS, Hold, hold_of
 from trimtab_operator.observed.missing_pods import missing_sentence
 from trimtab_operator.observed.pods import node_of, placed_since, unschedulable, unschedulable_since
 from trimtab_operator.resource.manifest import Manifest
-from trimtab_operator.resource.time import parse_time, timestamp
 
 PATIENCE_SECONDS = 120.0  # of the oldest: a node may be on its way
 PATIENCE_BESIDE_AN_OLDER_SECONDS = 20.0  # the scheduler has looked at every pod several times by then
 FIRST_BACKOFF_SECONDS = 30.0
-MAX_BACKOFF_SECONDS = 600.0
 
 Age = tuple[str, str, str]
 """(creation time, namespace, name): the smaller, the older."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """A group that gave its pods back, for the `count`th time in a row. Its pods come back at `retry_at`."""
-
-    count: int
-    retry_at: datetime
-    why: str
-    asked: str = ""
-    """What was asked for when they were given back."""
-
-    def is_on(self, now: datetime) -> bool:
-        """Whether it waits still. A time that no back-off reaches was written by somebody else."""
-        return now < self.retry_at <= now + timedelta(seconds=2 * MAX_BACKOFF_SECONDS)
-
-    def to_json(self) -> str:
-        """For the annotation."""
-        retry_at = timestamp(self.retry_at)
-        stored = {"asked": self.asked, "count": self.count, "retryAt": retry_at, "why": self.why}
-        return json.dumps(stored, sort_keys=True)
-
-    @property
-    def sentence(self) -> str:
-        when = timestamp(self.retry_at)
-        return f"gave its pods back, since not all of them could be had ({self.why}); tries again at {when}"
-
-
-def hold_of(group: Group) -> Hold | None:
-    """What stands at the group; None when nothing does, or nothing that can be read."""
-    text = (group.stateful_set["metadata"].get("annotations") or {}).get(GAVE_BACK_ANNOTATION)
-    if not text:
-        return None
-    try:
-        stored = json.loads(text)
-        retry_at = parse_time(stored["retryAt"])
-        if retry_at is None:
-            return None
-        return Hold(int(stored["count"]), retry_at, str(stored["why"]), str(stored.get("asked", "")))
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return None
 
 
 def is_partly_placed(group: Group) -> bool:

@@ -39,8 +39,8 @@ def plan(
 ) -> tuple[Action, ...]:
     """Everything to do now, in order: Services before the pods that they select, removals last.
 
-    `held`: by ordinal, groups that hold no pods, or did (see gang.py). `unproven` names groups whose pods are Ready and
-    that still count as down for a rollout.
+    `held`: by ordinal, groups that hold no pods, or did (decisions/placement.py). `unproven` names groups whose pods
+    are Ready and that still count as down for a rollout.
     """
     template = pod_template(deployment, admin_token_sha256=admin_token_sha256)
     groups = groups_of(observed)

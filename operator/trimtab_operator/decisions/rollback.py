@@ -30,7 +30,6 @@ from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.groups import Group, Observed
 from trimtab_operator.observed.phases import EngineView, phase_of
-from trimtab_operator.report.conditions import FailedChange
 from trimtab_operator.resource.canonical_json import compact
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.quantity import parse_seconds
@@ -84,6 +83,14 @@ class Step:
     state: RolloutState
     returns: bool = False
     failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FailedChange:
+    """A change that did not come up. `returns_to` is the revision that replicas return to; None: none ever worked."""
+
+    message: str
+    returns_to: str | None
 
 
 @dataclass(frozen=True, slots=True)

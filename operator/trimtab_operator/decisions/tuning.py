@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trimtab_operator.builders.config_map import STATE_KEY
-from trimtab_operator.report.status import applied_values
 from trimtab_operator.resource.knobs import knobs
 from trimtab_operator.resource.quantity import parse_quantity
 from trimtab_operator.resource.spec import InferenceDeployment, Spec
@@ -42,3 +42,14 @@ def stored_state(deployment: InferenceDeployment, config_maps: Iterable[Mapping[
         if state is not None:
             return state
     return TunerState.rebuilt(applied_values(deployment.status), starts=settings_of(deployment.spec).starts)
+
+
+def applied_values(status: Mapping[str, Any]) -> dict[str, Value]:
+    """`status.tuning.applied` as numbers again; what is no number is left out."""
+    found: dict[str, Value] = {}
+    for name, text in ((status.get("tuning") or {}).get("applied") or {}).items():
+        try:
+            found[name] = int(text) if re.fullmatch(r"-?\d+", str(text)) else float(text)
+        except ValueError:
+            continue
+    return found

@@ -1,6 +1,6 @@
 """Serves the validating webhook over TLS and keeps its certificates: Secret, server, caBundle.
 
-The verdicts are those of `admission.py`.
+The verdicts are those of decisions/admission.py.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from trimtab_operator.decisions.placement import (
     age_of,
     ages_of_partly_placed,
     held_groups,
-    hold_of,
     holds,
     is_partly_placed,
 )
@@ -25,6 +24,7 @@ from trimtab_operator.decisions.restart import companions
 from trimtab_operator.edge.cluster import API_ERRORS, Cluster, is_forbidden
 from trimtab_operator.edge.nodes import Nodes
 from trimtab_operator.observed.groups import Group, Observed, groups_of
+from trimtab_operator.observed.hold import hold_of
 from trimtab_operator.observed.missing_pods import REFUSED_CREATION
 from trimtab_operator.resource.manifest import Manifest
 

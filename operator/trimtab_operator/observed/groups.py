@@ -32,7 +32,7 @@ class Observed:
     pods: tuple[Manifest, ...] = ()
     jobs: tuple[Manifest, ...] = ()
     torn: frozenset[int] = frozenset()
-    """Ordinals of groups whose pods are known not to share one engine (incarnation.py)."""
+    """Ordinals of groups whose pods are known not to share one engine (observed/shared_engine.py)."""
     missing: Mapping[str, Missing] = field(default_factory=dict)
     """By the group's name (missing_pods.py)."""
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab_operator.decisions.placement import hold_of
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.groups import Group
+from trimtab_operator.observed.hold import hold_of
 from trimtab_operator.observed.missing_pods import missing_sentence
 from trimtab_operator.observed.pods import unschedulable
 from trimtab_operator.resource.manifest import Manifest

@@ -12,9 +12,10 @@ from enum import StrEnum
 from typing import Any
 
 from trimtab_operator.decisions.model_facts import FactsState, Reading, Unreadable
-from trimtab_operator.decisions.placement import hold_of
+from trimtab_operator.decisions.rollback import FailedChange
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.groups import Group
+from trimtab_operator.observed.hold import hold_of
 from trimtab_operator.observed.missing_pods import missing_sentence
 from trimtab_operator.observed.phases import EngineView
 from trimtab_operator.observed.pods import unschedulable
@@ -65,14 +66,6 @@ class TuningView:
     applied: Mapping[Knob, Value]
     history: Sequence[Decision]
     recommendation: Decision | None
-
-
-@dataclass(frozen=True, slots=True)
-class FailedChange:
-    """A change that did not come up. `returns_to` is the revision that replicas return to; None: none ever worked."""
-
-    message: str
-    returns_to: str | None
 
 
 @dataclass(frozen=True, slots=True)

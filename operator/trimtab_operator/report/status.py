@@ -177,14 +177,3 @@ def decision_status(decision: Decision) -> dict[str, Any]:
     if decision.knob is not None:
         entry |= {"knob": decision.knob.value, "from": show(decision.before), "to": show(decision.after)}
     return entry
-
-
-def applied_values(status: Mapping[str, Any]) -> dict[str, Value]:
-    """`status.tuning.applied` as numbers again; what is no number is left out."""
-    found: dict[str, Value] = {}
-    for name, text in ((status.get("tuning") or {}).get("applied") or {}).items():
-        try:
-            found[name] = int(text) if re.fullmatch(r"-?\d+", str(text)) else float(text)
-        except ValueError:
-            continue
-    return found

@@ -15,15 +15,14 @@ from trimtab_operator.decisions.placement import (
     PATIENCE_BESIDE_AN_OLDER_SECONDS,
     PATIENCE_SECONDS,
     Age,
-    Hold,
     age_of,
     ages_of_partly_placed,
     backoff_seconds,
-    hold_of,
     is_partly_placed,
 )
 from trimtab_operator.decisions.placement import holds as holds_at
 from trimtab_operator.observed.groups import Group, Missing
+from trimtab_operator.observed.hold import Hold, hold_of
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.time import timestamp
 

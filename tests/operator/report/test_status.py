@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL
 from trimtab_operator.decisions.model_facts import Unreadable
+from trimtab_operator.decisions.rollback import FailedChange
+from trimtab_operator.decisions.tuning import applied_values
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.groups import Group
 from trimtab_operator.observed.phases import EngineView
-from trimtab_operator.report.conditions import Facts, FailedChange, Reason, changed_conditions
-from trimtab_operator.report.status import applied_values, status_of
+from trimtab_operator.report.conditions import Facts, Reason, changed_conditions
+from trimtab_operator.report.status import status_of
 from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import InferenceDeployment, ModelSource
 
