@@ -99,7 +99,7 @@ class AdminCall(msgspec.Struct, tag="admin"):
     """One admin call, answered by one AdminReply.
 
     `method`: config_get, config_patch, memory, memory_plan, layout, drain, start_profile, stop_profile, pause, resume,
-    sleep, wake_up, lifecycle, reset_prefix_cache, adopt, retire.
+    sleep, wake_up, lifecycle, reset_prefix_cache, requests, adopt, retire.
     config_patch body: {"values": {...}, "if_match": int | None, "dry_run": bool}. memory_plan body: {"values": {...}}.
     drain body: {"deadline_seconds": float}. pause body: {"mode": PauseMode}; sleep: {"level": 0..2, "mode": PauseMode};
     wake_up: {"tags": [str]}; reset_prefix_cache: {"reset_running_requests": bool}. adopt: the configuration in force,
@@ -239,6 +239,13 @@ class StepStats(msgspec.Struct, array_like=True):
     """Prompt tokens of requests whose prefill ended in this step."""
     num_generation_tokens: int = 0
     num_batch_requests: int = 0
+    num_context_tokens: int = 0
+    """How long the batch's sequences are when the step has run, together: what it reads of the KV cache."""
+    num_attended_tokens: int = 0
+    """Pairs of a computed token and one that it attends to."""
+    num_arrived: int = 0
+    """Requests that were queued for the first time since the last report."""
+    num_arrived_prompt_tokens: int = 0
     preempted: dict[str, dict[str, int]] = {}
     """Preempted requests of this step by mode (recompute, swap) and reason (capacity, resize, reset)."""
     recomputed_tokens: int = 0

@@ -447,6 +447,16 @@ class Engine:
     def layout(self) -> LayoutReport:
         return self._layout
 
+    def unfinished(self) -> dict[str, Any]:
+        """What waits or runs, in numbers: age in seconds, prompt, cached and output tokens of each request."""
+        now = self._clock()
+        return {
+            "unfinished": [
+                [now - r.arrival_time, r.num_prompt_tokens, r.num_cached_tokens, r.num_output_tokens]
+                for r in self._scheduler.unfinished()
+            ]
+        }
+
     def drain(self, deadline_seconds: float) -> dict[str, Any]:
         """Let what runs finish until the deadline, counted from now; abort the rest then. Reports what remains.
 

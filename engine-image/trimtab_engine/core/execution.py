@@ -49,6 +49,8 @@ class PreparedStep:
     batch: Batch
     kind: str
     num_requests: int
+    num_context_tokens: int
+    num_attended_tokens: int
     inputs: StepInputs
     unknown: list[Unknown]
     scoring: list[tuple[Request, int, int]]
@@ -129,7 +131,13 @@ class Execution:
         speculates = self._proposer is not None and depth > 0
         inputs, unknown = (NO_INPUTS, []) if speculates else self._runner.flatten(batch.sequences)
         scoring = [(s.request, s.start, num_scored(s)) for s in batch.sequences if num_scored(s)]
-        return PreparedStep(batch, batch.kind, len(batch.sequences), inputs, unknown, scoring, speculates)
+        kind, context = batch.kind, batch.num_context_tokens
+        # A decode step computes one token of a sequence, which attends to all of it: the two sums are one.
+        attended = (
+            context if kind == "decode" and batch.num_tokens == len(batch.sequences) else batch.num_attended_tokens
+        )
+        num_requests = len(batch.sequences)
+        return PreparedStep(batch, kind, num_requests, context, attended, inputs, unknown, scoring, speculates)
 
     def can_follow(self, step: PreparedStep, flight: Flight) -> bool:
         """Whether it may begin before the flight has landed: all that it needs of that is its tokens, which are on the

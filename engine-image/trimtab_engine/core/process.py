@@ -159,6 +159,8 @@ def answer(engine: Engine, profiler: Profiler, call: AdminCall) -> AdminReply:
             status, body = engine.memory_plan(call.body["values"])
         case "layout":
             body = engine.layout()
+        case "requests":
+            body = engine.unfinished()
         case "drain":
             body = engine.drain(float(call.body["deadline_seconds"]))
         case "pause" | "resume" | "sleep" | "wake_up" | "lifecycle":

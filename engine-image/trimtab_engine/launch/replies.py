@@ -27,6 +27,8 @@ def merge_replies(method: str, replies: list[AdminReply]) -> AdminReply:
             body["remaining_requests"] = sum(each["remaining_requests"] for each in bodies)
             for name in ("is_paused", "is_sleeping"):
                 body[name] = all(each[name] for each in bodies)
+        case "requests":
+            body["unfinished"] = [row for each in bodies for row in each["unfinished"]]
         case "memory":
             body |= _merge_ledgers(bodies)
     return AdminReply(first.call_id, first.status, body)

@@ -62,3 +62,19 @@ class Batch:
         if num_prefills == 0:
             return "decode"
         return "prefill" if num_prefills == len(self.sequences) else "mixed"
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens whose keys and values the step reads: how long each of its sequences is when it has run."""
+        return sum([s.start + s.num_tokens for s in self.sequences])
+
+    @property
+    def num_attended_tokens(self) -> int:
+        """Pairs of a computed token and one that it attends to, itself included: what attention multiplies.
+
+        ```
+        computed before    this step          token i of the step attends to start + i + 1 tokens
+        |---- start ----|==== num_tokens ====|
+        ```
+        """
+        return sum([s.num_tokens * (2 * s.start + s.num_tokens + 1) // 2 for s in self.sequences])

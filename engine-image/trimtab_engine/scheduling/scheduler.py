@@ -108,6 +108,7 @@ class Scheduler:
         self._num_added += 1
         self._requests[request.request_id] = request
         self._waiting.add(request)
+        self._stats.note_arrived(request.num_prompt_tokens)
 
     def abort(
         self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
@@ -568,6 +569,10 @@ class Scheduler:
     def longest_remaining(self) -> int:
         """The most output tokens that one of them may still ask for."""
         return max((request.max_num_tokens - request.num_tokens for request in self._requests.values()), default=0)
+
+    def unfinished(self) -> list[Request]:
+        """What waits or runs, in the order of arrival here; for reading."""
+        return list(self._requests.values())
 
     def unfinished_request_ids(self) -> list[str]:
         return list(self._requests)

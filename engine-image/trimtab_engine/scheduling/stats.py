@@ -36,10 +36,17 @@ class SchedulerStats:
     num_cached_prompt_tokens: int = 0
     """Of those, the ones that the prefix cache had."""
     num_generation_tokens: int = 0
+    num_arrived: int = 0
+    """Requests that were queued for the first time."""
+    num_arrived_prompt_tokens: int = 0
     prefix_cache_queries: int = 0
     """Tokens of new requests that were looked up; preempted ones that come back do not count."""
     prefix_cache_hits: int = 0
     """Of those, the ones found."""
+
+    def note_arrived(self, num_prompt_tokens: int) -> None:
+        self.num_arrived += 1
+        self.num_arrived_prompt_tokens += num_prompt_tokens
 
     def note_preempted(self, preempted: Preempted) -> None:
         by_reason = self.preempted.setdefault(preempted.mode, {})

@@ -229,6 +229,21 @@ def test_a_patch_takes_effect_in_the_very_next_step(model: Path) -> None:
     assert after.config_generation == 2
 
 
+def test_a_step_says_what_it_read_and_what_it_attended_to(model: Path) -> None:
+    engine, _ = an_engine(model, max_num_seqs=2, max_num_batched_tokens=64)
+    engine.add(a_request(0, prompt=10, output=5))
+    engine.add(a_request(1, prompt=20, output=5))
+    stats = engine.step().stats
+    assert (stats.num_arrived, stats.num_arrived_prompt_tokens) == (2, 30)
+    assert (stats.kind, stats.num_context_tokens) == ("prefill", 30)
+    assert stats.num_attended_tokens == 10 * 11 // 2 + 20 * 21 // 2
+    stats = engine.step().stats
+    assert (stats.num_arrived, stats.kind) == (0, "decode")
+    assert stats.num_context_tokens == stats.num_attended_tokens == 11 + 21
+    (first, _) = engine.unfinished()["unfinished"]
+    assert first[1:] == [10, 0, 2]
+
+
 def test_shrinking_below_what_is_in_use_preempts_for_resize_and_gives_memory_back(model: Path) -> None:
     engine, _ = an_engine(
         model,

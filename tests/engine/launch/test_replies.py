@@ -36,6 +36,11 @@ def test_what_remains_of_a_drain_is_summed_and_the_longest_is_waited_for() -> No
     assert merged == {"remaining_requests": 3, "remaining_tokens": 15, "eta_seconds": 2.0}
 
 
+def test_what_waits_or_runs_is_told_of_all_cores() -> None:
+    body = merge_replies("requests", replies({"unfinished": [[1.0, 5, 0, 2]]}, {"unfinished": [[2.0, 6, 0, 3]]})).body
+    assert body == {"unfinished": [[1.0, 5, 0, 2], [2.0, 6, 0, 3]]}
+
+
 def test_each_cores_ledger_is_shown() -> None:
     one, two = (
         {

@@ -1,6 +1,7 @@
 """The admin API on --admin-port (docs/contract.md section 2): checks who asks, reads the call, hands it to the core."""
 
 import hmac
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from fastapi.responses import JSONResponse
 from trimtab_engine.api.admin.body import read_json
 from trimtab_engine.api.admin.lifecycle import lifecycle_routes
 from trimtab_engine.api.admin.profile import profile_routes
+from trimtab_engine.api.metrics.request_log import RequestLog
 from trimtab_engine.api.serving.app import BodyLimit, add_error_handlers
 from trimtab_engine.api.serving.errors import ApiError, shorten
 from trimtab_engine.api.serving.request_identity import bearer_digest
@@ -25,21 +27,21 @@ Call = Callable[[str, dict[str, Any]], Awaitable[AdminReply]]
 """Puts one admin call to the engine as a whole."""
 
 
-def build_admin_app(state: ServerState, call: Call) -> FastAPI:
+def build_admin_app(state: ServerState, call: Call, log: RequestLog) -> FastAPI:
     """The admin application. With a token hash every call needs the token; without one the caller binds loopback."""
     app = FastAPI(title="Trimtab engine admin", docs_url=None, redoc_url=None)
     add_error_handlers(app)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(EngineDead, _on_engine_dead)
     authorized = [Depends(_authorized(state.options.admin_token_sha256))]
-    app.include_router(_routes(state, call), dependencies=authorized)
+    app.include_router(_routes(state, call, log), dependencies=authorized)
     app.include_router(profile_routes(state), dependencies=authorized)
     app.include_router(lifecycle_routes(state), dependencies=authorized)
     app.add_middleware(BodyLimit, max_bytes=MAX_ADMIN_BODY_BYTES, remedy="name fewer fields", respond=_flat)
     return app
 
 
-def _routes(state: ServerState, call: Call) -> APIRouter:
+def _routes(state: ServerState, call: Call, log: RequestLog) -> APIRouter:
     router = APIRouter(prefix="/admin/v1")
 
     async def forward(method: str, body: dict[str, Any]) -> Response:
@@ -73,6 +75,16 @@ def _routes(state: ServerState, call: Call) -> APIRouter:
     @router.get("/layout")
     async def layout() -> Response:
         return await forward("layout", {})
+
+    @router.get("/requests")
+    async def requests(request: Request, after: str = "0") -> Response:
+        """Lengths and times of what ended after that number, and of what waits or runs."""
+        _check_query(request, {"after"})
+        number = _number("after", after)
+        if state.core.ready is None:
+            raise ApiError(503, state.not_ready_reason or "the engine is loading")
+        reply = await call("requests", {})
+        return JSONResponse(log.since(number, time.monotonic()) | reply.body, reply.status)
 
     @router.post("/drain")
     async def drain(request: Request) -> Response:
@@ -120,6 +132,12 @@ def _flag(name: str, text: str) -> bool:
     if text.lower() in ("", "0", "false"):
         return False
     raise ApiError(400, f"{name} is {text[:50]!r}; it must be 1 or 0")
+
+
+def _number(name: str, text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 19:
+        return int(text)
+    raise ApiError(400, f"{name} is {text[:50]!r}; it must be a number, such as the last answer's next")
 
 
 def _deadline(body: Any) -> float:

@@ -14,6 +14,7 @@ from prometheus_client import generate_latest
 from trimtab_engine.api.metrics.factory import Buckets
 from trimtab_engine.api.metrics.families import EngineMetrics, MergedRegistry
 from trimtab_engine.api.metrics.observations import FinishedSequence, Observations
+from trimtab_engine.api.metrics.request_log import RequestLog
 from trimtab_engine.api.metrics.stats_line import StatisticsLine
 from trimtab_engine.messages import CoreReady, EngineState, StepStats
 
@@ -41,6 +42,7 @@ class EngineExporter:
     def __init__(self, model_name: str, custom_buckets: Buckets | None = None, first_rank: int = 0) -> None:
         self._model_name, self._custom_buckets, self._first_rank = model_name, custom_buckets, first_rank
         self.metrics: EngineMetrics | None = None
+        self.requests = RequestLog()
         self._of_cores: dict[int, EngineMetrics] = {}
         self._lines: dict[int, StatisticsLine] = {}
         self._facts: CoreReady | None = None
@@ -94,6 +96,7 @@ class EngineExporter:
             self._metrics_of(engine, self._facts).next_token(seconds)
 
     def finished(self, life: FinishedSequence) -> None:
+        self.requests.add(life)
         if self._facts is not None:
             self._metrics_of(life.engine, self._facts).finished(life)
 

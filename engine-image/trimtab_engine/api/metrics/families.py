@@ -14,6 +14,7 @@ from trimtab_engine.api.metrics.graphs import GraphMetrics
 from trimtab_engine.api.metrics.observations import FinishedSequence
 from trimtab_engine.api.metrics.saturation import SaturationMetrics
 from trimtab_engine.api.metrics.speculation import SpeculationMetrics
+from trimtab_engine.api.metrics.work import WorkMetrics
 from trimtab_engine.messages import StepStats
 
 TTFT_BUCKETS = (
@@ -52,6 +53,7 @@ class EngineMetrics:
         self._build_histograms(length_buckets(max_model_len))
         self._cache = CacheMetrics(self._families)
         self._saturation = SaturationMetrics(self._families)
+        self._work = WorkMetrics(self._families)
         self._graphs = GraphMetrics(self._families)
         self._experts = ExpertMetrics(self._families)
         self._families.check_all_used()
@@ -76,6 +78,7 @@ class EngineMetrics:
     def on_step(self, stats: StepStats) -> None:
         self._cache.on_step(stats)
         self._saturation.on_step(stats)
+        self._work.on_step(stats)
         self._graphs.on_step(stats)
         self._experts.on_step(stats)
         self._running.set(stats.num_running)

@@ -4,7 +4,6 @@ from trimtab_engine.api.metrics.factory import FamilyFactory
 from trimtab_engine.messages import StepStats
 
 RATIO_BUCKETS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
-STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 SEATS_FIELD = "max_num_seqs"  # of the live values
 
 
@@ -25,7 +24,6 @@ class SaturationMetrics:
             "trimtab_budget_used_ratio", "Scheduled tokens of a step to max_num_batched_tokens", RATIO_BUCKETS
         )
         self._fill = families.histogram("trimtab_batch_fill_ratio", "Requests of a step to max_num_seqs", RATIO_BUCKETS)
-        self._step = families.labelled_histogram("trimtab_step_seconds", "A step's time", STEP_BUCKETS, "kind")
 
     def on_step(self, stats: StepStats) -> None:
         self._waiting_by_reason.labels(*self._values, "capacity").set(stats.num_waiting)
@@ -36,7 +34,6 @@ class SaturationMetrics:
         self._max_num_seqs = (stats.config_values or {}).get(SEATS_FIELD, self._max_num_seqs)
         if not stats.num_scheduled_tokens:
             return
-        self._step.labels(*self._values, stats.kind).observe(stats.step_seconds)
         if stats.token_budget:
             self._budget.observe(stats.num_scheduled_tokens / stats.token_budget)
         if self._max_num_seqs:

@@ -83,7 +83,9 @@ class _EngineServer:
             self._servers = ServerProcesses(config, options, self._exporter, sockets[0], others, self._core)
         self._state.on_drain = self._servers.begin_drain
         self._admin = (
-            HttpServer(build_admin_app(self._state, self._scaling.call), sockets[1]) if len(sockets) > 1 else None
+            HttpServer(build_admin_app(self._state, self._scaling.call, self._exporter.requests), sockets[1])
+            if len(sockets) > 1
+            else None
         )
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()

@@ -61,6 +61,24 @@ def test_a_patch_reaches_the_core_with_its_conditions(
     assert answer.json()["body"] == {"values": {"max_num_seqs": 4}, "if_match": if_match, "dry_run": dry_run}
 
 
+def test_finished_requests_are_told_in_numbers_and_only_once(server: Any) -> None:
+    before = server.admin.get("/admin/v1/requests").json()["next"]
+    body = {"model": "stub", "prompt": "hello", "max_tokens": 3}
+    assert server.http.post("/v1/completions", json=body).status_code == 200
+    answer = server.admin.get(f"/admin/v1/requests?after={before}").json()
+    (row,) = answer["finished"]
+    told = dict(zip(answer["columns"]["finished"], row, strict=True))
+    assert told["output_tokens"] == 3
+    assert 0 <= told["ttft_seconds"] <= told["e2e_seconds"] <= told["age_seconds"]
+    assert "hello" not in str(answer["finished"])
+    assert server.admin.get(f"/admin/v1/requests?after={answer['next']}").json()["finished"] == []
+
+
+@pytest.mark.parametrize("query", ["after=-1", "after=x", "after=1e3", "afer=1"])
+def test_requests_are_asked_for_by_number(server: Any, query: str) -> None:
+    assert server.admin.get(f"/admin/v1/requests?{query}").status_code == 400
+
+
 def test_a_number_beyond_64_bits_reaches_the_core_which_knows_the_bounds(server: Any) -> None:
     answer = server.admin.patch("/admin/v1/config", json={"max_num_seqs": 10**30})
     assert answer.json()["body"]["values"] == {"max_num_seqs": 2**63 - 1}

@@ -36,7 +36,6 @@ def test_a_step_tells_how_much_of_its_budget_and_its_seats_it_uses(
     assert registry.get_sample_value("trimtab_budget_used_ratio_sum", LABELS) == 0.25
     assert registry.get_sample_value("trimtab_budget_used_ratio_count", LABELS) == 1
     assert registry.get_sample_value("trimtab_batch_fill_ratio_sum", LABELS) == 0.75
-    assert registry.get_sample_value("trimtab_step_seconds_count", LABELS | {"kind": "mixed"}) == 1
 
 
 def test_the_queue_is_counted_in_requests_tokens_and_age(
