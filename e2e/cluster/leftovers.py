@@ -1,6 +1,6 @@
 """What of ours is left on this machine: containers, a daemon, mounts, processes, bridges, settings. Empty after `down`.
 
-Ours is what lies in this cache or in this checkout, so that the work of other checkouts is left alone.
+Ours is what lies in this checkout, or where a cluster's parts lie in the cache: other checkouts' work is left alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .process import output_of
 from .root import cache_root
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
+IN_CACHE = ("docker", "clusters", "scratch", "tools", "bin")  # what a cluster's processes run or name
 COMMAND_LENGTH = 140  # columns of a command line in a message
 
 
@@ -31,7 +32,8 @@ class Process:
 
 def find() -> list[str]:
     """A line for each thing that is left."""
-    roots = (str(cache_root()), str(REPOSITORY))
+    # Not the whole cache: other checkouts read its models, and their engines are no leftovers of ours.
+    roots = (*(str(cache_root() / name) for name in IN_CACHE), str(REPOSITORY))
     found = [*_containers(), *mounts(Path("/proc/self/mounts").read_text(), roots)]
     pid = docker_daemon.own_pid()
     if pid is not None:

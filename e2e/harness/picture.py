@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from harness.engine import EngineReading
 
 USED, CAPACITY, PREEMPTED, RUNNING, DECIDED = "#4c78a8", "#1b3a57", "#d1495b", "#e9a23b", "#2e8b57"
+ROOM_FOR_TEXT = 1.35  # the axis reaches so far above the highest value
 SIZE_INCHES = (10.0, 4.6)
 
 
@@ -86,6 +87,8 @@ def draw(traces: Sequence[Trace], caption: str) -> Figure:
         _moves(upper, lower, trace)
         upper.set_title(trace.title, fontsize=10.0, fontweight="bold")
         lower.set_xlabel("seconds under load")
+    most = max(moment.kv_tokens for trace in traces for moment in trace.moments)
+    grid[0][0].set_ylim(0.0, ROOM_FOR_TEXT * most)
     grid[0][0].set_ylabel("KV cache, tokens")
     grid[1][0].set_ylabel("count")
     figure.legend(
@@ -107,8 +110,7 @@ def _kv(axes: Axes, trace: Trace) -> None:
         times, [m.kv_used_tokens for m in trace.moments], color=USED, alpha=0.35, label="KV tokens in use"
     )
     axes.step(times, [m.kv_tokens for m in trace.moments], where="post", color=CAPACITY, label="KV tokens there are")
-    axes.set_ylim(bottom=0.0)
-    axes.margins(x=0.0, y=0.45)
+    axes.margins(x=0.0)
 
 
 def _requests(axes: Axes, trace: Trace) -> None:

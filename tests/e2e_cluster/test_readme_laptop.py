@@ -1,0 +1,81 @@
+"""README's two minutes on one's own machine do what README says: its blocks are read from README and executed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from cluster import model
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+README = REPOSITORY / "README.md"
+# <!-- laptop: NAME --> before a fenced block: this test runs it.
+BLOCK = re.compile(r"<!--\s*laptop:\s*([a-z-]+)\s*-->\s*```bash\n(.*?)```", re.DOTALL)
+BLOCKS = dict(BLOCK.findall(README.read_text()))
+SECONDS = 240.0  # a dozen on two idle cores
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on: held together while they are chosen, so that they differ."""
+    holders = [socket.socket() for _ in range(count)]
+    for holder in holders:
+        holder.bind(("127.0.0.1", 0))
+    ports = [int(holder.getsockname()[1]) for holder in holders]
+    for holder in holders:
+        holder.close()
+    return ports
+
+
+def as_here(script: str) -> str:
+    """README's commands with this machine's cache and with ports that are free; the environment is there already."""
+    api, admin = free_ports(2)
+    lines = [line for line in script.splitlines() if not line.startswith(("make setup", "source .venv"))]
+    here = "\n".join(lines).replace("~/.cache/trimtab/models", str(model.ensure().parent))
+    return here.replace("8000", str(api)).replace("8001", str(admin))
+
+
+def test_readme_has_each_step_in_its_order() -> None:
+    assert list(BLOCKS) == ["serve", "curl", "openai", "patch", "stop"]
+    assert "make setup" in BLOCKS["serve"]
+
+
+@pytest.mark.model
+@pytest.mark.timeout(SECONDS + 60.0)
+def test_readme_s_two_minutes_serve_answer_and_grow_live(tmp_path: Path) -> None:
+    """All blocks run in one shell, as a reader would type them; the server ends by the last one."""
+    script = as_here("\n".join(f"echo '# {name}'\n{text}" for name, text in BLOCKS.items()) + "\nwait\n")
+    log = tmp_path / "output.txt"
+    with log.open("w") as output:
+        shell = subprocess.Popen(
+            ["bash", "-m", "-euo", "pipefail", "-c", script],
+            cwd=REPOSITORY,
+            env={**os.environ, "PATH": f"{REPOSITORY / '.venv' / 'bin'}:{os.environ['PATH']}"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = shell.wait(timeout=SECONDS)
+        finally:
+            _end(shell)
+    said = log.read_text()
+    assert code == 0, said
+    assert "Paris" in said, said
+    assert "Mercury" in said or "planets" in said, said
+    before, after = (float(total) for total in re.findall(r'trimtab_kv_blocks\{.*"total"\} ([\d.e+]+)', said))
+    assert after > before, "the PATCH has made the KV cache larger"
+
+
+def _end(shell: subprocess.Popen[bytes]) -> None:
+    """With job control each background job has a group of its own, but all are of the shell's session."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(folder.name)) == shell.pid:
+                os.kill(int(folder.name), signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
