@@ -1,0 +1,14 @@
+"""The twin: one engine in virtual time, under a model of its step time. The tuner predicts with it, and the simulator's
+replicas are made of it.
+
+It schedules as `trimtab_engine.scheduling` does, request by request (a property test holds the two together), but does
+not take every step: while the same requests decode, their steps are summed in closed form.
+"""
+
+from trimtab_operator.tuner.twin.blocks import Blocks, KvBlocks
+from trimtab_operator.tuner.twin.cost import StepCost, StepSums
+from trimtab_operator.tuner.twin.engine import TwinEngine, TwinPolicy
+from trimtab_operator.tuner.twin.gaps import Gaps
+from trimtab_operator.tuner.twin.sequence import Sequence
+
+__all__ = ["Blocks", "Gaps", "KvBlocks", "Sequence", "StepCost", "StepSums", "TwinEngine", "TwinPolicy"]

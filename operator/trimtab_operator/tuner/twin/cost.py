@@ -1,0 +1,51 @@
+"""How long a step takes: linear in what it computes and reads. And the sums from which that is fitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """seconds = per_step + per_token·tokens + per_sequence·sequences + per_context·context + per_attended·attended
+
+    `context` is how long the step's sequences are when it has run, together: what attention reads. `attended` counts
+    pairs of a computed token and one that it attends to; of decodes the two are equal.
+    """
+
+    per_step: float
+    per_token: float
+    per_sequence: float
+    per_context: float
+    per_attended: float = 0.0
+
+    def seconds(self, tokens: int, sequences: int, context: int, attended: int) -> float:
+        """The time of one step."""
+        return (
+            self.per_step
+            + self.per_token * tokens
+            + self.per_sequence * sequences
+            + self.per_context * context
+            + self.per_attended * attended
+        )
+
+
+@dataclass(slots=True)
+class StepSums:
+    """Sums over all steps of one kind, as the engine exports them."""
+
+    steps: int = 0
+    tokens: int = 0
+    sequences: int = 0
+    context: int = 0
+    attended: int = 0
+    seconds: float = 0.0
+
+    def add(self, steps: int, tokens: int, sequences: int, context: int, attended: int, seconds: float) -> None:
+        """Count these steps too."""
+        self.steps += steps
+        self.tokens += tokens
+        self.sequences += sequences
+        self.context += context
+        self.attended += attended
+        self.seconds += seconds

@@ -1,0 +1,132 @@
+"""The fast engine and the engine's own scheduler serve the same arrivals alike: every time, every count."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import astuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trimtab_operator.tuner.twin import Gaps, KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
+from trimtab_operator.tuner.twin.gaps import fine_edges
+from trimtab_simulator.stepwise import StepwiseEngine
+
+COST = StepCost(0.008, 1 / 16_000, 3e-5, 4e-9, 1e-10)
+
+
+def arrivals(rng: random.Random, count: int, rate: float, prompt: int, output: int) -> list[tuple[float, int, int]]:
+    """Poisson arrivals with lengths from 1 to the given ones."""
+    at, rows = 0.0, []
+    for _ in range(count):
+        at += rng.expovariate(rate)
+        rows.append((at, rng.randint(1, prompt), rng.randint(1, output)))
+    return rows
+
+
+def both(
+    rows: list[tuple[float, int, int]],
+    policy: TwinPolicy,
+    num_blocks: int,
+    *,
+    caches: bool = True,
+    changes: dict[int, TwinPolicy | int] | None = None,
+    max_model_len: int | None = None,
+) -> tuple[TwinEngine, StepwiseEngine]:
+    """Serve the same by both. `changes`: before which arrival the policy, or the number of blocks, becomes another."""
+    gaps = Gaps(fine_edges())
+    fast = TwinEngine(COST, policy, KvBlocks(num_blocks, caches=caches), gaps=gaps)
+    slow = StepwiseEngine(COST, policy, num_blocks, caches=caches, max_model_len=max_model_len)
+    for engine in (fast, slow):
+        for index, row in enumerate(rows):
+            engine.run_until(row[0])
+            change = (changes or {}).get(index)
+            if isinstance(change, TwinPolicy):
+                engine.set_policy(change)
+            elif change is not None:
+                engine.resize(change)
+            engine.add(Sequence(*row))
+        engine.drain()
+    return fast, slow
+
+
+def lives(engine: TwinEngine | StepwiseEngine) -> list[tuple[float, ...]]:
+    """What each request saw, by arrival."""
+    return sorted(
+        (s.arrival, round(s.first_token_at or 0, 6), round(s.finished_at or 0, 6), s.num_preemptions)
+        for s in engine.finished
+    )
+
+
+def assert_alike(fast: TwinEngine, slow: StepwiseEngine) -> None:
+    assert lives(fast) == lives(slow)
+    for kind, sums in slow.sums.items():
+        assert astuple(fast.counters.sums[kind]) == pytest.approx(astuple(sums), rel=1e-9), kind
+    assert fast.counters.recomputed_tokens == slow.recomputed_tokens
+    for reason, seconds in fast.counters.blocked_seconds.items():
+        assert seconds == pytest.approx(slow.blocked_seconds.get(reason, 0.0), abs=1e-6), reason
+    assert fast.gaps is not None
+    assert sum(fast.gaps.counts) == len(slow.gaps)
+    assert fast.gaps.total_seconds == pytest.approx(sum(slow.gaps))
+    for edge in (fine_edges()[210], fine_edges()[300]):
+        assert fast.gaps.at_most(edge) == sum(gap <= edge for gap in slow.gaps)
+    assert fast.blocks.free == fast.blocks.total
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    rate=st.sampled_from([1.0, 5.0, 20.0, 200.0]),
+    prompt=st.sampled_from([20, 200, 1500]),
+    output=st.sampled_from([3, 40, 300]),
+    seats=st.sampled_from([2, 5, 16]),
+    budget=st.sampled_from([16, 64, 512, 4096]),
+    blocks=st.sampled_from([115, 150, 300, 2000]),
+    watermark=st.sampled_from([0.0, 0.05, 0.3]),
+    caches=st.booleans(),
+)
+def test_every_request_gets_its_tokens_when_the_engine_would_have_given_them(
+    seed: int,
+    rate: float,
+    prompt: int,
+    output: int,
+    seats: int,
+    budget: int,
+    blocks: int,
+    watermark: float,
+    caches: bool,
+) -> None:
+    rows = arrivals(random.Random(seed), 60, rate, prompt, output)
+    assert_alike(*both(rows, TwinPolicy(seats, budget, watermark), blocks, caches=caches))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    seats=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    budgets=st.tuples(st.integers(20, 600), st.integers(20, 600)),
+    caches=st.booleans(),
+)
+def test_a_new_policy_is_followed_alike(
+    seed: int, seats: tuple[int, int], budgets: tuple[int, int], caches: bool
+) -> None:
+    rows = arrivals(random.Random(seed), 60, 20.0, 300, 60)
+    changes: dict[int, TwinPolicy | int] = {20: TwinPolicy(seats[1], budgets[1]), 40: TwinPolicy(seats[0], budgets[1])}
+    assert_alike(*both(rows, TwinPolicy(seats[0], budgets[0]), 120, caches=caches, changes=changes))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), blocks=st.integers(25, 200))
+def test_a_smaller_kv_cache_preempts_alike(seed: int, blocks: int) -> None:
+    rows = arrivals(random.Random(seed), 60, 30.0, 300, 60)
+    fast, slow = both(rows, TwinPolicy(16, 256), 200, caches=False, changes={20: blocks, 40: 200}, max_model_len=400)
+    assert_alike(fast, slow)
+
+
+def test_the_comparison_has_preemptions_partial_prompts_and_stalls_in_it() -> None:
+    rows = arrivals(random.Random(1), 300, 20.0, 1500, 300)
+    fast, slow = both(rows, TwinPolicy(16, 64), 150)
+    assert sum(s.num_preemptions for s in slow.finished) > 50
+    assert slow.recomputed_tokens > 1000
+    assert max(slow.gaps) > 1.0
+    assert_alike(fast, slow)
