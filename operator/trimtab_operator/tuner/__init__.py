@@ -3,7 +3,7 @@
 `tick(state, readings, settings, now)` is all that the rest of the operator calls.
 """
 
-from trimtab_operator.tuner.observation import (
+from trimtab_operator.tuner.preemptions.observation import (
     EngineConfig,
     EngineLoad,
     FieldRange,
@@ -12,8 +12,8 @@ from trimtab_operator.tuner.observation import (
     Value,
     Values,
 )
-from trimtab_operator.tuner.state import Bounds, Decision, Mode, Pace, Reason, Settings, TunerState
-from trimtab_operator.tuner.tick import EnginePatch, TickResult, Verdict, tick
+from trimtab_operator.tuner.preemptions.state import Bounds, Decision, Mode, Pace, Reason, Settings, TunerState
+from trimtab_operator.tuner.preemptions.tick import EnginePatch, TickResult, Verdict, tick
 
 __all__ = [
     "Bounds",

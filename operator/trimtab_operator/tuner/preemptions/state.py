@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from trimtab_operator.tuner.observation import Knob, Value, Values, Window
+from trimtab_operator.tuner.preemptions.observation import Knob, Value, Values, Window
 
 STATE_VERSION = 1  # of the JSON in the ConfigMap; another version is not read but rebuilt
 MAX_HISTORY = 10  # entries in status.tuning.history

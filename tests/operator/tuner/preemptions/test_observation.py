@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from trimtab_operator.tuner.observation import EngineLoad, Window, contradiction, pressure
+from trimtab_operator.tuner.preemptions.observation import EngineLoad, Window, contradiction, pressure
 
 LOAD = EngineLoad(100, 1, 10, 1000, 10, 4, 0.9, 100, 90, 16, 737_280, 1_572_864_000)
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from trimtab_operator.tuner import decision as rules
-from trimtab_operator.tuner.diagnosis import (
+from trimtab_operator.tuner.preemptions import decision as rules
+from trimtab_operator.tuner.preemptions.diagnosis import (
     Situation,
     is_pressed,
     knob_ranges,
@@ -22,8 +22,8 @@ from trimtab_operator.tuner.diagnosis import (
     reported_values,
     worst_of,
 )
-from trimtab_operator.tuner.explanation import explain, explain_bounds, explain_restart, explain_rollback
-from trimtab_operator.tuner.observation import (
+from trimtab_operator.tuner.preemptions.explanation import explain, explain_bounds, explain_restart, explain_rollback
+from trimtab_operator.tuner.preemptions.observation import (
     Doubt,
     FieldRange,
     GroupReading,
@@ -37,7 +37,7 @@ from trimtab_operator.tuner.observation import (
     hold,
     is_out_of_step,
 )
-from trimtab_operator.tuner.state import BadValue, Decision, Mode, Reason, Settings, TunerState, Watch
+from trimtab_operator.tuner.preemptions.state import BadValue, Decision, Mode, Reason, Settings, TunerState, Watch
 
 SAME_VALUE = 1e-6  # utilisations closer than this are one value written twice
 

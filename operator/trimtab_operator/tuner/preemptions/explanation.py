@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trimtab_operator.tuner.decision import Move
-from trimtab_operator.tuner.diagnosis import KnobRange, Situation
-from trimtab_operator.tuner.observation import Knob, Pressure, Value
-from trimtab_operator.tuner.state import Mode, Watch
+from trimtab_operator.tuner.preemptions.decision import Move
+from trimtab_operator.tuner.preemptions.diagnosis import KnobRange, Situation
+from trimtab_operator.tuner.preemptions.observation import Knob, Pressure, Value
+from trimtab_operator.tuner.preemptions.state import Mode, Watch
 
 MIB = 1 << 20
 SECONDS_PER_MINUTE = 60

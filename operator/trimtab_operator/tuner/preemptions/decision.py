@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from trimtab_operator.tuner.diagnosis import Situation
-from trimtab_operator.tuner.observation import Knob, Value
-from trimtab_operator.tuner.state import Reason
+from trimtab_operator.tuner.preemptions.diagnosis import Situation
+from trimtab_operator.tuner.preemptions.observation import Knob, Value
+from trimtab_operator.tuner.preemptions.state import Reason
 
 GROWTH_MARGIN = 1.5  # a request seen in mid-life grows on: ask for half as much KV again
 RAISE_AT_LEAST = 0.35  # of the headroom, so that a few steps reach the bound

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from trimtab_operator.tuner.decision import Move, decide, round_down
-from trimtab_operator.tuner.diagnosis import KnobRange, Situation
-from trimtab_operator.tuner.explanation import explain
-from trimtab_operator.tuner.observation import EngineLoad, Knob, Pressure
-from trimtab_operator.tuner.state import Mode, Reason
+from trimtab_operator.tuner.preemptions.decision import Move, decide, round_down
+from trimtab_operator.tuner.preemptions.diagnosis import KnobRange, Situation
+from trimtab_operator.tuner.preemptions.explanation import explain
+from trimtab_operator.tuner.preemptions.observation import EngineLoad, Knob, Pressure
+from trimtab_operator.tuner.preemptions.state import Mode, Reason
 
 UTILIZATION, SEQS, TOKENS = Knob.GPU_MEMORY_UTILIZATION, Knob.MAX_NUM_SEQS, Knob.MAX_NUM_BATCHED_TOKENS
 ROOM = KnobRange(0.74, 0.7, 0.95, is_live=True)

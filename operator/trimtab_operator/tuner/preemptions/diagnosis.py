@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from trimtab_operator.tuner.observation import (
+from trimtab_operator.tuner.preemptions.observation import (
     KV_USED_AT_LEAST,
     EngineConfig,
     GroupReading,
@@ -17,7 +17,7 @@ from trimtab_operator.tuner.observation import (
     Window,
     pressure,
 )
-from trimtab_operator.tuner.state import BadValue, Bounds, Pace, Settings, Watch
+from trimtab_operator.tuner.preemptions.state import BadValue, Bounds, Pace, Settings, Watch
 
 WORSE_FACTOR = 1.5  # a change made things worse when preemptions grew by half for the same work …
 WORSE_DEVIATIONS = 3.0  # … and by more than chance: three deviations of a Poisson count
