@@ -16,11 +16,11 @@ from pathlib import Path
 
 from trimtab_engine.bench.serving.traces import Cut, TraceRequest, fit, read_trace
 from trimtab_engine.launch.balancer import CoreBalancer
-from trimtab_engine.messages import SamplingParams
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager
 from trimtab_engine.scheduling.policy import SchedulingPolicy
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Scheduler
 
 NUM_CORES = 4
@@ -139,7 +139,7 @@ def _scheduler() -> Scheduler:
 
 
 def _arrive(cluster: Cluster, one: TraceRequest, number: int, choose: Choose) -> int:
-    sampling = SamplingParams(max_tokens=one.output_len, temperature=0.0, ignore_eos=True)
+    sampling = Sampling(max_tokens=one.output_len, temperature=0.0, ignore_eos=True)
     prompt = [number + 10, *[WORD] * (one.input_len - 1)]  # no two share a prefix
     request = Request.of(f"r{number}", prompt, sampling, arrival_time=one.timestamp)
     core = choose(cluster, request)

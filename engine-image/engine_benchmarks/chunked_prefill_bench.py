@@ -12,9 +12,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from trimtab_engine import LLM, messages
+from trimtab_engine import LLM
 from trimtab_engine.bench.serving.samples import Words
 from trimtab_engine.messages import AddRequest
+from trimtab_engine.scheduling.sampling import Sampling
 
 BUDGETS = (32, 64, 128, 256, 512, 1024)
 STREAMS, LONG_PROMPT, SHORT_PROMPT = 4, 800, 16
@@ -23,7 +24,7 @@ ROUNDS = 3
 
 
 def request(name: str, prompt: list[int], max_tokens: int) -> AddRequest:
-    sampling = messages.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     return AddRequest(name, prompt, sampling, time.monotonic())
 
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from trimtab_engine.config.model import ModelConfig, parse_model_config
 from trimtab_engine.layers.linear import padded_rows
-from trimtab_engine.weights.source import open_source
+from trimtab_engine.weights.open import open_source
 
 from engine_benchmarks.machine_bench import MachineRates, layer_shapes, measure_machine
 from engine_benchmarks.parity import greedy_generator, load_runner

@@ -20,11 +20,12 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.messages import AddRequest
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.structured.matcher import WORD_BYTES, GrammarMatcher
 from trimtab_engine.structured.trial import grammar_text, try_grammar
 from trimtab_engine.structured.vocabulary import read_vocabulary
-from trimtab_engine.weights.source import open_source
+from trimtab_engine.weights.open import open_source
 from trimtab_kernels.apply_token_bitmask import apply_token_bitmask
 
 BATCHES = (1, 8)
@@ -135,7 +136,7 @@ def step_costs(model: str, engine: Engine, vocab_size: int) -> list[StepCost]:
 def _decode(engine: Engine, batch: int, grammar: str | None, name: str) -> float:
     """Median seconds of a decode step; the requests are aborted afterwards."""
     ids = [f"{name}-{index}-{grammar is None}" for index in range(batch)]
-    sampling = SamplingParams(max_tokens=NUM_STEPS + 20, temperature=0.0, ignore_eos=True, grammar=grammar)
+    sampling = Sampling(max_tokens=NUM_STEPS + 20, temperature=0.0, ignore_eos=True, grammar=grammar)
     for index, request_id in enumerate(ids):
         engine.add(AddRequest(request_id, [100 + index] * 8, sampling, 0.0))
     seconds: list[float] = []

@@ -25,9 +25,11 @@ import torch
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.messages import AddRequest
 from trimtab_engine.runner.graphs import start
+from trimtab_engine.runner.graphs.plan import cuda_graph_plan
 from trimtab_engine.runner.graphs.recorder import Outside, Replay
+from trimtab_engine.scheduling.sampling import Sampling
 
 RUNNING = (1, 32, 256)
 CONTEXT = 1024
@@ -92,7 +94,7 @@ def an_engine() -> Iterator[Engine]:
         )
         with (
             patch.object(start, "recorder_of", lambda device: _ReplaysNothing()),
-            patch.object(EngineConfig, "graph_plan", EngineConfig.cuda_graph_plan),
+            patch.object(start, "graph_plan", cuda_graph_plan),
         ):
             engine, _ = start_engine(config, lambda stage, percent: None, time.monotonic)
     try:
@@ -105,7 +107,7 @@ def measure(engine: Engine, running: int, steps: int) -> Measurement:
     """So many requests that all decode."""
     ids = [f"{running}-{number}" for number in range(running)]
     for request_id in ids:
-        sampling = SamplingParams(temperature=0.0, max_tokens=MAX_STEPS + 4 * WARM_UP_STEPS, ignore_eos=True)
+        sampling = Sampling(temperature=0.0, max_tokens=MAX_STEPS + 4 * WARM_UP_STEPS, ignore_eos=True)
         engine.add(AddRequest(request_id, [3] * CONTEXT, sampling, arrival_time=time.monotonic()))
     decodes = 0
     while decodes < WARM_UP_STEPS:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from trimtab_engine.config.model import ModelConfig, parse_model_config
 from trimtab_engine.layers.linear import Linear
-from trimtab_engine.weights.source import open_source
+from trimtab_engine.weights.open import open_source
 
 READ_BYTES = 512 << 20  # far beyond any last-level cache
 STREAMED_BYTES = 256 << 20  # distinct weights per shape, so that they come from memory as in a decode step

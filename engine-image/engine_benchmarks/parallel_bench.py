@@ -26,7 +26,8 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import EngineDead
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.launch.launcher import CoreLauncher
-from trimtab_engine.messages import AddRequest, SamplingParams, StepStats
+from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.scheduling.sampling import Sampling
 
 from engine_benchmarks.__main__ import machine
 from engine_benchmarks.parallel_page import is_busy, page, plot
@@ -166,7 +167,7 @@ class Cores:
         async def one(number: int) -> None:
             await asyncio.sleep(times[number])
             prompt = [(3 + number * 7919 + place * 104_729) % (vocabulary - 3) for place in range(PROMPT_TOKENS)]
-            sampling = SamplingParams(max_tokens=outputs[number], temperature=0.0, ignore_eos=True)
+            sampling = Sampling(max_tokens=outputs[number], temperature=0.0, ignore_eos=True)
             request = AddRequest(f"r{number}", prompt, sampling, time.monotonic(), data_parallel_rank=cores[number])
             async for _ in self.client.generate(request):
                 pass

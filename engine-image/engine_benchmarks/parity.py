@@ -16,11 +16,11 @@ import torch
 import typer
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.device import Device
-from trimtab_engine.messages import SamplingParams
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.sampling.sampler import sample
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import Sampling
 
 NEAR_TIE = 1e-4  # of the range of the reference's logits at that position
 Generate = Callable[[list[list[int]], int], list[list[int]]]
@@ -146,7 +146,7 @@ def greedy_generator(runner: ModelRunner, *, block_size: int, chunk: int | None 
 def _requests(prompts: list[list[int]], num_tokens: int, block_size: int) -> list[Request]:
     requests = []
     for index, prompt in enumerate(prompts):
-        request = Request.of(str(index), prompt, SamplingParams(temperature=0.0), arrival_time=0.0)
+        request = Request.of(str(index), prompt, Sampling(temperature=0.0), arrival_time=0.0)
         count = -(-(len(prompt) + num_tokens) // block_size)
         request.block_ids = [index + block * len(prompts) for block in range(count)]
         requests.append(request)

@@ -16,10 +16,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from trimtab_engine.messages import SamplingParams
 from trimtab_engine.scheduling.block_manager import BlockManager
 from trimtab_engine.scheduling.policy import SchedulingPolicy
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
@@ -106,7 +106,7 @@ def percentile_ms(seconds: Sequence[float], percent: int) -> float:
 
 
 def a_request(number: int, prompt: int, output: int) -> Request:
-    sampling = SamplingParams(max_tokens=output, temperature=0.0)
+    sampling = Sampling(max_tokens=output, temperature=0.0)
     return Request.of(f"r{number}", [1] * prompt, sampling, arrival_time=0.0)
 
 

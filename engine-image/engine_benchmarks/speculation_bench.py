@@ -20,8 +20,8 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest, SamplingParams
-from trimtab_engine.speculative.counts import SpeculationCounts
+from trimtab_engine.messages import AddRequest, SpeculationCounts
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.text.tokenizer import Tokenizer
 
 from engine_benchmarks.__main__ import machine
@@ -91,7 +91,7 @@ def decode(engine: Engine, prompt: list[int], batch: int, depth: int) -> tuple[f
     """Tokens per second from the first step in which all requests decode, and the drafts' counts."""
     status, _ = engine.patch_config({"values": {"num_speculative_tokens": depth}})
     assert status == 200
-    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+    params = Sampling(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     for number in range(batch):  # different beginnings, so that they do not say the same
         engine.add(AddRequest(str(number), [number + 100, *prompt], params, arrival_time=0.0))
     counts, answered, num_tokens, began = SpeculationCounts(), set[str](), 0, 0.0

@@ -4,50 +4,19 @@ Times are CLOCK_MONOTONIC seconds of the API servers' host (nodes/clock.py). Eve
 one decoder per direction reads all of them.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
 from trimtab_engine.config.engine import LogLevel
+from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What a pause does to requests: end them, let them finish, or freeze them where they are. vLLM's names."""
 SLEEP_LEVELS = (0, 1, 2)
 WAKE_TAGS = ("weights", "kv_cache", "scheduling")
-
-
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the next token of one sequence is chosen. Values are already checked by the API (api/protocol.py).
-
-    temperature 0 is greedy. top_k 0 means all tokens. `logprobs` is how many of the most likely tokens are reported
-    beside the chosen one (None: nothing is reported, 0: only the chosen token's). `stop_token_ids` end the request
-    with finish_reason stop; the model's own end-of-sequence ids do too unless `ignore_eos`. Stop *strings* are the
-    API server's job. `n` is fanned out by the API server: here one request is one sequence.
-
-    `grammar` is llguidance's JSON form of what the output must match, tried by the API server. `logit_bias` is added
-    to the logits; of `allowed_token_ids`, where there are any, one is chosen; the last token of a sequence of
-    `bad_words` is not chosen where the output ends with those before it.
-    """
-
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logprobs: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    grammar: str | None = None
-    prompt_logprobs: int | None = None
-    """Like `logprobs`, for the prompt's own tokens from the second on."""
 
 
 class ClientAddresses(msgspec.Struct, frozen=True):
@@ -76,7 +45,7 @@ class AddRequest(msgspec.Struct, tag="add"):
 
     request_id: str
     prompt_token_ids: list[int]
-    sampling: SamplingParams
+    sampling: Sampling
     arrival_time: float
     priority: int = 0
     may_queue: bool = True
@@ -171,15 +140,6 @@ class CoreFailed(msgspec.Struct, tag="failed"):
     exit_code: int
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities at one position: the chosen token first, then the most likely ones in order."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    rank: int
-    """Rank of the chosen token among all tokens; 1 is the most likely."""
-
-
 class RequestOutput(msgspec.Struct, array_like=True):
     """What one step brought to one request. `finish_reason`: stop, length, abort, error; None while it runs."""
 
@@ -219,6 +179,39 @@ class ExpertBalance(msgspec.Struct, array_like=True):
     """Of experts' weights that came from other ranks."""
     seconds: float = 0.0
     """In which experts were rearranged."""
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """Sums over requests and steps. A "draft" is one request's guesses in one step, as in vLLM's metrics."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    """How many drafts stood at least up to each position; as long as the longest draft."""
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted_per_position)
+
+    def note(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """One request's drafts of one step, and how many of them stood."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self._lengthen(num_draft_tokens)
+        for position in range(num_accepted):
+            self.accepted_per_position[position] += 1
+
+    def add(self, num_drafts: int, num_draft_tokens: int, accepted_per_position: Sequence[int]) -> None:
+        """Another sum."""
+        self.num_drafts += num_drafts
+        self.num_draft_tokens += num_draft_tokens
+        self._lengthen(len(accepted_per_position))
+        for position, count in enumerate(accepted_per_position):
+            self.accepted_per_position[position] += count
+
+    def _lengthen(self, length: int) -> None:
+        self.accepted_per_position += [0] * (length - len(self.accepted_per_position))
 
 
 class StepStats(msgspec.Struct, array_like=True):

@@ -57,10 +57,11 @@ def an_engine(shape: ModelShape, *, device: str = "cuda", **changes: Any) -> "It
 
 def add(engine: "Engine", workload: Workload, *, temperature: float = 0.0) -> None:
     """Queue requests that generate exactly as many tokens as they say."""
-    from trimtab_engine.messages import AddRequest, SamplingParams
+    from trimtab_engine.messages import AddRequest
+    from trimtab_engine.scheduling.sampling import Sampling
 
     for number, (prompt, count) in enumerate(workload):
-        sampling = SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True)
+        sampling = Sampling(temperature=temperature, max_tokens=count, ignore_eos=True)
         engine.add(AddRequest(str(number), prompt, sampling, arrival_time=time.monotonic()))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from trimtab_engine import LLM, SamplingParams
 from trimtab_engine.bench.serving.samples import Words
-from trimtab_engine.cli.serve_command import engine_config
+from trimtab_engine.config.flags.engine import engine_config
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.offline.progress_bar import progress_bar
 

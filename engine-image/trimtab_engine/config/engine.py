@@ -4,6 +4,7 @@ Nothing outside this file reads the environment. Checks that need only the value
 what needs the model or the device is checked where those are read.
 """
 
+import logging
 import os
 import shutil
 from typing import Any, Literal
@@ -11,10 +12,9 @@ from typing import Any, Literal
 import msgspec
 
 from trimtab_engine.config.experts import EplbConfig
-from trimtab_engine.config.graphs import CompilationConfig
+from trimtab_engine.config.graphs import DEFAULT_LEVEL, MODES_BY_LEVEL, CompilationConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.errors import ConfigError, NotBuiltError
-from trimtab_engine.runner.graphs.plan import DEFAULT_LEVEL, MODES_BY_LEVEL, NO_GRAPHS, GraphPlan, plan_graphs
 from trimtab_engine.scheduling.policy import PreemptionMode, QueueOrder
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
@@ -164,23 +164,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_redundant_experts(self) -> int | None:
         """None: experts do not move."""
         return None if self.eplb is None else self.eplb.num_redundant_experts
-
-    @property
-    def graph_plan(self) -> GraphPlan:
-        """The CUDA graphs of this engine; none on the CPU, whatever the flags say."""
-        return self.cuda_graph_plan if self.device == "cuda" else NO_GRAPHS
-
-    @property
-    def cuda_graph_plan(self) -> GraphPlan:
-        """What the flags say for CUDA."""
-        return plan_graphs(
-            self.compilation,
-            enforce_eager=self.enforce_eager,
-            optimization_level=self.optimization_level,
-            max_num_seqs=self.max_num_seqs_cap,
-            max_num_batched_tokens=self.max_num_batched_tokens_cap,
-            num_drafts=self.num_speculative_tokens_cap,
-        )
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
@@ -338,3 +321,8 @@ def use_interface_between_ranks(name: str | None) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if name != LOOPBACK_INTERFACE:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def set_log_level(level: LogLevel) -> None:
+    """How much this process logs from now on: of its own lines only, as libraries have levels of their own."""
+    logging.getLogger("trimtab_engine").setLevel(level.upper())

@@ -64,6 +64,14 @@ class CUDAGraphMode(Enum):
         return self in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE)
 
 
+MODES_BY_LEVEL = {
+    0: CUDAGraphMode.NONE,
+    1: CUDAGraphMode.PIECEWISE,
+    2: CUDAGraphMode.FULL_AND_PIECEWISE,
+    3: CUDAGraphMode.FULL_AND_PIECEWISE,
+}
+"""What -O0 to -O3 give where cudagraph_mode says nothing."""
+DEFAULT_LEVEL = 2
 BUILT_MODES = tuple(mode for mode in CUDAGraphMode if mode is not CUDAGraphMode.FULL)
 NOT_BUILT_FIELDS: dict[str, tuple[object, ...]] = {
     "backend": (None, ""),

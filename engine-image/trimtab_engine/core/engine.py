@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar
 
+from trimtab_engine.config.engine import set_log_level
 from trimtab_engine.config.live.patch import LiveConfig
 from trimtab_engine.config.live.reading import Refusal
-from trimtab_engine.config.log_level import set_log_level
 from trimtab_engine.core.execution import Execution, Flight, PreparedStep, StepResult
-from trimtab_engine.core.lifecycle import Lifecycle, Refused, RemainingWork, Weights
+from trimtab_engine.core.lifecycle import Lifecycle, Refused, RemainingWork
 from trimtab_engine.core.preemption_watch import PreemptionWatch
 from trimtab_engine.core.step_stats import note_graphs, step_stats
 from trimtab_engine.device.device import Device
@@ -25,21 +25,14 @@ from trimtab_engine.device.kv_cache import KVCache
 from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.memory.formula import Ledger, MemoryFormula, total_of
 from trimtab_engine.memory.plan import PlanBase, plan_memory
-from trimtab_engine.messages import (
-    AddRequest,
-    EngineState,
-    RequestOutput,
-    SamplingParams,
-    StepOutputs,
-    StepStats,
-    TokenLogprobs,
-)
+from trimtab_engine.messages import AddRequest, EngineState, RequestOutput, StepOutputs, StepStats
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.rank_ledger import rank_ledger
-from trimtab_engine.scheduling.request import Request, RequestStatus
+from trimtab_engine.runner.weights import Weights
+from trimtab_engine.scheduling.request import Grammar, Request, RequestStatus
+from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
 from trimtab_engine.structured.compiler import GrammarCompiler
-from trimtab_engine.structured.matcher import GrammarMatcher
 
 REPORT_SECONDS = 1.0  # how often the ledger and the live values are sent when nothing changed
 RATE_WEIGHT = 0.1  # of the newest step in the running mean of tokens per second
@@ -549,7 +542,7 @@ def as_list(value: Item | list[Item]) -> list[Item]:
     return value if isinstance(value, list) else [value]
 
 
-def _why_stuck(sampling: SamplingParams, error: str) -> str:
+def _why_stuck(sampling: Sampling, error: str) -> str:
     """Where other restrictions leave none of the tokens that a grammar allows, those are what the client can change."""
     others = {
         "allowed_token_ids": sampling.allowed_token_ids,
@@ -561,7 +554,7 @@ def _why_stuck(sampling: SamplingParams, error: str) -> str:
     return f"the output cannot go on as its grammar demands: {error}{hint}"
 
 
-def _end_with_grammar(grammar: GrammarMatcher, token_ids: list[int]) -> None:
+def _end_with_grammar(grammar: Grammar, token_ids: list[int]) -> None:
     """Take off what was sampled behind a draft that completed the grammar: without drafts the request ends there."""
     if len(token_ids) > 1:
         ahead = grammar.copy()

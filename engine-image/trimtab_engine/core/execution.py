@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from trimtab_engine.device.swap_cache import NOTHING_SWAPPED, Pairs, SwapCache, Swapped
-from trimtab_engine.messages import TokenLogprobs
+from trimtab_engine.messages import SpeculationCounts
 from trimtab_engine.runner.graphs.step_buffers import Feed
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.sampling.logprobs import ScoresInFlight
@@ -22,8 +22,8 @@ from trimtab_engine.sampling.sampler import TokenMasks, sample
 from trimtab_engine.sampling.token_table import DeviceRow
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.scheduling.step_inputs import NO_INPUTS, StepInputs, Unknown, num_scored
-from trimtab_engine.speculative.counts import SpeculationCounts
 from trimtab_engine.speculative.proposer import Proposer
 from trimtab_engine.speculative.rejection import verify
 from trimtab_engine.structured.masks import MaskedRows, MaskMaker

@@ -8,27 +8,17 @@ work.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from trimtab_engine.device.kv_cache import KVCache
 from trimtab_engine.errors import TrimtabError
 from trimtab_engine.messages import PauseMode
+from trimtab_engine.runner.weights import Weights
 from trimtab_engine.scheduling.scheduler import Scheduler
 
 
 class Refused(TrimtabError):
     """This cannot be done now, in the state that the engine is in. HTTP 409."""
-
-
-class Weights(Protocol):
-    """A model whose weights can go and come back: a ModelRunner."""
-
-    can_drop_weights: bool
-    """Data-parallel cores in lockstep cannot, yet."""
-
-    def drop_weights(self) -> None: ...
-
-    def reload_weights(self) -> None: ...
 
 
 @dataclass(slots=True)

@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.log_level import set_log_level
+from trimtab_engine.config.engine import EngineConfig, set_log_level
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.link import Link, last_word
 from trimtab_engine.core.startup import Progress, start_engine

@@ -20,7 +20,7 @@ import torch
 from trimtab_kernels.copy_blocks import copy_blocks
 
 from trimtab_engine.device.address_range import AddressRange, AddressSpace, HostMemory, round_up
-from trimtab_engine.workers.messages import CopyBlocks, KvChange, MapBlocks, UnmapAbove
+from trimtab_engine.device.changes import CopyBlocks, KvChange, MapBlocks, UnmapAbove
 
 WORD_BYTES = 8
 BUS_PROGRAMS = 64  # of a copy over the bus: 16 KiB each on their way are ten times what PCIe 5 holds in a round trip

@@ -13,9 +13,9 @@ lane                 └─ out 4, 5 ────────────┴─ 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from trimtab_engine.device.changes import SwapBlocks
 from trimtab_engine.device.kv_cache import KVCache, copy_across
 from trimtab_engine.device.side_lane import SideLane, Ticket, side_lane
-from trimtab_engine.workers.messages import SwapBlocks
 
 Pairs = list[tuple[int, int]]
 """(source, destination) block ids."""

@@ -6,7 +6,8 @@ from typing import Any
 
 from trimtab_engine.config.model import SUPPORTED_ARCHITECTURES, ModelConfig, architecture_of, parse_model_config
 from trimtab_engine.config.quantization import stored_quantization
-from trimtab_engine.weights.source import WeightSource, open_source
+from trimtab_engine.weights.open import open_source
+from trimtab_engine.weights.source import WeightSource
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LINEAR_PARTS = ("attention", "kv_projection", "dense_mlp", "experts")  # what quantization makes smaller

@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from trimtab_engine.cli import serve_command
 from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.flags.engine import engine_config
 from trimtab_engine.config.flags.parser import OneLineParser
+from trimtab_engine.config.flags.serve import SERVER_GROUPS, add_serve_flags
 from trimtab_engine.errors import ConfigError
 
 OFFLINE_LIMITS = {"cpu": (256, 4096), "cuda": (256, 8192), "large": (1024, 16384)}
 """max_num_seqs and max_num_batched_tokens by kind of device: larger than a server's, as nobody waits for a token."""
-SERVER_GROUPS = ("server", "admin API")
 ENGINE_FLAGS_AMONG_THEM = ("--disable-log-stats", "--max-logprobs")
 
 
@@ -36,19 +36,17 @@ def in_keywords(message: str) -> str:
 
 def parse_keywords(model: str, keywords: Mapping[str, Any]) -> argparse.Namespace:
     """The keywords as `trimtab-engine serve` would have read them. Raises ConfigError for what it would refuse."""
-    root = _KeywordParser(prog="LLM")
-    commands = root.add_subparsers(required=True)
-    serve_command.add_to(commands)
-    parser: OneLineParser = commands.choices["serve"]
+    parser = _KeywordParser(prog="LLM")
+    add_serve_flags(parser)
     written = [text for name, value in keywords.items() for text in _as_flag(parser, name, value)]
-    return root.parse_args(["serve", *written, "--", model])
+    return parser.parse_args([*written, "--", model])
 
 
 def read_keywords(model: str, keywords: Mapping[str, Any]) -> tuple[EngineConfig, argparse.Namespace]:
     """The engine's configuration for LLM(model, **keywords), and the other values that were read."""
     try:
         arguments = parse_keywords(model, keywords)
-        return serve_command.engine_config(arguments, limits=OFFLINE_LIMITS), arguments
+        return engine_config(arguments, limits=OFFLINE_LIMITS), arguments
     except ConfigError as error:
         raise type(error)(in_keywords(str(error))) from None
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from trimtab_engine import messages
 from trimtab_engine.offline.sampling_params import SamplingParams
+from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.text.stop_strings import StopStrings
 from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
 
@@ -83,8 +84,8 @@ class Choice:
     last_token_time: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
-    _positions: list[messages.TokenLogprobs] = field(default_factory=list)
-    _prompt_positions: list[messages.TokenLogprobs] | None = None
+    _positions: list[TokenLogprobs] = field(default_factory=list)
+    _prompt_positions: list[TokenLogprobs] | None = None
     _texts: list[str] = field(default_factory=list)
     _detokenizer: Detokenizer | None = None
     _stop: StopStrings = field(init=False)
@@ -156,7 +157,7 @@ class Choice:
             return None
         return [None, *(self._logprobs(position) for position in self._prompt_positions)]
 
-    def _logprobs(self, position: messages.TokenLogprobs) -> dict[int, Logprob]:
+    def _logprobs(self, position: TokenLogprobs) -> dict[int, Logprob]:
         """The chosen token with its own rank, then the most likely ones in order."""
         entries: dict[int, Logprob] = {}
         for order, (token_id, value) in enumerate(zip(position.token_ids, position.logprobs, strict=True)):

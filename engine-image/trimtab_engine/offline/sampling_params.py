@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trimtab_engine import messages
 from trimtab_engine.api.openai.protocol import GenerationRequest
 from trimtab_engine.api.openai.restrictions import Restrictions, bad_word_tokens
 from trimtab_engine.errors import InvalidRequest
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.text.tokenizer import Tokenizer
 
 OWN_FIELDS = ("detokenize", "logprobs", "prompt_logprobs")
@@ -67,7 +67,7 @@ class SamplingParams:
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
-    def of_choices(self, room: int, tokenizer: Tokenizer) -> list[messages.SamplingParams]:
+    def of_choices(self, room: int, tokenizer: Tokenizer) -> list[Sampling]:
         """What each of the `n` choices is sampled with; `room` is how many tokens can follow the prompt."""
         checked = self._checked()
         if self.min_tokens > room:

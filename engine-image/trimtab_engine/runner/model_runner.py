@@ -24,7 +24,6 @@ from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.layers.quantized import multiplies_float8
 from trimtab_engine.memory.formula import Ledger
 from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit
-from trimtab_engine.messages import SamplingParams
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
 from trimtab_engine.models.llama import LlamaForCausalLM
 from trimtab_engine.parallel.expert_balancer import ExpertBalancer
@@ -41,16 +40,18 @@ from trimtab_engine.sampling.logprobs import ScoresInFlight
 from trimtab_engine.sampling.sampler import ROWS_AT_ONCE, sample
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.step_inputs import StepInputs, Unknown, flatten
 from trimtab_engine.weights.dummy import DummySource
-from trimtab_engine.weights.source import WeightSource, open_source
+from trimtab_engine.weights.open import open_source
+from trimtab_engine.weights.source import WeightSource
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 FLOAT8_E4M3_CAPABILITY = (8, 9)  # from which compute capability on Triton converts this format
 ONE_RANK = Layout()
-GREEDY = SamplingParams(temperature=0.0)
-COSTLIEST_SAMPLING = SamplingParams(top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1)
+GREEDY = Sampling(temperature=0.0)
+COSTLIEST_SAMPLING = Sampling(top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1)
 Progress = Callable[[str, float], None]
 
 
@@ -435,7 +436,7 @@ class ModelRunner:
             draft=draft,
         )
 
-    def _dummy_step(self, spans: list[tuple[int, int]], sampling: SamplingParams) -> None:
+    def _dummy_step(self, spans: list[tuple[int, int]], sampling: Sampling) -> None:
         """One step of sequences (tokens before, tokens now) that all share one KV block.
 
         One layer only: every layer has the same shapes and reuses the same memory.

@@ -9,12 +9,12 @@ import torch
 from trimtab_kernels.edit_logits import NONE, ban_tokens, edit_logits
 
 from trimtab_engine.device.transfer import receive, send, send_together
-from trimtab_engine.messages import TokenLogprobs
-from trimtab_engine.sampling.bans import Ban, bans_of
+from trimtab_engine.sampling.forbidden_tokens import Ban, bans_of
 from trimtab_engine.sampling.logprobs import judge_rows, reports_of
 from trimtab_engine.sampling.sampler import ROWS_AT_ONCE, choose_limited
 from trimtab_engine.sampling.token_table import DeviceRow, Places, TokenTable
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

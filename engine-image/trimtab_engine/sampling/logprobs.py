@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from trimtab_engine.device.transfer import Mark, receive
-from trimtab_engine.messages import TokenLogprobs
+from trimtab_engine.scheduling.sampling import TokenLogprobs
 
 
 def judge_rows(raw: torch.Tensor, chosen: torch.Tensor, most: int) -> torch.Tensor:

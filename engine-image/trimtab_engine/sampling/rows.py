@@ -3,8 +3,8 @@ them. Penalties, min_tokens and seeds then count the drafts as if they were outp
 
 from dataclasses import dataclass
 
-from trimtab_engine.messages import SamplingParams
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class DraftedRequest:
     drafts: list[int]
 
     @property
-    def sampling(self) -> SamplingParams:
+    def sampling(self) -> Sampling:
         return self.request.sampling
 
     @property

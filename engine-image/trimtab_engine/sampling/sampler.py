@@ -22,10 +22,10 @@ from trimtab_kernels.keep_likely_tokens import keep_likely_tokens
 from trimtab_kernels.sample import sample_triton
 
 from trimtab_engine.device.transfer import send_together
-from trimtab_engine.messages import SamplingParams, TokenLogprobs
-from trimtab_engine.sampling.bans import bans_of
+from trimtab_engine.sampling.forbidden_tokens import bans_of
 from trimtab_engine.sampling.logprobs import report_rows
 from trimtab_engine.sampling.rows import SampledRow
+from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
 ROWS_AT_ONCE = 16
 """Rows sampled together unless all are plainly greedy: sorting takes several copies of their logits."""
@@ -44,7 +44,7 @@ class Choice(Protocol):
     """What greedy or random choice depends on, beside the logits."""
 
     @property
-    def sampling(self) -> SamplingParams: ...
+    def sampling(self) -> Sampling: ...
 
     @property
     def num_output_tokens(self) -> int: ...
@@ -127,7 +127,7 @@ def _is_adjusted(request: SampledRow) -> bool:
     )
 
 
-def has_penalties(p: SamplingParams) -> bool:
+def has_penalties(p: Sampling) -> bool:
     """Whether its logits depend on the tokens so far."""
     return p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
 

@@ -13,9 +13,9 @@ import torch
 from trimtab_kernels.edit_logits import NONE
 
 from trimtab_engine.device.transfer import write
-from trimtab_engine.messages import SamplingParams
 from trimtab_engine.sampling.sampler import has_penalties
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import Sampling
 
 TABLE_BYTES = 128 << 20
 """Of all rows: 256 of a vocabulary of 128k. Steps of requests that need more wait for the host."""
@@ -33,7 +33,7 @@ class DeviceRow:
     source: int | None = None
 
     @property
-    def sampling(self) -> SamplingParams:
+    def sampling(self) -> Sampling:
         return self.request.sampling
 
     @property
@@ -66,7 +66,7 @@ class Places:
         )
 
 
-def has_biases(p: SamplingParams) -> bool:
+def has_biases(p: Sampling) -> bool:
     """Whether the same is asked of its logits at every token."""
     return bool(p.logit_bias or p.allowed_token_ids)
 
@@ -125,11 +125,11 @@ class TokenTable:
             self._free += self._lent.pop(request).rows
 
 
-def _num_rows(p: SamplingParams) -> int:
+def _num_rows(p: Sampling) -> int:
     return has_biases(p) + has_penalties(p)
 
 
-def biases_of(p: SamplingParams, width: int) -> torch.Tensor:
+def biases_of(p: Sampling, width: int) -> torch.Tensor:
     """[width] float32: logit_bias, and -inf where allowed_token_ids do not allow."""
     biases = torch.zeros(width)
     if p.allowed_token_ids:

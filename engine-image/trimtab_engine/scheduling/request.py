@@ -1,13 +1,11 @@
 """One request as the engine core sees it: its tokens and its state. It knows no scheduler and no tensor."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from trimtab_engine.messages import SamplingParams, TokenLogprobs
-
-if TYPE_CHECKING:
-    from trimtab_engine.structured.matcher import GrammarMatcher
+from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
 
 class RequestStatus(Enum):
@@ -26,6 +24,39 @@ class RequestStatus(Enum):
         self.is_finished = self.name.startswith("FINISHED")
 
 
+class Grammar(Protocol):
+    """Where a request's output stands in what it must match (structured/matcher.py)."""
+
+    num_words: int
+    """32-bit words of one mask."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot go on."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing can follow but the end."""
+        ...
+
+    def copy(self) -> "Grammar":
+        """Another one at the same place."""
+        ...
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Go on by these tokens."""
+        ...
+
+    def num_acceptable(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, from the first, may come one after the other. Nothing changes."""
+        ...
+
+    def fill_with_drafts(self, draft_token_ids: Sequence[int], address: int, num_bytes: int) -> None:
+        """Write 1 + len(draft) masks to memory, `num_bytes` apart: before the first draft token, and after each."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A sequence being served.
@@ -37,7 +68,7 @@ class Request:
     request_id: str
     token_ids: list[int]
     num_prompt_tokens: int
-    sampling: SamplingParams
+    sampling: Sampling
     arrival_time: float
     priority: int = 0
     """Under the policy `priority`: the lowest number goes first."""
@@ -71,7 +102,7 @@ class Request:
     """Token ids that end it once min_tokens are out: end-of-sequence and its own stop ids; set likewise."""
     stop_token_id: int | None = None
     """The one of its own stop_token_ids that ended it."""
-    grammar: "GrammarMatcher | None" = None
+    grammar: Grammar | None = None
     """What its output must match, after the output tokens so far; the engine moves it on."""
     error: str = ""
     """Why it ended with finish_reason error, for its client."""
@@ -85,7 +116,7 @@ class Request:
         cls,
         request_id: str,
         prompt_token_ids: list[int],
-        sampling: SamplingParams,
+        sampling: Sampling,
         *,
         arrival_time: float,
         priority: int = 0,

@@ -6,12 +6,12 @@ import msgspec
 
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import FLAG
-from trimtab_engine.core.lifecycle import Weights
 from trimtab_engine.device.device import Device
 from trimtab_engine.device.kv_cache import KVLayers
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.runner.model_runner import ModelFacts, ModelRunner
+from trimtab_engine.runner.weights import Weights
 from trimtab_engine.speculative.draft_model import DraftModel
 from trimtab_engine.speculative.ngram import NgramProposer
 from trimtab_engine.speculative.proposer import Proposer

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from trimtab_engine.messages import TokenLogprobs
 from trimtab_engine.sampling.logprobs import report_logprobs
 from trimtab_engine.sampling.rows import DraftedRequest, SampledRow
 from trimtab_engine.sampling.sampler import TokenMasks, apply_masks, draw, sample, target_probabilities
 from trimtab_engine.scheduling.batch import ScheduledSequence
+from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.speculative.proposer import Proposals
 
 ROWS_AT_ONCE = 16

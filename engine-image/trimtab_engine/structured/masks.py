@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from trimtab_engine.sampling.sampler import TokenMasks
+from trimtab_engine.scheduling.request import Grammar
 from trimtab_engine.structured.deep_stack import deep_stack_executor
-from trimtab_engine.structured.matcher import WORD_BYTES, GrammarMatcher
+from trimtab_engine.structured.matcher import WORD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class MaskedRows:
     """One sequence's rows of the logits: `first` for its newest token, and one more behind each draft token."""
 
     first: int
-    matcher: GrammarMatcher
+    matcher: Grammar
     draft_token_ids: Sequence[int] = ()
 
 

@@ -3,6 +3,7 @@
 import msgspec
 
 from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.device.changes import CopyBlocks, MapBlocks, SwapBlocks, UnmapAbove
 from trimtab_engine.memory.formula import Ledger, MemoryFormula
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.scheduling.step_inputs import StepInputs
@@ -50,29 +51,10 @@ class InitKvCache(msgspec.Struct, tag="init_kv"):
     cap_blocks: int
 
 
-class MapBlocks(msgspec.Struct, tag="map"):
-    num_blocks: int
-
-
-class UnmapAbove(msgspec.Struct, tag="unmap"):
-    num_blocks: int
-
-
-class CopyBlocks(msgspec.Struct, tag="copy"):
-    pairs: list[tuple[int, int]]
-
-
 class InitSwapSpace(msgspec.Struct, tag="init_swap"):
     """Host blocks, as many on every rank."""
 
     num_blocks: int
-
-
-class SwapBlocks(msgspec.Struct, tag="swap"):
-    """Before the next step: copy blocks out (device, host), then in (host, device)."""
-
-    swap_out: list[tuple[int, int]]
-    swap_in: list[tuple[int, int]]
 
 
 class StartSteps(msgspec.Struct, tag="start_steps"):
@@ -110,7 +92,6 @@ class Stop(msgspec.Struct, tag="stop"):
     """Leave; nothing is answered."""
 
 
-KvChange = MapBlocks | UnmapAbove | CopyBlocks
 ToHello = Welcome | Taken
 ToWorker = (
     Join

@@ -15,7 +15,7 @@ from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import check_layout
 from trimtab_engine.runner.graphs.start import GraphMemory, Report, has_device_steps, start_device_steps
 from trimtab_engine.runner.model_runner import ModelRunner
-from trimtab_engine.weights.source import open_source
+from trimtab_engine.weights.open import open_source
 from trimtab_engine.workers.driven_runner import DrivenRunner
 from trimtab_engine.workers.messages import (
     Loaded,

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from trimtab_engine.device.changes import CopyBlocks, MapBlocks, SwapBlocks, UnmapAbove
 from trimtab_engine.device.device import Device
 from trimtab_engine.device.swap_cache import SwapCache
 from trimtab_engine.errors import ConfigError
@@ -31,7 +32,6 @@ from trimtab_engine.workers.messages import (
     SILENCE_SECONDS,
     Alive,
     AskLedger,
-    CopyBlocks,
     DropWeights,
     FromWorker,
     Hello,
@@ -39,7 +39,6 @@ from trimtab_engine.workers.messages import (
     InitSwapSpace,
     Join,
     Loaded,
-    MapBlocks,
     Profile,
     Profiled,
     Reloaded,
@@ -48,11 +47,9 @@ from trimtab_engine.workers.messages import (
     StartSteps,
     Step,
     Stop,
-    SwapBlocks,
     ToHello,
     ToldLedger,
     ToWorker,
-    UnmapAbove,
     Welcome,
     WorkerFailed,
     WorkerStart,

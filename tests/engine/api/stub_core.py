@@ -31,9 +31,9 @@ from trimtab_engine.messages import (
     Shutdown,
     StepOutputs,
     StepStats,
-    TokenLogprobs,
 )
 from trimtab_engine.processes.tie import end_with_parent
+from trimtab_engine.scheduling.sampling import TokenLogprobs
 
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 258

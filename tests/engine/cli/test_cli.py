@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from trimtab_engine.api.serving.engine_server import Listen
 from trimtab_engine.cli import _parser, main
-from trimtab_engine.cli.serve_command import chat_template, engine_config, served_names
+from trimtab_engine.cli.serve_command import chat_template, served_names
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.flags import parser
+from trimtab_engine.config.flags.engine import engine_config
 from trimtab_engine.errors import ConfigError
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from trimtab_engine.cli import _parser
-from trimtab_engine.cli.serve_command import engine_config
 from trimtab_engine.config.engine import BLOCK_SIZES, EngineConfig
+from trimtab_engine.config.flags.engine import engine_config
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ModelError
-from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.messages import AddRequest
+from trimtab_engine.scheduling.sampling import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def an_engine(model: Path, **changes: Any) -> Engine:
 
 
 def run(engine: Engine) -> dict[str, list[int]]:
-    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    params = Sampling(max_tokens=20, temperature=0.0, ignore_eos=True)
     tokens: dict[str, list[int]] = {}
     for n in range(4):
         prompt = [(11 * n + 3 * i) % 127 for i in range(5 + 90 * n)]

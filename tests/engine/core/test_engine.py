@@ -14,8 +14,9 @@ from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.device.device import Device
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.messages import AddRequest, CoreReady, SamplingParams
+from trimtab_engine.messages import AddRequest, CoreReady
 from trimtab_engine.runner.model_runner import ModelRunner
+from trimtab_engine.scheduling.sampling import Sampling
 
 VOCABULARY = 97
 MAX_MODEL_LEN = 128
@@ -65,7 +66,7 @@ def utilization(steps_above_this_process: int) -> str:
 def a_request(number: int, *, prompt: int, output: int, shared: bool = False, **sampling: Any) -> AddRequest:
     tokens = [random.Random(number * 7 + i).randrange(VOCABULARY - 1) for i in range(prompt)]
     tokens = SHARED + tokens if shared else tokens
-    params = SamplingParams(**{"max_tokens": output, "temperature": 0.0, "ignore_eos": True, **sampling})
+    params = Sampling(**{"max_tokens": output, "temperature": 0.0, "ignore_eos": True, **sampling})
     return AddRequest(f"r{number}", tokens, params, arrival_time=0.0)
 
 
@@ -158,7 +159,7 @@ def test_however_requests_are_batched_they_yield_the_same_tokens_as_alone(
 def test_a_request_finds_what_another_one_computed_unless_their_salts_differ(model: Path) -> None:
     engine, _ = an_engine(model)
     prompt = [number % VOCABULARY for number in range(50)]
-    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    greedy = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
     cached = {}
     for name, salt in (("first", ""), ("again", ""), ("tenant", "x"), ("tenant again", "x")):
         engine.add(AddRequest(name, prompt, greedy, arrival_time=0.0, cache_salt=salt))

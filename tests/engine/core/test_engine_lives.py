@@ -20,7 +20,8 @@ from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.device.device import Device
-from trimtab_engine.messages import AddRequest, SamplingParams, StepStats
+from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.scheduling.sampling import Sampling
 
 STEPS = 2000  # of each of the six engines
 ALIVE = 12  # requests at a time
@@ -42,7 +43,7 @@ class Question:
     """A greedy request and what it yields alone. `sure`: up to where the tokens are beyond doubt."""
 
     prompt: list[int]
-    sampling: SamplingParams
+    sampling: Sampling
     tokens: list[int]
     sure: int
 
@@ -79,13 +80,13 @@ def questions(model: Path) -> list[Question]:
     for number in range(60):
         own = [dice.randrange(VOCABULARY - 1) for _ in range(dice.randint(1, 12))] * dice.randint(1, 3)
         prompt = [*range(dice.choice([0, 0, 9, 24, 30])), *own]
-        sampling = SamplingParams(max_tokens=dice.randint(1, 30), temperature=0.0, ignore_eos=True)
+        sampling = Sampling(max_tokens=dice.randint(1, 30), temperature=0.0, ignore_eos=True)
         asked.append(alone(engine, f"alone-{number}", prompt, sampling))
     return asked
 
 
-def alone(engine: Engine, name: str, prompt: list[int], sampling: SamplingParams) -> Question:
-    with_margins = SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
+def alone(engine: Engine, name: str, prompt: list[int], sampling: Sampling) -> Question:
+    with_margins = Sampling(max_tokens=sampling.max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
     engine.add(AddRequest(name, prompt, with_margins, arrival_time=0.0))
     tokens: list[int] = []
     sure: int | None = None

@@ -12,7 +12,8 @@ from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.lifecycle import RemainingWork
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.device.device import Device
-from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.messages import AddRequest
+from trimtab_engine.scheduling.sampling import Sampling
 
 NUM_BLOCKS = 64
 OUTPUT = 24
@@ -40,7 +41,7 @@ def an_engine(model: Path, **changes: Any) -> Engine:
 
 def a_request(number: int) -> AddRequest:
     prompt = [(7 * number + 3 * i) % 250 for i in range(10 + 9 * number)]
-    sampling = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
+    sampling = Sampling(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
     return AddRequest(f"r{number}", prompt, sampling, arrival_time=0.0)
 
 

@@ -15,11 +15,11 @@ from trimtab_engine.messages import (
     FromCore,
     LoadProgress,
     RequestOutput,
-    SamplingParams,
     StepOutputs,
     StepStats,
     ToCore,
 )
+from trimtab_engine.scheduling.sampling import Sampling
 
 TIMEOUT_MILLISECONDS = 10_000
 STATS = StepStats(1, 0.0, 0.0, "decode", 0, 0, 0, 4, 4)
@@ -60,7 +60,7 @@ def three(tmp_path: Path) -> Iterator[Three]:
 
 
 def an_add(link: Link, client: Client, request_id: str, index: int) -> None:
-    message = AddRequest(request_id, [1], SamplingParams(), 0.0, client_index=index)
+    message = AddRequest(request_id, [1], Sampling(), 0.0, client_index=index)
     client.send(message)
     assert link.receive(TIMEOUT_MILLISECONDS) == [message]
 

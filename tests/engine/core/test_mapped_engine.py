@@ -14,7 +14,8 @@ from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.device import device as device_module
 from trimtab_engine.device.device import Device
-from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.messages import AddRequest
+from trimtab_engine.scheduling.sampling import Sampling
 
 DEVICE_BYTES = 4 << 30  # 0.0001 of it is 0.43 MB
 
@@ -56,7 +57,7 @@ def an_engine(model: Path, **changes: Any) -> Engine:
 
 def requests() -> list[AddRequest]:
     dice = random.Random(1)
-    greedy = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    greedy = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
     return [
         AddRequest(f"r{n}", [dice.randrange(127) for _ in range(9 + 11 * n)], greedy, arrival_time=0.0)
         for n in range(10)

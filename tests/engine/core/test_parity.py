@@ -11,7 +11,8 @@ import torch
 from engine_benchmarks.parity import PROMPTS, Reference, compare, greedy_generator, load_runner, reference_tokens
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.messages import AddRequest
+from trimtab_engine.scheduling.sampling import Sampling
 
 CACHE = Path(os.environ.get("TRIMTAB_CACHE", "~/.cache/trimtab")).expanduser() / "models"
 MODEL = CACHE / "SmolLM2-135M-Instruct"
@@ -95,7 +96,7 @@ def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transform
 
     def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
         nonlocal hits
-        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        sampling = Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         outputs: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
         for number, prompt in enumerate(prompts):
             engine.add(AddRequest(str(number), prompt, sampling, arrival_time=0.0))

@@ -10,7 +10,8 @@ import pytest
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest, RequestOutput, SamplingParams, TokenLogprobs
+from trimtab_engine.messages import AddRequest, RequestOutput
+from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
 VOCABULARY = 97
 BLOCKS_FOR_ONE = 128 // 8
@@ -43,7 +44,7 @@ def a_prompt(seed: int, length: int) -> list[int]:
 
 
 def a_request(name: str, prompt: list[int], **sampling: Any) -> AddRequest:
-    return AddRequest(name, prompt, SamplingParams(temperature=0.0, ignore_eos=True, **sampling), 0.0)
+    return AddRequest(name, prompt, Sampling(temperature=0.0, ignore_eos=True, **sampling), 0.0)
 
 
 def serve(engine: Engine, requests: list[AddRequest]) -> dict[str, list[RequestOutput]]:

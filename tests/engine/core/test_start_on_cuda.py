@@ -28,10 +28,11 @@ from trimtab_engine.device.cuda_driver import CudaDriver
 from trimtab_engine.device.mapped_range import CudaMemory, MappedRange, Owner
 from trimtab_engine.device.side_lane import HostLane
 from trimtab_engine.memory.formula import MemoryFormula
-from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.messages import AddRequest
 from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.runner.graphs import start
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.workers import start as rank_start
 from trimtab_engine.workers.messages import Loaded, Profiled, RankReport, StartedSteps, StartSteps, Step
@@ -135,7 +136,7 @@ def a_fake_gpu() -> Iterator[FakeCuda]:
 def serve(engine: Engine) -> int:
     """More requests than there are blocks for, greedy and random ones. Returns the steps."""
     for number in range(12):
-        sampling = SamplingParams(max_tokens=8, temperature=0.7 * (number % 2), ignore_eos=True)
+        sampling = Sampling(max_tokens=8, temperature=0.7 * (number % 2), ignore_eos=True)
         engine.add(AddRequest(str(number), [1 + number] * (3 + 9 * number), sampling, arrival_time=0.0))
     num_steps = 0
     while engine.has_work and num_steps < 500:

@@ -12,8 +12,9 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.messages import AddRequest
 from trimtab_engine.sampling.device_sampler import DeviceSampler
+from trimtab_engine.scheduling.sampling import Sampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 VOCABULARY = 512
@@ -33,7 +34,7 @@ MODEL = {
     "eos_token_id": 0,
     "torch_dtype": "float32",
 }
-Requests = list[tuple[list[int], SamplingParams]]
+Requests = list[tuple[list[int], Sampling]]
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def some_requests(count: int, **sampling: Any) -> Requests:
     return [
         (
             [dice.randrange(1, VOCABULARY) for _ in range(dice.randint(1, 120))],
-            SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **sampling}),
+            Sampling(**{"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **sampling}),
         )
         for _ in range(count)
     ]

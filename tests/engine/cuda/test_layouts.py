@@ -13,9 +13,10 @@ from torch._C._distributed_c10d import HashStore
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.experts import EplbConfig
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.messages import AddRequest
 from trimtab_engine.parallel.groups import RankGroup, RankGroups, WireMeter
 from trimtab_engine.runner.graphs.recorder import CudaRecorder, Outside
+from trimtab_engine.scheduling.sampling import Sampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 VOCABULARY = 512
@@ -58,7 +59,7 @@ def tokens_of(
     engine, _ = start_engine(config, lambda stage, percent: None, lambda: 0.0)
     try:
         tokens: dict[str, list[int]] = {}
-        sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+        sampling = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
         for number in range(12):
             prompt = [3 + (number // 2 * 7919 + place * 101) % (VOCABULARY - 3) for place in range(1 + 6 * number)]
             engine.add(AddRequest(f"r{number}", prompt, sampling, 0.0))

@@ -13,8 +13,9 @@ from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ModelError
-from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.messages import AddRequest
 from trimtab_engine.models.checkpoint import expected_shapes
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.weights.dummy import DummySource
 
 TINY = {
@@ -59,7 +60,7 @@ def an_engine(model: Path, kv_cache_dtype: str, **changes: Any) -> Engine:
 
 
 def requests(num_tokens: int = 16) -> list[AddRequest]:
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    params = Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     return [
         AddRequest(f"r{n}", [(7 * n + 3 * i) % 127 for i in range(20 + 17 * n)], params, arrival_time=0.0)
         for n in range(6)
@@ -79,7 +80,7 @@ def run(engine: Engine) -> dict[str, list[int]]:
 def prompt_logprobs(model: Path, kv_cache_dtype: str, **changes: Any) -> torch.Tensor:
     """Of one long prompt's own tokens, computed in chunks of 32 that read the cache."""
     engine = an_engine(model, kv_cache_dtype, max_num_batched_tokens=32, **changes)
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    params = Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     engine.add(AddRequest("r", [(5 * i) % 127 for i in range(200)], params, arrival_time=0.0))
     while engine.has_work:
         for output in engine.step().outputs:

@@ -8,7 +8,8 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.launch import core_process
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.launch.launcher import CoreLauncher
-from trimtab_engine.messages import AddRequest, SamplingParams, StepStats
+from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.scheduling.sampling import Sampling
 
 DEADLINE_SECONDS = 120.0
 
@@ -23,7 +24,7 @@ async def test_every_request_gets_its_tokens_one_step_each(monkeypatch: pytest.M
     await launcher.start(client)
 
     async def outputs(name: str, max_tokens: int) -> list[int]:
-        request = AddRequest(name, [1, 2], SamplingParams(max_tokens=max_tokens), 0.0)
+        request = AddRequest(name, [1, 2], Sampling(max_tokens=max_tokens), 0.0)
         return [len(output.token_ids) async for output in client.generate(request)]
 
     try:

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core import process
 from trimtab_engine.launch import core_process
 from trimtab_engine.runner.graphs import start
 from trimtab_engine.runner.graphs.dispatcher import Dispatcher, Eager
-from trimtab_engine.runner.graphs.plan import GraphKey
+from trimtab_engine.runner.graphs.plan import GraphKey, cuda_graph_plan
 from trimtab_engine.runner.graphs.recorder import Outside, Replay
 from trimtab_engine.scheduling.step_inputs import StepShape
 from trimtab_engine.workers import worker, workers
@@ -69,7 +68,7 @@ def steps_of_a_device(notes: Path | None = None) -> Iterator[CallingRecorder]:
     recorder = CallingRecorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "recorder_of", lambda device: recorder)
-        patch.setattr(EngineConfig, "graph_plan", EngineConfig.cuda_graph_plan)
+        patch.setattr(start, "graph_plan", cuda_graph_plan)
         if notes is not None:
             patch.setattr(workers, "WORKER_COMMAND", (sys.executable, __file__, "worker", str(notes)))
             patch.setattr(core_process, "CORE_COMMAND", (sys.executable, __file__, "core", str(notes)))

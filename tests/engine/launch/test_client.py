@@ -11,7 +11,8 @@ from trimtab_engine.errors import EngineDead
 from trimtab_engine.launch import core_process
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.launch.launcher import CoreLauncher
-from trimtab_engine.messages import AddRequest, SamplingParams, StepStats
+from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.scheduling.sampling import Sampling
 
 DEADLINE_SECONDS = 20.0
 BEGIN = """
@@ -50,7 +51,7 @@ async def run_core(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 async def tokens(client: CoreClient, request_id: str = "a") -> list[int]:
-    outputs = client.generate(AddRequest(request_id, [1, 2], SamplingParams(), 0.0))
+    outputs = client.generate(AddRequest(request_id, [1, 2], Sampling(), 0.0))
     return [token async for output in outputs for token in output.token_ids]
 
 
@@ -76,7 +77,7 @@ ready(); request = receive(); send(StepOutputs([RequestOutput(request.request_id
 abort = receive(); call = receive(); send(AdminReply(call.call_id, 200, {"aborted": abort.request_ids})); receive()
 """)
     await soon(client.loaded.wait())
-    outputs = client.generate(AddRequest("a", [1], SamplingParams(), 0.0))
+    outputs = client.generate(AddRequest("a", [1], Sampling(), 0.0))
     await soon(anext(outputs))
     await outputs.aclose()
     assert (await soon(client.call("memory", {}))).body == {"aborted": ["a"]}
@@ -167,7 +168,7 @@ while True:
     )
     assert await soon(tokens(client, "a")) == [1], "core 0 has refused"
     assert (await soon(tokens(client, "b")))[0] in (0, 1), "both have refused, one has to queue it"
-    pinned = AddRequest("c", [1], SamplingParams(), 0.0, data_parallel_rank=0)
+    pinned = AddRequest("c", [1], Sampling(), 0.0, data_parallel_rank=0)
     assert [token async for output in client.generate(pinned) for token in output.token_ids] == [0]
     await launcher.close(client)
 
@@ -203,8 +204,8 @@ while True:
     if core == 1: sys.exit(3)
 """,
     )
-    first = AddRequest("a", [1], SamplingParams(), 0.0, data_parallel_rank=0)
-    second = AddRequest("b", [1], SamplingParams(), 0.0, data_parallel_rank=1)
+    first = AddRequest("a", [1], Sampling(), 0.0, data_parallel_rank=0)
+    second = AddRequest("b", [1], Sampling(), 0.0, data_parallel_rank=1)
 
     async def run(request: AddRequest) -> None:
         async for _ in client.generate(request):

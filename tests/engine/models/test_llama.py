@@ -78,14 +78,14 @@ def test_greedy_tokens_equal_transformers(variant: dict[str, Any], tmp_path: Pat
 
 def test_logits_equal_transformers_at_every_position(tmp_path: Path) -> None:
     """Chunks of one token give the logits of each position; transformers gives them all at once."""
-    from trimtab_engine.messages import SamplingParams
     from trimtab_engine.scheduling.batch import ScheduledSequence
     from trimtab_engine.scheduling.request import Request
+    from trimtab_engine.scheduling.sampling import Sampling
 
     reference = a_checkpoint(tmp_path)
     prompt = prompts()[-1]
     runner = load_runner(str(tmp_path), block_size=8, num_blocks=8)
-    request = Request.of("r", prompt, SamplingParams(), arrival_time=0.0)
+    request = Request.of("r", prompt, Sampling(), arrival_time=0.0)
     request.block_ids = [7, 2, 5, 0, 1]
     rows = [runner.execute([ScheduledSequence(request, i, 1, samples=True)]) for i in range(len(prompt))]
     with torch.no_grad():
@@ -97,16 +97,16 @@ def test_logits_equal_transformers_at_every_position(tmp_path: Path) -> None:
 def test_half_precision_is_close(dtype: str, tmp_path: Path) -> None:
     from trimtab_engine.config.engine import EngineConfig
     from trimtab_engine.device.device import Device
-    from trimtab_engine.messages import SamplingParams
     from trimtab_engine.runner.model_runner import ModelRunner
     from trimtab_engine.scheduling.batch import ScheduledSequence
     from trimtab_engine.scheduling.request import Request
+    from trimtab_engine.scheduling.sampling import Sampling
 
     reference = a_checkpoint(tmp_path)
     config = EngineConfig(model=str(tmp_path), dtype=dtype)  # type: ignore[arg-type]
     runner = ModelRunner.load(config, Device("cpu"), lambda stage, percent: None)
     runner.init_kv_cache(4)
-    request = Request.of("r", prompts()[-1], SamplingParams(), arrival_time=0.0)
+    request = Request.of("r", prompts()[-1], Sampling(), arrival_time=0.0)
     request.block_ids = [2, 0, 1]
     logits = runner.execute([ScheduledSequence(request, 0, 40, samples=True)])
     with torch.no_grad():

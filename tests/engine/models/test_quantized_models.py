@@ -13,12 +13,13 @@ from trimtab_engine.config.quantization import Quantization
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ConfigError, ModelError
-from trimtab_engine.messages import AddRequest, SamplingParams
+from trimtab_engine.messages import AddRequest
 from trimtab_engine.models import loading
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.weights.source import open_source
+from trimtab_engine.scheduling.sampling import Sampling
+from trimtab_engine.weights.open import open_source
 from trimtab_kernels.w8a8_block_fp8 import dequantize_blocks, quantize_blocks
 
 DENSE: dict[str, Any] = {
@@ -79,7 +80,7 @@ def an_engine(model: Path, **changes: Any) -> Engine:
 def logprobs(model: Path, **changes: Any) -> torch.Tensor:
     """Of one prompt's own tokens."""
     engine = an_engine(model, **changes)
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    params = Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     engine.add(AddRequest("r", [(5 * i) % 127 for i in range(100)], params, arrival_time=0.0))
     while engine.has_work:
         for output in engine.step().outputs:

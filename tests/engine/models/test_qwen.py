@@ -84,7 +84,7 @@ def test_greedy_tokens_equal_transformers(variant: tuple[Any, Any, dict[str, Any
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 def test_the_number_of_parameters_is_the_checkpoints(variant: tuple[Any, Any, dict[str, Any]], tmp_path: Path) -> None:
     from trimtab_engine.config.model import parse_model_config
-    from trimtab_engine.weights.source import open_source
+    from trimtab_engine.weights.open import open_source
 
     model = a_checkpoint(tmp_path, *variant)
     source = open_source(str(tmp_path))

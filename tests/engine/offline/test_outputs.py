@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trimtab_engine.messages import RequestOutput, TokenLogprobs
+from trimtab_engine.messages import RequestOutput
 from trimtab_engine.offline.outputs import Choice
 from trimtab_engine.offline.sampling_params import SamplingParams
+from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.text.tokenizer import Tokenizer
 
 END = 256

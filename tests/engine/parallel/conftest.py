@@ -16,8 +16,9 @@ from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.launch.launcher import CoreLauncher
-from trimtab_engine.messages import AddRequest, SamplingParams, StepStats
+from trimtab_engine.messages import AddRequest, StepStats
 from trimtab_engine.models.checkpoint import expected_shapes
+from trimtab_engine.scheduling.sampling import Sampling
 
 DEADLINE_SECONDS = 180.0  # generous: several processes each load torch, perhaps on a busy machine
 VOCABULARY = 97  # odd, so that the vocabulary's parts differ
@@ -174,7 +175,7 @@ def requests(count: int = 12, output: int = 12) -> list[AddRequest]:
     for number in range(count):
         own = torch.randint(0, VOCABULARY, (1 + 5 * (number % 7),), generator=generator).tolist()
         prompt = (shared if number % 2 else []) + own
-        sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        sampling = Sampling(max_tokens=output, temperature=0.0, ignore_eos=True)
         made.append(AddRequest(f"r{number}", prompt, sampling, 0.0))
     return made
 

@@ -7,7 +7,8 @@ import pytest
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.messages import AddRequest, SamplingParams, StepStats
+from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.scheduling.sampling import Sampling
 
 DRAFTS = {
     "speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1),
@@ -124,9 +125,7 @@ def test_one_request_alone_and_sampled_with_a_seed_is_the_same_on_two_ranks(
     models: dict[str, str], start: Callable[..., Engine], serving: Any
 ) -> None:
     serve, *_ = serving
-    sampling = SamplingParams(
-        max_tokens=20, temperature=1.0, top_p=0.9, seed=7, repetition_penalty=1.1, ignore_eos=True
-    )
+    sampling = Sampling(max_tokens=20, temperature=1.0, top_p=0.9, seed=7, repetition_penalty=1.1, ignore_eos=True)
     asked = [AddRequest("r", [3, 1, 4, 1, 5], sampling, 0.0)]
     assert serve(start(models["dense"], tensor_parallel_size=2), asked) == serve(start(models["dense"]), asked)
 

@@ -9,10 +9,10 @@ import torch
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.device import Device
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.messages import SamplingParams
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import Sampling
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -48,7 +48,7 @@ def a_sequence(
 ) -> ScheduledSequence:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 301, (length,), generator=generator).tolist()
-    request = Request.of("r", tokens, SamplingParams(), arrival_time=0.0)
+    request = Request.of("r", tokens, Sampling(), arrival_time=0.0)
     request.block_ids = blocks
     return ScheduledSequence(request, start, length - start, samples)
 

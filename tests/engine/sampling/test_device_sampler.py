@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from trimtab_engine.messages import SamplingParams
 from trimtab_engine.sampling.device_sampler import DeviceSampler
 from trimtab_engine.sampling.token_table import DeviceRow
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import Sampling
 
 VOCABULARY = 40
 
@@ -16,7 +16,7 @@ def a_sampler() -> DeviceSampler:
 
 
 def a_request(**params: Any) -> Request:
-    return Request.of("r", [1], SamplingParams(**{"temperature": 0.0, **params}), arrival_time=0.0)
+    return Request.of("r", [1], Sampling(**{"temperature": 0.0, **params}), arrival_time=0.0)
 
 
 def test_a_grammar_is_the_hosts() -> None:

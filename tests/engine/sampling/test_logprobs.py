@@ -1,8 +1,8 @@
 """Reports of chosen tokens: what a row says, whoever else is in it."""
 
 import torch
-from trimtab_engine.messages import TokenLogprobs
 from trimtab_engine.sampling.logprobs import judge_rows, report_logprobs, report_rows, reports_of
+from trimtab_engine.scheduling.sampling import TokenLogprobs
 
 RAW = torch.tensor([[-3.0, -1.0, -2.0, -4.0], [-0.5, -5.0, -6.0, -0.25]])
 

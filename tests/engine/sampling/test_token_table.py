@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from trimtab_engine.messages import SamplingParams
 from trimtab_engine.sampling import token_table
 from trimtab_engine.sampling.token_table import DeviceRow, TokenTable, biases_of, counts_of
 from trimtab_engine.scheduling.request import Request, RequestStatus
+from trimtab_engine.scheduling.sampling import Sampling
 
 CPU = torch.device("cpu")
 VOCABULARY = 10
@@ -22,7 +22,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> TokenTable:
 
 
 def a_request(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), **params: Any) -> Request:
-    request = Request.of("r", list(prompt), SamplingParams(**params), arrival_time=0.0)
+    request = Request.of("r", list(prompt), Sampling(**params), arrival_time=0.0)
     request.token_ids += output
     return request
 

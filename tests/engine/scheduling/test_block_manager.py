@@ -4,9 +4,9 @@ import hashlib
 
 import pytest
 from trimtab_engine.errors import IntegrityError
-from trimtab_engine.messages import SamplingParams
 from trimtab_engine.scheduling.block_manager import BlockManager, BlocksShort, ShrinkPlan
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import Sampling
 
 BLOCK_SIZE = 4
 
@@ -19,7 +19,7 @@ def a_request(request_id: str = "a", blocks: list[int] | None = None) -> Request
     request = Request.of(
         request_id,
         list(hashlib.sha512(request_id.encode()).digest()),
-        SamplingParams(),
+        Sampling(),
         arrival_time=0.0,
     )
     request.block_ids = blocks or []

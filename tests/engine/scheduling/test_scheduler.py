@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from trimtab_engine.errors import IntegrityError, InvalidRequest
-from trimtab_engine.messages import SamplingParams
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager
 from trimtab_engine.scheduling.policy import SchedulingPolicy
 from trimtab_engine.scheduling.request import Request, RequestStatus
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
 from trimtab_engine.scheduling.swap_space import SwapSpace
 
@@ -56,7 +56,7 @@ def a_request(
     stop: tuple[int, ...] = (),
     ignore_eos: bool = False,
 ) -> Request:
-    sampling = SamplingParams(
+    sampling = Sampling(
         max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop, ignore_eos=ignore_eos, temperature=0.0
     )
     return Request.of(request_id, [1] * prompt, sampling, arrival_time=0.0)

@@ -18,11 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from trimtab_engine.config.live.patch import LiveConfig
 from trimtab_engine.config.live.values import Envelope, LiveValues
 from trimtab_engine.memory.formula import MemoryFormula
-from trimtab_engine.messages import SamplingParams
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager, Copies
 from trimtab_engine.scheduling.policy import PreemptionMode, SchedulingPolicy
 from trimtab_engine.scheduling.request import Request, RequestStatus
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
 from trimtab_engine.scheduling.swap_space import SwapSpace
 
@@ -39,7 +39,7 @@ def next_token(prefix: list[int]) -> int:
     return zlib.crc32(bytes(prefix)) % VOCABULARY
 
 
-def undisturbed(prompt: list[int], sampling: SamplingParams) -> tuple[list[int], str]:
+def undisturbed(prompt: list[int], sampling: Sampling) -> tuple[list[int], str]:
     """What a request alone on an endless KV cache yields, written down without the scheduler."""
     tokens = list(prompt)
     while True:
@@ -132,7 +132,7 @@ class StubExecutor:
 
 
 SAMPLING = st.builds(
-    lambda max_tokens, min_tokens, stop, ignore_eos: SamplingParams(
+    lambda max_tokens, min_tokens, stop, ignore_eos: Sampling(
         max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=stop, ignore_eos=ignore_eos
     ),
     max_tokens=st.integers(1, MAX_MODEL_LEN + 4),
@@ -193,7 +193,7 @@ class SchedulerLives(RuleBasedStateMachine):
         return replace(policy, max_num_batched_tokens=max(policy.max_num_batched_tokens, least))
 
     @rule(prompt=PROMPTS, sampling=SAMPLING, priority=st.integers(0, 2), salt=st.sampled_from(["", "", "a tenant"]))
-    def add(self, prompt: list[int], sampling: SamplingParams, priority: int = 0, salt: str = "") -> None:
+    def add(self, prompt: list[int], sampling: Sampling, priority: int = 0, salt: str = "") -> None:
         request = Request.of(
             f"r{self.num_added}", prompt, sampling, arrival_time=self.now, priority=priority, cache_salt=salt
         )
@@ -206,7 +206,7 @@ class SchedulerLives(RuleBasedStateMachine):
     def add_a_crowd(self, prompts: list[list[int]]) -> None:
         """More than fits, so that it has to be preempted."""
         for prompt in prompts:
-            self.add(prompt, SamplingParams(max_tokens=MAX_MODEL_LEN, ignore_eos=True))
+            self.add(prompt, Sampling(max_tokens=MAX_MODEL_LEN, ignore_eos=True))
 
     @rule(seed=st.integers(0, 99))
     def abort(self, seed: int) -> None:
@@ -341,7 +341,7 @@ def test_a_kv_cache_of_one_request_preempts_often_and_still_yields_the_same_toke
     policy = SchedulingPolicy(max_num_seqs=6, max_num_batched_tokens=MAX_MODEL_LEN, preemption_mode=mode)
     lives.start(BLOCKS_PER_REQUEST, policy, chunked, host_blocks)
     for index in range(12):
-        lives.add([index, 3, 1], SamplingParams(max_tokens=28, ignore_eos=True))
+        lives.add([index, 3, 1], Sampling(max_tokens=28, ignore_eos=True))
     lives.teardown()
     preempted = lives.scheduler.take_stats().preempted
     assert sum(preempted.get("recompute", {}).values()) > (10 if host_blocks < 12 else -1)
@@ -353,7 +353,7 @@ def test_right_guesses_are_accepted_and_shorten_the_run() -> None:
     policy = SchedulingPolicy(max_num_seqs=6, max_num_batched_tokens=MAX_MODEL_LEN, num_speculative_tokens=5)
     lives.start(CAP_BLOCKS, policy, chunked=True, host_blocks=0)
     for index in range(4):
-        lives.add([index, 3, 1], SamplingParams(max_tokens=28, ignore_eos=True))
+        lives.add([index, 3, 1], Sampling(max_tokens=28, ignore_eos=True))
     lives.steps(30)
     assert lives.num_accepted_drafts > 30
     lives.teardown()
@@ -382,7 +382,7 @@ def test_a_thousand_random_patches_under_load_fail_no_request() -> None:
     accepted = 0
     for _ in range(1000):
         while len(lives.alive) < 16:
-            lives.add([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20))], SamplingParams(max_tokens=24))
+            lives.add([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20))], Sampling(max_tokens=24))
         patch = {
             name: value
             for name, value in {

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from engine_benchmarks.parity import greedy_generator, load_runner
-from trimtab_engine.messages import SamplingParams
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.request import Request, RequestStatus
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.speculative.draft_model import DraftModel
 
 VOCABULARY, MAX_MODEL_LEN = 97, 256  # the model's
@@ -24,7 +24,7 @@ def runner(model: Path) -> ModelRunner:
 def a_request(number: int = 0, *, prompt: int = 13, room: int = 200, **sampling: object) -> Request:
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, VOCABULARY, (prompt,), generator=generator).tolist()
-    params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    params = Sampling(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
     request = Request.of(f"r{number}", tokens, params, arrival_time=0.0)
     request.max_num_tokens = prompt + room
     request.block_ids = list(range(number * 8, number * 8 + 8))

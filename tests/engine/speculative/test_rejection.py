@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from trimtab_engine.messages import SamplingParams
 from trimtab_engine.sampling.rows import DraftedRequest
 from trimtab_engine.sampling.sampler import draw, sample, target_probabilities
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.speculative.proposer import Proposals
 from trimtab_engine.speculative.rejection import Verified, drafted_rows, reject, verify
 
@@ -20,7 +20,7 @@ CHI_SQUARE_LIMIT = 0.001
 
 
 def a_sequence(drafts: list[int], *, output: tuple[int, ...] = (), **params: Any) -> ScheduledSequence:
-    request = Request.of("r", [1, 2, 3], SamplingParams(**params), arrival_time=0.0)
+    request = Request.of("r", [1, 2, 3], Sampling(**params), arrival_time=0.0)
     request.token_ids += output
     start = request.num_tokens - 1
     return ScheduledSequence(request, start, 1 + len(drafts), samples=True, draft_token_ids=drafts)
@@ -104,7 +104,7 @@ def test_a_seed_gives_the_tokens_that_it_gives_without_drafts() -> None:
         alone: list[int] = []
         for position in range(5):
             row = DraftedRequest(a_sequence([]).request, alone)
-            request = Request.of("r", row.token_ids, SamplingParams(seed=seed), arrival_time=0.0)
+            request = Request.of("r", row.token_ids, Sampling(seed=seed), arrival_time=0.0)
             request.num_prompt_tokens = 3
             alone += sample(logits[position : position + 1].clone(), [request]).token_ids
         for drafts in (alone[:4], [*alone[:2], (alone[2] + 1) % VOCABULARY, 0]):

@@ -14,11 +14,11 @@ from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.messages import AddRequest, RequestOutput, SamplingParams
+from trimtab_engine.messages import AddRequest, RequestOutput, SpeculationCounts
 from trimtab_engine.sampling.sampler import target_probabilities
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
-from trimtab_engine.speculative.counts import SpeculationCounts
+from trimtab_engine.scheduling.sampling import Sampling
 
 VOCABULARY, MAX_MODEL_LEN = 97, 128
 BLOCKS_FOR_ONE = MAX_MODEL_LEN // 8
@@ -57,7 +57,7 @@ def a_request(number: int, *, prompt: int = 20, output: int = 40, **sampling: An
     dice = random.Random(number)
     tokens = [dice.randrange(VOCABULARY - 1) for _ in range(prompt)]
     tokens[prompt // 2 :] = tokens[: prompt - prompt // 2]
-    params = SamplingParams(**{"max_tokens": output, "temperature": 0.0, "ignore_eos": True, **sampling})
+    params = Sampling(**{"max_tokens": output, "temperature": 0.0, "ignore_eos": True, **sampling})
     return AddRequest(f"r{number}", tokens, params, arrival_time=0.0)
 
 
@@ -208,7 +208,7 @@ def test_a_stop_token_among_accepted_drafts_ends_the_answer(
     stop = whole[place]
     request = REQUESTS[4]
     first = whole.index(stop)
-    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, stop_token_ids=(stop,), logprobs=0)
+    params = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True, stop_token_ids=(stop,), logprobs=0)
     served = serve(
         an_engine(model, drafts_of(model)), [AddRequest("r4", request.prompt_token_ids, params, arrival_time=0.0)]
     )
@@ -243,7 +243,7 @@ def test_seeded_answers_are_those_without_speculation(model: Path, speculative: 
     assert serve(tight, requests).tokens == plain
 
 
-def reference_distribution(model: Path, prompt: list[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
+def reference_distribution(model: Path, prompt: list[int], params: Sampling) -> dict[tuple[int, ...], float]:
     """Of the second and third token after a greedy-free first one: all three by enumeration, from single rows."""
     runner = load_runner(str(model), block_size=8, num_blocks=8)
     joint: dict[tuple[int, ...], float] = {(): 1.0}
@@ -278,7 +278,7 @@ def test_random_answers_follow_the_models_distribution(
     torch.manual_seed(7)
     prompt = [5, 17, 3, 5, 17, 3, 5]
     bias = {5: 6.0, 17: 6.0, 3: 6.0}  # so that what n-grams propose is drawn at times
-    params = SamplingParams(max_tokens=5, ignore_eos=True, logit_bias=bias, **sampling)
+    params = Sampling(max_tokens=5, ignore_eos=True, logit_bias=bias, **sampling)
     expected = reference_distribution(model, prompt, params)
     engine = an_engine(
         model,

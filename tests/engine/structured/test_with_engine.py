@@ -12,7 +12,8 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest, RequestOutput, SamplingParams
+from trimtab_engine.messages import AddRequest, RequestOutput
+from trimtab_engine.scheduling.sampling import Sampling
 
 END = 256
 MAX_STEPS = 100_000  # an engine that waits for a grammar takes many empty ones
@@ -52,7 +53,7 @@ def an_engine(model: Path, seed: int = 0, **changes: Any) -> Engine:
 
 def a_request(name: str, grammar: str, **sampling: Any) -> AddRequest:
     params = {"max_tokens": 200, "grammar": grammar, **sampling}
-    return AddRequest(name, list(b"what"), SamplingParams(**params), arrival_time=0.0)
+    return AddRequest(name, list(b"what"), Sampling(**params), arrival_time=0.0)
 
 
 def serve(engine: Engine, *requests: AddRequest) -> dict[str, list[RequestOutput]]:
@@ -108,7 +109,7 @@ def test_any_model_writes_what_a_regex_matches(tiny_model: Path, regex: str) -> 
 
 def test_requests_with_and_without_a_grammar_share_a_step(tiny_model: Path) -> None:
     engine = an_engine(tiny_model)
-    plain = AddRequest("plain", list(b"what"), SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True), 0.0)
+    plain = AddRequest("plain", list(b"what"), Sampling(max_tokens=20, temperature=0.0, ignore_eos=True), 0.0)
     alone = serve(engine, plain)["plain"]
     together = serve(engine, a_request("grammar", LLMatcher.grammar_from_regex("[ab]{9}")), plain)
     assert re.fullmatch("[ab]{9}", text(together["grammar"]))

@@ -10,7 +10,7 @@ from trimtab_engine.config.model import ModelConfig, parse_model_config
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
 from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, LAYER_NAMES, halves_from_pairs
-from trimtab_engine.weights.source import open_source
+from trimtab_engine.weights.open import open_source
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tensors
-from trimtab_engine.weights.source import open_source
+from trimtab_engine.weights.open import open_source
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

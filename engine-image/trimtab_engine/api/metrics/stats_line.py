@@ -2,8 +2,7 @@
 
 from collections import deque
 
-from trimtab_engine.messages import StepStats
-from trimtab_engine.speculative.counts import SpeculationCounts, speculation_line
+from trimtab_engine.messages import SpeculationCounts, StepStats
 
 RECENT_LOOKUPS = 1000  # steps with look-ups that the hit rate is taken over; vLLM takes as many requests
 
@@ -83,4 +82,17 @@ def statistics_line(engine: int, interval: Interval, latest: StepStats, hit_rate
         f"Avg generation throughput: {interval.generation_tokens / seconds:.1f} tokens/s, "
         f"Running: {latest.num_running} reqs, Waiting: {latest.num_waiting} reqs{deferred}{preemptions}, "
         f"GPU KV cache usage: {usage:.1f}%, Prefix cache hit rate: {hit_rate.percent:.1f}%"
+    )
+
+
+def speculation_line(counts: SpeculationCounts, seconds: float) -> str:
+    """vLLM's line about the drafts of an interval, of which there were some."""
+    accepted, drafted = counts.num_accepted_tokens, counts.num_draft_tokens
+    per_position = ", ".join(f"{count / counts.num_drafts:.3f}" for count in counts.accepted_per_position)
+    return (
+        f"SpecDecoding metrics: Mean acceptance length: {1 + accepted / counts.num_drafts:.2f}, "
+        f"Accepted throughput: {accepted / seconds:.2f} tokens/s, "
+        f"Drafted throughput: {drafted / seconds:.2f} tokens/s, "
+        f"Accepted: {accepted} tokens, Drafted: {drafted} tokens, Per-position acceptance rate: {per_position}, "
+        f"Avg Draft acceptance rate: {100 * accepted / drafted:.1f}%"
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trimtab_engine.api.metrics.observations import FinishedSequence
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.messages import SamplingParams
+from trimtab_engine.scheduling.sampling import Sampling
 
 if TYPE_CHECKING:  # the packages may be absent
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -61,7 +61,7 @@ class Tracer:
         return cls(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS), model_name)
 
     def record(
-        self, request_id: str, life: FinishedSequence, sampling: SamplingParams, n: int, headers: Mapping[str, str]
+        self, request_id: str, life: FinishedSequence, sampling: Sampling, n: int, headers: Mapping[str, str]
     ) -> None:
         """One sequence has ended. `headers` are those of TRACE_HEADERS that the request brought."""
         from opentelemetry.trace import SpanKind

@@ -17,7 +17,7 @@ from trimtab_engine.api.openai.streaming import EventStream, event, unless_gone
 from trimtab_engine.api.serving.admission import QueueFull, Ticket
 from trimtab_engine.api.serving.errors import ApiError
 from trimtab_engine.api.serving.state import ServerState, Serving
-from trimtab_engine.messages import TokenLogprobs
+from trimtab_engine.scheduling.sampling import TokenLogprobs
 
 logger = logging.getLogger("trimtab_engine.requests")
 

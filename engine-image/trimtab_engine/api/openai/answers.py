@@ -8,7 +8,7 @@ from typing import Any
 
 from trimtab_engine.api.openai.generation import Piece
 from trimtab_engine.api.openai.logprobs import chat_logprobs, completion_logprobs
-from trimtab_engine.messages import TokenLogprobs
+from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]

@@ -12,7 +12,8 @@ from trimtab_engine.api.metrics.tracing import Tracer
 from trimtab_engine.api.serving.admission import Ticket
 from trimtab_engine.api.serving.errors import ApiError
 from trimtab_engine.launch.client import CoreClient
-from trimtab_engine.messages import AddRequest, RequestOutput, SamplingParams, TokenLogprobs
+from trimtab_engine.messages import AddRequest, RequestOutput
+from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_engine.text.stop_strings import StopStrings
 from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
 
@@ -27,7 +28,7 @@ class GenerationPlan:
     request_id: str
     prompts: Sequence[list[int]]
     """Token ids of each."""
-    sampling: Sequence[SamplingParams]
+    sampling: Sequence[Sampling]
     stop: Sequence[str]
     include_stop: bool
     skip_special_tokens: bool

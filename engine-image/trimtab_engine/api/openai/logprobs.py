@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trimtab_engine.messages import TokenLogprobs
+from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no infinity; vLLM writes this number too

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trimtab_engine.api.openai.restrictions import NO_RESTRICTIONS, RestrictionFields, Restrictions
 from trimtab_engine.api.openai.tools import ToolCalls, ToolFields
-from trimtab_engine.messages import SamplingParams
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.text.chat_template import RESERVED
 
 MAX_BODY_BYTES = 8 << 20  # a prompt of a million tokens fits; nothing larger is read
@@ -132,9 +132,9 @@ class GenerationRequest(RestrictionFields):
         index: int,
         prompt_logprobs: int | None = None,
         restrictions: Restrictions = NO_RESTRICTIONS,
-    ) -> SamplingParams:
+    ) -> Sampling:
         """Sampling of a prompt's choice `index`; its choices differ by their seeds."""
-        return SamplingParams(
+        return Sampling(
             max_tokens=max_tokens,
             min_tokens=min(self.min_tokens, max_tokens),
             temperature=_temperature(self.temperature),

@@ -18,8 +18,7 @@ from trimtab_engine.api.serving.http_server import CLOSE_SECONDS, HttpServer, bi
 from trimtab_engine.api.serving.server_processes import ServerProcesses
 from trimtab_engine.api.serving.servers import LocalServer, Servers
 from trimtab_engine.api.serving.state import ServerOptions, ServerState
-from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.log_level import set_log_level
+from trimtab_engine.config.engine import EngineConfig, set_log_level
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.launch.launcher import CoreLauncher
 from trimtab_engine.launch.scaling import CoreScaling

@@ -33,7 +33,7 @@ from trimtab_engine.api.serving.link import (
 )
 from trimtab_engine.api.serving.loading import load_serving
 from trimtab_engine.api.serving.state import ServerState, Serving
-from trimtab_engine.config.log_level import set_log_level
+from trimtab_engine.config.engine import set_log_level
 from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.processes.end import leave

@@ -4,9 +4,15 @@ import argparse
 from typing import Any
 
 from trimtab_engine.config.flags import parser as types
-from trimtab_engine.config.graphs import FLAG, CompilationConfig, compilation_config, parse_compilation_json
+from trimtab_engine.config.graphs import (
+    DEFAULT_LEVEL,
+    FLAG,
+    MODES_BY_LEVEL,
+    CompilationConfig,
+    compilation_config,
+    parse_compilation_json,
+)
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.runner.graphs.plan import DEFAULT_LEVEL, MODES_BY_LEVEL
 
 SHORT = "-cc"
 SINGLE_FIELDS: dict[str, type] = {"mode": str, "level": str, "cudagraph_mode": str, "max_cudagraph_capture_size": int}

@@ -18,7 +18,6 @@ from trimtab_kernels.paged_batch import PagedBatch
 
 from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.device.transfer import Mark, copy_to_host, pinned_bytes
-from trimtab_engine.messages import TokenLogprobs
 from trimtab_engine.models.llama import LlamaForCausalLM
 from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.runner.graphs.dispatcher import Dispatcher, Eager
@@ -27,6 +26,7 @@ from trimtab_engine.runner.graphs.recorder import Outside, Recorder, Replay
 from trimtab_engine.runner.graphs.step_buffers import Capacity, Feed, StepBuffers
 from trimtab_engine.sampling.device_sampler import DeviceSampler, ReportsInFlight
 from trimtab_engine.sampling.token_table import DeviceRow
+from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.scheduling.step_inputs import NO_INPUTS, StepInputs
 
 NUM_TOKEN_BUFFERS = 3  # steps whose tokens may be on their way: one that lands, one that runs, one that begins

@@ -7,18 +7,11 @@ captured at multiples of 1 + drafts as well.
 
 from dataclasses import dataclass
 
-from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.graphs import MODES_BY_LEVEL, CompilationConfig, CUDAGraphMode
 
 MAX_DEFAULT_SIZE = 512  # tokens; vLLM's. Beyond it a step's kernels take longer than their launches
 FINE_STEP, COARSE_STEP, FINE_END = 8, 16, 256  # tokens between two sizes, up to FINE_END and above
-MODES_BY_LEVEL = {
-    0: CUDAGraphMode.NONE,
-    1: CUDAGraphMode.PIECEWISE,
-    2: CUDAGraphMode.FULL_AND_PIECEWISE,
-    3: CUDAGraphMode.FULL_AND_PIECEWISE,
-}
-"""What -O0 to -O3 give where cudagraph_mode says nothing."""
-DEFAULT_LEVEL = 2
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -59,6 +52,23 @@ class GraphPlan:
 
 
 NO_GRAPHS = GraphPlan(CUDAGraphMode.NONE)
+
+
+def graph_plan(config: EngineConfig) -> GraphPlan:
+    """The CUDA graphs of this engine; none on the CPU, whatever the flags say."""
+    return cuda_graph_plan(config) if config.device == "cuda" else NO_GRAPHS
+
+
+def cuda_graph_plan(config: EngineConfig) -> GraphPlan:
+    """What the flags say for CUDA."""
+    return plan_graphs(
+        config.compilation,
+        enforce_eager=config.enforce_eager,
+        optimization_level=config.optimization_level,
+        max_num_seqs=config.max_num_seqs_cap,
+        max_num_batched_tokens=config.max_num_batched_tokens_cap,
+        num_drafts=config.num_speculative_tokens_cap,
+    )
 
 
 def plan_graphs(

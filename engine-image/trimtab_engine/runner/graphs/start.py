@@ -13,7 +13,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.device import Device
 from trimtab_engine.memory.formula import GIB, MemoryFormula
 from trimtab_engine.runner.graphs.device_steps import DeviceSteps
-from trimtab_engine.runner.graphs.plan import NO_GRAPHS, GraphPlan
+from trimtab_engine.runner.graphs.plan import NO_GRAPHS, GraphPlan, graph_plan
 from trimtab_engine.runner.graphs.recorder import CudaRecorder, Recorder
 from trimtab_engine.runner.model_runner import ModelRunner
 
@@ -80,7 +80,7 @@ def start_device_steps(
 
 def plan_for(config: EngineConfig, *, can_capture: bool) -> GraphPlan:
     """The configuration's, equal on all ranks. A graph cannot wait for the host, as ranks that share a GPU do."""
-    plan = config.graph_plan
+    plan = graph_plan(config)
     if can_capture or not plan.keys:
         return plan
     logger.warning(

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from trimtab_engine.api.metrics.observations import FinishedSequence
 from trimtab_engine.api.metrics.tracing import Tracer, check_tracing_is_installed
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.messages import SamplingParams
+from trimtab_engine.scheduling.sampling import Sampling
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
@@ -29,7 +29,7 @@ def a_life(**fields: Any) -> FinishedSequence:
 def span_of(life: FinishedSequence, headers: dict[str, str]) -> Any:
     exporter = InMemorySpanExporter()
     tracer = Tracer(exporter, "m")
-    tracer.record("cmpl-1", life, SamplingParams(max_tokens=8, temperature=0.5), 2, headers)
+    tracer.record("cmpl-1", life, Sampling(max_tokens=8, temperature=0.5), 2, headers)
     tracer.close()
     (span,) = exporter.get_finished_spans()
     return span

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from trimtab_engine.api.openai.generation import Piece, piece_of
-from trimtab_engine.messages import RequestOutput, TokenLogprobs
+from trimtab_engine.messages import RequestOutput
+from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.text.stop_strings import StopStrings
 from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 from trimtab_engine.cli import _parser, _with_config_file, main
-from trimtab_engine.cli.serve_command import engine_config, served_names
+from trimtab_engine.cli.serve_command import served_names
 from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.flags.engine import engine_config
 from trimtab_engine.errors import ConfigError
 
 

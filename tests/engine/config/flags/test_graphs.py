@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 from trimtab_engine.cli import _parser
-from trimtab_engine.cli.serve_command import engine_config
 from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.flags.engine import engine_config
 from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.runner.graphs.plan import NO_GRAPHS
+from trimtab_engine.runner.graphs.plan import NO_GRAPHS, graph_plan
 
 SIZES = CompilationConfig(cudagraph_capture_sizes=(1, 2, 4))
 
@@ -44,11 +44,11 @@ def test_single_fields_are_understood(flags: list[str]) -> None:
 
 @pytest.mark.parametrize("flags", [["-O1"], ["-O", "1"], ["--optimization-level", "1"], ["--optimization-level=1"]])
 def test_the_level_may_be_written_in_any_way(flags: list[str]) -> None:
-    assert on_cuda(*flags).graph_plan.mode is CUDAGraphMode.PIECEWISE
+    assert graph_plan(on_cuda(*flags)).mode is CUDAGraphMode.PIECEWISE
 
 
 def test_the_default_on_cuda_is_whole_decode_graphs_and_piecewise_ones() -> None:
-    plan = on_cuda("--max-num-seqs", "4").graph_plan
+    plan = graph_plan(on_cuda("--max-num-seqs", "4"))
     assert plan.mode is CUDAGraphMode.FULL_AND_PIECEWISE
     assert plan.piecewise == (1, 2, 4, 8)
     assert plan.full == ((1, (1, 2, 4)),)
@@ -56,15 +56,15 @@ def test_the_default_on_cuda_is_whole_decode_graphs_and_piecewise_ones() -> None
 
 @pytest.mark.parametrize("flags", [["-O3"], ["-cc.cudagraph_mode=piecewise"], ["--cudagraph-capture-sizes", "1"]])
 def test_the_cpu_has_no_graphs_whatever_is_asked(flags: list[str]) -> None:
-    assert config(*flags).graph_plan == NO_GRAPHS
+    assert graph_plan(config(*flags)) == NO_GRAPHS
 
 
 def test_eager_has_none_on_cuda_either() -> None:
-    assert on_cuda("--enforce-eager").graph_plan == NO_GRAPHS
+    assert graph_plan(on_cuda("--enforce-eager")) == NO_GRAPHS
 
 
 def test_graphs_follow_the_caps_not_the_start() -> None:
-    plan = on_cuda("--max-num-seqs", "2", "--max-num-seqs-cap", "8").graph_plan
+    plan = graph_plan(on_cuda("--max-num-seqs", "2", "--max-num-seqs-cap", "8"))
     assert plan.full == ((1, (1, 2, 4, 8)),)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 from trimtab_engine.cli import _parser
-from trimtab_engine.cli.serve_command import engine_config
 from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.flags.engine import engine_config
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.errors import ConfigError, NotBuiltError
 

@@ -13,10 +13,12 @@ from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core import startup
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.messages import AddRequest, SamplingParams, StepStats, TokenLogprobs
+from trimtab_engine.messages import AddRequest, StepStats
 from trimtab_engine.runner.graphs import start
 from trimtab_engine.runner.graphs.device_steps import warm_up_sizes
+from trimtab_engine.runner.graphs.plan import cuda_graph_plan
 from trimtab_engine.sampling import token_table
+from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_kernels.tune import BATCH_SIZES
 
 Result = TypeVar("Result")
@@ -29,7 +31,7 @@ def model(model_of: Callable[..., Path]) -> Path:
 
 
 def generate(
-    engine: Engine, requests: list[tuple[list[int], SamplingParams]], totals: StepStats | None = None
+    engine: Engine, requests: list[tuple[list[int], Sampling]], totals: StepStats | None = None
 ) -> list[list[int]]:
     """Tokens of each request; the engine is checked when it is idle. What steps counted is added to totals."""
     for number, (prompt, sampling) in enumerate(requests):
@@ -45,7 +47,7 @@ def generate(
     return tokens
 
 
-def reports(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[list[TokenLogprobs]]:
+def reports(engine: Engine, requests: list[tuple[list[int], Sampling]]) -> list[list[TokenLogprobs]]:
     """Log-probabilities of each request."""
     for number, (prompt, sampling) in enumerate(requests):
         engine.add(AddRequest(str(number), prompt, sampling, arrival_time=0.0))
@@ -56,7 +58,7 @@ def reports(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) ->
     return found
 
 
-def prompt_reports(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[list[TokenLogprobs]]:
+def prompt_reports(engine: Engine, requests: list[tuple[list[int], Sampling]]) -> list[list[TokenLogprobs]]:
     """Log-probabilities of each prompt."""
     for number, (prompt, sampling) in enumerate(requests):
         engine.add(AddRequest(str(number), prompt, sampling, arrival_time=0.0))
@@ -128,13 +130,13 @@ def an_engine(model: Path, **changes: Any) -> Engine:
     return startup.start_engine(config, lambda stage, percent: None, lambda: next(ticks) * 0.001)[0]
 
 
-def random_requests(number: int, count: int = 9, **sampling: Any) -> list[tuple[list[int], SamplingParams]]:
+def random_requests(number: int, count: int = 9, **sampling: Any) -> list[tuple[list[int], Sampling]]:
     """Prompts of 1 to 40 tokens, so that chunks, decodes and mixed steps all come."""
     dice = random.Random(number)
     return [
         (
             [dice.randrange(VOCABULARY) for _ in range(dice.randint(1, 40))],
-            SamplingParams(**{"temperature": 0.0, "max_tokens": dice.randint(1, 12), "ignore_eos": True, **sampling}),
+            Sampling(**{"temperature": 0.0, "max_tokens": dice.randint(1, 12), "ignore_eos": True, **sampling}),
         )
         for _ in range(count)
     ]
@@ -270,7 +272,7 @@ def test_every_graph_is_captured_before_the_engine_is_ready(model: Path) -> None
     with steps_of_a_device() as recorder:
         config = msgspec.structs.replace(an_engine_config(model), compilation=FEW_SIZES)
         engine, _ = startup.start_engine(config, lambda stage, percent: stages.append(stage), lambda: 0.0)
-        assert recorder.num_records == len(config.graph_plan.keys) == 4  # 4 and 40 in pieces; 4 and 6 whole
+        assert recorder.num_records == len(cuda_graph_plan(config).keys) == 4  # 4 and 40 in pieces; 4 and 6 whole
     assert "graphs" in stages
     assert stages.index("graphs") > stages.index("kv_cache")
     totals = no_totals()
@@ -292,7 +294,7 @@ def test_steps_padding_and_eager_fall_backs_are_counted(model: Path) -> None:
         engine = an_engine(model, compilation=CompilationConfig(cudagraph_capture_sizes=(4, 16)))
         before = recorder.num_replays
         totals = no_totals()
-        generate(engine, [(list(range(30)), SamplingParams(temperature=0.0, max_tokens=3))], totals)
+        generate(engine, [(list(range(30)), Sampling(temperature=0.0, max_tokens=3))], totals)
     assert totals.eager_steps == {"too_large": 1}  # the prompt
     assert totals.graph_steps == {"full": 2}
     assert totals.graph_padding_tokens == 2 * 3

@@ -19,7 +19,6 @@ from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.config.quantization import stored_quantization
 from trimtab_engine.device.kv_cache import LayerTensors
 from trimtab_engine.device.transfer import Mark
-from trimtab_engine.messages import SamplingParams
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.llama import LlamaForCausalLM
 from trimtab_engine.parallel.ranks import Layout
@@ -32,6 +31,7 @@ from trimtab_engine.sampling.sampler import choose_limited
 from trimtab_engine.sampling.token_table import DeviceRow
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.step_inputs import flatten
 from trimtab_engine.weights.source import Span
 from trimtab_kernels import jit
@@ -157,7 +157,7 @@ def sequences(*spans: tuple[int, int]) -> list[ScheduledSequence]:
     """(tokens before, tokens now) of each."""
     made = []
     for number, (before, now) in enumerate(spans):
-        request = Request.of(str(number), [1] * (before + now), SamplingParams(), arrival_time=0.0)
+        request = Request.of(str(number), [1] * (before + now), Sampling(), arrival_time=0.0)
         request.block_ids = list(range(1 + 4 * number, 5 + 4 * number))
         made.append(ScheduledSequence(request, before, now, samples=True))
     return made
@@ -167,7 +167,7 @@ def run_step(steps: DeviceSteps, model: LlamaForCausalLM, batch: list[ScheduledS
     """From inputs to tokens on their way, as Execution queues them; the kernels that were launched in the second of two
     steps, whose newest tokens the host does not know."""
     inputs, _ = flatten(batch, block_size=BLOCK_SIZE, max_decode_tokens=1 << 30)
-    params = SamplingParams(**{"temperature": 0.0, **sampling})
+    params = Sampling(**{"temperature": 0.0, **sampling})
     requests = [Request.of("r", [1, 5, 5], params, arrival_time=0.0) for _ in batch]
     for is_fed in (False, True):
         with record_launches() as launches, NoWaiting():
@@ -336,14 +336,14 @@ def test_steps_launch_no_variant_of_a_kernel_that_start_up_did_not(config: dict[
                 torch.zeros(7, 64, dtype=torch.bfloat16, device=CUDA), torch.zeros(3, device=CUDA).long()
             )
             assert logits is not None
-            choose_limited(logits, [Request.of("r", [1], SamplingParams(), arrival_time=0.0)] * 3)
+            choose_limited(logits, [Request.of("r", [1], Sampling(), arrival_time=0.0)] * 3)
             steps.warm_up()
             steps.capture_all(lambda done, of: None)
         known = variants(warm)
         for number in range(24):
             batch = a_random_batch(dice)
             inputs, _ = flatten(batch, block_size=BLOCK_SIZE, max_decode_tokens=1 << 30)
-            params = SamplingParams(**{"temperature": 0.0, **RANDOM_SAMPLING[number % len(RANDOM_SAMPLING)]})
+            params = Sampling(**{"temperature": 0.0, **RANDOM_SAMPLING[number % len(RANDOM_SAMPLING)]})
             rows = [DeviceRow(Request.of("r", [1, 5, 5], params, arrival_time=0.0)) for _ in inputs.sampled]
             with record_launches() as served, NoWaiting():
                 logits = model.logits(*steps.run(inputs, [(0, 0)]))

@@ -1,6 +1,7 @@
 """Counting drafts: sums by position, and vLLM's line."""
 
-from trimtab_engine.speculative.counts import SpeculationCounts, speculation_line
+from trimtab_engine.api.metrics.stats_line import speculation_line
+from trimtab_engine.messages import SpeculationCounts
 
 
 def test_what_stood_is_counted_by_position() -> None:

@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
-from trimtab_engine.messages import SamplingParams
-from trimtab_engine.sampling.bans import Ban, bans_of
+from trimtab_engine.sampling.forbidden_tokens import Ban, bans_of
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import Sampling
 
 
 def bans(output: tuple[int, ...], *, is_unknown: bool = False, **params: Any) -> list[Ban]:
-    request = Request.of("r", [1, 2], SamplingParams(**params), arrival_time=0.0)
+    request = Request.of("r", [1, 2], Sampling(**params), arrival_time=0.0)
     request.token_ids += output
     return list(bans_of(request, eos_token_ids=(9,), vocab_size=50, has_unknown_token=is_unknown))
 

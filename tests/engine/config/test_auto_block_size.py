@@ -1,7 +1,7 @@
 """The block size that `auto` means."""
 
 import pytest
-from trimtab_kernels.page_size import auto_block_size
+from trimtab_engine.config.auto_block_size import auto_block_size
 
 
 @pytest.mark.parametrize(

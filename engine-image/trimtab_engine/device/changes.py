@@ -1,0 +1,25 @@
+"""What the KV cache is told to do, on every rank alike: plain values, which travel in messages to other ranks."""
+
+import msgspec
+
+
+class MapBlocks(msgspec.Struct, tag="map"):
+    num_blocks: int
+
+
+class UnmapAbove(msgspec.Struct, tag="unmap"):
+    num_blocks: int
+
+
+class CopyBlocks(msgspec.Struct, tag="copy"):
+    pairs: list[tuple[int, int]]
+
+
+class SwapBlocks(msgspec.Struct, tag="swap"):
+    """Before the next step: copy blocks out (device, host), then in (host, device)."""
+
+    swap_out: list[tuple[int, int]]
+    swap_in: list[tuple[int, int]]
+
+
+KvChange = MapBlocks | UnmapAbove | CopyBlocks

@@ -1,0 +1,46 @@
+"""What a request asks of the choice of its tokens, and what is told of one: plain values that travel in messages."""
+
+import msgspec
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the next token of one sequence is chosen. Values are already checked by the API (api/protocol.py).
+
+    temperature 0 is greedy. top_k 0 means all tokens. `logprobs` is how many of the most likely tokens are reported
+    beside the chosen one (None: nothing is reported, 0: only the chosen token's). `stop_token_ids` end the request
+    with finish_reason stop; the model's own end-of-sequence ids do too unless `ignore_eos`. Stop *strings* are the
+    API server's job. `n` is fanned out by the API server: here one request is one sequence.
+
+    `grammar` is llguidance's JSON form of what the output must match, tried by the API server. `logit_bias` is added
+    to the logits; of `allowed_token_ids`, where there are any, one is chosen; the last token of a sequence of
+    `bad_words` is not chosen where the output ends with those before it.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: str | None = None
+    prompt_logprobs: int | None = None
+    """Like `logprobs`, for the prompt's own tokens from the second on."""
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities at one position: the chosen token first, then the most likely ones in order."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    """Rank of the chosen token among all tokens; 1 is the most likely."""
