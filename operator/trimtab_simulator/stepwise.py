@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from trimtab_engine.messages import SamplingParams
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager
 from trimtab_engine.scheduling.policy import SchedulingPolicy
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Scheduler
 from trimtab_operator.tuner.twin import Sequence, StepCost, StepSums, TwinPolicy
 
@@ -60,7 +60,7 @@ class StepwiseEngine:
             tokens += [(key * 2654435761 + i) % TOKEN_RANGE for i in range(size)]
         tokens = tokens[: sequence.num_prompt]
         tokens += [(number * 40503 + i * 7 + 3) % TOKEN_RANGE for i in range(sequence.num_prompt - len(tokens))]
-        sampling = SamplingParams(max_tokens=sequence.num_output, ignore_eos=True)
+        sampling = Sampling(max_tokens=sequence.num_output, ignore_eos=True)
         request = Request.of(str(number), tokens, sampling, arrival_time=sequence.arrival)
         self._sequences[request.request_id] = sequence
         self.scheduler.add(request)
