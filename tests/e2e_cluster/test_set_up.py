@@ -1,0 +1,98 @@
+"""Set-up: a dry run does nothing, parts are made at once, and pip is found where an interpreter has none."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from cluster import python_environment, set_up
+from cluster.announcement import Machine
+from cluster.cli import main
+
+EMPTY = Machine(
+    packages=("docker.io",),
+    packages_without_registry=(),
+    docker=None,
+    has_python_packages=False,
+    has_model=False,
+    has_kubernetes=False,
+    has_node_image=False,
+    has_images=False,
+    cluster=None,
+    cache="~/.cache/trimtab",
+)
+
+
+@pytest.fixture(autouse=True)
+def cache_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
+    monkeypatch.setenv("TRIMTAB_BEGAN", "1700000000")
+    monkeypatch.delenv("CLUSTER", raising=False)
+    monkeypatch.delenv("TRIMTAB_IMAGES", raising=False)
+
+
+def test_a_dry_run_says_what_would_be_done_and_does_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cluster.survey.look", lambda _: EMPTY)
+    monkeypatch.setattr("cluster.set_up.ensure", lambda *_: pytest.fail("something was done"))
+    words = ["--for", "make demo", "--then", "the story", "--then-seconds", "240", "--dry-run", *set_up.PARTS]
+    assert main(["set-up", *words]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("make demo installs Debian's docker.io,")
+    assert said.err.rstrip().endswith("nothing was done (DRY_RUN=1)")
+    assert "docker.io" in said.out
+
+
+def test_the_cluster_comes_up_beside_the_python_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other to have begun, so one after the other would never end."""
+    meeting = threading.Barrier(2, timeout=30.0)
+    monkeypatch.setattr("cluster.python_environment.ensure", meeting.wait)
+    monkeypatch.setattr("cluster.native_operators.ensure", lambda: None)
+    set_up.ensure(frozenset({"python", "cluster"}), meeting.wait)
+
+
+def test_images_that_nodes_have_already_are_neither_built_nor_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIMTAB_IMAGES", "operator:1 model:1")
+    for name in ("python_environment.ensure", "native_operators.ensure", "model.ensure"):
+        monkeypatch.setattr(f"cluster.{name}", lambda: None)
+    monkeypatch.setattr("cluster.images.ensure", lambda *_: pytest.fail("built"))
+    set_up.ensure(frozenset(set_up.PARTS), lambda: None)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_program_that_runs_as_a_stage_gives_its_exit_code(code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    program = [sys.executable, "-c", f"raise SystemExit({code})"]
+    assert main(["stage", "--about", "5", "the tests", "--", *program]) == code
+    assert f"the tests: {'failed after' if code else 'done in'}" in capsys.readouterr().err
+
+
+def test_an_interpreter_without_pip_gets_one_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = []
+
+    def make(folder: Path) -> None:
+        made.append(folder)
+
+    monkeypatch.setattr("cluster.python_environment.make_empty", make)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    command = python_environment.pip_command()
+    assert command == [tmp_path / "tools" / "pip" / "bin" / "python", "-m", "pip"]
+    assert python_environment.pip_command() == command
+    assert len(made) == 1
+    monkeypatch.undo()
+    assert python_environment.pip_command()[0] == sys.executable
+
+
+def test_torch_is_pinned_by_the_constraints() -> None:
+    assert python_environment.torch_pin("tqdm==4\ntorch==2.13.0\ntorchvision==1\n") == ["torch==2.13.0"]
+    assert python_environment.torch_pin("tqdm==4\n") == []
+
+
+def test_make_asks_for_parts_that_there_are() -> None:
+    makefile = (Path(__file__).resolve().parents[2] / "Makefile").read_text()
+    asked = [line for line in makefile.splitlines() if "$(CLUSTER_TOOL) set-up" in line]
+    assert asked
+    for line in asked:
+        assert line.split()[-1] in set_up.PARTS, line
