@@ -50,6 +50,7 @@ from rich.console import Console
 from rich.table import Table
 
 NAMESPACE = "trimtab-demo"
+EXIT_INTERRUPTED = 130  # as a shell says it
 PICTURE = REPOSITORY / "build" / "demo.svg"
 LOG_WIDTH = 140  # columns where the output is no terminal: long enough for sentences, short enough for a CI log
 FAILURES = (AssertionError, KubectlError, NoForward, NoCluster, RuntimeError, KeyError, OSError)
@@ -315,6 +316,9 @@ def main() -> int:
     except FAILURES as error:
         stage.console.print(f"The demo did not show what it should: {error}", markup=False, style="bold red")
         code = 1
+    except KeyboardInterrupt:
+        stage.line("[bold red]Interrupted.[/bold red]")
+        code = EXIT_INTERRUPTED
     finally:
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(demo.as_json(), indent=2) + "\n")
@@ -327,4 +331,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)

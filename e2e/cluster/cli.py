@@ -380,5 +380,7 @@ def main(words: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; what was finished stays in the cache", file=sys.stderr)
+        print(
+            "interrupted; what is finished stays in the cache, what runs ends by `make cluster-down`", file=sys.stderr
+        )
         return 130
