@@ -20,9 +20,10 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from trimtab_engine.config.model import ModelConfig, parse_model_config
+from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.layers.linear import padded_rows
-from trimtab_engine.weights.open import open_source
+from trimtab_engine.models.checkpoint import num_parameters
+from trimtab_engine.models.registry import open_model, parse_model_config
 
 from engine_benchmarks.machine_bench import MachineRates, layer_shapes, measure_machine
 from engine_benchmarks.parity import greedy_generator, load_runner
@@ -66,10 +67,10 @@ class Prefill:
 
 def limit_tokens_per_second(config: ModelConfig, machine: MachineRates, batch: int) -> float:
     """What the machine allows for decode at this batch size, from its own measured rates."""
-    read_seconds = 4 * config.num_parameters / (machine.read_gb_per_second * 1e9)
+    read_seconds = 4 * num_parameters(config) / (machine.read_gb_per_second * 1e9)
     if batch == 1:
         return 1 / read_seconds
-    flops = 2 * config.num_parameters * batch
+    flops = 2 * num_parameters(config) * batch
     compute_seconds = flops / (machine.best_gflops(padded_rows(batch)) * 1e9)
     return batch / max(read_seconds, compute_seconds)
 
@@ -166,7 +167,7 @@ def measure_decode(model: str, batches: tuple[int, ...] = BATCHES, rounds: int =
     """All contenders and the machine in turns. Returns {machine, decode: [Decode], prefill: Prefill, notes}."""
     from transformers import AutoModelForCausalLM
 
-    source = open_source(model)
+    source = open_model(model)
     config = parse_model_config(source.config, source.generation_config, source.where)
     static = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     paged = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")

@@ -17,15 +17,14 @@ from llguidance import LLTokenizer
 from rich.console import Console
 from rich.table import Table
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.messages import AddRequest
+from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.structured.matcher import WORD_BYTES, GrammarMatcher
 from trimtab_engine.structured.trial import grammar_text, try_grammar
 from trimtab_engine.structured.vocabulary import read_vocabulary
-from trimtab_engine.weights.open import open_source
 from trimtab_kernels.apply_token_bitmask import apply_token_bitmask
 
 BATCHES = (1, 8)
@@ -173,7 +172,7 @@ def an_engine(model: str) -> Engine:
 
 def main(model: str, output: Annotated[Literal["table", "json"], typer.Option("-o")] = "table") -> None:
     """What grammars cost on this machine."""
-    source = open_source(model)
+    source = open_model(model)
     facts = parse_model_config(source.config, source.generation_config, source.where)
     began = time.perf_counter()
     tokenizer = read_vocabulary(model, facts.vocab_size, tuple(facts.eos_token_ids)).build()

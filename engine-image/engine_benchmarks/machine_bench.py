@@ -14,9 +14,9 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from trimtab_engine.config.model import ModelConfig, parse_model_config
+from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.layers.linear import Linear
-from trimtab_engine.weights.open import open_source
+from trimtab_engine.models.registry import open_model, parse_model_config
 
 READ_BYTES = 512 << 20  # far beyond any last-level cache
 STREAMED_BYTES = 256 << 20  # distinct weights per shape, so that they come from memory as in a decode step
@@ -116,7 +116,7 @@ def main(
 ) -> None:
     """Print the machine's rates."""
     torch.set_num_threads(threads)
-    source = open_source(model)
+    source = open_model(model)
     result = measure_machine(parse_model_config(source.config, source.generation_config, source.where))
     if output == "json":
         typer.echo(json.dumps(asdict(result)))

@@ -8,7 +8,8 @@ parallelism, a transfer to the next stage. Nothing overlaps and the host costs n
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab_engine.config.model import ModelConfig, parse_model_config
+from trimtab_engine.config.model import ModelConfig
+from trimtab_engine.models.registry import parse_model_config
 from trimtab_engine.parallel.partition import Span, layers_of_stages
 from trimtab_engine.parallel.ranks import Layout
 

@@ -1,1 +1,1 @@
-"""Architectures: one file each. Which exist is said in model_config.py, which can be read without torch."""
+"""Models: a file for each family, the registry that names them, and what they share."""

@@ -4,13 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab_engine.config.model import SUPPORTED_ARCHITECTURES, ModelConfig, architecture_of, parse_model_config
+from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.quantization import stored_quantization
-from trimtab_engine.weights.open import open_source
+from trimtab_engine.models.checkpoint import check_counts, expected_tensors
+from trimtab_engine.models.registry import BY_ARCHITECTURE, architecture_of, open_model, parse_model_config
+from trimtab_engine.models.tensors import LINEAR_PARTS, elements_by_part
 from trimtab_engine.weights.source import WeightSource
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-LINEAR_PARTS = ("attention", "kv_projection", "dense_mlp", "experts")  # what quantization makes smaller
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -18,8 +19,8 @@ def model_facts(model: str, *, load_format: str = "auto") -> dict[str, Any]:
     """The facts as a JSON object. An architecture that is not built has `supported: false` and null for what its
     config.json does not say in the usual words. Raises ModelError when the model cannot be read.
     """
-    source = open_source(model, load_format)
-    if architecture_of(source.config, source.where) in SUPPORTED_ARCHITECTURES:
+    source = open_model(model, load_format)
+    if architecture_of(source.config, source.where) in BY_ARCHITECTURE:
         facts = _supported(source)
     else:
         facts = _unsupported(source)
@@ -28,12 +29,14 @@ def model_facts(model: str, *, load_format: str = "auto") -> dict[str, Any]:
 
 def _supported(source: WeightSource) -> dict[str, Any]:
     config = parse_model_config(source.config, source.generation_config, source.where)
+    if source.shapes():  # dummy weights are what is asked for
+        check_counts(config, source)
+    counts = elements_by_part(expected_tensors(config))
     quantization = stored_quantization(source.config, source.where)
     dtype_bytes = DTYPE_BYTES[config.dtype]
     linear_bytes = dtype_bytes if quantization is None else quantization.weight_bytes
     by_part = {
-        part: round(count * (linear_bytes if part in LINEAR_PARTS else dtype_bytes))
-        for part, count in parameters_by_part(config).items()
+        part: round(count * (linear_bytes if part in LINEAR_PARTS else dtype_bytes)) for part, count in counts.items()
     }
     return {
         "architecture": config.architecture,
@@ -46,7 +49,7 @@ def _supported(source: WeightSource) -> dict[str, Any]:
         "head_size": config.head_size,
         "vocab_size": config.vocab_size,
         "max_model_len": config.max_model_len,
-        "num_parameters": config.num_parameters,
+        "num_parameters": sum(counts.values()),
         "weights_bytes": sum(by_part.values()),
         "dtype": config.dtype,
         "tie_word_embeddings": config.tie_word_embeddings,
@@ -65,28 +68,6 @@ def _mixture(config: ModelConfig) -> dict[str, Any]:
         "num_experts_per_token": config.moe.num_experts_per_token,
         "moe_intermediate_size": config.moe.intermediate_size,
         "dense_layers": sorted(config.moe.dense_layers),
-    }
-
-
-def parameters_by_part(config: ModelConfig) -> dict[str, int]:
-    """How many of `num_parameters` are divided in which way (docs/contract.md section 6 says which part is what)."""
-    hidden, heads = config.hidden_size, config.num_attention_heads * config.head_size
-    kv = 2 * config.num_kv_heads * config.head_size
-    num_mixtures = 0 if config.moe is None else config.num_layers - len(config.moe.dense_layers)
-    num_dense = config.num_layers - num_mixtures
-    mlp = 3 * hidden * config.intermediate_size + 2 * config.intermediate_size * config.mlp_bias
-    experts = 0 if config.moe is None else config.moe.num_experts * 3 * hidden * config.moe.intermediate_size
-    per_layer = 2 * hidden + hidden * config.output_bias + 2 * config.head_size * config.qk_norm
-    routers = 0 if config.moe is None else num_mixtures * config.moe.num_experts * hidden
-    return {
-        "embedding": config.vocab_size * hidden,
-        "lm_head": 0 if config.tie_word_embeddings else config.vocab_size * hidden,
-        "attention": config.num_layers * (2 * hidden * heads + heads * config.qkv_bias),
-        "kv_projection": config.num_layers * (hidden * kv + kv * config.qkv_bias),
-        "dense_mlp": num_dense * mlp,
-        "experts": num_mixtures * experts,
-        "shared_experts": 0,
-        "replicated": config.num_layers * per_layer + num_dense * hidden * config.mlp_bias + routers + hidden,
     }
 
 

@@ -35,7 +35,7 @@ class Loader:
         progress: Progress,
         quantization: Quantization | None = None,
     ) -> None:
-        self._source, self._dtype, self._device, self._progress = source, dtype, device, progress
+        self._source, self.dtype, self.device, self._progress = source, dtype, device, progress
         self._quantization = quantization
         self._multiplies_float8 = quantization is not None and multiplies_float8(device)
 
@@ -45,7 +45,7 @@ class Loader:
         if tensor.dtype == FLOAT8:
             raise ModelError(f"{self._source.where}: tensor {name} is float8 without {name}{SCALE_SUFFIX}")
         self._progress(tensor.numel())
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(device=self.device, dtype=self.dtype)
 
     def kv_scale(self, attention: str, which: str) -> float:
         """The checkpoint's scale of this layer's keys (k) or values (v) in a float8 KV cache; 1 where it has none."""
@@ -72,7 +72,7 @@ class Loader:
             weights[:2] = [_interleaved(weight, pairs) for weight in weights[:2]]
             biases[:2] = [interleave_pairs(bias, pairs) for bias in biases[:2]]
         weight, bias = self._as_computed(weights), torch.cat(biases) if biases else None
-        return Linear(weight, bias) if isinstance(weight, torch.Tensor) else BlockFp8Linear(weight, bias, self._dtype)
+        return Linear(weight, bias) if isinstance(weight, torch.Tensor) else BlockFp8Linear(weight, bias, self.dtype)
 
     def gated(self, prefix: str, gate: str, up: str, rows: Span, *, has_bias: bool = False) -> Projection:
         """Rows of the two projections of a gated MLP."""
@@ -81,7 +81,7 @@ class Loader:
         bias = torch.cat([self(f"{prefix}{name}.bias", rows=rows) for name in names]) if has_bias else None
         if isinstance(weight, torch.Tensor):
             return GatedLinear(weight, bias)
-        return GatedBlockFp8Linear(weight, bias, self._dtype)
+        return GatedBlockFp8Linear(weight, bias, self.dtype)
 
     def router(self, name: str, num_experts: int) -> Linear:
         """A mixture's, never quantised: which experts a token gets hangs on small differences."""
@@ -92,7 +92,7 @@ class Loader:
         bias = self(f"{name}.bias") if has_bias else None
         weight = self._as_computed([self._weight(f"{name}.weight", columns=None if group is None else columns)])
         if not isinstance(weight, torch.Tensor):
-            return BlockFp8Linear(weight, bias, self._dtype, group)
+            return BlockFp8Linear(weight, bias, self.dtype, group)
         return Linear(weight, bias) if group is None else RowParallelLinear(weight, bias, group)
 
     def expert(
@@ -120,7 +120,7 @@ class Loader:
         if values.dtype != FLOAT8:
             raise ModelError(f"{self._source.where}: tensor {name} has scales, but is {values.dtype}, not {FLOAT8}")
         self._progress(values.numel())
-        return BlockFp8(values.to(self._device), scales.to(device=self._device, dtype=torch.float32))
+        return BlockFp8(values.to(self.device), scales.to(device=self.device, dtype=torch.float32))
 
     def _as_computed(
         self, weights: list[torch.Tensor | BlockFp8], *, as_one: bool = False
@@ -133,7 +133,7 @@ class Loader:
         blocks = [weight for weight in weights if isinstance(weight, BlockFp8)]
         if self._multiplies_float8 and len(blocks) == len(weights):
             return joined_blocks(blocks)
-        restored = [w if isinstance(w, torch.Tensor) else w.restored(self._dtype) for w in weights]
+        restored = [w if isinstance(w, torch.Tensor) else w.restored(self.dtype) for w in weights]
         return restored[0] if len(restored) == 1 else torch.cat(restored)
 
 

@@ -12,7 +12,7 @@ from trimtab_kernels.paged_batch import warm_up_attention
 
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.experts import EplbConfig
-from trimtab_engine.config.model import ModelConfig, parse_model_config
+from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.quantization import Quantization, stored_quantization, wanted_quantization
 from trimtab_engine.device.address_range import AddressSpace
 from trimtab_engine.device.device import Device
@@ -24,8 +24,11 @@ from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.layers.quantized import multiplies_float8
 from trimtab_engine.memory.formula import Ledger
 from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit
-from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
-from trimtab_engine.models.llama import LlamaForCausalLM
+from trimtab_engine.models.checkpoint import check_tensors, expected_shapes, expected_tensors
+from trimtab_engine.models.family import Model
+from trimtab_engine.models.loading import Loader
+from trimtab_engine.models.registry import family_of, open_model, parse_model_config
+from trimtab_engine.models.tensors import Tensors, num_elements, num_quantizable
 from trimtab_engine.parallel.expert_balancer import ExpertBalancer
 from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.ranks import Layout
@@ -43,7 +46,6 @@ from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.step_inputs import StepInputs, Unknown, flatten
 from trimtab_engine.weights.dummy import DummySource
-from trimtab_engine.weights.open import open_source
 from trimtab_engine.weights.source import WeightSource
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -91,8 +93,8 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
-        rebuild: Callable[[], LlamaForCausalLM],
+        model: Model,
+        rebuild: Callable[[], Model],
         facts: ModelFacts,
         shard: ModelShard,
         groups: RankGroups,
@@ -140,12 +142,15 @@ class ModelRunner:
         before = device.used_bytes()
         stored = stored_quantization(source.config, source.where)
         quantization = wanted_quantization(stored, config.quantization, has_weights=not isinstance(source, DummySource))
-        num_parameters = -(-model_config.num_parameters // layout.ranks_per_engine)  # about: ranks are not quite equal
+        tensors = expected_tensors(model_config)
+        num_parameters = -(
+            -num_elements(tensors.values()) // layout.ranks_per_engine
+        )  # about: ranks are not quite equal
         unmeasured = Unmeasured(
             device_bytes=device.total_bytes,
             other_bytes=before,
             limit_bytes=device.limit_bytes,
-            weights_bytes=_weights_bytes(model_config, quantization, dtype, device) // layout.ranks_per_engine,
+            weights_bytes=_weights_bytes(tensors, quantization, dtype, device) // layout.ranks_per_engine,
             num_layers=shard.num_layers,
             num_kv_heads=shard.num_kv_heads,
             head_size=model_config.head_size,
@@ -154,10 +159,11 @@ class ModelRunner:
         )
         check_weights_fit(config, unmeasured)
 
-        def build(source: WeightSource, report: Callable[[int], None]) -> LlamaForCausalLM:
+        def build(source: WeightSource, report: Callable[[int], None]) -> Model:
             device.before_weights()
             with torch.inference_mode():
-                model = LlamaForCausalLM(model_config, source, dtype, device.torch, report, shard, groups, quantization)
+                load = Loader(source, dtype, device.torch, report, quantization)
+                model = family_of(model_config.architecture).build(model_config, load, shard, groups)
             device.after_weights()
             return model
 
@@ -462,7 +468,7 @@ def _envelope_spans(max_num_batched_tokens: int, max_len: int) -> list[tuple[int
 
 def _open(config: EngineConfig) -> tuple[WeightSource, ModelConfig]:
     """The checkpoint, found complete. Raises ModelError."""
-    source = open_source(config.model, config.load_format, seed=config.seed)
+    source = open_model(config.model, config.load_format, seed=config.seed)
     model_config = parse_model_config(source.config, source.generation_config, source.where)
     if isinstance(source, DummySource):
         source.device = config.device
@@ -471,12 +477,12 @@ def _open(config: EngineConfig) -> tuple[WeightSource, ModelConfig]:
     return source, model_config
 
 
-def _weights_bytes(model: ModelConfig, quantization: Quantization | None, dtype: torch.dtype, device: Device) -> int:
-    """About, of all ranks. Where float8 is not multiplied the weights are turned back as they load."""
+def _weights_bytes(tensors: Tensors, quantization: Quantization | None, dtype: torch.dtype, device: Device) -> int:
+    """About what all ranks hold together. Where float8 is not multiplied the weights are turned back as they load."""
+    plain = num_elements(tensors.values()) * dtype.itemsize
     if quantization is None or not multiplies_float8(device.torch):
-        return model.num_parameters * dtype.itemsize
-    saved = model.num_linear_parameters * (dtype.itemsize - quantization.weight_bytes)
-    return model.num_parameters * dtype.itemsize - int(saved)
+        return plain
+    return plain - int(num_quantizable(tensors) * (dtype.itemsize - quantization.weight_bytes))
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -1,10 +1,11 @@
 """One GGUF file, dequantised to float32 as it is read. Configuration comes from its metadata.
 
-llama.cpp stores the q and k projections of Llama with adjacent rotary pairs; `tensor` undoes that, so that both formats
-give the same tensors (transformers: halves).
+llama.cpp stores the q and k projections of some architectures with adjacent rotary pairs; `tensor` undoes that, so that
+both formats give the same tensors (transformers: halves).
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from trimtab_engine.weights.source import Span
 if TYPE_CHECKING:
     import torch
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-PAIRED = ("llama",)  # whose q and k rows are permuted
 GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -38,12 +37,23 @@ ROPE_FREQUENCIES = "rope_freqs.weight"
 """llama3 scaling, stored as one divisor per frequency."""
 
 
+@dataclass(frozen=True, slots=True)
+class GgufNames:
+    """What llama.cpp calls an architecture's tensors, in transformers' words. `layers`: behind the layer's number.
+    `has_adjacent_pairs`: rows of q and k are stored in another order, in which rotary pairs lie side by side."""
+
+    architecture: str
+    layers: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
+    has_adjacent_pairs: bool = False
+
+
 class GgufSource:
     """Tensors by their transformers names."""
 
     format = "gguf"
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, names: Mapping[str, GgufNames]) -> None:
+        """`names`: of the architectures that are built, by what `general.architecture` calls them."""
         from gguf import GGUFReader
 
         self.where = str(file)
@@ -54,12 +64,13 @@ class GgufSource:
             tensors = {str(tensor.name): tensor for tensor in reader.tensors}
         except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
             raise ModelError(f"{file}: is truncated or no GGUF file: {_one_line(error)}") from None
-        name = self._fields.get("general.architecture")
-        if name not in ARCHITECTURES:
-            raise ModelError(f"{file}: GGUF architecture {name} is not built; supported: {', '.join(ARCHITECTURES)}")
+        kind = str(self._fields.get("general.architecture"))
+        if kind not in names:
+            raise ModelError(f"{file}: GGUF architecture {kind} is not built; supported: {', '.join(names)}")
+        self._kind, self._names = kind, names[kind]
         if ROPE_FREQUENCIES in tensors:
             raise ModelError(f"{file}: rope scaling by {ROPE_FREQUENCIES} is not built; use the safetensors checkpoint")
-        self._tensors = {_transformers_name(name, file): tensor for name, tensor in tensors.items()}
+        self._tensors = {self._transformers_name(name): tensor for name, tensor in tensors.items()}
         size = file.stat().st_size
         end = max((int(t.data_offset) + int(t.n_bytes) for t in tensors.values()), default=0)
         if not tensors or end > size:
@@ -73,21 +84,21 @@ class GgufSource:
     @property
     def config(self) -> Mapping[str, Any]:
         """Metadata in config.json's words. Raises ModelError when a needed key is absent."""
-        name = str(self._fields.get("general.architecture"))
+        kind = self._kind
 
         def read(key: str, default: Any = None) -> Any:
-            value = self._fields.get(f"{name}.{key}", default)
+            value = self._fields.get(f"{kind}.{key}", default)
             if value is None:
-                raise ModelError(f"{self.where}: has no metadata {name}.{key}")
+                raise ModelError(f"{self.where}: has no metadata {kind}.{key}")
             return value
 
         heads, hidden = int(read("attention.head_count")), int(read("embedding_length"))
-        scaling = self._fields.get(f"{name}.rope.scaling.type", "none")
+        scaling = self._fields.get(f"{kind}.rope.scaling.type", "none")
         rope: dict[str, Any] = {"rope_theta": float(read("rope.freq_base", 10_000.0)), "rope_type": "default"}
         if scaling not in ("none", ""):
             rope |= {"rope_type": scaling, "factor": float(read("rope.scaling.factor", 1.0))}
         return {
-            "architectures": [ARCHITECTURES[name]],
+            "architectures": [self._names.architecture],
             "hidden_size": hidden,
             "intermediate_size": int(read("feed_forward_length")),
             "num_hidden_layers": int(read("block_count")),
@@ -126,26 +137,23 @@ class GgufSource:
             kind = tensor.tensor_type.name
             raise ModelError(f"{self.where}: tensor {name} is {kind}, which cannot be dequantised: {error}") from None
         values = values.view(shape).float()
-        if str(self._fields.get("general.architecture")) in PAIRED and name.split(".")[-2] in ("q_proj", "k_proj"):
+        if self._names.has_adjacent_pairs and name.split(".")[-2] in ("q_proj", "k_proj"):
             values = halves_from_pairs(values, values.shape[0] // int(self.config["head_dim"]))
         return values if columns is None else values[:, columns[0] : columns[1]]
+
+    def _transformers_name(self, name: str) -> str:
+        if name in GLOBAL_NAMES:
+            return GLOBAL_NAMES[name]
+        parts = name.split(".")
+        if len(parts) == 4 and parts[0] == "blk" and parts[2] in self._names.layers:
+            return f"model.layers.{parts[1]}.{self._names.layers[parts[2]]}.{parts[3]}"
+        raise ModelError(f"{self.where}: tensor {name} is none that GGUF architecture {self._kind} is built with")
 
 
 def halves_from_pairs(rows: "torch.Tensor", num_heads: int) -> "torch.Tensor":
     """Undo llama.cpp's permutation of q and k: rows (2i, 2i+1) of a head become (i, i + head_size/2)."""
     half = rows.shape[0] // num_heads // 2
     return rows.view(num_heads, half, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
-def _transformers_name(name: str, file: Path) -> str:
-    if name in GLOBAL_NAMES:
-        return GLOBAL_NAMES[name]
-    parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.{parts[3]}"
-    raise ModelError(
-        f"{file}: tensor {name} is not one of the Llama architecture; supported: {', '.join(ARCHITECTURES)}"
-    )
 
 
 def _field(reader: Any, name: str) -> Any:

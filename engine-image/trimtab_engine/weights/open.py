@@ -1,11 +1,12 @@
 """The choice of the format of a checkpoint. No torch at import, so that facts need none."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from trimtab_engine.errors import ModelError
 from trimtab_engine.weights.dummy import DummySource
-from trimtab_engine.weights.gguf_file import GgufSource
+from trimtab_engine.weights.gguf_file import GgufNames, GgufSource
 from trimtab_engine.weights.safetensors_files import SafetensorsSource
 from trimtab_engine.weights.source import WeightSource
 
@@ -25,9 +26,11 @@ def model_path(model: str) -> Path:
     return path
 
 
-def open_source(model: str, load_format: str = "auto", *, seed: int = 0) -> WeightSource:
-    """Open the checkpoint. load_format auto takes safetensors before GGUF. Raises ModelError."""
-
+def open_source(
+    model: str, load_format: str = "auto", *, seed: int = 0, gguf_names: Mapping[str, GgufNames]
+) -> WeightSource:
+    """Open the checkpoint. load_format auto takes safetensors before GGUF; `gguf_names` are those of the architectures
+    that are built (models/registry.py). Raises ModelError."""
     path = model_path(model)
     if load_format == "dummy":
         return DummySource(path, seed)
@@ -36,7 +39,7 @@ def open_source(model: str, load_format: str = "auto", *, seed: int = 0) -> Weig
             raise _pickle_refused(path)
         if path.suffix.lower() != ".gguf" or load_format == "safetensors":
             raise ModelError(f"model {path}: give a folder with safetensors files, or a .gguf file")
-        return GgufSource(path)
+        return GgufSource(path, gguf_names)
     has_safetensors = any(path.glob("*.safetensors"))
     ggufs = sorted(path.glob("*.gguf"))
     if has_safetensors and load_format in ("auto", "safetensors"):
@@ -45,7 +48,7 @@ def open_source(model: str, load_format: str = "auto", *, seed: int = 0) -> Weig
         if len(ggufs) > 1:
             names = ", ".join(p.name for p in ggufs)
             raise ModelError(f"model {path}: holds {len(ggufs)} GGUF files ({names}); name one of them")
-        return GgufSource(ggufs[0])
+        return GgufSource(ggufs[0], gguf_names)
     pickles = sorted(p for suffix in PICKLE_SUFFIXES for p in path.glob("*" + suffix))
     if pickles:
         raise _pickle_refused(pickles[0])

@@ -6,16 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.device.device import Device
 from trimtab_engine.errors import NotBuiltError
 from trimtab_engine.memory.formula import MemoryFormula
+from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import check_layout
 from trimtab_engine.runner.graphs.start import GraphMemory, Report, has_device_steps, start_device_steps
 from trimtab_engine.runner.model_runner import ModelRunner
-from trimtab_engine.weights.open import open_source
 from trimtab_engine.workers.driven_runner import DrivenRunner
 from trimtab_engine.workers.messages import (
     Loaded,
@@ -105,7 +104,7 @@ def _own_device(config: EngineConfig) -> Device:
 
 def _layout_of(config: EngineConfig) -> Layout:
     """Raises ConfigError, before any process starts, for a layout that the model does not allow."""
-    source = open_source(config.model, config.load_format)
+    source = open_model(config.model, config.load_format)
     model = parse_model_config(source.config, source.generation_config, source.where)
     if model.moe is not None and config.data_parallel_world_size not in (None, config.data_parallel_size):
         raise NotBuiltError(

@@ -4,7 +4,7 @@ hidden                  [num_tokens, hidden_size]                          fp32,
 rotation                [num_tokens, head_size // 2]                       complex64
 key_cache, value_cache  [num_blocks, block_size, num_kv_heads, head_size]  fp32, per layer
 The halves are the parts between which ranks of a tensor-parallel group sum, or a mixture of experts takes the MLP's
-place. The definition is the model's own layer (models/llama.py of the engine), operator by operator.
+place. The definition is the model's own layer (models/decoder.py of the engine), operator by operator.
 """
 
 import ctypes

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ModelError
 from trimtab_engine.messages import AddRequest
 from trimtab_engine.models.checkpoint import expected_shapes
+from trimtab_engine.models.registry import parse_model_config
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.weights.dummy import DummySource
 

@@ -3,7 +3,9 @@
 import pytest
 from engine_benchmarks.decode_bench import ahead, limit_tokens_per_second, prefill_flops
 from engine_benchmarks.machine_bench import MachineRates
-from trimtab_engine.config.model import ModelConfig, parse_model_config
+from trimtab_engine.config.model import ModelConfig
+from trimtab_engine.models.checkpoint import num_parameters
+from trimtab_engine.models.registry import parse_model_config
 
 
 def a_config() -> ModelConfig:
@@ -25,10 +27,10 @@ def a_config() -> ModelConfig:
 
 def test_one_row_is_limited_by_reading_alone_and_many_by_whichever_is_slower() -> None:
     config = a_config()
-    weights = 4 * config.num_parameters
+    weights = 4 * num_parameters(config)
     machine = MachineRates(2, 10.0, {1: 0.001, 8: 1.0, 32: 1e9}, {})
     assert limit_tokens_per_second(config, machine, 1) == pytest.approx(10e9 / weights)
-    assert limit_tokens_per_second(config, machine, 8) == pytest.approx(1e9 / (2 * config.num_parameters))
+    assert limit_tokens_per_second(config, machine, 8) == pytest.approx(1e9 / (2 * num_parameters(config)))
     assert limit_tokens_per_second(config, machine, 32) == pytest.approx(32 * 10e9 / weights)
 
 

@@ -10,7 +10,8 @@ from engine_benchmarks.parallel_scaling import (
     name_of,
     scaling_rows,
 )
-from trimtab_engine.config.model import parse_model_config
+from trimtab_engine.models.checkpoint import num_parameters
+from trimtab_engine.models.registry import parse_model_config
 from trimtab_engine.parallel.ranks import Layout
 
 SMALL, LARGE, MIXTURE = (parse_model_config(values, {}, "config") for values in (LLAMA_8B, LLAMA_70B, QWEN3_235B))
@@ -18,7 +19,7 @@ SMALL, LARGE, MIXTURE = (parse_model_config(values, {}, "config") for values in 
 
 def test_one_request_on_one_gpu_reads_all_weights_but_the_embedding() -> None:
     found = estimate(SMALL, Layout(), batch=1, context=1)
-    read = (SMALL.num_parameters - SMALL.vocab_size * SMALL.hidden_size) * 2
+    read = (num_parameters(SMALL) - SMALL.vocab_size * SMALL.hidden_size) * 2
     assert found.step_seconds == pytest.approx(read / BANDWIDTH, rel=1e-3)
     assert found.exchange_share == 0.0
 
@@ -45,7 +46,7 @@ def test_what_does_not_fit_serves_nobody() -> None:
 
 
 def test_weights_are_divided_among_the_ranks_as_the_layout_says() -> None:
-    whole = MIXTURE.num_parameters * 2
+    whole = num_parameters(MIXTURE) * 2
     assert estimate(MIXTURE, Layout(tensor=8)).weights_bytes == pytest.approx(whole / 8, rel=0.05)
     attention_everywhere = estimate(MIXTURE, Layout(data=8, expert=True)).weights_bytes
     assert whole / 8 < attention_everywhere < whole / 5

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.layers.rotary import RotaryAngles
+from trimtab_engine.models.registry import parse_model_config
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -8,18 +8,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.config.quantization import Quantization
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ConfigError, ModelError
 from trimtab_engine.messages import AddRequest
 from trimtab_engine.models import loading
-from trimtab_engine.models.checkpoint import expected_shapes
+from trimtab_engine.models.checkpoint import expected_shapes, expected_tensors
 from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.loading import Loader
+from trimtab_engine.models.registry import open_model, parse_model_config
+from trimtab_engine.models.tensors import num_quantizable
 from trimtab_engine.scheduling.sampling import Sampling
-from trimtab_engine.weights.open import open_source
 from trimtab_kernels.w8a8_block_fp8 import dequantize_blocks, quantize_blocks
 
 DENSE: dict[str, Any] = {
@@ -122,7 +122,7 @@ def test_dummy_weights_of_a_quantised_configuration_are_quantised_as_they_are_ma
 
 
 def test_a_rank_reads_its_blocks_and_refuses_a_part_that_cuts_one(tmp_path: Path) -> None:
-    source = open_source(str(a_model(tmp_path / "stored", DENSE, form="stored")))
+    source = open_model(str(a_model(tmp_path / "stored", DENSE, form="stored")))
     load = Loader(source, torch.float32, torch.device("cpu"), lambda count: None, Quantization(is_stored=True))
     name = "model.layers.0.mlp.gate_proj"
     whole = dequantize_blocks(source.tensor(name + ".weight"), source.tensor(name + ".weight_scale_inv"), torch.float32)
@@ -147,7 +147,7 @@ def test_a_rank_reads_its_blocks_and_refuses_a_part_that_cuts_one(tmp_path: Path
 )
 def test_scales_that_do_not_fit_are_named(tmp_path: Path, change: dict[str, torch.Tensor | None], words: str) -> None:
     model = a_model(tmp_path / "stored", DENSE, form="stored")
-    source = open_source(str(model))
+    source = open_model(str(model))
     weights = {name: source.tensor(name).clone() for name in source.shapes()}
     for name, tensor in change.items():
         weights.pop(name, None)
@@ -168,4 +168,4 @@ def test_the_facts_count_a_byte_per_parameter_of_a_projection(tmp_path: Path) ->
     config = parse_model_config(MIXTURE, {}, "config.json")
     shapes = expected_shapes(config)
     count = sum(shape[0] * shape[1] for name, shape in shapes.items() if name.endswith("_proj.weight"))
-    assert config.num_linear_parameters == count
+    assert num_quantizable(expected_tensors(config)) == count

@@ -16,6 +16,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from trimtab_engine.errors import ModelError
+from trimtab_engine.models.checkpoint import num_parameters
+from trimtab_engine.models.registry import open_model, parse_model_config
 
 VOCABULARY = 193
 PROMPT_LENGTHS = (1, 2, 7, 16, 31, 40)
@@ -83,13 +85,11 @@ def test_greedy_tokens_equal_transformers(variant: tuple[Any, Any, dict[str, Any
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 def test_the_number_of_parameters_is_the_checkpoints(variant: tuple[Any, Any, dict[str, Any]], tmp_path: Path) -> None:
-    from trimtab_engine.config.model import parse_model_config
-    from trimtab_engine.weights.open import open_source
 
     model = a_checkpoint(tmp_path, *variant)
-    source = open_source(str(tmp_path))
+    source = open_model(str(tmp_path))
     config = parse_model_config(source.config, source.generation_config, source.where)
-    assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert num_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(

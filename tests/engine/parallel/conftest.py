@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.launch.launcher import CoreLauncher
 from trimtab_engine.messages import AddRequest, StepStats
 from trimtab_engine.models.checkpoint import expected_shapes
+from trimtab_engine.models.registry import parse_model_config
 from trimtab_engine.scheduling.sampling import Sampling
 
 DEADLINE_SECONDS = 180.0  # generous: several processes each load torch, perhaps on a busy machine

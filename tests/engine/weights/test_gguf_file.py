@@ -6,11 +6,11 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from trimtab_engine.config.model import ModelConfig, parse_model_config
+from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
+from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, LAYER_NAMES, halves_from_pairs
-from trimtab_engine.weights.open import open_source
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -74,7 +74,7 @@ def a_gguf(
 
 def test_tensors_and_configuration_equal_the_transformers_checkpoint(tmp_path: Path) -> None:
     tensors = a_gguf(tmp_path / "model.gguf")
-    source = open_source(str(tmp_path))
+    source = open_model(str(tmp_path))
     config: ModelConfig = parse_model_config(source.config, source.generation_config, source.where)
     expected = parse_model_config(CONFIG, {"eos_token_id": 7}, "config.json")
     assert config.rms_norm_eps == pytest.approx(expected.rms_norm_eps)
@@ -87,7 +87,7 @@ def test_tensors_and_configuration_equal_the_transformers_checkpoint(tmp_path: P
 
 def test_quantised_tensors_are_dequantised(tmp_path: Path) -> None:
     tensors = a_gguf(tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q8_0)
-    source = open_source(str(tmp_path / "model.gguf"))
+    source = open_model(str(tmp_path / "model.gguf"))
     for name, tensor in tensors.items():
         torch.testing.assert_close(source.tensor(name), tensor, atol=0.02, rtol=0.02)
 
@@ -100,7 +100,7 @@ def test_the_permutation_is_undone() -> None:
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
     a_gguf(tmp_path / "model.gguf", architecture="mamba")
     with pytest.raises(ModelError, match="GGUF architecture mamba is not built; supported: llama"):
-        open_source(str(tmp_path))
+        open_model(str(tmp_path))
 
 
 def test_truncated_files_are_one_clear_line(tmp_path: Path) -> None:
@@ -110,13 +110,13 @@ def test_truncated_files_are_one_clear_line(tmp_path: Path) -> None:
     for size in (len(data) - 100, len(data) // 2, 300, 10):
         file.write_bytes(data[:size])
         with pytest.raises(ModelError, match=r"truncated"):
-            open_source(str(file))
+            open_model(str(file))
 
 
 def test_a_part_of_a_tensor_is_that_part_of_the_whole(tmp_path: Path) -> None:
     for kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0):
         a_gguf(tmp_path / "model.gguf", kind)
-        source = open_source(str(tmp_path / "model.gguf"))
+        source = open_model(str(tmp_path / "model.gguf"))
         query = "model.layers.0.self_attn.q_proj.weight"  # rows are cut between heads of 8
         assert torch.equal(source.tensor(query, rows=(8, 24)), source.tensor(query)[8:24])
         down = "model.layers.0.mlp.down_proj.weight"
@@ -126,4 +126,4 @@ def test_a_part_of_a_tensor_is_that_part_of_the_whole(tmp_path: Path) -> None:
 def test_only_llamas_query_and_key_rows_are_permuted(tmp_path: Path) -> None:
     tensors = a_gguf(tmp_path / "model.gguf", architecture="qwen2")
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.equal(open_source(str(tmp_path)).tensor(name), pairs_from_halves(tensors[name], 4))
+    assert torch.equal(open_model(str(tmp_path)).tensor(name), pairs_from_halves(tensors[name], 4))

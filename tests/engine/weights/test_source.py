@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tensors
-from trimtab_engine.weights.open import open_source
+from trimtab_engine.models.registry import open_model, parse_model_config
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,7 +34,7 @@ def a_folder(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **con
 
 def refusal(path: Path | str, load_format: str = "auto") -> str:
     with pytest.raises(ModelError) as caught:
-        open_source(str(path), load_format)
+        open_model(str(path), load_format)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -44,7 +43,7 @@ def refusal(path: Path | str, load_format: str = "auto") -> str:
 def test_tensors_are_read_from_a_folder_and_from_a_file_uri(tmp_path: Path) -> None:
     folder = a_folder(tmp_path)
     for model in (str(folder), folder.as_uri()):
-        source = open_source(model)
+        source = open_model(model)
         assert source.shapes() == {"a": (2, 3)}
         assert torch.equal(source.tensor("a"), torch.arange(6.0).view(2, 3))
 
@@ -56,7 +55,7 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
     save_file({"b": torch.zeros(1)}, tmp_path / "two.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
-    assert set(open_source(str(tmp_path)).shapes()) == {"a", "b"}
+    assert set(open_model(str(tmp_path)).shapes()) == {"a", "b"}
     index.write_text(json.dumps({"weight_map": {"a": "../one.safetensors"}}))
     assert "which is not in" in refusal(tmp_path)
 
@@ -138,7 +137,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
 
     def check(tensors: dict[str, torch.Tensor]) -> None:
-        check_tensors(config, open_source(str(a_folder(tmp_path, tensors))))
+        check_tensors(config, open_model(str(a_folder(tmp_path, tensors))))
 
     check({**good, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)})
     with pytest.raises(ModelError, match=f"lack 1 tensors, first {name}"):

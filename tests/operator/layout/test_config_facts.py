@@ -63,9 +63,9 @@ def test_maverick_has_experts_in_every_second_layer(published: Published) -> Non
 
 
 def test_what_the_engine_runs_is_what_the_engine_says_it_runs() -> None:
-    from trimtab_engine.config.model import SUPPORTED_ARCHITECTURES
+    from trimtab_engine.models.registry import BY_ARCHITECTURE
 
-    assert RUN_BY_THE_ENGINE == SUPPORTED_ARCHITECTURES
+    assert tuple(BY_ARCHITECTURE) == RUN_BY_THE_ENGINE
     assert not set(RUN_BY_THE_ENGINE) & set(PLANNED_ONLY)
 
 

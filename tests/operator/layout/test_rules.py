@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.models.registry import parse_model_config
 from trimtab_engine.parallel.ranks import Layout as EngineLayout
 from trimtab_engine.parallel.shard import check_layout as engine_check
 from trimtab_operator.layout.config_facts import facts_of_config

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.models.checkpoint import expected_shapes
-from trimtab_engine.models.llama import LlamaForCausalLM
+from trimtab_engine.models.loading import Loader
+from trimtab_engine.models.registry import family_of, parse_model_config
 from trimtab_engine.parallel.groups import RankGroup, RankGroups
 from trimtab_engine.parallel.partition import layers_of_stages as engine_layers
 from trimtab_engine.parallel.ranks import Layout
@@ -51,7 +51,8 @@ def elements_read(config: dict[str, Any], layout: Layout, folder: Path) -> list[
         source.expect(expected_shapes(model))
         counts: list[int] = []
         shard = shard_model(model, layout, rank)
-        LlamaForCausalLM(model, source, torch.float32, torch.device("cpu"), counts.append, shard, groups)
+        load = Loader(source, torch.float32, torch.device("cpu"), counts.append)
+        family_of(model.architecture).build(model, load, shard, groups)
         found.append(sum(counts))
     return found
 

@@ -7,9 +7,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.config.quantization import BLOCK, Quantization, check_aligned
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.models.registry import parse_model_config
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_operator.layout.check import check_layout

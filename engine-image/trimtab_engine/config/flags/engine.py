@@ -13,9 +13,8 @@ from trimtab_engine.config.flags.live import add_scheduling_flags, live_values
 from trimtab_engine.config.flags.not_built import add_not_built
 from trimtab_engine.config.flags.parallel import add_parallel_flags, parallel_fields
 from trimtab_engine.config.flags.speculation import add_speculative_flags, speculative_fields
-from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.weights.open import open_source
+from trimtab_engine.models.registry import open_model, parse_model_config
 
 LARGE_GPU_BYTES = 70 << 30  # from here on vLLM's larger defaults hold
 DEFAULT_LIMITS = {"cpu": (128, 2048), "cuda": (256, 2048), "large": (1024, 8192)}
@@ -236,7 +235,7 @@ def _block_size(arguments: argparse.Namespace, model: str, num_seqs: int) -> int
         return int(arguments.block_size)
     longest = arguments.max_model_len
     if not isinstance(longest, int):
-        source = open_source(model, arguments.load_format)
+        source = open_model(model, arguments.load_format)
         longest = parse_model_config(source.config, source.generation_config, source.where).max_model_len
     chosen = auto_block_size(longest, max_num_seqs=arguments.max_num_seqs_cap or num_seqs)
     return min(chosen, max(BLOCK_SIZES))

@@ -18,7 +18,7 @@ from trimtab_kernels.paged_batch import PagedBatch
 
 from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.device.transfer import Mark, copy_to_host, pinned_bytes
-from trimtab_engine.models.llama import LlamaForCausalLM
+from trimtab_engine.models.family import Model
 from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.runner.graphs.dispatcher import Dispatcher, Eager
 from trimtab_engine.runner.graphs.plan import GraphKey, GraphPlan
@@ -99,7 +99,7 @@ class DeviceSteps:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: Model,
         kv_cache: KVTensors,
         plan: GraphPlan,
         recorder: Recorder,
@@ -214,7 +214,7 @@ class DeviceSteps:
         self.drop_graphs()
         del self._model
 
-    def use_model(self, model: LlamaForCausalLM) -> None:
+    def use_model(self, model: Model) -> None:
         """The weights are back, elsewhere: graphs are recorded again when steps want them."""
         self._model = model
 

@@ -15,12 +15,13 @@ from calling_recorder import CallingRecorder
 from fake_device import CUDA, NoWaiting, Waited, a_fake_device, variants
 from fake_nccl import a_fake_nccl, groups_of
 from trimtab_engine.config.graphs import CompilationConfig
-from trimtab_engine.config.model import parse_model_config
 from trimtab_engine.config.quantization import stored_quantization
 from trimtab_engine.device.kv_cache import LayerTensors
 from trimtab_engine.device.transfer import Mark
 from trimtab_engine.models.checkpoint import expected_shapes
-from trimtab_engine.models.llama import LlamaForCausalLM
+from trimtab_engine.models.family import Model
+from trimtab_engine.models.loading import Loader
+from trimtab_engine.models.registry import family_of, parse_model_config
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.runner.graphs.device_steps import AttentionShape, DeviceSteps, StepLimits
@@ -104,15 +105,13 @@ class Ranks:
 
 def some_steps(
     config: dict[str, Any], folder: Path, kv_dtype: torch.dtype = torch.bfloat16, ranks: Ranks | None = None
-) -> tuple[DeviceSteps, LlamaForCausalLM]:
+) -> tuple[DeviceSteps, Model]:
     """Inside a_fake_device()."""
     with NoWaiting(is_start_up=True):
         return _some_steps(config, folder, kv_dtype, ranks or Ranks())
 
 
-def _some_steps(
-    config: dict[str, Any], folder: Path, kv_dtype: torch.dtype, ranks: Ranks
-) -> tuple[DeviceSteps, LlamaForCausalLM]:
+def _some_steps(config: dict[str, Any], folder: Path, kv_dtype: torch.dtype, ranks: Ranks) -> tuple[DeviceSteps, Model]:
     model_config = parse_model_config(config, {}, str(folder))
     shard, groups = shard_model(model_config, ranks.layout, ranks.rank), groups_of(ranks.layout, ranks.rank)
     shapes, stored = dict(expected_shapes(model_config)), stored_quantization(config, str(folder))
@@ -123,7 +122,8 @@ def _some_steps(
             if name.endswith("_proj.weight")
         }
     source: Any = FakeSource(shapes)
-    model = LlamaForCausalLM(model_config, source, torch.bfloat16, CUDA, lambda count: None, shard, groups, stored)
+    load = Loader(source, torch.bfloat16, CUDA, lambda count: None, stored)
+    model = family_of(model_config.architecture).build(model_config, load, shard, groups)
     block = (64, BLOCK_SIZE, shard.num_kv_heads, 16)
     keys, values = ([torch.empty(block, dtype=kv_dtype, device=CUDA) for _ in range(shard.num_layers)] for _ in "kv")
     plan = plan_graphs(
@@ -163,7 +163,7 @@ def sequences(*spans: tuple[int, int]) -> list[ScheduledSequence]:
     return made
 
 
-def run_step(steps: DeviceSteps, model: LlamaForCausalLM, batch: list[ScheduledSequence], **sampling: Any) -> list[str]:
+def run_step(steps: DeviceSteps, model: Model, batch: list[ScheduledSequence], **sampling: Any) -> list[str]:
     """From inputs to tokens on their way, as Execution queues them; the kernels that were launched in the second of two
     steps, whose newest tokens the host does not know."""
     inputs, _ = flatten(batch, block_size=BLOCK_SIZE, max_decode_tokens=1 << 30)

@@ -1,0 +1,136 @@
+"""config.json's words, read with errors that name the file and the key. What nearly all decoders say alike is read
+here; what one family alone says is read in its own file (models/). Reads dictionaries, knows no tensor and no file.
+
+What is not built is refused by name, before any weight is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab_engine.config.model import ModelConfig, MoeConfig, RopeConfig
+from trimtab_engine.config.quantization import stored_quantization
+from trimtab_engine.errors import ModelError
+
+MAX_LAYERS = 10_000  # of which a set is made; ten times the deepest model there is
+DTYPES = ("float32", "bfloat16", "float16")
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigWords:
+    """One checkpoint's config.json, and generation_config.json ({} when absent). `where` names the file in messages.
+
+    Every method raises ModelError for what is missing, malformed or not built.
+    """
+
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    where: str
+
+    @property
+    def architecture(self) -> str | None:
+        """The first entry of `architectures`; None when there is none."""
+        names = self.config.get("architectures")
+        return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+    def decoder(
+        self,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        mlp_bias: bool = False,
+        qk_norm: bool = False,
+        moe: MoeConfig | None = None,
+    ) -> ModelConfig:
+        """A decoder in the words that most share; the family says what they do not."""
+        where, architecture = self.where, str(self.architecture)
+        activation = self.config.get("hidden_act", "silu")
+        if activation != "silu":
+            raise ModelError(f"{where}: hidden_act {activation!r} is not built for {architecture}; only 'silu' is")
+        stored_quantization(self.config, where)
+        heads, hidden = self.positive("num_attention_heads"), self.positive("hidden_size")
+        kv_heads = self.positive("num_key_value_heads", default=heads)
+        head_size = self.positive("head_dim", default=hidden // heads)
+        if heads % kv_heads or head_size % 2:
+            raise ModelError(
+                f"{where}: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}, "
+                f"and head_dim {head_size} even"
+            )
+        max_len = self.positive("max_position_embeddings")
+        if self.config.get("use_sliding_window"):
+            raise ModelError(
+                f"{where}: use_sliding_window is not built for {architecture}; every layer sees all tokens"
+            )
+        return ModelConfig(
+            architecture=architecture,
+            hidden_size=hidden,
+            intermediate_size=self.positive("intermediate_size"),
+            num_layers=self.positive("num_hidden_layers"),
+            num_attention_heads=heads,
+            num_kv_heads=kv_heads,
+            head_size=head_size,
+            vocab_size=self.positive("vocab_size"),
+            max_model_len=max_len,
+            rms_norm_eps=self.number("rms_norm_eps", default=1e-6),
+            rope=self.rope(max_len),
+            tie_word_embeddings=self.flag("tie_word_embeddings"),
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            mlp_bias=mlp_bias,
+            qk_norm=qk_norm,
+            moe=moe,
+            dtype=self.dtype(),
+            eos_token_ids=self.eos_token_ids(),
+        )
+
+    def rope(self, max_len: int) -> RopeConfig:
+        """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
+        parameters = dict(self.config.get("rope_scaling") or {}) | dict(self.config.get("rope_parameters") or {})
+        words = ConfigWords(parameters, {}, self.where)
+        rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+        if rope_type not in ROPE_TYPES:
+            raise ModelError(f"{self.where}: rope type {rope_type!r} is not built; supported: {', '.join(ROPE_TYPES)}")
+        return RopeConfig(
+            theta=words.number("rope_theta", default=self.number("rope_theta", default=10_000.0)),
+            rope_type=rope_type,
+            factor=words.number("factor", default=1.0),
+            low_freq_factor=words.number("low_freq_factor", default=1.0),
+            high_freq_factor=words.number("high_freq_factor", default=4.0),
+            original_max_position_embeddings=int(parameters.get("original_max_position_embeddings", max_len)),
+        )
+
+    def dtype(self) -> str:
+        """The checkpoint's."""
+        dtype = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise ModelError(f"{self.where}: dtype {dtype!r} is not built; supported: {', '.join(DTYPES)}")
+        return dtype
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids; the generation config's come first, as in vLLM."""
+        ids: list[int] = []
+        for source in (self.generation, self.config):
+            value = source.get("eos_token_id")
+            ids += value if isinstance(value, list) else [] if value is None else [value]
+        return tuple(dict.fromkeys(int(i) for i in ids))
+
+    def flag(self, key: str) -> bool:
+        """False where the key is absent."""
+        return bool(self.config.get(key, False))
+
+    def positive(self, key: str, *, default: int | None = None) -> int:
+        """A whole number of 1 or more."""
+        value = self.config.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelError(f"{self.where}: {key} is {value!r}; a positive whole number is needed")
+        return value
+
+    def number(self, key: str, *, default: float) -> float:
+        """Any number."""
+        value = self.config.get(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ModelError(f"{self.where}: {key} is {value!r}; a number is needed")
+        return float(value)

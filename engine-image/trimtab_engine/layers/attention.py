@@ -1,0 +1,54 @@
+"""Attention of one decoder layer over the paged KV cache: q, k and v by one product, rotated and written in one pass,
+the queries' sums over what each may see, and the output's projection.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from trimtab_kernels.paged_attention import AttentionMetadata, paged_attention
+from trimtab_kernels.rope_and_cache import Norms, rope_and_cache
+
+from trimtab_engine.layers.quantized import Projection
+
+
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """By which keys and values are divided before a float8 KV cache keeps them."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
+class Attention:
+    """`qkv` has this rank's heads one behind the other, those of q and k with adjacent rotary pairs; `output` sums over
+    the ranks that share the layer. `norms`: each head of q and k is normalised before it is rotated."""
+
+    def __init__(
+        self,
+        qkv: Projection,
+        output: Projection,
+        *,
+        scale: float,
+        norms: Norms | None = None,
+        kv_scales: KVScales | None = None,
+    ) -> None:
+        self.qkv, self.output, self.norms = qkv, output, norms
+        self._scale = scale
+        kv_scales = kv_scales or KVScales()
+        self._kv_scales = {"key_scale": kv_scales.key, "value_scale": kv_scales.value}
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        rotation: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """x [num_tokens, hidden_size] -> the same shape. keys, values: this layer's part of the KV cache."""
+        slots, scales = metadata.slot_mapping, self._kv_scales
+        query, key, value = rope_and_cache(
+            self.qkv(x), rotation, keys, values, slots, norms=self.norms, is_padded=metadata.is_padded, **scales
+        )
+        output = paged_attention(query, key, value, keys, values, metadata, self._scale, **scales)
+        return self.output(output.view(x.shape[0], -1))

@@ -1,0 +1,287 @@
+"""The decoder that most families are: embeddings, layers of attention and MLP or mixture, a norm, the output layer.
+What a family has beyond the others (biases, norms of q and k, experts) the configuration says.
+
+One step: token ids and positions of all scheduled tokens in, their hidden states out; logits only for the rows that
+are asked for. q, k, v are one product, gate and up another. The MLP runs in slices of rows, so that its wide
+intermediate stays in the cache and the activations' peak does not depend on it.
+
+A rank computes its shard: some layers, and of each some heads and some columns of the MLP; the groups sum what was
+split, twice per layer, and pass hidden states from stage to stage.
+"""
+
+import logging
+
+import torch
+from trimtab_kernels.native.decoder import DecoderShape, LayerWeights
+from trimtab_kernels.paged_attention import AttentionMetadata
+from trimtab_kernels.rms_norm import add_rms_norm, gather_rms_norm, rms_norm
+from trimtab_kernels.rope_and_cache import Norms
+from trimtab_kernels.rotary_embedding import interleave_pairs
+
+from trimtab_engine.config.model import ModelConfig
+from trimtab_engine.device.kv_cache import KVTensors
+from trimtab_engine.layers.attention import Attention, KVScales
+from trimtab_engine.layers.gated_mlp import GatedMlp
+from trimtab_engine.layers.linear import MAX_ROWS, pads_rows
+from trimtab_engine.layers.moe import MixtureOfExperts
+from trimtab_engine.layers.quantized import stacked
+from trimtab_engine.layers.rotary import RotaryAngles
+from trimtab_engine.layers.vocabulary import LmHead, VocabularyEmbedding
+from trimtab_engine.models.compiled_layers import compile_layers, why_not
+from trimtab_engine.models.loading import Loader
+from trimtab_engine.parallel.expert_slots import ExpertSlots
+from trimtab_engine.parallel.experts import expert_map
+from trimtab_engine.parallel.groups import ALONE, RankGroups
+from trimtab_engine.parallel.shard import ModelShard
+from trimtab_engine.weights.source import Span
+
+logger = logging.getLogger("trimtab_engine.core")
+
+
+def load_mlp(config: ModelConfig, prefix: str, shard: ModelShard, groups: RankGroups, load: Loader) -> GatedMlp:
+    """This rank's columns of the gated MLP."""
+    return GatedMlp(
+        load.gated(prefix, "gate_proj", "up_proj", shard.mlp, has_bias=config.mlp_bias),
+        load.summed(prefix + "down_proj", shard.mlp, groups.tensor, has_bias=config.mlp_bias),
+    )
+
+
+def load_attention(config: ModelConfig, prefix: str, shard: ModelShard, groups: RankGroups, load: Loader) -> Attention:
+    """This rank's heads."""
+    size = config.head_size
+    heads, kv_heads = _elements(shard.heads, size), _elements(shard.kv_heads, size)
+    parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
+    norms = None
+    if config.qk_norm:
+        query, key = (interleave_pairs(load.copy(f"{prefix}{name}.weight"), size) for name in ("q_norm", "k_norm"))
+        norms = Norms(query, key, config.rms_norm_eps)
+    return Attention(
+        load.joined(prefix, parts, has_bias=config.qkv_bias, pairs=size),
+        load.summed(prefix + "o_proj", heads, groups.tensor, has_bias=config.output_bias),
+        scale=size**-0.5,
+        norms=norms,
+        kv_scales=KVScales(load.kv_scale(prefix, "k"), load.kv_scale(prefix, "v")),
+    )
+
+
+def load_mixture(
+    config: ModelConfig, prefix: str, shard: ModelShard, groups: RankGroups, load: Loader
+) -> MixtureOfExperts:
+    """The experts, or slices of them, that this rank holds."""
+    moe = config.moe
+    assert moe is not None
+    wide = shard.expert_mlp
+    w13, w2 = [], []
+    for expert in shard.experts:
+        of_expert = f"{prefix}experts.{expert}."
+        w13.append(load.expert(of_expert, ("gate_proj", "up_proj"), rows=wide))
+        w2.append(load.expert(of_expert, ("down_proj",), columns=wide))
+    (gate_up, gate_up_scales), (down, down_scales) = stacked(w13), stacked(w2)
+    slots = None
+    if shard.expert_placement is not None:
+        slots = ExpertSlots(
+            shard.expert_placement,
+            num_experts=moe.num_experts,
+            num_ranks=len(shard.expert_placement) // len(shard.experts),
+            index=shard.expert_index,
+            device=down.device,
+        )
+    is_split = slots is None and len(shard.experts) < moe.num_experts
+    held = torch.tensor(expert_map(moe.num_experts, shard.experts), device=down.device) if is_split else None
+    router = load.router(prefix + "gate.weight", moe.num_experts)
+    return MixtureOfExperts(
+        router,
+        gate_up,
+        down,
+        w13_scales=gate_up_scales,
+        w2_scales=down_scales,
+        top_k=moe.num_experts_per_token,
+        renormalize=moe.renormalize,
+        expert_map=held,
+        groups=groups,
+        slots=slots,
+    )
+
+
+class DecoderLayer:
+    """One decoder layer: attention, then an MLP or a mixture, each behind a norm and beside a residual."""
+
+    def __init__(self, config: ModelConfig, layer: int, shard: ModelShard, groups: RankGroups, load: Loader) -> None:
+        prefix = f"model.layers.{layer}."
+        self._index = layer - shard.layers[0]
+        self._eps = config.rms_norm_eps
+        self._input_norm = load.copy(prefix + "input_layernorm.weight")
+        self.attention = load_attention(config, prefix + "self_attn.", shard, groups, load)
+        self._post_norm = load.copy(prefix + "post_attention_layernorm.weight")
+        self.is_moe = config.is_moe_layer(layer)
+        make_mlp = load_mixture if self.is_moe else load_mlp
+        self.feed_forward = make_mlp(config, prefix + "mlp.", shard, groups, load)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        delta: torch.Tensor | None,
+        rotation: torch.Tensor,
+        kv_cache: KVTensors,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor | None:
+        """hidden [num_tokens, hidden_size], changed in place. `delta`: what the layer before has still to add to it, so
+        that the sum and the norm are one pass over memory; returned is what this one has. None: it has been added."""
+        if delta is None:
+            normalised = rms_norm(hidden, self._input_norm, self._eps)
+        else:
+            normalised = add_rms_norm(delta, hidden, self._input_norm, self._eps)
+        keys, values = kv_cache.keys[self._index], kv_cache.values[self._index]
+        attended = self.attention(normalised, rotation, keys, values, metadata)
+        if hidden.shape[0] <= MAX_ROWS or self.is_moe or hidden.is_cuda:
+            return self.feed_forward(add_rms_norm(attended, hidden, self._post_norm, self._eps))
+        hidden.add_(attended)
+        for part in torch.split(hidden, MAX_ROWS):
+            part.add_(self.mlp(part))
+        return None
+
+    def mlp(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The second half's result, to be added to hidden [rows, hidden_size]."""
+        return self.feed_forward(rms_norm(hidden, self._post_norm, self._eps))
+
+    def compiled_weights(self) -> LayerWeights | None:
+        """This layer for the compiled operators, None where its weights are not packed for them."""
+        qkv, output = self.attention.qkv.native, self.attention.output.native
+        if qkv is None or output is None:
+            return None
+        norms = self.attention.norms
+        mlp = self.feed_forward if isinstance(self.feed_forward, GatedMlp) else None
+        return LayerWeights(
+            self._input_norm,
+            self._post_norm,
+            qkv,
+            output,
+            None if norms is None else norms.query,
+            None if norms is None else norms.key,
+            None if mlp is None else mlp.gate_up.native,
+            None if mlp is None else mlp.down.native,
+        )
+
+
+class Decoder:
+    """One rank's shard of a decoder, on one device."""
+
+    def __init__(self, config: ModelConfig, load: Loader, shard: ModelShard, groups: RankGroups = ALONE) -> None:
+        self.config = config
+        dtype, device = load.dtype, load.device
+        self._dtype, self._pipeline = dtype, groups.pipeline
+        self._is_first_stage, self._is_last_stage = shard.is_first_stage, shard.is_last_stage
+        self._layers = [DecoderLayer(config, layer, shard, groups, load) for layer in range(*shard.layers)]
+        tied = config.tie_word_embeddings
+        rows = None if groups.tensor is None else shard.vocabulary
+        if shard.is_first_stage or (shard.is_last_stage and tied):
+            # On the CPU the table is looked up where it lies: in the page cache when the file has the computing dtype,
+            # so that a tied, packed lm_head is the only copy in anonymous memory.
+            table = load("model.embed_tokens.weight", rows=rows)
+            self._embed = VocabularyEmbedding(table, shard.vocabulary[0], groups.tensor)
+        if shard.is_last_stage:
+            self._norm = load.copy("model.norm.weight")
+            self._lm_head = LmHead(
+                table if tied else load("lm_head.weight", rows=rows), config.vocab_size, groups.tensor
+            )
+        self._rotary = RotaryAngles(config.rope, config.head_size, device)
+        self.pads_rows = pads_rows(dtype, device)
+        shape = decoder_shape(config, shard)
+        self._compiled = compile_layers(self._layers, shape, groups.tensor)
+        self.is_compiled = self._compiled is not None
+        """Whether the layers may get metadata for the compiled operators."""
+        if self._compiled is not None:
+            logger.info("CPU operators: compiled, for %s", self._compiled.instruction_set)
+        elif device.type == "cpu":
+            logger.info("CPU operators: torch's, not the compiled ones: %s", why_not(dtype, shape))
+
+    @property
+    def mixtures(self) -> list[MixtureOfExperts]:
+        """Of this rank's layers, those that have experts."""
+        return [layer.feed_forward for layer in self._layers if isinstance(layer.feed_forward, MixtureOfExperts)]
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: KVTensors,
+        metadata: AttentionMetadata,
+        *,
+        num_layers: int | None = None,
+    ) -> torch.Tensor:
+        """token_ids, positions [num_tokens] int64 -> hidden states [num_tokens, hidden_size] before the last norm.
+
+        `num_layers` runs the first layers only, for profiling: they all use the same memory. A stage gets the hidden
+        states from the one before it and sends its own to the next.
+        """
+        before = None
+        if not self._is_first_stage:
+            rows = token_ids.shape[0]
+            before = torch.empty(rows, self.config.hidden_size, dtype=self._dtype, device=token_ids.device)
+            self.receive(before)
+        hidden = self.compute(token_ids, positions, kv_cache, metadata, before=before, num_layers=num_layers)
+        self.send(hidden)
+        return hidden
+
+    def receive(self, hidden: torch.Tensor) -> None:
+        """Fill hidden [rows, hidden_size] with what the stage before sends. The first stage gets nothing."""
+        if not self._is_first_stage:
+            assert self._pipeline is not None
+            self._pipeline.receive(hidden, self._pipeline.index - 1)
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """To the next stage. The last one sends nothing."""
+        if not self._is_last_stage:
+            assert self._pipeline is not None
+            self._pipeline.send(hidden, self._pipeline.index + 1)
+
+    def compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: KVTensors,
+        metadata: AttentionMetadata,
+        *,
+        before: torch.Tensor | None,
+        num_layers: int | None = None,
+    ) -> torch.Tensor:
+        """This stage's layers: what `forward` does between receiving and sending. `before`: the hidden states of the
+        stage before, which are overwritten; the first stage has token ids alone."""
+        hidden = self._embed(token_ids) if before is None else before
+        rotation = self._rotary(positions)
+        if metadata.native is not None:
+            assert self._compiled is not None
+            self._compiled(hidden, rotation, kv_cache, metadata, num_layers)
+        else:
+            delta = None
+            for layer in self._layers[:num_layers]:
+                delta = layer(hidden, delta, rotation, kv_cache, metadata)
+            if delta is not None:
+                hidden.add_(delta)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """These rows [num_rows] int64 of `forward`'s result -> [num_rows, vocab_size] float32 on the last stage's first
+        rank, None elsewhere.
+
+        Every tensor-parallel rank of the last stage must call it, no rank of another stage.
+        """
+        return self._lm_head(gather_rms_norm(hidden, rows, self._norm, self.config.rms_norm_eps))
+
+
+def _elements(heads: Span, head_size: int) -> Span:
+    """Rows of a projection that belong to these heads."""
+    return heads[0] * head_size, heads[1] * head_size
+
+
+def decoder_shape(config: ModelConfig, shard: ModelShard) -> DecoderShape:
+    """A rank's layers in numbers."""
+    return DecoderShape(
+        hidden_size=config.hidden_size,
+        num_heads=shard.num_heads,
+        num_kv_heads=shard.num_kv_heads,
+        head_size=config.head_size,
+        intermediate_size=shard.mlp[1] - shard.mlp[0],
+        eps=config.rms_norm_eps,
+        scale=config.head_size**-0.5,
+    )

@@ -1,0 +1,110 @@
+"""What a family of models is to the engine: a value that says how its checkpoints are read and who computes them, and
+the protocol that what it builds follows. Needs no torch, so that facts can be told without it; `build` may.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from trimtab_engine.config.model import ModelConfig
+from trimtab_engine.config.model_words import ConfigWords
+from trimtab_engine.models.tensors import Tensors
+from trimtab_engine.weights.gguf_file import GgufNames
+
+if TYPE_CHECKING:
+    import torch
+    from trimtab_kernels.paged_attention import AttentionMetadata
+
+    from trimtab_engine.device.kv_cache import KVTensors
+    from trimtab_engine.layers.moe import MixtureOfExperts
+    from trimtab_engine.models.loading import Loader
+    from trimtab_engine.parallel.groups import RankGroups
+    from trimtab_engine.parallel.shard import ModelShard
+
+
+class Model(Protocol):
+    """One rank's shard of a model with its weights, on one device."""
+
+    pads_rows: bool
+    """Whether callers pad rows to few sizes."""
+    is_compiled: bool
+    """Whether the layers may get metadata for the CPU's compiled operators."""
+
+    @property
+    def mixtures(self) -> "Sequence[MixtureOfExperts]":
+        """This rank's mixtures of experts, in the order of their layers."""
+        ...
+
+    def forward(
+        self,
+        token_ids: "torch.Tensor",
+        positions: "torch.Tensor",
+        kv_cache: "KVTensors",
+        metadata: "AttentionMetadata",
+        *,
+        num_layers: int | None = None,
+    ) -> "torch.Tensor":
+        """token_ids, positions [num_tokens] int64 -> hidden states [num_tokens, hidden_size] before the last norm.
+
+        `num_layers` runs the first layers only, for profiling: they all use the same memory. A stage gets the hidden
+        states from the one before it and sends its own to the next.
+        """
+        ...
+
+    def receive(self, hidden: "torch.Tensor") -> None:
+        """Fill hidden [rows, hidden_size] with what the stage before sends. The first stage gets nothing."""
+        ...
+
+    def send(self, hidden: "torch.Tensor") -> None:
+        """Give hidden to the next stage. The last one sends nothing."""
+        ...
+
+    def compute(
+        self,
+        token_ids: "torch.Tensor",
+        positions: "torch.Tensor",
+        kv_cache: "KVTensors",
+        metadata: "AttentionMetadata",
+        *,
+        before: "torch.Tensor | None",
+        num_layers: int | None = None,
+    ) -> "torch.Tensor":
+        """This stage's layers: what `forward` does between receiving and sending. `before`: the hidden states of the
+        stage before, which are overwritten; the first stage has token ids alone."""
+        ...
+
+    def logits(self, hidden: "torch.Tensor", rows: "torch.Tensor") -> "torch.Tensor | None":
+        """These rows [num_rows] int64 of `forward`'s result -> [num_rows, vocab_size] float32 on the last stage's first
+        rank, None elsewhere.
+
+        Every tensor-parallel rank of the last stage must call it, no rank of another stage.
+        """
+        ...
+
+
+class Build(Protocol):
+    """How a family makes a rank's model: its layers and heads by `shard`, its weights by `load`."""
+
+    def __call__(self, config: ModelConfig, load: "Loader", shard: "ModelShard", groups: "RankGroups") -> Model: ...
+
+
+def build_decoder(config: ModelConfig, load: "Loader", shard: "ModelShard", groups: "RankGroups") -> Model:
+    """The `build` of families that are plain decoders. It is imported when one is built, because it needs torch."""
+    from trimtab_engine.models.decoder import Decoder
+
+    return Decoder(config, load, shard, groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family of models."""
+
+    architectures: tuple[str, ...]
+    """Its names in config.json."""
+    parse: Callable[[ConfigWords], ModelConfig]
+    """Reads config.json. Raises ModelError for what is missing, malformed or not built."""
+    tensors: Callable[[ModelConfig], Tensors]
+    """Everything that a checkpoint must hold, and nothing else."""
+    build: Build
+    gguf_names: Mapping[str, GgufNames] = field(default_factory=dict)
+    """How GGUF files name it, by their `general.architecture`."""

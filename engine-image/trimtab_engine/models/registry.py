@@ -1,0 +1,50 @@
+"""The families that are built. Adding one is a file beside this one, and a line in FAMILIES. Needs no torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab_engine.config.model import ModelConfig
+from trimtab_engine.config.model_words import ConfigWords
+from trimtab_engine.errors import ModelError
+from trimtab_engine.models import llama, qwen2, qwen3, qwen3_moe
+from trimtab_engine.models.family import Family
+from trimtab_engine.weights.open import open_source
+from trimtab_engine.weights.source import WeightSource
+
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    qwen3_moe.FAMILY,
+)
+BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
+GGUF_NAMES = {kind: names for family in FAMILIES for kind, names in family.gguf_names.items()}
+
+
+def family_of(architecture: str) -> Family:
+    """The family of an architecture that is built."""
+    return BY_ARCHITECTURE[architecture]
+
+
+def architecture_of(config: Mapping[str, Any], where: str) -> str:
+    """What config.json calls the model. Raises ModelError when it says nothing."""
+    name = ConfigWords(config, {}, where).architecture
+    if name is None:
+        raise ModelError(f"{where}: no architectures; expected one of {', '.join(BY_ARCHITECTURE)}")
+    return name
+
+
+def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Read config.json (and generation_config.json, {} when absent). `where` names the file in messages.
+
+    Raises ModelError for what is missing, malformed or not built.
+    """
+    architecture = architecture_of(config, where)
+    if architecture not in BY_ARCHITECTURE:
+        raise ModelError(f"{where}: architecture {architecture} is not built; supported: {', '.join(BY_ARCHITECTURE)}")
+    return family_of(architecture).parse(ConfigWords(config, generation, where))
+
+
+def open_model(model: str, load_format: str = "auto", *, seed: int = 0) -> WeightSource:
+    """Open a checkpoint; a GGUF file has its tensors under the names that its family knows. Raises ModelError."""
+    return open_source(model, load_format, seed=seed, gguf_names=GGUF_NAMES)

@@ -1,0 +1,100 @@
+"""Families are plug-ins: one file each and one line in the registry, and nobody else knows an architecture by name."""
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trimtab_engine
+from engine_benchmarks.parity import greedy_generator, load_runner
+from trimtab_engine.errors import ModelError
+from trimtab_engine.models import registry
+from trimtab_engine.models.facts import model_facts
+from trimtab_engine.models.registry import BY_ARCHITECTURE, FAMILIES, GGUF_NAMES, parse_model_config
+
+PACKAGE = Path(trimtab_engine.__file__).parent
+ARCHITECTURE = re.compile(r"\b[A-Z]\w*For(CausalLM|ConditionalGeneration)\b")
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": 2,
+}
+
+
+def family_files() -> set[Path]:
+    """The files that the registry names."""
+    lines = (PACKAGE / "models/registry.py").read_text().splitlines()
+    names = [line.strip().removesuffix(".FAMILY,") for line in lines if line.endswith(".FAMILY,")]
+    return {PACKAGE / "models" / f"{name}.py" for name in names}
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Modules that a file imports, at the top or inside a function."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_no_architecture_is_named_outside_its_familys_file() -> None:
+    named = {
+        f"{file.relative_to(PACKAGE)} names {match[0]}"
+        for file in PACKAGE.rglob("*.py")
+        if file not in family_files()
+        for match in ARCHITECTURE.finditer(file.read_text())
+    }
+    assert named == set()
+
+
+def test_only_the_registry_imports_families() -> None:
+    modules = {f"trimtab_engine.models.{file.stem}" for file in family_files()}
+    importing = {
+        str(file.relative_to(PACKAGE))
+        for file in PACKAGE.rglob("*.py")
+        if file not in family_files() and modules & set(imported(file))
+    }
+    assert importing == {"models/registry.py"}
+
+
+def test_every_family_has_a_file_of_its_own() -> None:
+    assert len(family_files()) == len(FAMILIES)
+    assert all(file.exists() for file in family_files())
+
+
+def test_no_two_families_claim_one_name() -> None:
+    assert len(BY_ARCHITECTURE) == sum(len(family.architectures) for family in FAMILIES)
+    assert len(GGUF_NAMES) == sum(len(family.gguf_names) for family in FAMILIES)
+    assert all(names.architecture in BY_ARCHITECTURE for names in GGUF_NAMES.values())
+
+
+def test_a_family_that_is_added_is_read_counted_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the registry's entry: its configuration, facts and tokens are those of the decoder that it builds."""
+
+    def tokens(architecture: str) -> list[list[int]]:
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": [architecture]}))
+        runner = load_runner(str(tmp_path), num_blocks=8, load_format="dummy")
+        return greedy_generator(runner, block_size=16)([[5, 6, 7]], 8)
+
+    known = tokens("LlamaForCausalLM")
+    with pytest.raises(ModelError, match="architecture OursForCausalLM is not built; supported: LlamaForCausalLM"):
+        tokens("OursForCausalLM")
+    family = replace(BY_ARCHITECTURE["LlamaForCausalLM"], architectures=("OursForCausalLM",), gguf_names={})
+    monkeypatch.setitem(registry.BY_ARCHITECTURE, "OursForCausalLM", family)
+    assert tokens("OursForCausalLM") == known
+    assert model_facts(str(tmp_path), load_format="dummy")["supported"] is True
+
+
+def test_a_configuration_that_names_no_architecture_is_refused() -> None:
+    with pytest.raises(ModelError, match="no architectures; expected one of LlamaForCausalLM"):
+        parse_model_config({}, {}, "config.json")
