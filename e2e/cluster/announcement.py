@@ -134,6 +134,8 @@ def _cluster_rows(machine: Machine, journey: Journey) -> list[tuple[str, str]]:
     rows.append(("Docker", machine.docker or own))
     sysctls = " ".join(f"{name}={value}" for name, value in KUBELET_SYSCTLS.items())
     rows.append(("sysctls", f"{sysctls}, put back when the cluster is removed"))
+    if machine.docker is None:
+        rows.append(("", "its daemon turns packet forwarding on and adds firewall rules, put back likewise"))
     rows.append(("cluster", f"{nodes} of Kubernetes, named trimtab, {end}"))
     if machine.cluster is not None:
         rows.append(("", f"one is up already: {machine.cluster}"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
@@ -12,29 +11,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from . import (
-    announcement,
-    docker_daemon,
-    host_settings,
-    images,
-    journey,
-    kind_cluster,
-    leftovers,
-    model,
-    node_image,
-    set_up,
-    shape,
-    survey,
-    target,
-    tools,
-)
+from . import docker_daemon, host_settings, images, kind_cluster, make_commands, model, set_up, target, tools
+from .bring_up import bring_up
 from .cache import locked, remove_tree
 from .errors import ClusterError, UsageError
 from .kind_cluster import Cluster
-from .progress import in_parallel, say, stage, wait_until
+from .progress import say, stage
 from .root import cache_root
-
-PATIENCE_SECONDS = 45.0  # for a cluster that exists to show itself healthy: longer than a node's lease lasts
 
 SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 
@@ -104,24 +87,7 @@ def parser() -> Parser:
     add("logs", logs, "collect the logs of nodes, kubelet, containerd and pods; prints the folder")
     load_command = add("load", load, "copy images into the cluster's nodes; prints the names that pods use")
     load_command.add_argument("images", nargs="+", metavar="IMAGE")
-    set_up_command = add("set-up", set_up_parts, "make what a command of make needs: the named parts, at once")
-    set_up_command.add_argument("--workers", type=_count, default=0, metavar="N", help="of the cluster (default: 0)")
-    set_up_command.add_argument("--for", dest="command_of_make", default="", metavar="COMMAND", help="said in line one")
-    set_up_command.add_argument("--then", default="", metavar="WHAT", help="what that command does afterwards")
-    set_up_command.add_argument("--then-seconds", type=float, default=0.0, metavar="S", help="and how long that takes")
-    set_up_command.add_argument("--dry-run", action="store_true", help="only say what would be done")
-    set_up_command.add_argument("parts", nargs="+", metavar="PART", choices=set_up.PARTS, help=", ".join(set_up.PARTS))
-    stage_command = add("stage", run_stage, "run a program as a stage: its time is said and kept", named=False)
-    stage_command.add_argument("--about", type=float, required=True, metavar="S", help="the seconds it should take")
-    stage_command.add_argument("title", metavar="NAME")
-    stage_command.add_argument("words", nargs="+", metavar="COMMAND")
-    add("took", took, "say how long each stage of this command of make took", named=False)
-    add(
-        "leftovers",
-        show_leftovers,
-        "list what of ours is left on this machine; exit code 1 when anything is",
-        named=False,
-    )
+    _add_commands_of_make(add)
     add("tools", show_tools, "make kind, kubectl and helm available; prints their folder", named=False)
     add("model", show_model, "fetch and convert the model once; prints its folder", named=False)
     images_command = add("images", show_images, "build the images of engine, operator and model", named=False)
@@ -136,6 +102,24 @@ def parser() -> Parser:
     return top
 
 
+def _add_commands_of_make(add: Callable[..., Parser]) -> None:
+    """Those that only the Makefile calls, but for what is left over."""
+    ready = add("set-up", make_commands.set_up_parts, "make what a command of make needs: the named parts, at once")
+    ready.add_argument("--workers", type=_count, default=0, metavar="N", help="of the cluster (default: 0)")
+    ready.add_argument("--for", dest="command_of_make", default="", metavar="COMMAND", help="said in line one")
+    ready.add_argument("--then", default="", metavar="WHAT", help="what that command does afterwards")
+    ready.add_argument("--then-seconds", type=float, default=0.0, metavar="S", help="and how long that takes")
+    ready.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    ready.add_argument("parts", nargs="+", metavar="PART", choices=set_up.PARTS, help=", ".join(set_up.PARTS))
+    timed = add("stage", make_commands.run_stage, "run a program and say how long it took", named=False)
+    timed.add_argument("--about", type=float, required=True, metavar="S", help="the seconds it should take")
+    timed.add_argument("title", metavar="NAME")
+    timed.add_argument("words", nargs="+", metavar="COMMAND")
+    add("took", make_commands.took, "say how long each stage of this call of make took", named=False)
+    left = "list what of ours is left on this machine; exit code 1 when anything is"
+    add("leftovers", make_commands.show_leftovers, left, named=False)
+
+
 def _count(text: str) -> int:
     count = int(text)
     if count < 0:
@@ -144,112 +128,10 @@ def _count(text: str) -> int:
 
 
 def up(arguments: argparse.Namespace) -> int:
-    cluster = bring_up(arguments)
+    cluster = bring_up(arguments.name, arguments.workers)
     if cluster is not None:
         print(f"export KUBECONFIG={shlex.quote(str(cluster.kubeconfig))}")
     return 0
-
-
-def bring_up(arguments: argparse.Namespace) -> Cluster | None:
-    """The cluster that was asked for, up; None for one that is not ours."""
-    if target.uses_current():
-        version = target.current_version(target.with_tools({}, need_kind=False))
-        say(f"CLUSTER=current: Kubernetes {version} answers; nothing was created")
-        return None
-    with locked(f"cluster-{arguments.name}"):
-        cluster = _up(arguments.name, arguments.workers)
-    version, num_nodes = kind_cluster.server_version(cluster), len(kind_cluster.nodes(cluster))
-    say(f"cluster {cluster.name}: Kubernetes {version}, {num_nodes} node(s) Ready")
-    return cluster
-
-
-def _up(name: str, workers: int) -> Cluster:
-    docker: dict[str, str] = {}
-    in_parallel(
-        lambda: docker.update(docker_daemon.ensure()),
-        lambda: tools.ensure(tools.KIND, tools.KUBECTL, tools.HELM),
-    )
-    cluster = Cluster(name, target.with_tools(docker))
-    if kind_cluster.exists(cluster):
-        reason = _why_anew(cluster, workers)
-        if reason is None:
-            return cluster
-        say(f"cluster {name}: {reason}: making it anew")
-        kind_cluster.delete(cluster)
-    image, own_network = _node_image(docker)
-    kind_cluster.create(cluster, image, workers, own_network=own_network)
-    return cluster
-
-
-def _why_anew(cluster: Cluster, workers: int) -> str | None:
-    """What speaks against the cluster that is there; None when it is of the shape asked for, and healthy."""
-    chosen = os.environ.get("KIND_NODE_IMAGE", "")
-    wanted = shape.Wanted(workers, (chosen,) if chosen else (shape.KIND_REPOSITORY, node_image.image_name()))
-    other = shape.difference(kind_cluster.shape_of(cluster), wanted)
-    if other is not None:
-        return other
-    # A busy machine may answer late: a cluster with somebody's work in it is not thrown away for that.
-    healthy = wait_until(f"cluster {cluster.name}: healthy", PATIENCE_SECONDS, lambda: kind_cluster.is_healthy(cluster))
-    return None if healthy else "it is not healthy"
-
-
-def _node_image(docker: dict[str, str]) -> tuple[str | None, bool]:
-    """The node image to use (None: kind's own), and whether it needs our pod network."""
-    chosen = os.environ.get("KIND_NODE_IMAGE", "")
-    if chosen:
-        return chosen, chosen.startswith(node_image.NAME)
-    if docker_daemon.reaches_registry(docker):
-        say("node image: kind's own, from the image registry")
-        return None, False
-    say("node image: no image registry can be reached, so one of Debian's packages (built once)")
-    return node_image.ensure(docker), True
-
-
-def set_up_parts(arguments: argparse.Namespace) -> int:
-    journey_ahead = announcement.Journey(
-        command=arguments.command_of_make or "set-up",
-        parts=frozenset(arguments.parts),
-        then=arguments.then or "then",
-        then_seconds=arguments.then_seconds,
-        workers=arguments.workers,
-        keeps=os.environ.get("KEEP", "") not in ("", "0"),
-        current=target.uses_current(),
-    )
-    if arguments.command_of_make:
-        machine = survey.look(arguments.name)
-        print(announcement.first_line(machine, journey_ahead), file=sys.stderr, flush=True)
-        if arguments.dry_run:
-            print("\n".join(announcement.details(machine, journey_ahead)))
-            print("nothing was done (DRY_RUN=1)", file=sys.stderr)
-    if not arguments.dry_run:
-        set_up.ensure(journey_ahead.parts, lambda: bring_up(arguments))
-    return 0
-
-
-def run_stage(arguments: argparse.Namespace) -> int:
-    """The program's output is its own progress, so nothing is said while it runs."""
-    code = 0
-    with contextlib.suppress(_Failed), stage(arguments.title, arguments.about, quietly=True):
-        code = subprocess.run(arguments.words, check=False).returncode
-        if code != 0:
-            raise _Failed
-    return code
-
-
-class _Failed(Exception):
-    """A stage's program ended with an exit code; it has said why itself."""
-
-
-def took(_: argparse.Namespace) -> int:
-    say(journey.took(journey.ended(), journey.elapsed()))
-    journey.forget_old()
-    return 0
-
-
-def show_leftovers(_: argparse.Namespace) -> int:
-    found = leftovers.find()
-    print("\n".join(found) if found else "nothing of ours is left: no container, daemon, mount or process")
-    return 1 if found else 0
 
 
 def down(arguments: argparse.Namespace) -> int:

@@ -87,7 +87,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
         "cluster.kind_cluster.create",
         lambda _, image, workers, **__: standing.done.append(f"created with {workers} workers of {image}"),
     )
-    monkeypatch.setattr("cluster.cli.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("cluster.bring_up.PATIENCE_SECONDS", 0.0)
     return standing
 
 
