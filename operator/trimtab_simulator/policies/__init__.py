@@ -1,0 +1,1 @@
+"""Who steers: our tuner, the rivals by their published rules, and fixed values. One file per rule."""
