@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from trimtab_operator.tuner.twin import Sequence
+
 from trimtab_simulator.errors import BadRequest
 
 SLOW_GAPS_ALLOWED = 0.05  # of a request's gaps that may exceed --itl-token: its 95th percentile is within
@@ -44,12 +45,19 @@ class Objectives:
     def met_by(self, sequence: Sequence) -> bool:
         """Whether this finished request saw all of it."""
         ttft = sequence.ttft
-        if ttft is None or sequence.finished_at is None or ttft > self.ttft + sequence.num_prompt * self.per_prompt_token:
+        if (
+            ttft is None
+            or sequence.finished_at is None
+            or ttft > self.ttft + sequence.num_prompt * self.per_prompt_token
+        ):
             return False
         num_gaps = sequence.num_output - 1
         if not num_gaps:
             return True
-        if self.itl_mean is not None and sequence.finished_at - (sequence.first_token_at or 0.0) > self.itl_mean * num_gaps:
+        if (
+            self.itl_mean is not None
+            and sequence.finished_at - (sequence.first_token_at or 0.0) > self.itl_mean * num_gaps
+        ):
             return False
         return self.itl_token is None or sequence.num_slow_gaps <= SLOW_GAPS_ALLOWED * num_gaps
 
@@ -76,7 +84,9 @@ def parse_ttft(text: str, flag: str = "--ttft") -> tuple[float, float]:
     """Seconds, and seconds per prompt token, of `2s`, `2s+1/8000` (8,000 tokens a second) or `2s+125us`."""
     found = _TTFT.fullmatch(text.strip())
     if found is None:
-        raise BadRequest(f"{flag} is {text!r}; it must be a time such as 2s, or 2s+1/8000 to give each prompt token 1/8000 s")
+        raise BadRequest(
+            f"{flag} is {text!r}; it must be a time such as 2s, or 2s+1/8000 to give each prompt token 1/8000 s"
+        )
     base = parse_duration(found["base"], flag)
     more = found["more"]
     if more is None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab_operator.tuner.twin import StepCost
+
 from trimtab_simulator.errors import BadCalibration, BadRequest
 
 GIB = 1 << 30
@@ -36,6 +37,9 @@ class Machine:
     block_size: int = 16
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 8192
+    max_num_seqs_cap: int = 1024
+    max_num_batched_tokens_cap: int = 16_384
+    max_model_len: int = 131_072
     num_gpus: int = 1
 
     def blocks_at(self, utilization: float) -> int:
@@ -43,9 +47,15 @@ class Machine:
         tokens = self.kv_tokens + (utilization - START_UTILIZATION) * self.device_bytes / self.bytes_per_token
         return max(1, math.floor(tokens / self.block_size))
 
+    @property
+    def least_utilization(self) -> float:
+        """The utilisation at which the KV cache holds one request of full length."""
+        missing = (self.max_model_len - self.kv_tokens) * self.bytes_per_token / self.device_bytes
+        return max(0.01, min(START_UTILIZATION, math.ceil((START_UTILIZATION + missing) * 10_000) / 10_000))
+
     def with_kv_tokens(self, tokens: int) -> Machine:
         """The same with another KV cache at the start."""
-        return replace(self, kv_tokens=tokens)
+        return replace(self, kv_tokens=tokens, max_model_len=min(self.max_model_len, tokens))
 
 
 START_UTILIZATION = 0.90
@@ -61,6 +71,9 @@ SIZES = (
     "block_size",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "max_num_seqs_cap",
+    "max_num_batched_tokens_cap",
+    "max_model_len",
     "num_gpus",
 )
 
@@ -94,7 +107,9 @@ def read_calibration(path: Path, model: str, gpu: str, base: Machine | None) -> 
         raise BadCalibration(f"{path} is not a JSON object of coefficients and sizes")
     unknown = sorted(set(found) - {*COEFFICIENTS, *SIZES, "model", "gpu", "steps"})
     if unknown:
-        raise BadCalibration(f"{path} has {', '.join(unknown)}; known are {', '.join((*COEFFICIENTS, *SIZES, 'steps'))}")
+        raise BadCalibration(
+            f"{path} has {', '.join(unknown)}; known are {', '.join((*COEFFICIENTS, *SIZES, 'steps'))}"
+        )
     for name, asked in (("model", model), ("gpu", gpu)):
         if name in found and str(found[name]).lower() != asked.lower():
             raise BadCalibration(f"{path} is of {name} {found[name]}, not {asked}; name what was measured")

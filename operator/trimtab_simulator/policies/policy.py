@@ -6,23 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from trimtab_operator.tuner.knobs import Knob, Value, Values
+from trimtab_operator.tuner.looks import Look, Phase
+
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.machine import Machine
-from trimtab_simulator.plant.sample import ReplicaView
-
-KNOBS = ("max_num_seqs", "max_num_batched_tokens", "watermark", "gpu_memory_utilization")
-"""The live fields that a policy may move, by the engine's names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What does not change during a replay, and what an operator is told of: its resource and its objectives."""
+    """What does not change during a replay, and what an operator is told of: its resource and its objectives.
+
+    Of the machine a policy may read what the model and the GPU are, not how long its steps take.
+    """
 
     machine: Machine
     objectives: Objectives
     min_replicas: int
     max_replicas: int
+    start_replicas: int
     cold_start_seconds: float
+    knobs: Values
+    """Where every engine starts."""
     seed: int = 0
 
 
@@ -32,22 +37,23 @@ class View:
 
     now: float
     desired: int
-    knobs: Mapping[str, float]
+    knobs: Values
     """The values that all replicas are asked to run."""
-    replicas: tuple[ReplicaView, ...]
+    looks: tuple[Look, ...]
 
     @property
-    def ready(self) -> list[ReplicaView]:
-        """Replicas that serve and were scraped."""
-        return [r for r in self.replicas if r.phase == "ready" and r.sample is not None]
+    def ready(self) -> list[Look]:
+        """Looks at replicas that serve, with a sample."""
+        return [look for look in self.looks if look.phase is Phase.READY and look.sample is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What to change: a replica target, and knobs of all replicas. What is not named stays."""
+    """What to change: a replica target, and knobs of all replicas. What is not named stays. `why` is for the log."""
 
     replicas: int | None = None
-    knobs: Mapping[str, float] = field(default_factory=dict)
+    knobs: Mapping[Knob, Value] = field(default_factory=dict)
+    why: str = ""
 
 
 STAY = Moves()
@@ -58,6 +64,8 @@ class Policy(Protocol):
 
     name: str
     tick_seconds: float
+    reads_requests: bool
+    """Whether it looks at single requests: they are told only then, as they take time."""
 
     def decide(self, view: View) -> Moves:
         """What to do now."""

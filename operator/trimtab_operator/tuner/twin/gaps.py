@@ -49,6 +49,11 @@ class Gaps:
             done = upto
             bucket += 1
 
+    def merge(self, other: Gaps) -> None:
+        """Count what `other`, which has the same edges, has counted."""
+        self.counts = [mine + its for mine, its in zip(self.counts, other.counts, strict=True)]
+        self.total_seconds += other.total_seconds
+
     def percentile(self, percent: float) -> float | None:
         """The length below which `percent` of the gaps are, interpolated within its bucket; None without gaps."""
         return percentile(self.counts, self._edges, percent)
