@@ -17,6 +17,7 @@ from trimtab_engine.config.engine import set_log_level
 from trimtab_engine.config.live.patch import LiveConfig
 from trimtab_engine.config.live.reading import Refusal
 from trimtab_engine.core.execution import Execution, Flight, PreparedStep, StepResult
+from trimtab_engine.core.intake import check_token_ids
 from trimtab_engine.core.lifecycle import Lifecycle, Refused, RemainingWork
 from trimtab_engine.core.preemption_watch import PreemptionWatch
 from trimtab_engine.core.step_stats import note_graphs, step_stats
@@ -123,6 +124,11 @@ class Engine:
         if not self._lifecycle.accepts:  # its server had not heard yet
             self._ready.append(RequestOutput(message.request_id, [], RequestStatus.FINISHED_ABORTED.value))
             return
+        try:
+            check_token_ids(message, self._runner.facts.vocab_size)
+        except InvalidRequest as error:
+            self._refuse(message.request_id, error)
+            return
         request = Request.of(
             message.request_id,
             message.prompt_token_ids,
@@ -141,8 +147,11 @@ class Engine:
                 raise InvalidRequest(f"the grammar cannot be built: {reason}")
             self._scheduler.add(request)
         except InvalidRequest as error:
-            ended = RequestOutput(request.request_id, [], RequestStatus.FINISHED_ERROR.value, error=str(error))
-            self._ready.append(ended)
+            self._refuse(request.request_id, error)
+
+    def _refuse(self, request_id: str, error: InvalidRequest) -> None:
+        """The next report says that it ended, and why."""
+        self._ready.append(RequestOutput(request_id, [], RequestStatus.FINISHED_ERROR.value, error=str(error)))
 
     def abort(self, request_ids: list[str]) -> None:
         """Free these requests' blocks now. The one who aborts knows: no output is sent."""

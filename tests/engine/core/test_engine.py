@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.engine import Engine
@@ -389,3 +390,29 @@ def test_max_model_len_auto_is_the_longest_that_fits_one_request(
 def test_max_model_len_auto_says_what_is_missing_where_nothing_fits(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"out of memory before loading: .* use a device of more than"):
         an_engine(model, max_model_len="auto", num_gpu_blocks_override=None, device_memory_bytes=200 << 20)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_token_ids": [1, VOCABULARY, 2]},
+        {"sampling": Sampling(logit_bias={VOCABULARY: 1.0})},
+        {"sampling": Sampling(allowed_token_ids=(VOCABULARY,))},
+    ],
+)
+def test_a_token_id_that_the_model_does_not_have_ends_its_request_alone(
+    model: Path, expected: dict[str, list[int]], changes: dict[str, Any]
+) -> None:
+    engine, _ = an_engine(model)
+    good = REQUESTS[3]
+    wrong = msgspec.structs.replace(good, request_id="wrong", **changes)
+    engine.add(wrong)
+    engine.add(good)
+    ended, tokens = [], []
+    while engine.has_work:
+        for output in engine.step().outputs:
+            ended += [output] if output.request_id == "wrong" else []
+            tokens += output.token_ids
+    assert [output.finish_reason for output in ended] == ["error"]
+    assert "out of a vocabulary of 97" in ended[0].error
+    assert tokens == expected[good.request_id]

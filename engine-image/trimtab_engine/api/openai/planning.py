@@ -31,12 +31,13 @@ async def completion_prompts(serving: Serving, body: CompletionRequest) -> tuple
             _check_length(serving, prompt, "prompt")
             texts.append(prompt)
         else:
-            _check_known(serving, prompt)
             ids.append(prompt)
     if texts:
         ids = await serving.tokenizer.encode_many_async(texts)
         if not all(ids):
             raise invalid("prompt has no tokens; send at least one", "prompt")
+    for prompt_ids in ids:
+        _check_known(serving, prompt_ids, "prompt")
     if not body.echo:
         return ids, None
     decode = serving.tokenizer.decode
@@ -49,6 +50,7 @@ async def chat_prompt(serving: Serving, body: ChatRequest, tools: Sequence[dict[
     ids = await bounded(serving, text, "messages", add_special_tokens=False)
     if not ids:
         raise invalid("messages have no tokens; send at least one", "messages")
+    _check_known(serving, ids, "messages")
     return ids
 
 
@@ -175,8 +177,11 @@ def _check_length(serving: Serving, text: str, param: str) -> None:
         )
 
 
-def _check_known(serving: Serving, ids: list[int]) -> None:
-    """Token ids as the client sent them must be inside the vocabulary."""
-    highest = max(ids)
-    if highest >= serving.facts.vocab_size:
-        raise invalid(f"token id {highest} is out of vocabulary; it has {serving.facts.vocab_size} tokens", "prompt")
+def _check_known(serving: Serving, ids: list[int], param: str) -> None:
+    """The model must have an embedding for every token id, whether the client sent it or the tokenizer made it of text:
+    a tokenizer may have tokens that were added after the model was trained."""
+    highest, vocab_size = max(ids), serving.facts.vocab_size
+    if highest >= vocab_size:
+        name = serving.tokenizer.token_name(highest)
+        shown = f" ({shorten(name)!r})" if name else ""
+        raise invalid(f"token id {highest}{shown} is out of vocabulary; the model has {vocab_size} tokens", param)
