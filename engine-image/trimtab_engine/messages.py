@@ -163,6 +163,8 @@ class RequestOutput(msgspec.Struct, array_like=True):
     """With finish_reason error: what was wrong with the request, in words for its client."""
     engine_index: int = 0
     """Which of several data-parallel cores; the client fills it in, which knows whom it hears."""
+    is_engines_fault: bool = False
+    """With finish_reason error: nothing was wrong with the request. HTTP 500."""
 
 
 REFUSED = "refused"
@@ -290,6 +292,8 @@ class StepStats(msgspec.Struct, array_like=True):
     kernel_compilations: int = 0
     expert_balance: ExpertBalance | None = None
     """None: nothing new."""
+    failed_requests: dict[str, int] = {}
+    """Requests that no token could be chosen for, by why (sampling/failures.py)."""
 
 
 class StepOutputs(msgspec.Struct, tag="outputs"):

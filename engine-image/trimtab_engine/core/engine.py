@@ -8,7 +8,7 @@ import logging
 import math
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar
@@ -30,12 +30,17 @@ from trimtab_engine.messages import AddRequest, EngineState, RequestOutput, Step
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.rank_ledger import rank_ledger
 from trimtab_engine.runner.weights import Weights
+from trimtab_engine.sampling.failures import Failure
 from trimtab_engine.scheduling.request import Grammar, Request, RequestStatus
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
 from trimtab_engine.structured.compiler import GrammarCompiler
 
 REPORT_SECONDS = 1.0  # how often the ledger and the live values are sent when nothing changed
+NAN_ERROR = "the model's logits are not numbers (NaN) for this request"
+NOTHING_LEFT_ERROR = (
+    "no token is left to choose: allowed_token_ids, bad_words, min_tokens and the grammar together forbid all of them"
+)
 RATE_WEIGHT = 0.1  # of the newest step in the running mean of tokens per second
 
 LayoutReport = dict[str, Any]
@@ -85,6 +90,8 @@ class Engine:
         """Outputs that the next step() reports."""
         self._preemption = PreemptionWatch(parts.scheduler)
         self._announced: set[str] = set()
+        self._failed: dict[str, int] = {}
+        """Requests that no token could be chosen for since the last report, by Failure."""
         self._last_report = -REPORT_SECONDS
         self._drain_deadline: float | None = None
         self._tokens_per_second = 0.0
@@ -229,6 +236,7 @@ class Engine:
         for request, tokens in zip(batch.sampling, result.token_ids, strict=True):
             if request.grammar is not None and isinstance(tokens, list):
                 _end_with_grammar(request.grammar, tokens)
+        self._end_failed({batch.sampling[place]: failure for place, failure in result.failed.items()})
         sampled = self._scheduler.update(batch, result.token_ids, now)
         self._preemption.measure(flight, result, now)
         for entry, positions in zip(sampled, result.logprobs, strict=True):
@@ -238,6 +246,31 @@ class Engine:
             [request for request, _, finished in sampled if finished is None and not request.status.is_finished],
             self._scheduler.policy.num_speculative_tokens,
         )
+
+    def _end_failed(self, failed: Mapping[Request, Failure]) -> None:
+        """End the requests that no token could be chosen for, and let nobody find what they computed."""
+        for request, failure in failed.items():
+            if request.status.is_finished:
+                continue
+            is_ours = failure is Failure.NAN
+            request.error = NAN_ERROR if is_ours else NOTHING_LEFT_ERROR
+            logger.log(logging.ERROR if is_ours else logging.INFO, "request %s: %s", request.request_id, request.error)
+            if is_ours:
+                self._scheduler.disown(request)
+            self._scheduler.abort([request.request_id], RequestStatus.FINISHED_ERROR)
+            self._announced.discard(request.request_id)
+            self._failed[failure.value] = self._failed.get(failure.value, 0) + 1
+            self._ready.append(
+                RequestOutput(
+                    request.request_id,
+                    [],
+                    RequestStatus.FINISHED_ERROR.value,
+                    first_scheduled_time=request.first_scheduled_time,
+                    num_preemptions=request.num_preemptions,
+                    error=request.error,
+                    is_engines_fault=is_ours,
+                )
+            )
 
     def _settle(self) -> None:
         """Land what is in flight: what moves blocks or weights needs a quiet device."""
@@ -252,6 +285,7 @@ class Engine:
         stats = step_stats(step, result, self._scheduler, self._kv_cache, self._formula.block_bytes_of_all_ranks)
         stats.time, stats.step_seconds = now, now - started
         stats.num_deferred = self._grammars.num_waiting
+        stats.failed_requests, self._failed = self._failed, {}
         stats.config_generation = self._live.generation
         stats.wire_bytes = self._runner.take_wire_bytes()
         note_graphs(stats, self._runner.take_graph_counts())

@@ -17,8 +17,9 @@ from trimtab_engine.device.swap_cache import NOTHING_SWAPPED, Pairs, SwapCache, 
 from trimtab_engine.messages import SpeculationCounts
 from trimtab_engine.runner.graphs.step_buffers import Feed
 from trimtab_engine.runner.model_runner import ModelRunner
+from trimtab_engine.sampling.failures import Failure
 from trimtab_engine.sampling.logprobs import ScoresInFlight
-from trimtab_engine.sampling.sampler import TokenMasks, sample
+from trimtab_engine.sampling.sampler import SampledTokens, TokenMasks, sample
 from trimtab_engine.sampling.token_table import DeviceRow
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.request import Request
@@ -40,6 +41,8 @@ class StepResult:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """For each entry of step.scoring as many as it says."""
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    failed: dict[int, Failure] = field(default_factory=dict)
+    """By place in batch.sampling: requests that no token could be chosen for. Their token_ids mean nothing."""
 
 
 @dataclass(slots=True)
@@ -208,8 +211,9 @@ class Execution:
         tokens = steps.sample(logits, rows) if rows else None
 
         def land() -> StepResult:
-            token_ids, logprobs = ([], []) if tokens is None else tokens.result()
-            return StepResult([*token_ids], [*logprobs], self._take_swapped(), _read(scores))
+            result = self._of(SampledTokens([], []) if tokens is None else tokens.result())
+            result.prompt_logprobs = _read(scores)
+            return result
 
         return land
 
@@ -236,7 +240,10 @@ class Execution:
             eos_token_ids=self._runner.facts.eos_token_ids,
             masks=None if masks is None else masks.result(),
         )
-        return StepResult([*tokens.token_ids], [*tokens.logprobs], self._take_swapped())
+        return self._of(tokens)
+
+    def _of(self, tokens: SampledTokens) -> StepResult:
+        return StepResult([*tokens.token_ids], [*tokens.logprobs], self._take_swapped(), failed=tokens.failed)
 
     def propose_next(self, requests: list[Request], depth: int) -> None:
         """A step has landed: give the requests that got a token and go on what the next step may verify."""
@@ -265,6 +272,7 @@ class Execution:
             masks=None if masks is None else masks.result(),
         )
         result = StepResult([v.token_ids for v in verified], [v.logprobs for v in verified], self._take_swapped())
+        result.failed = {i: v.failure for i, v in enumerate(verified) if v.failure is not None}
         for sequence, tokens in zip(sampling, verified, strict=True):
             if sequence.draft_token_ids:
                 result.speculation.note(len(sequence.draft_token_ids), len(tokens.token_ids) - 1)

@@ -11,7 +11,7 @@ from trimtab_kernels.edit_logits import NONE, ban_tokens, edit_logits
 from trimtab_engine.device.transfer import receive, send, send_together
 from trimtab_engine.sampling.forbidden_tokens import Ban, bans_of
 from trimtab_engine.sampling.logprobs import judge_rows, reports_of
-from trimtab_engine.sampling.sampler import ROWS_AT_ONCE, choose_limited
+from trimtab_engine.sampling.sampler import ROWS_AT_ONCE, best_logits, choose_limited
 from trimtab_engine.sampling.token_table import DeviceRow, Places, TokenTable
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import TokenLogprobs
@@ -30,6 +30,17 @@ class ReportsInFlight:
         found = reports_of(self.judged, [token_ids[row] for row in self.rows], self.wanted)
         for row, report in zip(self.rows, found, strict=True):
             reports[row] = report
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTokens:
+    """One token per row, on the device, and what is reported of them."""
+
+    token_ids: torch.Tensor
+    """[rows] int64."""
+    best: torch.Tensor
+    """[rows] float32: what tells of rows that no token can be chosen from (sampling/failures.py)."""
+    reports: list[ReportsInFlight]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +80,23 @@ class DeviceSampler:
         edit_logits(logits, self._table.words, zero, none, none, half, half, half)
 
     @torch.inference_mode()
-    def sample(
-        self, logits: torch.Tensor, rows: Sequence[DeviceRow], last_tokens: torch.Tensor
-    ) -> tuple[torch.Tensor, list[ReportsInFlight]]:
+    def sample(self, logits: torch.Tensor, rows: Sequence[DeviceRow], last_tokens: torch.Tensor) -> ChosenTokens:
         """logits [rows, vocab_size] float32, changed in place; last_tokens: those chosen last, where the rows' sources
-        point. Returns the tokens [rows] int64, and the reports that are asked for."""
+        point."""
         edits = self._edits(rows)
         if not edits or all(row.sampling.logprobs is None for row in rows):
             return self._sample(logits, rows, 0, edits, last_tokens)
         # Reports are of the logits as they were: a few rows at a time, so that the copies stay small.
-        tokens, reports = [], []
+        parts = []
         for first in range(0, len(rows), ROWS_AT_ONCE):
             part = slice(first, first + ROWS_AT_ONCE)
             own = [edit for edit in edits if first <= edit.index < first + ROWS_AT_ONCE]
-            chosen, judged = self._sample(logits[part], rows[part], first, own, last_tokens)
-            tokens.append(chosen)
-            reports += judged
-        return torch.cat(tokens), reports
+            parts.append(self._sample(logits[part], rows[part], first, own, last_tokens))
+        return ChosenTokens(
+            torch.cat([part.token_ids for part in parts]),
+            torch.cat([part.best for part in parts]),
+            [report for part in parts for report in part.reports],
+        )
 
     def _edits(self, rows: Sequence[DeviceRow]) -> list[Edit]:
         """In the order of the rows, for those that ask for any."""
@@ -106,7 +117,7 @@ class DeviceSampler:
 
     def _sample(
         self, logits: torch.Tensor, rows: Sequence[DeviceRow], first: int, edits: list[Edit], last_tokens: torch.Tensor
-    ) -> tuple[torch.Tensor, list[ReportsInFlight]]:
+    ) -> ChosenTokens:
         """Some rows of a step, the first of which is its row `first`."""
         reported = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
         before = logits.log_softmax(dim=-1) if edits and reported else None
@@ -122,7 +133,7 @@ class DeviceSampler:
             wanted = [rows[row].sampling.logprobs or 0 for row in part]
             judged = judge_rows(raw, chosen.index_select(0, index), max(wanted))
             reports.append(ReportsInFlight([first + row for row in part], wanted, receive(judged)))
-        return chosen, reports
+        return ChosenTokens(chosen, best_logits(logits, chosen), reports)
 
     def _edit(self, logits: torch.Tensor, first: int, edits: list[Edit], last_tokens: torch.Tensor) -> None:
         """Two launches at most, whatever the requests ask for."""

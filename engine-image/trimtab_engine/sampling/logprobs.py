@@ -18,7 +18,9 @@ def judge_rows(raw: torch.Tensor, chosen: torch.Tensor, most: int) -> torch.Tens
     ```
     chosen's log-probability, most likely ones' (bits of float32) | chosen's rank, most likely tokens' ids
     ```
+    A vocabulary of fewer tokens than are wanted is reported whole.
     """
+    most = min(most, raw.shape[1])
     own = raw.gather(1, chosen.unsqueeze(1))
     ranks = (raw > own).sum(dim=1, keepdim=True).add_(1)
     values, ids = raw.topk(most, dim=-1)

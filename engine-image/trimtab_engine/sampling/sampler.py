@@ -12,7 +12,7 @@ next token is judged as if they were.
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -22,6 +22,7 @@ from trimtab_kernels.keep_likely_tokens import keep_likely_tokens
 from trimtab_kernels.sample import sample_triton
 
 from trimtab_engine.device.transfer import send_together
+from trimtab_engine.sampling.failures import Failure, failures_of
 from trimtab_engine.sampling.forbidden_tokens import bans_of
 from trimtab_engine.sampling.logprobs import report_rows
 from trimtab_engine.sampling.rows import SampledRow
@@ -38,6 +39,8 @@ class SampledTokens:
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
+    failed: dict[int, Failure] = field(default_factory=dict)
+    """By row: those that no token could be chosen from. What stands for it in token_ids means nothing."""
 
 
 class Choice(Protocol):
@@ -75,14 +78,16 @@ def sample(
     if masks is not None:
         apply_masks(logits, masks)
     if all(_is_plain_greedy(request) for request in requests):
-        return SampledTokens(logits.argmax(dim=-1).tolist(), [None] * len(requests))
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprobs | None] = []
+        chosen = logits.argmax(dim=-1)
+        failed = failures_of(best_logits(logits, chosen).cpu())
+        return SampledTokens(chosen.tolist(), [None] * len(requests), failed)
+    whole = SampledTokens([], [])
     for first in range(0, len(requests), ROWS_AT_ONCE):
         part = _sample_rows(logits[first : first + ROWS_AT_ONCE], requests[first : first + ROWS_AT_ONCE], eos_token_ids)
-        token_ids += part.token_ids
-        logprobs += part.logprobs
-    return SampledTokens(token_ids, logprobs)
+        whole.token_ids.extend(part.token_ids)
+        whole.logprobs.extend(part.logprobs)
+        whole.failed.update({first + row: failure for row, failure in part.failed.items()})
+    return whole
 
 
 def choose(logits: torch.Tensor, requests: Sequence[SampledRow], *, eos_token_ids: tuple[int, ...] = ()) -> list[int]:
@@ -142,7 +147,7 @@ def _sample_rows(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token
     logprobs: list[TokenLogprobs | None] = [None] * len(requests)
     if raw is not None:
         logprobs = report_rows(raw, chosen, [p.logprobs for p in params])
-    return SampledTokens(token_ids, logprobs)
+    return SampledTokens(token_ids, logprobs, failures_of(best_logits(logits, chosen).cpu()))
 
 
 def _choose_rows(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> torch.Tensor:
@@ -162,6 +167,17 @@ def choose_limited(logits: torch.Tensor, requests: Sequence[Choice]) -> torch.Te
         picked = _draw(logits.index_select(0, index), [requests[row] for row in random_rows])
         chosen.index_copy_(0, index, picked)
     return chosen
+
+
+def best_logits(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """[rows] float32: what tells whether the row has failed. On the CPU the largest logit, which is NaN where any is;
+    on a device, where the host must not wait and the whole row is NaN then, that of the chosen token."""
+    return logits.gather(1, chosen.unsqueeze(1)).squeeze(1) if logits.is_cuda else logits.amax(dim=-1)
+
+
+def kept_by_top_k(p: Sampling, vocab_size: int) -> int:
+    """How many of the most likely tokens it keeps, in numbers that fit a device's int32."""
+    return min(p.top_k or vocab_size, vocab_size)
 
 
 def _adjust(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> None:
@@ -252,7 +268,7 @@ def _draw_by_kernel(logits: torch.Tensor, requests: Sequence[Choice]) -> torch.T
             torch.tensor([p.temperature for p in params]),
             torch.tensor([p.top_p for p in params]),
             torch.tensor([p.min_p for p in params]),
-            torch.tensor([p.top_k or logits.shape[1] for p in params], dtype=torch.int32),
+            torch.tensor([kept_by_top_k(p, logits.shape[1]) for p in params], dtype=torch.int32),
         ],
         logits.device,
     )
@@ -268,7 +284,7 @@ def _limit(logits: torch.Tensor, requests: Sequence[Choice]) -> None:
     if any(p.top_k or p.top_p < 1 or p.min_p for p in params):
         keep_likely_tokens(
             logits,
-            top_k=torch.tensor([p.top_k or logits.shape[1] for p in params], dtype=torch.int64, device=device),
+            top_k=torch.tensor([kept_by_top_k(p, logits.shape[1]) for p in params], device=device),
             top_p=torch.tensor([p.top_p for p in params], device=device),
             min_p=torch.tensor([p.min_p for p in params], device=device),
         )

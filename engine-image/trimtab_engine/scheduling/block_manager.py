@@ -195,6 +195,11 @@ class BlockManager:
                 self._by_hash[block_hash] = block
         request.num_offered_blocks = last
 
+    def disown(self, request: Request) -> None:
+        """Forget the content of all blocks of the request's table. Others that share them keep what they have."""
+        for block in request.block_ids:
+            self._forget(block)
+
     def _extend_hashes(self, request: Request, num_tokens: int) -> None:
         extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, num_tokens, request.cache_salt)
 

@@ -125,6 +125,10 @@ class Scheduler:
             self._drop_finished()
         return aborted
 
+    def disown(self, request: Request) -> None:
+        """Let nobody find the blocks that it uses any more: what it computed cannot be trusted."""
+        self._blocks.disown(request)
+
     def set_policy(self, policy: SchedulingPolicy) -> None:
         """Be steered by `policy` from the next step on. Lowering limits drains down: what runs goes on."""
         if not self._chunked_prefill and policy.max_num_batched_tokens < self._max_model_len:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trimtab_engine.sampling.failures import Failure, failures_of
 from trimtab_engine.sampling.logprobs import report_logprobs
 from trimtab_engine.sampling.rows import DraftedRequest, SampledRow
 from trimtab_engine.sampling.sampler import TokenMasks, apply_masks, draw, sample, target_probabilities
@@ -33,6 +34,8 @@ class Verified:
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
+    failure: Failure | None = None
+    """Why none could be chosen behind its newest token, or behind drafts that stand."""
 
 
 @torch.inference_mode()
@@ -110,7 +113,8 @@ def _compare(
         count = 1 + _num_equal(token_ids, guesses)
         positions = sampled.logprobs[first : first + count]
         logprobs = [entry for entry in positions if entry is not None]
-        results.append(Verified(token_ids[:count], logprobs if len(logprobs) == count else None))
+        failure = next((sampled.failed[row] for row in range(first, first + count) if row in sampled.failed), None)
+        results.append(Verified(token_ids[:count], logprobs if len(logprobs) == count else None, failure))
         first += len(own)
     return results
 
@@ -131,6 +135,7 @@ def _reject(
     flat = [row for own in rows for row in own]
     raw = logits.log_softmax(dim=-1) if any(row.sampling.logprobs is not None for row in flat) else None
     target = target_probabilities(logits, flat, eos_token_ids=eos_token_ids)
+    failed = failures_of(logits.amax(dim=-1).cpu())
     token_ids = reject(target, drafts, torch.stack([q for own in draft_rows for q in own]).double())
     results, first = [], 0
     for own, tokens in zip(rows, token_ids, strict=True):
@@ -139,7 +144,8 @@ def _reject(
         if raw is not None and wanted is not None:
             chosen = torch.tensor(tokens, dtype=torch.int64, device=raw.device)
             logprobs = report_logprobs(raw[first : first + len(tokens)], chosen, wanted)
-        results.append(Verified(tokens, logprobs))
+        failure = next((failed[row] for row in range(first, first + len(tokens)) if row in failed), None)
+        results.append(Verified(tokens, logprobs, failure))
         first += len(own)
     return results
 

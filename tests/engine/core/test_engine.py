@@ -2,21 +2,25 @@
 
 import itertools
 import json
+import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.core import execution
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.device.device import Device
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.messages import AddRequest, CoreReady
 from trimtab_engine.runner.model_runner import ModelRunner
+from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
 
 VOCABULARY = 97
@@ -416,3 +420,52 @@ def test_a_token_id_that_the_model_does_not_have_ends_its_request_alone(
     assert [output.finish_reason for output in ended] == ["error"]
     assert "out of a vocabulary of 97" in ended[0].error
     assert tokens == expected[good.request_id]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_logits_that_are_no_numbers_end_their_request_alone_and_are_counted(
+    model: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    engine, _ = an_engine(model, async_scheduling=overlap)
+    good, bad = REQUESTS[3], msgspec.structs.replace(REQUESTS[3], request_id="bad", cache_salt="its own")
+    really_sample = execution.sample
+
+    @torch.inference_mode()
+    def sample(logits: torch.Tensor, requests: Sequence[Request], **others: Any) -> Any:
+        for row, request in enumerate(requests):
+            if request.request_id == "bad" and request.num_output_tokens == 4:
+                logits[row] = math.nan
+        return really_sample(logits, requests, **others)
+
+    monkeypatch.setattr(execution, "sample", sample)
+    engine.add(bad)
+    engine.add(good)
+    outputs, failed = [], Counter[str]()
+    while engine.has_work:
+        step = engine.step()
+        outputs += step.outputs
+        failed.update(step.stats.failed_requests)
+        engine.check_integrity()
+    end = next(output for output in outputs if output.request_id == "bad" and output.finish_reason)
+    assert (end.finish_reason, end.is_engines_fault, end.token_ids) == ("error", True, [])
+    assert sum(len(output.token_ids) for output in outputs if output.request_id == "bad") == 4
+    assert [t for o in outputs if o.request_id == good.request_id for t in o.token_ids] == expected[good.request_id]
+    assert failed == {"nan": 1}
+    monkeypatch.undo()
+    engine.add(msgspec.structs.replace(bad, request_id="again"))
+    first = engine.step().outputs[0]
+    assert (first.request_id, first.num_cached_tokens) == ("again", 0), "what it computed is not found again"
+
+
+def test_a_request_that_forbids_every_token_ends_alone_and_is_told_why(model: Path) -> None:
+    engine, _ = an_engine(model)
+    stuck = Sampling(max_tokens=5, min_tokens=3, temperature=0.0, allowed_token_ids=(96,))
+    engine.add(AddRequest("stuck", [1, 2, 3], stuck, arrival_time=0.0))
+    outputs, failed = [], Counter[str]()
+    while engine.has_work:
+        step = engine.step()
+        outputs += step.outputs
+        failed.update(step.stats.failed_requests)
+    assert [(o.finish_reason, o.token_ids, o.is_engines_fault) for o in outputs] == [("error", [], False)]
+    assert "no token is left to choose" in outputs[0].error
+    assert failed == {"nothing_left": 1}

@@ -189,6 +189,43 @@ def test_an_engine_starts_serves_and_compiles_nothing_then(
     assert variants(served) <= variants(at_start)
 
 
+EXTREMES: list[dict[str, Any]] = [
+    {"top_k": 2**63 - 1},
+    {"top_k": 1},
+    {"seed": -(2**63)},
+    {"seed": 2**63 - 1 + 127},
+    {"top_p": 5e-324},
+    {"min_p": 1.0},
+    {"temperature": 100.0},
+    {"temperature": 1e-5},
+    {"repetition_penalty": 100.0, "presence_penalty": -2.0, "frequency_penalty": 2.0},
+    {"logprobs": 2**31},
+    {"prompt_logprobs": 2**31},
+    {"logit_bias": {303: 100.0, 0: -100.0}},
+    {"allowed_token_ids": (303,)},
+    {"stop_token_ids": (2**31 - 1,), "min_tokens": 8},
+    {"min_tokens": 2**63 - 1, "bad_words": ((303, 2**31 - 1), (303,))},
+    {"max_tokens": 2**63 - 1},
+]
+"""What the API lets through, at its limits."""
+
+
+@pytest.mark.parametrize("changes", [{}, {"enforce_eager": True, "async_scheduling": False}, DRAFTS])
+def test_every_number_of_a_request_is_served_at_its_limits(changes: dict[str, Any], tmp_path: Path) -> None:
+    with a_fake_gpu(), record_launches():
+        engine, _ = start_engine(a_config(DENSE, tmp_path, changes), lambda stage, percent: None, lambda: 0.0)
+        for number, extreme in enumerate(EXTREMES):
+            sampling = Sampling(**{"max_tokens": 6, "ignore_eos": True, **extreme})
+            engine.add(AddRequest(str(number), [7] * 20, sampling, arrival_time=0.0))
+        reasons = {}
+        for _ in range(2000):
+            reasons |= {o.request_id: o.finish_reason for o in engine.step().outputs if o.finish_reason}
+            if not engine.has_work:
+                break
+        engine.close()
+    assert reasons == {str(number): "length" for number in range(len(EXTREMES))}
+
+
 class OtherRank:
     """In place of the workers: one further rank, which answers that it has done what it was told."""
 

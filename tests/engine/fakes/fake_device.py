@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from trimtab_engine.device import transfer
 from trimtab_engine.device.transfer import Mark
+from trimtab_engine.runner import model_runner
 from trimtab_engine.runner.graphs import device_steps, step_buffers
 from trimtab_engine.sampling import device_sampler, logprobs, token_table
 from trimtab_kernels.aot.specialisation import specialise
@@ -128,6 +129,7 @@ def a_fake_device() -> Iterator[None]:
         patch.setattr(step_buffers, "_Host", host)
         for module in (step_buffers, device_steps):
             patch.setattr(module, "pinned_bytes", pinned)
+        for module in (step_buffers, device_steps, model_runner):
             patch.setattr(module, "Mark", lambda device: Mark(torch.device("cpu")))
         patch.setattr(step_buffers, "copy_to_device", passes)
         patch.setattr(device_steps, "copy_to_host", passes)

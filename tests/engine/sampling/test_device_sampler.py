@@ -33,9 +33,10 @@ def test_reports_are_of_the_logits_before_they_were_edited() -> None:
     best = logits.argmax(dim=-1).tolist()
     requests = [a_request(logit_bias={best[row]: -100.0}, logprobs=1) for row in range(40)]
     last_tokens = torch.zeros(64, dtype=torch.int64)
-    tokens, reports = a_sampler().sample(logits, [DeviceRow(request) for request in requests], last_tokens)
+    chosen = a_sampler().sample(logits, [DeviceRow(request) for request in requests], last_tokens)
+    tokens = chosen.token_ids
     found: list[Any] = [None] * 40
-    for part in reports:
+    for part in chosen.reports:
         part.put_into(found, tokens.tolist())
     for row, report in enumerate(found):
         assert tokens[row] != best[row]
@@ -50,6 +51,7 @@ def test_a_word_that_the_token_in_flight_would_begin_is_not_completed() -> None:
     logits[0, 6], logits[0, 7] = 3.0, 2.0
     last_tokens = torch.tensor([9, 5])
     tokens = [
-        int(sampler.sample(logits.clone(), [DeviceRow(request, source)], last_tokens)[0]) for source in (None, 0, 1)
+        int(sampler.sample(logits.clone(), [DeviceRow(request, source)], last_tokens).token_ids)
+        for source in (None, 0, 1)
     ]
     assert tokens == [6, 6, 7]

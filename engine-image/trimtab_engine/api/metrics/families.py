@@ -117,6 +117,8 @@ class EngineMetrics:
             self._stall.observe(seconds)
         if stats.num_scheduled_tokens:
             self._iteration.observe(stats.num_scheduled_tokens)
+        for reason, count in stats.failed_requests.items():
+            self._failed.labels(*self._values, reason).inc(count)
         self._speculation.note(stats)
 
     def sleep_level(self, level: int | None) -> None:
@@ -194,6 +196,11 @@ class EngineMetrics:
         for mode in ("recompute", "swap"):
             for reason in ("capacity", "resize", "reset"):
                 self._preempted.labels(*self._values, mode, reason)
+        self._failed = self._labelled_counter(
+            "trimtab_failed_requests", "Requests that no token could be chosen for", "reason"
+        )
+        for reason in ("nan", "nothing_left"):
+            self._failed.labels(*self._values, reason)
         for reason in ("kv", "seqs", "tokens"):
             self._blocked.labels(*self._values, reason)
 

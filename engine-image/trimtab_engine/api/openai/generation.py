@@ -183,7 +183,8 @@ class Generator:
 
 def error_of(output: RequestOutput) -> ApiError:
     """400 when the request itself was wrong, 500 when the engine does not know better."""
-    return ApiError(400, output.error) if output.error else ApiError(500, "the engine could not run this request")
+    status = 400 if output.error and not output.is_engines_fault else 500
+    return ApiError(status, output.error or "the engine could not run this request")
 
 
 def piece_of(

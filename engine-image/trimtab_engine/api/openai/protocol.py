@@ -25,6 +25,7 @@ MAX_PRIORITY = 2**31 - 1
 MAX_TEMPLATE_VALUES = 16
 MAX_FIELDS = 256  # of one JSON object: each unknown one is reported, and many would hold up other requests
 MAX_INT64 = 2**63 - 1
+LEAST_REPETITION_PENALTY = 0.01  # logits divided by less overflow
 LEAST_TEMPERATURE = 1e-5  # below it a choice is greedy, as in vLLM: logits divided by less overflow
 
 # Field: values that ask for nothing and are therefore fine.
@@ -82,7 +83,7 @@ class GenerationRequest(RestrictionFields):
     seed: Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[Finite, Field(ge=LEAST_REPETITION_PENALTY, le=100)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool = False

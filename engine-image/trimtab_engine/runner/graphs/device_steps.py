@@ -25,10 +25,13 @@ from trimtab_engine.runner.graphs.plan import GraphKey, GraphPlan
 from trimtab_engine.runner.graphs.recorder import Outside, Recorder, Replay
 from trimtab_engine.runner.graphs.step_buffers import Capacity, Feed, StepBuffers
 from trimtab_engine.sampling.device_sampler import DeviceSampler, ReportsInFlight
+from trimtab_engine.sampling.failures import failures_of
+from trimtab_engine.sampling.sampler import SampledTokens
 from trimtab_engine.sampling.token_table import DeviceRow
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.scheduling.step_inputs import NO_INPUTS, StepInputs
 
+TOKEN_BYTES, LOGIT_BYTES = 8, 4
 NUM_TOKEN_BUFFERS = 3  # steps whose tokens may be on their way: one that lands, one that runs, one that begins
 
 
@@ -78,20 +81,35 @@ class AttentionShape:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Where a step's tokens come to the host: pinned [max_num_rows], int64 and float32 (ChosenTokens)."""
+
+    token_ids: torch.Tensor
+    best: torch.Tensor
+    arrived: Mark
+
+    @classmethod
+    def of(cls, max_num_rows: int, device: torch.device) -> "Arrival":
+        pinned = pinned_bytes((TOKEN_BYTES + LOGIT_BYTES) * max_num_rows, device)
+        token_ids, best = pinned.split([TOKEN_BYTES * max_num_rows, LOGIT_BYTES * max_num_rows])
+        return cls(token_ids.view(torch.int64), best.view(torch.float32), Mark(device))
+
+
 class TokensInFlight:
     """Sampled tokens on their way to the host, and log-probabilities where they are asked for."""
 
-    def __init__(self, pinned: torch.Tensor, arrived: Mark, count: int, reports: list[ReportsInFlight]) -> None:
-        self._pinned, self._arrived, self._count, self._reports = pinned, arrived, count, reports
+    def __init__(self, arrival: "Arrival", count: int, reports: list[ReportsInFlight]) -> None:
+        self._arrival, self._count, self._reports = arrival, count, reports
 
-    def result(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Wait for them: one of each per row."""
-        self._arrived.wait()
-        tokens: list[int] = self._pinned[: self._count].tolist()
+    def result(self) -> SampledTokens:
+        """Wait for them."""
+        self._arrival.arrived.wait()
+        tokens: list[int] = self._arrival.token_ids[: self._count].tolist()
         logprobs: list[TokenLogprobs | None] = [None] * self._count
         for reports in self._reports:
             reports.put_into(logprobs, tokens)
-        return tokens, logprobs
+        return SampledTokens(tokens, logprobs, failures_of(self._arrival.best[: self._count]))
 
 
 class DeviceSteps:
@@ -132,8 +150,7 @@ class DeviceSteps:
         """Hidden states of the stage before, for graphs."""
         self.last_tokens = torch.zeros(limits.max_num_rows, dtype=torch.int64, device=device)
         """Of the step that was sampled last."""
-        pinned = [pinned_bytes(8 * limits.max_num_rows, device) for _ in range(NUM_TOKEN_BUFFERS)]
-        self._arrivals = [(buffer.view(torch.int64), Mark(device)) for buffer in pinned]
+        self._arrivals = [Arrival.of(limits.max_num_rows, device) for _ in range(NUM_TOKEN_BUFFERS)]
         self._turn = 0
         self._num_compilations = num_compilations()
 
@@ -251,14 +268,15 @@ class DeviceSteps:
         """Choose a step's tokens from its logits [rows, vocab_size], keep them for the next one, and start their way to
         the host."""
         assert self.sampler is not None  # this rank samples
-        token_ids, reports = self.sampler.sample(logits, rows, self.last_tokens)
-        count = token_ids.shape[0]
-        self.last_tokens[:count].copy_(token_ids)
+        chosen = self.sampler.sample(logits, rows, self.last_tokens)
+        count = chosen.token_ids.shape[0]
+        self.last_tokens[:count].copy_(chosen.token_ids)
         self._turn = (self._turn + 1) % NUM_TOKEN_BUFFERS
-        pinned, arrived = self._arrivals[self._turn]
-        copy_to_host(pinned[:count], self.last_tokens[:count])
-        arrived.set()
-        return TokensInFlight(pinned, arrived, count, reports)
+        arrival = self._arrivals[self._turn]
+        copy_to_host(arrival.token_ids[:count], self.last_tokens[:count])
+        copy_to_host(arrival.best[:count], chosen.best)
+        arrival.arrived.set()
+        return TokensInFlight(arrival, count, chosen.reports)
 
     def _share(self, feed: Feed) -> None:
         """Let the ranks that share layers have the tokens that a step is fed with: the first of them has sampled."""

@@ -61,6 +61,8 @@ def test_every_family_of_the_contract_is_there(metrics: EngineMetrics) -> None:
         "decode",
         "mixed",
         "expert_weights",
+        "nan",
+        "nothing_left",
         "full",
         "off",
         "piecewise",

@@ -1,0 +1,28 @@
+"""Rows of logits that no token can be chosen from: their requests end, the others of the batch do not notice.
+
+The largest logit of such a row tells: it is no number, or it is -inf, as every token is forbidden.
+"""
+
+from enum import StrEnum
+
+import torch
+
+
+class Failure(StrEnum):
+    """Why a row has no token. The values are a metric's labels."""
+
+    NAN = "nan"  # the model computed what is no number: the engine's fault
+    NOTHING_LEFT = (
+        "nothing_left"  # grammar, allowed_token_ids, bad_words and min_tokens forbid every token: the client's
+    )
+
+
+def failures_of(best: torch.Tensor) -> dict[int, Failure]:
+    """best [rows] float32, on the host: each row's largest logit, or that of the token chosen there. By row."""
+    if bool((best > float("-inf")).all()):  # false for NaN
+        return {}
+    return {
+        row: Failure.NOTHING_LEFT if value == float("-inf") else Failure.NAN
+        for row, value in enumerate(best.tolist())
+        if not value > float("-inf")
+    }
