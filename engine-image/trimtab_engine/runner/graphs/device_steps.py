@@ -92,7 +92,7 @@ class Arrival:
     @classmethod
     def of(cls, max_num_rows: int, device: torch.device) -> "Arrival":
         pinned = pinned_bytes((TOKEN_BYTES + LOGIT_BYTES) * max_num_rows, device)
-        token_ids, best = pinned.split([TOKEN_BYTES * max_num_rows, LOGIT_BYTES * max_num_rows])
+        token_ids, best = pinned[: TOKEN_BYTES * max_num_rows], pinned[TOKEN_BYTES * max_num_rows :]
         return cls(token_ids.view(torch.int64), best.view(torch.float32), Mark(device))
 
 
