@@ -43,35 +43,38 @@ def revision_of(template: Mapping[str, Any]) -> str:
     return hashlib.sha256(compact(template).encode()).hexdigest()[:REVISION_LENGTH]
 
 
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A resource and what its replicas are rendered from: done once, used for all of them."""
+
+    deployment: InferenceDeployment
+    template: Mapping[str, Any]
+    revision: str
+
+
+def rendered(deployment: InferenceDeployment, *, admin_token_sha256: str) -> Rendered:
+    """Render the pod template of a resource, and name it by its hash."""
+    template = pod_template(deployment, admin_token_sha256=admin_token_sha256)
+    return Rendered(deployment, template, revision_of(template))
+
+
 def leader_stateful_set(
-    deployment: InferenceDeployment,
-    ordinal: int,
-    template: Mapping[str, Any],
-    *,
-    address: str | None = None,
-    held: Held | None = None,
+    wanted: Rendered, ordinal: int, *, address: str | None = None, held: Held | None = None
 ) -> dict[str, Any]:
     """The StatefulSet of the group's leader. `address`: where the ranks of a group of several pods meet."""
-    name, selector = group_name(deployment, ordinal), group_selector(deployment, ordinal)
-    made = _stateful_set(deployment, name, ordinal, selector, template, address)
+    name, selector = group_name(wanted.deployment, ordinal), group_selector(wanted.deployment, ordinal)
+    made = _stateful_set(wanted, name, ordinal, selector, address)
     if held is not None:
         made["metadata"]["annotations"] = {GAVE_BACK_ANNOTATION: held.note}
     return _sized(made, 1, held)
 
 
-def worker_stateful_set(
-    deployment: InferenceDeployment,
-    ordinal: int,
-    template: Mapping[str, Any],
-    *,
-    address: str,
-    held: Held | None = None,
-) -> dict[str, Any]:
+def worker_stateful_set(wanted: Rendered, ordinal: int, *, address: str, held: Held | None = None) -> dict[str, Any]:
     """The StatefulSet of the workers of a group of several pods, from the leader's template: one revision for both."""
-    name, selector = worker_set_name(deployment, ordinal), worker_selector(deployment, ordinal)
-    made = _stateful_set(deployment, name, ordinal, selector, template, address)
+    name, selector = worker_set_name(wanted.deployment, ordinal), worker_selector(wanted.deployment, ordinal)
+    made = _stateful_set(wanted, name, ordinal, selector, address)
     made["spec"]["template"]["spec"] = worker_pod_spec(made["spec"]["template"]["spec"])
-    return _sized(made, layout_of(deployment.spec).pods - 1, held)
+    return _sized(made, layout_of(wanted.deployment.spec).pods - 1, held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +91,10 @@ def _sized(stateful_set: dict[str, Any], pods: int, held: Held | None) -> dict[s
 
 
 def _stateful_set(
-    deployment: InferenceDeployment,
-    name: str,
-    ordinal: int,
-    selector: dict[str, str],
-    template: Mapping[str, Any],
-    address: str | None,
+    wanted: Rendered, name: str, ordinal: int, selector: dict[str, str], address: str | None
 ) -> dict[str, Any]:
     """Parallel, so that a pod that never became ready is replaced by a better template."""
-    revision = revision_of(template)
+    deployment, template, revision = wanted.deployment, wanted.template, wanted.revision
     own = {**selector, REVISION_LABEL: revision}
     metadata, pod = template["metadata"], template["spec"]
     if address is not None:

@@ -16,7 +16,7 @@ import typer
 import yaml
 
 from trimtab_operator.builders.service import client_service, rendezvous_service
-from trimtab_operator.builders.stateful_set import leader_stateful_set, pod_template, worker_stateful_set
+from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered, worker_stateful_set
 from trimtab_operator.cli.model_argument import facts_of
 from trimtab_operator.cli.shared import EXIT_REFUSED, given_gpu, refuse
 from trimtab_operator.decisions.admission import refusals_of
@@ -170,15 +170,15 @@ def render(file: File, default_image: DefaultImage = None) -> None:
 
 
 def _manifests(deployment: InferenceDeployment) -> list[dict[str, Any]]:
-    template = pod_template(deployment, admin_token_sha256=UNKNOWN_TOKEN_HASH)
+    wanted = rendered(deployment, admin_token_sha256=UNKNOWN_TOKEN_HASH)
     found = [client_service(deployment)]
     for ordinal in range(deployment.replicas):
         found.append(rendezvous_service(deployment, ordinal))
         if layout_of(deployment.spec).pods == 1:
-            found.append(leader_stateful_set(deployment, ordinal, template))
+            found.append(leader_stateful_set(wanted, ordinal))
         else:
-            found.append(leader_stateful_set(deployment, ordinal, template, address=UNKNOWN_ADDRESS))
-            found.append(worker_stateful_set(deployment, ordinal, template, address=UNKNOWN_ADDRESS))
+            found.append(leader_stateful_set(wanted, ordinal, address=UNKNOWN_ADDRESS))
+            found.append(worker_stateful_set(wanted, ordinal, address=UNKNOWN_ADDRESS))
     return json.loads(json.dumps(found))  # type: ignore[no-any-return]
 
 

@@ -1,10 +1,12 @@
-"""What can be done to the children of a resource, as values."""
+"""What a turn can do, as values: to the children of a resource, to its engines, and for whoever reads its Events."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trimtab_operator.observed.engines import Target
 from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.tuner import Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,40 @@ class Delete:
 
 
 Action = Apply | Delete
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Set live fields of the engine of one group, if its configuration still is of generation `if_match`."""
+
+    target: Target
+    fields: Values
+    if_match: int
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """An Event to be told: its type (Normal or Warning), reason and message, and what tells it from others of the same
+    text."""
+
+    type: str
+    reason: str
+    message: str
+    key: str = ""
+
+
+def note_of(action: Action) -> Note | None:
+    """What is told of an action that was carried out: replicas that come, change and go; nothing of the rest."""
+    if isinstance(action, Delete):
+        if action.kind != "StatefulSet":
+            return None
+        return Note("Normal", "ReplicaRemoved", f"{action.name}: {action.reason}; it drains", action.uid)
+    name = action.manifest["metadata"]["name"]
+    if action.manifest["kind"] != "StatefulSet":
+        return None
+    if action.is_new:
+        return Note("Normal", "ReplicaCreated", f"{name} was created")
+    return Note("Normal", "ReplicaUpdated", f"{name} was brought back in line: {action.reason}")
 
 
 def delete_of(kind: str, manifest: Manifest, reason: str, *, grace_seconds: int | None = None) -> Delete:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab_operator.builders.config_map import facts_config_map
@@ -189,6 +189,14 @@ def plan_facts(deployment: InferenceDeployment, observed: Observed, *, now: floa
     is_new = _config_map(deployment, observed) is None
     reason = "the model was read" if is_known else "the model could not be read"
     return Apply(facts_config_map(deployment, kept), is_new, reason), _removal(job, reason)
+
+
+def with_kept(observed: Observed, actions: Iterable[Action]) -> Observed:
+    """The children as they will be once what a Job said is kept: engines may start in the turn that learns it."""
+    kept = [a.manifest for a in actions if isinstance(a, Apply) and a.manifest["kind"] == "ConfigMap"]
+    names = {manifest["metadata"]["name"] for manifest in kept}
+    others = (m for m in observed.config_maps if m["metadata"]["name"] not in names)
+    return replace(observed, config_maps=(*others, *kept))
 
 
 def _wanted_job(deployment: InferenceDeployment) -> Manifest:

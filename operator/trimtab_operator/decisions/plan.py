@@ -9,19 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from trimtab_operator.builders.config_map import tuning_config_map
 from trimtab_operator.builders.drift import first_difference
 from trimtab_operator.builders.labels import ROLE_LABEL, group_name
 from trimtab_operator.builders.service import client_service, rendezvous_service
-from trimtab_operator.builders.stateful_set import (
-    Held,
-    leader_stateful_set,
-    pod_template,
-    revision_of,
-    worker_stateful_set,
-)
+from trimtab_operator.builders.stateful_set import Held, Rendered, leader_stateful_set, worker_stateful_set
 from trimtab_operator.decisions.actions import Action, Apply, Delete, delete_of
 from trimtab_operator.layout import layout_of
 from trimtab_operator.observed.groups import Group, Observed, groups_of, is_terminating, is_worker, ordinal_of
@@ -30,56 +23,49 @@ from trimtab_operator.resource.spec import InferenceDeployment
 
 
 def plan(
-    deployment: InferenceDeployment,
+    wanted: Rendered,
     observed: Observed,
     *,
-    admin_token_sha256: str,
+    replicas: int,
     held: Mapping[int, Held] | None = None,
     unproven: frozenset[str] = frozenset(),
 ) -> tuple[Action, ...]:
-    """Everything to do now, in order: Services before the pods that they select, removals last.
+    """Everything to do now for so many `replicas`, in order: Services before the pods that they select, removals last.
 
     `held`: by ordinal, groups that hold no pods, or did (decisions/placement.py). `unproven` names groups whose pods
     are Ready and that still count as down for a rollout.
     """
-    template = pod_template(deployment, admin_token_sha256=admin_token_sha256)
-    groups = groups_of(observed)
-    staying, leaving = choose_victims(groups, deployment.replicas)
-    allowed = allowed_down(deployment) - sum(group.is_ready and group.name in unproven for group in staying)
+    deployment = wanted.deployment
+    staying, leaving = choose_victims(groups_of(observed), replicas)
+    allowed = allowed_down(deployment, replicas) - sum(group.is_ready and group.name in unproven for group in staying)
     behind = frozenset(
-        g.ordinal for g in staying if g.revision != revision_of(template) or _has_moved(g, deployment, observed)
+        g.ordinal for g in staying if g.revision != wanted.revision or _has_moved(g, deployment, observed)
     )
     to_update = {g.ordinal for g in choose_updates(staying, behind, allowed)}
-    new = free_ordinals(observed, deployment.replicas - len(staying))
+    new = free_ordinals(observed, replicas - len(staying))
     current = [g.ordinal for g in staying if g.ordinal not in behind or g.ordinal in to_update]
-    wanted: list[Manifest] = [client_service(deployment)]
-    wanted += [
+    manifests: list[Manifest] = [client_service(deployment)]
+    manifests += [
         rendezvous_service(deployment, g.ordinal, address=_known_address(g, deployment, observed)) for g in staying
     ]
-    wanted += [rendezvous_service(deployment, ordinal) for ordinal in new]
+    manifests += [rendezvous_service(deployment, ordinal) for ordinal in new]
     for ordinal in (*current, *new):
-        wanted += group_manifests(deployment, ordinal, template, observed, (held or {}).get(ordinal))
+        manifests += group_manifests(wanted, ordinal, observed, (held or {}).get(ordinal))
     kept = {group.name for group in staying}
-    applied = map(_at_any_address, differing(wanted, observed))
-    return (*applied, *_removals(deployment, staying, leaving, current, kept, wanted, observed))
+    applied = map(_at_any_address, differing(manifests, observed))
+    return (*applied, *_removals(deployment, staying, leaving, current, kept, manifests, observed))
 
 
-def group_manifests(
-    deployment: InferenceDeployment,
-    ordinal: int,
-    template: Mapping[str, Any],
-    observed: Observed,
-    held: Held | None,
-) -> tuple[Manifest, ...]:
+def group_manifests(wanted: Rendered, ordinal: int, observed: Observed, held: Held | None) -> tuple[Manifest, ...]:
     """The StatefulSets of one group: always both of one revision, none before its ranks have a place to meet."""
-    if layout_of(deployment.spec).pods == 1:
-        return (leader_stateful_set(deployment, ordinal, template),)
-    address = meeting_place(deployment, ordinal, observed)
+    if layout_of(wanted.deployment.spec).pods == 1:
+        return (leader_stateful_set(wanted, ordinal),)
+    address = meeting_place(wanted.deployment, ordinal, observed)
     if address is None:
         return ()
     return (
-        leader_stateful_set(deployment, ordinal, template, address=address, held=held),
-        worker_stateful_set(deployment, ordinal, template, address=address, held=held),
+        leader_stateful_set(wanted, ordinal, address=address, held=held),
+        worker_stateful_set(wanted, ordinal, address=address, held=held),
     )
 
 
@@ -115,7 +101,7 @@ def _at_any_address(action: Apply) -> Apply:
     return replace(action, otherwise={**action.manifest, "spec": anywhere})
 
 
-def plan_tuning_state(deployment: InferenceDeployment, observed: Observed, state: str) -> tuple[Action, ...]:
+def plan_tuning_state(deployment: InferenceDeployment, observed: Observed, state: str) -> tuple[Apply, ...]:
     """The ConfigMap with the tuner's memory, when it differs from what is stored."""
     return differing([tuning_config_map(deployment, state)], observed)
 
@@ -128,12 +114,12 @@ def choose_victims(groups: tuple[Group, ...], wanted: int) -> tuple[tuple[Group,
     return tuple(stay), tuple(go)
 
 
-def allowed_down(deployment: InferenceDeployment) -> int:
-    """rollout.maxUnavailable as a number of replicas; a percentage is rounded down, never below 1."""
+def allowed_down(deployment: InferenceDeployment, replicas: int) -> int:
+    """rollout.maxUnavailable as a number of `replicas`; a percentage is rounded down, never below 1."""
     value = deployment.spec.rollout.max_unavailable
     if isinstance(value, int):
         return max(1, value)
-    return max(1, deployment.replicas * int(value.rstrip("%")) // 100)
+    return max(1, replicas * int(value.rstrip("%")) // 100)
 
 
 def choose_updates(groups: tuple[Group, ...], behind: Collection[int], allowed: int) -> tuple[Group, ...]:

@@ -16,14 +16,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trimtab_operator.builders.config_map import ROLLOUT_KEY, rollout_config_map
 from trimtab_operator.builders.labels import rollout_config_map_name
 from trimtab_operator.builders.pod import grace_seconds
-from trimtab_operator.decisions.actions import Action
+from trimtab_operator.builders.stateful_set import Rendered, rendered
+from trimtab_operator.decisions.actions import Apply
 from trimtab_operator.decisions.plan import differing
 from trimtab_operator.decisions.validation import refusals
 from trimtab_operator.errors import InvalidSpec
@@ -95,37 +96,48 @@ class FailedChange:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What to steer by in one tick. `target` is what replicas are to run; None: leave them as they are."""
+    """What to steer by in one turn. `target` is what replicas are to run; None: leave them as they are."""
 
     state: RolloutState
-    target: InferenceDeployment | None
+    target: Rendered | None
     failed: FailedChange | None = None
     unproven: frozenset[str] = frozenset()
 
 
 def course_of(
     state: RolloutState,
-    deployment: InferenceDeployment,
+    wanted: Rendered,
+    proven: Rendered | None,
     groups: tuple[Group, ...],
     layouts: Mapping[str, Degrees],
     *,
     may_start: bool,
-    render: Callable[[InferenceDeployment], str],
     now: float,
 ) -> Course:
-    """The spec, or the last proven form: while the spec may not start yet, and when it did not come up.
-
-    `render` gives the revision of a resource.
+    """Choose what replicas are to run: what is `wanted`, or the last `proven` form, while the spec may not start yet
+    and when it did not come up. `layouts` is what the engines of Ready groups report, by name; `now` is Unix time.
     """
-    proven = None if state.proven is None else proven_deployment(deployment, state.proven)
     if not may_start:
         return Course(state, proven)
-    revision, proven_revision = render(deployment), None if proven is None else render(proven)
-    step = decide(state, deployment, groups, layouts, revision=revision, proven_revision=proven_revision, now=now)
+    proven_revision = None if proven is None else proven.revision
+    step = decide(
+        state, wanted.deployment, groups, layouts, revision=wanted.revision, proven_revision=proven_revision, now=now
+    )
     if step.returns and step.state.taken_back is not None:
         return Course(step.state, proven, FailedChange(step.state.taken_back.message, proven_revision))
     failed = None if step.failure is None else FailedChange(step.failure, None)
-    return Course(step.state, deployment, failed, unproven_groups(deployment, groups, layouts, revision=revision))
+    unproven = unproven_groups(wanted.deployment, groups, layouts, revision=wanted.revision)
+    return Course(step.state, wanted, failed, unproven)
+
+
+def proven_form(state: RolloutState, wanted: Rendered, *, admin_token_sha256: str) -> Rendered | None:
+    """What the last proven form renders to: what is `wanted` now, in the usual case. None: there is none."""
+    if state.proven is None:
+        return None
+    if state.proven == form_of(wanted.deployment):
+        return wanted
+    proven = proven_deployment(wanted.deployment, state.proven)
+    return None if proven is None else rendered(proven, admin_token_sha256=admin_token_sha256)
 
 
 def form_of(deployment: InferenceDeployment) -> Form:
@@ -251,7 +263,7 @@ def stored_rollout(deployment: InferenceDeployment, observed: Observed, *, key: 
 
 def plan_rollout_state(
     deployment: InferenceDeployment, observed: Observed, state: RolloutState, *, key: str
-) -> tuple[Action, ...]:
+) -> tuple[Apply, ...]:
     """The ConfigMap, when it differs from what is stored; none as long as there is nothing to remember."""
     if state == RolloutState() == stored_rollout(deployment, observed, key=key):
         return ()

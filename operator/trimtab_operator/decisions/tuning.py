@@ -10,7 +10,7 @@ from trimtab_operator.builders.config_map import STATE_KEY
 from trimtab_operator.resource.knobs import knobs
 from trimtab_operator.resource.quantity import parse_quantity
 from trimtab_operator.resource.spec import InferenceDeployment, Spec
-from trimtab_operator.tuner import Bounds, Knob, Mode, Settings, TunerState, Value
+from trimtab_operator.tuner import Bounds, Knob, Mode, Settings, TickResult, TunerState, Value
 
 
 def settings_of(spec: Spec) -> Settings:
@@ -25,6 +25,12 @@ def settings_of(spec: Spec) -> Settings:
         if knob.start is not None:
             starts[name] = _number(name, str(knob.start)) or 0
     return Settings(mode=Mode(spec.tuning.mode), bounds=bounds, starts=starts)
+
+
+def desired_replicas(deployment: InferenceDeployment, tuned: TickResult) -> int:
+    """How many replicas are wanted: the spec's word. It is asked after the tuner, so that one that decides on replicas
+    is heard in the same turn."""
+    return deployment.replicas
 
 
 def _number(knob: Knob, value: str | int | None) -> Value | None:

@@ -6,6 +6,7 @@ the user's `spec` is never written. Ownership is added here and only here, so de
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import re
@@ -177,10 +178,9 @@ class Cluster:
     async def observe(self, deployment: InferenceDeployment) -> Observed:
         """The children of a resource: those that it owns, and the pods of its groups."""
         selector = children_selector(deployment.name)
-        lists = {
-            kind: await self.list(kind, deployment.namespace, selector=selector)
-            for kind in ("Service", "StatefulSet", "ConfigMap", "Pod", "Job")
-        }
+        kinds = ("Service", "StatefulSet", "ConfigMap", "Pod", "Job")
+        found = (self.list(kind, deployment.namespace, selector=selector) for kind in kinds)
+        lists = dict(zip(kinds, await asyncio.gather(*found), strict=True))
         return Observed(
             services=owned(lists["Service"], deployment.uid),
             stateful_sets=owned(lists["StatefulSet"], deployment.uid),

@@ -91,6 +91,11 @@ class OperatorMetrics:
         )
         self.leader = Gauge("trimtab_operator_leader", "1 while this process holds the Lease", registry=self.registry)
 
+    def forget(self, namespace: str, name: str) -> None:
+        """Drop the series of a resource that is gone."""
+        for metric in (self.desired_replicas, self.decisions):
+            metric.remove_by_labels({"namespace": namespace, "name": name})
+
 
 async def measure_lag(heartbeats: Heartbeats, metrics: OperatorMetrics) -> None:
     """Sleep, and see how much later than asked we wake."""

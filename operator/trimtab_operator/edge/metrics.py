@@ -1,7 +1,6 @@
-"""What the engines of a resource report now: scrapes of the pods, joined with their admin API. I/O, no rules.
+"""What the engine of one group reports now: a scrape of its pod, joined with its admin API. I/O, no rules.
 
-Every group is read concurrently and on its own: one that fails spoils nobody else's reading. Impossible values are
-passed on as they are; the tuner judges them and says so.
+Impossible values are passed on as they are; the tuner judges them and says so.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -17,13 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, Field, ValidationError
 
 from trimtab_operator.edge.bounded_http import Reply, Unreachable, fetch, pod_url
-from trimtab_operator.edge.engine_client import ConfigReport, EngineClient, Failure, MemoryLedger
+from trimtab_operator.edge.engine_client import ConfigReport, EngineClient, Failure, Layout, MemoryLedger
+from trimtab_operator.layout.degrees import Degrees
+from trimtab_operator.observed.engines import EngineSeen, Target
 from trimtab_operator.tuner import EngineLoad, GroupReading
 
-API_PORT = 8000  # docs/contract.md, section 7
-ADMIN_PORT = 8001
 MAX_METRICS_BYTES = 2 << 20  # about twenty times what an engine exposes
-MAX_CONCURRENT_GROUPS = 32  # of one resource; each makes up to four requests
 
 # Names in order of preference: ours and vLLM's of today, then the names of older vLLM releases.
 RUNNING = ("vllm:num_requests_running",)
@@ -34,18 +32,6 @@ GENERATION_TOKENS = ("vllm:generation_tokens_total", "vllm:generation_tokens")
 PREEMPTED_BY_REASON = "trimtab_preempted_requests_total"
 CONFIG_GENERATION = "trimtab_config_generation"
 NOT_FOR_WANT_OF_ROOM = "resize"  # the reason of preemptions that a shrink of the KV cache made
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One replica group: its name, its leader pod (address, None before it has one; uid), and whether it is Ready."""
-
-    group: str
-    address: str | None
-    ready: bool
-    instance: str = ""
-    api_port: int = API_PORT
-    admin_port: int = ADMIN_PORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,52 +62,29 @@ class LoadProgress:
     percent: float
 
 
-@dataclass(frozen=True, slots=True)
-class GroupObservation:
-    """All that was read of one group. `reading` is for the tuner, the rest for status."""
-
-    reading: GroupReading
-    progress: LoadProgress | None = None
-    config: ConfigReport | None = None
-    memory: MemoryLedger | None = None
-    sample: EngineSample | None = None
-
-
-async def observe(
-    targets: Iterable[Target],
-    *,
-    http: httpx.AsyncClient,
-    token: str,
-    clock: Callable[[], float] = time.time,
-) -> list[GroupObservation]:
-    """Read every group, at most MAX_CONCURRENT_GROUPS at once. One observation per target, in the same order."""
-    gate = asyncio.Semaphore(MAX_CONCURRENT_GROUPS)
-
-    async def one(target: Target) -> GroupObservation:
-        async with gate:
-            return await observe_group(target, http=http, token=token, clock=clock)
-
-    return list(await asyncio.gather(*(one(target) for target in targets)))
-
-
-async def observe_group(
+async def ask(
     target: Target, *, http: httpx.AsyncClient, token: str, clock: Callable[[], float] = time.time
-) -> GroupObservation:
-    """Read one group: how far it has loaded and its configuration; when it is Ready also its metrics and ledger."""
-    if target.address is None:
-        return GroupObservation(
-            GroupReading(target.group, target.ready, problem="the pod has no address yet", instance=target.instance)
-        )
+) -> EngineSeen:
+    """Ask one engine all that matters now, at once: while it loads, how far it is; when it is Ready, its metrics and
+    ledger; its configuration in either case, and its layout where that is still to be learned."""
+    assert target.address is not None
     api = pod_url(target.address, target.api_port)
     client = EngineClient(http, pod_url(target.address, target.admin_port), token)
     if not target.ready:
         progress, config = await asyncio.gather(load_progress(http, api), client.config())
-        report = config if isinstance(config, ConfigReport) else None
-        seen = report.for_tuner() if report else None
+        seen = config.for_tuner() if isinstance(config, ConfigReport) else None
         reading = GroupReading(target.group, False, seen, problem="not ready", instance=target.instance)
-        return GroupObservation(reading, progress, report)
-    scraped, config, memory = await asyncio.gather(scrape(http, api, clock=clock), client.config(), client.memory())
-    return _joined(target, scraped, config, memory)
+        return EngineSeen(reading, None if progress is None else (progress.stage, round(progress.percent)))
+    scraped, config, memory, layout = await asyncio.gather(
+        scrape(http, api, clock=clock), client.config(), client.memory(), _layout(client, target)
+    )
+    applied = config.applied if isinstance(config, ConfigReport) else None
+    return EngineSeen(_joined(target, scraped, config, memory), applied=applied, layout=layout)
+
+
+async def _layout(client: EngineClient, target: Target) -> Degrees | None:
+    layout = await client.layout() if target.asks_layout else None
+    return layout.degrees() if isinstance(layout, Layout) else None
 
 
 def _joined(
@@ -129,7 +92,7 @@ def _joined(
     scraped: EngineSample | ScrapeFailure,
     config: ConfigReport | Failure,
     memory: MemoryLedger | Failure,
-) -> GroupObservation:
+) -> GroupReading:
     report = config if isinstance(config, ConfigReport) else None
     ledger = memory if isinstance(memory, MemoryLedger) else None
     sample = scraped if isinstance(scraped, EngineSample) else None
@@ -142,8 +105,7 @@ def _joined(
     elif not isinstance(memory, MemoryLedger):
         problem = f"memory ledger: {memory.message}"
     seen = report.for_tuner() if report else None
-    reading = GroupReading(target.group, True, seen, load, problem, target.instance)
-    return GroupObservation(reading, None, report, ledger, sample)
+    return GroupReading(target.group, True, seen, load, problem, target.instance)
 
 
 def _load(sample: EngineSample, config: ConfigReport, ledger: MemoryLedger) -> EngineLoad:

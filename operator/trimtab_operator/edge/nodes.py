@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -22,15 +23,17 @@ class Nodes:
         self._clock = clock
         self._read_at: float | None = None
         self._nodes: tuple[Manifest, ...] | None = ()
+        self._one_at_a_time = asyncio.Lock()
 
     async def present(self, *, fresh_seconds: float = FRESH_SECONDS) -> tuple[Manifest, ...] | None:
         """All nodes as they were at most `fresh_seconds` ago; None when the operator has no right to see them (it was
         installed for some namespaces)."""
-        now = self._clock()
-        if self._read_at is None or now - self._read_at >= fresh_seconds:
-            self._nodes = await self._list()
-            self._read_at = now
-        return self._nodes
+        async with self._one_at_a_time:  # who asks meanwhile is served by the list that is under way
+            now = self._clock()
+            if self._read_at is None or now - self._read_at >= fresh_seconds:
+                self._nodes = await self._list()
+                self._read_at = now
+            return self._nodes
 
     async def _list(self) -> tuple[Manifest, ...] | None:
         try:

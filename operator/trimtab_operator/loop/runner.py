@@ -20,10 +20,12 @@ from trimtab_operator.edge import bounded_http
 from trimtab_operator.edge.cluster import API_ERRORS, Cluster
 from trimtab_operator.edge.health import Heartbeats, OperatorMetrics, measure_lag, serve_health, serve_metrics
 from trimtab_operator.edge.lease import CONNECTION_ERRORS, LeaderLease
+from trimtab_operator.edge.look import Eyes
 from trimtab_operator.edge.nodes import Nodes
 from trimtab_operator.edge.webhook import Webhook
 from trimtab_operator.errors import MisconfiguredOperator
 from trimtab_operator.loop.handlers import build_registry, build_settings
+from trimtab_operator.loop.hands import Hands
 from trimtab_operator.loop.reconciler import Reconciler
 from trimtab_operator.loop.wake_ups import WakeUps
 from trimtab_operator.resource.spec import KIND
@@ -124,17 +126,8 @@ async def _lead(
     metrics.leader.set(1)
     async with bounded_http.new_client() as http:
         secret = await cluster.secret(options.operator_namespace, options.secret_name, {SECRET_KEY: new_secret()})
-        reconciler = Reconciler(
-            cluster=cluster,
-            nodes=nodes,
-            http=http,
-            secret=secret[SECRET_KEY],
-            default_image=options.default_image,
-            tick_seconds=options.tick_seconds,
-            heartbeats=heartbeats,
-            metrics=metrics,
-            wake_ups=WakeUps(),
-        )
+        eyes = Eyes(cluster, nodes, secret[SECRET_KEY], options.default_image, options.tick_seconds)
+        reconciler = Reconciler(eyes, Hands(cluster, metrics, eyes.clock), http, heartbeats, WakeUps())
         code = await _work(lease, reconciler, options, stop)
     metrics.leader.set(0)
     await lease.release()
@@ -179,7 +172,7 @@ async def _compare(reconciler: Reconciler, options: Options) -> None:
             found = [
                 f"{item['metadata']['namespace']}/{item['metadata']['name']}"
                 for namespace in options.namespaces or (None,)
-                for item in await reconciler.cluster.list(KIND, namespace)
+                for item in await reconciler.eyes.cluster.list(KIND, namespace)
                 if not item["metadata"].get("deletionTimestamp")
             ]
             reconciler.heartbeats.compare(found)

@@ -11,20 +11,17 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from trimtab_operator.decisions.model_facts import FactsState, Reading, Unreadable
+from trimtab_operator.decisions.findings import Findings
+from trimtab_operator.decisions.model_facts import Reading, Unreadable
 from trimtab_operator.decisions.rollback import FailedChange
 from trimtab_operator.layout.degrees import Degrees
-from trimtab_operator.observed.groups import Group
 from trimtab_operator.observed.hold import hold_of
 from trimtab_operator.observed.missing_pods import missing_sentence
-from trimtab_operator.observed.phases import EngineView
 from trimtab_operator.observed.pods import unschedulable
 from trimtab_operator.observed.readiness import reported_layouts
-from trimtab_operator.resource.manifest import Manifest
-from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import timestamp
-from trimtab_operator.tuner import Decision, Knob, Value, Verdict
+from trimtab_operator.tuner import Verdict
 
 
 class Reason(StrEnum):
@@ -58,40 +55,6 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TuningView:
-    """What the tuner said in this tick."""
-
-    metrics_available: Verdict
-    tuning_active: Verdict
-    applied: Mapping[Knob, Value]
-    history: Sequence[Decision]
-    recommendation: Decision | None
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """All that a status is made from. `problem` is a (reason, message) that keeps the loop from working.
-
-    `refusals` is everything that is wrong with the spec, `layout_refusals` those of them that concern the layout.
-    `model` is what is known of the model; None: nobody looked. `target` is what replicas are brought to; None: they are
-    left as they are.
-    """
-
-    groups: tuple[Group, ...] = ()
-    draining: tuple[Manifest, ...] = ()
-    revision: str = ""
-    engines: Mapping[str, EngineView] | None = None
-    tuning: TuningView | None = None
-    refusals: tuple[Refusal, ...] = ()
-    layout_refusals: tuple[Refusal, ...] = ()
-    model: FactsState | None = None
-    failed_change: FailedChange | None = None
-    target: InferenceDeployment | None = None
-    too_few_gpus: str | None = None
-    problem: tuple[Reason, str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Claim:
     """A condition without its times."""
 
@@ -101,29 +64,29 @@ class Claim:
     message: str
 
 
-def conditions(deployment: InferenceDeployment, facts: Facts, groups: Sequence[Mapping[str, Any]]) -> list[Claim]:
+def conditions(deployment: InferenceDeployment, findings: Findings, groups: Sequence[Mapping[str, Any]]) -> list[Claim]:
     """All seven conditions, Ready first."""
     return [
-        ready_claim(deployment, facts, groups),
-        progressing_claim(deployment, facts, groups),
-        layout_claim(deployment, facts),
-        *tuning_claims(facts),
-        scaling_claim(facts),
-        degraded_claim(facts, groups),
+        ready_claim(deployment, findings, groups),
+        progressing_claim(deployment, findings, groups),
+        layout_claim(deployment, findings),
+        *tuning_claims(findings),
+        scaling_claim(findings),
+        degraded_claim(findings, groups),
     ]
 
 
-def ready_claim(deployment: InferenceDeployment, facts: Facts, groups: Sequence[Mapping[str, Any]]) -> Claim:
-    blocked = _blocked(facts)
+def ready_claim(deployment: InferenceDeployment, findings: Findings, groups: Sequence[Mapping[str, Any]]) -> Claim:
+    blocked = _blocked(findings)
     if blocked is not None:
         return Claim("Ready", "False", blocked[0], blocked[1])
-    wanted = deployment.replicas
+    wanted = findings.desired_replicas
     ready = sum(g["ready"] for g in groups)
     if wanted == 0:
         return Claim("Ready", "True", Reason.SCALED_TO_ZERO, "spec.replicas is 0: nothing runs, as asked")
     if ready >= wanted:
         return Claim("Ready", "True", Reason.READY, f"{ready} of {wanted} replicas take requests")
-    unknown = _unknown_model(facts)
+    unknown = _unknown_model(findings)
     if unknown is not None and not groups:
         return Claim("Ready", "False", *unknown)
     reason, why = _why_not_ready(groups)
@@ -138,37 +101,39 @@ def _why_not_ready(groups: Sequence[Mapping[str, Any]]) -> tuple[Reason, str]:
         if found is not None:
             detail = found.get("message")
             return reason, f"; {found['name']} is {phase.lower()}" + (f": {detail}" if detail else "")
-    return Reason.NOT_READY, ""
+    return (Reason.NOT_READY, "") if groups else (Reason.PENDING, "; none is created yet")
 
 
-def _blocked(facts: Facts) -> tuple[Reason, str] | None:
-    if facts.refusals:
-        return Reason.INVALID, "; ".join(str(refusal) for refusal in facts.refusals)
-    return facts.problem
+def _blocked(findings: Findings) -> tuple[str, str] | None:
+    if findings.refusals:
+        return Reason.INVALID, "; ".join(str(refusal) for refusal in findings.refusals)
+    return findings.problem
 
 
-def _unknown_model(facts: Facts) -> tuple[Reason, str] | None:
+def _unknown_model(findings: Findings) -> tuple[Reason, str] | None:
     """Why nothing is known of the model yet; None when it is known, or does not matter."""
-    if isinstance(facts.model, Reading):
-        return Reason.READING_MODEL, facts.model.message
-    if isinstance(facts.model, Unreadable):
-        return Reason.MODEL_UNREADABLE, f"the model cannot be read: {facts.model.message}; it is tried again"
+    if isinstance(findings.model, Reading):
+        return Reason.READING_MODEL, findings.model.message
+    if isinstance(findings.model, Unreadable):
+        return Reason.MODEL_UNREADABLE, f"the model cannot be read: {findings.model.message}; it is tried again"
     return None
 
 
-def progressing_claim(deployment: InferenceDeployment, facts: Facts, groups: Sequence[Mapping[str, Any]]) -> Claim:
-    blocked = _blocked(facts)
+def progressing_claim(
+    deployment: InferenceDeployment, findings: Findings, groups: Sequence[Mapping[str, Any]]
+) -> Claim:
+    blocked = _blocked(findings)
     if blocked is not None:
         return Claim("Progressing", "False", blocked[0], blocked[1])
-    unknown = _unknown_model(facts)
+    unknown = _unknown_model(findings)
     if unknown is not None:
-        return Claim("Progressing", "True" if isinstance(facts.model, Reading) else "False", *unknown)
-    if facts.failed_change is not None:
-        return _failed_change_claim(deployment, facts.failed_change, facts, groups)
-    if any(group.revision != facts.revision or group.is_outdated for group in facts.groups):
+        return Claim("Progressing", "True" if isinstance(findings.model, Reading) else "False", *unknown)
+    if findings.failed_change is not None:
+        return _failed_change_claim(deployment, findings.failed_change, findings, groups)
+    if any(group.revision != findings.revision or group.is_outdated for group in findings.groups):
         return Claim("Progressing", "True", Reason.ROLLING_OUT, "replicas are brought to the current pod template")
-    if len(facts.groups) != deployment.replicas or facts.draining:
-        return Claim("Progressing", "True", Reason.SCALING, f"the replica count moves to {deployment.replicas}")
+    if len(findings.groups) != findings.desired_replicas or findings.draining:
+        return Claim("Progressing", "True", Reason.SCALING, f"the replica count moves to {findings.desired_replicas}")
     if any(g["phase"] == "Loading" for g in groups):
         return Claim("Progressing", "True", Reason.LOADING, "replicas load the model")
     if any(not g["ready"] for g in groups):
@@ -177,12 +142,12 @@ def progressing_claim(deployment: InferenceDeployment, facts: Facts, groups: Seq
 
 
 def _failed_change_claim(
-    deployment: InferenceDeployment, failed: FailedChange, facts: Facts, groups: Sequence[Mapping[str, Any]]
+    deployment: InferenceDeployment, failed: FailedChange, findings: Findings, groups: Sequence[Mapping[str, Any]]
 ) -> Claim:
     if failed.returns_to is None:
         return Claim("Progressing", "False", Reason.START_FAILED, failed.message)
-    is_back = all(group.revision == failed.returns_to and not group.is_outdated for group in facts.groups)
-    is_settled = is_back and len(groups) == deployment.replicas and all(g["ready"] for g in groups)
+    is_back = all(group.revision == failed.returns_to and not group.is_outdated for group in findings.groups)
+    is_settled = is_back and len(groups) == findings.desired_replicas and all(g["ready"] for g in groups)
     return Claim("Progressing", "False" if is_settled else "True", Reason.ROLLED_BACK, _back(failed))
 
 
@@ -190,38 +155,38 @@ def _back(failed: FailedChange) -> str:
     return f"a change was taken back until the spec changes again: {failed.message}"
 
 
-def layout_claim(deployment: InferenceDeployment, facts: Facts) -> Claim:
-    refused = facts.layout_refusals or [r for r in facts.refusals if r.field.startswith("spec.parallelism")]
+def layout_claim(deployment: InferenceDeployment, findings: Findings) -> Claim:
+    refused = findings.layout_refusals or [r for r in findings.refusals if r.field.startswith("spec.parallelism")]
     if refused:
         return Claim("LayoutValid", "False", Reason.INVALID, "; ".join(str(refusal) for refusal in refused))
     wanted = Degrees.wanted(deployment.spec)
-    reported = dict(reported_layouts(facts.groups, facts.engines, facts.revision))
+    reported = dict(reported_layouts(findings.groups, findings.engines, findings.revision))
     wrong = sorted(name for name, layout in reported.items() if layout != wanted)
     if wrong:
         message = f"{wrong[0]} runs {reported[wrong[0]]}; asked for was {wanted}"
         return Claim("LayoutValid", "False", Reason.LAYOUT_DIFFERS, message)
-    unknown = _unknown_model(facts)
+    unknown = _unknown_model(findings)
     if not reported and unknown is not None:
         return Claim("LayoutValid", "Unknown", *unknown)
-    if not reported and facts.failed_change is not None and facts.failed_change.returns_to is not None:
-        return Claim("LayoutValid", "Unknown", Reason.ROLLED_BACK, _back(facts.failed_change))
+    if not reported and findings.failed_change is not None and findings.failed_change.returns_to is not None:
+        return Claim("LayoutValid", "Unknown", Reason.ROLLED_BACK, _back(findings.failed_change))
     if not reported:
         return Claim("LayoutValid", "Unknown", Reason.LAYOUT_UNKNOWN, "no engine has reported its layout yet")
     return Claim("LayoutValid", "True", Reason.LAYOUT_REPORTED, f"every ready engine runs {wanted}, as asked")
 
 
-def tuning_claims(facts: Facts) -> list[Claim]:
-    if facts.tuning is None and facts.groups and (blocked := _blocked(facts)):
+def tuning_claims(findings: Findings) -> list[Claim]:
+    if findings.tuning is None and findings.groups and (blocked := _blocked(findings)):
         return [Claim("MetricsAvailable", "Unknown", *blocked), Claim("TuningActive", "False", *blocked)]
-    if facts.tuning is None:
+    if findings.tuning is None:
         message = "nothing runs that could be measured"
         return [
             Claim("MetricsAvailable", "Unknown", Reason.STOPPED, message),
             Claim("TuningActive", "False", Reason.STOPPED, message),
         ]
     return [
-        _from_verdict("MetricsAvailable", facts.tuning.metrics_available),
-        _from_verdict("TuningActive", facts.tuning.tuning_active),
+        _from_verdict("MetricsAvailable", findings.tuning.metrics_available),
+        _from_verdict("TuningActive", findings.tuning.tuning_active),
     ]
 
 
@@ -229,11 +194,11 @@ def _from_verdict(kind: str, verdict: Verdict) -> Claim:
     return Claim(kind, "True" if verdict.ok else "False", verdict.reason, verdict.message)
 
 
-def scaling_claim(facts: Facts) -> Claim:
-    fits = any(group.is_ready and group.revision == facts.revision for group in facts.groups)
-    if facts.too_few_gpus is not None and not fits:
-        return Claim("ScalingLimited", "True", Reason.TOO_FEW_GPUS, facts.too_few_gpus)
-    for group in facts.groups:
+def scaling_claim(findings: Findings) -> Claim:
+    fits = any(group.is_ready and group.revision == findings.revision for group in findings.groups)
+    if findings.too_few_gpus is not None and not fits:
+        return Claim("ScalingLimited", "True", Reason.TOO_FEW_GPUS, findings.too_few_gpus)
+    for group in findings.groups:
         hold = hold_of(group)
         if hold is not None and group.num_pods == 0:
             return Claim("ScalingLimited", "True", Reason.UNSCHEDULABLE, f"{group.name} {hold.sentence}")
@@ -245,21 +210,21 @@ def scaling_claim(facts: Facts) -> Claim:
     return Claim("ScalingLimited", "False", Reason.NOT_LIMITED, "nothing keeps the replica count from what is wanted")
 
 
-def degraded_claim(facts: Facts, groups: Sequence[Mapping[str, Any]]) -> Claim:
+def degraded_claim(findings: Findings, groups: Sequence[Mapping[str, Any]]) -> Claim:
     """The one condition where True is bad."""
-    blocked = _blocked(facts)
+    blocked = _blocked(findings)
     if blocked is not None:
         return Claim("Degraded", "True", blocked[0], blocked[1])
-    unknown = _unknown_model(facts)
-    if unknown is not None and isinstance(facts.model, Unreadable):
+    unknown = _unknown_model(findings)
+    if unknown is not None and isinstance(findings.model, Unreadable):
         return Claim("Degraded", "True", *unknown)
-    if facts.failed_change is not None and facts.failed_change.returns_to is not None:
-        return Claim("Degraded", "True", Reason.ROLLED_BACK, _back(facts.failed_change))
+    if findings.failed_change is not None and findings.failed_change.returns_to is not None:
+        return Claim("Degraded", "True", Reason.ROLLED_BACK, _back(findings.failed_change))
     failed = next((g for g in groups if g["phase"] == "Failed"), None)
     if failed is not None:
         return Claim("Degraded", "True", Reason.FAILING, f"{failed['name']}: {failed.get('message', 'fails')}")
-    if facts.failed_change is not None:
-        return Claim("Degraded", "True", Reason.START_FAILED, facts.failed_change.message)
+    if findings.failed_change is not None:
+        return Claim("Degraded", "True", Reason.START_FAILED, findings.failed_change.message)
     return Claim("Degraded", "False", Reason.AS_EXPECTED, "nothing is wrong")
 
 

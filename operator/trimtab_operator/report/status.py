@@ -9,12 +9,13 @@ from typing import Any
 
 from trimtab_operator.builders.engine_args import plain, served_name
 from trimtab_operator.builders.labels import HTTP_PORT, leader_selector, selector_text, service_name
+from trimtab_operator.decisions.findings import Findings
 from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.groups import Group, is_worker, ordinal_of, revision_label
 from trimtab_operator.observed.phases import EngineView, phase_of
 from trimtab_operator.observed.readiness import Readiness, readiness_of, reported_layouts
-from trimtab_operator.report.conditions import Facts, conditions, timed
+from trimtab_operator.report.conditions import conditions, timed
 from trimtab_operator.resource.knobs import knobs
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
@@ -24,32 +25,32 @@ from trimtab_operator.tuner import Decision, Value
 MAX_MESSAGE = 1024  # characters of a pod's own message that are worth repeating
 
 
-def status_of(deployment: InferenceDeployment, facts: Facts, *, now: datetime) -> dict[str, Any]:
+def status_of(deployment: InferenceDeployment, findings: Findings, *, now: datetime) -> dict[str, Any]:
     """The complete status. `now` is used only where a condition's status differs from the previous one."""
-    groups = [group_status(deployment, group, facts) for group in facts.groups]
-    groups += [draining_status(pod) for pod in facts.draining if not is_worker(pod)]
+    groups = [group_status(deployment, group, findings) for group in findings.groups]
+    groups += [draining_status(pod) for pod in findings.draining if not is_worker(pod)]
     ready = sum(g["ready"] for g in groups)
-    claims = conditions(deployment, facts, groups)
+    claims = conditions(deployment, findings, groups)
     ready_claim = claims[0]
     status: dict[str, Any] = {
         "observedGeneration": deployment.generation,
         "conditions": [timed(claim, deployment, now=now) for claim in claims],
         "phase": ready_claim.reason if ready_claim.status != "True" else "Ready",
-        "ready": f"{ready}/{deployment.replicas}",
-        "replicas": len(facts.groups),
+        "ready": f"{ready}/{findings.desired_replicas}",
+        "replicas": len(findings.groups),
         "readyReplicas": ready,
-        "updatedReplicas": sum(g["ready"] and g["revision"] == facts.revision for g in groups),
-        "desiredReplicas": deployment.replicas,
+        "updatedReplicas": sum(g["ready"] and g["revision"] == findings.revision for g in groups),
+        "desiredReplicas": findings.desired_replicas,
         "selector": selector_text(leader_selector(deployment)),
         "url": f"http://{service_name(deployment)}.{deployment.namespace}.svc:{HTTP_PORT}/v1",
-        "model": served_name((facts.target or deployment).spec),
+        "model": served_name((findings.target or deployment).spec),
     }
     if groups:
         status["groups"] = groups
-    if not facts.refusals:
-        status["layout"] = layout_status(deployment, facts)
-        status["engine"] = engine_status(facts.target or deployment, facts)
-    tuning = tuning_status(deployment, facts)
+    if not findings.refusals:
+        status["layout"] = layout_status(deployment, findings)
+        status["engine"] = engine_status(findings.target or deployment, findings)
+    tuning = tuning_status(deployment, findings)
     if tuning:
         status["tuning"] = tuning
     _keep_exceptions(status)
@@ -59,11 +60,13 @@ def status_of(deployment: InferenceDeployment, facts: Facts, *, now: datetime) -
 # --- replicas ---------------------------------------------------------------------------------------------------------
 
 
-def group_status(deployment: InferenceDeployment, group: Group, facts: Facts) -> dict[str, Any]:
+def group_status(deployment: InferenceDeployment, group: Group, findings: Findings) -> dict[str, Any]:
     """One entry of `groups`."""
-    view = (facts.engines or {}).get(group.name, EngineView())
+    view = (findings.engines or {}).get(group.name, EngineView())
     wanted = Degrees.wanted(deployment.spec)
-    readiness = readiness_of(group, facts.engines, revision=facts.revision, wanted=wanted, previous=deployment.status)
+    readiness = readiness_of(
+        group, findings.engines, revision=findings.revision, wanted=wanted, previous=deployment.status
+    )
     phase, message = phase_of(group, view)
     if readiness is Readiness.OTHER_LAYOUT:
         phase, message = "Failed", f"its engine runs {view.layout}; asked for was {wanted}"
@@ -99,7 +102,7 @@ def draining_status(pod: Manifest) -> dict[str, Any]:
     }
 
 
-def layout_status(deployment: InferenceDeployment, facts: Facts) -> dict[str, Any]:
+def layout_status(deployment: InferenceDeployment, findings: Findings) -> dict[str, Any]:
     """What is asked for, and what a ready replica reports: one that differs, where there is one."""
     layout, wanted = layout_of(deployment.spec), Degrees.wanted(deployment.spec)
     status: dict[str, Any] = {
@@ -107,7 +110,7 @@ def layout_status(deployment: InferenceDeployment, facts: Facts) -> dict[str, An
         "podsPerReplica": layout.pods,
         "gpusPerPod": layout.gpus_per_pod,
     }
-    reported = [found for _, found in reported_layouts(facts.groups, facts.engines, facts.revision)]
+    reported = [found for _, found in reported_layouts(findings.groups, findings.engines, findings.revision)]
     if reported:
         status["reported"] = next((found for found in reported if found != wanted), wanted).status()
     return status
@@ -116,14 +119,14 @@ def layout_status(deployment: InferenceDeployment, facts: Facts) -> dict[str, An
 # --- engine and tuning ------------------------------------------------------------------------------------------------
 
 
-def engine_status(deployment: InferenceDeployment, facts: Facts) -> dict[str, Any]:
+def engine_status(deployment: InferenceDeployment, findings: Findings) -> dict[str, Any]:
     """Configured: start values and caps. Effective: what most ready engines report."""
     configured: dict[str, Any] = {}
     for knob in knobs(deployment.spec):
         for suffix, value in (("", knob.start), ("_cap", knob.cap)):
             if value is not None:
                 configured[camel(knob.field + suffix)] = plain(value)
-    reported = [shown(view.applied) for view in (facts.engines or {}).values() if view.applied]
+    reported = [shown(view.applied) for view in (findings.engines or {}).values() if view.applied]
     status: dict[str, Any] = {"configured": configured}
     if reported:
         status["effective"] = max(reported, key=reported.count)
@@ -152,18 +155,18 @@ def camel(name: str) -> str:
     return re.sub(r"_([a-z])", lambda found: found[1].upper(), name)
 
 
-def tuning_status(deployment: InferenceDeployment, facts: Facts) -> dict[str, Any]:
+def tuning_status(deployment: InferenceDeployment, findings: Findings) -> dict[str, Any]:
     """`status.tuning`; while nothing runs, what stood there before stays."""
-    if facts.tuning is None:
+    if findings.tuning is None:
         before = deployment.status.get("tuning")
         return dict(before) if before else {}
     tuning: dict[str, Any] = {"mode": deployment.spec.tuning.mode}
-    if facts.tuning.applied:
-        tuning["applied"] = {str(knob.value): show(value) for knob, value in sorted(facts.tuning.applied.items())}
-    if facts.tuning.recommendation is not None:
-        tuning["recommendation"] = decision_status(facts.tuning.recommendation)
-    if facts.tuning.history:
-        tuning["history"] = [decision_status(decision) for decision in reversed(facts.tuning.history)]
+    if findings.tuning.applied:
+        tuning["applied"] = {str(knob.value): show(value) for knob, value in sorted(findings.tuning.applied.items())}
+    if findings.tuning.recommendation is not None:
+        tuning["recommendation"] = decision_status(findings.tuning.recommendation)
+    if findings.tuning.history:
+        tuning["history"] = [decision_status(decision) for decision in reversed(findings.tuning.history)]
     return tuning
 
 

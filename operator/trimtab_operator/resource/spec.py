@@ -20,6 +20,7 @@ GROUP = "trimtab.dev"
 VERSION = "v1alpha1"
 KIND = "InferenceDeployment"
 PLURAL = "inferencedeployments"
+MAX_REPLICAS = 1000
 MAX_NAME_LENGTH = 40  # child names and the pods' generated labels get suffixes and must stay below 63
 
 DURATION = r"^([0-9]{1,5}h)?([0-9]{1,5}m)?([0-9]{1,6}s)?$|^[0-9]{1,8}ms$"
@@ -411,7 +412,10 @@ class Spec(Model):
     parallelism: Parallelism = Field(default=Parallelism(), description="How one replica is spread over devices.")
     engine: Engine = Field(default=Engine(), description="Where each engine parameter starts.")
     replicas: int | None = Field(
-        default=None, ge=0, le=1000, description="Replica count; kubectl scale and autoscalers write it. Absent: 1."
+        default=None,
+        ge=0,
+        le=MAX_REPLICAS,
+        description="Replica count; kubectl scale and autoscalers write it. Absent: 1.",
     )
     scaling: Scaling | None = Field(
         default=None,

@@ -5,22 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from operator_builders import a_deployment
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import (
     leader_stateful_set,
     pod_template,
+    rendered,
     revision_of,
     worker_stateful_set,
 )
-from trimtab_operator.resource.spec import InferenceDeployment
 
 HASH = "b" * 64
-
-
-def a_deployment(*, status: dict[str, Any] | None = None, **spec: Any) -> InferenceDeployment:
-    base: dict[str, Any] = {"model": {"uri": "file:///models/m"}, "runtime": {"device": "cpu", "image": "engine:1"}}
-    metadata = {"name": "m", "namespace": "models", "uid": "u-1", "generation": 1}
-    return InferenceDeployment.parse({"metadata": metadata, "spec": {**base, **spec}, "status": status or {}})
 
 
 def a_template(**spec: Any) -> dict[str, Any]:
@@ -154,7 +149,8 @@ def test_the_overlay_is_laid_over_and_leaves_our_labels_alone() -> None:
 def test_services_select_leaders_only() -> None:
     deployment = a_deployment()
     selector = client_service(deployment)["spec"]["selector"]
-    labels = leader_stateful_set(deployment, 0, a_template())["spec"]["template"]["metadata"]["labels"]
+    wanted = rendered(deployment, admin_token_sha256=HASH)
+    labels = leader_stateful_set(wanted, 0)["spec"]["template"]["metadata"]["labels"]
     assert selector.items() <= labels.items()
     assert selector["trimtab.dev/role"] == "leader"
     rendezvous = rendezvous_service(deployment, 0)
@@ -185,11 +181,10 @@ def test_shared_memory_grows_with_the_ranks_of_a_pod(parallelism: dict[str, int]
 
 
 def both_sets(**spec: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    deployment = a_deployment(**spec)
-    template = pod_template(deployment, admin_token_sha256=HASH)
+    wanted = rendered(a_deployment(**spec), admin_token_sha256=HASH)
     return (
-        leader_stateful_set(deployment, 0, template, address="10.0.0.1"),
-        worker_stateful_set(deployment, 0, template, address="10.0.0.1"),
+        leader_stateful_set(wanted, 0, address="10.0.0.1"),
+        worker_stateful_set(wanted, 0, address="10.0.0.1"),
     )
 
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+from operator_builders import ONE_RANK
 from trimtab_operator.edge.metrics import (
     EngineSample,
-    LoadProgress,
     ScrapeFailure,
-    Target,
-    observe,
+    ask,
     parse_metrics,
     scrape,
 )
+from trimtab_operator.observed.engines import Target
 
 if TYPE_CHECKING:
     from tests.operator.conftest import ContractEngine
@@ -114,50 +114,56 @@ async def test_a_status_other_than_200_is_a_failure(engine: ContractEngine, http
     assert await scrape(http, engine.url) == ScrapeFailure(f"{engine.url}/metrics answered with status 500")
 
 
-def a_target(engine: ContractEngine, group: str = "a", *, ready: bool = True) -> Target:
-    return Target(group, "127.0.0.1", ready, api_port=engine.port, admin_port=engine.port)
+def a_target(engine: ContractEngine, group: str = "a", *, ready: bool = True, asks_layout: bool = False) -> Target:
+    return Target(group, "127.0.0.1", ready, "u", asks_layout, api_port=engine.port, admin_port=engine.port)
 
 
-async def test_a_ready_group_is_read_whole(engine: ContractEngine, http: httpx.AsyncClient) -> None:
-    (seen,) = await observe([a_target(engine)], http=http, token="right", clock=lambda: 99.0)
+async def test_a_ready_engine_is_asked_everything_at_once(engine: ContractEngine, http: httpx.AsyncClient) -> None:
+    seen = await ask(a_target(engine, asks_layout=True), http=http, token="right", clock=lambda: 99.0)
     assert seen.reading.ready
     assert seen.reading.problem is None
     assert seen.reading.config is not None
     load = seen.reading.load
     assert load is not None
     assert (load.at, load.preemptions_total, load.blocks_total, load.device_bytes) == (99.0, 37.0, 151, 1_572_864_000)
-    assert seen.config is not None
-    assert seen.memory is not None
+    assert seen.applied is not None
+    assert seen.applied["watermark"] == 0.0  # every number that is in force, not only the tuner's
+    assert seen.layout == ONE_RANK
 
 
-async def test_a_group_that_is_not_ready_is_asked_how_far_it_is_and_not_for_metrics(
+async def test_a_layout_that_is_known_is_not_asked_for_again(engine: ContractEngine, http: httpx.AsyncClient) -> None:
+    assert (await ask(a_target(engine), http=http, token="right")).layout is None
+    assert "GET /admin/v1/layout" not in engine.calls
+
+
+async def test_an_engine_that_is_not_ready_is_asked_how_far_it_is_and_not_for_metrics(
     engine: ContractEngine, http: httpx.AsyncClient
 ) -> None:
     engine.loading = True
-    (seen,) = await observe([a_target(engine, ready=False)], http=http, token="right")
-    assert seen.progress == LoadProgress("weights", 40.0)
+    seen = await ask(a_target(engine, ready=False), http=http, token="right")
+    assert seen.load == ("weights", 40)
     assert (seen.reading.config, seen.reading.load) == (None, None)
     assert sorted(engine.calls) == ["GET /admin/v1/config", "GET /startupz"]
 
 
-async def test_one_failure_does_not_spoil_the_others(
-    engine: ContractEngine, other_engine: ContractEngine, http: httpx.AsyncClient
+async def test_what_an_engine_runs_is_known_though_its_metrics_cannot_be_read(
+    engine: ContractEngine, http: httpx.AsyncClient
 ) -> None:
-    other_engine.metrics = "nonsense"
-    gone = Target("c", "127.0.0.1", True, api_port=1, admin_port=1)
-    unplaced = Target("d", None, False)
-    targets = [a_target(engine), a_target(other_engine, "b"), gone, unplaced]
-    a, b, c, d = await observe(targets, http=http, token="right")
-    assert a.reading.load is not None
-    assert b.reading.load is None
-    assert b.reading.problem is not None
-    assert b.reading.config is not None  # what it runs is known all the same
-    assert c.reading.problem is not None
-    assert "127.0.0.1:1/metrics" in c.reading.problem
-    assert d.reading.problem == "the pod has no address yet"
+    engine.metrics = "nonsense"
+    reading = (await ask(a_target(engine), http=http, token="right")).reading
+    assert reading.load is None
+    assert reading.problem is not None
+    assert reading.config is not None
+
+
+async def test_an_engine_that_is_gone_is_named_by_its_address(http: httpx.AsyncClient) -> None:
+    gone = Target("c", "127.0.0.1", True, "u", api_port=1, admin_port=1)
+    reading = (await ask(gone, http=http, token="right")).reading
+    assert reading.problem is not None
+    assert "127.0.0.1:1/metrics" in reading.problem
 
 
 async def test_a_wrong_token_is_said_in_the_readings_problem(engine: ContractEngine, http: httpx.AsyncClient) -> None:
-    (seen,) = await observe([a_target(engine)], http=http, token="wrong")
-    assert seen.reading.problem is not None
-    assert seen.reading.problem.startswith("configuration: the bearer token")
+    reading = (await ask(a_target(engine), http=http, token="wrong")).reading
+    assert reading.problem is not None
+    assert reading.problem.startswith("configuration: the bearer token")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 import pytest
@@ -43,3 +44,16 @@ async def test_without_the_right_to_see_nodes_there_are_none_to_judge_by() -> No
     assert await Nodes(cast("Cluster", FakeCluster(403))).present() is None
     with pytest.raises(API_ERRORS):
         await Nodes(cast("Cluster", FakeCluster(500))).present()
+
+
+async def test_a_thousand_who_ask_at_once_are_served_by_one_list() -> None:
+    class SlowCluster(FakeCluster):
+        async def list(self, kind: str, namespace: str | None) -> list[dict[str, Any]]:
+            await asyncio.sleep(0)
+            return await super().list(kind, namespace)
+
+    cluster = SlowCluster()
+    nodes = Nodes(cast("Cluster", cluster), clock=lambda: 0.0)
+    found = await asyncio.gather(*(nodes.present() for _ in range(1000)))
+    assert cluster.lists == 1
+    assert all(len(each or ()) == 1 for each in found)

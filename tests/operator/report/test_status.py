@@ -7,15 +7,17 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import operator_builders
 import pytest
-from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL
+from operator_builders import ONE_RANK, READY, RUNNING, a_pod
+from trimtab_operator.decisions.findings import Findings
 from trimtab_operator.decisions.model_facts import Unreadable
 from trimtab_operator.decisions.rollback import FailedChange
 from trimtab_operator.decisions.tuning import applied_values
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.groups import Group
 from trimtab_operator.observed.phases import EngineView
-from trimtab_operator.report.conditions import Facts, Reason, changed_conditions
+from trimtab_operator.report.conditions import Reason, changed_conditions
 from trimtab_operator.report.status import status_of
 from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import InferenceDeployment, ModelSource
@@ -25,24 +27,14 @@ DOCUMENT = Path(__file__).parents[3] / "docs/resource.md"
 
 
 def a_deployment(replicas: int = 1, status: dict[str, Any] | None = None) -> InferenceDeployment:
-    spec = {
-        "model": {"uri": "file:///models/m"},
-        "runtime": {"device": "cpu", "image": "e"},
-        "replicas": replicas,
-    }
-    metadata = {"name": "m", "namespace": "models", "uid": "u", "generation": 3}
-    return InferenceDeployment.parse({"metadata": metadata, "spec": spec, "status": status or {}})
+    return operator_builders.a_deployment(generation=3, status=status, replicas=replicas)
 
 
 def a_group(ordinal: int = 0, *, pod_status: dict[str, Any] | None = None) -> Group:
-    labels = {GROUP_LABEL: str(ordinal), REVISION_LABEL: "r1"}
-    name = f"m-g{ordinal}"
-    pod = {"metadata": {"name": f"{name}-0", "uid": f"p{ordinal}", "labels": labels}, "status": pod_status or {}}
-    return Group(ordinal, {"metadata": {"name": name, "labels": labels}}, (pod,))
+    pod = {**a_pod(ordinal=ordinal), "status": pod_status or {}}
+    return operator_builders.a_group(pod, ordinal=ordinal)
 
 
-READY = {"conditions": [{"type": "Ready", "status": "True"}], "containerStatuses": [{"state": {"running": {}}}]}
-RUNNING: dict[str, Any] = {"containerStatuses": [{"state": {"running": {}}}]}
 UNSCHEDULABLE = {"conditions": [{"type": "PodScheduled", "status": "False", "message": "0/1 nodes: Insufficient cpu"}]}
 CRASHING = {
     "containerStatuses": [
@@ -55,14 +47,12 @@ CRASHING = {
 NO_IMAGE = {"containerStatuses": [{"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}]}
 
 
-ONE_RANK = Degrees(tensor=1, pipeline=1, data=1, expert=False, world_size=1)
-
-
-def facts(*groups: Group, **engine: EngineView) -> Facts:
+def findings(*groups: Group, desired: int | None = None, **engine: EngineView) -> Findings:
     """Engines that are not given answered nothing but their layout, which is the sample's."""
     given = {name.replace("_", "-"): view for name, view in engine.items()}
     engines = {group.name: EngineView(layout=ONE_RANK) for group in groups} | given
-    return Facts(groups=groups, revision="r1", engines=engines)
+    desired = max(1, len(groups)) if desired is None else desired
+    return Findings(desired, groups=groups, revision="r1", engines=engines)
 
 
 def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -82,34 +72,34 @@ def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
 def test_ready_says_what_keeps_a_replica(
     pod_status: dict[str, Any], ready: str, reason: Reason, phase: str, degraded: str
 ) -> None:
-    status = status_of(a_deployment(), facts(a_group(pod_status=pod_status)), now=NOW)
+    status = status_of(a_deployment(), findings(a_group(pod_status=pod_status)), now=NOW)
     assert (condition(status, "Ready")["status"], condition(status, "Ready")["reason"]) == (ready, reason)
     assert status["groups"][0]["phase"] == phase
     assert condition(status, "Degraded")["status"] == degraded
 
 
 def test_a_crash_is_told_in_the_engines_own_last_line() -> None:
-    status = status_of(a_deployment(), facts(a_group(pod_status=CRASHING)), now=NOW)
+    status = status_of(a_deployment(), findings(a_group(pod_status=CRASHING)), now=NOW)
     assert "model not found (exit code 2)" in condition(status, "Degraded")["message"]
 
 
 def test_load_progress_is_shown_while_loading() -> None:
     view = EngineView(load=("weights", 43))
-    status = status_of(a_deployment(), facts(a_group(pod_status=RUNNING), m_g0=view), now=NOW)
+    status = status_of(a_deployment(), findings(a_group(pod_status=RUNNING), m_g0=view), now=NOW)
     assert status["groups"][0]["load"] == {"stage": "weights", "percent": 43}
 
 
 def test_nothing_changes_when_nothing_changed() -> None:
-    first = status_of(a_deployment(), facts(a_group(pod_status=READY)), now=NOW)
-    later = status_of(a_deployment(status=first), facts(a_group(pod_status=READY)), now=NOW + timedelta(hours=1))
+    first = status_of(a_deployment(), findings(a_group(pod_status=READY)), now=NOW)
+    later = status_of(a_deployment(status=first), findings(a_group(pod_status=READY)), now=NOW + timedelta(hours=1))
     assert later == first
 
 
 def test_the_transition_time_moves_only_with_the_status() -> None:
-    first = status_of(a_deployment(), facts(a_group(pod_status=RUNNING)), now=NOW)
-    pending = facts(a_group(pod_status=UNSCHEDULABLE))
+    first = status_of(a_deployment(), findings(a_group(pod_status=RUNNING)), now=NOW)
+    pending = findings(a_group(pod_status=UNSCHEDULABLE))
     still_not = status_of(a_deployment(status=first), pending, now=NOW + timedelta(hours=1))
-    ready = status_of(a_deployment(status=first), facts(a_group(pod_status=READY)), now=NOW + timedelta(hours=1))
+    ready = status_of(a_deployment(status=first), findings(a_group(pod_status=READY)), now=NOW + timedelta(hours=1))
     assert condition(still_not, "Ready")["lastTransitionTime"] == condition(first, "Ready")["lastTransitionTime"]
     assert condition(still_not, "Ready")["reason"] != condition(first, "Ready")["reason"]
     assert condition(ready, "Ready")["lastTransitionTime"] == "2026-01-01T01:00:00Z"
@@ -117,7 +107,7 @@ def test_the_transition_time_moves_only_with_the_status() -> None:
 
 def test_a_refused_spec_is_not_ready_and_says_every_reason() -> None:
     refusals = (Refusal("spec.model.uri", "hf:// is not built yet"), Refusal("spec.scaling", "not built yet"))
-    status = status_of(a_deployment(), Facts(refusals=refusals), now=NOW)
+    status = status_of(a_deployment(), Findings(1, refusals=refusals), now=NOW)
     assert condition(status, "Ready")["reason"] == Reason.INVALID
     assert "hf://" in condition(status, "Ready")["message"]
     assert "spec.scaling" in condition(status, "Ready")["message"]
@@ -125,7 +115,7 @@ def test_a_refused_spec_is_not_ready_and_says_every_reason() -> None:
 
 
 def test_zero_replicas_are_ready_as_asked() -> None:
-    status = status_of(a_deployment(replicas=0), facts(), now=NOW)
+    status = status_of(a_deployment(replicas=0), findings(desired=0), now=NOW)
     assert condition(status, "Ready")["reason"] == Reason.SCALED_TO_ZERO
     assert status["ready"] == "0/0"
 
@@ -142,7 +132,7 @@ def test_zero_replicas_are_ready_as_asked() -> None:
 )
 def test_a_replica_with_another_layout_is_not_ready_and_both_layouts_are_named(other: Degrees) -> None:
     groups = [a_group(n, pod_status=READY) for n in range(2)]
-    status = status_of(a_deployment(replicas=2), facts(*groups, m_g1=EngineView(layout=other)), now=NOW)
+    status = status_of(a_deployment(replicas=2), findings(*groups, m_g1=EngineView(layout=other)), now=NOW)
     valid = condition(status, "LayoutValid")
     assert (valid["status"], valid["reason"]) == ("False", Reason.LAYOUT_DIFFERS)
     assert f"m-g1 runs {other}; asked for was {ONE_RANK}" in valid["message"]
@@ -153,20 +143,22 @@ def test_a_replica_with_another_layout_is_not_ready_and_both_layouts_are_named(o
 
 
 def test_a_replica_whose_engine_has_not_spoken_is_not_ready_yet() -> None:
-    status = status_of(a_deployment(), facts(a_group(pod_status=READY), m_g0=EngineView()), now=NOW)
+    status = status_of(a_deployment(), findings(a_group(pod_status=READY), m_g0=EngineView()), now=NOW)
     assert condition(status, "Ready")["status"] == "False"
     assert condition(status, "LayoutValid")["reason"] == Reason.LAYOUT_UNKNOWN
     assert "reported" not in status["layout"]
 
 
 def test_an_engine_that_is_too_busy_to_answer_stays_ready() -> None:
-    before = status_of(a_deployment(), facts(a_group(pod_status=READY)), now=NOW)
-    silent = facts(a_group(pod_status=READY), m_g0=EngineView())
+    before = status_of(a_deployment(), findings(a_group(pod_status=READY)), now=NOW)
+    silent = findings(a_group(pod_status=READY), m_g0=EngineView())
     assert status_of(a_deployment(status=before), silent, now=NOW)["readyReplicas"] == 1
 
 
 def test_a_replica_of_the_previous_revision_still_counts_while_it_serves() -> None:
-    old = replace(facts(a_group(pod_status=READY), m_g0=EngineView(layout=replace(ONE_RANK, tensor=2))), revision="r2")
+    old = replace(
+        findings(a_group(pod_status=READY), m_g0=EngineView(layout=replace(ONE_RANK, tensor=2))), revision="r2"
+    )
     status = status_of(a_deployment(), old, now=NOW)
     assert condition(status, "Ready")["status"] == "True"
     assert condition(status, "Progressing")["reason"] == Reason.ROLLING_OUT
@@ -174,7 +166,7 @@ def test_a_replica_of_the_previous_revision_still_counts_while_it_serves() -> No
 
 
 def test_an_unreadable_model_degrades_and_is_told_in_its_own_words() -> None:
-    status = status_of(a_deployment(), Facts(model=Unreadable("no such file (exit code 2)")), now=NOW)
+    status = status_of(a_deployment(), Findings(1, model=Unreadable("no such file (exit code 2)")), now=NOW)
     for kind, value in (("Ready", "False"), ("Progressing", "False"), ("LayoutValid", "Unknown"), ("Degraded", "True")):
         found = condition(status, kind)
         assert (found["status"], found["reason"]) == (value, Reason.MODEL_UNREADABLE)
@@ -183,7 +175,7 @@ def test_an_unreadable_model_degrades_and_is_told_in_its_own_words() -> None:
 
 def test_a_change_that_was_taken_back_degrades_a_resource_that_serves() -> None:
     failed = FailedChange("m-g0 did not become Ready within 30m: it still loads", "r1")
-    ready = replace(facts(a_group(pod_status=READY)), revision="r2", failed_change=failed)
+    ready = replace(findings(a_group(pod_status=READY)), revision="r2", failed_change=failed)
     status = status_of(a_deployment(), ready, now=NOW)
     assert condition(status, "Ready")["status"] == "True"
     assert status["updatedReplicas"] == 0
@@ -193,13 +185,13 @@ def test_a_change_that_was_taken_back_degrades_a_resource_that_serves() -> None:
     for kind, value in (("Degraded", "True"), ("Progressing", "False"), ("LayoutValid", "Unknown")):
         assert (condition(status, kind)["status"], condition(status, kind)["reason"]) == (value, Reason.ROLLED_BACK)
         assert "it still loads" in condition(status, kind)["message"]
-    loading = replace(facts(a_group(pod_status=RUNNING)), revision="r2", failed_change=failed)
+    loading = replace(findings(a_group(pod_status=RUNNING)), revision="r2", failed_change=failed)
     assert condition(status_of(a_deployment(), loading, now=NOW), "Progressing")["status"] == "True"
 
 
 def test_a_first_revision_that_does_not_come_up_is_told_when_its_time_is_over() -> None:
     failed = FailedChange("m-g0 did not become Ready within 30m: it still loads", None)
-    loading = replace(facts(a_group(pod_status=RUNNING)), failed_change=failed)
+    loading = replace(findings(a_group(pod_status=RUNNING)), failed_change=failed)
     status = status_of(a_deployment(), loading, now=NOW)
     assert condition(status, "Progressing")["reason"] == Reason.START_FAILED
     assert condition(status, "Degraded")["reason"] == Reason.START_FAILED
@@ -207,13 +199,13 @@ def test_a_first_revision_that_does_not_come_up_is_told_when_its_time_is_over() 
 
 def test_a_layout_that_cannot_work_is_told_as_such() -> None:
     refusal = Refusal("spec.engine.maxModelLen", "needs 9 GiB of KV cache")
-    status = status_of(a_deployment(), Facts(refusals=(refusal,), layout_refusals=(refusal,)), now=NOW)
+    status = status_of(a_deployment(), Findings(1, refusals=(refusal,), layout_refusals=(refusal,)), now=NOW)
     assert condition(status, "LayoutValid")["status"] == "False"
     assert "9 GiB" in condition(status, "LayoutValid")["message"]
 
 
 def test_pods_without_a_node_limit_scaling() -> None:
-    status = status_of(a_deployment(), facts(a_group(pod_status=UNSCHEDULABLE)), now=NOW)
+    status = status_of(a_deployment(), findings(a_group(pod_status=UNSCHEDULABLE)), now=NOW)
     assert condition(status, "ScalingLimited")["status"] == "True"
     assert "Insufficient cpu" in condition(status, "ScalingLimited")["message"]
 
@@ -222,14 +214,14 @@ def test_effective_is_what_most_report_and_exceptions_stand_with_their_group() -
     common = EngineView(applied={"max_num_seqs": 64}, layout=ONE_RANK)
     other = EngineView(applied={"max_num_seqs": 8}, layout=ONE_RANK)
     groups = [a_group(n, pod_status=READY) for n in range(3)]
-    status = status_of(a_deployment(replicas=3), facts(*groups, m_g0=common, m_g1=common, m_g2=other), now=NOW)
+    status = status_of(a_deployment(replicas=3), findings(*groups, m_g0=common, m_g1=common, m_g2=other), now=NOW)
     assert status["engine"]["effective"] == {"maxNumSeqs": "64"}
     assert [g.get("effective") for g in status["groups"]] == [None, None, {"maxNumSeqs": "8"}]
 
 
 def test_only_turns_are_reported() -> None:
-    before = status_of(a_deployment(), facts(a_group(pod_status=RUNNING)), now=NOW)
-    after = status_of(a_deployment(status=before), facts(a_group(pod_status=READY)), now=NOW)
+    before = status_of(a_deployment(), findings(a_group(pod_status=RUNNING)), now=NOW)
+    after = status_of(a_deployment(status=before), findings(a_group(pod_status=READY)), now=NOW)
     assert [c["type"] for c in changed_conditions(before, after, ("Ready", "Degraded"))] == ["Ready"]
     assert changed_conditions(after, after, ("Ready", "Degraded")) == []
 
@@ -240,14 +232,14 @@ def test_applied_values_survive_the_way_through_status() -> None:
 
 
 def test_while_a_problem_keeps_the_loop_from_looking_it_does_not_say_that_nothing_runs() -> None:
-    blocked = replace(facts(a_group(pod_status=READY)), tuning=None, problem=(Reason.RECONCILE_ERROR, "no route"))
+    blocked = replace(findings(a_group(pod_status=READY)), tuning=None, problem=(Reason.RECONCILE_ERROR, "no route"))
     status = status_of(a_deployment(), blocked, now=NOW)
     assert condition(status, "MetricsAvailable")["reason"] == Reason.RECONCILE_ERROR
     assert condition(status, "TuningActive")["status"] == "False"
 
 
 def test_a_problem_of_the_loop_is_shown() -> None:
-    blocked = replace(facts(a_group(pod_status=READY)), problem=(Reason.NAME_TAKEN, "Service m exists"))
+    blocked = replace(findings(a_group(pod_status=READY)), problem=(Reason.NAME_TAKEN, "Service m exists"))
     status = status_of(a_deployment(), blocked, now=NOW)
     assert condition(status, "Degraded")["reason"] == Reason.NAME_TAKEN
 

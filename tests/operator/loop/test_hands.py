@@ -1,4 +1,4 @@
-"""What a plan asks for is carried out, or the error is the loop's; some things have a second choice."""
+"""What a turn asks for is carried out in its order, or the error is the loop's; some things have a second choice."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any, cast
 
 import pytest
 from kubernetes.aio.client.exceptions import ApiException
+from operator_builders import a_deployment
 from trimtab_operator.decisions.actions import Apply
 from trimtab_operator.edge.cluster import Cluster
 from trimtab_operator.edge.health import OperatorMetrics
-from trimtab_operator.loop.writer import Writer
+from trimtab_operator.loop.hands import Hands
 from trimtab_operator.resource.spec import InferenceDeployment
 
-BODY = {"metadata": {"name": "m", "namespace": "n", "uid": "u"}, "spec": {"model": {"uri": "file:///m"}}}
-DEPLOYMENT = InferenceDeployment.parse(BODY, default_image="engine:1")
 METADATA = {"name": "m-g0", "namespace": "n"}
 ANYWHERE = {"kind": "Service", "metadata": METADATA, "spec": {}}
 SAME = {**ANYWHERE, "spec": {"clusterIP": "10.0.0.7"}}
@@ -32,19 +31,19 @@ class RefusingCluster:
         self.applied.append(manifest)
 
 
-def a_writer(cluster: RefusingCluster) -> Writer:
-    return Writer(cast("Cluster", cluster), OperatorMetrics(), lambda: 0.0)
+def hands_at(cluster: RefusingCluster) -> Hands:
+    return Hands(cast("Cluster", cluster), OperatorMetrics(), lambda: 0.0)
 
 
 async def test_an_address_that_cannot_be_had_is_done_without() -> None:
     cluster = RefusingCluster(422)
-    assert await a_writer(cluster).execute(DEPLOYMENT, (Apply(SAME, True, "missing", ANYWHERE),))
+    await hands_at(cluster).execute(a_deployment(), (Apply(SAME, True, "missing", ANYWHERE),))
     assert cluster.applied == [ANYWHERE]
 
 
 @pytest.mark.parametrize(("status", "otherwise"), [(500, ANYWHERE), (403, ANYWHERE), (422, None)])
-async def test_other_errors_end_the_tick(status: int, otherwise: Mapping[str, Any] | None) -> None:
+async def test_other_errors_are_the_loops(status: int, otherwise: Mapping[str, Any] | None) -> None:
     cluster = RefusingCluster(status)
     with pytest.raises(ApiException):
-        await a_writer(cluster).execute(DEPLOYMENT, (Apply(SAME, True, "missing", otherwise),))
+        await hands_at(cluster).execute(a_deployment(), (Apply(SAME, True, "missing", otherwise),))
     assert cluster.applied == []

@@ -1,0 +1,40 @@
+"""What a turn found out, for whoever tells it: all that a status is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trimtab_operator.decisions.model_facts import FactsState
+from trimtab_operator.decisions.rollback import FailedChange
+from trimtab_operator.observed.groups import Group
+from trimtab_operator.observed.phases import EngineView
+from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.resource.refusal import Refusal
+from trimtab_operator.resource.spec import InferenceDeployment
+from trimtab_operator.tuner import TickResult
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What is so, and what is wanted. `problem` is a (reason, message) that keeps the loop from working.
+
+    `revision` is what the spec renders to; empty when it is refused, and nothing is rendered. `engines` is what engines
+    said, by the group's name; None: nobody was asked. `refusals` is everything that is wrong with the spec,
+    `layout_refusals` those of them that concern the layout. `model` is what is known of the model; None: nobody looked,
+    or it does not matter. `target` is what replicas are brought to; None: they are left as they are.
+    """
+
+    desired_replicas: int
+    groups: tuple[Group, ...] = ()
+    draining: tuple[Manifest, ...] = ()
+    revision: str = ""
+    engines: Mapping[str, EngineView] | None = None
+    tuning: TickResult | None = None
+    refusals: tuple[Refusal, ...] = ()
+    layout_refusals: tuple[Refusal, ...] = ()
+    model: FactsState | None = None
+    failed_change: FailedChange | None = None
+    target: InferenceDeployment | None = None
+    too_few_gpus: str | None = None
+    problem: tuple[str, str] | None = None

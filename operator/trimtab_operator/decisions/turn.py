@@ -1,0 +1,226 @@
+"""One turn of a resource: from the world and what is remembered to all that is to be done. Pure and total.
+
+In this order: what is wrong with the spec → what is known of the model → what replicas are to run (the spec, or the
+last form that worked) → what the tuner makes of the engines' metrics → how many replicas → what the children lack.
+The tuner comes before the plan, so that a decision on replicas acts in its own turn.
+
+    World ──┐                 ┌── remember   ConfigMaps, written before anything is done by them
+            ├── turn ── Turn ─┼── care       pods that must go, whatever is remembered
+    Memory ─┘                 ├── children   Services, StatefulSets, the Job that reads the model
+                              ├── patches    live fields of engines
+                              ├── decisions, notes   to be told
+                              └── findings   the status is made from them
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from trimtab_operator.builders.admin_token import token_hash
+from trimtab_operator.builders.stateful_set import Rendered, rendered
+from trimtab_operator.decisions.actions import Action, Apply, Delete, Note, Patch
+from trimtab_operator.decisions.findings import Findings
+from trimtab_operator.decisions.memory import Memory, Recalled, recalled, with_layouts
+from trimtab_operator.decisions.model_facts import Gate, gate_of, plan_facts, with_kept
+from trimtab_operator.decisions.plan import plan, plan_tuning_state
+from trimtab_operator.decisions.rollback import (
+    Course,
+    RolloutState,
+    course_of,
+    plan_rollout_state,
+    proven_form,
+    stored_rollout,
+)
+from trimtab_operator.decisions.tuning import desired_replicas, settings_of, stored_state
+from trimtab_operator.decisions.upkeep import Upkeep, upkeep
+from trimtab_operator.decisions.validation import refusals
+from trimtab_operator.decisions.world import World, targets_of
+from trimtab_operator.layout.node_gpus import gpu_for, too_few_gpus
+from trimtab_operator.observed.engines import view_of
+from trimtab_operator.observed.groups import ordinal_of
+from trimtab_operator.observed.phases import EngineView
+from trimtab_operator.resource.refusal import Refusal
+from trimtab_operator.resource.spec import InferenceDeployment
+from trimtab_operator.tuner import Decision, GroupReading, Mode, Pace, TickResult, tick
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """All that is to be done now, and the memory that it leaves: to be adopted once `remember` is written."""
+
+    memory: Memory
+    findings: Findings
+    desired_replicas: int
+    remember: tuple[Apply, ...] = ()
+    care: tuple[Delete, ...] = ()
+    children: tuple[Action, ...] = ()
+    patches: tuple[Patch, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be done, and nothing told but the status."""
+        return not (self.remember or self.care or self.children or self.patches or self.decisions or self.notes)
+
+
+def turn(world: World, memory: Memory) -> Turn:
+    """Decide what is to be done in this world. Never raises, whatever the cluster or the engines say."""
+    known = _known(world, memory)
+    refused = world.misread or refusals(world.deployment)
+    if refused:
+        return _refused(world, known, refused)
+    wanted = rendered(world.deployment, admin_token_sha256=token_hash(world.token))
+    reading = plan_facts(world.deployment, known.observed, now=world.at)
+    known = replace(known, observed=with_kept(known.observed, reading))
+    rollout = memory.rollout or stored_rollout(world.deployment, world.children, key=world.token)
+    proven = proven_form(rollout, wanted, admin_token_sha256=token_hash(world.token))
+    gate = _gate(world, known, wanted, proven)
+    if gate.refusals:
+        return _with_reading(_refused(world, known, gate.refusals, of_layout=gate.refusals), reading)
+    course = course_of(
+        rollout,
+        wanted,
+        proven,
+        known.groups,
+        known.memory.layouts_of(known.groups),
+        may_start=gate.is_open,
+        now=world.at,
+    )
+    return _with_reading(_steered(world, known, wanted, gate, course), reading)
+
+
+def _known(world: World, memory: Memory) -> Recalled:
+    known = recalled(world.children, memory, now=world.at, refused_creations=world.refused_creations)
+    return replace(known, memory=with_layouts(known.memory, known.groups, world.engines))
+
+
+def _refused(
+    world: World, known: Recalled, refused: tuple[Refusal, ...], *, of_layout: tuple[Refusal, ...] = ()
+) -> Turn:
+    """Say what is wrong. What runs is cared for, and otherwise left as it is."""
+    care = _care(world, known, asked=None)
+    findings = replace(findings_of_cluster(world, known), refusals=refused, layout_refusals=of_layout)
+    return Turn(known.memory, findings, findings.desired_replicas, care=care.deletions, notes=care.notes)
+
+
+def _gate(world: World, known: Recalled, wanted: Rendered, proven: Rendered | None) -> Gate:
+    """Whether engines may be started or changed."""
+    is_proven = proven is not None and proven.revision == wanted.revision
+    gpu = gpu_for(world.deployment, world.nodes or ())
+    return gate_of(world.deployment, known.observed, revision=wanted.revision, gpu=gpu, is_proven=is_proven)
+
+
+def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course: Course) -> Turn:
+    """Bring replicas and engines one step nearer to what the course asks for."""
+    deployment = world.deployment
+    target = deployment if course.target is None else course.target.deployment
+    tuned = _tuned(world, known, target)
+    count = desired_replicas(deployment, tuned)
+    care = _care(world, known, asked=None if course.target is None else f"{deployment.generation}-{_revision(course)}")
+    children: tuple[Action, ...] = ()
+    if course.target is not None:
+        children = plan(course.target, known.observed, replicas=count, held=care.held, unproven=course.unproven)
+    return Turn(
+        memory=replace(known.memory, tuner=tuned.state, rollout=course.state),
+        findings=replace(
+            findings_of_cluster(world, known),
+            desired_replicas=count,
+            revision=wanted.revision,
+            engines=_views(world, known),
+            tuning=tuned if known.groups else None,
+            model=None if gate.is_open else gate.model,
+            failed_change=course.failed,
+            target=None if course.target is None else course.target.deployment,
+            too_few_gpus=_too_few_gpus(world),
+        ),
+        desired_replicas=count,
+        remember=_remembered(deployment, known, course.state, tuned, key=world.token),
+        care=care.deletions,
+        children=children,
+        patches=_patches(world, known, tuned),
+        decisions=tuned.decisions,
+        notes=care.notes,
+    )
+
+
+def findings_of_cluster(world: World, known: Recalled) -> Findings:
+    """What the cluster alone says, before anything is rendered or asked of the engines."""
+    present = {group.ordinal for group in known.groups}
+    pods = known.observed.pods
+    draining = tuple(pod for pod in pods if ordinal_of(pod) is not None and ordinal_of(pod) not in present)
+    return Findings(world.deployment.replicas, groups=known.groups, draining=draining)
+
+
+def findings_without_a_turn(world: World, memory: Memory, problem: tuple[str, str]) -> Findings:
+    """What can be said when a turn could not be carried out: the children as they are, and the problem."""
+    findings = findings_of_cluster(world, _known(world, memory))
+    if world.misread:
+        return replace(findings, problem=problem)
+    wanted = rendered(world.deployment, admin_token_sha256=token_hash(world.token))
+    return replace(findings, revision=wanted.revision, problem=problem)
+
+
+def _care(world: World, known: Recalled, *, asked: str | None) -> Upkeep:
+    now = datetime.fromtimestamp(world.at, UTC)
+    return upkeep(known.observed, nodes=world.nodes, rivals=world.rivals, now=now, asked=asked)
+
+
+def _revision(course: Course) -> str:
+    return "" if course.target is None else course.target.revision
+
+
+def _too_few_gpus(world: World) -> str | None:
+    return too_few_gpus(world.deployment, world.nodes) if world.deployment.spec.runtime.device == "cuda" else None
+
+
+def _tuned(world: World, known: Recalled, target: InferenceDeployment) -> TickResult:
+    """Let the tuner look. Starts and bounds are those of what runs; the mode is always the owner's latest word."""
+    mode, pace = Mode(world.deployment.spec.tuning.mode), Pace.for_tick(world.tick_seconds)
+    settings = replace(settings_of(target.spec), mode=mode, pace=pace)
+    state = known.memory.tuner or stored_state(world.deployment, known.observed.config_maps)
+    unasked = "its engine was not asked"
+    readings = [
+        world.engines[group.name].reading
+        if group.name in world.engines
+        else GroupReading(group.name, group.is_ready, problem=unasked)
+        for group in known.groups
+    ]
+    return tick(state, readings, settings, world.at)
+
+
+def _remembered(
+    deployment: InferenceDeployment, known: Recalled, rollout: RolloutState, tuned: TickResult, *, key: str
+) -> tuple[Apply, ...]:
+    """The ConfigMaps that must be written before anything is done by what they say."""
+    return (
+        *plan_rollout_state(deployment, known.observed, rollout, key=key),
+        *plan_tuning_state(deployment, known.observed, tuned.state.to_json()),
+    )
+
+
+def _patches(world: World, known: Recalled, tuned: TickResult) -> tuple[Patch, ...]:
+    """What brings every engine that answers to the applied values."""
+    targets = {target.group: target for target in targets_of(known)}
+    found = []
+    for patch in tuned.patches:
+        target, config = targets[patch.group], world.engines[patch.group].reading.config
+        if target.address is not None and config is not None:
+            found.append(Patch(target, patch.fields, config.generation))
+    return tuple(found)
+
+
+def _views(world: World, known: Recalled) -> dict[str, EngineView]:
+    layouts = known.memory.layouts_of(known.groups)
+    return {
+        group.name: view_of(group, world.engines.get(group.name), layouts.get(group.name)) for group in known.groups
+    }
+
+
+def _with_reading(turn: Turn, reading: tuple[Action, ...]) -> Turn:
+    """The same turn, with what reading the model needs: what was read is remembered first, its Job comes last, so that
+    engines that run wait for no reader."""
+    kept = tuple(action for action in reading if isinstance(action, Apply) and action.manifest["kind"] == "ConfigMap")
+    rest = tuple(action for action in reading if action not in kept)
+    return replace(turn, remember=(*kept, *turn.remember), children=(*turn.children, *rest))

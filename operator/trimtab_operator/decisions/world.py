@@ -1,0 +1,91 @@
+"""The world as one look sees it, and what is worth looking at. Pure.
+
+A look reads the resource and its children, asks `questions_of` what else matters now, reads that, and puts all of it
+into one `World`. Nothing is read after that: the turn decides by this value alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trimtab_operator.decisions.memory import Memory, Recalled, recalled
+from trimtab_operator.decisions.node_loss import may_be_lost
+from trimtab_operator.decisions.placement import Age, is_partly_placed
+from trimtab_operator.errors import InvalidSpec
+from trimtab_operator.observed.engines import EngineSeen, Target, target_of
+from trimtab_operator.observed.groups import Observed
+from trimtab_operator.observed.missing_pods import wants_words
+from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.resource.refusal import Refusal
+from trimtab_operator.resource.spec import MAX_REPLICAS, InferenceDeployment, ModelSource, Spec
+
+GPU_NODES_FRESH_SECONDS = 60.0  # which GPUs there are seldom changes
+LOST_NODES_FRESH_SECONDS = 5.0  # a node that is back is not given up; all resources of a lost node ask at once
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All that one look at a resource saw, at Unix time `at`. `token` is the admin token of its engines."""
+
+    at: float
+    deployment: InferenceDeployment
+    token: str = field(repr=False)
+    children: Observed = field(default_factory=Observed)
+    engines: Mapping[str, EngineSeen] = field(default_factory=dict)
+    """What each engine said, by the group's name; absent: it was not asked."""
+    misread: tuple[Refusal, ...] = ()
+    """What of the spec cannot even be read; the deployment's spec is a stand-in then."""
+    nodes: tuple[Manifest, ...] | None = ()
+    """Empty where they do not matter; None: the operator has no right to see them."""
+    rivals: tuple[Age, ...] | None = None
+    """The groups of all resources that are partly placed; None: nobody has looked, or may."""
+    refused_creations: tuple[Manifest, ...] | None = None
+    """Events of StatefulSets whose pods the API server did not create; None: nobody has looked."""
+    tick_seconds: float = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """What is worth reading beyond the children. `nodes_fresh_seconds`: how old a list of nodes may be; None: none is
+    needed."""
+
+    nodes_fresh_seconds: float | None
+    rivals: bool
+    refused_creations: bool
+    engines: tuple[Target, ...]
+
+
+def questions_of(deployment: InferenceDeployment, children: Observed, memory: Memory, *, now: float) -> Questions:
+    """Decide what else to read: nodes and other resources' groups only when something is amiss."""
+    known = recalled(children, memory, now=now)
+    return Questions(
+        nodes_fresh_seconds=_nodes_fresh_seconds(deployment, children),
+        rivals=any(is_partly_placed(group) for group in known.groups),
+        refused_creations=any(wants_words(missing, now=now) for missing in known.memory.missing.values()),
+        engines=targets_of(known),
+    )
+
+
+def targets_of(known: Recalled) -> tuple[Target, ...]:
+    """Where the engines are asked."""
+    return tuple(target_of(group, known.memory.layouts) for group in known.groups)
+
+
+def _nodes_fresh_seconds(deployment: InferenceDeployment, children: Observed) -> float | None:
+    if may_be_lost(children.pods):
+        return LOST_NODES_FRESH_SECONDS
+    return GPU_NODES_FRESH_SECONDS if deployment.spec.runtime.device == "cuda" else None
+
+
+def as_read(body: Mapping[str, Any], *, default_image: str | None) -> tuple[InferenceDeployment, tuple[Refusal, ...]]:
+    """The resource, and what of its spec cannot be read. Such a spec is empty: enough to say so in the status."""
+    try:
+        return InferenceDeployment.parse(body, default_image=default_image), ()
+    except InvalidSpec as error:
+        stand_in = InferenceDeployment.parse({**body, "spec": {"model": {"uri": "file:///"}}})
+        count = (body.get("spec") or {}).get("replicas")
+        is_count = isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= MAX_REPLICAS
+        spec = Spec(model=ModelSource(uri="file:///"), replicas=count if is_count else None)
+        return replace(stand_in, spec=spec), (Refusal("spec", str(error)),)

@@ -1,0 +1,132 @@
+"""The door to the engines of a resource: asks each what it says now, and changes their live fields.
+
+An engine's answer is a stranger's word, and may never come. So nobody waits for it longer than PATIENCE_SECONDS: what
+is under way goes on beside the loop, and its answer is taken up by the next look. An engine that is still being asked
+since an earlier look is not waited for at all. A change that is on its way is not sent again before it is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+import httpx
+
+from trimtab_operator.decisions.actions import Patch
+from trimtab_operator.edge import metrics
+from trimtab_operator.edge.bounded_http import pod_url
+from trimtab_operator.edge.engine_client import EngineClient, Failure, OutOfBounds, Patched, Stale
+from trimtab_operator.observed.engines import EngineSeen, Target
+from trimtab_operator.tuner import GroupReading
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 1.0  # an engine at rest answers within milliseconds; a busy CPU's may be taken up by the next look
+MAX_ASKED_AT_ONCE = 32  # engines of one resource; each is asked up to four things
+
+PatchAnswer = Patched | Stale | OutOfBounds | Failure
+OnAnswer = Callable[[Patch, PatchAnswer], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """What is under way with one engine."""
+
+    asking: asyncio.Task[EngineSeen] | None = None
+    patching: asyncio.Task[None] | None = None
+
+    def end(self) -> None:
+        for task in (self.asking, self.patching):
+            if task is not None:
+                task.cancel()
+
+
+@dataclass(slots=True)
+class Engines:
+    """The engines of one resource. `close` it when the resource is gone."""
+
+    http: httpx.AsyncClient
+    clock: Callable[[], float] = time.time
+    patience_seconds: float = PATIENCE_SECONDS
+    _with: dict[str, _Conversation] = field(default_factory=dict)
+    """By the uid of the leader's pod."""
+    _gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_ASKED_AT_ONCE))
+
+    async def look(self, targets: Iterable[Target], token: str) -> dict[str, EngineSeen]:
+        """Ask every engine at once; by group, what they said in time. Engines that are gone are forgotten."""
+        wanted = list(targets)
+        reachable = {target.instance: target for target in wanted if target.address is not None}
+        for gone in self._with.keys() - reachable.keys():
+            self._with.pop(gone).end()
+        late = {uid: said for uid, target in reachable.items() if (said := self._taken_up(target)) is not None}
+        begun = [asking for target in reachable.values() if (asking := self._begun(target, token)) is not None]
+        if begun:
+            await asyncio.wait(begun, timeout=self.patience_seconds)
+        return {target.group: self._said(target, late.get(target.instance)) for target in wanted}
+
+    def _begun(self, target: Target, token: str) -> asyncio.Task[EngineSeen] | None:
+        """Begin to ask an engine; None when it is being asked already."""
+        conversation = self._with.setdefault(target.instance, _Conversation())
+        if conversation.asking is not None:
+            return None
+        conversation.asking = asyncio.create_task(self._ask(target, token))
+        return conversation.asking
+
+    async def _ask(self, target: Target, token: str) -> EngineSeen:
+        async with self._gate:
+            try:
+                return await metrics.ask(target, http=self.http, token=token, clock=self.clock)
+            except Exception as error:  # whatever an engine says must not end the loop of its resource
+                logger.exception("an engine's answer could not be dealt with", extra={"group": target.group})
+                return _unsaid(target, f"its answer could not be dealt with: {type(error).__name__}")
+
+    def _taken_up(self, target: Target) -> EngineSeen | None:
+        """The answer that has come since it was asked, if it has, and if it still speaks of a pod as ready as now."""
+        conversation = self._with.get(target.instance)
+        if conversation is None or conversation.asking is None or not conversation.asking.done():
+            return None
+        said, conversation.asking = conversation.asking.result(), None
+        return said if said.reading.ready == target.ready else None
+
+    def _said(self, target: Target, late: EngineSeen | None) -> EngineSeen:
+        if target.address is None:
+            return _unsaid(target, "the pod has no address yet")
+        said = self._taken_up(target) or late
+        waiting = f"no answer within {self.patience_seconds:g} s; it is still waited for"
+        return said if said is not None else _unsaid(target, waiting)
+
+    async def patch(self, orders: Iterable[Patch], token: str, on_answer: OnAnswer) -> None:
+        """Send every change at once. `on_answer` hears each answer, in time or later."""
+        sent = [task for order in orders if (task := self._sent(order, token, on_answer)) is not None]
+        if sent:
+            await asyncio.wait(sent, timeout=self.patience_seconds)
+
+    def _sent(self, order: Patch, token: str, on_answer: OnAnswer) -> asyncio.Task[None] | None:
+        """Send a change; None while an earlier one is not answered."""
+        conversation = self._with.setdefault(order.target.instance, _Conversation())
+        if conversation.patching is not None and not conversation.patching.done():
+            return None
+        if conversation.asking is not None:  # its answer would speak of the values before
+            conversation.asking.cancel()
+            conversation.asking = None
+        conversation.patching = asyncio.create_task(self._patch(order, token, on_answer))
+        return conversation.patching
+
+    async def _patch(self, order: Patch, token: str, on_answer: OnAnswer) -> None:
+        address, port = order.target.address, order.target.admin_port
+        assert address is not None
+        client = EngineClient(self.http, pod_url(address, port), token)
+        await on_answer(order, await client.patch(order.fields, if_match=order.if_match))
+
+    def close(self) -> None:
+        """Let go of all that is under way."""
+        for conversation in self._with.values():
+            conversation.end()
+        self._with.clear()
+
+
+def _unsaid(target: Target, why: str) -> EngineSeen:
+    return EngineSeen(GroupReading(target.group, target.ready, problem=why, instance=target.instance))

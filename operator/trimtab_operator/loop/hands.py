@@ -1,0 +1,167 @@
+"""The hands of a loop: carry a turn out at the API server and the engines, and tell of it.
+
+In this order: what must go in any case → what is remembered → children → engines → Events → status. What is remembered
+is written before anything is done by it. No rule lives here. What is written is counted, so that an idle loop can be
+seen to write nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from kubernetes.aio.dynamic.exceptions import NotFoundError
+
+from trimtab_operator.decisions.actions import Action, Apply, Note, Patch, note_of
+from trimtab_operator.decisions.findings import Findings
+from trimtab_operator.decisions.turn import Turn
+from trimtab_operator.decisions.world import World
+from trimtab_operator.edge.cluster import API_ERRORS, Cluster, is_invalid
+from trimtab_operator.edge.engine_client import Patched
+from trimtab_operator.edge.engines import Engines, PatchAnswer
+from trimtab_operator.edge.health import OperatorMetrics
+from trimtab_operator.edge.lease import CONNECTION_ERRORS
+from trimtab_operator.errors import Gone, NameTaken
+from trimtab_operator.report.conditions import changed_conditions
+from trimtab_operator.report.status import status_of
+from trimtab_operator.resource.spec import KIND, InferenceDeployment
+from trimtab_operator.tuner import Decision
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Hands:
+    """Act for all loops."""
+
+    cluster: Cluster
+    metrics: OperatorMetrics
+    clock: Callable[[], float]
+
+    async def remember(self, world: World, turn: Turn) -> None:
+        """Take care of what cannot wait, then write down what the turn remembers. The memory may be adopted after."""
+        self.metrics.desired_replicas.labels(namespace=world.deployment.namespace, name=world.deployment.name).set(
+            turn.desired_replicas
+        )
+        await self.execute(world.deployment, turn.care)
+        await self.execute(world.deployment, turn.remember)
+
+    async def act(self, world: World, turn: Turn, engines: Engines) -> Mapping[str, Any]:
+        """Do the rest, and tell of it; the status that is written. A child that is refused keeps nobody from hearing of
+        the others, nor an engine from its values; the status is the caller's then. Raises what refused it."""
+        deployment = world.deployment
+        refused: Exception | None = None
+        done: list[Action] = []
+        try:
+            await self.execute(deployment, turn.children, done)
+        except (*API_ERRORS, NameTaken) as error:
+            refused = error
+
+        async def on_answer(order: Patch, answer: PatchAnswer) -> None:
+            await self._tell_answer(deployment, order, answer)
+
+        await engines.patch(turn.patches, world.token, on_answer)
+        for decision in turn.decisions:
+            await self._announce(deployment, decision)
+        for note in (*turn.notes, *(note for action in done if (note := note_of(action)) is not None)):
+            await self.tell(deployment, note)
+        if refused is not None:
+            raise refused
+        return await self.write_status(deployment, turn.findings)
+
+    async def execute(
+        self, deployment: InferenceDeployment, actions: Iterable[Action], done: list[Action] | None = None
+    ) -> None:
+        """Carry actions out, one after the other; each that was is added to `done`."""
+        for action in actions:
+            if isinstance(action, Apply):
+                await self._apply(deployment, action)
+                kind, name, verb = str(action.manifest["kind"]), str(action.manifest["metadata"]["name"]), "apply"
+            else:
+                kind, name, verb = action.kind, action.name, "delete"
+                await self.cluster.delete(
+                    kind, deployment.namespace, name, uid=action.uid, grace_seconds=action.grace_seconds
+                )
+            self.metrics.writes.labels(verb=verb, kind=kind).inc()
+            resource = f"{deployment.namespace}/{deployment.name}"
+            logger.info(verb, extra={"resource": resource, "kind": kind, "child": name, "reason": action.reason})
+            if done is not None:
+                done.append(action)
+
+    async def _apply(self, deployment: InferenceDeployment, action: Apply) -> None:
+        try:
+            await self.cluster.apply(action.manifest, deployment, is_new=action.is_new)
+        except API_ERRORS as error:
+            if action.otherwise is None or not is_invalid(error):
+                raise
+            await self.cluster.apply(action.otherwise, deployment, is_new=action.is_new)
+
+    async def write_status(self, deployment: InferenceDeployment, findings: Findings) -> Mapping[str, Any]:
+        """Write the status if it says something new, and an Event for each change that matters."""
+        status = status_of(deployment, findings, now=datetime.fromtimestamp(self.clock(), UTC))
+        if status == deployment.status:
+            return status
+        try:
+            await self.cluster.apply_status(deployment, status)
+        except NotFoundError as error:
+            raise Gone from error
+        self.metrics.writes.labels(verb="apply_status", kind=KIND).inc()
+        for condition in changed_conditions(deployment.status, status, ("Ready", "Degraded")):
+            if condition["status"] == "True":
+                kind = "Normal" if condition["type"] == "Ready" else "Warning"
+                key = f"{condition['type']}{condition['lastTransitionTime']}"
+                await self.tell(deployment, Note(kind, condition["reason"], condition["message"], key))
+        return status
+
+    async def tell(self, deployment: InferenceDeployment, note: Note) -> None:
+        """Record an Event. Events are told, not relied upon: one that cannot be written is logged."""
+        now = datetime.fromtimestamp(self.clock(), UTC)
+        try:
+            await self.cluster.event(
+                deployment, kind=note.type, reason=note.reason, message=note.message, now=now, key=note.key
+            )
+        except CONNECTION_ERRORS as error:
+            logger.warning("event not written", extra={"reason": note.reason, "error": one_line(error)})
+
+    async def _announce(self, deployment: InferenceDeployment, decision: Decision) -> None:
+        """Tell a decision as one Event, one log line and one metric, with the id that status.tuning.history shows."""
+        mode, knob = deployment.spec.tuning.mode, decision.knob.value if decision.knob else "none"
+        self.metrics.decisions.labels(
+            namespace=deployment.namespace, name=deployment.name, knob=knob, reason=decision.reason.value, mode=mode
+        ).inc()
+        logger.info(
+            decision.sentence,
+            extra={
+                "resource": f"{deployment.namespace}/{deployment.name}",
+                "decision": decision.id,
+                "reason": decision.reason.value,
+                "knob": knob,
+                "from": decision.before,
+                "to": decision.after,
+                "mode": mode,
+            },
+        )
+        message = f"{decision.sentence} [decision {decision.id}]"
+        await self.tell(deployment, Note("Normal", decision.reason.value, message, decision.id))
+
+    async def _tell_answer(self, deployment: InferenceDeployment, order: Patch, answer: PatchAnswer) -> None:
+        """Log what an engine said to a change; one that refuses is told, and tried again by the next turn."""
+        values = {str(knob.value): value for knob, value in order.fields.items()}
+        resource = f"{deployment.namespace}/{deployment.name}"
+        extra = {"resource": resource, "group": order.target.group, "values": values}
+        if isinstance(answer, Patched):
+            logger.info("engine patched", extra={**extra, "step": answer.applied_at_step})
+            return
+        logger.warning("engine refused a patch", extra={**extra, "answer": answer.message})
+        message = f"{order.target.group} did not take {values}: {answer.message}"
+        await self.tell(deployment, Note("Warning", "PatchRefused", message))
+
+
+def one_line(error: BaseException) -> str:
+    """The API server's own words where there are some, else the error, on one line."""
+    summary = getattr(error, "summary", None)
+    text = str(summary()) if callable(summary) else str(error)
+    return " ".join((text or type(error).__name__).split())[:1000]

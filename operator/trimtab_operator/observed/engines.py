@@ -1,0 +1,65 @@
+"""Where the engines of a resource are asked, and what they said in one look. Pure.
+
+The asking itself is edge/engines.py's. What an engine did not say is absent, and `reading.problem` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT
+from trimtab_operator.layout.degrees import Degrees
+from trimtab_operator.observed.groups import Group
+from trimtab_operator.observed.phases import EngineView
+from trimtab_operator.tuner import GroupReading, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One replica group to ask: its name, its leader pod (address, None before it has one; uid), whether it is Ready,
+    and whether its layout is still to be learned."""
+
+    group: str
+    address: str | None
+    ready: bool
+    instance: str = ""
+    asks_layout: bool = False
+    api_port: int = HTTP_PORT
+    admin_port: int = ADMIN_PORT
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSeen:
+    """What one engine said in one look. `load` is (stage, percent) while it loads, `applied` every number in force, not
+    only the tuner's; `layout` is there if it was asked for."""
+
+    reading: GroupReading
+    load: tuple[str, int] | None = None
+    applied: Mapping[str, Value] | None = None
+    layout: Degrees | None = None
+
+
+def target_of(group: Group, known_layouts: Mapping[str, Degrees]) -> Target:
+    """Where the engine of a group is asked; a pod that goes away or runs an old revision is left alone.
+
+    `known_layouts` are by the leader's uid: an engine's layout is asked for once.
+    """
+    pod = group.leader
+    if pod is None or group.is_terminating or group.is_outdated:
+        return Target(group.name, None, False)
+    address, uid = (pod.get("status") or {}).get("podIP"), str(pod["metadata"]["uid"])
+    return Target(group.name, address, group.is_ready, uid, asks_layout=group.is_ready and uid not in known_layouts)
+
+
+def view_of(group: Group, seen: EngineSeen | None, layout: Degrees | None) -> EngineView:
+    """The part that status shows. `layout` is what the engine reported, now or earlier."""
+    if seen is None:
+        return EngineView(layout=layout)
+    config = seen.reading.config
+    return EngineView(
+        load=seen.load,
+        config_generation=config.generation if config is not None else None,
+        applied=seen.applied if group.is_ready else None,
+        layout=layout,
+    )

@@ -1,0 +1,163 @@
+"""Nobody waits for an engine: who answers in time is heard, who answers late is heard by the next look, and a hung one
+holds up neither the others nor the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+from trimtab_operator.decisions.actions import Patch
+from trimtab_operator.edge import metrics
+from trimtab_operator.edge.engine_client import OutOfBounds, Patched
+from trimtab_operator.edge.engines import Engines, PatchAnswer
+from trimtab_operator.observed.engines import Target
+from trimtab_operator.tuner import Knob
+
+if TYPE_CHECKING:
+    from tests.operator.conftest import ContractEngine
+
+TOKEN = "right"
+
+
+def a_target(engine: ContractEngine, uid: str = "u", *, ready: bool = True) -> Target:
+    return Target(uid, "127.0.0.1", ready, uid, api_port=engine.port, admin_port=engine.port)
+
+
+def engines_at(http: httpx.AsyncClient, patience_seconds: float = 5.0) -> Engines:
+    return Engines(http, patience_seconds=patience_seconds)
+
+
+async def test_every_engine_is_heard_and_one_that_fails_spoils_nobody_elses_reading(
+    engine: ContractEngine, other_engine: ContractEngine, http: httpx.AsyncClient
+) -> None:
+    other_engine.metrics = "nonsense"
+    unplaced = Target("d", None, False)
+    engines = engines_at(http)
+    said = await engines.look([a_target(engine, "a"), a_target(other_engine, "b"), unplaced], TOKEN)
+    assert said["a"].reading.load is not None
+    assert said["b"].reading.load is None
+    assert said["d"].reading.problem == "the pod has no address yet"
+
+
+async def test_a_hung_engine_is_waited_for_once_and_hides_nobody_else(
+    engine: ContractEngine, other_engine: ContractEngine, http: httpx.AsyncClient
+) -> None:
+    other_engine.hangs = True
+    engines = engines_at(http, patience_seconds=0.5)
+    for waited in (True, False):
+        since = time.monotonic()
+        said = await engines.look([a_target(engine, "a"), a_target(other_engine, "b")], TOKEN)
+        assert (time.monotonic() - since >= 0.5) is waited
+        assert said["a"].reading.load is not None
+        assert said["b"].reading.problem == "no answer within 0.5 s; it is still waited for"
+    assert len([call for call in other_engine.calls if call == "GET /metrics"]) == 1
+    engines.close()
+
+
+async def test_an_answer_that_comes_late_is_taken_up_by_the_next_look(
+    engine: ContractEngine, http: httpx.AsyncClient
+) -> None:
+    engine.hangs = True
+    engines = engines_at(http, patience_seconds=0.05)
+    assert (await engines.look([a_target(engine)], TOKEN))["u"].reading.load is None
+    engine.released.set()
+    for _ in range(1000):
+        said = await engines.look([a_target(engine)], TOKEN)
+        if said["u"].reading.load is not None:
+            break
+        await asyncio.sleep(0.01)
+    assert said["u"].reading.load is not None
+    engines.close()
+
+
+async def test_a_late_answer_of_a_pod_that_is_ready_by_now_is_not_taken_for_its_metrics(
+    engine: ContractEngine, http: httpx.AsyncClient
+) -> None:
+    engine.hangs = True
+    engines = engines_at(http, patience_seconds=0.0)
+    await engines.look([a_target(engine, ready=False)], TOKEN)
+    engine.released.set()
+    await asyncio.sleep(0.1)
+    said = await engines.look([a_target(engine)], TOKEN)
+    assert said["u"].reading.ready
+    engines.close()
+
+
+async def test_a_bug_in_reading_an_answer_ends_nobodys_loop(
+    engine: ContractEngine, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(metrics, "ask", fails)
+    said = await engines_at(http).look([a_target(engine)], TOKEN)
+    assert said["u"].reading.problem == "its answer could not be dealt with: ZeroDivisionError"
+
+
+class Heard(list[PatchAnswer]):
+    """What engines said to changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = asyncio.Event()
+
+    async def hear(self, _order: Patch, answer: PatchAnswer) -> None:
+        self.append(answer)
+        if len(self) == 2:
+            self.twice.set()
+
+
+async def test_a_change_is_made_and_its_answer_heard(engine: ContractEngine, http: httpx.AsyncClient) -> None:
+    heard, engines = Heard(), engines_at(http)
+    await engines.patch([Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 16}, 1)], TOKEN, heard.hear)
+    await engines.patch([Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 99}, 2)], TOKEN, heard.hear)
+    assert isinstance(heard[0], Patched)
+    assert isinstance(heard[1], OutOfBounds)
+    assert engine.values["max_num_seqs"] == 16
+
+
+async def test_a_hung_engine_holds_up_no_change_of_another_and_gets_no_second_one_meanwhile(
+    engine: ContractEngine, other_engine: ContractEngine, http: httpx.AsyncClient
+) -> None:
+    other_engine.hangs = True
+    heard, engines = Heard(), engines_at(http, patience_seconds=0.5)
+    orders = [
+        Patch(a_target(found, uid), {Knob.MAX_NUM_SEQS: 16}, 1) for found, uid in ((other_engine, "b"), (engine, "a"))
+    ]
+    await engines.patch(orders, TOKEN, heard.hear)
+    assert engine.values["max_num_seqs"] == 16
+    await engines.patch(orders[:1], TOKEN, heard.hear)
+    assert other_engine.calls == ["PATCH /admin/v1/config"]
+    other_engine.released.set()
+    await asyncio.wait_for(heard.twice.wait(), timeout=10)
+    assert other_engine.values["max_num_seqs"] == 16
+
+
+async def test_what_an_engine_said_before_a_change_is_not_taken_for_its_values_after(
+    engine: ContractEngine, http: httpx.AsyncClient
+) -> None:
+    engine.hangs = True
+    heard, engines = Heard(), engines_at(http, patience_seconds=0.0)
+    await engines.look([a_target(engine)], TOKEN)  # under way, and will say 32 seats
+    await asyncio.sleep(0.05)
+    engine.hangs = False
+    engines.patience_seconds = 5.0
+    await engines.patch([Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 16}, 1)], TOKEN, heard.hear)
+    engine.released.set()
+    reading = (await engines.look([a_target(engine)], TOKEN))["u"].reading
+    assert reading.config is not None
+    assert reading.config.applied[Knob.MAX_NUM_SEQS] == 16
+
+
+async def test_engines_that_are_gone_are_let_go_of(engine: ContractEngine, http: httpx.AsyncClient) -> None:
+    engine.hangs = True
+    engines = engines_at(http, patience_seconds=0.0)
+    await engines.look([a_target(engine)], TOKEN)
+    before = len(asyncio.all_tasks())
+    assert await engines.look([], TOKEN) == {}
+    await asyncio.sleep(0.05)
+    assert len(asyncio.all_tasks()) < before

@@ -1,0 +1,501 @@
+"""One cluster in memory, and one resource in it: API server, controllers, nodes and engines, in virtual time.
+
+Tests drive it in two ways. `turn()` looks, decides and acts without any I/O, as the loop does. Or the loop itself works
+on it: it has the verbs of `edge.cluster.Cluster`, and `FakeEngines` those of `edge.engines.Engines`. What is applied
+exists; `controllers()` lets StatefulSets, scheduler, kubelets and Jobs take one step.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, cast
+
+import httpx
+from operator_builders import MODEL_FACTS, NOW, a_resource
+from trimtab_operator.builders.config_map import facts_config_map
+from trimtab_operator.builders.labels import REVISION_LABEL
+from trimtab_operator.decisions.actions import Action, Apply, Patch, note_of
+from trimtab_operator.decisions.memory import Memory
+from trimtab_operator.decisions.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
+from trimtab_operator.decisions.turn import Turn, turn
+from trimtab_operator.decisions.world import World, as_read, questions_of
+from trimtab_operator.edge.cluster import Cluster
+from trimtab_operator.edge.engine_client import Patched
+from trimtab_operator.edge.engines import Engines, OnAnswer
+from trimtab_operator.edge.health import Heartbeats, OperatorMetrics
+from trimtab_operator.edge.look import Eyes, Key
+from trimtab_operator.edge.nodes import Nodes
+from trimtab_operator.layout.degrees import Degrees
+from trimtab_operator.loop.hands import Hands
+from trimtab_operator.loop.reconciler import Loop, Reconciler
+from trimtab_operator.loop.wake_ups import WakeUps
+from trimtab_operator.observed.engines import EngineSeen, Target
+from trimtab_operator.observed.groups import Group, Observed, groups_of, is_terminating
+from trimtab_operator.report.status import status_of
+from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.resource.spec import InferenceDeployment
+from trimtab_operator.resource.time import timestamp
+from trimtab_operator.tuner import EngineConfig, EngineLoad, FieldRange, GroupReading, Knob, Value
+
+TICK_SECONDS = 5.0
+TOKEN = "a token"
+SECRET = b"s"
+BROKEN = "--broken"  # engines with this argument never become Ready
+KEY = Key("n", "m", "u-m")
+STARTS: Mapping[Knob, Value] = {
+    Knob.GPU_MEMORY_UTILIZATION: 0.74,
+    Knob.MAX_NUM_SEQS: 32,
+    Knob.MAX_NUM_BATCHED_TOKENS: 512,
+}
+LIMITS = {
+    Knob.GPU_MEMORY_UTILIZATION: (0.5, 0.95),
+    Knob.MAX_NUM_SEQS: (1, 64),
+    Knob.MAX_NUM_BATCHED_TOKENS: (32, 1024),
+}
+
+
+class Killed(BaseException):
+    """The operator's process is gone; nothing of it catches this."""
+
+
+@dataclass
+class FakeEngine:
+    """What runs in the leader's pod of one group."""
+
+    values: dict[Knob, Value] = field(default_factory=lambda: dict(STARTS))
+    generation: int = 1
+
+
+class FakeCluster:
+    """A cluster with one resource. `nodes` take one pod each; a pod is Ready `start_seconds` after it was placed."""
+
+    def __init__(
+        self, *, knows_the_model: bool = True, start_seconds: float = 0.0, nodes: int = 99, **spec: Any
+    ) -> None:
+        self.now = NOW
+        self.body: dict[str, Any] | None = a_resource(**spec)
+        self.start_seconds = start_seconds
+        self.nodes = nodes
+        self.objects: dict[tuple[str, str], dict[str, Any]] = {}
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.engines: dict[str, FakeEngine] = {}
+        """By the uid of the leader's pod."""
+        self.is_answering = True
+        """Whether engines answer at all."""
+        self.unready: set[str] = set()
+        """Names of pods that take no requests, whatever their engines are."""
+        self.taken: set[str] = set()
+        """ClusterIPs that others have."""
+        self.model_words: tuple[int, str] = (0, json.dumps(MODEL_FACTS))
+        """How a Job that reads the model ends: exit code and words."""
+        self.refusals: list[dict[str, Any]] = []
+        """Events of StatefulSets whose pods were not created."""
+        self.events: list[str] = []
+        self.failures: list[Exception] = []
+        """Raised by the next reads of the children."""
+        self.lives: int | None = None
+        """The operator is killed once it has written so often; None: never."""
+        self.writes = 0
+        self.memory = Memory()
+        self._born: dict[str, float] = {}
+        self._made = 0
+        if knows_the_model:
+            self.learn_the_model()
+
+    # --- the user -----------------------------------------------------------------------------------------------------
+
+    @property
+    def deployment(self) -> InferenceDeployment:
+        """The resource as the operator reads it."""
+        assert self.body is not None
+        return as_read(self.body, default_image="engine:1")[0]
+
+    def edit(self, **spec: Any) -> None:
+        """Write another spec: these parts of it in the place of the present ones; None removes one."""
+        assert self.body is not None
+        merged = {**self.body["spec"], **spec}
+        self.body["spec"] = {name: value for name, value in merged.items() if value is not None}
+        self.body["metadata"]["generation"] += 1
+
+    def learn_the_model(self) -> None:
+        """Put what is known of the model where the operator keeps it."""
+        data = {SUBJECT_KEY: subject_of(self.deployment), FACTS_KEY: json.dumps(MODEL_FACTS)}
+        self._store(facts_config_map(self.deployment, data))
+
+    # --- what there is ------------------------------------------------------------------------------------------------
+
+    def children(self) -> Observed:
+        """The children as the API server gives them."""
+
+        def of(kind: str) -> tuple[dict[str, Any], ...]:
+            return tuple(copy.deepcopy(m) for (k, _), m in sorted(self.objects.items()) if k == kind)
+
+        pods = tuple(copy.deepcopy(pod) for _, pod in sorted(self.pods.items()))
+        return Observed(of("Service"), of("StatefulSet"), of("ConfigMap"), pods, of("Job"))
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return groups_of(self.children())
+
+    @property
+    def revisions(self) -> list[str]:
+        return [group.revision for group in self.groups]
+
+    @property
+    def status(self) -> dict[str, Any]:
+        assert self.body is not None
+        found: dict[str, Any] = self.body["status"]
+        return found
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        """One condition of the status."""
+        return next(dict(c) for c in self.status["conditions"] if c["type"] == kind)
+
+    # --- looking and acting without I/O -------------------------------------------------------------------------------
+
+    def look(self, memory: Memory | None = None) -> World:
+        """What one look sees now."""
+        memory, deployment, children = memory or self.memory, self.deployment, self.children()
+        asked = questions_of(deployment, children, memory, now=self.now)
+        misread = as_read(self.body or {}, default_image="engine:1")[1]
+        engines = {target.group: self.said(target) for target in asked.engines}
+        refused = tuple(self.refusals) if asked.refused_creations else None
+        nodes = self._nodes() if asked.nodes_fresh_seconds is not None else ()
+        return World(
+            self.now,
+            deployment,
+            TOKEN,
+            children,
+            engines,
+            misread,
+            nodes,
+            refused_creations=refused,
+            tick_seconds=TICK_SECONDS,
+        )
+
+    def decide(self) -> Turn:
+        """What the operator would do now."""
+        return turn(self.look(), self.memory)
+
+    def turn(self) -> Turn:
+        """Let the operator take one turn: look, decide, act."""
+        decided = self.decide()
+        self.do(decided.care)
+        self.do(decided.remember)
+        self.memory = decided.memory
+        self.do(decided.children)
+        for order in decided.patches:
+            self.patch(order)
+        self.events += [decision.reason.value for decision in decided.decisions]
+        self.events += [note.reason for note in decided.notes]
+        self.events += [note.reason for action in decided.children if (note := note_of(action)) is not None]
+        status = status_of(self.deployment, decided.findings, now=_moment(self.now))
+        self.write_status(status)
+        return decided
+
+    def tick(self) -> Turn:
+        """Take one turn, and let the cluster follow it for TICK_SECONDS."""
+        decided = self.turn()
+        self.now += TICK_SECONDS
+        self.controllers()
+        return decided
+
+    def settle(self, ticks: int = 100) -> None:
+        """Take turns until nothing is left to do and nothing moves."""
+        for _ in range(ticks):
+            before = json.dumps(self.status, sort_keys=True)
+            is_idle = self.tick().is_idle
+            is_reading = any(kind == "Job" for kind, _ in self.objects)
+            is_moving = is_reading or self.condition("Progressing")["status"] == "True"
+            if is_idle and not is_moving and json.dumps(self.status, sort_keys=True) == before:
+                return
+        raise AssertionError("the operator does not come to rest")
+
+    def restart_operator(self) -> None:
+        """A new process remembers only what is written in the cluster."""
+        self.memory, self.lives = Memory(), None
+
+    # --- writes -------------------------------------------------------------------------------------------------------
+
+    def do(self, actions: Iterable[Action]) -> None:
+        """Carry actions out."""
+        for action in actions:
+            if isinstance(action, Apply):
+                self.apply_now(action)
+            else:
+                self.delete_now(action.kind, action.name, action.uid, action.grace_seconds)
+
+    def apply_now(self, action: Apply) -> None:
+        manifest = dict(action.manifest)
+        key = (manifest["kind"], manifest["metadata"]["name"])
+        assert action.is_new == (key not in self.objects), f"{key} is new: {action.is_new}"
+        if manifest["kind"] == "Service" and manifest["spec"].get("clusterIP") in self.taken:
+            assert action.otherwise is not None, "a Service that cannot be had"
+            manifest = dict(action.otherwise)
+        self._store(manifest)
+        self._written()
+
+    def _store(self, manifest: Manifest) -> None:
+        """As server-side apply does: what the API server adds stays."""
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        present = self.objects.get((kind, name))
+        self._made += present is None
+        stored = copy.deepcopy(dict(manifest))
+        added = {"uid": f"o-{self._made}", "creationTimestamp": self._time()}
+        kept = added if present is None else {key: present["metadata"][key] for key in added}
+        stored["metadata"] |= kept
+        if kind == "Service":
+            before = None if present is None else present["spec"]["clusterIP"]
+            wanted = stored["spec"].get("clusterIP")
+            assert before is None or wanted in (None, before), "a ClusterIP cannot be changed"
+            stored["spec"]["clusterIP"] = before or wanted or f"10.0.{self._made // 250}.{self._made % 250}"
+        self.objects[kind, name] = stored
+
+    def delete_now(self, kind: str, name: str, uid: str, grace_seconds: int | None = None) -> None:
+        store: dict[Any, dict[str, Any]] = self.pods if kind == "Pod" else self.objects
+        key = name if kind == "Pod" else (kind, name)
+        if key in store:
+            assert store[key]["metadata"].get("uid", "") == uid, f"{key} is another one now"
+            del store[key]
+        self._written()
+
+    def patch(self, order: Patch) -> None:
+        """Set live fields of an engine, if it is of the generation that was seen."""
+        engine = self.engines[order.target.instance]
+        assert order.if_match == engine.generation
+        engine.values.update(order.fields)
+        engine.generation += 1
+        self._written()
+
+    def write_status(self, status: Mapping[str, Any]) -> None:
+        assert self.body is not None
+        if status != self.body["status"]:
+            self.body["status"] = copy.deepcopy(dict(status))
+            self._written()
+
+    def _written(self) -> None:
+        self.writes += 1
+        if self.lives is not None:
+            self.lives -= 1
+            if self.lives <= 0:
+                raise Killed
+
+    # --- controllers --------------------------------------------------------------------------------------------------
+
+    def controllers(self) -> None:
+        """StatefulSets, scheduler, kubelets, Jobs and garbage collection take one step."""
+        wanted = self._wanted_pods()
+        gone = [name for name in self.pods if name not in wanted]
+        for name in gone:
+            del self.pods[name]
+        for name, (owner, template) in wanted.items():
+            present = self.pods.get(name)
+            if present is None or is_terminating(present) or not _is_made_from(present, owner, template):
+                self._make_pod(name, owner, template)
+        self._schedule()
+        self.kubelets()
+
+    def _wanted_pods(self) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+        """By name, the pods of StatefulSets and Jobs, their owner and template."""
+        found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        for (kind, name), manifest in sorted(self.objects.items()):
+            template: dict[str, Any] = (manifest.get("spec") or {}).get("template") or {}
+            if kind == "StatefulSet":
+                for number in range(manifest["spec"]["replicas"]):
+                    found[f"{name}-{number}"] = (manifest, template)
+            elif kind == "Job":
+                found[f"{name}-x"] = (manifest, template)
+        return found
+
+    def _make_pod(self, name: str, owner: dict[str, Any], template: dict[str, Any]) -> None:
+        self._made += 1
+        uid = f"p-{self._made}"
+        metadata = {
+            "name": name,
+            "namespace": "n",
+            "uid": uid,
+            "creationTimestamp": self._time(),
+            "labels": dict(template["metadata"]["labels"]),
+            "ownerReferences": [
+                {
+                    "kind": owner["kind"],
+                    "name": owner["metadata"]["name"],
+                    "uid": owner["metadata"]["uid"],
+                    "controller": True,
+                }
+            ],
+        }
+        self.pods[name] = {"metadata": metadata, "spec": copy.deepcopy(template["spec"]), "status": {}}
+        self._born[name] = self.now
+        self.engines[uid] = FakeEngine()
+
+    def _schedule(self) -> None:
+        placed = sum("nodeName" in pod["spec"] for pod in self.pods.values())
+        for pod in self.pods.values():
+            if "nodeName" in pod["spec"]:
+                continue
+            condition = {"type": "PodScheduled", "status": "True", "lastTransitionTime": self._time()}
+            if placed < self.nodes:
+                pod["spec"]["nodeName"] = "one"
+                placed += 1
+            else:
+                known = [c for c in pod["status"].get("conditions", []) if c["status"] == "False"]
+                condition = known[0] if known else condition | {"status": "False", "message": "no node is left"}
+            pod["status"]["conditions"] = [condition]
+
+    def kubelets(self) -> None:
+        """Pods become Ready together with the rest of their group, in their time."""
+        for name, pod in self.pods.items():
+            if name.endswith("-facts-x"):
+                code, words = self.model_words
+                pod["status"]["containerStatuses"] = [{"state": {"terminated": {"exitCode": code, "message": words}}}]
+                continue
+            fellows = self._fellows(pod)
+            is_up = all(self._has_started(fellow) for fellow in fellows)
+            ready = {"type": "Ready", "status": str(is_up and name not in self.unready)}
+            scheduled = [c for c in pod["status"].get("conditions", []) if c["type"] == "PodScheduled"]
+            running = [{"name": "main", "restartCount": 0, "state": {"running": {}}}]
+            placed = "nodeName" in pod["spec"]
+            pod["status"] = {"conditions": [*scheduled, ready]}
+            pod["status"] |= {"podIP": "10.1.0.1", "containerStatuses": running} if placed else {}
+
+    def _fellows(self, pod: dict[str, Any]) -> list[dict[str, Any]]:
+        """The pods that run one engine: as many as the group's StatefulSets ask for, or it does not start."""
+        owner = pod["metadata"]["ownerReferences"][0]["name"]
+        leader = owner.removesuffix("-w")
+        sets = [self.objects.get(("StatefulSet", name)) for name in (leader, f"{leader}-w")]
+        names = [
+            f"{found['metadata']['name']}-{number}"
+            for found in sets
+            if found is not None
+            for number in range(found["spec"]["replicas"])
+        ]
+        return [self.pods.get(name, {}) for name in names]
+
+    def _has_started(self, pod: dict[str, Any]) -> bool:
+        if not pod or "nodeName" not in pod["spec"] or BROKEN in pod["spec"]["containers"][0]["args"]:
+            return False
+        return self.now - self._born[pod["metadata"]["name"]] >= self.start_seconds
+
+    def set_ready(self, name: str, ready: bool = True) -> None:
+        """Let a pod take requests, or none, whatever its engine is."""
+        (self.unready.discard if ready else self.unready.add)(name)
+        self.kubelets()
+
+    def _nodes(self) -> tuple[Manifest, ...]:
+        ready = {"type": "Ready", "status": "True", "lastTransitionTime": timestamp(_moment(NOW))}
+        return ({"metadata": {"name": "one"}, "status": {"conditions": [ready]}},)
+
+    def _time(self) -> str:
+        return timestamp(_moment(self.now))
+
+    # --- engines ------------------------------------------------------------------------------------------------------
+
+    def said(self, target: Target) -> EngineSeen:
+        """What an engine says now; one that does not answer, or that nobody can reach, says nothing."""
+        engine = self.engines.get(target.instance)
+        if target.address is None or engine is None or not self.is_answering:
+            return EngineSeen(GroupReading(target.group, target.ready, problem="no answer", instance=target.instance))
+        fields = {knob: FieldRange(True, *LIMITS[knob]) for knob in Knob if knob in LIMITS}
+        config = EngineConfig(engine.generation, dict(engine.values), fields, 1024)
+        if not target.ready:
+            reading = GroupReading(target.group, False, config, problem="not ready", instance=target.instance)
+            return EngineSeen(reading, ("weights", 40))
+        load = EngineLoad(self.now, engine.generation, 0, 0, 0, 0, 0.0, 151, 0, 16, 737_280, 1_572_864_000)
+        reading = GroupReading(target.group, True, config, load, instance=target.instance)
+        applied = {str(knob.value): value for knob, value in engine.values.items()}
+        return EngineSeen(reading, None, applied, self._layout(target) if target.asks_layout else None)
+
+    def _layout(self, target: Target) -> Degrees:
+        """As the flags of the engine's pod ask for."""
+        pod = next(pod for pod in self.pods.values() if pod["metadata"]["uid"] == target.instance)
+        flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in pod["spec"]["containers"][0]["args"])
+        tensor, pipeline, data = (int(flags.get(f"{kind}-parallel-size", 1)) for kind in ("tensor", "pipeline", "data"))
+        expert = "enable-expert-parallel" in flags
+        return Degrees(tensor=tensor, pipeline=pipeline, data=data, expert=expert, world_size=tensor * pipeline * data)
+
+    # --- the verbs of edge.cluster.Cluster ----------------------------------------------------------------------------
+
+    async def get(self, _kind: str, _namespace: str | None, _name: str) -> dict[str, Any] | None:
+        return copy.deepcopy(self.body)
+
+    async def observe(self, _deployment: InferenceDeployment) -> Observed:
+        if self.failures:
+            raise self.failures.pop(0)
+        return self.children()
+
+    async def list(
+        self, kind: str, _namespace: str | None, *, selector: str | None = None, fields: str | None = None
+    ) -> list[Manifest]:
+        if kind == "Event":
+            assert fields == "involvedObject.kind=StatefulSet,reason=FailedCreate"
+            return list(self.refusals)
+        if kind == "Node":
+            return list(self._nodes())
+        children = self.children()
+        return list({"StatefulSet": children.stateful_sets, "Pod": children.pods}[kind])
+
+    async def apply(self, manifest: Manifest, _owner: InferenceDeployment, *, is_new: bool) -> None:
+        self.apply_now(Apply(manifest, is_new, "", manifest))
+
+    async def delete(
+        self, kind: str, _namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
+    ) -> None:
+        self.delete_now(kind, name, uid, grace_seconds)
+
+    async def apply_status(self, _deployment: InferenceDeployment, status: Mapping[str, Any]) -> None:
+        self.write_status(status)
+
+    async def event(
+        self, _deployment: InferenceDeployment, *, kind: str, reason: str, message: str, now: datetime, key: str
+    ) -> None:
+        self.events.append(reason)
+        self._written()
+
+
+class FakeEngines:
+    """The engines of a FakeCluster, with the verbs of `edge.engines.Engines`."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        self.cluster = cluster
+
+    async def look(self, targets: Iterable[Target], _token: str) -> dict[str, EngineSeen]:
+        return {target.group: self.cluster.said(target) for target in targets}
+
+    async def patch(self, orders: Iterable[Patch], _token: str, on_answer: OnAnswer) -> None:
+        for order in orders:
+            self.cluster.patch(order)
+            await on_answer(order, Patched(id="c", generation=2, desired={}, applied_at_step=1))
+
+    def close(self) -> None:
+        """There is nothing under way."""
+
+
+def a_reconciler(cluster: FakeCluster, http: httpx.AsyncClient | None = None) -> Reconciler:
+    """The loops' shared part, at work on this cluster."""
+    door = cast("Cluster", cluster)
+    eyes = Eyes(door, Nodes(door, lambda: cluster.now), SECRET, "engine:1", 15.0, lambda: cluster.now)
+    hands = Hands(door, OperatorMetrics(), eyes.clock)
+    unused = cast("httpx.AsyncClient", http)
+    return Reconciler(eyes, hands, unused, Heartbeats(max_age_seconds=60.0), WakeUps())
+
+
+def a_loop(cluster: FakeCluster) -> Loop:
+    """A loop that has just begun, and that knows nothing."""
+    return Loop(KEY, cast("Engines", FakeEngines(cluster)))
+
+
+def _is_made_from(pod: dict[str, Any], owner: dict[str, Any], template: dict[str, Any]) -> bool:
+    spec = {name: value for name, value in pod["spec"].items() if name != "nodeName"}
+    labels = pod["metadata"]["labels"], template["metadata"]["labels"]
+    is_of_owner = pod["metadata"]["ownerReferences"][0]["uid"] == owner["metadata"]["uid"] or owner["kind"] != "Job"
+    is_of_revision = labels[0].get(REVISION_LABEL) == labels[1].get(REVISION_LABEL)
+    return bool(spec == template["spec"] and is_of_owner and is_of_revision)
+
+
+def _moment(at: float) -> datetime:
+    return datetime.fromtimestamp(at, UTC)
