@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from trimtab_kernels.jit import HAS_TRITON, triton
+from trimtab_kernels.launch.jit import HAS_TRITON, triton
 
 from benchmarks.phase import DONE, NO_GPU, parse_phase
 from benchmarks.report import Entry

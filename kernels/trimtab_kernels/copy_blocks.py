@@ -12,7 +12,7 @@ Bound by memory: 2 * num_pairs * num_regions * block bytes. Source: own.
 
 import torch
 
-from trimtab_kernels.jit import cdiv, kernel, next_power_of_2, tl
+from trimtab_kernels.launch.jit import cdiv, kernel, next_power_of_2, tl
 
 CHUNK_ELEMENTS = 4096
 """32-bit words that one program moves: 16 KiB, 8 vector loads of 16 B for each of 128 threads."""

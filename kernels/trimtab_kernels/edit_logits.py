@@ -22,7 +22,7 @@ Bound by memory: a row of logits read and written, and its rows of the table rea
 
 import torch
 
-from trimtab_kernels.jit import cdiv, kernel, next_power_of_2, tl
+from trimtab_kernels.launch.jit import cdiv, kernel, next_power_of_2, tl
 
 BLOCK_TOKENS = 2048
 """Tokens of one program: 16 per thread at 4 warps, in 16-byte loads."""

@@ -17,8 +17,8 @@ Bound by memory for few tokens: the weights of the experts that are hit. Source:
 import torch
 import torch.nn.functional as F
 
-from trimtab_kernels.device_facts import DeviceFacts, device_facts
-from trimtab_kernels.gemm_config import GemmConfig
+from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
+from trimtab_kernels.launch.gemm_config import GemmConfig
 from trimtab_kernels.moe.alignment import align_triton
 from trimtab_kernels.moe.combination import combine_triton
 from trimtab_kernels.moe.grouped_gemm import grouped_gemm_triton, moe_config

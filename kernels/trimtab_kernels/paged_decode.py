@@ -16,8 +16,8 @@ as sequences grow. Bound by memory: 2 * sum(seq_lens) * num_kv_heads * head_size
 
 import torch
 
-from trimtab_kernels.device_facts import DeviceFacts, device_facts
-from trimtab_kernels.jit import cdiv, jit, kernel, next_power_of_2, tl
+from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
+from trimtab_kernels.launch.jit import cdiv, jit, kernel, next_power_of_2, tl
 from trimtab_kernels.paged_prefill import (
     MIN_ROWS,
     capped,

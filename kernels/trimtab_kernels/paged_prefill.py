@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trimtab_kernels.device_facts import DeviceFacts, device_facts
-from trimtab_kernels.jit import jit, kernel, next_power_of_2, tl
+from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
+from trimtab_kernels.launch.jit import jit, kernel, next_power_of_2, tl
 
 LOG2_E = math.log2(math.e)  # exp2 is one instruction, exp is two
 MIN_ROWS = 16

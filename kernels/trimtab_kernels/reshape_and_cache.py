@@ -17,7 +17,7 @@ Bound by memory: 2 * num_tokens * num_kv_heads * head_size * (itemsize + cache i
 
 import torch
 
-from trimtab_kernels.jit import kernel, next_power_of_2, tl
+from trimtab_kernels.launch.jit import kernel, next_power_of_2, tl
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0

@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from trimtab_kernels.jit import cdiv, kernel, next_power_of_2, tl
+from trimtab_kernels.launch.jit import cdiv, kernel, next_power_of_2, tl
 
 MAX_COLUMNS = 16384
 """Widest row that stays in registers: 32 values per thread at 16 warps. Models' hidden sizes end at 16384."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trimtab_kernels.jit import cdiv, kernel, next_power_of_2, tl
+from trimtab_kernels.launch.jit import cdiv, kernel, next_power_of_2, tl
 from trimtab_kernels.reshape_and_cache import LARGEST, reshape_and_cache, reshape_and_cache_reference
 from trimtab_kernels.rms_norm import rms_norm, rms_norm_reference
 from trimtab_kernels.rotary_embedding import BLOCK_ELEMENTS, rotary_embedding, rotary_embedding_reference

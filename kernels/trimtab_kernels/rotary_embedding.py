@@ -12,7 +12,7 @@ Bound by memory: 2 * num_tokens * num_heads * head_size * itemsize bytes. Source
 
 import torch
 
-from trimtab_kernels.jit import cdiv, kernel, next_power_of_2, tl
+from trimtab_kernels.launch.jit import cdiv, kernel, next_power_of_2, tl
 
 BLOCK_ELEMENTS = 2048
 """Elements of one program: 16 heads of 128, two vector loads of 16 B per thread at 4 warps and 2 bytes per value."""

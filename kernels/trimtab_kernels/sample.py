@@ -23,8 +23,8 @@ Bound by memory: rows * vocab_size * 4 bytes for plain temperature, plus the pas
 
 import torch
 
-from trimtab_kernels.jit import jit, kernel, next_power_of_2, tl
 from trimtab_kernels.keep_likely_tokens import keep_likely_tokens_reference
+from trimtab_kernels.launch.jit import jit, kernel, next_power_of_2, tl
 
 BLOCK_TOKENS = 4096
 """Tokens of a step of a pass: 8 per thread at 16 warps, with six accumulators each in registers."""

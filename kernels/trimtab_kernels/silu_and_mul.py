@@ -8,7 +8,7 @@ Bound by memory: 3 * num_tokens * intermediate_size * itemsize bytes. Source: ow
 import torch
 import torch.nn.functional as F
 
-from trimtab_kernels.jit import cdiv, kernel, next_power_of_2, tl
+from trimtab_kernels.launch.jit import cdiv, kernel, next_power_of_2, tl
 
 BLOCK_COLUMNS = 2048
 """Columns of one program: two vector loads of 16 B per thread at 4 warps and 2 bytes per value, for gate and for up."""

@@ -18,9 +18,9 @@ Bound by memory for few tokens (N * K bytes), by compute for many (2 * num_token
 
 import torch
 
-from trimtab_kernels.device_facts import DeviceFacts, device_facts
-from trimtab_kernels.gemm_config import GemmConfig, block_fp8_config
-from trimtab_kernels.jit import cdiv, jit, kernel, tl
+from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
+from trimtab_kernels.launch.gemm_config import GemmConfig, block_fp8_config
+from trimtab_kernels.launch.jit import cdiv, jit, kernel, tl
 from trimtab_kernels.reshape_and_cache import FLOAT8, FLOAT8_MAX
 
 GROUP = 128

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from trimtab_kernels.jit import HAS_TRITON, triton
+from trimtab_kernels.launch.jit import HAS_TRITON, triton
 
 ON_GPU = os.environ["TRITON_INTERPRET"] == "0"
 CONSTRUCTORS = (

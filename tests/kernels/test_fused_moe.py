@@ -3,7 +3,7 @@
 import pytest
 import torch
 from trimtab_kernels.fused_moe import fused_moe, fused_moe_reference, fused_moe_triton
-from trimtab_kernels.gemm_config import GemmConfig
+from trimtab_kernels.launch.gemm_config import GemmConfig
 from trimtab_kernels.silu_and_mul import silu_and_mul_reference
 
 CONFIG = GemmConfig(16, 32, 32, 2, 4, 2)

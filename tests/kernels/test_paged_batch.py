@@ -3,7 +3,7 @@
 import pytest
 import torch
 from trimtab_kernels.aot.specialisation import specialise
-from trimtab_kernels.jit import record_launches
+from trimtab_kernels.launch.jit import record_launches
 from trimtab_kernels.paged_attention import build_attention_metadata, paged_attention
 from trimtab_kernels.paged_batch import (
     attend_paged_batch,

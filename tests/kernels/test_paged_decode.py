@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from trimtab_kernels.device_facts import A100, H200, L40, DeviceFacts
+from trimtab_kernels.launch.device_facts import A100, H200, L40, DeviceFacts
 from trimtab_kernels.paged_decode import decode_tile, num_splits, paged_decode_reference, paged_decode_triton
 
 FLOAT8 = torch.float8_e4m3fn

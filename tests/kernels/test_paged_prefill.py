@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from trimtab_kernels.device_facts import A100, H200, L40, DeviceFacts
+from trimtab_kernels.launch.device_facts import A100, H200, L40, DeviceFacts
 from trimtab_kernels.paged_prefill import paged_prefill_reference, paged_prefill_triton, prefill_config
 
 FLOAT8 = torch.float8_e4m3fn

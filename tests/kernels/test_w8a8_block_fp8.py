@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from trimtab_kernels.gemm_config import GemmConfig
+from trimtab_kernels.launch.gemm_config import GemmConfig
 from trimtab_kernels.w8a8_block_fp8 import (
     quantize_groups,
     quantize_groups_reference,

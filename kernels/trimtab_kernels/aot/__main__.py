@@ -15,8 +15,8 @@ from pathlib import Path
 from trimtab_kernels.aot.cases import all_cases
 from trimtab_kernels.aot.compiler import Compiled, Job, compile_job, load, store
 from trimtab_kernels.aot.report import recorded_keys, write_report
-from trimtab_kernels.device_facts import H200, TARGETS
-from trimtab_kernels.jit import HAS_TRITON
+from trimtab_kernels.launch.device_facts import H200, TARGETS
+from trimtab_kernels.launch.jit import HAS_TRITON
 
 _jobs: list[Job] = []
 """Filled before the workers fork: kernels cannot be sent between processes."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from trimtab_kernels.copy_blocks import copy_blocks_triton
-from trimtab_kernels.device_facts import DeviceFacts
 from trimtab_kernels.edit_logits import ban_tokens_triton, edit_logits_triton
 from trimtab_kernels.fused_moe import fused_moe_triton
-from trimtab_kernels.gemm_config import default_config
-from trimtab_kernels.jit import Launch, record_launches
+from trimtab_kernels.launch.device_facts import DeviceFacts
+from trimtab_kernels.launch.gemm_config import default_config
+from trimtab_kernels.launch.jit import Launch, record_launches
 from trimtab_kernels.moe.grouped_gemm import default_moe_config
 from trimtab_kernels.paged_decode import paged_decode_triton
 from trimtab_kernels.paged_prefill import paged_prefill_triton

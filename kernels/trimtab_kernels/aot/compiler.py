@@ -19,8 +19,8 @@ from trimtab_kernels.aot.async_products import check_products
 from trimtab_kernels.aot.bounds import Bound, bound
 from trimtab_kernels.aot.machine_code import Loop, hot_loop, instructions_of
 from trimtab_kernels.aot.specialisation import Specialisation, specialise
-from trimtab_kernels.device_facts import H200, DeviceFacts
-from trimtab_kernels.jit import Launch, triton
+from trimtab_kernels.launch.device_facts import H200, DeviceFacts
+from trimtab_kernels.launch.jit import Launch, triton
 
 REGISTERS_PER_SM = 65536
 """32-bit registers of a multiprocessor, of every generation here; a thread block's must fit."""

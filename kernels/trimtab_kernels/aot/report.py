@@ -11,7 +11,7 @@ from trimtab_kernels.aot.compiler import Compiled
 from trimtab_kernels.aot.hot_loops import hot_loop_table
 from trimtab_kernels.aot.other_versions import Entry, cell, comparison, file_name, other_runs
 from trimtab_kernels.aot.predictions import PREDICTIONS
-from trimtab_kernels.jit import triton
+from trimtab_kernels.launch.jit import triton
 
 COMMAND = "make aot"
 INTRODUCTION = """No GPU was at hand: **nothing on this page is measured on a device.** Registers, spills and shared

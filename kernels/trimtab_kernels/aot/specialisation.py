@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trimtab_kernels.jit import Launch
+from trimtab_kernels.launch.jit import Launch
 
 ALIGNMENT = 16
 """Bytes of a pointer, or value of an integer: what allows vector loads."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trimtab_kernels.jit import cdiv, kernel, next_power_of_2, tl
+from trimtab_kernels.launch.jit import cdiv, kernel, next_power_of_2, tl
 
 CHUNK = 128
 """Slots that are ranked against one another at once: 128 x 128 comparisons."""

@@ -8,7 +8,7 @@ Bound by memory: (top_k + 1) * num_tokens * hidden_size * itemsize bytes. Source
 
 import torch
 
-from trimtab_kernels.jit import cdiv, kernel, next_power_of_2, tl
+from trimtab_kernels.launch.jit import cdiv, kernel, next_power_of_2, tl
 
 BLOCK_COLUMNS = 1024
 

@@ -11,9 +11,9 @@ Bound by memory for few tokens (the weights of the experts that are hit), by com
 
 import torch
 
-from trimtab_kernels.device_facts import DeviceFacts
-from trimtab_kernels.gemm_config import GemmConfig, config_file_name, device_name, load_configs, nearest
-from trimtab_kernels.jit import cdiv, kernel, next_power_of_2, tl
+from trimtab_kernels.launch.device_facts import DeviceFacts
+from trimtab_kernels.launch.gemm_config import GemmConfig, config_file_name, device_name, load_configs, nearest
+from trimtab_kernels.launch.jit import cdiv, kernel, next_power_of_2, tl
 from trimtab_kernels.moe.alignment import Alignment
 from trimtab_kernels.reshape_and_cache import FLOAT8
 from trimtab_kernels.w8a8_block_fp8 import scaled_sum, tile_of

@@ -11,7 +11,7 @@ The reference is fused_moe's `route`. Bound by latency: a few hundred values per
 
 import torch
 
-from trimtab_kernels.jit import kernel, next_power_of_2, tl
+from trimtab_kernels.launch.jit import kernel, next_power_of_2, tl
 
 
 @kernel()

@@ -36,8 +36,8 @@ from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.workers import start as rank_start
 from trimtab_engine.workers.messages import Loaded, Profiled, RankReport, StartedSteps, StartSteps, Step
-from trimtab_kernels import jit
-from trimtab_kernels.jit import record_launches
+from trimtab_kernels.launch import jit
+from trimtab_kernels.launch.jit import record_launches
 
 pytestmark = pytest.mark.skipif(not jit.HAS_TRITON, reason="records launches of Triton kernels")
 DEVICE_BYTES, USED_BYTES = 4 << 30, 100 << 20

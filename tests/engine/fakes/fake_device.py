@@ -18,7 +18,7 @@ from trimtab_engine.runner import model_runner
 from trimtab_engine.runner.graphs import device_steps, step_buffers
 from trimtab_engine.sampling import device_sampler, logprobs, token_table
 from trimtab_kernels.aot.specialisation import specialise
-from trimtab_kernels.jit import Launch
+from trimtab_kernels.launch.jit import Launch
 
 CUDA = torch.device("cuda")
 WAITS = {

@@ -18,8 +18,8 @@ from trimtab_kernels.aot.machine_code import Loop
 from trimtab_kernels.aot.other_versions import file_name
 from trimtab_kernels.aot.report import markdown, write_report
 from trimtab_kernels.aot.specialisation import DIVISIBLE, specialise
-from trimtab_kernels.device_facts import A100, H200
-from trimtab_kernels.jit import kernel, record_launches, tl, triton
+from trimtab_kernels.launch.device_facts import A100, H200
+from trimtab_kernels.launch.jit import kernel, record_launches, tl, triton
 
 REPOSITORY = Path(__file__).parents[3]
 CACHE = Path(os.environ.get("TRIMTAB_CACHE", "~/.cache/trimtab")).expanduser() / "aot"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from trimtab_kernels.aot.specialisation import DIVISIBLE, specialise
-from trimtab_kernels.jit import HAS_TRITON, kernel, record_launches, tl
+from trimtab_kernels.launch.jit import HAS_TRITON, kernel, record_launches, tl
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="asks Triton")
 MEMORY = torch.empty(64, dtype=torch.bfloat16)

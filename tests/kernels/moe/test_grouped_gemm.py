@@ -4,8 +4,8 @@ from itertools import chain
 
 import pytest
 import torch
-from trimtab_kernels.device_facts import TARGETS
-from trimtab_kernels.gemm_config import GemmConfig
+from trimtab_kernels.launch.device_facts import TARGETS
+from trimtab_kernels.launch.gemm_config import GemmConfig
 from trimtab_kernels.moe.alignment import Alignment, align_triton
 from trimtab_kernels.moe.grouped_gemm import default_moe_config, grouped_gemm_triton
 from trimtab_kernels.w8a8_block_fp8 import w8a8_block_fp8_reference

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from trimtab_kernels.jit import num_compilations
+from trimtab_kernels.launch.jit import num_compilations
 from trimtab_kernels.paged_attention import Attend, AttentionMetadata
 from trimtab_kernels.paged_batch import PagedBatch
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from trimtab_kernels.jit import watch_compilations
+from trimtab_kernels.launch.jit import watch_compilations
 
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.device import Device

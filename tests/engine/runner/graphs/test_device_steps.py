@@ -19,7 +19,7 @@ from trimtab_engine.runner.graphs.device_steps import warm_up_sizes
 from trimtab_engine.runner.graphs.plan import cuda_graph_plan
 from trimtab_engine.sampling import token_table
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
-from trimtab_kernels.tune import BATCH_SIZES
+from trimtab_kernels.tune.measurement import BATCH_SIZES
 
 Result = TypeVar("Result")
 VOCABULARY = 97

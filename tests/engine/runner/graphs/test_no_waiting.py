@@ -35,8 +35,8 @@ from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.step_inputs import flatten
 from trimtab_engine.weights.source import Span
-from trimtab_kernels import jit
-from trimtab_kernels.jit import record_launches
+from trimtab_kernels.launch import jit
+from trimtab_kernels.launch.jit import record_launches
 from trimtab_kernels.paged_batch import warm_up_attention
 
 BLOCK_SIZE, MAX_LEN = 16, 256

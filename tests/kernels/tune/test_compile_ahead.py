@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from trimtab_kernels.compile_ahead import CompileAhead, processes_per_gpu
+from trimtab_kernels.tune.compile_ahead import CompileAhead, processes_per_gpu
 
 
 @pytest.fixture

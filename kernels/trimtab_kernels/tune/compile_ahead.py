@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from trimtab_kernels.jit import record_launches
+from trimtab_kernels.launch.jit import record_launches
 
 Item = TypeVar("Item")
 

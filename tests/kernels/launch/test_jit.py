@@ -1,7 +1,7 @@
 """The door to Triton: what it compiles is counted."""
 
 import pytest
-from trimtab_kernels import jit
+from trimtab_kernels.launch import jit
 
 
 @pytest.mark.skipif(not jit.HAS_TRITON, reason="counts what Triton compiles")

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from trimtab_kernels.device_facts import DeviceFacts
-from trimtab_kernels.jit import cdiv, next_power_of_2
+from trimtab_kernels.launch.device_facts import DeviceFacts
+from trimtab_kernels.launch.jit import cdiv, next_power_of_2
 
 logger = logging.getLogger(__name__)
-CONFIG_FOLDER = Path(__file__).parent / "configs"
+CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
 BLOCK_SHAPE = "[128,128]"
 MAX_SPLIT_K = 8
 MIN_STEPS_PER_PART = 4

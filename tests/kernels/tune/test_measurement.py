@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from trimtab_kernels import tune
-from trimtab_kernels.compile_ahead import CompileAhead
-from trimtab_kernels.device_facts import H200
-from trimtab_kernels.gemm_config import GemmConfig, load_configs
-from trimtab_kernels.gemm_search import Shape
-from trimtab_kernels.tune import best_of, deal, main, missing_batches, save, until
+from trimtab_kernels.launch.device_facts import H200
+from trimtab_kernels.launch.gemm_config import GemmConfig, load_configs
+from trimtab_kernels.tune import measurement as tune
+from trimtab_kernels.tune.compile_ahead import CompileAhead
+from trimtab_kernels.tune.gemm_search import Shape
+from trimtab_kernels.tune.measurement import best_of, deal, main, missing_batches, save, until
 
 LLAMA_8B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
 

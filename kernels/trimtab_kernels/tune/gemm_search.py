@@ -5,9 +5,9 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab_kernels.device_facts import DeviceFacts
-from trimtab_kernels.gemm_config import MAX_SPLIT_K, MIN_STEPS_PER_PART, GemmConfig, default_config
-from trimtab_kernels.jit import cdiv, next_power_of_2
+from trimtab_kernels.launch.device_facts import DeviceFacts
+from trimtab_kernels.launch.gemm_config import MAX_SPLIT_K, MIN_STEPS_PER_PART, GemmConfig, default_config
+from trimtab_kernels.launch.jit import cdiv, next_power_of_2
 
 MOST_ACCUMULATORS = 128 * 256
 """fp32 sums of one program: 255 registers of 256 threads hold no more, with the operands beside them."""

@@ -5,8 +5,8 @@ import logging
 from pathlib import Path
 
 import pytest
-from trimtab_kernels.device_facts import TARGETS, DeviceFacts
-from trimtab_kernels.gemm_config import GemmConfig, config_file_name, default_config, load_configs, nearest
+from trimtab_kernels.launch.device_facts import TARGETS, DeviceFacts
+from trimtab_kernels.launch.gemm_config import GemmConfig, config_file_name, default_config, load_configs, nearest
 
 CONFIG = GemmConfig(16, 64, 128, 16, 4, 3, 4)
 

@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
-from trimtab_kernels.compile_ahead import CompileAhead, compile_launches, processes_per_gpu
-from trimtab_kernels.device_facts import DeviceFacts, device_facts
-from trimtab_kernels.gemm_config import CONFIG_FOLDER, GemmConfig, config_file_name, device_name
-from trimtab_kernels.gemm_search import Shape, in_random_order, search_space, shapes_of
-from trimtab_kernels.jit import cdiv
+from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
+from trimtab_kernels.launch.gemm_config import CONFIG_FOLDER, GemmConfig, config_file_name, device_name
+from trimtab_kernels.launch.jit import cdiv
+from trimtab_kernels.tune.compile_ahead import CompileAhead, compile_launches, processes_per_gpu
+from trimtab_kernels.tune.gemm_search import Shape, in_random_order, search_space, shapes_of
 from trimtab_kernels.w8a8_block_fp8 import quantize_groups_triton, w8a8_block_fp8_reference, w8a8_block_fp8_triton
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
@@ -297,7 +297,3 @@ def _results(workers: list[Any], done: Any) -> Iterator[tuple[Shape, int, tuple[
             continue
     for worker in workers:
         worker.join()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
 """A model's products, and the search of their configurations."""
 
 import pytest
-from trimtab_kernels.device_facts import H200
-from trimtab_kernels.gemm_search import Shape, in_random_order, search_space, shapes_of
+from trimtab_kernels.launch.device_facts import H200
+from trimtab_kernels.tune.gemm_search import Shape, in_random_order, search_space, shapes_of
 
 LLAMA_8B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
 DEEPSEEK_V3 = {
