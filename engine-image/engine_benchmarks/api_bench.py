@@ -33,8 +33,8 @@ ROUNDS = 5
 START_SECONDS = 120.0
 DETOKENIZED = 20_000
 SERVE = (
-    "import sys; from trimtab_engine.launch import core_process; "
-    "core_process.CORE_COMMAND = (sys.executable, '-m', 'engine_benchmarks.stub_core'); "
+    "import sys; from trimtab_engine.launch import started_core; "
+    "started_core.CORE_COMMAND = (sys.executable, '-m', 'engine_benchmarks.stub_core'); "
     "from trimtab_engine.cli import main; sys.exit(main())"
 )
 CONDITIONS = (
@@ -82,7 +82,7 @@ def running_server(model: str, num_servers: int) -> Iterator[Running]:
         _wait_until_ready(port, process)
         pids = [process.pid]
         for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-            if b"server_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"api.serving.child" in Path(f"/proc/{child}/cmdline").read_bytes():
                 pids.append(int(child))
         yield Running(port, pids)
     finally:

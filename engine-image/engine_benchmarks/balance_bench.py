@@ -84,7 +84,7 @@ def round_robin(cluster: Cluster, request: Request) -> int:
 
 
 def exact_admission(cluster: Cluster, request: Request) -> int:
-    """As core_client.py: the least loaded is asked first; who cannot run it at once refuses; where all do, the least
+    """As launch/client.py: the least loaded is asked first; who cannot run it at once refuses; where all do, the least
     loaded queues it."""
     refused: frozenset[int] = frozenset()
     while True:

@@ -26,7 +26,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.messages import AddRequest
-from trimtab_engine.runner.graphs import start
+from trimtab_engine.runner import start
 from trimtab_engine.runner.graphs.plan import cuda_graph_plan
 from trimtab_engine.runner.graphs.recorder import Outside, Replay
 from trimtab_engine.scheduling.sampling import Sampling

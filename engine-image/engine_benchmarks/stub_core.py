@@ -8,14 +8,14 @@ import sys
 import time
 
 import msgspec
-from trimtab_engine.core.link import Link
+from trimtab_engine.core.clients import Clients
 from trimtab_engine.messages import (
     AddRequest,
     AdminCall,
     AdminReply,
     CoreReady,
     CoreStart,
-    RequestOutput,
+    SequenceOutput,
     Shutdown,
     StepOutputs,
     StepStats,
@@ -31,7 +31,7 @@ NUM_TOKEN_IDS = 1000
 
 def main() -> None:
     start = msgspec.json.decode(sys.stdin.readline(), type=CoreStart)
-    link = Link(start.clients)
+    link = Clients(start.clients)
     link.broadcast(CoreReady(MAX_MODEL_LEN, VOCAB_SIZE, [], 16, 1 << 16, {"block_size": "16"}))
     left: dict[str, int] = {}
     step = 0
@@ -50,7 +50,7 @@ def main() -> None:
             left[request_id] -= 1
             ended = left[request_id] == 0
             token_id = FIRST_TOKEN_ID + step % NUM_TOKEN_IDS
-            output = RequestOutput(request_id, [token_id], "length" if ended else None)
+            output = SequenceOutput(request_id, [token_id], "length" if ended else None)
             output.first_scheduled_time = time.monotonic()
             outputs.append(output)
             if ended:

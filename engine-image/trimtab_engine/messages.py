@@ -140,7 +140,7 @@ class CoreFailed(msgspec.Struct, tag="failed"):
     exit_code: int
 
 
-class RequestOutput(msgspec.Struct, array_like=True):
+class SequenceOutput(msgspec.Struct, array_like=True):
     """What one step brought to one request. `finish_reason`: stop, length, abort, error; None while it runs."""
 
     request_id: str
@@ -299,14 +299,14 @@ class StepStats(msgspec.Struct, array_like=True):
 class StepOutputs(msgspec.Struct, tag="outputs"):
     """What one step brought, for client 0: the statistics go nowhere else, so that they are counted once."""
 
-    outputs: list[RequestOutput]
+    outputs: list[SequenceOutput]
     stats: StepStats
 
 
 class ClientOutputs(msgspec.Struct, tag="client_outputs"):
     """What one step brought to the requests of another client. `step` is that of the step's statistics."""
 
-    outputs: list[RequestOutput]
+    outputs: list[SequenceOutput]
     step: int = 0
 
 

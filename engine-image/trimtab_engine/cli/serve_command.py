@@ -32,7 +32,7 @@ def add_to(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     # Until the server drains on it: a container's first process ignores what it has no handler for.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    from trimtab_engine.api.serving.engine_server import Listen, run_server
+    from trimtab_engine.api.serving.life import Listen, run_server
 
     config, names = engine_config(arguments), served_names(arguments)
     _check_model_exists(config.model)
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         return run_node(config)
     from trimtab_engine.api.metrics.tracing import check_tracing_is_installed
-    from trimtab_engine.api.serving.state import ServerOptions
+    from trimtab_engine.api.openai.state import ServerOptions
 
     if arguments.otlp_traces_endpoint is not None:
         check_tracing_is_installed()
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def tool_call_parser(arguments: argparse.Namespace) -> str | None:
     """Raises ConfigError for one that is not built, and when none is given for --enable-auto-tool-choice."""
-    from trimtab_engine.api.tool_parsers import PARSERS
+    from trimtab_engine.api.openai.tool_parsers import PARSERS
 
     name: str | None = arguments.tool_call_parser
     if name is not None and name not in PARSERS:

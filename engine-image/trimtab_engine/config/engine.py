@@ -104,7 +104,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_rank: int = 0
     """Which of the data-parallel cores this one is; set by whoever starts them, with the place where they meet."""
     data_parallel_rendezvous: str | None = None
-    """As parallel/rendezvous.py has it: file:PATH on one node, tcp:HOST:PORT over several."""
+    """As workers/rendezvous.py has it: file:PATH on one node, tcp:HOST:PORT over several."""
     enable_expert_parallel: bool = False
     expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
     eplb: EplbConfig | None = None

@@ -1,7 +1,7 @@
 """One step of serving, and what may change between two of them: schedule, run, sample, update; add, abort, re-trim.
 
 The engine owns the scheduler, the model runner and the KV cache and knows neither sockets nor HTTP; the clock is
-handed in. How it comes to be is startup.py's, who talks to it is core_process.py's.
+handed in. How it comes to be is startup.py's, who talks to it is process.py's.
 """
 
 import logging
@@ -26,7 +26,7 @@ from trimtab_engine.device.kv_cache import KVCache
 from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.memory.formula import Ledger, MemoryFormula, total_of
 from trimtab_engine.memory.plan import PlanBase, plan_memory
-from trimtab_engine.messages import AddRequest, EngineState, RequestOutput, StepOutputs, StepStats
+from trimtab_engine.messages import AddRequest, EngineState, SequenceOutput, StepOutputs, StepStats
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.rank_ledger import rank_ledger
 from trimtab_engine.runner.weights import Weights
@@ -86,7 +86,7 @@ class Engine:
         self._clock = clock
         self._flights: deque[Flight] = deque()
         """In the order in which they land. Several only with pipeline stages."""
-        self._ready: list[RequestOutput] = []
+        self._ready: list[SequenceOutput] = []
         """Outputs that the next step() reports."""
         self._preemption = PreemptionWatch(parts.scheduler)
         self._announced: set[str] = set()
@@ -129,7 +129,7 @@ class Engine:
     def add(self, message: AddRequest) -> None:
         """Queue a request; one that can never run ends at the next step with finish_reason error, alone."""
         if not self._lifecycle.accepts:  # its server had not heard yet
-            self._ready.append(RequestOutput(message.request_id, [], RequestStatus.FINISHED_ABORTED.value))
+            self._ready.append(SequenceOutput(message.request_id, [], RequestStatus.FINISHED_ABORTED.value))
             return
         try:
             check_token_ids(message, self._runner.facts.vocab_size)
@@ -158,7 +158,7 @@ class Engine:
 
     def _refuse(self, request_id: str, error: InvalidRequest) -> None:
         """The next report says that it ended, and why."""
-        self._ready.append(RequestOutput(request_id, [], RequestStatus.FINISHED_ERROR.value, error=str(error)))
+        self._ready.append(SequenceOutput(request_id, [], RequestStatus.FINISHED_ERROR.value, error=str(error)))
 
     def abort(self, request_ids: list[str]) -> None:
         """Free these requests' blocks now. The one who aborts knows: no output is sent."""
@@ -317,11 +317,11 @@ class Engine:
             self._scheduler.abort([request.request_id], ended)
         return request, token_ids, ended
 
-    def _output(self, sampled: Sampled, logprobs: TokenLogprobs | list[TokenLogprobs] | None) -> RequestOutput:
+    def _output(self, sampled: Sampled, logprobs: TokenLogprobs | list[TokenLogprobs] | None) -> SequenceOutput:
         request, new, finished = sampled
         token_ids = as_list(new)
         positions = None if logprobs is None else as_list(logprobs)[: len(token_ids)]
-        output = RequestOutput(request.request_id, token_ids, logprobs=positions)
+        output = SequenceOutput(request.request_id, token_ids, logprobs=positions)
         if request.request_id not in self._announced:
             self._announced.add(request.request_id)
             output.first_scheduled_time = request.first_scheduled_time
@@ -351,9 +351,9 @@ class Engine:
         unbuilt = self._grammars.forget(self._grammars.waiting_request_ids())
         aborted = self._scheduler.abort(self._scheduler.unfinished_request_ids())
         self._announced.clear()
-        self._ready += [RequestOutput(r.request_id, [], RequestStatus.FINISHED_ABORTED.value) for r in unbuilt]
+        self._ready += [SequenceOutput(r.request_id, [], RequestStatus.FINISHED_ABORTED.value) for r in unbuilt]
         self._ready += [
-            RequestOutput(request.request_id, [], request.status.value, num_preemptions=request.num_preemptions)
+            SequenceOutput(request.request_id, [], request.status.value, num_preemptions=request.num_preemptions)
             for request in aborted
         ]
 

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from trimtab_engine.config.engine import EngineConfig, set_log_level
+from trimtab_engine.core.clients import Clients, last_word
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.core.link import Link, last_word
 from trimtab_engine.core.startup import Progress, start_engine
 from trimtab_engine.device.profiler import Profiler
 from trimtab_engine.errors import ConfigError, TrimtabError
@@ -48,40 +48,42 @@ BUILDING_MILLISECONDS = 10  # how soon an idle engine looks again at a grammar t
 logger = logging.getLogger("trimtab_engine.core")
 
 
-def serve(engine: Engine, link: Link, profiler: Profiler, clock: Callable[[], float], membership: "Membership") -> None:
+def serve(
+    engine: Engine, clients: Clients, profiler: Profiler, clock: Callable[[], float], membership: "Membership"
+) -> None:
     """Serve until Shutdown, or until a core that retires has finished. `clock` is the API servers'."""
-    reporter = StateReporter(engine, link)
-    engine.follow_waves(lambda number: link.send(StartWave(number)))
+    reporter = StateReporter(engine, clients)
+    engine.follow_waves(lambda number: clients.send(StartWave(number)))
     while True:
         reporter.report()
         idle = BUILDING_MILLISECONDS if engine.is_building else IDLE_REPORT_MILLISECONDS
-        messages = link.receive(0 if engine.has_work else idle)
+        messages = clients.receive(0 if engine.has_work else idle)
         reporter.inbox_read = clock()
         for message in messages:
             match message:
                 case AddRequest() if membership.is_retiring:
-                    link.refuse(message)
+                    clients.refuse(message)
                 case AddRequest(may_queue=False) if not engine.has_room_for(message):
-                    link.refuse(message)
+                    clients.refuse(message)
                 case AddRequest():
                     engine.add(message)
                 case AbortRequests():
                     engine.abort(message.request_ids)
                 case AdminCall(method="adopt" | "retire"):
-                    link.send(membership.call(engine, message), message.client_index)
+                    clients.send(membership.call(engine, message), message.client_index)
                     reporter.forget()
                 case RetireSeen(index):
                     membership.seen_by(index)
                 case AdminCall():
                     reply = answer(engine, profiler, message)
                     reporter.report()  # first, so that who reads the answer finds it in force
-                    link.send(reply, message.client_index)
+                    clients.send(reply, message.client_index)
                 case StartWave():
                     engine.join_wave(message.number)
                 case Shutdown():
                     engine.finish_wave()
                     return
-        link.send_step(engine.step())
+        clients.send_step(engine.step())
         profiler.on_step()
         if membership.may_leave(engine):
             return
@@ -94,8 +96,8 @@ class Membership:
     asks another core. When all have seen it and nothing runs, it may leave.
     """
 
-    def __init__(self, link: Link, num_clients: int, ready: CoreReady) -> None:
-        self._link, self._num_clients, self._ready = link, num_clients, ready
+    def __init__(self, clients: Clients, num_clients: int, ready: CoreReady) -> None:
+        self._clients, self._num_clients, self._ready = clients, num_clients, ready
         self._unseen: set[int] | None = None
 
     @property
@@ -107,10 +109,10 @@ class Membership:
         if call.method == "adopt":
             status, body = engine.adopt_config(call.body["values"], call.body["generation"])
             if status == 200:
-                self._link.broadcast(self._ready)
+                self._clients.broadcast(self._ready)
             return AdminReply(call.call_id, status, body)
         self._unseen = set(range(self._num_clients))
-        self._link.broadcast(CoreRetiring())
+        self._clients.broadcast(CoreRetiring())
         return AdminReply(call.call_id, 200, {})
 
     def seen_by(self, client_index: int) -> None:
@@ -124,8 +126,8 @@ class Membership:
 class StateReporter:
     """Tells all API servers the engine's state when it is another than they know."""
 
-    def __init__(self, engine: Engine, link: Link) -> None:
-        self._engine, self._link = engine, link
+    def __init__(self, engine: Engine, clients: Clients) -> None:
+        self._engine, self._clients = engine, clients
         self._told: EngineState | None = None
         self.inbox_read = 0.0
 
@@ -137,7 +139,7 @@ class StateReporter:
         state = self._engine.state()
         if state != self._told:
             self._told = state
-            self._link.broadcast(msgspec.structs.replace(state, time=self.inbox_read))
+            self._clients.broadcast(msgspec.structs.replace(state, time=self.inbox_read))
 
 
 def answer(engine: Engine, profiler: Profiler, call: AdminCall) -> AdminReply:
@@ -179,33 +181,33 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API server tells us what to do
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     start = msgspec.json.decode(sys.stdin.readline(), type=CoreStart)
-    link = Link(start.clients)
+    clients = Clients(start.clients)
     try:
         config = msgspec.convert(start.config, EngineConfig)
         set_log_level(config.log_level)
-        progress: Progress = lambda stage, percent: link.broadcast(LoadProgress(stage, percent))  # noqa: E731
+        progress: Progress = lambda stage, percent: clients.broadcast(LoadProgress(stage, percent))  # noqa: E731
         clock: Callable[[], float] = lambda: time.monotonic() + start.clock_offset  # noqa: E731
         engine, ready = start_engine(config, progress, clock, partial(_end_with_rank, start))
         keep_what_is_there()
         if start.joins:
-            link.send(CoreLoaded())
+            clients.send(CoreLoaded())
         else:
-            link.broadcast(ready)
-        membership = Membership(link, len(start.clients), ready)
-        serve(engine, link, Profiler(config.profiler_dir), clock, membership)
+            clients.broadcast(ready)
+        membership = Membership(clients, len(start.clients), ready)
+        serve(engine, clients, Profiler(config.profiler_dir), clock, membership)
         engine.close()
     except ConfigError as error:
-        link.broadcast(CoreFailed(str(error), exit_code=2))
+        clients.broadcast(CoreFailed(str(error), exit_code=2))
         return 2
     except (TrimtabError, MemoryError) as error:
-        link.broadcast(CoreFailed(f"the engine core failed: {error}", exit_code=1))
+        clients.broadcast(CoreFailed(f"the engine core failed: {error}", exit_code=1))
         return 1
     except Exception as error:
         logger.exception("the engine core failed")
-        link.broadcast(CoreFailed(f"the engine core failed: {type(error).__name__}: {error}", exit_code=1))
+        clients.broadcast(CoreFailed(f"the engine core failed: {type(error).__name__}: {error}", exit_code=1))
         return 1
     finally:
-        link.close()
+        clients.close()
     return 0
 
 

@@ -22,8 +22,8 @@ from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.plan import PlanBase
 from trimtab_engine.memory.sizing import KVSize, longest_that_fits, out_of_memory, size_kv_cache
 from trimtab_engine.messages import CoreReady
-from trimtab_engine.runner.graphs.start import GRAPHS_STAGE
 from trimtab_engine.runner.model_runner import ModelRunner
+from trimtab_engine.runner.start import GRAPHS_STAGE
 from trimtab_engine.scheduling.block_manager import BlockManager
 from trimtab_engine.scheduling.scheduler import Scheduler
 from trimtab_engine.scheduling.swap_space import SwapSpace

@@ -9,7 +9,7 @@ import torch
 Work = Callable[[], None]
 
 
-class Ticket(Protocol):
+class LaneTicket(Protocol):
     """Work that was begun in a side lane."""
 
     def seconds(self) -> float | None:
@@ -19,10 +19,10 @@ class Ticket(Protocol):
 class SideLane(Protocol):
     """Takes work one after another."""
 
-    def begin(self, work: Work) -> Ticket:
+    def begin(self, work: Work) -> LaneTicket:
         """Begin it after all that the steps' queue has been given so far, and after the lane's own work before it."""
 
-    def hold_steps(self, ticket: Ticket) -> None:
+    def hold_steps(self, ticket: LaneTicket) -> None:
         """What the steps' queue is given from now on begins when that work has ended. The host does not wait."""
 
 
@@ -34,12 +34,12 @@ def side_lane(device: torch.device) -> SideLane:
 class HostLane:
     """Does what it is given, at once."""
 
-    def begin(self, work: Work) -> Ticket:
+    def begin(self, work: Work) -> LaneTicket:
         start = time.perf_counter()
         work()
         return _Done(time.perf_counter() - start)
 
-    def hold_steps(self, ticket: Ticket) -> None:
+    def hold_steps(self, ticket: LaneTicket) -> None:
         """It has ended."""
 
 
@@ -58,7 +58,7 @@ class CudaLane:
         self._cuda: Any = torch.cuda  # torch types streams and events not
         self._stream: Any = self._cuda.Stream(device)
 
-    def begin(self, work: Work) -> Ticket:
+    def begin(self, work: Work) -> LaneTicket:
         self._stream.wait_stream(self._cuda.current_stream(self._stream.device))
         began, ended = (self._cuda.Event(enable_timing=True) for _ in range(2))
         with self._cuda.stream(self._stream):
@@ -67,7 +67,7 @@ class CudaLane:
             ended.record()
         return _Events(began, ended)
 
-    def hold_steps(self, ticket: Ticket) -> None:
+    def hold_steps(self, ticket: LaneTicket) -> None:
         assert isinstance(ticket, _Events)  # it is one of this lane's
         self._cuda.current_stream(self._stream.device).wait_event(ticket.ended)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from trimtab_engine.device.changes import SwapBlocks
 from trimtab_engine.device.kv_cache import KVCache, copy_across
-from trimtab_engine.device.side_lane import SideLane, Ticket, side_lane
+from trimtab_engine.device.side_lane import LaneTicket, SideLane, side_lane
 
 Pairs = list[tuple[int, int]]
 """(source, destination) block ids."""
@@ -25,7 +25,7 @@ Pairs = list[tuple[int, int]]
 class Copying:
     """Blocks on their way. `read`: those of the device that no step may write before they have gone."""
 
-    ticket: Ticket
+    ticket: LaneTicket
     num_blocks: int
     read: frozenset[int]
 

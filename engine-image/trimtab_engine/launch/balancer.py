@@ -1,7 +1,7 @@
 """Which of several engine cores gets the next request: the one with the least to do, as far as is known here.
 
 A guess only chooses whom to ask first: a core that cannot run the request at once says so, and the next one is asked
-(core_client.py). Where all say so, the request queues with the least loaded. Pure.
+(client.py). Where all say so, the request queues with the least loaded. Pure.
 """
 
 from collections.abc import Collection

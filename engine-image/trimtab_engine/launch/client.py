@@ -1,8 +1,8 @@
 """An API server's side of the engine: two sockets to each core, and who waits for which answer.
 
 There is one core, or one per data-parallel rank: then each request goes to one of them, each admin call to all. Cores
-may join and retire while others serve (core_scaling.py). The sockets are bound where the launcher says, and one task
-reads each core. It never imports torch. The cores' processes are core_launcher.py's.
+may join and retire while others serve (scaling.py). The sockets are bound where the launcher says, and one task
+reads each core. It never imports torch. The cores' processes are launcher.py's.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ from trimtab_engine.messages import (
     EngineState,
     FromCore,
     LoadProgress,
-    RequestOutput,
     RetireSeen,
+    SequenceOutput,
     Shutdown,
     StartWave,
     StepOutputs,
@@ -54,7 +54,7 @@ class _Asked:
     """A request that a core works on: which one, and where its outputs go."""
 
     core: int
-    outputs: asyncio.Queue[RequestOutput | None] = field(default_factory=asyncio.Queue)
+    outputs: asyncio.Queue[SequenceOutput | None] = field(default_factory=asyncio.Queue)
 
 
 class CoreClient:
@@ -148,7 +148,7 @@ class CoreClient:
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: AddRequest) -> AsyncGenerator[SequenceOutput, None]:
         """One sequence's outputs; the last has a finish_reason. Leaving early aborts. EngineDead if a core ends.
 
         With several cores those are asked in turn who can run it at once; the last one has to queue it.
@@ -208,7 +208,7 @@ class CoreClient:
         request_ids = list(self._requests)
         self.abort(request_ids)
         for request_id in request_ids:
-            self._requests[request_id].outputs.put_nowait(RequestOutput(request_id, [], "abort"))
+            self._requests[request_id].outputs.put_nowait(SequenceOutput(request_id, [], "abort"))
 
     async def call(self, method: str, body: dict[str, Any]) -> AdminReply:
         """One admin call, answered between two steps. EngineDead if a core ends first. With several cores a change is
@@ -367,7 +367,7 @@ class CoreClient:
         self.last_steps[core] = max(self.last_steps[core], step)
         self._stepped.set()
 
-    def _deliver(self, outputs: list[RequestOutput], core: int) -> None:
+    def _deliver(self, outputs: list[SequenceOutput], core: int) -> None:
         for output in outputs:
             output.engine_index = self.first_rank + core
             asked = self._requests.get(output.request_id)

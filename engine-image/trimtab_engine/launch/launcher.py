@@ -12,9 +12,9 @@ import msgspec
 
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.launch.client import CoreClient
-from trimtab_engine.launch.core_process import DEAD_GRACE_SECONDS, CoreProcess, cause_of_end
 from trimtab_engine.launch.nodes.hub import Hub
 from trimtab_engine.launch.nodes.messages import CoreEnded
+from trimtab_engine.launch.started_core import DEAD_GRACE_SECONDS, StartedCore, cause_of_end
 from trimtab_engine.messages import ClientAddresses, CoreFailed, CoreStart
 from trimtab_engine.processes.network import ReservedPorts, in_url, own_address
 from trimtab_engine.processes.private_folder import PrivateFolder
@@ -37,7 +37,7 @@ class CoreLauncher:
         self.addresses: Sequence[Sequence[ClientAddresses]] = [
             [self._address(client, core) for core in range(len(self._configs))] for client in range(num_clients)
         ]
-        self._cores: dict[int, CoreProcess] = {}
+        self._cores: dict[int, StartedCore] = {}
         """Those of this node, by data-parallel rank."""
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._hub: Hub | None = None
@@ -88,7 +88,7 @@ class CoreLauncher:
         """Start one of this node's cores. `joins`: beside cores that serve already. Raises EngineDead."""
         start = self._core_start(index)
         start.joins = joins
-        core = self._cores[index] = await CoreProcess.start(index, start)
+        core = self._cores[index] = await StartedCore.start(index, start)
         self._watches[index] = asyncio.create_task(self._tell_the_end(core, client))
 
     async def wait_for_end(self, index: int) -> None:
@@ -132,7 +132,7 @@ class CoreLauncher:
             self._ports.release()
         self._private.remove()
 
-    async def _tell_the_end(self, core: CoreProcess, client: CoreClient) -> None:
+    async def _tell_the_end(self, core: StartedCore, client: CoreClient) -> None:
         """Notice that the process has ended, even when it could not say so."""
         code = await core.process.wait()
         if self._closing:

@@ -1,8 +1,8 @@
 """Engine cores join and retire while others serve: what a changed data_parallel_size leads to, in the first process.
 
-Cores judge the change like any other (live_fields.py); here it is carried out. A core that joins loads beside the
-others, takes over the configuration in force, and serves. The highest ranks retire: they take nothing new, finish what
-runs, and end. A core that cannot join leaves everything as it was, and the desired size falls back to what serves.
+Cores judge the change like any other (config/live/fields.py); here it is carried out. A core that joins loads beside
+the others, takes over the configuration in force, and serves. The highest ranks retire: they take nothing new, finish
+what runs, and end. A core that cannot join leaves everything as it was, and the desired size falls back to what serves.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """How large the KV cache starts and may become, and whether the model fits at all, from configuration and measurement.
 
-The formula is memory.py's; here are the flags that steer it, and the errors that name them.
+The formula is formula.py's; here are the flags that steer it, and the errors that name them.
 """
 
 import logging

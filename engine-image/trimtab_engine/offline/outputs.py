@@ -1,6 +1,6 @@
 """What the offline LLM class returns, in vLLM's shape, and how it comes together step by step.
 
-`RequestOutput` here is a whole answer to one prompt; messages.RequestOutput is what one step brought to one sequence.
+`RequestOutput` here is a whole answer to one prompt; messages.SequenceOutput is what one step brought to one sequence.
 """
 
 from dataclasses import dataclass, field
@@ -95,7 +95,7 @@ class Choice:
             self._detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=self.params.skip_special_tokens)
         self._stop = StopStrings(self.params.stop_strings, include=self.params.include_stop_str_in_output)
 
-    def take(self, output: messages.RequestOutput, now: float) -> bool:
+    def take(self, output: messages.SequenceOutput, now: float) -> bool:
         """Add what one step brought. True: a stop string ended it here, and the engine does not know yet."""
         if output.first_scheduled_time is not None:
             self.first_scheduled_time = output.first_scheduled_time

@@ -1,6 +1,6 @@
 """How a user of the offline LLM class says what to generate: vLLM's names, and the same checks as over HTTP.
 
-What a field may hold, and what is not built, is decided in one place for both: api/protocol.py.
+What a field may hold, and what is not built, is decided in one place for both: api/openai/protocol.py.
 """
 
 from collections.abc import Sequence

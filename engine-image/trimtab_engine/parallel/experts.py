@@ -4,10 +4,10 @@ from typing import Literal
 
 from trimtab_engine.errors import ConfigError
 
-Placement = Literal["linear", "round_robin"]
+PlacementStrategy = Literal["linear", "round_robin"]
 
 
-def place_experts(num_experts: int, num_ranks: int, placement: Placement) -> tuple[tuple[int, ...], ...]:
+def place_experts(num_experts: int, num_ranks: int, placement: PlacementStrategy) -> tuple[tuple[int, ...], ...]:
     """The experts of each rank of an expert-parallel group.
 
     linear: contiguous, the first ranks holding one more when they do not divide. round_robin: rank, rank + ranks, ….

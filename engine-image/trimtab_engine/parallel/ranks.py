@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trimtab_engine.config.engine import EngineConfig
 
-RankGroups = tuple[tuple[int, ...], ...]
+RanksByGroup = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +67,23 @@ class Layout:
     def rank(self, place: Place) -> int:
         return ((place.external * self.data + place.data) * self.pipeline + place.pipeline) * self.tensor + place.tensor
 
-    def tensor_groups(self) -> RankGroups:
+    def tensor_groups(self) -> RanksByGroup:
         """Ranks that split each layer."""
         return self._groups(lambda place: (place.external, place.data, place.pipeline))
 
-    def pipeline_groups(self) -> RankGroups:
+    def pipeline_groups(self) -> RanksByGroup:
         """Ranks that pass hidden states on, first stage first."""
         return self._groups(lambda place: (place.external, place.data, place.tensor))
 
-    def data_groups(self) -> RankGroups:
+    def data_groups(self) -> RanksByGroup:
         """Ranks that hold the same layers and heads and serve other requests."""
         return self._groups(lambda place: (place.external, place.pipeline, place.tensor))
 
-    def expert_groups(self) -> RankGroups:
+    def expert_groups(self) -> RanksByGroup:
         """Ranks that share the experts of a mixture: all DP x TP ranks of one stage."""
         return self._groups(lambda place: (place.external, place.pipeline))
 
-    def _groups(self, key: Key) -> RankGroups:
+    def _groups(self, key: Key) -> RanksByGroup:
         """Ranks with an equal key, ascending; groups in the order of their first rank."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.parallel.expert_balance import Placement, first_placement
-from trimtab_engine.parallel.experts import Placement as Strategy
-from trimtab_engine.parallel.experts import place_experts
+from trimtab_engine.parallel.experts import PlacementStrategy, place_experts
 from trimtab_engine.parallel.partition import Span, equal_span, kv_head_span, layers_of_stages, vocabulary_span
 from trimtab_engine.parallel.ranks import Layout
 
@@ -49,7 +48,7 @@ def shard_model(
     layout: Layout,
     rank: int,
     *,
-    placement: Strategy = "linear",
+    placement: PlacementStrategy = "linear",
     layer_partition: tuple[int, ...] | None = None,
     num_redundant_experts: int | None = None,
 ) -> ModelShard:
@@ -98,7 +97,9 @@ def _slots(config: ModelConfig, layout: Layout, num_redundant: int) -> Placement
     return first_placement(num_experts, num_redundant)
 
 
-def _experts(config: ModelConfig, layout: Layout, index: int, placement: Strategy) -> tuple[tuple[int, ...], Span]:
+def _experts(
+    config: ModelConfig, layout: Layout, index: int, placement: PlacementStrategy
+) -> tuple[tuple[int, ...], Span]:
     """Whole experts with expert parallelism, else a slice of each, over the same TP x DP ranks."""
     if config.moe is None:
         return (), (0, 0)

@@ -26,7 +26,7 @@ class TookTooLong(WorkerError):
     """It ran past its limit and was ended."""
 
 
-class WorkerDied(WorkerError):
+class WorkerEnded(WorkerError):
     """Its process ended: it crashed, or took too much memory."""
 
 
@@ -48,7 +48,7 @@ class WorkerLimits:
 
 
 class WorkerPool:
-    """Processes `python -m module`, each given `start` first (see worker_frames.py)."""
+    """Processes `python -m module`, each given `start` first (see frames.py)."""
 
     def __init__(self, module: str, start: Any, limits: WorkerLimits) -> None:
         self._module, self._start, self._limits = module, start, limits
@@ -115,7 +115,7 @@ class WorkerPool:
         task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """End all processes; calls in progress raise WorkerDied."""
+        """End all processes; calls in progress raise WorkerEnded."""
         self._idle.clear()
         for worker in list(self._workers):
             self._end(worker)
@@ -132,7 +132,7 @@ class _Worker:
         except TimeoutError:
             raise TookTooLong(f"it took more than {seconds:g} s") from None
         except (ConnectionError, asyncio.IncompleteReadError):
-            raise WorkerDied("its process ended") from None
+            raise WorkerEnded("its process ended") from None
 
     async def _exchange(self, frame: bytes) -> Any:
         assert self._process.stdin is not None
@@ -141,7 +141,7 @@ class _Worker:
         await self._process.stdin.drain()
         (length,) = PREFIX.unpack(await self._process.stdout.readexactly(PREFIX.size))
         if length > MAX_FRAME_BYTES:
-            raise WorkerDied("its answer is too large")
+            raise WorkerEnded("its answer is too large")
         return msgspec.msgpack.decode(await self._process.stdout.readexactly(length))
 
     async def end(self) -> int:

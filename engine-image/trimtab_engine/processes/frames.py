@@ -1,4 +1,4 @@
-"""The worker's side of api/bounded_worker.py: length-prefixed msgpack frames on stdin and stdout, one answer each.
+"""The worker's side of bounded_worker.py: length-prefixed msgpack frames on stdin and stdout, one answer each.
 
 A worker does what may never end, take all memory or crash: it is there to be killed, and it is the first that the
 kernel takes when memory runs out.

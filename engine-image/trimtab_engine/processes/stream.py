@@ -15,7 +15,7 @@ MAX_MESSAGE_BYTES = 256 << 20  # far above any batch of observations; what claim
 Received = TypeVar("Received")
 
 
-class Link(Generic[Received]):
+class StreamLink(Generic[Received]):
     """One end. `received` is the union of the messages that come to this end."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, received: Any) -> None:
@@ -24,7 +24,7 @@ class Link(Generic[Received]):
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(received)
 
     @classmethod
-    async def over(cls, end: socket.socket, received: Any) -> "Link[Received]":
+    async def over(cls, end: socket.socket, received: Any) -> "StreamLink[Received]":
         """Over one end of a socket pair."""
         reader, writer = await asyncio.open_unix_connection(sock=end)
         return cls(reader, writer, received)

@@ -43,7 +43,7 @@ class SampledTokens:
     """By row: those that no token could be chosen from. What stands for it in token_ids means nothing."""
 
 
-class Choice(Protocol):
+class Chooser(Protocol):
     """What greedy or random choice depends on, beside the logits."""
 
     @property
@@ -156,7 +156,7 @@ def _choose_rows(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token
     return choose_limited(logits, requests)
 
 
-def choose_limited(logits: torch.Tensor, requests: Sequence[Choice]) -> torch.Tensor:
+def choose_limited(logits: torch.Tensor, requests: Sequence[Chooser]) -> torch.Tensor:
     """Greedy or random, by temperature, min-p, top-k and top-p; nothing else changes the logits any more."""
     if logits.is_cuda:
         return _draw_by_kernel(logits, requests)
@@ -237,7 +237,7 @@ def _penalise(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:
         )
 
 
-def _draw(logits: torch.Tensor, requests: Sequence[Choice]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, requests: Sequence[Chooser]) -> torch.Tensor:
     """A random token per row, [rows] int64. On the CPU."""
     _limit(logits, requests)
     probabilities = logits.softmax(dim=-1)
@@ -253,7 +253,7 @@ def _draw(logits: torch.Tensor, requests: Sequence[Choice]) -> torch.Tensor:
     return probabilities.div_(noise.clamp_min_(SMALLEST_EXPONENTIAL)).argmax(dim=-1)
 
 
-def _draw_by_kernel(logits: torch.Tensor, requests: Sequence[Choice]) -> torch.Tensor:
+def _draw_by_kernel(logits: torch.Tensor, requests: Sequence[Chooser]) -> torch.Tensor:
     """The choice in one Triton kernel, greedy rows too, which sorts nothing and does not wait for the device. A request
     without a seed takes one from torch's generator. Numbers differ from the CPU's; the distribution does not."""
     params = [request.sampling for request in requests]
@@ -276,7 +276,7 @@ def _draw_by_kernel(logits: torch.Tensor, requests: Sequence[Choice]) -> torch.T
     return token_ids
 
 
-def _limit(logits: torch.Tensor, requests: Sequence[Choice]) -> None:
+def _limit(logits: torch.Tensor, requests: Sequence[Chooser]) -> None:
     """Temperature, then min-p, top-k and top-p: what a random choice is left with, -inf elsewhere."""
     params = [request.sampling for request in requests]
     device = logits.device

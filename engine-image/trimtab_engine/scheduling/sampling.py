@@ -4,7 +4,7 @@ import msgspec
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the next token of one sequence is chosen. Values are already checked by the API (api/protocol.py).
+    """How the next token of one sequence is chosen. Values are already checked by the API (api/openai/protocol.py).
 
     temperature 0 is greedy. top_k 0 means all tokens. `logprobs` is how many of the most likely tokens are reported
     beside the chosen one (None: nothing is reported, 0: only the chosen token's). `stop_token_ids` end the request

@@ -1,4 +1,4 @@
 """Output that must match a grammar, by llguidance: the matcher of one request, its compilation, the masks of a step.
 
-The API server makes and tries grammars (api/structured.py, trial.py); the engine core only ever sees tried ones.
+The API server makes and tries grammars (api/openai/constraints.py, trial.py); the engine core only sees tried ones.
 """

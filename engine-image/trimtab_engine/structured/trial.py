@@ -1,4 +1,4 @@
-"""A client's grammar, tried before the engine core sees it, in a process to be killed (api/bounded_worker.py).
+"""A client's grammar, tried before the engine core sees it, in a process to be killed (processes/bounded_worker.py).
 
 What llguidance's own check passes can still build for ten seconds, need a second for a mask, or overflow the stack. So
 a trial builds the grammar as the core would, in a smaller stack, and takes a few steps into it, with the core's limits
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 
 def grammar_text(spec: Mapping[str, Any]) -> str:
-    """llguidance's form of a checked specification (api/structured.py: Constraint). Raises ValueError."""
+    """llguidance's form of a checked specification (api/openai/constraints.py: Constraint). Raises ValueError."""
     kind, value = spec["kind"], spec["value"]
     match kind:
         case "json":

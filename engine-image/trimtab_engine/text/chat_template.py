@@ -1,6 +1,6 @@
 """A conversation as the model's template writes it: Jinja in a sandbox, with what transformers gives templates.
 
-No transformers and no torch: the process that renders for the server (chat_rendering.py) is started often and killed
+No transformers and no torch: the process that renders for the server (chat_worker.py) is started often and killed
 when a template does not end. tests hold it to what transformers' own renderer gives.
 """
 

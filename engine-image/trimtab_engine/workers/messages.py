@@ -138,7 +138,7 @@ class Hello(msgspec.Struct, tag="hello"):
     pid: int
 
 
-class Loaded(msgspec.Struct, tag="loaded"):
+class RankLoaded(msgspec.Struct, tag="loaded"):
     report: RankReport
 
 
@@ -172,13 +172,13 @@ class WorkerFailed(msgspec.Struct, tag="failed"):
     exit_code: int
 
 
-class Alive(msgspec.Struct, tag="alive"):
+class RankAlive(msgspec.Struct, tag="alive"):
     """Sent every HEARTBEAT_SECONDS, and answered by the same."""
 
     rank: int
 
 
-FromWorker = Hello | Loaded | Profiled | StartedSteps | Reloaded | ToldLedger | WorkerFailed | Alive
+FromWorker = Hello | RankLoaded | Profiled | StartedSteps | Reloaded | ToldLedger | WorkerFailed | RankAlive
 
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0  # without a word the other side is taken for dead; the rest of 10 s is for the engine to end

@@ -13,13 +13,13 @@ from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import check_layout
-from trimtab_engine.runner.graphs.start import GraphMemory, Report, has_device_steps, start_device_steps
 from trimtab_engine.runner.model_runner import ModelRunner
+from trimtab_engine.runner.start import GraphMemory, Report, has_device_steps, start_device_steps
 from trimtab_engine.workers.driven_runner import DrivenRunner
 from trimtab_engine.workers.messages import (
-    Loaded,
     Profile,
     Profiled,
+    RankLoaded,
     RankReport,
     StartedSteps,
     StartSteps,
@@ -124,7 +124,7 @@ def _load_driven(config: EngineConfig, layout: Layout, workers: Workers, progres
     runner = DrivenRunner.load(config, device, progress, layout=layout, rank=workers.rank, groups=groups)
     assert isinstance(runner, DrivenRunner)
     runner.drive(workers, groups)
-    reports = [answer.report for answer in workers.answers(Loaded)]
+    reports = [answer.report for answer in workers.answers(RankLoaded)]
     return LoadedRank(device, runner, before, workers, [*reports, rank_report(runner, device, layout, workers.rank)])
 
 

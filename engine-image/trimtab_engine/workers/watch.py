@@ -17,9 +17,9 @@ import zmq
 
 from trimtab_engine.workers.messages import (
     SILENCE_SECONDS,
-    Alive,
     FromWorker,
     Hello,
+    RankAlive,
     Taken,
     Welcome,
     WorkerFailed,
@@ -51,7 +51,7 @@ class Watch:
         self._hosts = dict.fromkeys(processes, "this node")
         self._steps = steps
         self._welcomed: set[int] = set()
-        self._alive = msgspec.msgpack.encode(Alive(own_rank))
+        self._alive = msgspec.msgpack.encode(RankAlive(own_rank))
         self._heard: dict[int, float] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
@@ -72,7 +72,7 @@ class Watch:
                     self._control.send_multipart([sender, self._answer(message)])
                 else:
                     self._hear(message)
-                if isinstance(message, Alive):
+                if isinstance(message, RankAlive):
                     self._control.send_multipart([sender, self._alive])
             if self.failure is None:
                 self._look()
@@ -93,7 +93,7 @@ class Watch:
         match message:
             case WorkerFailed():
                 self._die(message)
-            case Alive():
+            case RankAlive():
                 pass
             case _:
                 self.inbox.put(message)

@@ -24,13 +24,12 @@ from trimtab_engine.errors import ConfigError
 from trimtab_engine.processes.garbage import keep_what_is_there
 from trimtab_engine.processes.network import is_ipv6_url
 from trimtab_engine.processes.tie import end_with_parent
-from trimtab_engine.runner.graphs.start import start_device_steps
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.rank_ledger import rank_ledger
+from trimtab_engine.runner.start import start_device_steps
 from trimtab_engine.workers.messages import (
     HEARTBEAT_SECONDS,
     SILENCE_SECONDS,
-    Alive,
     AskLedger,
     DropWeights,
     FromWorker,
@@ -38,9 +37,10 @@ from trimtab_engine.workers.messages import (
     InitKvCache,
     InitSwapSpace,
     Join,
-    Loaded,
     Profile,
     Profiled,
+    RankAlive,
+    RankLoaded,
     Reloaded,
     ReloadWeights,
     StartedSteps,
@@ -135,7 +135,7 @@ class Worker:
             config, device, lambda stage, percent: None, layout=self.layout, rank=self.rank, groups=groups
         )
         self._device = device
-        self.tell(Loaded(rank_report(self._runner, device, self.layout, self.rank)))
+        self.tell(RankLoaded(rank_report(self._runner, device, self.layout, self.rank)))
 
     def serve(self) -> None:
         """Carry out what the core sends, in its order, until Stop."""
@@ -201,7 +201,7 @@ class Worker:
     def _beat(self) -> None:
         """Say that this rank lives, and end the process when the core does not answer any more."""
         line = self._connect(zmq.DEALER, self._control_address)
-        body = msgspec.msgpack.encode(Alive(self.rank))
+        body = msgspec.msgpack.encode(RankAlive(self.rank))
         heard = time.monotonic()
         while time.monotonic() - heard < SILENCE_SECONDS:
             line.send(body)

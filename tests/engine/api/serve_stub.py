@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 from trimtab_engine.cli import main
-from trimtab_engine.launch import core_process
+from trimtab_engine.launch import started_core
 
-core_process.CORE_COMMAND = (sys.executable, str(Path(__file__).with_name("stub_core.py")))
+started_core.CORE_COMMAND = (sys.executable, str(Path(__file__).with_name("stub_core.py")))
 
 if __name__ == "__main__":
     sys.exit(main())

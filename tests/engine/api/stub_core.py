@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import msgspec
-from trimtab_engine.core.link import Link
+from trimtab_engine.core.clients import Clients
 from trimtab_engine.messages import (
     AbortRequests,
     AddRequest,
@@ -27,7 +27,7 @@ from trimtab_engine.messages import (
     EngineState,
     LoadProgress,
     PauseMode,
-    RequestOutput,
+    SequenceOutput,
     Shutdown,
     StepOutputs,
     StepStats,
@@ -52,16 +52,16 @@ class Sequence:
         self.echo = message.prompt_token_ids[len(self.command) :]
         self.num_sent = 0
 
-    def step(self) -> RequestOutput:
+    def step(self) -> SequenceOutput:
         sampling = self.message.sampling
         if self.command == "!die":
             os._exit(9)
         if self.command == "!fail":
-            return RequestOutput(self.message.request_id, [], "error")
+            return SequenceOutput(self.message.request_id, [], "error")
         ends = self.command == "!eos" and self.num_sent == len(self.echo)
         token = END_TOKEN if ends else self.echo[self.num_sent % len(self.echo)]
         self.num_sent += 1
-        output = RequestOutput(self.message.request_id, [token])
+        output = SequenceOutput(self.message.request_id, [token])
         if self.num_sent == 1:
             output.first_scheduled_time = self.message.arrival_time
             output.num_cached_tokens = len(self.message.prompt_token_ids) - 1
@@ -95,7 +95,7 @@ def state_of(config: dict[str, Any], num_requests: int) -> EngineState:
 def main() -> None:
     end_with_parent()  # as the real core: it never outlives its server
     start = json.loads(sys.stdin.readline())
-    link = Link([ClientAddresses(**client) for client in start["clients"]])
+    link = Clients([ClientAddresses(**client) for client in start["clients"]])
     link.broadcast(LoadProgress("weights", 40.0))
     if start["config"]["seed"] == 666:  # a start that fails
         link.broadcast(CoreFailed("the stub was told to fail; use another seed", 2))

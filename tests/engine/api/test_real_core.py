@@ -323,7 +323,7 @@ def test_two_servers_give_the_text_of_one_and_end_with_one_of_them(
         lines = pair.http.get("/metrics").text.splitlines()
         assert [line.split()[-1] for line in lines if line.startswith("vllm:generation_tokens_total{")] == ["240.0"]
         processes = Path(f"/proc/{pair.process.pid}/task/{pair.process.pid}/children").read_text().split()
-        servers = [pid for pid in processes if b"server_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        servers = [pid for pid in processes if b"api.serving.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         os.kill(int(servers[0]), signal.SIGKILL)
         assert pair.process.wait(END_SECONDS) == 1
         assert not any(Path(f"/proc/{pid}").exists() for pid in processes)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trimtab_engine.api.serving.engine_server import Listen
+from trimtab_engine.api.serving.life import Listen
 from trimtab_engine.cli import _parser, main
 from trimtab_engine.cli.serve_command import chat_template, served_names
 from trimtab_engine.config.engine import EngineConfig
@@ -224,7 +224,7 @@ def test_the_admin_port_is_on_loopback_without_a_token(
         seen.append(listen)
         return 0
 
-    monkeypatch.setattr("trimtab_engine.api.serving.engine_server.run_server", record)
+    monkeypatch.setattr("trimtab_engine.api.serving.life.run_server", record)
     assert main(["serve", str(tmp_path), "--device", "cpu", "--admin-port", "8001", *flags]) == 0
     assert seen == [Listen("0.0.0.0", 8000, host, 8001)]
 
@@ -242,7 +242,7 @@ def test_help_shows_every_flag_of_the_contract(capsys: pytest.CaptureFixture[str
 
 def test_the_command_line_imports_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys, trimtab_engine.api.serving.engine_server, trimtab_engine.cli.serve_command as s\n"
+        "import sys, trimtab_engine.api.serving.life, trimtab_engine.cli.serve_command as s\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

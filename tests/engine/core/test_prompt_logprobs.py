@@ -10,7 +10,7 @@ import pytest
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest, RequestOutput
+from trimtab_engine.messages import AddRequest, SequenceOutput
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
 VOCABULARY = 97
@@ -47,8 +47,8 @@ def a_request(name: str, prompt: list[int], **sampling: Any) -> AddRequest:
     return AddRequest(name, prompt, Sampling(temperature=0.0, ignore_eos=True, **sampling), 0.0)
 
 
-def serve(engine: Engine, requests: list[AddRequest]) -> dict[str, list[RequestOutput]]:
-    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+def serve(engine: Engine, requests: list[AddRequest]) -> dict[str, list[SequenceOutput]]:
+    outputs: dict[str, list[SequenceOutput]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)
     while engine.has_work:
@@ -58,7 +58,7 @@ def serve(engine: Engine, requests: list[AddRequest]) -> dict[str, list[RequestO
     return outputs
 
 
-def judged(outputs: list[RequestOutput]) -> list[TokenLogprobs]:
+def judged(outputs: list[SequenceOutput]) -> list[TokenLogprobs]:
     assert outputs[0].prompt_logprobs is not None
     assert all(output.prompt_logprobs is None for output in outputs[1:])
     return outputs[0].prompt_logprobs

@@ -31,11 +31,11 @@ from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.messages import AddRequest
 from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.ranks import Layout
-from trimtab_engine.runner.graphs import start
+from trimtab_engine.runner import start
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.workers import start as rank_start
-from trimtab_engine.workers.messages import Loaded, Profiled, RankReport, StartedSteps, StartSteps, Step
+from trimtab_engine.workers.messages import Profiled, RankLoaded, RankReport, StartedSteps, StartSteps, Step
 from trimtab_kernels.launch import jit
 from trimtab_kernels.launch.jit import record_launches
 
@@ -244,7 +244,7 @@ class OtherRank:
     def answers(self, kind: type) -> list[Any]:
         other = 1 - self.rank
         report = RankReport(other, "host", 1, "cuda:1", 0, 0, 0, (0, 0), 2, 1)
-        answers = (Loaded(report), Profiled(other, A_FORMULA), StartedSteps(other, 1 << 20, 2 << 20))
+        answers = (RankLoaded(report), Profiled(other, A_FORMULA), StartedSteps(other, 1 << 20, 2 << 20))
         return [answer for answer in answers if isinstance(answer, kind)]
 
     def close(self) -> None:

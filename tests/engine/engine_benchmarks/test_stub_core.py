@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.launch import core_process
+from trimtab_engine.launch import started_core
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.launch.launcher import CoreLauncher
 from trimtab_engine.messages import AddRequest, StepStats
@@ -16,7 +16,7 @@ DEADLINE_SECONDS = 120.0
 
 async def test_every_request_gets_its_tokens_one_step_each(monkeypatch: pytest.MonkeyPatch) -> None:
     command = (sys.executable, "-m", "engine_benchmarks.stub_core")
-    monkeypatch.setattr(core_process, "CORE_COMMAND", command)
+    monkeypatch.setattr(started_core, "CORE_COMMAND", command)
     steps: list[StepStats] = []
     launcher = CoreLauncher(EngineConfig(model="m"))
     client = CoreClient(launcher.addresses[0], on_step=steps.append)

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from trimtab_engine.core import process
-from trimtab_engine.launch import core_process
-from trimtab_engine.runner.graphs import start
+from trimtab_engine.launch import started_core
+from trimtab_engine.runner import start
 from trimtab_engine.runner.graphs.dispatcher import Dispatcher, Eager
 from trimtab_engine.runner.graphs.plan import GraphKey, cuda_graph_plan
 from trimtab_engine.runner.graphs.recorder import Outside, Replay
@@ -71,7 +71,7 @@ def steps_of_a_device(notes: Path | None = None) -> Iterator[CallingRecorder]:
         patch.setattr(start, "graph_plan", cuda_graph_plan)
         if notes is not None:
             patch.setattr(workers, "WORKER_COMMAND", (sys.executable, __file__, "worker", str(notes)))
-            patch.setattr(core_process, "CORE_COMMAND", (sys.executable, __file__, "core", str(notes)))
+            patch.setattr(started_core, "CORE_COMMAND", (sys.executable, __file__, "core", str(notes)))
             patch.setattr(Dispatcher, "dispatch", noting(Dispatcher.dispatch, notes))
         yield recorder
 

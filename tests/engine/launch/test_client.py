@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import EngineDead
-from trimtab_engine.launch import core_process
+from trimtab_engine.launch import started_core
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.launch.launcher import CoreLauncher
 from trimtab_engine.messages import AddRequest, StepStats
@@ -37,7 +37,7 @@ async def run_core(monkeypatch: pytest.MonkeyPatch) -> Any:
     started: list[tuple[CoreLauncher, CoreClient]] = []
 
     async def run(lines: str, on_step: Callable[[StepStats], None] = lambda stats: None) -> CoreClient:
-        monkeypatch.setattr(core_process, "CORE_COMMAND", (sys.executable, "-c", BEGIN + lines))
+        monkeypatch.setattr(started_core, "CORE_COMMAND", (sys.executable, "-c", BEGIN + lines))
         launcher = CoreLauncher(EngineConfig(model="m"))
         client = CoreClient(launcher.addresses[0], on_step=on_step)
         started.append((launcher, client))
@@ -62,8 +62,8 @@ async def soon(work: Awaitable[Any]) -> Any:
 async def test_outputs_reach_the_request_they_belong_to(run_core: RunCore) -> None:
     client = await run_core("""
 ready(); ids = [receive().request_id, receive().request_id]
-send(StepOutputs([RequestOutput(ids[0], [7]), RequestOutput(ids[1], [8], "length")], stats))
-send(StepOutputs([RequestOutput(ids[0], [9], "stop")], stats)); receive()
+send(StepOutputs([SequenceOutput(ids[0], [7]), SequenceOutput(ids[1], [8], "length")], stats))
+send(StepOutputs([SequenceOutput(ids[0], [9], "stop")], stats)); receive()
 """)
     await soon(client.loaded.wait())
     answers = await soon(asyncio.gather(tokens(client, "a"), tokens(client, "b")))
@@ -73,7 +73,7 @@ send(StepOutputs([RequestOutput(ids[0], [9], "stop")], stats)); receive()
 
 async def test_leaving_early_aborts_in_the_core(run_core: RunCore) -> None:
     client = await run_core("""
-ready(); request = receive(); send(StepOutputs([RequestOutput(request.request_id, [7])], stats))
+ready(); request = receive(); send(StepOutputs([SequenceOutput(request.request_id, [7])], stats))
 abort = receive(); call = receive(); send(AdminReply(call.call_id, 200, {"aborted": abort.request_ids})); receive()
 """)
     await soon(client.loaded.wait())
@@ -139,7 +139,7 @@ core = 0 if "/to-0-" in mine["to_core"] else 1
 
 
 async def two_cores(monkeypatch: pytest.MonkeyPatch, lines: str) -> tuple[CoreLauncher, CoreClient]:
-    monkeypatch.setattr(core_process, "CORE_COMMAND", (sys.executable, "-c", BEGIN + TWO_CORES + lines))
+    monkeypatch.setattr(started_core, "CORE_COMMAND", (sys.executable, "-c", BEGIN + TWO_CORES + lines))
     launcher = CoreLauncher(EngineConfig(model="m", data_parallel_size=2))
     client = CoreClient(launcher.addresses[0])
     client.open()
@@ -161,8 +161,8 @@ while True:
     if not isinstance(request, AddRequest): continue
     full = core == 0 or request.request_id == "b"
     refuses = full and not request.may_queue
-    answer = RequestOutput(request.request_id, [core], "length")
-    if refuses: answer = RequestOutput(request.request_id, [], REFUSED)
+    answer = SequenceOutput(request.request_id, [core], "length")
+    if refuses: answer = SequenceOutput(request.request_id, [], REFUSED)
     send(ClientOutputs([answer]))
 """,
     )

@@ -6,24 +6,24 @@ import sys
 import pytest
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import EngineDead
-from trimtab_engine.launch import core_process
+from trimtab_engine.launch import started_core
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.launch.launcher import CoreLauncher
 
 READY = """
 import json, sys
-from trimtab_engine.core.link import Link
+from trimtab_engine.core.clients import Clients
 from trimtab_engine.messages import ClientAddresses, CoreReady
-link = Link([ClientAddresses(**client) for client in json.loads(sys.stdin.readline())["clients"]])
-link.broadcast(CoreReady(64, 10, [1], 16, 4, {}))
-while not link.receive(100): pass
-link.close()
+clients = Clients([ClientAddresses(**client) for client in json.loads(sys.stdin.readline())["clients"]])
+clients.broadcast(CoreReady(64, 10, [1], 16, 4, {}))
+while not clients.receive(100): pass
+clients.close()
 """
 DEADLINE_SECONDS = 20.0
 
 
 async def test_closing_leaves_neither_process_nor_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_process, "CORE_COMMAND", (sys.executable, "-c", READY))
+    monkeypatch.setattr(started_core, "CORE_COMMAND", (sys.executable, "-c", READY))
     launcher = CoreLauncher(EngineConfig(model="m"), num_clients=2)
     clients = [CoreClient(addresses, client_index=index) for index, addresses in enumerate(launcher.addresses)]
     for client in clients:
@@ -39,7 +39,7 @@ async def test_closing_leaves_neither_process_nor_folder(monkeypatch: pytest.Mon
 
 
 async def test_a_core_that_cannot_be_started_is_a_dead_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_process, "CORE_COMMAND", ("/no/such/program",))
+    monkeypatch.setattr(started_core, "CORE_COMMAND", ("/no/such/program",))
     launcher = CoreLauncher(EngineConfig(model="m"))
     client = CoreClient(launcher.addresses[0])
     with pytest.raises(EngineDead, match="cannot be started"):
@@ -53,7 +53,7 @@ KILLED = "import os, signal, sys; sys.stdin.readline(); os.kill(os.getpid(), sig
 async def test_a_core_that_the_kernel_kills_while_loading_is_told_as_out_of_memory_with_what_to_lower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(core_process, "CORE_COMMAND", (sys.executable, "-c", KILLED))
+    monkeypatch.setattr(started_core, "CORE_COMMAND", (sys.executable, "-c", KILLED))
     launcher = CoreLauncher(EngineConfig(model="m"))
     client = CoreClient(launcher.addresses[0])
     client.open()

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trimtab_engine.messages import RequestOutput
+from trimtab_engine.messages import SequenceOutput
 from trimtab_engine.offline.outputs import Choice
 from trimtab_engine.offline.sampling_params import SamplingParams
 from trimtab_engine.scheduling.sampling import TokenLogprobs
@@ -28,7 +28,7 @@ def feed(choice: Choice, text: str, *, finish: str | None = None, **output: Any)
     data = text.encode()
     for position, byte in enumerate(data):
         last = position == len(data) - 1
-        message = RequestOutput("0-0", [byte], finish if last else None, **output)
+        message = SequenceOutput("0-0", [byte], finish if last else None, **output)
         results.append(choice.take(message, now=float(position)))
         if choice.finish_reason is not None:
             break
@@ -46,7 +46,7 @@ def test_text_and_reason_of_a_full_length(tokenizer: Tokenizer) -> None:
 def test_the_end_token_is_counted_and_is_no_text(tokenizer: Tokenizer) -> None:
     choice = a_choice(tokenizer)
     feed(choice, "ab")
-    choice.take(RequestOutput("0-0", [END], "stop"), now=9.0)
+    choice.take(SequenceOutput("0-0", [END], "stop"), now=9.0)
     assert (choice.output().text, choice.output().token_ids) == ("ab", [97, 98, END])
 
 
@@ -67,7 +67,7 @@ def test_a_stop_string_in_the_last_token_needs_no_abort(tokenizer: Tokenizer) ->
 def test_tokens_after_a_stop_string_in_one_step_are_dropped(tokenizer: Tokenizer) -> None:
     choice = a_choice(tokenizer, stop="b", logprobs=0)
     positions = [TokenLogprobs([token], [-1.0], 1) for token in b"abcd"]
-    assert choice.take(RequestOutput("0-0", list(b"abcd"), None, logprobs=positions), now=0.0)
+    assert choice.take(SequenceOutput("0-0", list(b"abcd"), None, logprobs=positions), now=0.0)
     output = choice.output()
     assert (output.text, output.token_ids, output.cumulative_logprob) == ("a", list(b"ab"), -2.0)
 
@@ -93,7 +93,7 @@ def test_without_detokenize_there_are_only_tokens(tokenizer: Tokenizer) -> None:
 def test_logprobs_are_summed_and_ranked(tokenizer: Tokenizer) -> None:
     choice = a_choice(tokenizer, logprobs=2)
     position = TokenLogprobs([99, 97, 98], [-3.0, -0.5, -1.5], 5)
-    choice.take(RequestOutput("0-0", [99], "length", logprobs=[position]), now=0.0)
+    choice.take(SequenceOutput("0-0", [99], "length", logprobs=[position]), now=0.0)
     output = choice.output()
     assert output.cumulative_logprob == -3.0
     assert output.logprobs is not None

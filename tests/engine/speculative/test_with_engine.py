@@ -14,7 +14,7 @@ from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.messages import AddRequest, RequestOutput, SpeculationCounts
+from trimtab_engine.messages import AddRequest, SequenceOutput, SpeculationCounts
 from trimtab_engine.sampling.sampler import target_probabilities
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
@@ -66,7 +66,7 @@ class Served:
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
-        self.outputs: dict[str, list[RequestOutput]] = {}
+        self.outputs: dict[str, list[SequenceOutput]] = {}
         self.reasons: dict[str, str | None] = {}
         self.counts = SpeculationCounts()
         self.num_preemptions = 0

@@ -1,4 +1,4 @@
-"""What a trial lets through and what it refuses; the processes around it are in api/test_grammar_trials.py."""
+"""What a trial lets through and what it refuses; the processes around it are in api/openai/test_grammar_trials.py."""
 
 import json
 from pathlib import Path

@@ -12,7 +12,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest, RequestOutput
+from trimtab_engine.messages import AddRequest, SequenceOutput
 from trimtab_engine.scheduling.sampling import Sampling
 
 END = 256
@@ -56,9 +56,9 @@ def a_request(name: str, grammar: str, **sampling: Any) -> AddRequest:
     return AddRequest(name, list(b"what"), Sampling(**params), arrival_time=0.0)
 
 
-def serve(engine: Engine, *requests: AddRequest) -> dict[str, list[RequestOutput]]:
+def serve(engine: Engine, *requests: AddRequest) -> dict[str, list[SequenceOutput]]:
     """All outputs of these requests, served to the end."""
-    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    outputs: dict[str, list[SequenceOutput]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)
     for _ in range(MAX_STEPS):
@@ -70,7 +70,7 @@ def serve(engine: Engine, *requests: AddRequest) -> dict[str, list[RequestOutput
     raise AssertionError("the requests did not end")
 
 
-def text(outputs: list[RequestOutput]) -> str:
+def text(outputs: list[SequenceOutput]) -> str:
     """As the API server writes it: the token that ended the sequence is no text, unless it says so."""
     tokens = [token for output in outputs for token in output.token_ids]
     if outputs[-1].finish_reason == "stop" and not outputs[-1].ends_with_text:

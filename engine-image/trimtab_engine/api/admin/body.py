@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from fastapi import Request
 
-from trimtab_engine.api.serving.errors import ApiError, shorten
+from trimtab_engine.api.http.errors import ApiError, shorten
 
 MAX_INT64 = 2**63 - 1
 MAX_INT64_CHARACTERS = 19  # 9223372036854775807

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from trimtab_engine.api.admin.body import read_json
-from trimtab_engine.api.serving.errors import ApiError, shorten
-from trimtab_engine.api.serving.state import ServerState
+from trimtab_engine.api.http.errors import ApiError, shorten
+from trimtab_engine.api.openai.state import ServerState
 from trimtab_engine.messages import SLEEP_LEVELS, WAKE_TAGS, AdminReply, PauseMode
 
 SETTLE_LOOK_SECONDS = 0.05  # between two looks at whether what runs has finished

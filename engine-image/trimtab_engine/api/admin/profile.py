@@ -3,8 +3,8 @@
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
-from trimtab_engine.api.serving.errors import ApiError
-from trimtab_engine.api.serving.state import ServerState
+from trimtab_engine.api.http.errors import ApiError
+from trimtab_engine.api.openai.state import ServerState
 
 
 def profile_routes(state: ServerState) -> APIRouter:

@@ -1,7 +1,7 @@
 """What the API servers see of requests and the metrics want to know: one value per event, counted in one place.
 
-A server in a process of its own collects them and sends them on in batches (server_link.py); alone in its process it
-hands each to the metrics at once.
+A server in a process of its own collects them and sends them on in batches (serving/child_messages.py);
+alone in its process it hands each to the metrics at once.
 """
 
 from typing import Protocol

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trimtab_engine.api.serving.errors import ApiError, invalid
+from trimtab_engine.api.http.errors import ApiError, invalid
 from trimtab_engine.errors import ModelError
 from trimtab_engine.processes.bounded_worker import AllBusy, NotText, TookTooLong, WorkerError, WorkerLimits, WorkerPool
 from trimtab_engine.text.chat_template import ChatTemplates

@@ -1,7 +1,7 @@
 """What the output must match, as clients say it: OpenAI's response_format, vLLM's structured_outputs and guided_*.
 
 Only sizes are judged here, before anything reads deeper; whether a grammar is one, and affordable, is what its trial
-says (api/grammar_trials.py).
+says (grammar_trials.py).
 """
 
 import json

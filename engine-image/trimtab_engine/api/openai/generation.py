@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from trimtab_engine.api.http.errors import ApiError
 from trimtab_engine.api.metrics.observations import FinishedSequence, Observer
 from trimtab_engine.api.metrics.tracing import Tracer
-from trimtab_engine.api.serving.admission import Ticket
-from trimtab_engine.api.serving.errors import ApiError
+from trimtab_engine.api.openai.admission import Ticket
 from trimtab_engine.launch.client import CoreClient
-from trimtab_engine.messages import AddRequest, RequestOutput
+from trimtab_engine.messages import AddRequest, SequenceOutput
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_engine.text.stop_strings import StopStrings
 from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
@@ -181,14 +181,14 @@ class Generator:
                 self._tracer.record(name, life, plan.sampling[index], plan.n, plan.trace_headers)
 
 
-def error_of(output: RequestOutput) -> ApiError:
+def error_of(output: SequenceOutput) -> ApiError:
     """400 when the request itself was wrong, 500 when the engine does not know better."""
     status = 400 if output.error and not output.is_engines_fault else 500
     return ApiError(status, output.error or "the engine could not run this request")
 
 
 def piece_of(
-    output: RequestOutput, detokenizer: Detokenizer, stop: StopStrings, *, index: int, num_unarmed: int
+    output: SequenceOutput, detokenizer: Detokenizer, stop: StopStrings, *, index: int, num_unarmed: int
 ) -> Piece:
     """Text of a step's tokens, cut at a stop string; the last piece carries what was held back.
 
@@ -247,7 +247,7 @@ class SequenceClock:
         self._num_preemptions = 0
         self._num_cached_tokens = 0
 
-    def note(self, output: RequestOutput) -> None:
+    def note(self, output: SequenceOutput) -> None:
         self._engine = output.engine_index
         if output.first_scheduled_time is not None:
             self._scheduled = output.first_scheduled_time

@@ -4,8 +4,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from trimtab_engine.api.http.errors import ApiError, invalid
 from trimtab_engine.api.openai.constraints import Constraint
-from trimtab_engine.api.serving.errors import ApiError, invalid
 from trimtab_engine.processes.bounded_worker import AllBusy, WorkerError, WorkerLimits, WorkerPool
 
 LIMITS = WorkerLimits(seconds=2.0, max_workers=2, max_waiting=64)

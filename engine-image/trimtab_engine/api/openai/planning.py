@@ -5,14 +5,14 @@ from typing import Any
 
 from fastapi import Request
 
+from trimtab_engine.api.http.errors import invalid, shorten
+from trimtab_engine.api.http.request_identity import key_salt
 from trimtab_engine.api.metrics.tracing import TRACE_HEADERS
-from trimtab_engine.api.openai.answers import AnswerForm
+from trimtab_engine.api.openai.forms import AnswerForm
 from trimtab_engine.api.openai.generation import GenerationPlan
 from trimtab_engine.api.openai.protocol import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
 from trimtab_engine.api.openai.restrictions import Restrictions
-from trimtab_engine.api.serving.errors import invalid, shorten
-from trimtab_engine.api.serving.request_identity import key_salt
-from trimtab_engine.api.serving.state import ServerState, Serving
+from trimtab_engine.api.openai.state import ServerState, Serving
 
 MAX_RANK_CHARACTERS = 4
 MAX_CHARACTERS_PER_TOKEN = 64  # no prompt within max_model_len is longer; beyond it, tokenising would be a waste

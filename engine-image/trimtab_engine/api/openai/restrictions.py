@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, field_validator
 
+from trimtab_engine.api.http.errors import invalid
 from trimtab_engine.api.openai.constraints import Constraint, StructuredFields
-from trimtab_engine.api.serving.errors import invalid
 from trimtab_engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from trimtab_engine.api.serving.state import Serving
+    from trimtab_engine.api.openai.state import Serving
 
 MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 100.0

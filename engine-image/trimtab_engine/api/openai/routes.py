@@ -1,21 +1,21 @@
 """OpenAI's surface: completions, chat completions, models. protocol.py checks the requests, planning.py makes plans of
-them, answering.py carries those out."""
+them, respond.py carries those out."""
 
 import time
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from trimtab_engine.api.openai.answering import Echo, answer
-from trimtab_engine.api.openai.answers import ChatForm, CompletionForm
+from trimtab_engine.api.http.errors import invalid
+from trimtab_engine.api.http.request_identity import request_id_of
+from trimtab_engine.api.openai.forms import ChatForm, CompletionForm
 from trimtab_engine.api.openai.planning import chat_prompt, completion_prompts, plan_of
 from trimtab_engine.api.openai.protocol import ChatRequest, CompletionRequest
+from trimtab_engine.api.openai.respond import Echo, answer
 from trimtab_engine.api.openai.restrictions import restrictions_of
-from trimtab_engine.api.openai.tool_answers import ToolForm
+from trimtab_engine.api.openai.state import ServerState, Serving
+from trimtab_engine.api.openai.tool_form import ToolForm
 from trimtab_engine.api.openai.tools import ToolUse, tool_use_of
-from trimtab_engine.api.serving.errors import invalid
-from trimtab_engine.api.serving.request_identity import request_id_of
-from trimtab_engine.api.serving.state import ServerState, Serving
 
 DEFAULT_MAX_TOKENS = 16  # of a completion that does not say; OpenAI's number
 

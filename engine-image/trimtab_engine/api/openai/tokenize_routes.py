@@ -4,10 +4,10 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from trimtab_engine.api.http.errors import invalid
 from trimtab_engine.api.openai.planning import bounded, rendered
 from trimtab_engine.api.openai.protocol import DetokenizeRequest, TokenizeRequest
-from trimtab_engine.api.serving.errors import invalid
-from trimtab_engine.api.serving.state import ServerState
+from trimtab_engine.api.openai.state import ServerState
 
 
 def tokenize_router(state: ServerState) -> APIRouter:

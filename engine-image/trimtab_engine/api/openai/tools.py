@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from trimtab_engine.api.http.errors import invalid
 from trimtab_engine.api.openai.constraints import Constraint, Schema, schema_constraint
+from trimtab_engine.api.openai.tool_parsers import PARSERS, ToolParser
 from trimtab_engine.api.openai.tool_parsers.enforced import NamedParser, RequiredParser
-from trimtab_engine.api.serving.errors import invalid
-from trimtab_engine.api.tool_parsers import PARSERS, ToolParser
 
 MAX_TOOLS = 128  # OpenAI's limit
 MAX_TOOL_CALLS = 128  # in one message that a client sends back

@@ -1,7 +1,7 @@
 """The live configuration: what PATCH /admin/v1/config accepts, refuses and answers (docs/contract.md section 2).
 
 Pure: a LiveConfig is a value and patch() gives the next one with the HTTP status and body. Applying it between two
-steps, and everything HTTP, are the caller's. What there is to change is live_fields.py's table.
+steps, and everything HTTP, are the caller's. What there is to change is fields.py's table.
 
 Rules are judged on the merged result: what is in force, overlaid with everything that the PATCH sets. `min` and `max`
 that are reported take the rest of it as given.

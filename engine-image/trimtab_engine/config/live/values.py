@@ -1,6 +1,6 @@
 """What start-up fixed, and what may change while the engine serves: the two values that live configuration is about.
 
-A new live field is an attribute of LiveValues, a row in live_fields.py, and a line where it takes effect.
+A new live field is an attribute of LiveValues, a row in fields.py, and a line where it takes effect.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Envelope:
     block_size: int
     enable_chunked_prefill: bool
     min_utilization: str | None
-    """What one request of max_model_len needs (memory.py), as a decimal. Asked for unless `kv_fixed_by` is set."""
+    """What one request of max_model_len needs (memory/formula.py), as a decimal; there unless `kv_fixed_by` is set."""
     num_blocks_cap: int
     swap_space_bytes_cap: int = 0
     num_speculative_tokens_cap: int = 0
@@ -100,7 +100,7 @@ class LiveValues:
     max_num_queued_tokens: int = 0
     num_speculative_tokens: int = 0
     data_parallel_size: int = 1
-    """Engine cores that shall serve. The first process starts and retires them (core_scaling.py)."""
+    """Engine cores that shall serve. The first process starts and retires them (launch/scaling.py)."""
     enable_prefix_caching: bool = True
     disable_log_stats: bool = False
     stats_interval_seconds: float = 10.0

@@ -20,18 +20,18 @@ from trimtab_engine.launch.nodes.messages import (
     NODE_OWN_FIELDS,
     SAY_SECONDS,
     SILENCE_SECONDS,
-    Alive,
     CoreEnded,
     EndNode,
     Heard,
     JoinNode,
-    Refused,
+    NodeAlive,
+    NodeRefused,
     StartCores,
     Stopping,
     ToHub,
 )
 from trimtab_engine.messages import CoreFailed, CoreStart
-from trimtab_engine.processes.stream import Link
+from trimtab_engine.processes.stream import StreamLink
 
 END_SECONDS = 6.0  # for a node to end its cores, after which it is left to notice that node 0 is gone
 
@@ -42,7 +42,7 @@ logger = logging.getLogger("trimtab_engine.nodes")
 class _Member:
     """A node that has joined."""
 
-    link: Link[ToHub]
+    link: StreamLink[ToHub]
     host: str
     pid: int
     heard: float
@@ -104,7 +104,7 @@ class Hub:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
-        link: Link[ToHub] = Link(reader, writer, ToHub)
+        link: StreamLink[ToHub] = StreamLink(reader, writer, ToHub)
         try:
             await self._listen(link)
         except msgspec.DecodeError as error:
@@ -115,13 +115,13 @@ class Hub:
             self._connections.discard(task)
             link.close()
 
-    async def _listen(self, link: Link[ToHub]) -> None:
+    async def _listen(self, link: StreamLink[ToHub]) -> None:
         rank: int | None = None
         while (message := await link.receive()) is not None:
             if rank is not None:
                 self._members[rank].heard = time.monotonic()
             match message:
-                case Alive(sent):
+                case NodeAlive(sent):
                     link.send(Heard(sent, time.monotonic()))
                 case JoinNode():
                     rank = self._join(link, message)
@@ -132,7 +132,7 @@ class Hub:
         if rank is not None and not self._closing:
             self._lose(rank, "its connection has ended")
 
-    def _join(self, link: Link[ToHub], node: JoinNode) -> int | None:
+    def _join(self, link: StreamLink[ToHub], node: JoinNode) -> int | None:
         refusal = self._refusal(node)
         if refusal is not None:
             logger.warning("node %d (%s, pid %d) is refused: %s", node.node_rank, node.host, node.pid, refusal.message)
@@ -144,24 +144,24 @@ class Hub:
         link.send(StartCores(first, list(cores)))
         return node.node_rank
 
-    def _refusal(self, node: JoinNode) -> Refused | None:
+    def _refusal(self, node: JoinNode) -> NodeRefused | None:
         revision = node.config.get("rendezvous_id")
         if revision != self._config.rendezvous_id:
             message = f"--rendezvous-id is {revision!r} there and {self._config.rendezvous_id!r} on node 0"
-            return Refused(message, may_change=True)
+            return NodeRefused(message, may_change=True)
         difference = first_difference(msgspec.to_builtins(self._config), node.config)
         if difference is None:
             return self._taken(node)
         name, ours, theirs = difference  # --nnodes among them: so the rank is one that there is
         flag = "--" + name.replace("_", "-")
         message = f"{flag} is {theirs} there and {ours} on node 0; start all nodes with the same flags but --node-rank"
-        return Refused(message, may_change=False)
+        return NodeRefused(message, may_change=False)
 
-    def _taken(self, node: JoinNode) -> Refused | None:
+    def _taken(self, node: JoinNode) -> NodeRefused | None:
         present = self._members.get(node.node_rank)
         if present is not None:
             taken = f"--node-rank {node.node_rank} is taken by {present.host}, pid {present.pid}"
-            return Refused(taken, may_change=True)
+            return NodeRefused(taken, may_change=True)
         return None
 
     # --- who is gone ------------------------------------------------------------------------------------------------

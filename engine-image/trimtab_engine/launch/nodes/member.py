@@ -16,24 +16,24 @@ import msgspec
 
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import EngineDead
-from trimtab_engine.launch.core_process import DEAD_GRACE_SECONDS, CoreProcess
 from trimtab_engine.launch.nodes.clock import clock_offset
 from trimtab_engine.launch.nodes.looks import Looks
 from trimtab_engine.launch.nodes.messages import (
     HEARTBEAT_SECONDS,
     NODE_OWN_FIELDS,
     SILENCE_SECONDS,
-    Alive,
     CoreEnded,
     EndNode,
     Heard,
     JoinNode,
-    Refused,
+    NodeAlive,
+    NodeRefused,
     StartCores,
     Stopping,
     ToMember,
 )
-from trimtab_engine.processes.stream import Link
+from trimtab_engine.launch.started_core import DEAD_GRACE_SECONDS, StartedCore
+from trimtab_engine.processes.stream import StreamLink
 
 CONNECT_SECONDS = 3.0  # an address whose node is gone swallows packets: try again, it may lead elsewhere by then
 RETRY_SECONDS = 1.0
@@ -61,9 +61,9 @@ def run_member(config: EngineConfig, shutdown_timeout: float) -> int:
 class _Member:
     def __init__(self, config: EngineConfig, shutdown_timeout: float) -> None:
         self._config, self._shutdown_timeout = config, shutdown_timeout
-        self._cores: list[CoreProcess] = []
+        self._cores: list[StartedCore] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._link: Link[ToMember] | None = None
+        self._link: StreamLink[ToMember] | None = None
         self._exchanges: list[tuple[float, float, float]] = []
         self._heard = 0.0
         self._stopping = False
@@ -129,17 +129,17 @@ class _Member:
                 await self._start_cores(link, answer)
                 break
             link.close()
-            if isinstance(answer, Refused) and not answer.may_change:
+            if isinstance(answer, NodeRefused) and not answer.may_change:
                 self._end(_Ending(answer.message, 2))
                 return
-            if isinstance(answer, Refused) and told != answer.message:
+            if isinstance(answer, NodeRefused) and told != answer.message:
                 logger.warning("node %d waits: %s", self._config.node_rank, answer.message)
                 told = answer.message
             await asyncio.sleep(RETRY_SECONDS)
         while not self._ended.is_set():
             self._follow(await link.receive())
 
-    async def _connect(self) -> Link[ToMember]:
+    async def _connect(self) -> StreamLink[ToMember]:
         """Wait for node 0, whichever comes first. Resolves anew each time: the address may change its owner."""
         address, port = self._config.master_addr, self._config.master_port
         told = False
@@ -152,15 +152,15 @@ class _Member:
                     told = True
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            return Link(*streams, ToMember)
+            return StreamLink(*streams, ToMember)
 
-    async def _join(self, link: Link[ToMember]) -> ToMember | None:
+    async def _join(self, link: StreamLink[ToMember]) -> ToMember | None:
         """Measure node 0's clock, and ask to join. None: it is gone, or silent."""
         self._exchanges = []
         try:
             async with asyncio.timeout(SILENCE_SECONDS):
                 while len(self._exchanges) < CLOCK_EXCHANGES:
-                    link.send(Alive(time.monotonic()))
+                    link.send(NodeAlive(time.monotonic()))
                     match await link.receive():
                         case Heard(sent, there):
                             self._exchanges.append((sent, there, time.monotonic()))
@@ -182,32 +182,32 @@ class _Member:
             case EndNode(cause):
                 self._end(_Ending(f"the engine has ended: {cause}", 1))
 
-    async def _start_cores(self, link: Link[ToMember], message: StartCores) -> None:
+    async def _start_cores(self, link: StreamLink[ToMember], message: StartCores) -> None:
         offset = clock_offset(self._exchanges)
         logger.info("node %d starts %d engine cores", self._config.node_rank, len(message.cores))
         for index, start in enumerate(message.cores, message.first):
             start.clock_offset = offset
             start.config |= _own_fields(self._config)
             try:
-                core = await CoreProcess.start(index, start)
+                core = await StartedCore.start(index, start)
             except EngineDead as error:
                 self._end(_Ending(str(error), 1))
                 return
             self._cores.append(core)
             self._start(self._watch(link, core))
 
-    async def _watch(self, link: Link[ToMember], core: CoreProcess) -> None:
+    async def _watch(self, link: StreamLink[ToMember], core: StartedCore) -> None:
         code = await core.process.wait()
         if code == 0 or self._ended.is_set():
             return  # as it was told
         await asyncio.sleep(DEAD_GRACE_SECONDS)
         link.send(CoreEnded(core.index, core.process.pid, code))
 
-    async def _beat(self, link: Link[ToMember]) -> None:
+    async def _beat(self, link: StreamLink[ToMember]) -> None:
         """Say that this node lives, and notice that node 0 does not answer."""
         looks = Looks(time.monotonic())
         while True:
-            link.send(Alive(time.monotonic()))
+            link.send(NodeAlive(time.monotonic()))
             await asyncio.sleep(HEARTBEAT_SECONDS)
             now = time.monotonic()
             if looks.is_on_time(now) and now - self._heard > SILENCE_SECONDS:

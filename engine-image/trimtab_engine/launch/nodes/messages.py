@@ -1,6 +1,6 @@
 """What the nodes of one replica say to each other: msgspec structs on a stream from each node to node 0, never pickle.
 
-Requests and outputs go another way, from the API servers to the cores directly (core_client.py).
+Requests and outputs go another way, from the API servers to the cores directly (launch/client.py).
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ class JoinNode(msgspec.Struct, tag="join"):
     config: dict[str, Any]
 
 
-class Alive(msgspec.Struct, tag="alive"):
+class NodeAlive(msgspec.Struct, tag="alive"):
     """Sent every HEARTBEAT_SECONDS. `sent`: CLOCK_MONOTONIC of the sender."""
 
     sent: float
@@ -47,13 +47,13 @@ class Stopping(msgspec.Struct, tag="stopping"):
     """The node was told to end (SIGTERM): the replica drains as a whole."""
 
 
-ToHub = JoinNode | Alive | CoreEnded | Stopping
+ToHub = JoinNode | NodeAlive | CoreEnded | Stopping
 
 # --- node 0 -> node -------------------------------------------------------------------------------------------------
 
 
 class Heard(msgspec.Struct, tag="heard"):
-    """The answer to Alive: its `sent`, and node 0's CLOCK_MONOTONIC."""
+    """The answer to NodeAlive: its `sent`, and node 0's CLOCK_MONOTONIC."""
 
     sent: float
     time: float
@@ -66,7 +66,7 @@ class StartCores(msgspec.Struct, tag="start"):
     cores: list[CoreStart]
 
 
-class Refused(msgspec.Struct, tag="refused"):
+class NodeRefused(msgspec.Struct, tag="refused"):
     """The node does not belong to this replica. `may_change`: it may, later or to another: ask again."""
 
     message: str
@@ -79,4 +79,4 @@ class EndNode(msgspec.Struct, tag="end"):
     cause: str | None
 
 
-ToMember = Heard | StartCores | Refused | EndNode
+ToMember = Heard | StartCores | NodeRefused | EndNode

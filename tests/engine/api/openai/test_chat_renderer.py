@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from trimtab_engine.api.http.errors import ApiError
 from trimtab_engine.api.openai import chat_renderer
 from trimtab_engine.api.openai.chat_renderer import ChatRenderer
-from trimtab_engine.api.serving.errors import ApiError
 from trimtab_engine.errors import ModelError
 from trimtab_engine.processes.bounded_worker import WorkerLimits
 from trimtab_engine.text.chat_template import ChatTemplates

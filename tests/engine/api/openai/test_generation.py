@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from trimtab_engine.api.openai.generation import Piece, piece_of
-from trimtab_engine.messages import RequestOutput
+from trimtab_engine.messages import SequenceOutput
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.text.stop_strings import StopStrings
 from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
@@ -17,13 +17,13 @@ def detokenizer(tokenizer_folder: Path) -> Detokenizer:
     return Detokenizer(Tokenizer(str(tokenizer_folder)), skip_special_tokens=True)
 
 
-def an_output(text: str, *more: int, reason: str | None = None) -> RequestOutput:
+def an_output(text: str, *more: int, reason: str | None = None) -> SequenceOutput:
     tokens = [*text.encode(), *more]
     logprobs = [TokenLogprobs([token], [-1.0], 1) for token in tokens]
-    return RequestOutput("r", tokens, reason, logprobs=logprobs)
+    return SequenceOutput("r", tokens, reason, logprobs=logprobs)
 
 
-def piece(output: RequestOutput, detokenizer: Detokenizer, *stop: str, num_unarmed: int = 0) -> Piece:
+def piece(output: SequenceOutput, detokenizer: Detokenizer, *stop: str, num_unarmed: int = 0) -> Piece:
     watcher = StopStrings(stop, include=False)
     return piece_of(output, detokenizer, watcher, index=0, num_unarmed=num_unarmed)
 

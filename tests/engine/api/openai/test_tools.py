@@ -7,9 +7,9 @@ from typing import Any
 import openai
 import pytest
 from pydantic import ValidationError
+from trimtab_engine.api.http.errors import ApiError
 from trimtab_engine.api.openai.protocol import ChatMessage, ChatRequest
 from trimtab_engine.api.openai.tools import tool_use_of
-from trimtab_engine.api.serving.errors import ApiError
 
 ECHO = "{% if tools %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
 """What the stub core echoes; that it names tools is enough to know them."""

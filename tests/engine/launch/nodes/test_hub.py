@@ -8,10 +8,10 @@ import pytest
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.launch.nodes.hub import Hub, first_difference
-from trimtab_engine.launch.nodes.messages import Alive, EndNode, Heard, JoinNode, Refused, StartCores, ToMember
+from trimtab_engine.launch.nodes.messages import EndNode, Heard, JoinNode, NodeAlive, NodeRefused, StartCores, ToMember
 from trimtab_engine.messages import CoreFailed, CoreStart
 from trimtab_engine.processes.network import ReservedPorts
-from trimtab_engine.processes.stream import Link
+from trimtab_engine.processes.stream import StreamLink
 
 LOOPBACK = "127.0.0.1"
 
@@ -51,8 +51,8 @@ async def hub(config: EngineConfig) -> AsyncIterator[tuple[WatchedHub, list[Core
     await hub.close(None)
 
 
-async def connect(config: EngineConfig) -> Link[ToMember]:
-    return Link(*await asyncio.open_connection(LOOPBACK, config.master_port), ToMember)
+async def connect(config: EngineConfig) -> StreamLink[ToMember]:
+    return StreamLink(*await asyncio.open_connection(LOOPBACK, config.master_port), ToMember)
 
 
 def join(config: EngineConfig, node_rank: int, **changes: object) -> JoinNode:
@@ -63,7 +63,7 @@ async def test_a_node_gets_its_cores_and_is_told_the_end(
     config: EngineConfig, hub: tuple[WatchedHub, list[CoreFailed]]
 ) -> None:
     link = await connect(config)
-    link.send(Alive(3.0))
+    link.send(NodeAlive(3.0))
     heard = await link.receive()
     assert isinstance(heard, Heard)
     assert heard.sent == 3.0
@@ -92,7 +92,7 @@ async def test_who_does_not_belong_here_is_refused_by_name(
         link = await connect(config)
         link.send(wrong)
         refused = await link.receive()
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, NodeRefused)
         assert why in refused.message
         assert refused.may_change == may_change
         link.close()

@@ -14,7 +14,7 @@ from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core import startup
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.messages import AddRequest, StepStats
-from trimtab_engine.runner.graphs import start
+from trimtab_engine.runner import start
 from trimtab_engine.runner.graphs.device_steps import warm_up_sizes
 from trimtab_engine.runner.graphs.plan import cuda_graph_plan
 from trimtab_engine.sampling import token_table

@@ -1,0 +1,12 @@
+"""From what a model writes to OpenAI's tool calls: one file per form. Pure; fed with pieces of text as they come."""
+
+from collections.abc import Callable
+
+from trimtab_engine.api.openai.tool_parsers.hermes import HermesParser
+from trimtab_engine.api.openai.tool_parsers.llama3_json import Llama3JsonParser
+from trimtab_engine.api.openai.tool_parsers.parsed import ToolParser
+
+PARSERS: dict[str, Callable[[], ToolParser]] = {"hermes": HermesParser, "llama3_json": Llama3JsonParser}
+"""By vLLM's names, for --tool-call-parser."""
+
+__all__ = ["PARSERS", "ToolParser"]

@@ -4,8 +4,8 @@ import json
 import random
 
 import pytest
+from trimtab_engine.api.openai.tool_parsers import PARSERS, ToolParser
 from trimtab_engine.api.openai.tool_parsers.enforced import NamedParser, RequiredParser
-from trimtab_engine.api.tool_parsers import PARSERS, ToolParser
 
 F = '{"name": "f", "arguments": {"a": "<b>", "n": [1, {"x": "}"}]}}'
 G = '{"name": "g", "parameters": {}}'

@@ -13,7 +13,7 @@ from trimtab_engine.messages import (
     ClientOutputs,
     CoreFailed,
     FromCore,
-    RequestOutput,
+    SequenceOutput,
     StepOutputs,
     ToCore,
 )
@@ -36,7 +36,7 @@ def last_word(clients: Sequence[ClientAddresses], failure: CoreFailed) -> None:
     context.term()
 
 
-class Link:
+class Clients:
     """Two one-way sockets to each client (API server). The clients bind, the core connects."""
 
     def __init__(self, clients: Sequence[ClientAddresses]) -> None:
@@ -70,14 +70,14 @@ class Link:
     def refuse(self, request: AddRequest) -> None:
         """A request that was not to queue is somebody else's."""
         self._client_of.pop(request.request_id, None)
-        self.send(ClientOutputs([RequestOutput(request.request_id, [], REFUSED)]), request.client_index)
+        self.send(ClientOutputs([SequenceOutput(request.request_id, [], REFUSED)]), request.client_index)
 
     def send_step(self, step: StepOutputs) -> None:
         """The statistics to client 0, each request's output to the one who asked."""
         if not self._client_of:
             self.send(step)
             return
-        shares: dict[int, list[RequestOutput]] = {0: []}
+        shares: dict[int, list[SequenceOutput]] = {0: []}
         for output in step.outputs:
             index = self._client_of.get(output.request_id, 0)
             shares.setdefault(index, []).append(output)

@@ -1,6 +1,6 @@
 """One of several API servers: HTTP on an inherited listening socket.
 
-Started as `-m trimtab_engine.api.serving.server_process LINK_FD`.
+Started as `-m trimtab_engine.api.serving.child LINK_FD`.
 
 It has an event loop, a tokenizer and a line to the engine core of its own. What concerns the engine as a whole
 (metrics, readiness, draining, the end) comes from the first process over the link, and it ends when that process does.
@@ -12,11 +12,13 @@ import signal
 import socket
 import sys
 
+from trimtab_engine.api.http.server import HttpServer, loop_factory
 from trimtab_engine.api.metrics.observations import ObservationBuffer
 from trimtab_engine.api.metrics.tracing import tracer_of
+from trimtab_engine.api.openai.loading import load_serving
+from trimtab_engine.api.openai.state import ServerState, Serving
 from trimtab_engine.api.serving.app import build_app
-from trimtab_engine.api.serving.http_server import HttpServer, loop_factory
-from trimtab_engine.api.serving.link import (
+from trimtab_engine.api.serving.child_messages import (
     AbortAll,
     Answer,
     Ask,
@@ -25,19 +27,17 @@ from trimtab_engine.api.serving.link import (
     Failed,
     Flush,
     Flushed,
-    Loaded,
     LoadFailed,
     Serve,
+    ServerLoaded,
     Start,
     ToServer,
 )
-from trimtab_engine.api.serving.loading import load_serving
-from trimtab_engine.api.serving.state import ServerState, Serving
 from trimtab_engine.config.engine import set_log_level
 from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.processes.end import leave
-from trimtab_engine.processes.stream import Link
+from trimtab_engine.processes.stream import StreamLink
 from trimtab_engine.processes.tie import end_with_parent
 
 BATCH_SECONDS = 0.1  # how often observations are sent on; a scrape fetches what is younger
@@ -49,7 +49,7 @@ logger = logging.getLogger("trimtab_engine.api")
 class LinkExporter:
     """Asks the first process, over the link."""
 
-    def __init__(self, link: Link[ToServer]) -> None:
+    def __init__(self, link: StreamLink[ToServer]) -> None:
         self._link = link
         self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._last_id = 0
@@ -83,10 +83,10 @@ class LinkExporter:
             self._asked.pop(ask_id, None)
 
 
-class ServerProcess:
+class ChildServer:
     """The life of this process, led by the messages of the first one."""
 
-    def __init__(self, start: Start, link: Link[ToServer]) -> None:
+    def __init__(self, start: Start, link: StreamLink[ToServer]) -> None:
         self._start, self._link = start, link
         self._core = CoreClient(
             start.addresses,
@@ -131,7 +131,7 @@ class ServerProcess:
             self._link.send(LoadFailed(str(error)))
             return
         if self._serving is not None:
-            self._link.send(Loaded())
+            self._link.send(ServerLoaded())
 
     async def _obey(self) -> int:
         """Do what the first process says, until it says End or is gone. Returns the exit code."""
@@ -187,11 +187,11 @@ def main() -> int:
 
 
 async def _run(link_fd: int) -> int:
-    link: Link[ToServer] = await Link.over(socket.socket(fileno=link_fd), ToServer)
+    link: StreamLink[ToServer] = await StreamLink.over(socket.socket(fileno=link_fd), ToServer)
     start = await link.receive()
     if not isinstance(start, Start):
         return EXIT_LINK_LOST
-    return await ServerProcess(start, link).run()
+    return await ChildServer(start, link).run()
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable
 
-from trimtab_engine.api.openai.answers import ChatForm, Json, Positions
+from trimtab_engine.api.openai.forms import ChatForm, Json, Positions
 from trimtab_engine.api.openai.generation import Piece
+from trimtab_engine.api.openai.tool_parsers import ToolParser
 from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta, Parsed
-from trimtab_engine.api.tool_parsers import ToolParser
 from trimtab_engine.text.tokenizer import Tokenizer
 
 

@@ -1,56 +1,19 @@
-"""The API servers of one engine: one in the first process, or several in processes of their own.
+"""One API server, in the first process."""
 
-server.py, which leads the engine's life, treats both alike. The first kind is here, the other in server_processes.py.
-"""
-
-import asyncio
 import socket
-from typing import Protocol
 
+from trimtab_engine.api.http.server import HttpServer
 from trimtab_engine.api.metrics.exporter import EngineExporter
 from trimtab_engine.api.metrics.observations import Observer
 from trimtab_engine.api.metrics.tracing import tracer_of
+from trimtab_engine.api.openai.loading import load_serving
+from trimtab_engine.api.openai.state import ServerState
 from trimtab_engine.api.serving.app import build_app
-from trimtab_engine.api.serving.http_server import HttpServer
-from trimtab_engine.api.serving.loading import load_serving
-from trimtab_engine.api.serving.state import ServerState
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.messages import CoreFailed
 
 
-class Servers(Protocol):
-    """What answers on --port."""
-
-    idle: asyncio.Event
-    """Set while no generation request is being answered."""
-
-    @property
-    def num_http_requests(self) -> int:
-        """Generation requests that are being answered."""
-
-    async def start(self) -> None:
-        """Answer probes from now on. Raises EngineDead when there can be no process."""
-
-    async def load(self) -> None:
-        """Return when all accept requests. Raises ConfigError. Cancelled when the core fails first."""
-
-    def begin_drain(self) -> None:
-        """Accept nothing new."""
-
-    async def settle(self) -> None:
-        """Return when num_http_requests is that of now."""
-
-    def abort_all(self) -> None:
-        """End what still runs."""
-
-    def fail(self, failure: CoreFailed) -> None:
-        """The engine serves no more: who waits gets an error, who comes gets 503."""
-
-    async def close(self, seconds: int) -> None:
-        """Write what is being written for up to `seconds`, and end."""
-
-
-class LocalServer:
+class SingleServer:
     """One API server in this process, on the same line to the core that the admin API uses."""
 
     def __init__(

@@ -3,7 +3,7 @@
 import msgspec
 
 from trimtab_engine.api.metrics.observations import Observations
-from trimtab_engine.api.serving.state import ServerOptions
+from trimtab_engine.api.openai.state import ServerOptions
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.messages import ClientAddresses, CoreFailed
 
@@ -64,7 +64,7 @@ ToServer = Start | Serve | Drain | AbortAll | Failed | End | Flush | Answer
 # --- server -> first process --------------------------------------------------------------------------------------
 
 
-class Loaded(msgspec.Struct, tag="loaded"):
+class ServerLoaded(msgspec.Struct, tag="loaded"):
     """The tokenizer is read and the core is ready."""
 
 
@@ -88,4 +88,4 @@ class Ask(msgspec.Struct, tag="ask"):
     what: str
 
 
-FromServer = Loaded | LoadFailed | Observations | Flushed | Ask
+FromServer = ServerLoaded | LoadFailed | Observations | Flushed | Ask

@@ -5,7 +5,7 @@ import logging
 import pytest
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.runner.graphs.plan import NO_GRAPHS, graph_plan
-from trimtab_engine.runner.graphs.start import plan_for
+from trimtab_engine.runner.start import plan_for
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 from trimtab_engine.api.metrics.exporter import EngineExporter
 from trimtab_engine.api.metrics.observations import Observations
-from trimtab_engine.api.serving.link import (
+from trimtab_engine.api.openai.state import ServerOptions
+from trimtab_engine.api.serving.child_messages import (
     AbortAll,
     Answer,
     Ask,
@@ -26,25 +27,24 @@ from trimtab_engine.api.serving.link import (
     Flush,
     Flushed,
     FromServer,
-    Loaded,
     LoadFailed,
     Serve,
+    ServerLoaded,
     Start,
     ToServer,
 )
-from trimtab_engine.api.serving.state import ServerOptions
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.messages import ClientAddresses, CoreFailed
-from trimtab_engine.processes.stream import Link
+from trimtab_engine.processes.stream import StreamLink
 
-SERVER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.api.serving.server_process")
+SERVER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.api.serving.child")
 FLUSH_SECONDS = 0.5  # how long a scrape waits for a server that is too busy to say what it has seen
 KILL_SECONDS = 0.5  # beyond the time to close, before a server that does not end is killed
 
 
-class ServerProcesses:
+class SeveralServers:
     """N servers. When one of them ends unasked, that fails the engine as if the core had. `core` is this process's line
     to it, which gets the statistics."""
 
@@ -116,7 +116,7 @@ class ServerProcesses:
                     self.idle.clear()
                 else:
                     self.idle.set()
-            case Loaded():
+            case ServerLoaded():
                 if not server.loaded.done():
                     server.loaded.set_result(None)
             case LoadFailed(text):
@@ -148,7 +148,7 @@ class ServerProcesses:
 class _Server:
     """One server's process and link."""
 
-    def __init__(self, index: int, process: asyncio.subprocess.Process, link: Link[FromServer]) -> None:
+    def __init__(self, index: int, process: asyncio.subprocess.Process, link: StreamLink[FromServer]) -> None:
         self.index, self.process, self.link = index, process, link
         self.num_http_requests = 0
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -157,7 +157,7 @@ class _Server:
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def start(cls, start: Start, owner: ServerProcesses) -> "_Server":
+    async def start(cls, start: Start, owner: SeveralServers) -> "_Server":
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         try:
@@ -172,7 +172,7 @@ class _Server:
             raise EngineDead(f"API server {start.client_index} cannot be started: {error}") from error
         finally:
             theirs.close()
-        link: Link[FromServer] = await Link.over(ours, FromServer)
+        link: StreamLink[FromServer] = await StreamLink.over(ours, FromServer)
         link.send(start)
         server = cls(start.client_index, process, link)
         server._tasks = [asyncio.create_task(server._read(owner)), asyncio.create_task(server._watch(owner))]
@@ -209,9 +209,9 @@ class _Server:
             self.loaded.exception()  # read, so that nobody complains that nobody did
         self.link.close()
 
-    async def _read(self, owner: ServerProcesses) -> None:
+    async def _read(self, owner: SeveralServers) -> None:
         while (message := await self.link.receive()) is not None:
             owner.on_message(self, message)
 
-    async def _watch(self, owner: ServerProcesses) -> None:
+    async def _watch(self, owner: SeveralServers) -> None:
         owner.on_end(self, await self.process.wait())

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from trimtab_engine.api.http.errors import ApiError
 from trimtab_engine.api.metrics.exporter import Exporter
+from trimtab_engine.api.openai.admission import Admission
 from trimtab_engine.api.openai.chat_renderer import ChatRenderer
 from trimtab_engine.api.openai.generation import Generator
 from trimtab_engine.api.openai.grammar_trials import GrammarTrials
-from trimtab_engine.api.serving.admission import Admission
-from trimtab_engine.api.serving.errors import ApiError
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.messages import CoreReady, EngineState
 from trimtab_engine.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from trimtab_engine.core.link import Link
+from trimtab_engine.core.clients import Clients
 from trimtab_engine.messages import (
     AbortRequests,
     AddRequest,
@@ -14,7 +14,7 @@ from trimtab_engine.messages import (
     ClientOutputs,
     FromCore,
     LoadProgress,
-    RequestOutput,
+    SequenceOutput,
     StepOutputs,
     StepStats,
     ToCore,
@@ -45,7 +45,7 @@ class Client:
         return bool(self._inbox.poll(50))
 
 
-Three = tuple[Link, list[Client]]
+Three = tuple[Clients, list[Client]]
 
 
 @pytest.fixture
@@ -53,13 +53,13 @@ def three(tmp_path: Path) -> Iterator[Three]:
     addresses = [ClientAddresses(f"ipc://{tmp_path}/t{i}", f"ipc://{tmp_path}/f{i}") for i in range(3)]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     clients = [Client(context, each) for each in addresses]
-    link = Link(addresses)
+    link = Clients(addresses)
     yield link, clients
     link.close()
     context.destroy(linger=0)
 
 
-def an_add(link: Link, client: Client, request_id: str, index: int) -> None:
+def an_add(link: Clients, client: Client, request_id: str, index: int) -> None:
     message = AddRequest(request_id, [1], Sampling(), 0.0, client_index=index)
     client.send(message)
     assert link.receive(TIMEOUT_MILLISECONDS) == [message]
@@ -69,16 +69,16 @@ def test_outputs_go_to_the_one_who_asked_and_statistics_to_the_first(three: Thre
     link, (first, second, third) = three
     an_add(link, second, "a", 1)
     an_add(link, third, "b", 2)
-    link.send_step(StepOutputs([RequestOutput("a", [7]), RequestOutput("b", [8], "stop")], STATS))
+    link.send_step(StepOutputs([SequenceOutput("a", [7]), SequenceOutput("b", [8], "stop")], STATS))
     assert first.receive() == StepOutputs([], STATS)
-    assert second.receive() == ClientOutputs([RequestOutput("a", [7])], 1)
-    assert third.receive() == ClientOutputs([RequestOutput("b", [8], "stop")], 1)
+    assert second.receive() == ClientOutputs([SequenceOutput("a", [7])], 1)
+    assert third.receive() == ClientOutputs([SequenceOutput("b", [8], "stop")], 1)
 
 
 def test_a_client_without_outputs_hears_nothing(three: Three) -> None:
     link, (first, second, third) = three
     an_add(link, second, "a", 1)
-    link.send_step(StepOutputs([RequestOutput("a", [7], "length")], STATS))
+    link.send_step(StepOutputs([SequenceOutput("a", [7], "length")], STATS))
     assert isinstance(first.receive(), StepOutputs)
     assert isinstance(second.receive(), ClientOutputs)
     assert not third.has_more()
@@ -88,13 +88,13 @@ def test_requests_that_ended_are_forgotten(three: Three) -> None:
     link, (first, second, third) = three
     an_add(link, second, "a", 1)
     an_add(link, third, "b", 2)
-    link.send_step(StepOutputs([RequestOutput("a", [], "abort")], STATS))
+    link.send_step(StepOutputs([SequenceOutput("a", [], "abort")], STATS))
     third.send(AbortRequests(["b", "unknown"]))
     link.receive(TIMEOUT_MILLISECONDS)
     assert not link._client_of
-    link.send_step(StepOutputs([RequestOutput("b", [7])], STATS))
+    link.send_step(StepOutputs([SequenceOutput("b", [7])], STATS))
     first.receive()
-    assert first.receive() == StepOutputs([RequestOutput("b", [7])], STATS)  # the client there knows it no more
+    assert first.receive() == StepOutputs([SequenceOutput("b", [7])], STATS)  # the client there knows it no more
 
 
 def test_progress_reaches_every_client(three: Three) -> None:

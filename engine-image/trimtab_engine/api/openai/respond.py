@@ -9,14 +9,14 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from trimtab_engine.api.openai.answers import AnswerForm, Usage
+from trimtab_engine.api.http.errors import ApiError
+from trimtab_engine.api.http.streaming import EventStream, event, unless_gone
+from trimtab_engine.api.openai.admission import QueueFull, Ticket
+from trimtab_engine.api.openai.forms import AnswerForm, Usage
 from trimtab_engine.api.openai.generation import GenerationPlan, Piece
 from trimtab_engine.api.openai.logprobs import prompt_logprobs
 from trimtab_engine.api.openai.protocol import GenerationRequest
-from trimtab_engine.api.openai.streaming import EventStream, event, unless_gone
-from trimtab_engine.api.serving.admission import QueueFull, Ticket
-from trimtab_engine.api.serving.errors import ApiError
-from trimtab_engine.api.serving.state import ServerState, Serving
+from trimtab_engine.api.openai.state import ServerState, Serving
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 
 logger = logging.getLogger("trimtab_engine.requests")
@@ -31,7 +31,7 @@ class Echo:
 
 
 @dataclass(slots=True)
-class Choice:
+class ChoiceSoFar:
     """What has come of one choice."""
 
     text: str = ""
@@ -73,7 +73,7 @@ async def _whole(
     state: ServerState, body: GenerationRequest, form: AnswerForm, plan: GenerationPlan, echo: Echo | None
 ) -> dict[str, Any]:
     serving = _require(state)
-    choices = [Choice() for _ in plan.sampling]
+    choices = [ChoiceSoFar() for _ in plan.sampling]
     usage = Usage(plan.num_prompt_tokens)
     async with aclosing(serving.generator.run(plan)) as pieces:
         async for piece in pieces:

@@ -8,7 +8,7 @@ from trimtab_engine.api.metrics.tracing import Tracer
 from trimtab_engine.api.openai.chat_renderer import ChatRenderer
 from trimtab_engine.api.openai.generation import Generator
 from trimtab_engine.api.openai.grammar_trials import GrammarTrials
-from trimtab_engine.api.serving.state import ServerOptions, Serving
+from trimtab_engine.api.openai.state import ServerOptions, Serving
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.messages import CoreReady

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_engine.api.admin.routes import build_admin_app
+from trimtab_engine.api.http.server import CLOSE_SECONDS, HttpServer, bind, loop_factory
 from trimtab_engine.api.metrics.exporter import EngineExporter
-from trimtab_engine.api.serving.http_server import CLOSE_SECONDS, HttpServer, bind, loop_factory
-from trimtab_engine.api.serving.server_processes import ServerProcesses
-from trimtab_engine.api.serving.servers import LocalServer, Servers
-from trimtab_engine.api.serving.state import ServerOptions, ServerState
+from trimtab_engine.api.openai.state import ServerOptions, ServerState
+from trimtab_engine.api.serving.front import Front
+from trimtab_engine.api.serving.several import SeveralServers
+from trimtab_engine.api.serving.single import SingleServer
 from trimtab_engine.config.engine import EngineConfig, set_log_level
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.launch.launcher import CoreLauncher
@@ -74,12 +75,12 @@ class _EngineServer:
         )
         self._scaling = CoreScaling(self._core, self._launcher, config)
         self._state = ServerState(options, self._core, self._exporter)
-        self._servers: Servers
+        self._servers: Front
         if count == 1:
-            self._servers = LocalServer(config, self._state, self._exporter, sockets[0])
+            self._servers = SingleServer(config, self._state, self._exporter, sockets[0])
         else:
             others = self._launcher.addresses[1:]
-            self._servers = ServerProcesses(config, options, self._exporter, sockets[0], others, self._core)
+            self._servers = SeveralServers(config, options, self._exporter, sockets[0], others, self._core)
         self._state.on_drain = self._servers.begin_drain
         self._admin = (
             HttpServer(build_admin_app(self._state, self._scaling.call, self._exporter.requests), sockets[1])

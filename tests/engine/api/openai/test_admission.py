@@ -2,7 +2,7 @@
 
 import pytest
 from msgspec.structs import replace
-from trimtab_engine.api.serving.admission import Admission, QueueFull
+from trimtab_engine.api.openai.admission import Admission, QueueFull
 from trimtab_engine.messages import EngineState
 
 

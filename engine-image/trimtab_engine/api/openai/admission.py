@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from trimtab_engine.api.serving.errors import ApiError
+from trimtab_engine.api.http.errors import ApiError
 from trimtab_engine.messages import EngineState
 
 Reason = Literal["max_num_queued_reqs", "max_num_queued_tokens"]

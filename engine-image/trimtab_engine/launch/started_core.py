@@ -19,14 +19,14 @@ DEAD_GRACE_SECONDS = 0.5  # for the core's last message, which says why, to arri
 
 
 @dataclass(frozen=True, slots=True)
-class CoreProcess:
+class StartedCore:
     """A started core. `index` is its data-parallel rank."""
 
     index: int
     process: asyncio.subprocess.Process
 
     @classmethod
-    async def start(cls, index: int, start: CoreStart) -> "CoreProcess":
+    async def start(cls, index: int, start: CoreStart) -> "StartedCore":
         """Raises EngineDead when there can be no process."""
         try:
             process = await asyncio.create_subprocess_exec(

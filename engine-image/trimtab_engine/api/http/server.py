@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from trimtab_engine.api.serving.http_protocol import BoundedHeadProtocol
+from trimtab_engine.api.http.protocol import BoundedHeadProtocol
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.processes.network import family_of, in_url
 

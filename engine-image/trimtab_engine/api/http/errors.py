@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from trimtab_engine.errors import EngineDead
 
 TYPE_NAME = re.compile(r"^(str|int|float|bool|none|dict|list)$|[\[\]()-]")
+CLIENT_CLOSED = 499  # nginx's number for it; nobody reads the answer
 MAX_ECHO_CHARACTERS = 200  # of a client's own input in an error message
 
 
@@ -36,17 +37,30 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
+class ClientGone(Exception):
+    """The client closed the connection: nobody waits for the answer any more."""
+
+
 def invalid(message: str, param: str | None = None) -> ApiError:
     """400: this request alone is wrong."""
     return ApiError(400, message, param=param)
 
 
-async def on_api_error(_: Request, error: Exception) -> Response:
+def add_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(EngineDead, _on_engine_dead)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(Exception, _on_internal_error)
+
+
+async def _on_api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.response()
 
 
-async def on_validation_error(_: Request, error: Exception) -> Response:
+async def _on_validation_error(_: Request, error: Exception) -> Response:
     """Pydantic's findings as one sentence that names the first field."""
     assert isinstance(error, RequestValidationError)
     return validation_error(error.errors()).response()
@@ -82,20 +96,24 @@ def _place(loc: tuple[str | int, ...]) -> tuple[str, ...]:
     return tuple(str(part) for part in loc if part != "body" and not TYPE_NAME.search(str(part)))
 
 
-async def on_http_error(_: Request, error: Exception) -> Response:
+async def _on_http_error(_: Request, error: Exception) -> Response:
     """404 and 405 of the router."""
     assert isinstance(error, HTTPException)
     return ApiError(error.status_code, str(error.detail)).response()
 
 
-async def on_engine_dead(_: Request, error: Exception) -> Response:
+async def _on_engine_dead(_: Request, error: Exception) -> Response:
     assert isinstance(error, EngineDead)
     return ApiError(500, f"the engine has failed: {error}").response()
 
 
-async def on_internal_error(_: Request, __: Exception) -> Response:
+async def _on_internal_error(_: Request, __: Exception) -> Response:
     """A bug of ours: this request alone ends. The server logs the traceback."""
     return ApiError(500, "internal error; the server's log has the details").response()
+
+
+async def _on_client_gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)
 
 
 def shorten(text: str) -> str:

@@ -13,17 +13,13 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from trimtab_engine.api.serving.errors import ApiError
+from trimtab_engine.api.http.errors import ApiError, ClientGone
 from trimtab_engine.errors import EngineDead
 
 Answer = TypeVar("Answer")
 DONE = "data: [DONE]\n\n"
 
 logger = logging.getLogger("trimtab_engine.api")
-
-
-class ClientGone(Exception):
-    """The client closed the connection: nobody waits for the answer any more."""
 
 
 def event(body: dict[str, Any]) -> str:

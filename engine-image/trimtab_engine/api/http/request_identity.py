@@ -12,7 +12,7 @@ from fastapi import Request
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trimtab_engine.api.serving.errors import ApiError
+from trimtab_engine.api.http.errors import ApiError
 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # what a client's id may be; another is replaced, as it goes into logs
 SALT_CHARACTERS = 16  # 64 bits of the key's digest keep keys apart and say nothing about them
