@@ -11,8 +11,8 @@ import numpy as np
 
 from trimtab_engine import LLM, SamplingParams
 from trimtab_engine.bench.serving.samples import Words
-from trimtab_engine.config.flags.engine import engine_config
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags.engine import engine_config
 from trimtab_engine.offline.progress_bar import progress_bar
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)

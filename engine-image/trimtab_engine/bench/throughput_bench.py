@@ -10,8 +10,8 @@ from trimtab_engine import LLM, SamplingParams
 from trimtab_engine.bench.latency_bench import check_profile, profile
 from trimtab_engine.bench.serving.samples import Sample
 from trimtab_engine.bench.serving.workload import dataset_samples
-from trimtab_engine.config.flags.engine import engine_config
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags.engine import engine_config
 from trimtab_engine.offline.outputs import RequestOutput
 
 

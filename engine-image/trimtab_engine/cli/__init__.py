@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from trimtab_engine.config.flags.parser import OneLineParser
 from trimtab_engine.errors import ConfigError, TrimtabError
+from trimtab_engine.flags.parser import OneLineParser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def _with_config_file(arguments: Sequence[str], parser: OneLineParser) -> Sequen
     """`serve` may take its flags from a file."""
     if arguments[:1] != ["serve"]:
         return arguments
-    from trimtab_engine.config.flags.config_file import take_config_file
+    from trimtab_engine.flags.config_file import take_config_file
 
     return take_config_file(arguments, parser.command("serve"))
 

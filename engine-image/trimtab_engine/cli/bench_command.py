@@ -7,8 +7,8 @@ import msgspec
 
 from trimtab_engine.cli import bench_serve_arguments
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.flags import parser as types
-from trimtab_engine.config.flags.engine import add_engine_flags
+from trimtab_engine.flags import parser as types
+from trimtab_engine.flags.engine import add_engine_flags
 
 LATENCY_EXAMPLES = """examples:
   one request at a time, 32 tokens in and 128 out:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab_engine.config.flags import parser as types
 from trimtab_engine.errors import NotBuiltError
+from trimtab_engine.flags import parser as types
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "trace")
 EXAMPLES = """examples:

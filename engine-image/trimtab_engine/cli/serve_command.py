@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trimtab_engine.config.flags.engine import engine_config, named_model
-from trimtab_engine.config.flags.serve import add_serve_flags
 from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
+from trimtab_engine.flags.engine import engine_config, named_model
+from trimtab_engine.flags.serve import add_serve_flags
 from trimtab_engine.processes.end import prepare_to_leave
 from trimtab_engine.processes.network import any_address
 

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import msgspec
 
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.flags.engine import engine_config
-from trimtab_engine.config.flags.parser import OneLineParser
-from trimtab_engine.config.flags.serve import SERVER_GROUPS, add_serve_flags
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags.engine import engine_config
+from trimtab_engine.flags.parser import OneLineParser
+from trimtab_engine.flags.serve import SERVER_GROUPS, add_serve_flags
 
 OFFLINE_LIMITS = {"cpu": (256, 4096), "cuda": (256, 8192), "large": (1024, 16384)}
 """max_num_seqs and max_num_batched_tokens by kind of device: larger than a server's, as nobody waits for a token."""

@@ -12,9 +12,9 @@ from trimtab_engine.api.serving.life import Listen
 from trimtab_engine.cli import _parser, main
 from trimtab_engine.cli.serve_command import chat_template, served_names
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.flags import parser
-from trimtab_engine.config.flags.engine import engine_config
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags import parser
+from trimtab_engine.flags.engine import engine_config
 
 
 def parsed(*flags: str) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from trimtab_engine.cli import _parser
 from trimtab_engine.config.engine import BLOCK_SIZES, EngineConfig
-from trimtab_engine.config.flags.engine import engine_config
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ModelError
+from trimtab_engine.flags.engine import engine_config
 from trimtab_engine.messages import AddRequest
 from trimtab_engine.scheduling.sampling import Sampling
 

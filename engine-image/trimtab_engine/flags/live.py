@@ -4,8 +4,8 @@ import argparse
 from typing import Any, get_args
 
 from trimtab_engine.config.engine import LogLevel
-from trimtab_engine.config.flags import parser as types
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags import parser as types
 from trimtab_engine.scheduling.policy import PreemptionMode, QueueOrder
 
 DEFAULT_SWAP_BYTES = 4 << 30  # vLLM's --swap-space, where host memory is not the device's own

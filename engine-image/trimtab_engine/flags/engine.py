@@ -6,14 +6,14 @@ from typing import Any
 
 from trimtab_engine.config.auto_block_size import auto_block_size
 from trimtab_engine.config.engine import BLOCK_SIZES, EngineConfig, first_visible_gpu
-from trimtab_engine.config.flags import parser as types
-from trimtab_engine.config.flags.experts import eplb_fields
-from trimtab_engine.config.flags.graphs import add_graph_flags, graph_fields
-from trimtab_engine.config.flags.live import add_scheduling_flags, live_values
-from trimtab_engine.config.flags.not_built import add_not_built
-from trimtab_engine.config.flags.parallel import add_parallel_flags, parallel_fields
-from trimtab_engine.config.flags.speculation import add_speculative_flags, speculative_fields
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags import parser as types
+from trimtab_engine.flags.experts import eplb_fields
+from trimtab_engine.flags.graphs import add_graph_flags, graph_fields
+from trimtab_engine.flags.live import add_scheduling_flags, live_values
+from trimtab_engine.flags.not_built import add_not_built
+from trimtab_engine.flags.parallel import add_parallel_flags, parallel_fields
+from trimtab_engine.flags.speculation import add_speculative_flags, speculative_fields
 from trimtab_engine.models.registry import open_model, parse_model_config
 
 LARGE_GPU_BYTES = 70 << 30  # from here on vLLM's larger defaults hold

@@ -3,9 +3,9 @@
 import argparse
 from typing import Any
 
-from trimtab_engine.config.flags import parser as types
-from trimtab_engine.config.flags.engine import add_engine_flags
-from trimtab_engine.config.flags.live import add_log_flags, add_queue_flags
+from trimtab_engine.flags import parser as types
+from trimtab_engine.flags.engine import add_engine_flags
+from trimtab_engine.flags.live import add_log_flags, add_queue_flags
 
 SERVER_GROUPS = ("server", "admin API")
 """The groups of --help whose flags say how it is served, which an engine in its user's process has no use for."""

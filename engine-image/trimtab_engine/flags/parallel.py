@@ -5,9 +5,9 @@ import re
 import socket
 from typing import Any
 
-from trimtab_engine.config.flags import parser as types
-from trimtab_engine.config.flags.experts import add_eplb_flags
 from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.flags import parser as types
+from trimtab_engine.flags.experts import add_eplb_flags
 
 
 def add_parallel_flags(group: Any) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.flags.parallel import add_parallel_flags, parallel_fields
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags.parallel import add_parallel_flags, parallel_fields
 
 
 def fields(command: str) -> dict[str, Any]:

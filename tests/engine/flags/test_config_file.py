@@ -7,8 +7,8 @@ import pytest
 from trimtab_engine.cli import _parser, _with_config_file, main
 from trimtab_engine.cli.serve_command import served_names
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.flags.engine import engine_config
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags.engine import engine_config
 
 
 def arguments(tmp_path: Path, text: str, *flags: str) -> Any:

@@ -3,8 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
-from trimtab_engine.config.flags.parser import RefusedFlag
 from trimtab_engine.errors import NotBuiltError
+from trimtab_engine.flags.parser import RefusedFlag
 
 # Flag: values that ask for nothing. None stands for the flag without a value.
 NOT_BUILT: dict[str, tuple[str | None, ...]] = {

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from trimtab_engine.config.experts import EplbConfig
-from trimtab_engine.config.flags.experts import add_eplb_flags, eplb_fields
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags.experts import add_eplb_flags, eplb_fields
 
 
 def read(*flags: str) -> Any:

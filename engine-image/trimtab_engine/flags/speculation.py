@@ -3,7 +3,6 @@
 import argparse
 from typing import Any
 
-from trimtab_engine.config.flags import parser as types
 from trimtab_engine.config.speculation import (
     FLAG,
     METHODS,
@@ -12,6 +11,7 @@ from trimtab_engine.config.speculation import (
     speculative_config,
 )
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags import parser as types
 
 FIELDS: dict[str, tuple[type | Any, str | None]] = {
     "method": (str, "--spec-method"),

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from trimtab_engine.cli import _parser
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.flags.engine import engine_config
 from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags.engine import engine_config
 from trimtab_engine.runner.graphs.plan import NO_GRAPHS, graph_plan
 
 SIZES = CompilationConfig(cudagraph_capture_sizes=(1, 2, 4))

@@ -3,7 +3,6 @@
 import argparse
 from typing import Any
 
-from trimtab_engine.config.flags import parser as types
 from trimtab_engine.config.graphs import (
     DEFAULT_LEVEL,
     FLAG,
@@ -13,6 +12,7 @@ from trimtab_engine.config.graphs import (
     parse_compilation_json,
 )
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags import parser as types
 
 SHORT = "-cc"
 SINGLE_FIELDS: dict[str, type] = {"mode": str, "level": str, "cudagraph_mode": str, "max_cudagraph_capture_size": int}

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from trimtab_engine.config.flags.parser import OneLineParser
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags.parser import OneLineParser
 
 FLAG = "--config"
 MAX_FILE_BYTES = 1 << 20

@@ -3,9 +3,9 @@
 import pytest
 from trimtab_engine.cli import _parser
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.flags.engine import engine_config
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.flags.engine import engine_config
 
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=4)
 
