@@ -261,7 +261,7 @@ class Engine:
             self._announced.discard(request.request_id)
             self._failed[failure.value] = self._failed.get(failure.value, 0) + 1
             self._ready.append(
-                RequestOutput(
+                SequenceOutput(
                     request.request_id,
                     [],
                     RequestStatus.FINISHED_ERROR.value,
