@@ -67,6 +67,8 @@ class Outcome:
     gaps: Gaps
     ended_at: float
     """When the last request was served."""
+    most_running: int = 0
+    """The most requests that held seats of one replica at once."""
     final_knobs: dict[str, Value] = field(default_factory=dict)
 
 
@@ -78,6 +80,7 @@ class Loop:
     seed: int = 0
     delay_seconds: float = 0.0
     moment_seconds: float = 15.0
+    """How often things are noted for plots; infinity: never."""
 
 
 def replay(
@@ -114,7 +117,7 @@ class _Replay:
         self._max_tokens = settings.machine.max_model_len
         self._schedule = list(schedule)
         self._next_tick = policy.tick_seconds
-        self._next_moment = 0.0
+        self._next_moment = 0.0 if loop.moment_seconds < math.inf else math.inf
         self._looks: list[tuple[float, tuple[Look, ...]]] = []
         self._changes: list[Change] = []
         self._moments: list[Moment] = []
@@ -224,5 +227,6 @@ class _Replay:
             preemptions=sum(sum(c.preempted.values()) for c in counters),
             gaps=gaps,
             ended_at=max((s.finished_at or 0.0 for s in served), default=0.0),
+            most_running=max((replica.engine.most_running for replica in fleet.all), default=0),
             final_knobs={knob.value: value for knob, value in fleet.knobs.items()},
         )

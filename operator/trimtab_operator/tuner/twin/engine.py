@@ -88,6 +88,8 @@ class TwinEngine:
         self.finished: list[Sequence] = []
         self.first_tokens: list[Sequence] = []
         """Sequences that got their first token, when `keeps_first_tokens`; who reads it may clear it."""
+        self.most_running = 0
+        """The most sequences that ever held seats at once."""
         self.gaps = gaps
         self._keeps_first_tokens = keeps_first_tokens
         self._cost = cost
@@ -466,6 +468,8 @@ class TwinEngine:
                 done.append(sequence)
             else:
                 self._prefilling = sequence
+        if num_running > self.most_running:
+            self.most_running = num_running
         return admitted
 
     def _pass(self, seconds: float, plan: _Plan) -> None:

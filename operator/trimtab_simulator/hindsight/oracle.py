@@ -1,0 +1,249 @@
+"""The oracle: replicas over time with the arrivals known beforehand.
+
+1. The trace is cut into intervals of one cold start (60 s at least). Each is simulated, after the one before it, with
+   every count of replicas that matters: how many of its requests are missed?
+2. The cheapest path over counts: their seconds, a price for each miss, and a cold start for each replica that is added.
+3. The price is bisected until one whole replay of the schedule, ordered a cold start ahead, attains the objectives.
+4. Single intervals are lowered as long as it still does.
+
+It is an upper bound of the cheapest schedule, and spends the misses that are allowed on purpose.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trimtab_simulator.contest import Contest, quiet
+from trimtab_simulator.hindsight.fixed_values import static_n
+from trimtab_simulator.replay import Outcome
+from trimtab_simulator.scores import Score
+from trimtab_simulator.trace.arrivals import Trace
+
+SHORTEST_INTERVAL_SECONDS = 60.0
+PRICE_STEPS = 9  # of the bisection: a factor of 2 ** (1 / 16) at the end
+LOWEST_PRICE, HIGHEST_PRICE = 0.5, 1e6  # seconds of a replica for one miss
+DESCENT_TRIES = 14
+HOPELESS = 0.5  # of an interval's requests missed: fewer replicas are not tried, and count as missing all
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Replicas of each interval, and the intervals' length in seconds."""
+
+    counts: tuple[int, ...]
+    seconds: float
+
+    def schedule(self, cold_start: float) -> list[tuple[float, int]]:
+        """When which target is asked for: more a cold start ahead, fewer when they are not needed any more."""
+        asked: list[tuple[float, int, int]] = []
+        for index in range(1, len(self.counts)):
+            before, count = self.counts[index - 1], self.counts[index]
+            at = index * self.seconds
+            if count > before:
+                asked.append((max(0.0, at - cold_start), 1, count))
+            elif count < before:
+                asked.append((at, 0, count))
+        return [(at, count) for at, _, count in sorted(asked)]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan with its whole replay."""
+
+    plan: Plan
+    contest: Contest
+    judged: Score
+
+
+def oracle(contest: Contest) -> Outcome:
+    """The cheapest schedule that was found, replayed. With the knobs of the best fixed replicas."""
+    with_knobs, _ = static_n(contest)
+    base = contest.with_knobs(with_knobs.settings.knobs)
+    trial = replace(base, loop=quiet(base.loop))
+    misses = count_misses(trial)
+    found = _cheapest_price(trial, misses)
+    found = _descend(trial, found, misses)
+    final = replace(found.contest, loop=contest.loop)
+    return final.play_fixed("oracle", schedule=found.plan.schedule(contest.settings.cold_start_seconds))
+
+
+def interval_seconds(contest: Contest) -> float:
+    """The length of an interval."""
+    return max(SHORTEST_INTERVAL_SECONDS, contest.settings.cold_start_seconds)
+
+
+def count_misses(contest: Contest) -> list[list[int]]:
+    """[interval][replicas - min_replicas]: how many of the interval's requests would be missed."""
+    seconds = interval_seconds(contest)
+    times = [arrival.at for arrival in contest.trace.arrivals]
+    num_intervals = max(1, math.ceil(contest.trace.seconds / seconds))
+    rows = []
+    hint = contest.settings.start_replicas
+    for index in range(num_intervals):
+        contest.progress("oracle", index / num_intervals)
+        row, hint = _misses_of(contest, times, index, seconds, hint)
+        rows.append(row)
+    return rows
+
+
+def _misses_of(
+    contest: Contest, times: Sequence[float], index: int, seconds: float, hint: int
+) -> tuple[list[int], int]:
+    """One interval's misses by replicas, and the fewest replicas that miss nothing of it."""
+    start, end = index * seconds, (index + 1) * seconds
+    warm = bisect_left(times, start - seconds)
+    first, last = bisect_left(times, start), bisect_left(times, end)
+    low, high = contest.settings.min_replicas, contest.settings.max_replicas
+    if first == last:
+        return [0] * (high - low + 1), low
+    begun = max(0.0, start - seconds)
+    part = [a._replace(at=a.at - begun) for a in contest.trace.arrivals[warm:last]]
+    trace = Trace("interval", part, end - begun)
+    known: dict[int, int] = {}
+
+    def missed(count: int) -> int:
+        if count not in known:
+            trial = replace(contest, trace=trace, progress=_silent).with_replicas(count)
+            outcome = trial.play_fixed()
+            late = (s for s in outcome.served if s.arrival >= start - begun and not contest.objectives.met_by(s))
+            known[count] = sum(1 for _ in late)
+        return known[count]
+
+    # From the hint to the fewest that miss nothing, then down to where it is hopeless.
+    count = min(max(hint, low), high)
+    while count < high and missed(count) > 0:
+        count += 1
+    while count > low and missed(count) == 0 and missed(count - 1) == 0:
+        count -= 1
+    enough = count
+    num = last - first
+    while count > low and missed(count) < HOPELESS * num:
+        count -= 1
+    missed(count)
+    row = []
+    for replicas in range(low, high + 1):
+        if replicas in known:
+            row.append(known[replicas])
+        else:
+            row.append(0 if replicas > enough else num)
+    return row, enough
+
+
+def _silent(what: str, share: float) -> None:
+    return None
+
+
+def cheapest_path(
+    misses: Sequence[Sequence[int]], *, low: int, first_most: int, seconds: float, cold_start: float, price: float
+) -> tuple[int, ...]:
+    """Viterbi: replicas of each interval that cost the least in replica-seconds, misses at `price` each included.
+
+    The first interval cannot have more than `first_most`: they are there already.
+    """
+    width = len(misses[0])
+    costs = [(low + i) * seconds + price * misses[0][i] if low + i <= first_most else math.inf for i in range(width)]
+    back: list[list[int]] = []
+    for row in misses[1:]:
+        # Coming down is free, so the cheapest of those at or above; going up costs a cold start a replica.
+        best_from = [0] * width
+        best_cost = [math.inf] * width
+        from_below, cost_below = 0, math.inf
+        for i in range(width):
+            cost_below += cold_start
+            if costs[i] < cost_below:
+                from_below, cost_below = i, costs[i]
+            best_from[i], best_cost[i] = from_below, cost_below
+        from_above, cost_above = width - 1, math.inf
+        for i in reversed(range(width)):
+            if costs[i] < cost_above:
+                from_above, cost_above = i, costs[i]
+            if cost_above <= best_cost[i]:
+                best_from[i], best_cost[i] = from_above, cost_above
+        costs = [best_cost[i] + (low + i) * seconds + price * row[i] for i in range(width)]
+        back.append(best_from)
+    at = min(range(width), key=lambda i: costs[i])
+    path = [at]
+    for row_back in reversed(back):
+        at = row_back[at]
+        path.append(at)
+    return tuple(low + i for i in reversed(path))
+
+
+def _cheapest_price(contest: Contest, misses: Sequence[Sequence[int]]) -> Found:
+    """The path at the lowest price of a miss whose whole replay attains the objectives."""
+    seen: dict[tuple[int, ...], Found] = {}
+
+    def tried(price: float) -> Found:
+        counts = cheapest_path(
+            misses,
+            low=contest.settings.min_replicas,
+            first_most=contest.settings.start_replicas,
+            seconds=interval_seconds(contest),
+            cold_start=contest.settings.cold_start_seconds,
+            price=price,
+        )
+        if counts not in seen:
+            seen[counts] = _whole(contest, Plan(counts, interval_seconds(contest)))
+        return seen[counts]
+
+    found = tried(HIGHEST_PRICE)
+    low, high = math.log(LOWEST_PRICE), math.log(HIGHEST_PRICE)
+    for step in range(PRICE_STEPS):
+        contest.progress("oracle", step / PRICE_STEPS)
+        middle = (low + high) / 2
+        candidate = tried(math.exp(middle))
+        if contest.attains(candidate.judged):
+            high, found = middle, candidate
+        else:
+            low = middle
+    if not contest.attains(found.judged):
+        return _raise_where_missed(contest, found)
+    return found
+
+
+def _raise_where_missed(contest: Contest, found: Found) -> Found:
+    """Where interval by interval it looked enough, but the whole is not: one replica more everywhere, up to three."""
+    for more in (1, 2, 3):
+        counts = tuple(min(contest.settings.max_replicas, count + more) for count in found.plan.counts)
+        counts = (min(counts[0], contest.settings.start_replicas), *counts[1:])
+        candidate = _whole(contest, replace(found.plan, counts=counts))
+        if contest.attains(candidate.judged):
+            return candidate
+        found = candidate if candidate.judged.attainment > found.judged.attainment else found
+    return found
+
+
+def _descend(contest: Contest, found: Found, misses: Sequence[Sequence[int]]) -> Found:
+    """Lower single intervals by one, those first whose own misses rise the least."""
+    if not contest.attains(found.judged):
+        return found
+    low = contest.settings.min_replicas
+    tried: set[int] = set()
+    for step in range(DESCENT_TRIES):
+        contest.progress("oracle", step / DESCENT_TRIES)
+        candidates = [
+            (misses[i][count - 1 - low] - misses[i][count - low], -count, i)
+            for i, count in enumerate(found.plan.counts)
+            if count > low and i not in tried
+        ]
+        if not candidates:
+            break
+        index = min(candidates)[2]
+        tried.add(index)
+        counts = list(found.plan.counts)
+        counts[index] -= 1
+        candidate = _whole(contest, replace(found.plan, counts=tuple(counts)))
+        if contest.attains(candidate.judged) and candidate.judged.gpu_hours < found.judged.gpu_hours:
+            found = candidate
+    return found
+
+
+def _whole(contest: Contest, plan: Plan) -> Found:
+    """Replay the whole trace on the plan. Replicas that the first interval does not need are gone at once."""
+    started = contest.with_replicas(plan.counts[0])
+    schedule = plan.schedule(contest.settings.cold_start_seconds)
+    outcome = started.play_fixed("oracle", schedule=schedule)
+    return Found(plan, started, contest.judge("oracle", outcome))

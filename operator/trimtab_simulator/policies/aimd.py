@@ -1,0 +1,61 @@
+"""A cap on running requests by additive-increase-like growth and multiplicative cuts: prime-rl's client-side law.
+
+Grow only while the KV cache is below its target and what was allowed is used; the growth tapers from 1.20× to 1.00× as
+the use nears 0.8. Trim at 0.8 to inflight × 0.7 / use; cut at 0.9 and when preemptions rise. Replicas stay.
+"""
+
+from __future__ import annotations
+
+import math
+
+from trimtab_operator.tuner.knobs import Knob
+
+from trimtab_simulator.policies.policy import STAY, Moves, View
+from trimtab_simulator.policies.signals import samples
+
+TICK_SECONDS = 15.0
+SOFT_USAGE, HARD_USAGE, AIM_USAGE = 0.8, 0.9, 0.7
+MOST_GROWTH = 0.20
+CUT = 0.7
+SETTLED = 0.9  # of the cap must run before it grows
+
+
+class Aimd:
+    """Moves max_num_seqs alone, by the fullest replica."""
+
+    def __init__(self, most: int) -> None:
+        self.name = "aimd"
+        self.tick_seconds = TICK_SECONDS
+        self.reads_requests = False
+        self._most = most
+        self._preemptions: dict[str, float] = {}
+
+    def decide(self, view: View) -> Moves:
+        """One adjustment."""
+        seen = samples(view)
+        if not seen:
+            return STAY
+        usage = max(sample.gauges.kv_usage for sample in seen)
+        inflight = max(sample.gauges.running for sample in seen)
+        rose = self._rose(view)
+        cap = float(view.knobs[Knob.MAX_NUM_SEQS])
+        if rose or usage >= HARD_USAGE:
+            wanted = min(cap, inflight) * CUT
+        elif usage >= SOFT_USAGE:
+            wanted = min(cap, inflight * AIM_USAGE / usage)
+        elif inflight >= SETTLED * cap:
+            wanted = math.ceil(cap * (1 + MOST_GROWTH * (1 - usage / SOFT_USAGE)))
+        else:
+            return STAY
+        return Moves(knobs={Knob.MAX_NUM_SEQS: max(1, min(self._most, int(wanted)))})
+
+    def _rose(self, view: View) -> bool:
+        """Whether any replica has preempted since the tick before."""
+        now = {
+            look.replica: sum(look.sample.counters.preemptions.values())
+            for look in view.looks
+            if look.sample is not None
+        }
+        rose = any(count > self._preemptions.get(name, count) for name, count in now.items())
+        self._preemptions = now
+        return rose

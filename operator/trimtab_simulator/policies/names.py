@@ -1,0 +1,64 @@
+"""Policies by the names that --policy takes, a rival's target behind an @: `hpa-running@30`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trimtab_simulator.errors import BadRequest
+from trimtab_simulator.policies.aibrix import Apa, Kpa
+from trimtab_simulator.policies.hpa import hpa_running, keda_queue
+from trimtab_simulator.policies.kubeai import KubeAi
+from trimtab_simulator.policies.policy import Policy
+
+WITH_TARGET: dict[str, Callable[[float], Policy]] = {
+    "hpa-running": hpa_running,
+    "keda-queue": keda_queue,
+    "kubeai": KubeAi,
+    "aibrix-kpa": Kpa,
+    "aibrix-apa": Apa,
+}
+"""Rivals that follow one number of requests a replica."""
+
+WITHOUT_TARGET = ("static-default", "static-best", "static-n", "aimd", "replicas-only", "trimtab", "oracle")
+
+NAMES = (*WITHOUT_TARGET[:3], *WITH_TARGET, *WITHOUT_TARGET[3:])
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One contestant: its name, and its target where one was given."""
+
+    name: str
+    target: float | None = None
+
+    @property
+    def label(self) -> str:
+        """As it was written."""
+        return self.name if self.target is None else f"{self.name}@{self.target:g}"
+
+
+def parse_entries(text: str) -> list[Entry]:
+    """The entries of `NAME[@TARGET][,NAME…]`, each once; `all` is everybody."""
+    entries: list[Entry] = []
+    for part in (part.strip() for part in text.split(",")):
+        if part == "all":
+            entries += [Entry(name) for name in NAMES]
+            continue
+        name, at, number = part.partition("@")
+        if name not in NAMES:
+            raise BadRequest(f"--policy has {part!r}; known are {', '.join(NAMES)}, and all")
+        if not at:
+            entries.append(Entry(name))
+            continue
+        if name not in WITH_TARGET:
+            raise BadRequest(f"--policy {part}: {name} has no target; leave out @{number}")
+        try:
+            target = float(number)
+        except ValueError:
+            target = math.nan
+        if not 0 < target < math.inf:
+            raise BadRequest(f"--policy {part}: the target must be a number above 0, such as {name}@30")
+        entries.append(Entry(name, target))
+    return list(dict.fromkeys(entries))
