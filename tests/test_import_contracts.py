@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = {"trimtab_operator": ROOT / "operator"}
+SOURCES = {
+    "trimtab_operator": ROOT / "operator",
+    "trimtab_engine": ROOT / "engine-image",
+    "trimtab_kernels": ROOT / "kernels",
+}
+ENGINE = ("trimtab_engine", "trimtab_kernels")  # copied together: some contracts are about both
 LINT = "from importlinter.cli import lint_imports_command as lint; lint()"
 
 ROOMS = "Operator: every room is in its place, and rooms import downwards"
 NO_CLIENT = "Operator: what decides has no client"
+ENGINE_ROOMS = "Engine: every room is in its place, and rooms import downwards"
+NO_CIRCLE = "Engine and kernels: no two modules import each other, whatever lies between them"
+LAPTOP = "Engine: the scheduler runs on any laptop"
+SAID = "Engine: what is configured, sized and said between processes knows no tensor"
+SERVER = "Engine: a server knows no tensor; it reaches the core by messages"
+LAUNCH = "Kernels: what launches them is no kernel and imports none"
 
 
-def broken_contracts(package: str, folder: Path) -> list[str]:
-    """The names of the contracts on `package` that the copy of it in `folder` breaks."""
+def broken_contracts(packages: Sequence[str], folder: Path) -> list[str]:
+    """The names of the contracts on these packages alone that the copies of them in `folder` break."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    contracts = [c for c in settings["contracts"] if _package_of(c) == package and _is_alone(c)]
+    contracts = [contract for contract in settings["contracts"] if _is_about(contract, packages)]
     (folder / "contracts.toml").write_text(
-        f'[tool.importlinter]\nroot_packages = ["{package}"]\ninclude_external_packages = true\n'
+        f"[tool.importlinter]\nroot_packages = {list(packages)}\ninclude_external_packages = true\n"
         + "".join("[[tool.importlinter.contracts]]\n" + _as_toml(contract) for contract in contracts)
     )
     command = [sys.executable, "-c", LINT, "--config", "contracts.toml", "--no-cache"]
@@ -35,15 +48,10 @@ def broken_contracts(package: str, folder: Path) -> list[str]:
     return [line.removesuffix(" BROKEN") for line in lines if line.endswith(" BROKEN")]
 
 
-def _package_of(contract: dict[str, object]) -> str:
-    names = contract.get("containers") or contract.get("source_modules") or contract.get("layers") or []
-    assert isinstance(names, list)
-    return str(names[0]).split(".", 1)[0]
-
-
-def _is_alone(contract: dict[str, object]) -> bool:
-    """Whether no other package of ours is spoken of: only one is copied."""
-    return not any(name in str(contract) for name in ("trimtab_engine", "trimtab_kernels"))
+def _is_about(contract: dict[str, object], packages: Sequence[str]) -> bool:
+    """Whether it speaks of these packages and of no other of ours: only they are copied."""
+    named = set(re.findall(r"trimtab_[a-z]+", str(contract)))
+    return bool(named) and named <= set(packages)
 
 
 def _as_toml(contract: dict[str, object]) -> str:
@@ -60,7 +68,7 @@ def a_copy(package: str, folder: Path) -> Path:
 
 def test_the_operator_as_it_is_keeps_its_contracts(tmp_path: Path) -> None:
     a_copy("trimtab_operator", tmp_path)
-    assert broken_contracts("trimtab_operator", tmp_path) == []
+    assert broken_contracts(["trimtab_operator"], tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -83,4 +91,33 @@ def test_a_wrong_import_breaks_the_contract_that_forbids_it(
     found = a_copy("trimtab_operator", tmp_path) / module
     before = found.read_text() if found.exists() else ""
     found.write_text(f"{before}\n{wrong}\n")
-    assert contract in broken_contracts("trimtab_operator", tmp_path)
+    assert contract in broken_contracts(["trimtab_operator"], tmp_path)
+
+
+def test_engine_and_kernels_as_they_are_keep_their_contracts(tmp_path: Path) -> None:
+    for package in ENGINE:
+        a_copy(package, tmp_path)
+    assert broken_contracts(ENGINE, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "wrong", "contracts"),
+    [
+        ("trimtab_engine/scheduling/scheduler.py", "import torch", {LAPTOP}),
+        ("trimtab_engine/scheduling/policy.py", "from trimtab_engine.config import quantity", {ENGINE_ROOMS}),
+        ("trimtab_engine/device/device.py", "from trimtab_engine.core import lifecycle", {ENGINE_ROOMS}),
+        ("trimtab_engine/memory/formula.py", "import torch", {SAID}),
+        ("trimtab_engine/api/openai/routes.py", "from trimtab_engine.core import step_stats", {SERVER}),
+        ("trimtab_engine/api/http/errors.py", "from trimtab_engine.api.openai import state", {NO_CIRCLE}),
+        ("trimtab_engine/somewhere.py", "import json", {ENGINE_ROOMS}),  # a module without a room
+        ("trimtab_kernels/launch/jit.py", "from trimtab_kernels import rms_norm", {LAUNCH, NO_CIRCLE}),
+    ],
+)
+def test_a_wrong_import_in_engine_or_kernels_breaks_the_contracts_that_forbid_it(
+    module: str, wrong: str, contracts: set[str], tmp_path: Path
+) -> None:
+    for package in ENGINE:
+        a_copy(package, tmp_path)
+    found = tmp_path / module
+    found.write_text((found.read_text() if found.exists() else "") + f"\n{wrong}\n")
+    assert contracts <= set(broken_contracts(ENGINE, tmp_path))
