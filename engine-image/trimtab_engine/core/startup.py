@@ -22,6 +22,7 @@ from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.plan import PlanBase
 from trimtab_engine.memory.sizing import KVSize, longest_that_fits, out_of_memory, size_kv_cache
 from trimtab_engine.messages import CoreReady
+from trimtab_engine.models.registry import kv_groups_of
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.start import GRAPHS_STAGE
 from trimtab_engine.scheduling.block_manager import BlockManager
@@ -216,6 +217,7 @@ def _plan_base(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula
         num_layers=facts.whole.num_layers,
         num_attention_heads=facts.whole.num_attention_heads,
         num_kv_heads=facts.whole.num_kv_heads,
+        kv_groups=kv_groups_of(facts.whole),
         vocab_size=facts.vocab_size,
         model_max_len=facts.whole.max_model_len,
         dtype=facts.dtype,
@@ -284,7 +286,7 @@ def _ready(
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "cache_dtype": runner.facts.dtype,
             "enable_prefix_caching": str(config.enable_prefix_caching),
-            "kv_cache_size_tokens": str(size.num_blocks * config.block_size),
+            "kv_cache_size_tokens": str(formula.tokens_of(size.num_blocks)),
         },
         num_ranks=num_ranks,
     )
@@ -293,7 +295,7 @@ def _ready(
 def _log_size(formula: MemoryFormula, size: KVSize, seconds: float) -> None:
     """vLLM's lines, which dashboards and people already look for."""
     gib = size.num_blocks * formula.bytes_per_block / (1 << 30)
-    tokens = size.num_blocks * formula.block_size
+    tokens = formula.tokens_of(size.num_blocks)
     logger.info("Available KV cache memory: %.2f GiB", gib)
     logger.info(
         "GPU KV cache size: %s tokens, Maximum concurrency for %s tokens per request: %.2fx",

@@ -21,6 +21,7 @@ from trimtab_kernels.copy_blocks import copy_blocks
 
 from trimtab_engine.device.address_range import AddressRange, AddressSpace, HostMemory, round_up
 from trimtab_engine.device.changes import CopyBlocks, KvChange, MapBlocks, UnmapAbove
+from trimtab_engine.memory.kv_groups import KVGroup
 
 WORD_BYTES = 8
 BUS_PROGRAMS = 64  # of a copy over the bus: 16 KiB each on their way are ten times what PCIe 5 holds in a round trip
@@ -28,17 +29,20 @@ BUS_PROGRAMS = 64  # of a copy over the bus: 16 KiB each on their way are ten ti
 
 @dataclass(frozen=True, slots=True)
 class KVLayers:
-    """The layers of one model: how many, and one token's keys (and values) in each."""
+    """The layers of one model, all in one group whose keys and values are equally large, and the dtype of both."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
+    group: KVGroup
     dtype: torch.dtype
 
     @property
+    def num_regions(self) -> int:
+        """Keys and values lie apart, layer by layer."""
+        return 2 * self.group.num_layers
+
+    @property
     def bytes_per_token(self) -> int:
-        """Of one layer's keys, or values."""
-        return self.num_kv_heads * self.head_size * self.dtype.itemsize
+        """One token in one region."""
+        return self.group.num_elements * self.dtype.itemsize // self.num_regions
 
 
 class KVTensors(Protocol):
@@ -72,12 +76,9 @@ class KVCache:
     def __init__(
         self,
         *,
-        num_layers: int,
+        layers: KVLayers,
         cap_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        dtype: torch.dtype,
         memory: AddressSpace,
         draft: KVLayers | None = None,
     ) -> None:
@@ -89,15 +90,15 @@ class KVCache:
         self.num_blocks = 0
         self.mirror: Callable[[KvChange], None] | None = None
         """Told of each change before it is made, so that other ranks make it too."""
-        models = [KVLayers(num_layers, num_kv_heads, head_size, dtype), *([draft] if draft else [])]
-        self._page = page = memory.page_bytes(sum(2 * model.num_layers for model in models))
+        models = [layers, *([draft] if draft else [])]
+        self._page = page = memory.page_bytes(sum(model.num_regions for model in models))
         self._regions = _lay_out(models, cap_blocks, block_size, page)
         self._range: AddressRange = memory.reserve([(r.start, r.end) for r in self._regions], page)
         whole = self._range.whole
         tensors = [
             whole[r.start : r.start + cap_blocks * r.block_bytes]
-            .view(r.layer.dtype)
-            .view(cap_blocks, block_size, r.layer.num_kv_heads, r.layer.head_size)
+            .view(r.model.dtype)
+            .view(cap_blocks, block_size, r.model.group.each.num_kv_heads, r.model.group.each.key_size)
             for r in self._regions
         ]
         self.keys = tensors[0::2]
@@ -107,7 +108,7 @@ class KVCache:
         self.device = whole.device
         self.block_words = [_as_words(whole, self._regions[first:last]) for first, last in _runs(models)]
         """Per model: [regions, blocks, block_bytes // 8] int64, for moving blocks whatever their dtype."""
-        self.draft = LayerTensors(self.keys[num_layers:], self.values[num_layers:])
+        self.draft = LayerTensors(*(part[layers.group.num_layers :] for part in (self.keys, self.values)))
         """The draft model's layers; none without one."""
 
     @property
@@ -209,7 +210,7 @@ def copy_across(source: KVCache, destination: KVCache, pairs: list[tuple[int, in
 class _Region:
     """One layer's keys, or values: bytes [start, end) of the range."""
 
-    layer: KVLayers
+    model: KVLayers
     block_bytes: int
     start: int
     used_end: int
@@ -219,7 +220,7 @@ class _Region:
 
 def _runs(models: list[KVLayers]) -> list[tuple[int, int]]:
     """Each model's regions [first, last): equally large, at equal distances."""
-    ends = [sum(2 * model.num_layers for model in models[: n + 1]) for n in range(len(models))]
+    ends = [sum(model.num_regions for model in models[: n + 1]) for n in range(len(models))]
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
@@ -241,7 +242,7 @@ def _lay_out(models: list[KVLayers], cap_blocks: int, block_size: int, page: int
         block_bytes = block_size * model.bytes_per_token
         used = cap_blocks * block_bytes
         size = round_up(used, page)
-        for _ in range(2 * model.num_layers):
+        for _ in range(model.num_regions):
             regions.append(_Region(model, block_bytes, end, end + used, end + size))
             end += size
     return regions

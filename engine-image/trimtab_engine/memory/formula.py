@@ -4,12 +4,14 @@ The operator has the same formula; both are tested against tests/golden/memory_f
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.memory.kv_groups import KVGroup
 
 UTILIZATION_STEPS = 10_000  # min_utilization is a multiple of 0.0001: fine enough for a 141 GiB device (15 MiB)
 GIB = 1 << 30
@@ -31,15 +33,15 @@ class MemoryFormula:
     workspace_bytes: int
     graphs_bytes: int
     communicator_bytes: int
-    num_layers: int
-    num_kv_heads: int
-    """Per rank."""
-    head_size: int
+    kv_groups: tuple[KVGroup, ...]
+    """What this rank keeps of each token."""
     kv_dtype_bytes: int
     block_size: int
     max_model_len: int
+    max_num_batched_tokens: int
+    """The most tokens of one step, which a window's blocks must hold at once."""
     draft_kv_bytes_per_token: int = 0
-    """Keys and values of one token in all layers of a draft model, which has the same blocks."""
+    """Keys and values of one token in all layers of a draft model, which lie in every block."""
 
     other_ranks: tuple["MemoryFormula", ...] = ()
     """Those of the engine's other ranks. All ranks have as many blocks as the tightest."""
@@ -70,7 +72,8 @@ class MemoryFormula:
 
     @property
     def bytes_per_block(self) -> int:
-        own = 2 * self.num_layers * self.num_kv_heads * self.head_size * self.kv_dtype_bytes
+        """The largest group's: blocks of all groups are equally large."""
+        own = max(group.num_elements for group in self.kv_groups) * self.kv_dtype_bytes
         return self.block_size * (own + self.draft_kv_bytes_per_token)
 
     @property
@@ -91,19 +94,29 @@ class MemoryFormula:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        """What fits however short the requests are, so that no window has let go of anything."""
+        return self.tokens_of(self.num_blocks)
+
+    def tokens_of(self, num_blocks: int) -> int:
+        """The same of another number of blocks."""
+        return num_blocks // len(self.kv_groups) * self.block_size
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Blocks of all groups that one request of so many tokens needs."""
+        step = self.max_num_batched_tokens
+        return sum(
+            group.num_blocks(num_tokens, block_size=self.block_size, max_num_batched_tokens=step)
+            for group in self.kv_groups
+        )
 
     @property
     def blocks_per_request(self) -> int:
         """Blocks that one request of max_model_len needs."""
-        return -(-self.max_model_len // self.block_size)
+        return self.blocks_of(self.max_model_len)
 
     def longest_model_len(self, num_blocks: int) -> int:
-        """The longest request that so many blocks hold, up to max_model_len; 0: not even one token fits.
-
-        Closed form of a search: a request of n tokens needs ceil(n / block_size) blocks, and only that depends on n.
-        """
-        return min(self.max_model_len, num_blocks * self.block_size)
+        """The longest request that so many blocks hold, up to max_model_len; 0: not even one token fits."""
+        return bisect_right(range(1, self.max_model_len + 1), num_blocks, key=self.blocks_of)
 
     @property
     def max_concurrency(self) -> float:
@@ -204,7 +217,7 @@ def check_one_request_fits_fixed(formula: MemoryFormula, num_blocks: int, flag: 
 
 def _does_not_fit(formula: MemoryFormula, available: int, num_blocks: int, remedies: list[str]) -> str:
     """vLLM's words, then what to set."""
-    longest = num_blocks * formula.block_size
+    longest = formula.longest_model_len(num_blocks)
     needed = formula.blocks_per_request * formula.bytes_per_block
     if longest > 0:
         remedies = [*remedies, f"lower --max-model-len to {longest} or less"]

@@ -26,6 +26,8 @@ from trimtab_engine.config.live.reading import (
 )
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.memory.formula import MemoryFormula, check_one_request_fits
+from trimtab_engine.memory.kv_groups import KVGroup
+from trimtab_engine.parallel.partition import layers_of_stages
 
 KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 MAX_RANKS = 1024  # per degree: beyond any group that is built
@@ -46,6 +48,7 @@ class PlanBase:
     num_layers: int
     num_attention_heads: int
     num_kv_heads: int
+    kv_groups: tuple[KVGroup, ...]
     vocab_size: int
     model_max_len: int
     """What the model's positions allow."""
@@ -204,15 +207,22 @@ def _planned(base: PlanBase, values: Mapping[str, Value]) -> tuple[MemoryFormula
     if layout == (base.tensor_parallel_size, base.pipeline_parallel_size):
         own, *others = (_with_values(base, rank, values) for rank in ranks)
         return replace(own, other_ranks=tuple(others)), _sources(base, values)
-    fullest = max(ranks, key=lambda rank: rank.weights_bytes / rank.num_layers)
+    fullest = max(ranks, key=lambda rank: rank.weights_bytes / _num_layers(rank))
     tensor, pipeline = layout
     layers = -(-base.num_layers // pipeline)
-    weights = math.ceil(fullest.weights_bytes * base.tensor_parallel_size * layers / (tensor * fullest.num_layers))
-    rank = replace(fullest, weights_bytes=weights, num_layers=layers, num_kv_heads=max(1, base.num_kv_heads // tensor))
+    weights = math.ceil(fullest.weights_bytes * base.tensor_parallel_size * layers / (tensor * _num_layers(fullest)))
+    stages = layers_of_stages(base.num_layers, pipeline, None)
+    held = [tuple(group.on_rank(stage, tensor) for group in base.kv_groups) for stage in stages]
+    widest = max((replace(fullest, kv_groups=groups) for groups in held), key=lambda rank: rank.bytes_per_block)
+    rank = replace(widest, weights_bytes=weights)
     return _with_values(base, rank, values), _sources(base, values) | {
         "weights": "scaled",
         "communicator": "unmeasured",
     }
+
+
+def _num_layers(rank: MemoryFormula) -> int:
+    return sum(group.num_layers for group in rank.kv_groups)
 
 
 def _with_values(base: PlanBase, rank: MemoryFormula, values: Mapping[str, Value]) -> MemoryFormula:
@@ -227,6 +237,7 @@ def _with_values(base: PlanBase, rank: MemoryFormula, values: Mapping[str, Value
         workspace_bytes=rank.workspace_bytes + workspace,
         kv_dtype_bytes=KV_DTYPE_BYTES[base.dtype if kv_dtype == "auto" else kv_dtype],
         block_size=_int(values, "block_size"),
+        max_num_batched_tokens=_int(values, "max_num_batched_tokens"),
         max_model_len=base.model_max_len if length == "auto" else _int(values, "max_model_len"),
     )
 

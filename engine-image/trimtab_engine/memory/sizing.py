@@ -14,6 +14,7 @@ from trimtab_engine.memory.formula import (
     check_one_request_fits,
     check_one_request_fits_fixed,
 )
+from trimtab_engine.memory.kv_groups import KVGroup
 
 logger = logging.getLogger("trimtab_engine.core")
 
@@ -29,16 +30,15 @@ class KVSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unmeasured:
-    """What is known before the weights are read. Sizes are bytes per rank, counts per rank."""
+    """What is known before the weights are read. Sizes are bytes per rank."""
 
     device_bytes: int
     other_bytes: int
     limit_bytes: int | None
     """What the container may use; None: no limit."""
     weights_bytes: int
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
+    kv_groups: tuple[KVGroup, ...]
+    """This rank's."""
     kv_dtype_bytes: int
     max_model_len: int
 
@@ -54,12 +54,11 @@ def check_weights_fit(config: EngineConfig, known: Unmeasured) -> None:
         workspace_bytes=0,
         graphs_bytes=0,
         communicator_bytes=0,
-        num_layers=known.num_layers,
-        num_kv_heads=known.num_kv_heads,
-        head_size=known.head_size,
+        kv_groups=known.kv_groups,
         kv_dtype_bytes=known.kv_dtype_bytes,
         block_size=config.block_size,
         max_model_len=1 if config.max_model_len == "auto" else known.max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens_cap,
     )
     fixed = fixed_blocks(config, formula)
     check_before_loading(formula, fixed_by=fixed[1] if fixed else None, limit_bytes=known.limit_bytes)

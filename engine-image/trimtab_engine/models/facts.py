@@ -2,12 +2,20 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.quantization import stored_quantization
+from trimtab_engine.memory.kv_groups import KVGroup
 from trimtab_engine.models.checkpoint import check_counts, expected_tensors
-from trimtab_engine.models.registry import BY_ARCHITECTURE, architecture_of, open_model, parse_model_config
+from trimtab_engine.models.registry import (
+    BY_ARCHITECTURE,
+    architecture_of,
+    kv_groups_of,
+    open_model,
+    parse_model_config,
+)
 from trimtab_engine.models.tensors import LINEAR_PARTS, elements_by_part
 from trimtab_engine.weights.source import WeightSource
 
@@ -55,6 +63,7 @@ def _supported(source: WeightSource) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_word_embeddings,
         **_mixture(config),
         "latent_kv_size": 0,
+        "kv_groups": [_kv_group(group) for group in kv_groups_of(config)],
         "quantization": None if quantization is None else "fp8",
         "weights_by_part": by_part,
     }
@@ -69,6 +78,10 @@ def _mixture(config: ModelConfig) -> dict[str, Any]:
         "moe_intermediate_size": config.moe.intermediate_size,
         "dense_layers": sorted(config.moe.dense_layers),
     }
+
+
+def _kv_group(group: KVGroup) -> dict[str, Any]:
+    return {"layers": [list(span) for span in group.layers], **asdict(group.each)}
 
 
 def _unsupported(source: WeightSource) -> dict[str, Any]:
@@ -101,6 +114,7 @@ def _unsupported(source: WeightSource) -> dict[str, Any]:
         "moe_intermediate_size": words.get("moe_intermediate_size"),
         "dense_layers": None,
         "latent_kv_size": None,
+        "kv_groups": None,
         "quantization": None,
         "weights_by_part": None,
     }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.model_words import ConfigWords
+from trimtab_engine.memory.kv_groups import LayerKV
 from trimtab_engine.models.tensors import Tensors
 from trimtab_engine.weights.gguf_file import GgufNames
 
@@ -95,6 +96,12 @@ def build_decoder(config: ModelConfig, load: "Loader", shard: "ModelShard", grou
     return Decoder(config, load, shard, groups)
 
 
+def decoder_kv(config: ModelConfig) -> list[LayerKV]:
+    """The `kv` of families whose layers all keep whole heads of keys and values, and see all tokens before."""
+    size = config.head_size
+    return [LayerKV(num_kv_heads=config.num_kv_heads, key_size=size, value_size=size)] * config.num_layers
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One family of models."""
@@ -106,5 +113,7 @@ class Family:
     tensors: Callable[[ModelConfig], Tensors]
     """Everything that a checkpoint must hold, and nothing else."""
     build: Build
+    kv: Callable[[ModelConfig], Sequence[LayerKV]]
+    """What each layer keeps of a token."""
     gguf_names: Mapping[str, GgufNames] = field(default_factory=dict)
     """How GGUF files name it, by their `general.architecture`."""

@@ -2,7 +2,7 @@
 
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.model_words import ConfigWords
-from trimtab_engine.models.family import Family, build_decoder
+from trimtab_engine.models.family import Family, build_decoder, decoder_kv
 from trimtab_engine.models.tensors import decoder_tensors
 from trimtab_engine.weights.gguf_file import GgufNames
 
@@ -18,5 +18,6 @@ FAMILY = Family(
     parse=parse,
     tensors=decoder_tensors,
     build=build_decoder,
+    kv=decoder_kv,
     gguf_names={"qwen3": GgufNames("Qwen3ForCausalLM")},
 )

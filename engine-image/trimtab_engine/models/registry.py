@@ -6,6 +6,7 @@ from typing import Any
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.errors import ModelError
+from trimtab_engine.memory.kv_groups import KVGroup, groups_of
 from trimtab_engine.models import llama, qwen2, qwen3, qwen3_moe
 from trimtab_engine.models.family import Family
 from trimtab_engine.weights.open import open_source
@@ -43,6 +44,11 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     if architecture not in BY_ARCHITECTURE:
         raise ModelError(f"{where}: architecture {architecture} is not built; supported: {', '.join(BY_ARCHITECTURE)}")
     return family_of(architecture).parse(ConfigWords(config, generation, where))
+
+
+def kv_groups_of(config: ModelConfig) -> tuple[KVGroup, ...]:
+    """What the whole model keeps of each token."""
+    return groups_of(family_of(config.architecture).kv(config))
 
 
 def open_model(model: str, load_format: str = "auto", *, seed: int = 0) -> WeightSource:

@@ -19,15 +19,16 @@ from trimtab_engine.device.device import Device
 from trimtab_engine.device.kv_cache import KVCache, KVLayers, KVTensors, copy_across
 from trimtab_engine.device.swap_cache import SwapCache
 from trimtab_engine.device.transfer import Mark, send
-from trimtab_engine.errors import ConfigError
+from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.layers.quantized import multiplies_float8
 from trimtab_engine.memory.formula import Ledger
+from trimtab_engine.memory.kv_groups import KVGroup
 from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes, expected_tensors
 from trimtab_engine.models.family import Model
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.models.registry import family_of, open_model, parse_model_config
+from trimtab_engine.models.registry import family_of, kv_groups_of, open_model, parse_model_config
 from trimtab_engine.models.tensors import Tensors, num_elements, num_quantizable
 from trimtab_engine.parallel.expert_balancer import ExpertBalancer
 from trimtab_engine.parallel.groups import ALONE, RankGroups
@@ -59,16 +60,16 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the engine needs to know of the loaded model. Layers and heads are this rank's."""
+    """What the engine needs to know of the loaded model. Heads are this rank's."""
 
     vocab_size: int
     max_model_len: int
     """What is served, up to what the model's positions allow."""
     eos_token_ids: tuple[int, ...]
-    num_layers: int
     num_attention_heads: int
-    num_kv_heads: int
     head_size: int
+    kv_groups: tuple[KVGroup, ...]
+    """What this rank keeps of each token: one group."""
     dtype: str
     kv_cache_dtype: str
     kv_dtype_bytes: int
@@ -136,6 +137,7 @@ class ModelRunner:
             layer_partition=config.pipeline_layer_partition,
             num_redundant_experts=config.num_redundant_experts,
         )
+        kv_groups = _kv_groups(model_config, shard, layout)
         dtype = DTYPES[_dtype_name(config, model_config, device)]
         kv_dtype_name = _kv_dtype_name(config, dtype, device)
         kv_dtype = KV_DTYPES[kv_dtype_name]
@@ -151,9 +153,7 @@ class ModelRunner:
             other_bytes=before,
             limit_bytes=device.limit_bytes,
             weights_bytes=_weights_bytes(tensors, quantization, dtype, device) // layout.ranks_per_engine,
-            num_layers=shard.num_layers,
-            num_kv_heads=shard.num_kv_heads,
-            head_size=model_config.head_size,
+            kv_groups=kv_groups,
             kv_dtype_bytes=kv_dtype.itemsize,
             max_model_len=max_model_len,
         )
@@ -172,10 +172,9 @@ class ModelRunner:
             vocab_size=model_config.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=model_config.eos_token_ids,
-            num_layers=shard.num_layers,
             num_attention_heads=shard.num_heads,
-            num_kv_heads=shard.num_kv_heads,
             head_size=model_config.head_size,
+            kv_groups=kv_groups,
             dtype=str(dtype).removeprefix("torch."),
             kv_cache_dtype=kv_dtype_name,
             kv_dtype_bytes=kv_dtype.itemsize,
@@ -287,13 +286,12 @@ class ModelRunner:
     @property
     def kv_rounding_bytes(self) -> int:
         """What pages of the KV cache's memory may take beyond its blocks."""
-        return self._device.kv_rounding_bytes(2 * self.facts.num_layers)
+        return self._device.kv_rounding_bytes(self.kv_layers.num_regions)
 
     @property
     def kv_layers(self) -> KVLayers:
         """What the model needs of a KV cache."""
-        facts = self.facts
-        return KVLayers(facts.num_layers, facts.num_kv_heads, facts.head_size, self._kv_dtype)
+        return KVLayers(self.facts.kv_groups[0], self._kv_dtype)
 
     def new_swap_cache(self, num_blocks: int) -> SwapCache:
         """Host memory for that many blocks like the KV cache's."""
@@ -427,17 +425,14 @@ class ModelRunner:
         self,
         cap_blocks: int,
         *,
-        num_layers: int | None = None,
+        layers: KVLayers | None = None,
         memory: AddressSpace | None = None,
         draft: KVLayers | None = None,
     ) -> KVCache:
         return KVCache(
-            num_layers=num_layers or self.facts.num_layers,
+            layers=layers or self.kv_layers,
             cap_blocks=cap_blocks,
             block_size=self._block_size,
-            num_kv_heads=self.facts.num_kv_heads,
-            head_size=self.facts.head_size,
-            dtype=self._kv_dtype,
             memory=memory or self._device.memory,
             draft=draft,
         )
@@ -453,7 +448,8 @@ class ModelRunner:
             request = Request.of(f"profile-{index}", [0] * (before + now), sampling, arrival_time=0.0)
             request.block_ids = [0] * -(-longest // self._block_size)
             sequences.append(ScheduledSequence(request, before, now, samples=True))
-        scratch = self._new_kv_cache(1, num_layers=1, memory=self._device.scratch)
+        one_layer = KVLayers(replace(self.facts.kv_groups[0], layers=((0, 1),)), self._kv_dtype)
+        scratch = self._new_kv_cache(1, layers=one_layer, memory=self._device.scratch)
         scratch.map_blocks(1)
         logits = self._run(self.flatten(sequences)[0], scratch, num_layers=1)
         if logits is not None:
@@ -475,6 +471,26 @@ def _open(config: EngineConfig) -> tuple[WeightSource, ModelConfig]:
         source.expect(expected_shapes(model_config))
     check_tensors(model_config, source)
     return source, model_config
+
+
+def _kv_groups(model: ModelConfig, shard: ModelShard, layout: Layout) -> tuple[KVGroup, ...]:
+    """What this rank keeps of each token. Raises NotBuiltError for another geometry than the one that attention and the
+    block manager have: one group, whose keys and values are equally large and whose queries see all before them."""
+    groups = kv_groups_of(model)
+    each = groups[0].each
+    if len(groups) > 1 or each.window is not None or each.key_size != each.value_size:
+        said = ", ".join(map(_in_words, groups))
+        raise NotBuiltError(
+            f"the KV cache of {model.architecture} is not built: {said}; built is one group that sees all, with keys "
+            f"and values of one size"
+        )
+    return tuple(group.on_rank(shard.layers, layout.tensor) for group in groups)
+
+
+def _in_words(group: KVGroup) -> str:
+    each = group.each
+    sight = "that see all" if each.window is None else f"of a window of {each.window}"
+    return f"{group.num_layers} layers {sight}, keys of {each.key_size} and values of {each.value_size}"
 
 
 def _weights_bytes(tensors: Tensors, quantization: Quantization | None, dtype: torch.dtype, device: Device) -> int:

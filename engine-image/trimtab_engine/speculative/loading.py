@@ -76,7 +76,7 @@ class Speculation:
             workspace_bytes=formula.workspace_bytes
             + self.draft.kv_rounding_bytes
             + num_drafts * self.draft.facts.vocab_size * PROBABILITY_BYTES,
-            draft_kv_bytes_per_token=2 * layers.num_layers * layers.bytes_per_token,
+            draft_kv_bytes_per_token=layers.num_regions * layers.bytes_per_token,
         )
 
     def proposer(self, config: EngineConfig, target: ModelRunner) -> Proposer:

@@ -151,12 +151,11 @@ def measure(config: EngineConfig, device: Device, runner: ModelRunner, before: B
         workspace_bytes=runner.kv_rounding_bytes + (config.swap_space_bytes_cap if config.device == "cpu" else 0),
         graphs_bytes=0,
         communicator_bytes=before.communicator_bytes,
-        num_layers=facts.num_layers,
-        num_kv_heads=facts.num_kv_heads,
-        head_size=facts.head_size,
+        kv_groups=facts.kv_groups,
         kv_dtype_bytes=facts.kv_dtype_bytes,
         block_size=config.block_size,
         max_model_len=facts.max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens_cap,
     )
 
 

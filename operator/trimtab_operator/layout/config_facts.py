@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_operator.layout.facts import DTYPE_BYTES, RUN_BY_THE_ENGINE, ModelFacts, WeightsByPart
+from trimtab_operator.layout.kv_groups import latent_groups, uniform_groups
 from trimtab_operator.layout.stored_weights import FP8_BLOCK
 
 PLANNED_ONLY = (
@@ -61,6 +62,7 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
     head_size = _count(words, "head_dim", default=max(1, hidden // heads))
     if is_latent:  # a query's: with and without rotation
         head_size = _count(words, "qk_nope_head_dim") + _count(words, "qk_rope_head_dim")
+    latent = _count(words, "kv_lora_rank") + _count(words, "qk_rope_head_dim") if is_latent else 0
     vocabulary = _count(words, "vocab_size")
     attention = (
         _latent_attention(words, hidden, heads)
@@ -121,7 +123,8 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
         num_experts_per_token=0 if mixture is None else mixture.per_token,
         moe_intermediate_size=0 if mixture is None else mixture.width,
         dense_layers=() if mixture is None else mixture.dense_layers,
-        latent_kv_size=_count(words, "kv_lora_rank") + _count(words, "qk_rope_head_dim") if is_latent else 0,
+        latent_kv_size=latent,
+        kv_groups=latent_groups(num_layers, latent) if latent else uniform_groups(num_layers, kv_heads, head_size),
         weights=WeightsByPart(**parts),
     )
 

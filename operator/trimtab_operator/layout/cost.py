@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts
 from trimtab_operator.layout.gpus import Gpu
-from trimtab_operator.layout.memory_fit import kv_heads_and_size
+from trimtab_operator.layout.memory_fit import rank_groups
 from trimtab_operator.layout.stages import Stage, stages_of
 from trimtab_operator.resource.spec import Parallelism
 
@@ -143,11 +143,11 @@ def _stage_cost(
     gpu, itemsize = hardware.gpu, DTYPE_BYTES[facts.dtype]
     shared_tokens = tokens * (parallelism.data if facts.is_mixture else 1)
     chosen = facts.num_experts_per_token / facts.num_experts if facts.is_mixture else 0.0
-    heads, size = kv_heads_and_size(facts, parallelism.tensor)
-    kv_per_token = 2 * stage.num_layers * heads * size * (kv_dtype_bytes or itemsize)
+    groups = rank_groups(facts, stage, parallelism.tensor)
+    kv_read = sum(group.num_elements * group.tokens_read(context) for group in groups) * (kv_dtype_bytes or itemsize)
     requests = 1 if is_prefill else tokens  # a chunk reads its request's keys and values once
     read = stage.read_bytes + (1 - (1 - chosen) ** shared_tokens) * stage.expert_bytes
-    read += requests * context * kv_per_token
+    read += requests * kv_read
     weight_bytes = 1 if facts.quantization == "fp8" else itemsize
     flops = 2 * (tokens * stage.read_bytes + shared_tokens * chosen * stage.expert_bytes) / weight_bytes
     flops += 4 * tokens * context * stage.num_layers * facts.num_attention_heads * facts.head_size / parallelism.tensor

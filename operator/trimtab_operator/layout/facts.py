@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
+from trimtab_operator.layout.kv_groups import KvGroup, covers, latent_groups, uniform_groups
+
 MAX_COUNT = 1 << 62  # of whole weights in bytes, too; what is larger no range counts
 RUN_BY_THE_ENGINE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -69,6 +71,8 @@ class ModelFacts:
     latent_kv_size: int
     """Elements that a token keeps per layer as one latent vector (multi-head latent attention), on every tensor rank;
     0: keys and values per KV head."""
+    kv_groups: tuple[KvGroup, ...]
+    """What layers keep of each token, in the whole model."""
     weights: WeightsByPart
 
     @property
@@ -96,16 +100,18 @@ class ModelFacts:
             raise ValueError(f"model facts: weights_by_part is {by_part!r}{reader.hint}")
         parts = _Reader(by_part, "weights_by_part.", reader.hint)
         num_experts = reader.count("num_experts")
+        num_layers, num_kv_heads = reader.count("num_layers", least=1), reader.count("num_kv_heads", least=1)
+        head_size, latent = reader.count("head_size", least=1), reader.count("latent_kv_size")
         found = cls(
             model=reader.text("model"),
             architecture=reader.text("architecture"),
             supported=reader.flag("supported"),
-            num_layers=reader.count("num_layers", least=1),
+            num_layers=num_layers,
             hidden_size=reader.count("hidden_size", least=1),
             intermediate_size=reader.count("intermediate_size"),
             num_attention_heads=reader.count("num_attention_heads", least=1),
-            num_kv_heads=reader.count("num_kv_heads", least=1),
-            head_size=reader.count("head_size", least=1),
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
             vocab_size=reader.count("vocab_size", least=1),
             max_model_len=reader.count("max_model_len", least=1),
             num_parameters=reader.count("num_parameters", least=1),
@@ -116,7 +122,8 @@ class ModelFacts:
             num_experts_per_token=reader.count("num_experts_per_token", least=min(1, num_experts)),
             moe_intermediate_size=reader.count("moe_intermediate_size", least=min(1, num_experts)),
             dense_layers=reader.counts("dense_layers"),
-            latent_kv_size=reader.count("latent_kv_size"),
+            latent_kv_size=latent,
+            kv_groups=_kv_groups(facts, num_layers, num_kv_heads, head_size, latent),
             weights=WeightsByPart(**{part.name: parts.count(part.name) for part in fields(WeightsByPart)}),
         )
         if found.dtype not in DTYPE_BYTES:
@@ -142,14 +149,48 @@ class ModelFacts:
 
     def to_json(self) -> dict[str, object]:
         """What `parse` reads."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("weights", "dense_layers")}
+        nested = ("weights", "dense_layers", "kv_groups")
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in nested}
         parts = {part.name: getattr(self.weights, part.name) for part in fields(self.weights)}
         return {
             **plain,
             "dense_layers": list(self.dense_layers),
+            "kv_groups": [group.to_json() for group in self.kv_groups],
             "weights_bytes": self.weights_bytes,
             "weights_by_part": parts,
         }
+
+
+def _kv_groups(
+    facts: Mapping[str, object], num_layers: int, num_kv_heads: int, head_size: int, latent_size: int
+) -> tuple[KvGroup, ...]:
+    """Those that the engine names. An engine that names none has one, of whole heads or of latent vectors."""
+    said = facts.get("kv_groups")
+    if said is None:
+        return (
+            latent_groups(num_layers, latent_size)
+            if latent_size
+            else uniform_groups(num_layers, num_kv_heads, head_size)
+        )
+    if not isinstance(said, list) or not said or len(said) > num_layers:
+        raise ValueError(f"model facts: kv_groups is {said!r:.100}; a list of 1 to num_layers {num_layers} is needed")
+    groups = tuple(_kv_group(group, f"kv_groups[{index}].") for index, group in enumerate(said))
+    if not covers(groups, num_layers):
+        raise ValueError(f"model facts: kv_groups must have each of the {num_layers} layers once")
+    return groups
+
+
+def _kv_group(said: object, prefix: str) -> KvGroup:
+    if not isinstance(said, Mapping):
+        raise ValueError(f"model facts: {prefix[:-1]} is {said!r:.100}; an object is needed")
+    reader = _Reader(said, prefix, "")
+    return KvGroup(
+        layers=reader.spans("layers"),
+        num_kv_heads=reader.count("num_kv_heads", least=1),
+        key_size=reader.count("key_size", least=1),
+        value_size=reader.count("value_size"),
+        window=None if said.get("window") is None else reader.count("window", least=1),
+    )
 
 
 class _Reader:
@@ -184,6 +225,17 @@ class _Reader:
         if value > MAX_COUNT:
             raise self._error(key, f"a whole number of {least} to {MAX_COUNT}")
         return value
+
+    def spans(self, key: str) -> tuple[range, ...]:
+        """Pairs [first, last + 1]."""
+        value = self._values.get(key)
+        if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+            raise self._error(key, "a list of pairs of whole numbers")
+        if any(
+            not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= MAX_COUNT for pair in value for n in pair
+        ):
+            raise self._error(key, "a list of pairs of whole numbers")
+        return tuple(range(first, last) for first, last in value)
 
     def counts(self, key: str) -> tuple[int, ...]:
         value = self._values.get(key)

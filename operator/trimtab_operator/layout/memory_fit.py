@@ -17,6 +17,7 @@ from fractions import Fraction
 
 from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts
 from trimtab_operator.layout.gpus import GIB, Gpu
+from trimtab_operator.layout.kv_groups import KvGroup
 from trimtab_operator.layout.memory_formula import KvCapacity, MemoryShape, kv_capacity, min_utilization
 from trimtab_operator.layout.stages import Stage, stages_of
 from trimtab_operator.layout.stored_weights import as_run
@@ -145,13 +146,13 @@ class MemoryFit:
     @property
     def longest_model_len(self) -> int:
         """The longest request that the KV cache would hold; 0: not even one block is left."""
-        return self.kv_tokens
+        return self.tightest.capacity.longest_model_len
 
 
 def memory_fit(facts: ModelFacts, parallelism: Parallelism, gpu: Gpu, envelope: Envelope) -> MemoryFit:
     """The memory of each stage of a layout that the rules allow; of stages that are alike, the first stands for all."""
     facts = as_run(facts, gpu, envelope.quantization)
-    unlike = {(s.weights_bytes, s.num_layers, s.is_last): s for s in reversed(stages_of(facts, parallelism))}
+    unlike = {(s.weights_bytes, _kept(facts, s), s.is_last): s for s in reversed(stages_of(facts, parallelism))}
     ranks = []
     for stage in reversed(unlike.values()):
         shape = _shape(facts, parallelism, stage, gpu, envelope)
@@ -159,8 +160,12 @@ def memory_fit(facts: ModelFacts, parallelism: Parallelism, gpu: Gpu, envelope: 
     return MemoryFit(ranks=tuple(ranks))
 
 
+def _kept(facts: ModelFacts, stage: Stage) -> tuple[int, ...]:
+    """The layers of each group that a stage has."""
+    return tuple(group.num_layers for group in rank_groups(facts, stage, 1))
+
+
 def _shape(facts: ModelFacts, parallelism: Parallelism, stage: Stage, gpu: Gpu, envelope: Envelope) -> MemoryShape:
-    heads, size = kv_heads_and_size(facts, parallelism.tensor)
     return MemoryShape(
         device_bytes=gpu.memory_bytes,
         other_bytes=OTHER_BYTES,
@@ -169,20 +174,17 @@ def _shape(facts: ModelFacts, parallelism: Parallelism, stage: Stage, gpu: Gpu, 
         workspace_bytes=0,
         graphs_bytes=GRAPHS_BYTES if envelope.captures_graphs else 0,
         communicator_bytes=COMMUNICATOR_BYTES * _kinds_of_groups(facts, parallelism),
-        num_layers=stage.num_layers,
-        num_kv_heads=heads,
-        head_size=size,
+        kv_groups=rank_groups(facts, stage, parallelism.tensor),
         kv_dtype_bytes=envelope.kv_dtype_bytes,
         block_size=envelope.block_size,
         max_model_len=envelope.max_model_len,
+        max_num_batched_tokens=envelope.max_num_batched_tokens,
     )
 
 
-def kv_heads_and_size(facts: ModelFacts, tensor: int) -> tuple[int, int]:
-    """KV heads of one rank, and their size. A latent vector is one head whose key and value are half of it each."""
-    if facts.latent_kv_size:
-        return 1, -(-facts.latent_kv_size // 2)
-    return max(1, facts.num_kv_heads // tensor), facts.head_size
+def rank_groups(facts: ModelFacts, stage: Stage, tensor: int) -> tuple[KvGroup, ...]:
+    """What one rank of a stage keeps of each token."""
+    return tuple(group.on_rank(stage.layers, tensor) for group in facts.kv_groups)
 
 
 def activation_bytes(facts: ModelFacts, parallelism: Parallelism, stage: Stage, envelope: Envelope) -> int:

@@ -18,7 +18,7 @@ class Stage:
     """One pipeline stage, and the weights (bytes) of the rank that holds most of it."""
 
     index: int
-    num_layers: int
+    layers: range
     num_mixture_layers: int
     is_first: bool
     is_last: bool
@@ -28,6 +28,10 @@ class Stage:
     """An embedding of which a step reads only its tokens' rows."""
     read_bytes: int
     """All else: a step reads all of it."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def weights_bytes(self) -> int:
@@ -80,7 +84,7 @@ def _stage(facts: ModelFacts, parallelism: Parallelism, index: int, layers: rang
     has_lookup = is_first and not (is_last and facts.tie_word_embeddings)
     return Stage(
         index=index,
-        num_layers=len(layers),
+        layers=layers,
         num_mixture_layers=num_mixtures,
         is_first=is_first,
         is_last=is_last,

@@ -28,6 +28,7 @@ from trimtab_engine.device.cuda_driver import CudaDriver
 from trimtab_engine.device.mapped_range import CudaMemory, MappedRange, Owner
 from trimtab_engine.device.side_lane import HostLane
 from trimtab_engine.memory.formula import MemoryFormula
+from trimtab_engine.memory.kv_groups import uniform_group
 from trimtab_engine.messages import AddRequest
 from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.ranks import Layout
@@ -260,12 +261,11 @@ A_FORMULA = MemoryFormula(
     workspace_bytes=0,
     graphs_bytes=0,
     communicator_bytes=0,
-    num_layers=2,
-    num_kv_heads=1,
-    head_size=16,
+    kv_groups=(uniform_group(2, 1, 16),),
     kv_dtype_bytes=2,
     block_size=16,
     max_model_len=256,
+    max_num_batched_tokens=2048,
 )
 
 

@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 from trimtab_engine.device.device import Device
-from trimtab_engine.device.kv_cache import KVCache
+from trimtab_engine.device.kv_cache import KVCache, KVLayers
+from trimtab_engine.memory.kv_groups import uniform_group
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GIB = 1 << 30
@@ -14,12 +15,9 @@ GIB = 1 << 30
 def a_cache(device: Device, cap_blocks: int) -> KVCache:
     """Blocks of 2 MiB: 32 layers, 8 heads of 128, bfloat16."""
     return KVCache(
-        num_layers=32,
+        layers=KVLayers(uniform_group(32, 8, 128), torch.bfloat16),
         cap_blocks=cap_blocks,
         block_size=16,
-        num_kv_heads=8,
-        head_size=128,
-        dtype=torch.bfloat16,
         memory=device.memory,
     )
 

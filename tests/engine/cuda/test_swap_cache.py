@@ -1,12 +1,11 @@
 """Swapping on a real CUDA device, through pinned memory. Skipped without one: this has not been run yet."""
 
-from typing import Any
-
 import pytest
 import torch
 from trimtab_engine.device.device import Device
-from trimtab_engine.device.kv_cache import KVCache
+from trimtab_engine.device.kv_cache import KVCache, KVLayers
 from trimtab_engine.device.swap_cache import SwapCache
+from trimtab_engine.memory.kv_groups import uniform_group
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -14,9 +13,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def caches() -> tuple[KVCache, KVCache]:
     """64 blocks on the device, 32 on the host."""
     device = Device("cuda")
-    shape: dict[str, Any] = {"num_layers": 4, "block_size": 16, "num_kv_heads": 8, "head_size": 128}
-    cache = KVCache(**shape, cap_blocks=64, dtype=torch.bfloat16, memory=device.memory)
-    host = KVCache(**shape, cap_blocks=32, dtype=torch.bfloat16, memory=device.swap_memory)
+    layers = KVLayers(uniform_group(4, 8, 128), torch.bfloat16)
+    cache = KVCache(layers=layers, block_size=16, cap_blocks=64, memory=device.memory)
+    host = KVCache(layers=layers, block_size=16, cap_blocks=32, memory=device.swap_memory)
     cache.map_blocks(64)
     host.map_blocks(32)
     return cache, host

@@ -3,18 +3,16 @@
 import pytest
 import torch
 from trimtab_engine.device.kv_cache import HOST, KVCache, KVLayers
+from trimtab_engine.memory.kv_groups import uniform_group
 
 MIB = 1 << 20
 
 
 def a_cache(cap_blocks: int = 64, *, num_layers: int = 3, kv_heads: int = 2, head_size: int = 64) -> KVCache:
     return KVCache(
-        num_layers=num_layers,
+        layers=KVLayers(uniform_group(num_layers, kv_heads, head_size), torch.float32),
         cap_blocks=cap_blocks,
         block_size=16,
-        num_kv_heads=kv_heads,
-        head_size=head_size,
-        dtype=torch.float32,
         memory=HOST,
     )
 
@@ -97,14 +95,11 @@ def test_limits_are_checked() -> None:
 
 
 def test_a_draft_models_layers_share_the_block_ids_and_what_happens_to_them() -> None:
-    draft = KVLayers(num_layers=2, num_kv_heads=1, head_size=10, dtype=torch.bfloat16)
+    draft = KVLayers(uniform_group(2, 1, 10), torch.bfloat16)
     cache = KVCache(
-        num_layers=3,
+        layers=KVLayers(uniform_group(3, 2, 64), torch.float32),
         cap_blocks=200,
         block_size=16,
-        num_kv_heads=2,
-        head_size=64,
-        dtype=torch.float32,
         memory=HOST,
         draft=draft,
     )

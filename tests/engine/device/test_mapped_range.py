@@ -7,8 +7,9 @@ import pytest
 import torch
 from fake_cuda import PAGE, CUresult, FakeCuda, FakeMemory
 from trimtab_engine.device.address_range import AddressRange
-from trimtab_engine.device.kv_cache import KVCache
+from trimtab_engine.device.kv_cache import KVCache, KVLayers
 from trimtab_engine.device.mapped_range import MappedRange, page_bytes_for
+from trimtab_engine.memory.kv_groups import uniform_group
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -20,12 +21,10 @@ def a_range(fake: FakeCuda, *sizes: int) -> AddressRange:
 
 def a_cache(fake: FakeCuda, cap_blocks: int = 64) -> KVCache:
     return KVCache(
-        num_layers=3,
+        # 640 bytes of a block in a region: blocks share pages
+        layers=KVLayers(uniform_group(3, 1, 10), torch.float32),
         cap_blocks=cap_blocks,
         block_size=16,
-        num_kv_heads=1,
-        head_size=10,  # 640 bytes of a block in a region: blocks share pages
-        dtype=torch.float32,
         memory=FakeMemory(fake),
     )
 

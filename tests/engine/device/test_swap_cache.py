@@ -12,18 +12,16 @@ from trimtab_engine.device.address_range import HostMemory
 from trimtab_engine.device.kv_cache import HOST, KVCache, KVLayers
 from trimtab_engine.device.side_lane import Work
 from trimtab_engine.device.swap_cache import NOTHING_SWAPPED, Pairs, SwapCache
+from trimtab_engine.memory.kv_groups import uniform_group
 
 
 def a_cache(memory: HostMemory | FakeMemory, num_blocks: int, *, dtype: torch.dtype = torch.float32) -> KVCache:
     cache = KVCache(
-        num_layers=2,
+        layers=KVLayers(uniform_group(2, 2, 12), dtype),
         cap_blocks=num_blocks,
         block_size=8,
-        num_kv_heads=2,
-        head_size=12,
-        dtype=dtype,
         memory=memory,
-        draft=KVLayers(num_layers=1, num_kv_heads=1, head_size=10, dtype=dtype),
+        draft=KVLayers(uniform_group(1, 1, 10), dtype),
     )
     cache.map_blocks(num_blocks)
     return cache

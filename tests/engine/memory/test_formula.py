@@ -15,6 +15,7 @@ from trimtab_engine.memory.formula import (
     check_one_request_fits,
     check_one_request_fits_fixed,
 )
+from trimtab_engine.memory.kv_groups import KVGroup, LayerKV, uniform_group
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "memory_formula.json").read_text())["cases"]
 MIB = 1 << 20
@@ -31,21 +32,24 @@ def a_formula(**given: Any) -> MemoryFormula:
         "workspace_bytes": 0,
         "graphs_bytes": 0,
         "communicator_bytes": 0,
-        "num_layers": 30,
-        "num_kv_heads": 3,
-        "head_size": 64,
+        "kv_groups": (uniform_group(30, 3, 64),),
         "kv_dtype_bytes": 4,
         "block_size": 16,
         "max_model_len": 2048,
+        "max_num_batched_tokens": 2048,
     }
     return MemoryFormula(**{**fields, **given})
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=[case["name"] for case in GOLDEN])
 def test_the_formula_gives_the_golden_values(case: dict[str, Any]) -> None:
-    formula = MemoryFormula(**case["given"])
+    groups = tuple(
+        KVGroup(tuple((first, last) for first, last in layers), LayerKV(**each))
+        for layers, each in ((group.pop("layers"), group) for group in map(dict, case["given"]["kv_groups"]))
+    )
+    formula = MemoryFormula(**{**case["given"], "kv_groups": groups})
     for name, expected in case["expected"].items():
-        value = getattr(formula, name)
+        value = formula.longest_model_len(formula.num_blocks) if name == "longest_model_len" else getattr(formula, name)
         assert (pytest.approx(expected, abs=1e-4) if isinstance(expected, float) else expected) == value, name
 
 
@@ -59,7 +63,9 @@ def test_the_formula_gives_the_golden_values(case: dict[str, Any]) -> None:
 def test_the_least_utilisation_suffices_and_one_step_less_does_not(
     device: int, other: int, layers: int, length: int
 ) -> None:
-    formula = a_formula(device_bytes=device, other_bytes=other, num_layers=layers, max_model_len=length)
+    formula = a_formula(
+        device_bytes=device, other_bytes=other, kv_groups=(uniform_group(layers, 3, 64),), max_model_len=length
+    )
     least = formula.min_utilization
     if least is None:
         assert formula.at("1").num_blocks < formula.blocks_per_request

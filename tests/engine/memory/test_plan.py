@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from trimtab_engine.memory.formula import MemoryFormula
+from trimtab_engine.memory.kv_groups import uniform_group
 from trimtab_engine.memory.plan import PlanBase, plan_memory
 
 MIB = 1 << 20
@@ -22,12 +23,11 @@ def a_base(**given: Any) -> PlanBase:
         workspace_bytes=0,
         graphs_bytes=0,
         communicator_bytes=0,
-        num_layers=30,
-        num_kv_heads=3,
-        head_size=64,
+        kv_groups=(uniform_group(30, 3, 64),),
         kv_dtype_bytes=4,
         block_size=16,
         max_model_len=2048,
+        max_num_batched_tokens=2048,
     )
     fields: dict[str, Any] = {
         "formula": formula,
@@ -36,6 +36,7 @@ def a_base(**given: Any) -> PlanBase:
         "num_layers": 30,
         "num_attention_heads": 9,
         "num_kv_heads": 3,
+        "kv_groups": (uniform_group(30, 3, 64),),
         "vocab_size": 49152,
         "model_max_len": 8192,
         "dtype": "float32",

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.memory.kv_groups import uniform_group
 from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit, out_of_memory
 
 GIB = 1 << 30
@@ -17,9 +18,7 @@ def known(**given: Any) -> Unmeasured:
         "other_bytes": 0,
         "limit_bytes": None,
         "weights_bytes": 13 * GIB,
-        "num_layers": 32,
-        "num_kv_heads": 32,
-        "head_size": 128,
+        "kv_groups": (uniform_group(32, 32, 128),),
         "kv_dtype_bytes": 2,
         "max_model_len": 2048,
     }

@@ -30,7 +30,7 @@ KEYS = {
     "model", "architecture", "supported", "num_layers", "hidden_size", "intermediate_size", "num_attention_heads",
     "num_kv_heads", "head_size", "vocab_size", "max_model_len", "num_parameters", "weights_bytes", "dtype",
     "tie_word_embeddings", "num_experts", "num_experts_per_token", "moe_intermediate_size", "dense_layers",
-    "latent_kv_size", "quantization", "weights_by_part", "format",
+    "latent_kv_size", "kv_groups", "quantization", "weights_by_part", "format",
 }  # fmt: skip
 
 

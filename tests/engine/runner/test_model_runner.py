@@ -1,6 +1,7 @@
 """The model runner: start-up order, what it measures, what it returns for a batch."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.device import Device
-from trimtab_engine.errors import ConfigError
+from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.memory.kv_groups import LayerKV, uniform_group
+from trimtab_engine.models.registry import BY_ARCHITECTURE
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
@@ -55,9 +58,8 @@ def a_sequence(
 
 def test_facts_are_the_models(tmp_path: Path) -> None:
     facts = a_runner(tmp_path).facts
-    assert (facts.vocab_size, facts.max_model_len, facts.num_layers, facts.num_kv_heads, facts.head_size) == (
-        301, 256, 2, 2, 16,
-    )  # fmt: skip
+    assert (facts.vocab_size, facts.max_model_len, facts.head_size) == (301, 256, 16)
+    assert facts.kv_groups == (uniform_group(2, 2, 16),)
     assert facts.eos_token_ids == (5, 2)
     assert (facts.dtype, facts.kv_dtype_bytes) == ("float32", 4), "auto is float32 on the CPU"
 
@@ -118,3 +120,24 @@ def test_moved_blocks_give_the_same_logits(tmp_path: Path) -> None:
     runner.kv_cache.unmap_above(10)
     last = runner.execute([ScheduledSequence(whole.request, 39, 1, samples=True)])
     torch.testing.assert_close(last, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kv", "words"),
+    [
+        ([LayerKV(num_kv_heads=2, key_size=16, value_size=16, window=8)] * 2, "2 layers of a window of 8, keys of 16"),
+        ([LayerKV(num_kv_heads=1, key_size=24, value_size=0)] * 2, "2 layers that see all, keys of 24 and values of 0"),
+        (
+            [LayerKV(num_kv_heads=2, key_size=16, value_size=16, window=window) for window in (8, None)],
+            "1 layers of a window of 8, keys of 16 and values of 16, 1 layers that see all",
+        ),
+    ],
+)
+def test_a_kv_geometry_that_is_not_built_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: list[LayerKV], words: str
+) -> None:
+    """Facts and memory formula know windows and latent vectors; attention and the block manager do not."""
+    family = replace(BY_ARCHITECTURE["LlamaForCausalLM"], kv=lambda config: kv)
+    monkeypatch.setitem(BY_ARCHITECTURE, "LlamaForCausalLM", family)
+    with pytest.raises(NotBuiltError, match=words):
+        a_runner(tmp_path)

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from trimtab_engine.config.live.patch import LiveConfig
 from trimtab_engine.config.live.values import Envelope, LiveValues
 from trimtab_engine.memory.formula import MemoryFormula
+from trimtab_engine.memory.kv_groups import uniform_group
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager, Copies
 from trimtab_engine.scheduling.policy import PreemptionMode, SchedulingPolicy
@@ -417,10 +418,9 @@ def a_formula() -> MemoryFormula:
         workspace_bytes=0,
         graphs_bytes=0,
         communicator_bytes=0,
-        num_layers=1,
-        num_kv_heads=1,
-        head_size=5,
+        kv_groups=(uniform_group(1, 1, 5),),
         kv_dtype_bytes=1,
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=2048,
     )

@@ -46,10 +46,27 @@ def absurd_facts(random: Random) -> ModelFacts:
             "moe_intermediate_size": number(min(1, num_experts)),
             "dense_layers": dense,
             "latent_kv_size": random.choice([0, 0, 1, 576, number()]),
+            "kv_groups": random.choice([None, absurd_groups(random, num_layers, number)]),
             "weights_by_part": parts,
             "weights_bytes": sum(parts.values()),
         }
     )
+
+
+def absurd_groups(random: Random, num_layers: int, number: Callable[[int], int]) -> list[dict[str, Any]]:
+    """One or two groups that have each layer once."""
+    cut = random.randint(1, num_layers)
+    spans = [[0, cut], [cut, num_layers]] if cut < num_layers else [[0, num_layers]]
+    return [
+        {
+            "layers": [span],
+            "num_kv_heads": number(1),
+            "key_size": number(1),
+            "value_size": number(0),
+            "window": random.choice([None, number(1)]),
+        }
+        for span in spans
+    ]
 
 
 @pytest.mark.parametrize("seed", range(300))

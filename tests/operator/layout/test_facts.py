@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.kv_groups import KvGroup
 
 FACTS: dict[str, object] = {
     "model": "/models/m",
@@ -50,6 +51,49 @@ def test_facts_survive_the_way_through_json() -> None:
     facts = ModelFacts.parse(FACTS)
     assert facts.weights_bytes == 2000
     assert ModelFacts.parse(json.loads(json.dumps(facts.to_json()))) == facts
+
+
+def a_group(*layers: list[int], window: int | None = None, **sizes: int) -> dict[str, object]:
+    """What the engine says of a group of 8 heads of 64."""
+    said = {"num_kv_heads": 8, "key_size": 64, "value_size": 64} | sizes
+    return {"layers": list(layers), **said, "window": window}
+
+
+def test_an_engine_that_names_no_groups_of_layers_has_one() -> None:
+    (group,) = ModelFacts.parse(FACTS).kv_groups
+    assert group == KvGroup(layers=(range(2),), num_kv_heads=1, key_size=4, value_size=4)
+    (latent,) = ModelFacts.parse(FACTS | {"latent_kv_size": 5}).kv_groups
+    assert latent == KvGroup(layers=(range(2),), num_kv_heads=1, key_size=5, value_size=0)
+
+
+def test_groups_of_layers_are_read_as_the_engine_names_them() -> None:
+    facts = ModelFacts.parse(FACTS | {"kv_groups": [a_group([0, 1], window=128), a_group([1, 2], value_size=32)]})
+    assert facts.kv_groups == (
+        KvGroup(layers=(range(1),), num_kv_heads=8, key_size=64, value_size=64, window=128),
+        KvGroup(layers=(range(1, 2),), num_kv_heads=8, key_size=64, value_size=32),
+    )
+    assert ModelFacts.parse(json.loads(json.dumps(facts.to_json()))) == facts
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([], r"kv_groups is \[\]; a list of 1 to num_layers 2"),
+        ([1], r"kv_groups\[0\] is 1; an object"),
+        ([a_group([0, 1])] * 3, "a list of 1 to num_layers 2"),
+        ([a_group([0, 1])], "each of the 2 layers once"),
+        ([a_group([0, 2]), a_group([1, 2])], "each of the 2 layers once"),
+        ([a_group([0, 3])], "each of the 2 layers once"),
+        ([a_group([0, 0], [0, 2])], "each of the 2 layers once"),
+        ([a_group([0])], r"kv_groups\[0\].layers is \[\[0\]\]; a list of pairs"),
+        ([a_group([0, -2])], "a list of pairs of whole numbers"),
+        ([a_group([0, 2], key_size=0)], r"kv_groups\[0\].key_size is 0; a whole number of 1 or more"),
+        ([a_group([0, 2], window=0)], r"kv_groups\[0\].window is 0"),
+    ],
+)
+def test_what_is_wrong_with_groups_is_named(groups: list[object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelFacts.parse(FACTS | {"kv_groups": groups})
 
 
 @pytest.mark.parametrize(

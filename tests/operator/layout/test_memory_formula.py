@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trimtab_operator.layout.kv_groups import KvGroup
 from trimtab_operator.layout.memory_formula import MemoryShape, kv_capacity, min_utilization
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "memory_formula.json"
@@ -15,7 +16,12 @@ CASES: list[dict[str, Any]] = json.loads(GOLDEN.read_text())["cases"]
 
 
 def a_shape(case: dict[str, Any]) -> MemoryShape:
-    return MemoryShape(**{name: value for name, value in case["given"].items() if name != "gpu_memory_utilization"})
+    given = {name: value for name, value in case["given"].items() if name != "gpu_memory_utilization"}
+    groups = [
+        KvGroup(**{**group, "layers": tuple(range(first, last) for first, last in group["layers"])})
+        for group in given["kv_groups"]
+    ]
+    return MemoryShape(**{**given, "kv_groups": tuple(groups)})
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])

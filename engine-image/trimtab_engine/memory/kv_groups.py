@@ -1,0 +1,99 @@
+"""What layers keep of each token: keys and values, per layer and in groups of layers that share one block table.
+
+A block is `block_size` tokens of all layers of one group. Blocks of all groups are equally large, so that any block may
+serve any group; what a smaller group keeps leaves part of its blocks empty, so groups are cut to about one size:
+```
+layers     0 1 2 3 4 5   6 7 8 9 10 11          w: sees a window, f: sees all
+kind       w w w w w f   w w w w w  f
+groups     a b c d e F   a b c d e  F           five groups of windows, one that sees all, two layers in each
+```
+A model whose layers are all alike is one group. The operator has the same rules (docs/contract.md, section 5).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from trimtab_engine.parallel.partition import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKV:
+    """What one layer keeps of one token. Sizes count elements."""
+
+    num_kv_heads: int
+    key_size: int
+    """One head's key."""
+    value_size: int
+    """One head's value; 0 where values are part of the keys, as in a latent vector."""
+    window: int | None = None
+    """How many tokens a query sees, itself included; None: all before it."""
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_kv_heads * (self.key_size + self.value_size)
+
+    def on_rank(self, tensor: int) -> "LayerKV":
+        """What one of `tensor` ranks keeps that divide the layer by heads; where there are fewer heads than ranks,
+        several ranks keep the same one."""
+        return replace(self, num_kv_heads=max(1, self.num_kv_heads // tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that keep alike, under one block table. On a rank that has none of them the table is kept all the same."""
+
+    layers: tuple[Span, ...]
+    """Which layers of the model."""
+    each: LayerKV
+
+    @property
+    def num_layers(self) -> int:
+        return sum(last - first for first, last in self.layers)
+
+    @property
+    def num_elements(self) -> int:
+        """One token in all layers of the group."""
+        return self.num_layers * self.each.num_elements
+
+    def on_rank(self, stage: Span, tensor: int) -> "KVGroup":
+        """The part of a rank that holds the layers of `stage`, as one of `tensor` ranks that divide them."""
+        clipped = ((max(first, stage[0]), min(last, stage[1])) for first, last in self.layers)
+        return KVGroup(tuple(span for span in clipped if span[0] < span[1]), self.each.on_rank(tensor))
+
+    def num_blocks(self, num_tokens: int, *, block_size: int, max_num_batched_tokens: int) -> int:
+        """The most blocks that a request holds while it grows to so many tokens.
+
+        Of a window: what the tokens of one step see and write, wherever it begins within a block.
+        """
+        blocks = -(-num_tokens // block_size)
+        if self.each.window is None:
+            return blocks
+        in_sight = self.each.window - 1 + max_num_batched_tokens
+        return min(blocks, -(-(in_sight - 1) // block_size) + 1)
+
+
+def uniform_group(num_layers: int, num_kv_heads: int, head_size: int) -> KVGroup:
+    """A group whose keys and values are equally large and see all tokens before."""
+    return KVGroup(((0, num_layers),), LayerKV(num_kv_heads=num_kv_heads, key_size=head_size, value_size=head_size))
+
+
+def groups_of(layers: Sequence[LayerKV]) -> tuple[KVGroup, ...]:
+    """Groups of a model's layers: of each kind as many as keep each group no larger than the smallest kind. A kind's
+    layers are dealt out in turn, so that pipeline stages have about as much of each group."""
+    kinds: dict[LayerKV, list[int]] = {}
+    for index, layer in enumerate(layers):
+        kinds.setdefault(layer, []).append(index)
+    smallest = min(len(indices) * kind.num_elements for kind, indices in kinds.items())
+    groups = []
+    for kind, indices in kinds.items():
+        count = -(-len(indices) // max(1, smallest // kind.num_elements))
+        groups += [KVGroup(_spans(indices[first::count]), kind) for first in range(count)]
+    return tuple(groups)
+
+
+def _spans(indices: Sequence[int]) -> tuple[Span, ...]:
+    """Ascending numbers as spans of neighbours."""
+    starts = [indices[0], *(after for before, after in pairwise(indices) if after != before + 1)]
+    ends = [*(before + 1 for before, after in pairwise(indices) if after != before + 1), indices[-1] + 1]
+    return tuple(zip(starts, ends, strict=True))
