@@ -18,6 +18,8 @@ class StepCost:
     per_sequence: float
     per_context: float
     per_attended: float = 0.0
+    per_prefill_step: float = 0.0
+    """What a step that carries prefill takes more, for itself: it replays no whole graph."""
 
     def seconds(self, tokens: int, sequences: int, context: int, attended: int) -> float:
         """The time of one step."""

@@ -408,6 +408,8 @@ class TwinEngine:
             return
         kind = "decode" if not num_prefills else ("prefill" if num_prefills == sequences else "mixed")
         seconds = self._cost.seconds(tokens, sequences, context, attended)
+        if num_prefills:
+            seconds += self._cost.per_prefill_step
         counters.sums[kind].add(1, tokens, sequences, context, attended, seconds)
         counters.generated_tokens += plan.count + len(done)
         if self._blocked is not None:

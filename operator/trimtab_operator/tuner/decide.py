@@ -1,0 +1,345 @@
+"""The tuner: looks at all replicas, what is remembered, what the owner asks and the time go in; what to do comes out.
+
+Pure: it reads no clock and calls nobody. In this order:
+
+    owner's changes → what can be believed, and what it teaches → safety → the trial in flight → one hot knob
+    → replicas → what only a restart could change → values that each engine must run
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from trimtab_operator.tuner.explanation import sentence_of
+from trimtab_operator.tuner.knobs import Knob, Value, Values
+from trimtab_operator.tuner.learning import attained, learned, objectives_of, with_foresight
+from trimtab_operator.tuner.looks import Look
+from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount, Restart, decision_id
+from trimtab_operator.tuner.objectives import Objectives
+from trimtab_operator.tuner.observation import Observation, observe
+from trimtab_operator.tuner.observation.track import Patience
+from trimtab_operator.tuner.rules import HOT
+from trimtab_operator.tuner.rules.replicas import wanted_replicas
+from trimtab_operator.tuner.rules.restart import restart_move
+from trimtab_operator.tuner.safety import crashed, memory_taken, out_of_bounds, possible
+from trimtab_operator.tuner.settings import Mode, Settings
+from trimtab_operator.tuner.situation import Situation, ranges_of
+from trimtab_operator.tuner.state import Memory, Pin, Trial
+from trimtab_operator.tuner.trial import SETTLE_SECONDS, Verdict, judged
+
+FELT_SECONDS = 300.0  # over which it is judged whether promises are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A condition's status, reason and message; equal as long as its cause is."""
+
+    ok: bool
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one turn. `patches` are values that engines must be PATCHed to, by replica; `replicas` is the count
+    to ask for, None where it is the owner's; `decisions` are new (one Event each)."""
+
+    memory: Memory
+    metrics_available: Condition
+    tuning_active: Condition
+    patches: Mapping[str, Values] = field(default_factory=dict)
+    replicas: int | None = None
+    decisions: tuple[Decision, ...] = ()
+    objectives: Objectives = field(default_factory=Objectives)
+    """In force: the owner's, or the defaults."""
+
+    @property
+    def recommendation(self) -> Decision | None:
+        """What would be done, or what only the owner can do."""
+        return self.memory.recommendation
+
+
+def decide(looks: Iterable[Look], memory: Memory, settings: Settings, now: float) -> Outcome:
+    """One turn. `now` is Unix time; `looks` holds one entry per replica."""
+    now = float(now)
+    patience = Patience.for_tick(settings.pace.tick_seconds)
+    observation, tracks = observe(memory.tracks, looks, now=now, patience=patience)
+    memory = replace(_with_owners_word(memory, settings, observation, now), tracks=tracks)
+    if settings.mode is Mode.OFF:
+        return _off(memory, observation, settings)
+    memory = learned(memory, observation, settings)
+    turn = _Turn(memory, observation, settings, now)
+    turn.keep_safe()
+    turn.tune()
+    turn.scale()
+    turn.say_what_only_a_restart_helps()
+    return turn.outcome()
+
+
+def _off(memory: Memory, observation: Observation, settings: Settings) -> Outcome:
+    """Off: nothing is applied, tried or recommended; what was learned is kept for the day it is switched on."""
+    kept = replace(memory, applied={}, trial=None, recommendation=None)
+    off = Condition(False, "Off", "spec.tuning.mode is Off")
+    return Outcome(kept, metrics_condition(observation), off, objectives=settings.objectives)
+
+
+def _with_owners_word(memory: Memory, settings: Settings, observation: Observation, now: float) -> Memory:
+    """A new start value is the owner's word: the tuned value of that knob is forgotten. Expired pins go too."""
+    known = dict(memory.starts)
+    for seen in observation.trusted:
+        assert seen.config is not None
+        for knob, value in seen.config.applied.items():
+            if knob not in memory.applied:
+                known.setdefault(knob, value)  # where the engine itself began
+    fresh = {knob for knob, start in settings.starts.items() if knob in known and known[knob] != start}
+    in_auto = settings.mode is Mode.AUTO
+    applied = {knob: value for knob, value in memory.applied.items() if in_auto and knob not in fresh}
+    trial = memory.trial if memory.trial is not None and memory.trial.knob in applied else None
+    return replace(
+        memory,
+        starts={**known, **settings.starts},
+        applied=applied,
+        trial=trial,
+        pins=tuple(pin for pin in memory.pins if pin.until > now and pin.knob not in fresh),
+        crashes=() if Knob.GPU_MEMORY_UTILIZATION in fresh else memory.crashes,
+    )
+
+
+def metrics_condition(observation: Observation) -> Condition:
+    """Whether there are numbers to act on, and what is wrong with those that cannot be believed."""
+    findings = observation.findings
+    if not observation.ready:
+        return Condition(False, "NoReadyReplica", "no replica is ready; nothing is measured")
+    if not findings:
+        return Condition(True, "Scraped", "the metrics of every ready replica are fresh and consistent")
+    name, first = min(findings.items())
+    said = f"{name}: {first.message}" if len(findings) == 1 else f"{', '.join(sorted(findings))}: {first.message}"
+    if len(findings) < len(observation.ready):
+        return Condition(
+            False,
+            "MetricsPartial",
+            f"metrics of {len(observation.trusted)} of {len(observation.ready)} replicas; {said}",
+        )
+    return Condition(False, first.fault.value, said)
+
+
+class _Turn:
+    """One turn while it runs; nothing outside this module sees it."""
+
+    def __init__(self, memory: Memory, observation: Observation, settings: Settings, now: float) -> None:
+        self.memory = memory
+        self.observation = observation
+        self.settings = settings
+        self.now = now
+        self.decisions: list[Decision] = []
+        self.replicas: int | None = None
+        self.objectives = objectives_of(memory, settings)
+        self.memory = with_foresight(memory, self.objectives, now=now, level=self.objectives.share)
+        self.found: Move | None = None
+        """What the hot rules want where it may not be done."""
+
+    # --- steps of the turn ----------------------------------------------------------------------------------------
+
+    def keep_safe(self) -> None:
+        """Bounds, crashes and memory that others took, at once."""
+        if self.settings.mode is not Mode.AUTO:
+            return
+        moves = out_of_bounds(self.memory, self.settings, self.observation)
+        for move in moves:
+            self._apply_safely(move)
+        self.memory, moves = crashed(
+            self.memory, self.observation, now=self.now, pin_seconds=self.settings.pace.pin_seconds
+        )
+        for move in moves or memory_taken(self.memory, self.observation):
+            self._apply_safely(move)
+
+    def tune(self) -> None:
+        """Judge the trial in flight; when none is, let the first rule that wants something start one."""
+        situation = self.situation()
+        if situation is None or self._behind():
+            return
+        if self.memory.trial is not None:
+            self._judge(self.memory.trial, situation)
+        if self.memory.trial is not None or self.decisions or self.settings.is_paused:
+            return
+        self.found = next((move for rule in HOT if (move := rule(situation)) is not None), None)
+        if self.found is None or self.settings.mode is not Mode.AUTO:
+            return
+        if self.now - self.memory.last_hot_move >= self.settings.pace.cool_down_seconds:
+            self._try(self.found, situation)
+            self.found = None
+
+    def scale(self) -> None:
+        """Choose the replica count, where it is ours."""
+        if self.settings.scaling is None:
+            return
+        chosen = wanted_replicas(
+            self.memory, self.observation, self.settings, self.objectives, self.situation(), now=self.now
+        )
+        self.memory = replace(self.memory, scaling=chosen.memory)
+        self.replicas = chosen.replicas
+        if chosen.move is not None and self.settings.mode is Mode.AUTO and not self.settings.is_paused:
+            self.memory = replace(self.memory, moved_at={**self.memory.moved_at, "replicas": self.now})
+            self._record(chosen.move)
+        elif chosen.move is not None:
+            self.found = self.found or chosen.move
+            self.replicas = None
+
+    def say_what_only_a_restart_helps(self) -> None:
+        """Keep the standing recommendation true: what may not be done, or what only the owner can do."""
+        situation = self.situation()
+        move = self.found or restart_move(self.memory, self.observation, self.settings, situation, now=self.now)
+        standing = self.memory.recommendation
+        if move is None:
+            self.memory = replace(self.memory, recommendation=None)
+        elif standing is None or (standing.move.target, standing.reason) != (move.target, move.reason):
+            decision = self._record(move)
+            self.memory = replace(self.memory, recommendation=decision)
+
+    def outcome(self) -> Outcome:
+        """What is to be done."""
+        return Outcome(
+            memory=self.memory,
+            metrics_available=metrics_condition(self.observation),
+            tuning_active=self._tuning_condition(),
+            patches=self._patches(),
+            replicas=self.replicas,
+            decisions=tuple(self.decisions),
+            objectives=self.objectives,
+        )
+
+    # --- parts ----------------------------------------------------------------------------------------------------
+
+    def situation(self) -> Situation | None:
+        """What the rules see; None where nothing can be believed, or nothing was measured since the last change."""
+        trusted = self.observation.trusted
+        pace = self.settings.pace
+        since = self.memory.last_hot_move + SETTLE_SECONDS
+        window = self.observation.total(seconds=pace.window_seconds, since=since if math.isfinite(since) else None)
+        model = self.memory.model
+        rate = self.memory.demand.rate(pace.window_seconds)
+        if not trusted or window is None or model is None or rate is None:
+            return None
+        ledgers = [seen.ledger for seen in trusted if seen.ledger is not None]
+        applied = self.memory.applied if self.settings.mode is Mode.AUTO else {}
+        since_move = max(self.now - FELT_SECONDS, self.memory.last_hot_move)
+        return Situation(
+            now=self.now,
+            settings=self.settings,
+            memory=self.memory,
+            observation=self.observation,
+            window=window,
+            ranges=ranges_of(self.observation, self.settings, applied=applied, pins=self.memory.pins),
+            ledger=min(ledgers, key=lambda ledger: ledger.kv_tokens),
+            objectives=self.objectives,
+            cost=model.cost,
+            foresight=self.memory.foresight,
+            rate=rate,
+            replicas=len(self.observation.ready),
+            attained=self._attained(since_move)[0],
+        )
+
+    def _attained(self, since: float) -> tuple[float | None, int]:
+        least = self.settings.pace.least_requests
+        share = attained(self.memory, self.objectives, now=self.now, since=since, least=least)
+        count = sum(1 for felt in self.memory.felt if felt.arrived_at >= since)
+        return share, count
+
+    def _judge(self, trial: Trial, situation: Situation) -> None:
+        start = trial.at + SETTLE_SECONDS
+        share, count = self._attained(start)
+        verdict = judged(trial, situation, attained=share, requests=count, since=self.observation.total(since=start))
+        if verdict.verdict is Verdict.KEPT:
+            self.memory = replace(self.memory.with_outcome(trial.decision, f"kept: {verdict.seen}"), trial=None)
+        elif verdict.verdict is Verdict.BAD:
+            pin = Pin(trial.knob, trial.after, trial.before, self.now + self.settings.pace.pin_seconds)
+            self.memory = replace(
+                self.memory.with_outcome(trial.decision, f"undone: {verdict.seen}"),
+                trial=None,
+                pins=(*self.memory.pins, pin),
+            )
+            self._apply_safely(Move(Reason.MADE_WORSE, trial.knob, trial.after, trial.before), said=verdict.seen)
+
+    def _try(self, move: Move, situation: Situation) -> None:
+        assert isinstance(move.target, Knob)
+        assert move.before is not None
+        assert move.after is not None
+        share, _ = self._attained(self.now - FELT_SECONDS)
+        decision = self._record(move)
+        trial = Trial(
+            decision=decision.id,
+            knob=move.target,
+            before=move.before,
+            after=move.after,
+            at=self.now,
+            expected=move.expected,
+            attained=share,
+            recomputed_share=situation.window.recomputed_share,
+            rate=situation.rate,
+        )
+        self.memory = replace(self.memory.with_value(move.target, move.after, self.now), trial=trial)
+
+    def _apply_safely(self, move: Move, *, said: str = "") -> None:
+        """Do it now; nothing is tried or judged."""
+        assert isinstance(move.target, Knob)
+        assert move.after is not None
+        trial = self.memory.trial
+        if trial is not None and trial.knob is move.target:
+            self.memory = replace(self.memory, trial=None)
+        self.memory = self.memory.with_value(move.target, move.after, self.now)
+        self._record(move, said=said)
+
+    def _record(self, move: Move, *, said: str = "") -> Decision:
+        sentence = sentence_of(move, self.settings.mode)
+        decision = Decision(
+            decision_id(self.now, move), self.now, move, f"{sentence[:-1]} ({said})." if said else sentence
+        )
+        self.decisions.append(decision)
+        self.memory = self.memory.with_decision(decision)
+        return decision
+
+    def _behind(self) -> list[str]:
+        """Believed replicas that do not run the applied values yet: what they measure is of the old ones."""
+        return [
+            seen.replica
+            for seen in self.observation.trusted
+            if seen.config is not None and possible(seen.config, self.memory.applied)
+        ]
+
+    def _patches(self) -> dict[str, Values]:
+        """One patch for each engine that answers and runs other values than the applied ones; ready or not."""
+        if self.settings.mode is not Mode.AUTO:
+            return {}
+        found = (
+            (seen.replica, possible(seen.config, self.memory.applied))
+            for seen in self.observation.replicas
+            if seen.config is not None
+        )
+        return {replica: fields for replica, fields in found if fields}
+
+    def _tuning_condition(self) -> Condition:
+        if not self.observation.trusted:
+            return Condition(False, "MetricsUnavailable", "every knob is held: no replica's numbers can be believed")
+        if self.settings.is_paused:
+            return Condition(False, "Paused", "the pause annotation is set; nothing moves but for safety")
+        behind = self._behind()
+        if behind:
+            return Condition(False, "NotYetApplied", f"{', '.join(behind)}: does not run the applied values yet")
+        standing = self.memory.recommendation
+        if standing is not None and isinstance(standing.move.target, ReplicaCount | Restart):
+            return Condition(True, standing.reason.value, "see the recommendation")
+        if self.settings.mode is Mode.RECOMMEND:
+            return Condition(True, "Recommending", "recommendations are written to status; nothing is changed")
+        return Condition(True, "Tuning", "knobs move within their bounds where that keeps more promises")
+
+
+def effective(memory: Memory, observation: Observation) -> dict[Knob, Value]:
+    """The values in force: applied ones, and where nothing is applied what engines say they run."""
+    values: dict[Knob, Value] = {}
+    for seen in observation.trusted:
+        if seen.config is not None:
+            for knob, value in seen.config.applied.items():
+                values.setdefault(knob, value)
+    return {**values, **memory.applied}

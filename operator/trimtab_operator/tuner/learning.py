@@ -1,0 +1,211 @@
+"""What one observation teaches: step times, lengths, demand, what users felt, how long replicas take to start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from statistics import median
+
+from trimtab_operator.tuner.foresight import Foresight
+from trimtab_operator.tuner.load.demand import Point
+from trimtab_operator.tuner.load.lengths import Pair, WorkOf
+from trimtab_operator.tuner.looks import Finished, Unfinished
+from trimtab_operator.tuner.model import StepTime
+from trimtab_operator.tuner.objectives import Objectives
+from trimtab_operator.tuner.observation import Interval, Observation, Seen
+from trimtab_operator.tuner.scaling.law import LEVEL_SECONDS, foreseen_rate
+from trimtab_operator.tuner.settings import Settings
+from trimtab_operator.tuner.state import KEEP_FELT_SECONDS, MAX_FELT, Felt, Memory
+from trimtab_operator.tuner.twin import StepCost
+
+WARM_AFTER_SECONDS = 60.0  # a replica's caches and clocks are cold before: nothing is fitted from that
+KEEP_COLD_STARTS = 5
+COST_CHANGE = 0.04  # of a typical step, from which on predictions are made anew
+UNEVENNESS_CHANGE = 1.35  # factor of the variation of arrivals, likewise
+MORE_PAIRS = 2.0  # times as many pairs, likewise
+REFRESH_SECONDS = 1800.0  # and after this long in any case
+TYPICAL_BATCH = 16
+TYPICAL_CHUNK = 1024
+
+
+def learned(memory: Memory, observation: Observation, settings: Settings) -> Memory:
+    """After one observation. Nothing is learned from a replica whose numbers cannot be believed."""
+    memory = _with_model(memory, observation, settings)
+    memory = _with_lengths(memory, observation)
+    memory = _with_demand(memory, observation, settings)
+    memory = _with_starts(memory, observation)
+    memory = _with_quiet(memory, observation)
+    return _with_felt(memory, observation, objectives_of(memory, settings))
+
+
+def _with_model(memory: Memory, observation: Observation, settings: Settings) -> Memory:
+    model = memory.model
+    if model is None or model.prior != settings.prior:
+        model = StepTime.of(settings.prior)
+    alarms = model.alarms
+    model = model.learned_all((part.decode, part.prefill) for part in _new_intervals(observation, warm=True))
+    pins = () if model.alarms > alarms else memory.pins  # another engine than the one that they were learned on
+    return replace(memory, model=model, pins=pins)
+
+
+def _new_intervals(observation: Observation, *, warm: bool) -> list[Interval]:
+    """What the believed replicas did since the look before."""
+    return [
+        seen.intervals[-1]
+        for seen in observation.trusted
+        if seen.has_new_interval and (not warm or _is_warm(seen)) and (not warm or seen.intervals[-1].is_steady)
+    ]
+
+
+def _is_warm(seen: Seen) -> bool:
+    return seen.age_seconds >= WARM_AFTER_SECONDS
+
+
+def _with_lengths(memory: Memory, observation: Observation) -> Memory:
+    news = [seen.news for seen in observation.trusted if seen.news is not None]
+    if not news:
+        return memory
+    finished = [row for one in news for row in one.finished]
+    unfinished = [row for one in news for row in one.unfinished]
+    lengths = memory.lengths.with_news(finished, unfinished).checked(observation.at, _work_of(memory))
+    return replace(memory, lengths=lengths)
+
+
+def _work_of(memory: Memory) -> WorkOf:
+    """What a prompt token and an answer's token cost, in a typical batch."""
+    if memory.model is None:
+        return WorkOf(1.0, 10.0)
+    cost = memory.model.cost
+    return WorkOf(cost.per_token, cost.per_step / TYPICAL_BATCH + cost.per_token + cost.per_sequence)
+
+
+def _with_demand(memory: Memory, observation: Observation, settings: Settings) -> Memory:
+    new = _new_intervals(observation, warm=False)
+    if not new:
+        return memory
+    seconds = median(part.seconds for part in new)
+    per_second = math.fsum(_arrived(part) / part.seconds for part in new)
+    per_second *= len(observation.ready) / len(new)  # those that were not read got as much each
+    demand = memory.demand.with_point(Point(max(part.end for part in new), seconds, per_second * seconds))
+    horizon = cold_start(memory, settings) + settings.pace.tick_seconds
+    growth = memory.growth.settled(demand, observation.at, window=LEVEL_SECONDS)
+    ahead = foreseen_rate(demand, horizon)
+    if ahead is not None and demand.seen_seconds(LEVEL_SECONDS) >= LEVEL_SECONDS / 2:
+        growth = growth.foreseen(observation.at + horizon, ahead)
+    return replace(memory, demand=demand, growth=growth)
+
+
+def _arrived(part: Interval) -> float:
+    """Requests that came; where the engine does not count them: those that ended, as the change of those that
+    are there is small beside them."""
+    return part.arrived if part.arrived is not None else part.finished
+
+
+def cold_start(memory: Memory, settings: Settings) -> float:
+    """How long a replica takes to start: as seen of the last ones, else as told."""
+    return median(memory.cold_starts) if memory.cold_starts else settings.cold_start_seconds
+
+
+def _with_starts(memory: Memory, observation: Observation) -> Memory:
+    new = [seen.start_seconds for seen in observation.replicas if seen.start_seconds]
+    return replace(memory, cold_starts=(*memory.cold_starts, *new)[-KEEP_COLD_STARTS:]) if new else memory
+
+
+def _with_quiet(memory: Memory, observation: Observation) -> Memory:
+    """Since when nothing was preempted for room, and how full the caches have been since."""
+    new = _new_intervals(observation, warm=False)
+    if not new:
+        return memory
+    peak = max(part.gauges.kv_usage for part in new)
+    if any(part.preempted_for_room > 0 for part in new) or memory.quiet_since is None:
+        return replace(memory, quiet_since=observation.at, kv_peak=peak)
+    return replace(memory, kv_peak=max(memory.kv_peak, peak))
+
+
+# --- what users felt --------------------------------------------------------------------------------------------------
+
+
+def objectives_of(memory: Memory, settings: Settings) -> Objectives:
+    """The owner's promises, or the defaults by the model of the engine."""
+    cost = memory.model.cost if memory.model is not None else settings.prior
+    pairs = memory.lengths.pairs[-200:]
+    context = math.fsum(pair.prompt + pair.output / 2 for pair in pairs) / len(pairs) if pairs else 1000.0
+    return settings.objectives.completed(cost, typical_context=context)
+
+
+def _with_felt(memory: Memory, observation: Observation, objectives: Objectives) -> Memory:
+    rows = [row for seen in observation.trusted if seen.news is not None for row in seen.news.finished]
+    if not rows:
+        return memory
+    new = [Felt(row.arrived_at, _is_met(row, objectives)) for row in rows if row.reason in ("stop", "length")]
+    kept = [felt for felt in memory.felt if felt.arrived_at > observation.at - KEEP_FELT_SECONDS]
+    return replace(memory, felt=tuple((*kept, *new)[-MAX_FELT:]))
+
+
+def _is_met(row: Finished, objectives: Objectives) -> bool:
+    return objectives.is_met(prompt=row.prompt_tokens, ttft=row.ttft_seconds, mean_gap=row.mean_gap)
+
+
+def attained(memory: Memory, objectives: Objectives, *, now: float, since: float, least: int) -> float | None:
+    """Share of the requests that came since then and kept their promises. One that waits for its first token longer
+    than promised has broken them; of others that still run nothing is known. None: too few to say."""
+    known = [felt.is_met for felt in memory.felt if felt.arrived_at >= since]
+    late = sum(1 for row in memory.lengths.unfinished if row.arrived_at >= since and _is_late(row, objectives, now))
+    count = len(known) + late
+    return sum(known) / count if count >= least else None
+
+
+def _is_late(row: Unfinished, objectives: Objectives, now: float) -> bool:
+    if objectives.ttft is None or row.output_tokens > 0:
+        return False
+    return now - row.arrived_at > objectives.ttft.limit(row.prompt_tokens)
+
+
+# --- foresight --------------------------------------------------------------------------------------------------------
+
+
+def with_foresight(memory: Memory, objectives: Objectives, *, now: float, level: float) -> Memory:
+    """Make predictions anew when what they rest on has changed; keep them as long as it has not."""
+    if memory.model is None or not memory.model.is_fitted or not memory.lengths.is_known:
+        return replace(memory, foresight=None)
+    cost, variation = memory.model.cost, math.sqrt(memory.demand.dispersion())
+    old = memory.foresight
+    if old is not None and not _is_outdated(memory, old, cost, variation, objectives, now, level):
+        return memory
+    pairs = memory.lengths.sample(now)
+    made = Foresight(cost, pairs, objectives, variation, level)
+    return replace(memory, foresight=made, foresight_key=(memory.lengths.version, now))
+
+
+def _is_outdated(
+    memory: Memory,
+    old: Foresight,
+    cost: StepCost,
+    variation: float,
+    objectives: Objectives,
+    now: float,
+    level: float,
+) -> bool:
+    version, made_at = memory.foresight_key
+    assert isinstance(made_at, float)
+    if version != memory.lengths.version or level != old.level or now - made_at > REFRESH_SECONDS:
+        return True
+    if objectives.are_given and objectives != old.objectives:
+        return True
+    if len(memory.lengths.pairs) > MORE_PAIRS * len(old.pairs) and len(old.pairs) < 4000:
+        return now - made_at > 60.0
+    ratio = max(variation, old.variation) / min(variation, old.variation)
+    return ratio > UNEVENNESS_CHANGE or _change(old.cost, cost, old.pairs) > COST_CHANGE
+
+
+def _change(one: StepCost, other: StepCost, pairs: Iterable[Pair]) -> float:
+    """How much the time of a typical step has changed, as a share."""
+    known = list(pairs)
+    context = round(TYPICAL_BATCH * sum(pair.prompt + pair.output / 2 for pair in known) / max(1, len(known)))
+    changes = []
+    for tokens in (TYPICAL_BATCH, TYPICAL_CHUNK):
+        before = one.seconds(tokens, TYPICAL_BATCH, context, context)
+        after = other.seconds(tokens, TYPICAL_BATCH, context, context)
+        changes.append(abs(after / before - 1))
+    return max(changes)

@@ -1,0 +1,161 @@
+"""How many requests come, how unevenly, and how much that grows within the time that a replica needs to start.
+
+Counted on arrival. What a replica whose numbers cannot be believed got is taken to be what the others got each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left, insort
+from dataclasses import dataclass, replace
+
+KEEP_SECONDS = 6 * 3600.0
+FRESH_SECONDS = 300.0  # over which unevenness is measured
+LEAST_POINTS = 6
+MAX_DISPERSION = 25.0  # of counts: gaps with a coefficient of variation of 5
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What came in the `seconds` before `at`. `work` weighs each request by its prompt; 1 is the usual one's."""
+
+    at: float
+    seconds: float
+    requests: float
+    work: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Requests a second."""
+        return self.requests / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """How fast the rate changes, per second, and how many standard errors that is from none."""
+
+    per_second: float
+    deviations: float
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Arrivals of a deployment over the last hours, one point per look."""
+
+    points: tuple[Point, ...] = ()
+
+    def with_point(self, point: Point) -> Demand:
+        """After one more look."""
+        if point.seconds <= 0 or (self.points and point.at <= self.points[-1].at):
+            return self
+        first = 0
+        while first < len(self.points) and self.points[first].at < point.at - KEEP_SECONDS:
+            first += 1
+        return replace(self, points=(*self.points[first:], point))
+
+    def rate(self, seconds: float, *, until: float | None = None) -> float | None:
+        """Requests a second over the last `seconds`; None where nothing was seen."""
+        found = self._last(seconds, until)
+        total = math.fsum(point.seconds for point in found)
+        return math.fsum(point.requests for point in found) / total if total > 0 else None
+
+    def seen_seconds(self, seconds: float) -> float:
+        """How much of the last `seconds` was seen."""
+        return math.fsum(point.seconds for point in self._last(seconds, None))
+
+    def dispersion(self) -> float:
+        """Variance of counts over their mean, free of slow trends: 1 for independent arrivals, more for bursts.
+
+        From differences of neighbouring points, whose mean square is twice the variance.
+        """
+        found = self._last(FRESH_SECONDS * 2, None)
+        if len(found) < LEAST_POINTS:
+            return 1.0
+        mean = math.fsum(point.requests for point in found) / len(found)
+        if mean <= 0:
+            return 1.0
+        squares = math.fsum((b.requests - a.requests) ** 2 for a, b in itertools.pairwise(found))
+        return min(MAX_DISPERSION, max(1.0, squares / (2 * (len(found) - 1)) / mean))
+
+    def slope(self, seconds: float) -> Slope:
+        """Least squares over the last points, weighed by nothing."""
+        found = self._last(seconds, None)
+        if len(found) < 4:
+            return Slope(0.0, 0.0)
+        middle = math.fsum(point.at for point in found) / len(found)
+        mean = math.fsum(point.rate for point in found) / len(found)
+        spread = math.fsum((point.at - middle) ** 2 for point in found)
+        if spread <= 0:
+            return Slope(0.0, 0.0)
+        slope = math.fsum((point.at - middle) * (point.rate - mean) for point in found) / spread
+        rest = math.fsum((point.rate - mean - slope * (point.at - middle)) ** 2 for point in found)
+        error = math.sqrt(rest / (len(found) - 2) / spread)
+        return Slope(slope, slope / error if error > 0 else math.copysign(math.inf, slope) if slope else 0.0)
+
+    def _last(self, seconds: float, until: float | None) -> list[Point]:
+        """Points of the last `seconds` before the newest, or before `until`."""
+        if not self.points:
+            return []
+        end = self.points[-1].at if until is None else until
+        last = bisect_left(self.points, end + 1e-6, key=lambda point: point.at)
+        first = last
+        while first > 0 and self.points[first - 1].at - self.points[first - 1].seconds / 2 > end - seconds:
+            first -= 1
+        return list(self.points[first:last])
+
+
+LEARN_SECONDS = 4 * 3600.0  # of errors: a quantile of old ones says little
+LEAST_ERRORS = 40  # before that the prior speaks
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How much more came than was foreseen, one start-up ahead: logarithms of ratios, learned as time passes.
+
+    Each look notes what it foresees; when that time has come, what came is compared.
+    """
+
+    open: tuple[tuple[float, float], ...] = ()
+    """(when it was foreseen for, requests a second)"""
+    errors: tuple[tuple[float, float], ...] = ()
+    """(when, logarithm of what came over what was foreseen)"""
+
+    def foreseen(self, at: float, rate: float) -> Growth:
+        """Remember what is foreseen for a time to come."""
+        return replace(self, open=(*self.open, (at, rate))) if rate > 0 else self
+
+    def settled(self, demand: Demand, now: float, *, window: float) -> Growth:
+        """Compare what was foreseen for up to now with what came in the `window` around it."""
+        due = [entry for entry in self.open if entry[0] + window / 2 <= now]
+        if not due:
+            return self
+        errors = list(self.errors)
+        for at, rate in due:
+            came = demand.rate(window, until=at + window / 2)
+            if came is not None and came > 0:
+                errors.append((at, math.log(came / rate)))
+        kept = tuple(entry for entry in errors if entry[0] > now - LEARN_SECONDS)
+        return Growth(self.open[len(due) :], kept)
+
+    def quantile(self, share: float, *, prior_sd: float) -> float:
+        """The factor that what came exceeded in 1 − `share` of the cases. Until enough is learned, that of a lognormal
+        of the prior's spread, which counts as LEAST_ERRORS cases."""
+        if not self.errors:
+            return math.exp(_normal_quantile(share) * prior_sd)
+        values: list[float] = []
+        for _, error in self.errors:
+            insort(values, error)
+        own = values[min(len(values) - 1, int(share * len(values)))]
+        weight = min(1.0, len(values) / LEAST_ERRORS)
+        return math.exp(weight * own + (1 - weight) * _normal_quantile(share) * prior_sd)
+
+
+def _normal_quantile(share: float) -> float:
+    """Of the standard normal distribution (Abramowitz and Stegun 26.2.23, within 5e-4)."""
+    tail = min(share, 1 - share)
+    t = math.sqrt(-2 * math.log(max(tail, 1e-9)))
+    value = t - (2.515517 + 0.802853 * t + 0.010328 * t * t) / (
+        1 + 1.432788 * t + 0.189269 * t * t + 0.001308 * t * t * t
+    )
+    return value if share >= 0.5 else -value

@@ -1,0 +1,187 @@
+"""How long requests are: pairs of prompt and answer by the time of arrival, those that still run counted as censored.
+
+What has finished lately says too little of long answers, the less the faster load grows. So a pair belongs to the
+moment at which its request came, and a request that still runs says "longer than this": its length is drawn from those
+that came further (the product-limit estimate of Kaplan and Meier, 1958).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from trimtab_operator.tuner.load.draws import Draws
+from trimtab_operator.tuner.looks import Finished, Unfinished
+
+KEEP_PAIRS = 6000  # capacities over six cohorts of 2,000 differ by 13 to 38 %: keep as many as are cheap
+LAG_SECONDS = 45.0  # younger cohorts are mostly unfinished
+RECENT_SECONDS = 120.0  # the cohort that is compared with what is known, to see a shift
+LEAST_RECENT = 60  # requests in it
+LEAST_PAIRS = 30  # to predict anything from
+LEAST_SINCE_SHIFT = 400  # fewer new pairs than these are filled up with older ones
+SHIFT = 0.15  # relative change of the mean work that is one
+SHIFT_DEVIATIONS = 3.0  # and no accident
+SHIFT_PAUSE_SECONDS = 120.0  # between two shifts: else every swing relearns everything
+COUNTED_REASONS = frozenset({"stop", "length"})  # how a request ends when it ends by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One request's lengths. `cached` of its prompt's tokens were found in the prefix cache."""
+
+    arrived_at: float
+    prompt: int
+    output: int
+    cached: int = 0
+
+
+Measure = Callable[[Pair], float]
+"""A number of a pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """What is known of lengths. Immutable; `with_news` gives the next state."""
+
+    pairs: tuple[Pair, ...] = ()
+    """Finished ones, by arrival."""
+    unfinished: tuple[Unfinished, ...] = ()
+    epoch: float = 0.0
+    """When the present mix began: what came before is only used to fill up."""
+    version: int = 0
+    """Counts epochs; predictions are kept as long as it holds."""
+    checked_at: float = 0.0
+
+    def with_news(self, finished: Iterable[Finished], unfinished: Iterable[Unfinished]) -> Lengths:
+        """After what was told in one look."""
+        new = [
+            Pair(f.arrived_at, f.prompt_tokens, f.output_tokens, min(f.cached_tokens, f.prompt_tokens - 1))
+            for f in finished
+            if f.reason in COUNTED_REASONS and f.output_tokens > 0 and f.prompt_tokens > 0
+        ]
+        running = tuple(u for u in unfinished if u.prompt_tokens > 0)
+        if not new:
+            return replace(self, unfinished=running)
+        merged = sorted((*self.pairs, *new), key=lambda pair: pair.arrived_at)
+        return replace(self, pairs=tuple(merged[-KEEP_PAIRS:]), unfinished=running)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is enough to predict from."""
+        return len(self.pairs) >= LEAST_PAIRS
+
+    def checked(self, now: float, work: WorkOf) -> Lengths:
+        """Look whether the mix has shifted: then a new epoch begins with the recent cohort."""
+        if now - max(self.epoch, self.checked_at) < SHIFT_PAUSE_SECONDS or not self.is_known:
+            return self
+        end = now - LAG_SECONDS
+        recent = self._complete(end - RECENT_SECONDS, end)
+        before = self._complete(self.epoch, end - RECENT_SECONDS)
+        if len(recent) < LEAST_RECENT or len(before) < LEAST_RECENT:
+            return self
+        if not any(_differs([of(p) for p in recent], [of(p) for p in before]) for of in work.measures):
+            return self
+        return replace(self, epoch=end - RECENT_SECONDS, version=self.version + 1, checked_at=now)
+
+    def sample(self, now: float) -> tuple[Pair, ...]:
+        """The pairs to predict with: this epoch's, whole cohorts only; filled up with older ones where they are few."""
+        end = now - LAG_SECONDS
+        current = self._complete(self.epoch, end)
+        if len(current) < LEAST_SINCE_SHIFT:
+            older = [pair for pair in self.pairs if pair.arrived_at < self.epoch]
+            current = (older + current)[-LEAST_SINCE_SHIFT:]
+        if len(current) < LEAST_PAIRS:
+            current = list(self.pairs)
+        return tuple(current)
+
+    def _complete(self, start: float, end: float) -> list[Pair]:
+        """All that arrived from `start` to `end`; unfinished ones with an answer as long as those that came further."""
+        first = bisect_right(self.pairs, start, key=lambda pair: pair.arrived_at)
+        last = bisect_right(self.pairs, end, key=lambda pair: pair.arrived_at)
+        known = list(self.pairs[first:last])
+        censored = [u for u in self.unfinished if start < u.arrived_at <= end]
+        if not censored or not known:
+            return known
+        survival = Survival.of([pair.output for pair in known], [u.output_tokens for u in censored])
+        draws = Draws(len(known))
+        imputed = [
+            Pair(u.arrived_at, u.prompt_tokens, survival.beyond(u.output_tokens, draws.share()), u.cached_tokens)
+            for u in censored
+        ]
+        return known + imputed
+
+
+@dataclass(frozen=True, slots=True)
+class WorkOf:
+    """What a request costs: weights of its prompt's and its answer's tokens. Only their ratio matters."""
+
+    prompt: float = 1.0
+    output: float = 1.0
+
+    @property
+    def measures(self) -> tuple[Measure, ...]:
+        """The total, and each side alone: two shifts may cancel in the total and still change what is best."""
+        return (
+            lambda pair: self.prompt * (pair.prompt - pair.cached) + self.output * pair.output,
+            lambda pair: float(pair.prompt - pair.cached),
+            lambda pair: float(pair.output),
+        )
+
+
+def _differs(recent: Sequence[float], before: Sequence[float]) -> bool:
+    """Whether two means differ by more than SHIFT, and more than by chance."""
+    one, one_error = _mean(recent)
+    other, other_error = _mean(before)
+    change = abs(one - other)
+    return change > SHIFT * max(other, 1e-9) and change > SHIFT_DEVIATIONS * math.hypot(one_error, other_error)
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error."""
+    count = len(values)
+    mean = math.fsum(values) / count
+    variance = math.fsum((value - mean) ** 2 for value in values) / max(1, count - 1)
+    return mean, math.sqrt(variance / count)
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """The share of answers that are longer than each length at which one ended."""
+
+    lengths: tuple[int, ...]
+    shares: tuple[float, ...]
+
+    @classmethod
+    def of(cls, ended: Sequence[int], censored: Sequence[int]) -> Survival:
+        """The product-limit estimate: at each length, of those still at risk, the share that went on."""
+        at_risk = len(ended) + len(censored)
+        ends, stops = sorted(ended), sorted(censored)
+        lengths: list[int] = []
+        shares: list[float] = []
+        share, i, j = 1.0, 0, 0
+        while i < len(ends):
+            length = ends[i]
+            while j < len(stops) and stops[j] < length:  # who was last seen shorter is not at risk any more
+                j += 1
+                at_risk -= 1
+            count = bisect_right(ends, length, lo=i) - i
+            share *= 1.0 - count / at_risk
+            at_risk -= count
+            i += count
+            lengths.append(length)
+            shares.append(share)
+        return cls(tuple(lengths), tuple(shares))
+
+    def beyond(self, length: int, draw: float) -> int:
+        """A length of those that are longer than `length`: the one at share `draw` of them. Where none was seen to end
+        beyond, twice as long."""
+        index = bisect_right(self.lengths, length)
+        if index >= len(self.lengths):
+            return 2 * length + 1
+        left = self.shares[index - 1] if index else 1.0
+        wanted = left * (1.0 - draw)
+        while index < len(self.lengths) - 1 and self.shares[index] > wanted:
+            index += 1
+        return self.lengths[index]

@@ -1,0 +1,76 @@
+"""Bayesian linear regression, one row at a time: a Gaussian over coefficients, kept as mean and covariance.
+
+Small matrices as tuples of rows: six coefficients need no library. A row says `y = Σ xᵢ·θᵢ + noise`; after it
+
+    gain = P·x / (xᵀ·P·x + sd²)      mean += gain·(y − xᵀ·mean)      P −= gain·(P·x)ᵀ
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Vector = tuple[float, ...]
+Matrix = tuple[Vector, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gaussian:
+    """A belief about a vector of coefficients."""
+
+    mean: Vector
+    covariance: Matrix
+
+    @classmethod
+    def prior(cls, mean: Sequence[float], *, own_sd: Sequence[float], common_sd: float) -> Gaussian:
+        """Each coefficient is unsure by its `own_sd`, and all of them together by `common_sd`: a wrong clock speed."""
+        common = common_sd * common_sd
+        covariance = tuple(
+            tuple(common + (sd * sd if i == j else 0.0) for j in range(len(own_sd))) for i, sd in enumerate(own_sd)
+        )
+        return cls(tuple(mean), covariance)
+
+    def predicted(self, x: Vector) -> tuple[float, float]:
+        """Mean and standard deviation of `Σ xᵢ·θᵢ`, without the noise of a row."""
+        spread = _dot(x, self._times(x))
+        return _dot(x, self.mean), math.sqrt(max(0.0, spread))
+
+    def updated(self, x: Vector, y: float, *, sd: float) -> Gaussian:
+        """The belief after one more row, whose noise has this standard deviation."""
+        px = self._times(x)
+        scale = _dot(x, px) + sd * sd
+        if scale <= 0 or not math.isfinite(scale):
+            return self
+        error = y - _dot(x, self.mean)
+        mean = tuple(m + p * error / scale for m, p in zip(self.mean, px, strict=True))
+        covariance = tuple(
+            tuple(entry - a * b / scale for entry, b in zip(row, px, strict=True))
+            for row, a in zip(self.covariance, px, strict=True)
+        )
+        return Gaussian(mean, _symmetric(covariance))
+
+    def widened(self, factor: float) -> Gaussian:
+        """As sure of the coefficients' relations, and less of their values: standard deviations times `factor`."""
+        square = factor * factor
+        return Gaussian(self.mean, tuple(tuple(entry * square for entry in row) for row in self.covariance))
+
+    def sd(self, index: int) -> float:
+        """How unsure one coefficient is."""
+        return math.sqrt(max(0.0, self.covariance[index][index]))
+
+    def _times(self, x: Vector) -> Vector:
+        return tuple(_dot(row, x) for row in self.covariance)
+
+
+def _dot(one: Vector, other: Vector) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
+
+
+def _symmetric(matrix: Matrix) -> Matrix:
+    """Rounding makes the halves drift apart; a covariance is symmetric, and no variance is negative."""
+    size = len(matrix)
+    return tuple(
+        tuple(max(0.0, matrix[i][i]) if i == j else (matrix[i][j] + matrix[j][i]) / 2 for j in range(size))
+        for i in range(size)
+    )

@@ -1,0 +1,89 @@
+"""What about a look cannot be believed: faults with names, which become a condition's reasons, and their numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from trimtab_operator.tuner.looks import Config, Ledger, Sample, Work
+
+MAX_CLOCK_AHEAD_SECONDS = 5.0  # a sample further in the future than this was stamped by a clock that jumped
+
+
+class Fault(StrEnum):
+    """Why a replica's numbers are not acted upon; also reasons of the condition MetricsAvailable."""
+
+    MISSING = "MetricsMissing"  # its metrics, configuration or ledger could not be read
+    STALE = "MetricsStale"  # its newest sample is older than three scrapes
+    FROZEN = "MetricsFrozen"  # it has requests, and no counter has moved for three scrapes
+    INCONSISTENT = "MetricsInconsistent"  # a sample contradicts itself, the ledger or the clock
+    OUT_OF_STEP = "MetricsOutOfStep"  # metrics and configuration have been of different generations for long
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A fault of one replica, in words that stay the same while the cause does."""
+
+    fault: Fault
+    message: str
+
+
+def contradiction(sample: Sample, ledger: Ledger | None, *, now: float) -> str | None:
+    """Say what is impossible about a sample, or None."""
+    counters, gauges = sample.counters, sample.gauges
+    numbers = [
+        sample.at,
+        gauges.running,
+        gauges.waiting,
+        gauges.kv_usage,
+        counters.generated_tokens,
+        counters.prompt_tokens,
+        counters.finished,
+        counters.rejected,
+        *counters.preemptions.values(),
+        *counters.blocked_seconds.values(),
+        *_given(counters.arrived, counters.arrived_prompt_tokens, counters.recomputed_tokens),
+        *_given(gauges.waiting_tokens, gauges.oldest_waiting_seconds),
+        *_numbers(counters.decode),
+        *_numbers(counters.prefill),
+    ]
+    if not all(math.isfinite(number) for number in numbers):
+        return "a metric is not a number"
+    if any(number < 0 for number in numbers):
+        return "a count is negative"
+    if gauges.kv_usage > 1.0 + 1e-6:
+        return "more of the KV cache is used than there is"
+    if sample.at > now + MAX_CLOCK_AHEAD_SECONDS:
+        return "the sample lies in the future"
+    if ledger is not None and min(ledger.device_bytes, ledger.blocks_total, ledger.block_size) <= 0:
+        return "the memory ledger is empty"
+    for histogram in (sample.ttft, sample.itl, sample.mean_itl):
+        if histogram is not None and not _grows(histogram.counts):
+            return "a histogram's counts fall from bucket to bucket"
+    return None
+
+
+def is_out_of_step(sample: Sample, config: Config) -> bool:
+    """Whether metrics and configuration are of different generations, as for a moment after every change."""
+    return sample.gauges.config_generation not in (None, config.generation)
+
+
+def _given(*values: float | None) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _numbers(work: Work | None) -> list[float]:
+    if work is None:
+        return []
+    return [work.steps, work.tokens, work.sequences, work.context, work.attended, work.seconds]
+
+
+def _grows(counts: Iterable[float]) -> bool:
+    before = 0.0
+    for count in counts:
+        if not math.isfinite(count) or count < before:
+            return False
+        before = count
+    return True

@@ -1,0 +1,210 @@
+"""What one replica did between two looks at it, and such intervals added up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from trimtab_operator.tuner.looks import Counters, Gauges, Histogram, Sample, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Counts of what happened from `start` to `end`, and the gauges at its end.
+
+    None: the engine does not export it. `is_steady`: one configuration held all the while.
+    """
+
+    start: float
+    end: float
+    gauges: Gauges
+    generated_tokens: float
+    prompt_tokens: float
+    finished: float
+    preemptions: Mapping[str, float] = field(default_factory=dict)
+    arrived: float | None = None
+    arrived_prompt_tokens: float | None = None
+    cached_prompt_tokens: float = 0.0
+    recomputed_tokens: float | None = None
+    rejected: float = 0.0
+    aborted: float = 0.0
+    blocked_seconds: Mapping[str, float] = field(default_factory=dict)
+    decode: Work | None = None
+    prefill: Work | None = None
+    ttft: Histogram | None = None
+    itl: Histogram | None = None
+    mean_itl: Histogram | None = None
+    is_steady: bool = True
+
+    @property
+    def seconds(self) -> float:
+        """How long it was."""
+        return self.end - self.start
+
+    @property
+    def preempted_for_room(self) -> float:
+        """Preemptions for want of KV blocks: not those that a resize or a reset made."""
+        return self.preemptions.get("capacity", 0.0)
+
+    @property
+    def computed_tokens(self) -> float:
+        """Tokens that its steps computed, again or for the first time."""
+        if self.decode is not None and self.prefill is not None:
+            return self.decode.tokens + self.prefill.tokens
+        fresh = max(0.0, self.prompt_tokens - self.cached_prompt_tokens)
+        return fresh + self.generated_tokens + (self.recomputed_tokens or 0.0)
+
+    @property
+    def recomputed_share(self) -> float:
+        """Share of the computed tokens that preemption made the engine compute twice; 0 where nothing says so."""
+        computed = self.computed_tokens
+        return min(1.0, (self.recomputed_tokens or 0.0) / computed) if computed > 0 else 0.0
+
+    def blocked_share(self, reason: str) -> float:
+        """Share of the time in which the head of the queue waited for this."""
+        return self.blocked_seconds.get(reason, 0.0) / self.seconds if self.seconds > 0 else 0.0
+
+
+def between(before: Sample, after: Sample) -> Interval | None:
+    """What happened from one sample to the next; None when a counter fell: the engine was started anew in between."""
+    if _fell(before.counters, after.counters):
+        return None
+    old, new = before.counters, after.counters
+    return Interval(
+        start=before.at,
+        end=after.at,
+        gauges=after.gauges,
+        generated_tokens=new.generated_tokens - old.generated_tokens,
+        prompt_tokens=new.prompt_tokens - old.prompt_tokens,
+        finished=new.finished - old.finished,
+        preemptions=_difference(old.preemptions, new.preemptions),
+        arrived=_less(old.arrived, new.arrived),
+        arrived_prompt_tokens=_less(old.arrived_prompt_tokens, new.arrived_prompt_tokens),
+        cached_prompt_tokens=new.cached_prompt_tokens - old.cached_prompt_tokens,
+        recomputed_tokens=_less(old.recomputed_tokens, new.recomputed_tokens),
+        rejected=new.rejected - old.rejected,
+        aborted=new.aborted - old.aborted,
+        blocked_seconds=_difference(old.blocked_seconds, new.blocked_seconds),
+        decode=_work(old.decode, new.decode),
+        prefill=_work(old.prefill, new.prefill),
+        ttft=_histogram(before.ttft, after.ttft),
+        itl=_histogram(before.itl, after.itl),
+        mean_itl=_histogram(before.mean_itl, after.mean_itl),
+        is_steady=before.gauges.config_generation == after.gauges.config_generation,
+    )
+
+
+def _fell(old: Counters, new: Counters) -> bool:
+    pairs = [
+        (old.generated_tokens, new.generated_tokens),
+        (old.prompt_tokens, new.prompt_tokens),
+        (old.finished, new.finished),
+        (old.arrived or 0.0, new.arrived or 0.0),
+        (sum(old.preemptions.values()), sum(new.preemptions.values())),
+    ]
+    for work in ("decode", "prefill"):
+        one, two = getattr(old, work), getattr(new, work)
+        if one is not None and two is not None:
+            pairs.append((one.steps, two.steps))
+    return any(b < a for a, b in pairs)
+
+
+def _less(old: float | None, new: float | None) -> float | None:
+    return None if old is None or new is None else max(0.0, new - old)
+
+
+def _difference(old: Mapping[str, float], new: Mapping[str, float]) -> dict[str, float]:
+    return {key: max(0.0, value - old.get(key, 0.0)) for key, value in new.items()}
+
+
+def _work(old: Work | None, new: Work | None) -> Work | None:
+    return None if old is None or new is None else new.minus(old)
+
+
+def _histogram(old: Histogram | None, new: Histogram | None) -> Histogram | None:
+    """What was observed in between; None when the edges changed or a count fell."""
+    if old is None or new is None or old.edges != new.edges:
+        return None
+    counts = tuple(b - a for a, b in zip(old.counts, new.counts, strict=True))
+    return None if any(count < 0 for count in counts) else Histogram(new.edges, counts, new.total - old.total)
+
+
+def total_of(intervals: Iterable[Interval]) -> Interval | None:
+    """All of them together, as if one after the other: `seconds` is the sum of theirs (replica-seconds).
+
+    Gauges are averaged over time. None without intervals.
+    """
+    parts = [part for part in intervals if part.seconds > 0]
+    if not parts:
+        return None
+    seconds = math.fsum(part.seconds for part in parts)
+    end = max(part.end for part in parts)
+    return Interval(
+        start=end - seconds,
+        end=end,
+        gauges=_mean_gauges(parts, seconds),
+        generated_tokens=math.fsum(part.generated_tokens for part in parts),
+        prompt_tokens=math.fsum(part.prompt_tokens for part in parts),
+        finished=math.fsum(part.finished for part in parts),
+        preemptions=_merged(part.preemptions for part in parts),
+        arrived=_sum(part.arrived for part in parts),
+        arrived_prompt_tokens=_sum(part.arrived_prompt_tokens for part in parts),
+        cached_prompt_tokens=math.fsum(part.cached_prompt_tokens for part in parts),
+        recomputed_tokens=_sum(part.recomputed_tokens for part in parts),
+        rejected=math.fsum(part.rejected for part in parts),
+        aborted=math.fsum(part.aborted for part in parts),
+        blocked_seconds=_merged(part.blocked_seconds for part in parts),
+        decode=_all_work([part.decode for part in parts]),
+        prefill=_all_work([part.prefill for part in parts]),
+        ttft=_all_histograms([part.ttft for part in parts]),
+        itl=_all_histograms([part.itl for part in parts]),
+        mean_itl=_all_histograms([part.mean_itl for part in parts]),
+        is_steady=all(part.is_steady for part in parts),
+    )
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) if known else None
+
+
+def _merged(mappings: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for mapping in mappings:
+        for key, value in mapping.items():
+            total[key] = total.get(key, 0.0) + value
+    return total
+
+
+def _all_work(works: list[Work | None]) -> Work | None:
+    known = [work for work in works if work is not None]
+    total = Work() if known else None
+    for work in known:
+        assert total is not None
+        total = total.plus(work)
+    return total
+
+
+def _all_histograms(histograms: list[Histogram | None]) -> Histogram | None:
+    known = [histogram for histogram in histograms if histogram is not None]
+    if not known or any(histogram.edges != known[0].edges for histogram in known):
+        return None
+    counts = tuple(math.fsum(column) for column in zip(*(histogram.counts for histogram in known), strict=True))
+    return Histogram(known[0].edges, counts, math.fsum(histogram.total for histogram in known))
+
+
+def _mean_gauges(parts: list[Interval], seconds: float) -> Gauges:
+    def mean(values: Iterable[float]) -> float:
+        return math.fsum(value * part.seconds for value, part in zip(values, parts, strict=True)) / seconds
+
+    oldest = [p.gauges.oldest_waiting_seconds for p in parts if p.gauges.oldest_waiting_seconds is not None]
+    has_tokens = all(part.gauges.waiting_tokens is not None for part in parts)
+    return Gauges(
+        running=mean(part.gauges.running for part in parts),
+        waiting=mean(part.gauges.waiting for part in parts),
+        kv_usage=mean(part.gauges.kv_usage for part in parts),
+        config_generation=parts[-1].gauges.config_generation,
+        waiting_tokens=mean(part.gauges.waiting_tokens or 0.0 for part in parts) if has_tokens else None,
+        oldest_waiting_seconds=max(oldest) if oldest else None,
+    )

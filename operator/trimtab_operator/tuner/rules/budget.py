@@ -1,0 +1,88 @@
+"""The token budget of a step: chunks small enough for decodes, large enough for prompts.
+
+The guide: "Smaller values (e.g., 2048) achieve better inter-token latency (ITL) because there are fewer prefills
+slowing down decodes." "Higher values achieve better time to first token (TTFT) as you can process more prefill tokens
+in a batch." "For optimal throughput, we recommend setting max_num_batched_tokens > 8096 especially for smaller models
+on large GPUs." Which of them holds depends on promises and lengths, so it is predicted: that budget wins under which
+the most load keeps its promises. Percentiles of token gaps are not monotone in the budget, so no gradient is followed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trimtab_operator.tuner.foresight import Candidate, Foresight
+from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.moves import Expectation, Measure, Move, Reason
+from trimtab_operator.tuner.rules.pressure import expected_attainment
+from trimtab_operator.tuner.situation import Range, Situation
+
+LADDER = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+GAIN = 1.05  # of the capacity: less is within the twin's noise
+GAIN_BACK = 1.12  # to turn back within REMEMBERED_SECONDS: what is best by a little changes with every hour's lengths
+REMEMBERED_SECONDS = 1800.0
+ATTAINMENT_GAIN = 0.02  # under overload, where no budget holds what comes
+UNSURE = 0.1  # of a capacity
+
+
+def better_budget(s: Situation) -> Move | None:
+    """Another budget holds clearly more load within the promises; where none holds what comes, it serves more of it."""
+    found = s.ranges.get(Knob.MAX_NUM_BATCHED_TOKENS)
+    if found is None or s.foresight is None or not found.is_live:
+        return None
+    foresight, current = s.foresight, int(found.current)
+    capacities = {budget: _capacity(s, foresight, budget) for budget in rungs(found)}
+    best = max(capacities, key=lambda budget: (capacities[budget], -abs(budget - current)))
+    if capacities[best] >= s.rate:
+        if best == current or capacities[best] < _gain(s, best > current) * capacities[current]:
+            return None
+        before, after = capacities[current], capacities[best]
+        expected = (Expectation(Measure.CAPACITY, before, after, (1 - UNSURE) * after, (1 + UNSURE) * after),)
+    else:
+        shares = {budget: foresight.at(_with(s, budget), s.rate).attainment for budget in capacities}
+        best = max(shares, key=lambda budget: (shares[budget], capacities[budget], -abs(budget - current)))
+        if best == current or shares[best] < shares[current] + ATTAINMENT_GAIN:
+            return None
+        expected = (expected_attainment(s, shares[best]),)
+    reason = Reason.CHUNKS_TOO_LARGE if best < current else Reason.CHUNKS_TOO_SMALL
+    evidence = {
+        "capacity_now": round(capacities[current], 4),
+        "capacity_then": round(capacities[best], 4),
+        "requests_per_second": round(s.rate, 4),
+        "blocked_by_tokens_share": round(s.window.blocked_share("tokens"), 4),
+    }
+    if s.attained is not None:
+        evidence["attained"] = round(s.attained, 4)
+    return Move(
+        reason,
+        Knob.MAX_NUM_BATCHED_TOKENS,
+        current,
+        best,
+        evidence,
+        expected,
+        f"a gain of less than {GAIN - 1:.0%} in the load that is held, as with other lengths or promises",
+    )
+
+
+def _gain(s: Situation, is_raise: bool) -> float:
+    """How much more must be held for a move in this direction."""
+    moves = [entry for entry in s.memory.history if entry.move.target is Knob.MAX_NUM_BATCHED_TOKENS]
+    turns_back = bool(moves) and moves[-1].move.is_raise != is_raise and s.now - moves[-1].at < REMEMBERED_SECONDS
+    return GAIN_BACK if turns_back else GAIN
+
+
+def rungs(found: Range) -> list[int]:
+    """Budgets to compare: powers of two within the range, the present one and the range's ends."""
+    ends = {int(found.current), int(found.highest)}
+    inside = {rung for rung in LADDER if found.lowest <= rung <= found.highest}
+    return sorted({rung for rung in inside | ends if found.lowest <= rung <= found.highest} | {int(found.current)})
+
+
+def _capacity(s: Situation, foresight: Foresight, budget: int) -> float:
+    """What all replicas hold, from what one holds: which budget is best does not depend on how many there are."""
+    one = replace(_with(s, budget), replicas=1)
+    return foresight.capacity(one) * max(1, s.replicas)
+
+
+def _with(s: Situation, budget: int) -> Candidate:
+    return s.with_knob(Knob.MAX_NUM_BATCHED_TOKENS, budget)

@@ -1,0 +1,124 @@
+"""What the tuner remembers. `Memory` has a lasting part, written as JSON by `stored`, and one that is learned anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from trimtab_operator.tuner.foresight import Foresight
+from trimtab_operator.tuner.knobs import Knob, Value, Values
+from trimtab_operator.tuner.load import Demand, Growth, Lengths
+from trimtab_operator.tuner.model import StepTime
+from trimtab_operator.tuner.moves import Decision, Expectation
+from trimtab_operator.tuner.observation import Track
+from trimtab_operator.tuner.scaling.law import ScalingMemory
+
+MAX_HISTORY = 10  # entries in status.tuning.history
+KEEP_FELT_SECONDS = 900.0
+MAX_FELT = 8000
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A change that did harm: until `until` the knob is not moved past `limit`, where it had been, that way.
+
+    Not only `value` itself is avoided: trying ever closer ones would be an oscillation with a new name.
+    """
+
+    knob: Knob
+    value: Value
+    limit: Value
+    until: float
+
+    @property
+    def is_upper(self) -> bool:
+        """Whether the value had been reached by raising."""
+        return self.value > self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The last move of a hot knob, until it has been judged."""
+
+    decision: str
+    knob: Knob
+    before: Value
+    after: Value
+    at: float
+    expected: tuple[Expectation, ...]
+    attained: float | None
+    """Share of requests that kept their promises before it; None: too few to say."""
+    recomputed_share: float
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Felt:
+    """Whether one request kept its promises, by when it came."""
+
+    arrived_at: float
+    is_met: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Everything that is remembered of one deployment."""
+
+    # what lasts
+    applied: Values = field(default_factory=dict)
+    """Values that all engines must run; a knob that is not named runs at its start."""
+    starts: Values = field(default_factory=dict)
+    """The owner's start values that `applied` was reached from."""
+    moved_at: Mapping[str, float] = field(default_factory=dict)
+    """When each target was last moved, by name."""
+    trial: Trial | None = None
+    pins: tuple[Pin, ...] = ()
+    crashes: tuple[float, ...] = ()
+    """When engines crashed above the start values of their memory."""
+    recommendation: Decision | None = None
+    history: tuple[Decision, ...] = ()
+    """Newest last."""
+    scaling: ScalingMemory = field(default_factory=ScalingMemory)
+    model: StepTime | None = None
+    # what is learned anew within minutes
+    tracks: Mapping[str, Track] = field(default_factory=dict)
+    lengths: Lengths = field(default_factory=Lengths)
+    demand: Demand = field(default_factory=Demand)
+    growth: Growth = field(default_factory=Growth)
+    felt: tuple[Felt, ...] = ()
+    foresight: Foresight | None = None
+    foresight_key: tuple[object, ...] = ()
+    cold_starts: tuple[float, ...] = ()
+    """Seconds that the last replicas took to start."""
+    quiet_since: float | None = None
+    """No request was preempted for room since then."""
+    kv_peak: float = 0.0
+    """Highest share of the KV cache in use since then."""
+    missed_since: float | None = None
+    """Promises have been missed since then, without a pause."""
+
+    def with_decision(self, decision: Decision) -> Memory:
+        """Remember it in the history."""
+        return replace(self, history=(*self.history, decision)[-MAX_HISTORY:])
+
+    def with_value(self, knob: Knob, value: Value, now: float) -> Memory:
+        """Have all engines run this value from now on."""
+        return replace(
+            self,
+            applied={**self.applied, knob: value},
+            moved_at={**self.moved_at, knob.value: now},
+            quiet_since=now,
+            kv_peak=0.0,
+        )
+
+    def with_outcome(self, decision: str, outcome: str) -> Memory:
+        """Write down what came of a decision."""
+        return replace(
+            self,
+            history=tuple(replace(e, outcome=outcome) if e.id == decision else e for e in self.history),
+        )
+
+    @property
+    def last_hot_move(self) -> float:
+        """When a hot knob was last moved; long ago if never."""
+        return max((self.moved_at.get(knob.value, float("-inf")) for knob in Knob), default=float("-inf"))

@@ -1,0 +1,103 @@
+"""A change of a hot knob is a trial: it stays only if what it was predicted to bring appeared, and is undone if not.
+
+The mechanism shows within two looks (the share of tokens computed twice), what users feel takes longer: near capacity
+latencies vary by a third from minute to minute, and misses come in clusters. So a trial is undone when things are worse
+than they were by clearly more than chance, and kept when they are not for long enough.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.moves import Expectation, Measure
+from trimtab_operator.tuner.observation import Interval
+from trimtab_operator.tuner.situation import Situation
+from trimtab_operator.tuner.state import Trial
+
+SETTLE_SECONDS = 5.0  # what was measured this soon after a change began before it
+LEAST_LOOKS = 2  # intervals of each replica before anything is said
+CLUSTERING = 15.0  # misses come together: the variance of their count is so many times the binomial's
+DEVIATIONS = 3.0
+CLEAR_LOSS = 0.02  # of the attainment, beyond chance
+WORSE_FACTOR = 1.5  # times the tokens computed twice …
+WORSE_SHARE = 0.01  # … and this share of all more
+COMPARABLE = 1.3  # loads within this factor of each other are comparable
+
+
+class Verdict(StrEnum):
+    """How a trial stands."""
+
+    OPEN = "open"
+    KEPT = "kept"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A verdict, and the words for what was seen."""
+
+    verdict: Verdict
+    seen: str = ""
+
+
+OPEN = Judgement(Verdict.OPEN)
+
+
+def judged(trial: Trial, s: Situation, *, attained: float | None, requests: int, since: Interval | None) -> Judgement:
+    """Judge a trial: `attained` of `requests` that came since the change, and what the replicas did since then."""
+    if since is None or since.seconds < LEAST_LOOKS * s.settings.pace.tick_seconds * max(1, s.replicas) * 0.9:
+        return OPEN
+    preemption = _by_preemption(trial, s, since)
+    if preemption is not None:
+        return Judgement(Verdict.BAD, preemption)
+    felt = _by_feeling(trial, s, attained, requests)
+    if felt is not None:
+        return Judgement(Verdict.BAD, felt)
+    if s.now - trial.at < s.settings.pace.judge_seconds:
+        return OPEN
+    return Judgement(Verdict.KEPT, _seen(trial.expected, attained, since))
+
+
+def _by_preemption(trial: Trial, s: Situation, since: Interval) -> str | None:
+    """Clearly more is computed twice than before, at a comparable load."""
+    if not _is_comparable(trial, s) or trial.knob is Knob.MAX_NUM_BATCHED_TOKENS:
+        return None
+    share, before = since.recomputed_share, trial.recomputed_share
+    if share > WORSE_FACTOR * before + WORSE_SHARE:
+        return f"{share:.1%} of the tokens are computed twice, {before:.1%} before"
+    return None
+
+
+def _by_feeling(trial: Trial, s: Situation, attained: float | None, requests: int) -> str | None:
+    """Clearly fewer requests keep their promises than before, and than the old value is predicted to bring now."""
+    if attained is None or requests < s.settings.pace.least_requests or trial.attained is None:
+        return None
+    reference = trial.attained
+    old = s.predicted(s.with_knob(trial.knob, trial.before))
+    if old is not None:
+        reference = min(reference, old.attainment)
+    chance = math.sqrt(CLUSTERING * max(reference * (1 - reference), 0.01 * 0.99) / requests)
+    if attained < reference - DEVIATIONS * chance - CLEAR_LOSS:
+        return f"{attained:.1%} of {requests} requests kept their promises, {trial.attained:.1%} before"
+    return None
+
+
+def _is_comparable(trial: Trial, s: Situation) -> bool:
+    low, high = sorted((trial.rate, s.rate))
+    return low > 0 and high <= COMPARABLE * low
+
+
+def _seen(expected: tuple[Expectation, ...], attained: float | None, since: Interval) -> str:
+    """What came of it, beside what was predicted."""
+    said = []
+    for entry in expected:
+        if entry.measure is Measure.ATTAINMENT and attained is not None:
+            said.append(f"predicted attainment {entry.after:.1%}, seen {attained:.1%}")
+        elif entry.measure is Measure.RECOMPUTED:
+            said.append(f"predicted recomputed share {entry.after:.1%}, seen {since.recomputed_share:.1%}")
+    if not said and attained is not None:
+        said.append(f"attainment since then {attained:.1%}")
+    return "; ".join(said) or "nothing became worse"

@@ -1,0 +1,49 @@
+"""Looks and samples with only what a test is about in view."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trimtab_operator.tuner.knobs import FieldRange, Knob, Values
+from trimtab_operator.tuner.looks import Config, Counters, Gauges, Ledger, Look, Phase, RequestNews, Sample, Work
+
+KNOBS: Values = {
+    Knob.GPU_MEMORY_UTILIZATION: 0.8,
+    Knob.WATERMARK: 0.0,
+    Knob.MAX_NUM_SEQS: 64,
+    Knob.MAX_NUM_BATCHED_TOKENS: 2048,
+}
+FIELDS = {
+    Knob.GPU_MEMORY_UTILIZATION: FieldRange(True, 0.5, 0.95),
+    Knob.WATERMARK: FieldRange(True, 0.0, 0.9),
+    Knob.MAX_NUM_SEQS: FieldRange(True, 1, 256),
+    Knob.MAX_NUM_BATCHED_TOKENS: FieldRange(True, 64, 8192),
+}
+
+
+def a_sample(at: float, *, generation: int | None = 1, requests: RequestNews | None = None, **changes: Any) -> Sample:
+    """A sample of an engine that has done 10 steps a second since 0."""
+    gauges = {"running": 4.0, "waiting": 0.0, "kv_usage": 0.5}
+    counts: dict[str, Any] = {
+        "generated_tokens": 40.0 * at,
+        "prompt_tokens": 100.0 * at,
+        "finished": at,
+        "preemptions": {"capacity": 0.0},
+        "arrived": at,
+        "decode": Work(8 * at, 32 * at, 32 * at, 3200 * at, 3200 * at, 0.08 * at),
+        "prefill": Work(2 * at, 200 * at, 8 * at, 800 * at, 800 * at, 0.04 * at),
+        "recomputed_tokens": 0.0,
+    }
+    for name, value in changes.items():
+        (gauges if name in gauges else counts)[name] = value
+    return Sample(at, Counters(**counts), Gauges(**gauges, config_generation=generation), requests=requests)
+
+
+def a_look(replica: str = "m-0", sample: Sample | None = None, *, values: Values | None = None, **changes: Any) -> Look:
+    """A look at a replica that serves, and can be read when it has a sample."""
+    readable: dict[str, Any] = {}
+    if sample is not None:
+        readable["config"] = Config(sample.gauges.config_generation or 1, {**KNOBS, **(values or {})}, FIELDS, 4096)
+        readable["ledger"] = Ledger(16_000_000_000, 10_000, 16, 1_000_000, free_bytes=3_000_000_000)
+    fields = {"phase": Phase.READY, "instance": "uid-1", "sample": sample, **readable, **changes}
+    return Look(replica, **fields)

@@ -1,0 +1,84 @@
+"""Predictions: the same each time, in the right order, and capacities that the replays of the reference had."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from trimtab_operator.tuner.foresight import Candidate, Foresight
+from trimtab_operator.tuner.load import Pair
+from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
+from trimtab_operator.tuner.twin import StepCost
+
+COST = StepCost(8e-3, 1 / 16_000, 3e-5, 4e-9)
+BOTH = Objectives(Ttft(2.0, 1 / 8000, 0.99), Itl(0.08, share=0.99))
+ONE = Candidate(1, 512, 1024, 1_000_000 // 16)
+
+
+def pairs(prompt: float, output: float, count: int = 2000) -> tuple[Pair, ...]:
+    rng = random.Random(1)
+    return tuple(
+        Pair(0, 1 + int(rng.expovariate(1 / prompt)), 1 + int(rng.expovariate(1 / output))) for _ in range(count)
+    )
+
+
+@pytest.fixture(scope="module")
+def code() -> Foresight:
+    return Foresight(COST, pairs(2052, 27), BOTH, 1.0, 0.99)
+
+
+def test_the_same_is_predicted_each_time(code: Foresight) -> None:
+    again = Foresight(COST, code.pairs, BOTH, 1.0, 0.99)
+    assert again.at(ONE, 3.0) == code.at(ONE, 3.0)
+
+
+def test_more_load_is_felt(code: Foresight) -> None:
+    light, heavy = code.at(ONE, 1.0), code.at(ONE, 7.0)
+    assert light.attainment > 0.99
+    assert heavy.attainment < 0.5
+    assert light.ttft_p95 < heavy.ttft_p95
+    assert light.running < heavy.running
+
+
+def test_short_answers_want_small_chunks(code: Foresight) -> None:
+    small, large = code.capacity(ONE), code.capacity(replace(ONE, max_num_batched_tokens=8192))
+    assert small > 2 * large
+
+
+def test_capacity_is_where_promises_begin_to_break(code: Foresight) -> None:
+    capacity = code.capacity(ONE)
+    assert code.at(ONE, 0.9 * capacity).attainment >= 0.985
+    assert code.at(ONE, 1.3 * capacity).attainment < 0.99
+
+
+def test_more_replicas_hold_more(code: Foresight) -> None:
+    assert code.capacity(replace(ONE, replicas=3)) > 2.5 * code.capacity(ONE)
+    assert code.needed(ONE, 2.2 * code.capacity(ONE), range(1, 9)) in (2, 3)
+
+
+def test_asked_again_nothing_is_computed_again(code: Foresight) -> None:
+    code.capacity(ONE)
+    runs = code.runs
+    code.capacity(ONE)
+    assert code.runs == runs
+
+
+def test_token_gaps_are_another_promise_than_means() -> None:
+    gaps = Objectives(Ttft(2.0, 1 / 8000, 0.95), Itl(0.05, ItlKind.TOKENS, 0.95))
+    known = pairs(2052, 100)
+    wide = replace(ONE, max_num_batched_tokens=8192)
+    by_tokens, by_mean = Foresight(COST, known, gaps), Foresight(COST, known, replace(gaps, itl=Itl(0.05, share=0.95)))
+    assert by_tokens.at(wide, 3.0).itl_share != by_mean.at(wide, 3.0).itl_share
+
+
+def test_a_watermark_ends_preemption() -> None:
+    known = pairs(1238, 221)
+    foresight = Foresight(COST, known, BOTH)
+    tight = Candidate(1, 512, 8192, 25_000 // 16)
+    before, after = foresight.at(tight, 6.0), foresight.at(replace(tight, watermark=0.05), 6.0)
+    assert before.recomputed_share > 0.015
+    assert after.recomputed_share < before.recomputed_share / 2
+
+
+def test_nothing_that_cannot_be_promised_is_held() -> None:
+    impossible = Objectives(Ttft(1e-6, 0.0, 0.99))
+    assert Foresight(COST, pairs(1000, 10), impossible).capacity(ONE) == 0.0

@@ -1,0 +1,51 @@
+"""Demand: rates, unevenness, slopes, and how much more comes than was foreseen."""
+
+import math
+import random
+
+import pytest
+from trimtab_operator.tuner.load.demand import Demand, Growth, Point
+
+
+def counted(rates: list[float], *, seconds: float = 15.0, burst: int = 1, seed: int = 1) -> Demand:
+    """Poisson counts at these rates; `burst` requests come at a time."""
+    rng = random.Random(seed)
+    demand = Demand()
+    for index, rate in enumerate(rates):
+        mean, count, left = rate * seconds / burst, 0, 0.0
+        while (left := left + rng.expovariate(1.0)) < mean:
+            count += 1
+        demand = demand.with_point(Point((index + 1) * seconds, seconds, count * burst))
+    return demand
+
+
+def test_the_rate_is_that_of_the_last_seconds() -> None:
+    demand = Demand().with_point(Point(15, 15, 150)).with_point(Point(30, 15, 300))
+    assert demand.rate(15) == 20
+    assert demand.rate(30) == 15
+    assert Demand().rate(60) is None
+
+
+@pytest.mark.parametrize(("burst", "low", "high"), [(1, 1.0, 1.6), (9, 5.0, 14.0)])
+def test_unevenness_is_measured_through_a_trend(burst: int, low: float, high: float) -> None:
+    demand = counted([10 + 0.2 * i for i in range(40)], burst=burst)
+    assert low <= demand.dispersion() <= high
+
+
+def test_a_slope_is_told_from_noise() -> None:
+    assert abs(counted([20.0] * 20).slope(120).deviations) < 3
+    assert counted([20.0 + 2 * i for i in range(20)]).slope(120).deviations > 3
+
+
+def test_what_grows_more_than_foreseen_is_provided_for_after_a_while() -> None:
+    demand, growth = Demand(), Growth()
+    for index in range(200):
+        now = 15.0 * (index + 1)
+        rate = 10.0 * math.exp(0.3 * math.sin(index / 6))
+        demand = demand.with_point(Point(now, 15.0, rate * 15))
+        growth = growth.settled(demand, now, window=60.0)
+        growth = growth.foreseen(now + 135.0, demand.rate(60.0) or 0.0)
+    high = growth.quantile(0.9, prior_sd=0.05)
+    assert 1.3 < high < 1.9
+    assert growth.quantile(0.5, prior_sd=0.05) < high
+    assert Growth().quantile(0.9, prior_sd=0.1) == pytest.approx(math.exp(0.128), rel=0.01)

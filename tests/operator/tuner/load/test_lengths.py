@@ -1,0 +1,78 @@
+"""Lengths by cohort: long answers that still run count, and a shift of the mix is seen once."""
+
+import random
+
+from trimtab_operator.tuner.load.draws import Draws
+from trimtab_operator.tuner.load.lengths import Lengths, Survival, WorkOf
+from trimtab_operator.tuner.looks import Finished, Unfinished
+
+WORK = WorkOf(1.0, 5.0)
+
+
+def finished(at: float, prompt: int, output: int, *, gap: float = 0.05, reason: str = "stop") -> Finished:
+    return Finished(at, at + gap * output, prompt, output, 0.1, gap * (output - 1), reason=reason)
+
+
+def test_survival_is_that_of_kaplan_and_meier() -> None:
+    survival = Survival.of([1, 3, 5], [2, 4])
+    assert survival.lengths == (1, 3, 5)
+    assert [round(share, 4) for share in survival.shares] == [0.8, 0.5333, 0.0]
+    assert survival.beyond(3, 0.5) == 5
+    assert survival.beyond(9, 0.5) == 19
+
+
+def test_during_a_ramp_the_finished_are_too_short_and_the_cohort_is_not() -> None:
+    rng = random.Random(5)
+    true = 400.0
+    now, rows, running = 600.0, [], []
+    for i in range(6000):
+        at = 600.0 * (i / 6000) ** 0.3  # ever more come
+        output = max(1, int(rng.expovariate(1 / true)))
+        if at + 0.2 * output <= now:
+            rows.append(finished(at, 100, output, gap=0.2))
+        else:
+            running.append(Unfinished(at, 100, int((now - at) / 0.2)))
+    lengths = Lengths().with_news(rows, running)
+    by_finish = sum(row.output_tokens for row in rows[-800:]) / 800
+    cohort = lengths.sample(now)
+    mean = sum(pair.output for pair in cohort) / len(cohort)
+    assert by_finish < 0.75 * true
+    assert abs(mean - true) < 0.12 * true
+
+
+def test_what_was_aborted_or_failed_says_nothing_of_lengths() -> None:
+    rows = [finished(1.0, 10, 10, reason="abort"), finished(2.0, 10, 0), finished(3.0, 10, 10)]
+    assert len(Lengths().with_news(rows, ()).pairs) == 1
+
+
+def shifted(prompt: int, *, change: float) -> Lengths:
+    rng = random.Random(9)
+    lengths = Lengths()
+    for tick in range(80):
+        now = 15.0 * (tick + 1)
+        size = prompt if now < 600 else prompt * change
+        rows = [finished(now - rng.uniform(0, 15), int(rng.uniform(0.5, 1.5) * size), 20) for _ in range(60)]
+        lengths = lengths.with_news(rows, ()).checked(now, WORK)
+    return lengths
+
+
+def test_a_shift_of_the_mix_begins_one_new_epoch() -> None:
+    lengths = shifted(1000, change=2.0)
+    assert lengths.version in (1, 2)
+    mean = sum(pair.prompt for pair in lengths.sample(1200.0)) / len(lengths.sample(1200.0))
+    assert 1850 < mean < 2150
+
+
+def test_a_steady_mix_never_shifts() -> None:
+    assert shifted(1000, change=1.0).version == 0
+
+
+def test_draws_are_the_same_each_time_and_even() -> None:
+    one, other = Draws(7), Draws(7)
+    assert [one.share() for _ in range(5)] == [other.share() for _ in range(5)]
+    for variation in (1.0, 2.0, 4.0):
+        gaps = Draws(1).gaps(2000, variation=variation)
+        mean = sum(gaps) / len(gaps)
+        spread = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+        assert abs(mean - 1) < 1e-9
+        assert 0.85 * variation < spread <= 1.05 * variation

@@ -1,0 +1,88 @@
+"""Step times are learned from sums: quickly, through a wrong prior, and anew when the engine becomes another."""
+
+import random
+
+import pytest
+from trimtab_operator.tuner.looks import Work
+from trimtab_operator.tuner.model import Device, Shape, StepTime, prior_cost
+from trimtab_operator.tuner.model.prior import device_named
+from trimtab_operator.tuner.twin import StepCost
+
+TRUE = StepCost(8e-3, 1 / 16_000, 3e-5, 4e-9)
+NOTHING = Work()
+
+
+def works(cost: StepCost, rng: random.Random) -> tuple[Work, Work]:
+    """A scrape's sums: decode steps of some batch, and steps with prefill."""
+    batch, context = rng.randint(4, 64), rng.randint(300, 2000)
+    steps = rng.randint(100, 800)
+    tokens, total = steps * batch, steps * batch * context
+    decode = Work(steps, tokens, tokens, total, total, _seconds(cost, steps, tokens, tokens, total, total))
+    few, chunk = rng.randint(20, 100), rng.randint(100, 2000)
+    tokens, sequences, total = few * (chunk + batch), few * (batch + 1), few * batch * context
+    prefill = Work(few, tokens, sequences, total, total, _seconds(cost, few, tokens, sequences, total, total))
+    return decode, prefill
+
+
+def _seconds(cost: StepCost, steps: int, tokens: int, sequences: int, context: int, attended: int) -> float:
+    return cost.per_step * steps + cost.seconds(tokens, sequences, context, attended) - cost.per_step
+
+
+def wrong(cost: StepCost, *factors: float) -> StepCost:
+    return StepCost(
+        cost.per_step * factors[0],
+        cost.per_token * factors[1],
+        cost.per_sequence * factors[2],
+        cost.per_context * factors[3],
+    )
+
+
+@pytest.mark.parametrize("factors", [(1.25, 0.75, 1.25, 0.75), (0.7, 1.3, 0.8, 1.2), (20.0, 20.0, 20.0, 20.0)])
+def test_four_scrapes_predict_the_next_within_a_few_percent(factors: tuple[float, ...]) -> None:
+    rng = random.Random(1)
+    model = StepTime.of(wrong(TRUE, *factors))
+    for _ in range(4):
+        model = model.learned(*works(TRUE, rng))
+    decode, prefill = works(TRUE, rng)
+    error = model.relative_error(decode, prefill)
+    assert error is not None
+    assert abs(error) < 0.04
+
+
+def test_what_the_load_does_not_show_stays_near_the_prior() -> None:
+    rng = random.Random(2)
+    model = StepTime.of(wrong(TRUE, 1.0, 1.0, 1.2, 1.0))
+    for _ in range(20):
+        model = model.learned(works(TRUE, rng)[0], None)  # while decoding, tokens and sequences are one
+    cost = model.cost
+    assert cost.per_token + cost.per_sequence == pytest.approx(TRUE.per_token + TRUE.per_sequence, rel=0.15)
+    assert all(getattr(cost, name) >= 0 for name in ("per_step", "per_token", "per_sequence", "per_context"))
+
+
+def test_an_engine_that_becomes_slower_is_noticed_and_learned_anew() -> None:
+    rng = random.Random(3)
+    model = StepTime.of(TRUE)
+    for _ in range(20):
+        model = model.learned(*works(TRUE, rng))
+    assert model.alarms == 0
+    slower = wrong(TRUE, 1.4, 1.4, 1.4, 1.4)
+    for _ in range(12):
+        model = model.learned(*works(slower, rng))
+    assert model.alarms >= 1
+    error = model.relative_error(*works(slower, rng))
+    assert error is not None
+    assert abs(error) < 0.05
+
+
+def test_too_few_steps_teach_nothing() -> None:
+    model = StepTime.of(TRUE)
+    assert model.learned(Work(2, 2, 2, 2, 2, 5.0), NOTHING) == model
+    assert not model.is_fitted
+
+
+def test_a_prior_of_a_real_model_on_a_real_gpu_is_plausible() -> None:
+    shape = Shape(8.03e9, 16.06e9, 131_072, 4 * 32 * 32 * 128)
+    cost = prior_cost(shape, device_named("NVIDIA H200"))
+    assert 0.005 < cost.per_step < 0.012
+    assert 20_000 < 1 / cost.per_token < 60_000
+    assert prior_cost(shape, Device(4.8e12, 9.9e14, count=2)).per_token == pytest.approx(cost.per_token / 2)
