@@ -1,8 +1,9 @@
 """The next batch, from waiting requests, running ones and free KV blocks: token-budget scheduling, no phases.
 
-Every request has `num_computed_tokens` chasing its tokens. A step first serves what runs, in the order of the queue,
-then admits from the head of the queue. When blocks run out, a request later in that order is preempted: its blocks are
-freed and it is computed again, or they are moved to the swap space and back. Pure: time is a parameter, and neither
+Every request has `num_computed_tokens` chasing its tokens. A step first serves what runs, in the order of the queue:
+each decode has its token before any prompt takes a share of the budget. Then it admits from the head of the queue, and
+what the budget still has goes to guesses. When blocks run out, a request later in that order is preempted: its blocks
+are freed and it is computed again, or they are moved to the swap space and back. Pure: time is a parameter, and neither
 tensors nor HTTP are known. The same class runs in the server, in tests and in the simulator.
 
 Two rules keep it from standing still. The first running request can take the blocks of all others, so every step moves
@@ -84,8 +85,16 @@ class Scheduler:
 
     def has_room_for(self, num_tokens: int) -> bool:
         """Whether a request with so many tokens would be admitted by the next schedule()."""
-        has_seat = not self._waiting and len(self._running) < self._policy.max_num_seqs
-        return has_seat and self._blocks.can_allocate(num_tokens)
+        waiting, policy = self._waiting, self._policy
+        if len(self._running) + len(waiting) >= policy.max_num_seqs:
+            return False
+        if waiting.num_tokens >= policy.max_num_batched_tokens - len(self._running):
+            return False
+        if waiting and waiting.head.preempted_at is not None:
+            return False
+        ahead = self._blocks.blocks_for(waiting.num_tokens) + len(waiting)  # at most: each begins a block of its own
+        spare = int(policy.watermark * self._blocks.num_total) if self._running or waiting else 0
+        return self._blocks.can_allocate(num_tokens, spare=ahead + spare)
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raises InvalidRequest when it could never run; nothing else is affected."""
@@ -190,6 +199,7 @@ class Scheduler:
                 self._blocked = BlockedReason.KV  # the head is a victim of this step: its blocks are just taken
             else:
                 budget = self._admit(batch, budget, now)
+        budget = self._add_drafts(batch, budget)
         if batch.sequences:
             self._last_step += 1
             batch.num_tokens = self._policy.max_num_batched_tokens - budget
@@ -258,7 +268,9 @@ class Scheduler:
     def _schedule_running(self, batch: Batch, now: float) -> int:
         """Give every running request its next tokens, in the order of the queue. Returns what is left of the budget.
 
-        Victims come after the request that needs their blocks, or are that request, so none was scheduled already.
+        A prefill leaves a token of the budget, and with pipeline stages a place in the step, for each decode behind it:
+        the order of the queue says who is preempted for whom, not who waits for whose prompt. Victims come after the
+        request that needs their blocks, or are that request, so none was scheduled already.
         """
         budget = self._policy.max_num_batched_tokens
         block_size = self._blocks.block_size
@@ -267,6 +279,7 @@ class Scheduler:
         sampling = batch.sampling.append
         preempted = batch.preempted
         share = -(-len(self._running) // self._num_stages)
+        owed: int | None = None  # decodes behind the request at hand; None: not counted, as no prefill has asked yet
         for index, sequence in enumerate(self._running):
             if budget <= 0:
                 break
@@ -285,22 +298,29 @@ class Scheduler:
             if is_decode:  # the common case, kept short
                 if num_known >= request.max_num_tokens:
                     continue  # the step in flight ends it
+                if owed is not None:
+                    owed -= 1
                 end = start + 1
                 samples = True
             elif num_left == 0:  # its newest token is not known yet
                 continue
             else:
-                end = start + self._chunk_of(num_left, budget)
+                owed = self._num_decodes_behind(index) if owed is None else owed
+                if owed >= budget or (self._num_stages > 1 and len(batch.sequences) + owed >= share):
+                    continue
+                end = start + self._chunk_of(num_left, budget - owed)
                 samples = end == num_known
-            if end > len(request.block_ids) * block_size and not self._make_room(index, end, preempted, now):
-                break
+            if end > len(request.block_ids) * block_size:
+                if not self._make_room(index, end, preempted, now):
+                    break
+                owed = None if preempted else owed  # fewer may be behind it now
             if caching:  # what a decode filled in earlier steps; what a chunk fills now
                 if not is_decode:
                     self._blocks.offer(request, end)
                 elif not start % block_size:
                     self._blocks.offer(request, start)
-            if request.draft_token_ids or sequence.draft_token_ids:
-                end = self._with_drafts(sequence, end, budget)
+            if sequence.draft_token_ids:
+                sequence.draft_token_ids = []
             sequence.start = start
             sequence.num_tokens = end - start
             sequence.samples = samples
@@ -324,21 +344,39 @@ class Scheduler:
             num_left = threshold
         return min(num_left, budget)
 
-    def _with_drafts(self, sequence: ScheduledSequence, end: int, budget: int) -> int:
+    def _num_decodes_behind(self, index: int) -> int:
+        """How many of the running requests behind the one at `index` take one token of this step."""
+        is_staged = self._num_stages > 1
+        count = 0
+        for sequence in self._running[index + 1 :]:
+            request = sequence.request
+            if request.status is not RequestStatus.RUNNING or (is_staged and request.num_pending_tokens):
+                continue
+            num_known = len(request.token_ids) + request.num_pending_tokens
+            is_decode = num_known - request.num_computed_tokens == 1 and num_known > request.num_prompt_tokens
+            count += is_decode and num_known < request.max_num_tokens
+        return count
+
+    def _add_drafts(self, batch: Batch, budget: int) -> int:
+        """Have the step verify guesses with what everything known has left of the budget. Returns the rest."""
+        for sequence in batch.sequences:
+            if sequence.request.draft_token_ids:
+                self._add_drafts_of(sequence, budget)
+                budget -= len(sequence.draft_token_ids)
+        return budget
+
+    def _add_drafts_of(self, sequence: ScheduledSequence, budget: int) -> None:
         """Schedule as many of the request's drafts as budget, length and free blocks allow; nobody is preempted for a
-        guess. Returns where the scheduled tokens end. The last token of a request is never a draft."""
-        request = sequence.request
-        room = min(
-            self._policy.num_speculative_tokens,
-            budget - (end - request.num_computed_tokens),
-            request.max_num_tokens - request.num_tokens - 1,
-        )
-        num_drafts = min(len(request.draft_token_ids), room) if end == request.num_tokens else 0
-        if num_drafts > 0 and not self._blocks.allocate(request, end + num_drafts):
+        guess. The last token of a request is never a draft."""
+        request, end = sequence.request, sequence.start + sequence.num_tokens
+        room = min(self._policy.num_speculative_tokens, budget, request.max_num_tokens - request.num_tokens - 1)
+        num_drafts = max(0, min(len(request.draft_token_ids), room)) if end == request.num_tokens else 0
+        if num_drafts and not self._blocks.allocate(request, end + num_drafts):
             num_drafts = min(num_drafts, len(request.block_ids) * self._blocks.block_size - end)
-        request.draft_token_ids = request.draft_token_ids[: max(0, num_drafts)]
+        request.draft_token_ids = request.draft_token_ids[:num_drafts]
         sequence.draft_token_ids = request.draft_token_ids
-        return end + len(request.draft_token_ids)
+        sequence.num_tokens += num_drafts
+        request.num_computed_tokens += num_drafts
 
     def _make_room(self, index: int, num_tokens: int, preempted: list[Preempted], now: float) -> bool:
         """Grow the table of the running request at `index`, preempting from there on. False: it had to go itself."""
@@ -565,6 +603,10 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not self._requests
+
+    def running_requests(self) -> list[Request]:
+        """In the order of the queue."""
+        return [sequence.request for sequence in self._running]
 
     def remaining_tokens(self) -> int:
         """How many output tokens the unfinished requests may still ask for, at most."""

@@ -125,6 +125,79 @@ def test_what_runs_is_served_before_what_waits_and_both_share_the_budget() -> No
     assert step(scheduler) == [("a", 1), ("b", 1), ("c", 1)]
 
 
+def test_no_prompt_before_them_in_the_queue_takes_the_tokens_of_decodes() -> None:
+    scheduler = a_scheduler(tokens=16, length=200, scheduling_policy="priority")
+    add(scheduler, *(a_request(name, 2) for name in "abcdefg"))
+    step(scheduler)
+    urgent = a_request("urgent", 50)
+    urgent.priority = -1
+    add(scheduler, urgent)
+    assert step(scheduler) == [*((name, 1) for name in "abcdefg"), ("urgent", 9)]
+    for _ in range(4):
+        assert step(scheduler) == [("urgent", 9), *((name, 1) for name in "abcdefg")]
+
+
+def test_a_budget_of_nothing_but_decodes_lets_a_prompt_wait_and_then_go_on() -> None:
+    scheduler = a_scheduler(tokens=16, length=60, scheduling_policy="priority")
+    add(scheduler, *(a_request(name, 2, max_tokens=5) for name in "abc"))
+    step(scheduler)
+    urgent = a_request("urgent", 50)
+    urgent.priority = -1
+    add(scheduler, urgent)
+    step(scheduler)
+    steer(scheduler, max_num_seqs=3, max_num_batched_tokens=3)
+    for _ in range(3):
+        assert step(scheduler) == [("a", 1), ("b", 1), ("c", 1)]
+    assert step(scheduler) == [("urgent", 3)], "the others have ended"
+
+
+def test_guesses_take_what_everything_known_has_left() -> None:
+    scheduler = a_scheduler(tokens=12, length=60, num_speculative_tokens=4)
+    add(scheduler, *(a_request(name, 2, max_tokens=30) for name in "abcd"))
+    step(scheduler)
+    add(scheduler, a_request("late", 5))
+    for request in scheduler.running_requests():
+        request.draft_token_ids = [WORD] * 4
+    batch = scheduler.schedule(0.0)
+    held = [(s.request.request_id, s.num_tokens, len(s.draft_token_ids)) for s in batch.sequences]
+    assert held == [("a", 4, 3), ("b", 1, 0), ("c", 1, 0), ("d", 1, 0), ("late", 5, 0)]
+    assert batch.num_tokens == 12
+
+
+def test_guesses_starve_nobody_where_they_would_take_the_whole_budget() -> None:
+    scheduler = a_scheduler(2000, tokens=64, seqs=64, length=80, num_speculative_tokens=4)
+    requests = [a_request(str(n), 1, max_tokens=70, ignore_eos=True) for n in range(64)]
+    add(scheduler, *requests)
+    for _ in range(60):
+        for request in scheduler.running_requests():
+            request.draft_token_ids = [WORD] * 4
+        batch = scheduler.schedule(0.0)
+        tokens: list[int | list[int]] = [
+            [WORD] * (1 + len(s.draft_token_ids)) if s.draft_token_ids else WORD for s in batch.sequences if s.samples
+        ]
+        scheduler.update(batch, tokens, 0.0)
+    assert min(request.num_output_tokens for request in requests) == 60
+
+
+def test_an_idle_scheduler_has_room_for_as_many_as_it_has_seats_budget_and_blocks_for() -> None:
+    scheduler = a_scheduler(30, seqs=6, tokens=64)
+    taken = 0
+    while scheduler.has_room_for(5):
+        add(scheduler, a_request(str(taken), 5))
+        taken += 1
+    assert taken == 6, "seats"
+    assert len(step(scheduler)) == 6
+    scheduler = a_scheduler(30, seqs=20, tokens=20)
+    for count in range(4):
+        assert scheduler.has_room_for(5)
+        add(scheduler, a_request(str(count), 5))
+    assert not scheduler.has_room_for(5), "the budget of the next step is spent"
+    scheduler = a_scheduler(8, seqs=100, tokens=100)
+    add(scheduler, a_request("a", 20))
+    assert scheduler.has_room_for(7)
+    assert not scheduler.has_room_for(13), "blocks"
+
+
 def test_without_chunked_prefill_only_whole_prompts_are_admitted() -> None:
     scheduler = a_scheduler(tokens=32, chunked=False)
     add(scheduler, a_request("a", 20), a_request("b", 20), a_request("c", 2))
@@ -630,6 +703,28 @@ def test_a_request_that_is_preempted_while_it_is_in_flight_keeps_its_token() -> 
     scheduler.update(again, [WORD], 0.0)
     scheduler.check_integrity()
     assert (first.num_output_tokens, second.num_output_tokens) == (3, 2)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_no_prompt_takes_a_decode_s_place_in_the_steps_in_flight(stages: int) -> None:
+    scheduler = a_scheduler(400, stages=stages, tokens=16, length=200, scheduling_policy="priority")
+    decodes = [a_request(name, 2, max_tokens=100, ignore_eos=True) for name in "abcdefg"]
+    urgent = a_request("urgent", 190)
+    urgent.priority = -1
+    add(scheduler, *decodes)
+    finish_step(scheduler, scheduler.schedule(0.0))
+    add(scheduler, urgent)
+    flights: deque[Batch] = deque()
+    for _ in range(8 * stages):
+        while len(flights) < stages:
+            batch = scheduler.schedule(0.0)
+            flights.append(replace(batch, sequences=list(batch.sequences)))
+        in_flight = [request for batch in flights for request in batch.sampling]
+        assert sorted(r.request_id for r in in_flight) == list("abcdefg"), "each is in one of them"
+        batch = flights.popleft()
+        scheduler.update(batch, [WORD] * len(batch.sampling), 0.0)
+        scheduler.check_integrity()
+    assert urgent.num_computed_tokens > 50, "it moves on in the places that are left"
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

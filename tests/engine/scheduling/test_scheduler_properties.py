@@ -132,6 +132,57 @@ class StubExecutor:
         return [token for token in tokens if token is not None]
 
 
+@dataclass
+class Standing:
+    """What runs before a step is scheduled, in the order of the queue: who needs one token, and who needs more."""
+
+    decodes: list[Request]
+    prefills: list[Request]
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> "Standing":
+        decodes, prefills = [], []
+        for request in scheduler.running_requests():
+            num_known = request.num_tokens + request.num_pending_tokens
+            is_decode = request.num_computed_tokens == num_known - 1 >= request.num_prompt_tokens
+            if is_decode and num_known < request.max_num_tokens:
+                decodes.append(request)
+            elif request.num_computed_tokens < num_known - (num_known >= request.max_num_tokens):
+                prefills.append(request)
+        return cls(decodes, prefills)
+
+    def check(self, batch: Batch, budget: int) -> None:
+        """Decodes first: where the budget suffices, each gets its token, or gave up its blocks to one before it. Where
+        it does not, those first in the queue do, and nothing else is computed. A guess comes after everything known."""
+        served = {s.request: s for s in batch.sequences}
+        left_out = [r for r in self.decodes if r not in served and r.status is RequestStatus.RUNNING]
+        if not batch.preempted and left_out:
+            assert len(self.decodes) > budget
+            assert [s.request for s in batch.sequences] == self.decodes[:budget]
+        if any(s.draft_token_ids for s in batch.sequences):
+            assert not left_out
+            assert all(r in served for r in self.prefills if r.status is RequestStatus.RUNNING)
+
+
+@dataclass
+class Turns:
+    """Fairness: no decode waits while one of its kind that comes later in the queue is served twice."""
+
+    waits: dict[Request, dict[Request, int]] = field(default_factory=dict)
+    """By a decode that was left out: how often each later one has been served since."""
+
+    def note(self, before: Standing, batch: Batch, scheduler: Scheduler) -> None:
+        served = {s.request for s in batch.sequences}
+        order = {request: place for place, request in enumerate(scheduler.running_requests())}
+        left_out = [r for r in before.decodes if r not in served and r in order]
+        self.waits = {request: self.waits.get(request, {}) for request in left_out}
+        for request, times in self.waits.items():
+            for later in before.decodes:
+                if later in served and order.get(later, -1) > order[request]:
+                    times[later] = times.get(later, 0) + 1
+                    assert times[later] < 2, f"{request.request_id} waits for {later.request_id}"
+
+
 SAMPLING = st.builds(
     lambda max_tokens, min_tokens, stop, ignore_eos: Sampling(
         max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=stop, ignore_eos=ignore_eos
@@ -152,7 +203,7 @@ POLICIES = st.builds(
     max_num_batched_tokens=st.integers(6, 2 * MAX_MODEL_LEN),
     long_prefill_token_threshold=st.sampled_from([0, 0, 3, 7]),
     watermark=st.sampled_from([0.0, 0.0, 0.1]),
-    scheduling_policy=st.sampled_from(["fcfs", "fcfs", "priority"]),
+    scheduling_policy=st.sampled_from(["fcfs", "priority"]),
     preemption_mode=st.sampled_from(["recompute", "swap", "auto"]),
     enable_prefix_caching=st.sampled_from([True, True, False]),
     num_speculative_tokens=st.sampled_from([0, 2, 5]),
@@ -187,6 +238,7 @@ class SchedulerLives(RuleBasedStateMachine):
         self.delivered: dict[str, list[int]] = {}
         self.num_added = 0
         self.num_accepted_drafts = 0
+        self.turns = Turns()
 
     def possible(self, policy: SchedulingPolicy) -> SchedulingPolicy:
         """With budgets that the rest allows."""
@@ -208,6 +260,11 @@ class SchedulerLives(RuleBasedStateMachine):
         """More than fits, so that it has to be preempted."""
         for prompt in prompts:
             self.add(prompt, Sampling(max_tokens=MAX_MODEL_LEN, ignore_eos=True))
+
+    @rule()
+    def add_an_urgent_prompt(self) -> None:
+        """Before all others in the queue where that goes by priority, and too long for one step with them."""
+        self.add([1] * (MAX_MODEL_LEN - 2), Sampling(max_tokens=2), priority=-1)
 
     @rule(seed=st.integers(0, 99))
     def abort(self, seed: int) -> None:
@@ -282,8 +339,11 @@ class SchedulerLives(RuleBasedStateMachine):
     def schedule(self, in_flight: bool = False) -> Prepared:
         was_running = self.scheduler.num_running
         self.now += 1.0
+        before = Standing.of(self.scheduler)
         batch = self.scheduler.schedule(self.now)
         policy = self.scheduler.policy
+        before.check(batch, policy.max_num_batched_tokens)
+        self.turns.note(before, batch, self.scheduler)
         assert batch.num_tokens == sum(s.num_tokens for s in batch.sequences) <= policy.max_num_batched_tokens
         assert in_flight or bool(batch.sequences) == bool(self.alive)  # something always runs
         assert self.scheduler.num_running <= max(policy.max_num_seqs, was_running)
