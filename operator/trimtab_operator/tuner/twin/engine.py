@@ -1,14 +1,15 @@
 """One engine in virtual time: the engine's scheduler over lengths instead of tokens, and fewer steps than it takes.
 
 ```
-a step  = running sequences in the order of arrival, within the budget, then admission from the head of the queue
+a step  = running sequences in the order of arrival, within the budget, of which a prompt leaves every sequence that
+          decodes its token; then admission from the head of the queue
 a run   = steps in which the same sequences decode and nobody can be admitted, up to the first of: a sequence ends, the
           blocks run out, somebody arrives whom the next step might admit. Tokens, context and time of k such steps
           are sums with a closed form, and which steps need blocks follows from each sequence's length modulo the
           block size.
 ```
-Everything else (preemption, a budget smaller than what runs, a preempted prompt that is served before younger ones)
-goes through the steps one by one, by the rules of `trimtab_engine.scheduling.scheduler`; a property test compares.
+Everything else (preemption, a budget smaller than what runs) goes through the steps one by one, by the rules of
+`trimtab_engine.scheduling.scheduler`; a property test compares.
 Not modelled: drafts, swapping, priorities, a threshold for long prefills.
 """
 
@@ -102,7 +103,6 @@ class TwinEngine:
         self._preempted: list[Sequence] = []  # by order
         self._decoding: list[tuple[int, int, Sequence]] = []  # a heap of (finish_step, order, sequence)
         self._prefilling: Sequence | None = None  # the one whose prompt did not fit into a step
-        self._youngest = -1  # the highest order that was ever admitted
         self._step = 0
         self._context = 0  # computed tokens of all that decode
         self._needing = [0] * self._block_size  # how many sequences need a block in steps of that number, modulo
@@ -309,8 +309,8 @@ class TwinEngine:
         if prefilling is not None:
             chunk = min(prefilling.num_tokens - prefilling.num_computed, budget - count)
             num_blocks += -(-(prefilling.num_computed + max(0, chunk)) // self._block_size) - prefilling.num_blocks
-        served_in_order = prefilling is None or (prefilling.order == self._youngest and chunk > 0)
-        if count <= budget and num_blocks <= self._blocks.free and served_in_order:
+        is_served = prefilling is None or chunk > 0
+        if count <= budget and num_blocks <= self._blocks.free and is_served:
             if num_blocks:
                 self._blocks.take(num_blocks)
             self._finish_step(_Plan(budget - count - chunk, count, self._context + count, chunk, [], False))
@@ -340,7 +340,9 @@ class TwinEngine:
                 continue
             computed = self._computed(sequence)
             if sequence is self._prefilling:
-                tokens = min(sequence.num_tokens - computed, budget)
+                tokens = self._chunk_beside(running[index + 1 :], victims, budget)
+                if tokens <= 0:
+                    continue
                 num_blocks = -(-(computed + tokens) // size) - sequence.num_blocks
             else:
                 tokens = 1
@@ -363,6 +365,15 @@ class TwinEngine:
         if victims:
             self._drop_preempted(victims)
         return _Plan(budget, count, context, chunk, stalled, bool(victims))
+
+    def _chunk_beside(self, behind: list[Sequence], victims: set[Sequence], budget: int) -> int:
+        """How many tokens of the prompt that is cut a step holds: those behind it, which decode, need one each."""
+        prefilling = self._prefilling
+        assert prefilling is not None
+        num_left = prefilling.num_tokens - prefilling.num_computed
+        if num_left == 1 and prefilling.num_computed >= prefilling.num_prompt:
+            return 1  # the engine cannot tell it from one that decodes
+        return min(num_left, budget - sum(s not in victims for s in behind))
 
     def _computed(self, sequence: Sequence) -> int:
         """How many of its tokens a running sequence has in the KV cache."""
@@ -461,8 +472,6 @@ class TwinEngine:
                 sequence.num_cached = start
             sequence.num_computed = start
             self._compute(sequence, end)
-            if sequence.order > self._youngest:
-                self._youngest = sequence.order
             admitted.append((sequence, start, end))
             budget -= end - start
             num_running += 1
