@@ -1,0 +1,115 @@
+"""Safety comes first: bounds, crashes, memory that others took, and what each engine can be asked for."""
+
+from dataclasses import replace
+
+import pytest
+from trimtab_operator.tuner.decide import Outcome, decide
+from trimtab_operator.tuner.knobs import FieldRange, Knob
+from trimtab_operator.tuner.looks import Config, Look, Phase
+from trimtab_operator.tuner.moves import Reason
+from trimtab_operator.tuner.settings import Bounds, Mode, Scaling, Settings
+from trimtab_operator.tuner.state import Memory
+from tuner_looks import FIELDS, KNOBS, a_look, a_sample
+
+UTILIZATION = Knob.GPU_MEMORY_UTILIZATION
+AUTO = Settings(Mode.AUTO, starts=KNOBS)
+RAISED = Memory(applied={UTILIZATION: 0.9}, starts=KNOBS)
+
+
+def serving(at: float, name: str = "m-0", **changes: object) -> Look:
+    return a_look(name, a_sample(at), values={UTILIZATION: 0.9}, **changes)
+
+
+def turned(memory: Memory, settings: Settings, *ticks: list[Look], start: float = 100.0) -> list[Outcome]:
+    outcomes = []
+    for index, looks in enumerate(ticks):
+        outcome = decide(looks, memory, settings, start + 15.0 * index)
+        memory = outcome.memory
+        outcomes.append(outcome)
+    return outcomes
+
+
+def crash(at: float, restarts: int = 1, *, oom: bool = True) -> Look:
+    return serving(at, restarts=restarts, was_oom_killed=oom)
+
+
+@pytest.mark.parametrize("oom", [True, False])
+def test_a_crash_above_the_start_lowers_at_once_and_pins(oom: bool) -> None:
+    before, after = turned(RAISED, AUTO, [serving(100.0)], [crash(115.0, oom=oom)])
+    assert not before.decisions
+    (decision,) = after.decisions
+    assert decision.reason is Reason.RESTARTED_AFTER
+    assert after.memory.applied[UTILIZATION] == 0.8
+    assert after.patches == {"m-0": {UTILIZATION: 0.8}}
+    assert after.memory.pins[0].limit == 0.8
+    assert ("ran out of memory" in decision.sentence) == oom
+
+
+def test_a_crash_at_the_start_values_moves_nothing() -> None:
+    memory = Memory(starts=KNOBS)
+    _, after = turned(memory, AUTO, [a_look(sample=a_sample(100.0))], [a_look(sample=a_sample(115.0), restarts=1)])
+    assert not after.decisions
+
+
+def test_a_crash_is_seen_while_the_engine_still_loads() -> None:
+    loading = a_look(phase=Phase.STARTING, restarts=1, was_oom_killed=True, problem="not ready")
+    _, after = turned(RAISED, AUTO, [serving(100.0)], [loading])
+    assert after.memory.applied[UTILIZATION] == 0.8
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside"),
+    [(Bounds(0.5, 0.85), 0.85), (Bounds(0.92, 0.95), 0.92), (Bounds(0.6, 0.6), 0.6)],
+)
+def test_new_bounds_hold_at_once(bounds: Bounds, inside: float) -> None:
+    (outcome,) = turned(RAISED, replace(AUTO, bounds={UTILIZATION: bounds}), [serving(100.0)])
+    assert outcome.memory.applied[UTILIZATION] == inside
+    assert [decision.reason for decision in outcome.decisions] == [Reason.BOUNDS_CHANGED]
+
+
+def test_a_count_above_every_engines_cap_goes_to_the_nearest_once() -> None:
+    memory = Memory(applied={Knob.MAX_NUM_SEQS: 999}, starts=KNOBS)
+    first, second = turned(memory, AUTO, [a_look(sample=a_sample(100.0))], [a_look(sample=a_sample(115.0))])
+    assert first.memory.applied[Knob.MAX_NUM_SEQS] == 256
+    assert len(first.decisions) == 1
+    assert not second.decisions
+
+
+def test_each_engine_is_asked_for_the_nearest_that_it_takes() -> None:
+    sample = a_sample(100.0)
+    small = replace(
+        a_look("m-1", sample), config=Config(1, KNOBS, {**FIELDS, UTILIZATION: FieldRange(True, 0.5, 0.85)})
+    )
+    (outcome,) = turned(RAISED, AUTO, [a_look("m-0", sample), small])
+    assert outcome.patches == {"m-0": {UTILIZATION: 0.9}, "m-1": {UTILIZATION: 0.85}}
+
+
+def test_others_that_take_the_devices_memory_are_given_way() -> None:
+    look = serving(100.0)
+    assert look.ledger is not None
+    full = replace(look, ledger=replace(look.ledger, free_bytes=0))
+    (outcome,) = turned(RAISED, AUTO, [full])
+    assert [decision.reason for decision in outcome.decisions] == [Reason.MEMORY_TAKEN]
+    assert outcome.memory.applied[UTILIZATION] == 0.89
+
+
+def test_one_dead_replica_holds_no_safety_move_of_the_others() -> None:
+    _, after = turned(RAISED, AUTO, [serving(100.0), a_look("m-1", problem="down")], [crash(115.0), a_look("m-1")])
+    assert after.memory.applied[UTILIZATION] == 0.8
+    assert after.metrics_available.reason == "MetricsPartial"
+
+
+def test_off_applies_nothing_and_says_so() -> None:
+    (outcome,) = turned(RAISED, replace(AUTO, mode=Mode.OFF), [serving(100.0)])
+    assert (outcome.patches, outcome.tuning_active.reason) == ({}, "Off")
+
+
+def test_replicas_never_leave_their_bounds_without_numbers() -> None:
+    settings = replace(AUTO, scaling=Scaling(2, 5))
+    (outcome,) = turned(Memory(starts=KNOBS), settings, [a_look("m-0", problem="down")])
+    assert outcome.replicas == 2
+
+
+def test_a_new_start_value_is_the_owners_word() -> None:
+    (outcome,) = turned(RAISED, replace(AUTO, starts={**KNOBS, UTILIZATION: 0.75}), [serving(100.0)])
+    assert UTILIZATION not in outcome.memory.applied
