@@ -1,4 +1,4 @@
-"""The command line for users: `trimtab plan`. Needs no cluster, no GPU and no engine."""
+"""The command line for users: `trimtab plan`, `trimtab simulate`. Needs no cluster, no GPU and no engine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from trimtab_operator.cli.model_argument import facts_of
 from trimtab_operator.cli.plan_report import Planned, heading, legend, refused_table, rows_table, to_json
 from trimtab_operator.cli.shared import given_gpu, refuse
+from trimtab_operator.cli.simulate_command import simulate
 from trimtab_operator.layout.check import longer_than_positions, no_such_arithmetic
 from trimtab_operator.layout.cost import NETWORK_GIGABITS, Hardware
 from trimtab_operator.layout.facts import ModelFacts
@@ -29,8 +30,9 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Plans how a model is laid out over GPUs.",
+    help="Plans how a model is laid out over GPUs, and replays load against how it is steered.",
 )
+app.command()(simulate)
 
 
 class Output(StrEnum):
@@ -68,7 +70,7 @@ def commands(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end.")
     ] = False,
 ) -> None:
-    """Plans how a model is laid out over GPUs."""
+    """Plans how a model is laid out over GPUs, and replays load against how it is steered."""
 
 
 @app.command()

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trimtab_simulator.contest import Contest, quiet
-from trimtab_simulator.hindsight.fixed_values import static_n
 from trimtab_simulator.replay import Outcome
 from trimtab_simulator.scores import Score
 from trimtab_simulator.trace.arrivals import Trace
@@ -51,23 +50,23 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plan with its whole replay."""
+    """A plan with how its whole replay was judged."""
 
     plan: Plan
-    contest: Contest
     judged: Score
 
 
-def oracle(contest: Contest) -> Outcome:
-    """The cheapest schedule that was found, replayed. With the knobs of the best fixed replicas."""
-    with_knobs, _ = static_n(contest)
-    base = contest.with_knobs(with_knobs.settings.knobs)
-    trial = replace(base, loop=quiet(base.loop))
+def find_plan(contest: Contest) -> Plan:
+    """The cheapest plan that was found, with the contest's knobs."""
+    trial = replace(contest, loop=quiet(contest.loop))
     misses = count_misses(trial)
-    found = _cheapest_price(trial, misses)
-    found = _descend(trial, found, misses)
-    final = replace(found.contest, loop=contest.loop)
-    return final.play_fixed("oracle", schedule=found.plan.schedule(contest.settings.cold_start_seconds))
+    return _descend(trial, _cheapest_price(trial, misses), misses).plan
+
+
+def follow(contest: Contest, plan: Plan) -> Outcome:
+    """Replay the whole trace on a plan."""
+    started = contest.with_replicas(plan.counts[0])
+    return started.play_fixed("oracle", schedule=plan.schedule(contest.settings.cold_start_seconds))
 
 
 def interval_seconds(contest: Contest) -> float:
@@ -243,7 +242,4 @@ def _descend(contest: Contest, found: Found, misses: Sequence[Sequence[int]]) ->
 
 def _whole(contest: Contest, plan: Plan) -> Found:
     """Replay the whole trace on the plan. Replicas that the first interval does not need are gone at once."""
-    started = contest.with_replicas(plan.counts[0])
-    schedule = plan.schedule(contest.settings.cold_start_seconds)
-    outcome = started.play_fixed("oracle", schedule=schedule)
-    return Found(plan, started, contest.judge("oracle", outcome))
+    return Found(plan, contest.judge("oracle", follow(contest, plan)))

@@ -12,7 +12,7 @@ from trimtab_operator.tuner.knobs import Knob, Value
 from trimtab_operator.tuner.twin import StepCost
 from trimtab_simulator.contest import Contest
 from trimtab_simulator.hindsight.fixed_values import static_best, static_n
-from trimtab_simulator.hindsight.oracle import Plan, cheapest_path, oracle
+from trimtab_simulator.hindsight.oracle import Plan, cheapest_path, find_plan, follow
 from trimtab_simulator.hindsight.targets import LADDER, best_target
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
@@ -103,7 +103,7 @@ def test_a_rivals_target_is_the_one_that_attains_for_the_fewest_hours() -> None:
 def test_the_oracle_follows_the_load_and_is_ready_before_it() -> None:
     contest = a_contest([3.0, 20.0, 3.0])
     fixed, fixed_outcome = static_n(contest)
-    outcome = oracle(contest)
+    outcome = follow(contest, find_plan(contest))
     judged = contest.judge("oracle", outcome)
     assert judged.attainment >= 0.99
     assert judged.gpu_hours < 0.8 * fixed.judge("static-n", fixed_outcome).gpu_hours

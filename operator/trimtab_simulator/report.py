@@ -1,0 +1,192 @@
+"""One HTML file that shows a contest: figures, load, replicas and knobs over time, decisions. No scripts."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from trimtab_simulator.contest import Contest
+from trimtab_simulator.results import Result, to_json
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 960, 170, 56, 26, 22
+COLORS = ("#0b6e99", "#d9730d", "#0f7b6c", "#ad1a72", "#6940a5", "#dfab01", "#e03e3e", "#64473a", "#37352f", "#9b9a97")
+MAX_POINTS = 1500
+
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:1020px;margin:2em auto;padding:0 1em;color:#222}
+table{border-collapse:collapse;font-size:13px;display:block;overflow-x:auto}
+td,th{padding:3px 9px;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
+td:first-child,th:first-child{text-align:left} tr.met td{background:#f0f8f0} svg{display:block;margin:.6em 0}
+text{font:11px system-ui,sans-serif;fill:#444} h2{margin-top:1.6em}
+"""
+
+COLUMNS = (
+    ("policy", "policy", str),
+    ("gpu_hours", "GPU-hours", lambda v: f"{v:.2f}"),
+    ("attainment", "attainment", lambda v: f"{100 * v:.2f} %"),
+    ("goodput_tokens_per_s", "goodput, tokens/s", lambda v: f"{v:,.0f}"),
+    ("ttft_p50", "TTFT p50", lambda v: f"{v:.2f} s"),
+    ("ttft_p95", "TTFT p95", lambda v: f"{v:.2f} s"),
+    ("itl_p95", "mean ITL p95", lambda v: f"{1000 * v:.1f} ms"),
+    ("itl_token_p99", "token ITL p99", lambda v: f"{1000 * v:.0f} ms"),
+    ("preempted_token_share", "recomputed", lambda v: f"{100 * v:.2f} %"),
+    ("decisions", "decisions", str),
+    ("max_replicas", "most replicas", str),
+    ("target", "target", lambda v: f"{v:g}"),
+)
+
+
+def html_report(contest: Contest, results: Sequence[Result]) -> str:
+    """The whole page."""
+    told = to_json(contest, results)
+    parts = [
+        f"<h1>{html.escape(str(told['trace']['name']))}</h1>",
+        f"<p>{_summary(told)}</p>",
+        "<h2>Figures</h2>",
+        _table(told),
+        "<h2>Requests a second that arrive</h2>",
+        _plot([("arrivals", _rates(contest))], contest.trace.seconds),
+        "<h2>Replicas that are paid for</h2>",
+        _plot(
+            [(r.entry.label, [(m.at, float(m.paid)) for m in r.outcome.moments]) for r in results],
+            contest.trace.seconds,
+        ),
+        "<h2>Requests that wait</h2>",
+        _plot(
+            [(r.entry.label, [(m.at, float(m.waiting)) for m in r.outcome.moments]) for r in results],
+            contest.trace.seconds,
+        ),
+        *_knob_plots(results, contest.trace.seconds),
+        *_changes(results),
+    ]
+    body = "\n".join(parts)
+    head = f'<meta charset="utf-8"><title>trimtab simulate</title><style>{STYLE}</style>'
+    return f'<!doctype html><html lang="en">{head}{body}</html>\n'
+
+
+def _summary(told: dict[str, Any]) -> str:
+    trace, targets, fleet = told["trace"], told["objectives"], told["fleet"]
+    asked = []
+    if targets["ttft"] is not None:
+        more = (
+            f" + prompt × {1e6 * targets['ttft_per_prompt_token']:.0f} µs" if targets["ttft_per_prompt_token"] else ""
+        )
+        asked.append(f"TTFT {targets['ttft']:g} s{more}")
+    if targets["itl_mean"] is not None:
+        asked.append(f"mean ITL {1000 * targets['itl_mean']:g} ms")
+    if targets["itl_token"] is not None:
+        asked.append(f"token ITL {1000 * targets['itl_token']:g} ms")
+    return html.escape(
+        f"{trace['requests']:,} requests in {trace['seconds']:,.0f} s, {trace['prompt_tokens_mean']:,.0f} prompt and "
+        f"{trace['output_tokens_mean']:,.0f} output tokens on average; {fleet['model']} on {fleet['gpu']}, "
+        f"{fleet['min_replicas']} to {fleet['max_replicas']} replicas from {fleet['start_replicas']}, cold start "
+        f"{fleet['cold_start_seconds']:g} s, router {fleet['router']}. Objectives: {', '.join(asked) or 'none'}, for "
+        f"{100 * targets['attain']:g} % of requests."
+    )
+
+
+def _table(told: dict[str, Any]) -> str:
+    head = "".join(f"<th>{html.escape(title)}</th>" for _, title, _ in COLUMNS)
+    rows = []
+    for policy in told["policies"]:
+        cells = "".join(
+            f"<td>{'–' if policy.get(name) is None else html.escape(shown(policy[name]))}</td>"
+            for name, _, shown in COLUMNS
+        )
+        mark = ' class="met"' if policy["attainment"] >= told["objectives"]["attain"] else ""
+        rows.append(f"<tr{mark}>{cells}</tr>")
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+Line = tuple[str, list[tuple[float, float]]]
+
+
+def _plot(lines: Sequence[Line], seconds: float) -> str:
+    """Step lines over time."""
+    highest = max((value for _, points in lines for _, value in points), default=0.0)
+    top = _round_up(highest)
+    width, height = WIDTH - LEFT - 8, HEIGHT - TOP - BOTTOM
+
+    def x(at: float) -> float:
+        return LEFT + width * at / max(seconds, 1e-9)
+
+    def y(value: float) -> float:
+        return TOP + height * (1 - value / top)
+
+    drawn = []
+    for share in (0.0, 0.5, 1.0):
+        drawn.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{y(share * top):.1f}" y2="{y(share * top):.1f}" stroke="#ddd"/>'
+            f'<text x="{LEFT - 6}" y="{y(share * top) + 4:.1f}" text-anchor="end">{share * top:g}</text>'
+        )
+    for index in range(7):
+        at = seconds * index / 6
+        drawn.append(f'<text x="{x(at):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{at / 60:.0f} min</text>')
+    for index, (name, points) in enumerate(lines):
+        color = COLORS[index % len(COLORS)]
+        kept = points[:: max(1, math.ceil(len(points) / MAX_POINTS))]
+        path = " ".join(
+            f"{'M' if i == 0 else 'L'}{x(at):.1f},{y(value):.1f}" for i, (at, value) in enumerate(_steps(kept))
+        )
+        drawn.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>')
+        drawn.append(f'<text x="{LEFT + 130 * (index % 7)}" y="{12}" style="fill:{color}">{html.escape(name)}</text>')
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(drawn)}</svg>'
+
+
+def _steps(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Each value holds until the next one."""
+    found: list[tuple[float, float]] = []
+    for at, value in points:
+        if found:
+            found.append((at, found[-1][1]))
+        found.append((at, value))
+    return found
+
+
+def _round_up(value: float) -> float:
+    if value <= 0:
+        return 1.0
+    scale = 10 ** math.floor(math.log10(value))
+    return float(next(step * scale for step in (1, 2, 5, 10) if step * scale >= value))
+
+
+def _rates(contest: Contest, windows: int = 240) -> list[tuple[float, float]]:
+    width = contest.trace.seconds / windows
+    counts = [0] * windows
+    for arrival in contest.trace.arrivals:
+        counts[min(windows - 1, int(arrival.at / width))] += 1
+    return [(index * width, count / width) for index, count in enumerate(counts)]
+
+
+def _knob_plots(results: Sequence[Result], seconds: float) -> list[str]:
+    """A plot for each knob that anybody moved."""
+    moved = sorted({change.target for r in results for change in r.outcome.changes} - {"replicas"})
+    plots = []
+    for knob in moved:
+        lines = [
+            (r.entry.label, [(m.at, float(m.knobs[knob])) for m in r.outcome.moments if knob in m.knobs])
+            for r in results
+            if any(change.target == knob for change in r.outcome.changes)
+        ]
+        plots.append(f"<h2>{html.escape(knob)}</h2>{_plot(lines, seconds)}")
+    return plots
+
+
+def _changes(results: Sequence[Result]) -> list[str]:
+    """What each policy did and why, where it says why."""
+    found = []
+    for result in results:
+        told = [change for change in result.outcome.changes if change.why]
+        if told:
+            rows = "".join(
+                f"<tr><td>{change.at / 60:.1f} min</td><td>{html.escape(change.target)}</td><td>{change.before:g} → "
+                f'{change.after:g}</td><td style="text-align:left">{html.escape(change.why)}</td></tr>'
+                for change in told
+            )
+            found.append(
+                f"<details><summary>{html.escape(result.entry.label)}: {len(told)} decisions</summary>"
+                f"<table>{rows}</table></details>"
+            )
+    return ["<h2>Decisions</h2>", *found] if found else []

@@ -1,0 +1,119 @@
+"""`trimtab simulate` from outside: what it prints, where, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from trimtab_operator.cli.trimtab_command import app
+from typer.testing import CliRunner, Result
+
+PROMISES = ("--ttft", "2s+1/8000", "--itl-mean", "80ms")
+FIGURES = [
+    "policy",
+    "gpu_hours",
+    "requests",
+    "met",
+    "attainment",
+    "goodput_tokens_per_s",
+    "ttft_mean",
+    "ttft_p50",
+    "ttft_p95",
+    "ttft_p99",
+    "itl_p50",
+    "itl_p95",
+    "itl_p99",
+    "preempted_token_share",
+    "decisions",
+    "reversals_per_knob_per_10min",
+    "max_replicas",
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Two requests a second for two minutes."""
+    path = tmp_path / "log.jsonl"
+    row = '{{"timestamp": {}, "input_length": {}, "output_length": 20}}'
+    path.write_text("\n".join(row.format(i * 500, 100 + i) for i in range(240)))
+    return path
+
+
+def simulate(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+
+
+def test_json_has_a_score_for_each_policy_and_nothing_else_on_standard_output(log: Path) -> None:
+    done = simulate("--trace", log, *PROMISES, "--policy", "static-default,kubeai@20,aimd", "-o", "json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert [policy["policy"] for policy in told["policies"]] == ["static-default", "kubeai@20", "aimd"]
+    for policy in told["policies"]:
+        assert set(FIGURES) <= set(policy)
+        assert (policy["requests"], policy["met"], policy["attainment"]) == (240, 240, 1.0)
+    assert told["policies"][0]["gpu_hours"] == pytest.approx(119.5 / 3600)
+    assert told["objectives"]["itl_mean"] == 0.08
+    assert "kubeai@20: " in done.stderr
+
+
+def test_a_table_names_the_target_that_was_best_in_hindsight(log: Path) -> None:
+    done = simulate("--trace", log, *PROMISES, "--policy", "hpa-running,static-n", "--max-replicas", 2)
+    assert done.exit_code == 0, done.output
+    assert "hpa-running (best: " in done.stdout
+    assert "static-n" in done.stdout
+
+
+def test_a_report_is_one_page_with_everybody_in_it(log: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    done = simulate("--trace", log, *PROMISES, "--policy", "static-default,aimd", "--report", page)
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert text.startswith("<!doctype html>")
+    assert "static-default" in text
+    assert text.count("<svg") >= 3
+    assert "<script" not in text
+
+
+def test_a_report_that_cannot_be_written_ends_with_1(log: Path, tmp_path: Path) -> None:
+    done = simulate("--trace", log, *PROMISES, "--policy", "aimd", "--report", tmp_path / "none" / "r.html")
+    assert done.exit_code == 1
+    assert "--report" in done.stderr
+
+
+def test_equal_seeds_print_equal_figures(log: Path) -> None:
+    arguments = ("--trace", log, *PROMISES, "--policy", "static-default", "--router", "service", "--start-replicas", 2)
+    runs = [simulate(*arguments, "--seed", seed, "-o", "json").stdout for seed in (3, 3, 4)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--policy", "static-default"), "no objective is given"),
+        ((*PROMISES, "--policy", "hpa"), "--policy has 'hpa'; known are static-default"),
+        ((*PROMISES, "--speed", "0"), "--speed is 0.0"),
+        ((*PROMISES, "--model", "m"), "no step times are known of m on h200"),
+        ((*PROMISES, "--min-replicas", "3", "--max-replicas", "2"), "--start-replicas 3 must be within"),
+        ((*PROMISES, "--calibration", "none.json"), "none.json cannot be read"),
+        ((*PROMISES, "--max-num-seqs", "64", "--max-num-batched-tokens", "32"), "--max-num-seqs 64 is above"),
+        (("--ttft", "soon"), "--ttft is 'soon'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(log: Path, arguments: tuple[str, ...], reason: str) -> None:
+    done = simulate("--trace", log, *arguments)
+    assert done.exit_code == 2
+    assert reason in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_bad_row_is_refused_with_its_line(log: Path) -> None:
+    log.write_text(log.read_text() + '\n{"timestamp": 1, "input_length": -5, "output_length": 20}')
+    done = simulate("--trace", log, *PROMISES, "--policy", "static-default")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "line 241: input_length is -5" in done.stderr
