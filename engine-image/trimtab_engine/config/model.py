@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. `rope_type` default, linear (factor) or llama3 (all fields)."""
+    """Rotary embedding. `rope_type` default, linear (factor), llama3 (with the frequency factors) or yarn (with the
+    betas). Up to max_position_embeddings, which is as far as is served, dynamic scaling is the default."""
 
     theta: float = 10_000.0
     rope_type: str = "default"
@@ -14,6 +15,12 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Whether yarn's range of frequencies is rounded to whole ones."""
+    attention_factor: float = 1.0
+    """By which both rotated queries and keys are multiplied."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ here; what one family alone says is read in its own file (models/). Reads dictio
 What is not built is refused by name, before any weight is read.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from trimtab_engine.errors import ModelError
 
 MAX_LAYERS = 10_000  # of which a set is made; ten times the deepest model there is
 DTYPES = ("float32", "bfloat16", "float16")
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +92,30 @@ class ConfigWords:
         rope_type = parameters.get("rope_type", parameters.get("type", "default"))
         if rope_type not in ROPE_TYPES:
             raise ModelError(f"{self.where}: rope type {rope_type!r} is not built; supported: {', '.join(ROPE_TYPES)}")
+        if words.number("partial_rotary_factor", default=self.number("partial_rotary_factor", default=1.0)) != 1:
+            raise ModelError(f"{self.where}: partial_rotary_factor is not built; every head is rotated whole")
+        original = int(parameters.get("original_max_position_embeddings") or max_len)
+        factor = words.number("factor", default=max_len / original)
         return RopeConfig(
             theta=words.number("rope_theta", default=self.number("rope_theta", default=10_000.0)),
             rope_type=rope_type,
-            factor=words.number("factor", default=1.0),
+            factor=factor,
             low_freq_factor=words.number("low_freq_factor", default=1.0),
             high_freq_factor=words.number("high_freq_factor", default=4.0),
-            original_max_position_embeddings=int(parameters.get("original_max_position_embeddings", max_len)),
+            original_max_position_embeddings=original,
+            beta_fast=words.number("beta_fast", default=32.0),
+            beta_slow=words.number("beta_slow", default=1.0),
+            truncate=bool(parameters.get("truncate", True)),
+            attention_factor=words.attention_factor(factor) if rope_type == "yarn" else 1.0,
         )
+
+    def attention_factor(self, factor: float) -> float:
+        """YaRN's (arXiv:2309.00071, section 3.4), where it is not said: 0.1 ln(factor) + 1, or a ratio of two such."""
+        if self.config.get("attention_factor") is not None:
+            return self.number("attention_factor", default=1.0)
+        growth = 0.1 * math.log(max(1.0, factor))
+        first, second = (self.number(key, default=0.0) for key in ("mscale", "mscale_all_dim"))
+        return (first * growth + 1.0) / (second * growth + 1.0) if first and second else growth + 1.0
 
     def dtype(self) -> str:
         """The checkpoint's."""
@@ -130,7 +147,9 @@ class ConfigWords:
 
     def number(self, key: str, *, default: float) -> float:
         """Any number."""
-        value = self.config.get(key, default)
+        value = self.config.get(key)
+        if value is None:
+            return default
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise ModelError(f"{self.where}: {key} is {value!r}; a number is needed")
         return float(value)

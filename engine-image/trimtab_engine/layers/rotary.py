@@ -13,11 +13,14 @@ class RotaryAngles:
 
     def __init__(self, rope: RopeConfig, head_size: int, device: torch.device) -> None:
         self._frequencies = scaled_frequencies(rope, head_size).to(device)
+        self._factor = rope.attention_factor
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         """positions [num_tokens] int64."""
         angles = positions.unsqueeze(1).float() * self._frequencies
-        return torch.complex(angles.cos(), angles.sin())
+        if self._factor == 1.0:
+            return torch.complex(angles.cos(), angles.sin())
+        return torch.complex(angles.cos() * self._factor, angles.sin() * self._factor)
 
 
 def scaled_frequencies(rope: RopeConfig, head_size: int) -> torch.Tensor:
@@ -28,6 +31,8 @@ def scaled_frequencies(rope: RopeConfig, head_size: int) -> torch.Tensor:
         return frequencies / rope.factor
     if rope.rope_type == "llama3":
         return _llama3(rope, frequencies)
+    if rope.rope_type == "yarn":
+        return _yarn(rope, head_size)
     return frequencies
 
 
@@ -42,3 +47,22 @@ def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
     between = (1 - smooth) * slowed / rope.factor + smooth * slowed
     is_between = ~(wavelengths < shortest) & ~(wavelengths > longest)
     return torch.where(is_between, between, slowed)
+
+
+def _yarn(rope: RopeConfig, head_size: int) -> torch.Tensor:
+    """Frequencies that turn often in the original context are kept, those that hardly turn slowed by `factor`, those
+    between interpolated (YaRN, arXiv:2309.00071, section 3.2)."""
+    wavelengths = rope.theta ** (torch.arange(0, head_size, 2).float() / head_size)
+    low, high = (_frequency_that_turns(times, rope, head_size) for times in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    high = high + 0.001 if low == high else high
+    kept = 1 - ((torch.arange(head_size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+
+
+def _frequency_that_turns(times: float, rope: RopeConfig, head_size: int) -> float:
+    """The index of the frequency that turns so many times within the original context."""
+    context = rope.original_max_position_embeddings
+    return (head_size * math.log(context / (times * 2 * math.pi))) / (2 * math.log(rope.theta))

@@ -7,13 +7,14 @@ from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.errors import ModelError
 from trimtab_engine.memory.kv_groups import KVGroup, groups_of
-from trimtab_engine.models import llama, qwen2, qwen3, qwen3_moe
+from trimtab_engine.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from trimtab_engine.models.family import Family
 from trimtab_engine.weights.open import open_source
 from trimtab_engine.weights.source import WeightSource
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
+    mistral.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
     qwen3_moe.FAMILY,

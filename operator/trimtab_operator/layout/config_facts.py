@@ -16,13 +16,13 @@ from trimtab_operator.layout.kv_groups import latent_groups, uniform_groups
 from trimtab_operator.layout.stored_weights import FP8_BLOCK
 
 PLANNED_ONLY = (
-    "MistralForCausalLM",
     "MixtralForCausalLM",
     "DeepseekV3ForCausalLM",
     "Llama4ForConditionalGeneration",
     "Llama4ForCausalLM",
 )
 MAX_COUNT = 1 << 40  # products of several such numbers stay floats
+MISTRAL_WINDOW = 4096  # of a config.json that does not say sliding_window
 MAX_LAYERS = 10_000  # mixtures list theirs one by one
 SCALE_BYTES = 4  # of a block-quantised weight: one float32 per block
 
@@ -106,7 +106,9 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
     return ModelFacts(
         model=model,
         architecture=architecture,
-        supported=architecture in RUN_BY_THE_ENGINE and _is_run(config.get("quantization_config"), head_size),
+        supported=architecture in RUN_BY_THE_ENGINE
+        and _is_run(config.get("quantization_config"), head_size)
+        and not _has_window(words, architecture),
         num_layers=num_layers,
         hidden_size=hidden,
         intermediate_size=mlp_width,
@@ -230,6 +232,14 @@ def _is_run(scheme: Mapping[str, Any] | None, head_size: int) -> bool:
     known = (("activation_scheme", "dynamic"), ("fmt", "e4m3"), ("scale_fmt", None))
     is_known = all(scheme.get(key, value) == value for key, value in known)
     return is_known and scheme.get("weight_block_size") == [FP8_BLOCK, FP8_BLOCK] and FP8_BLOCK % head_size == 0
+
+
+def _has_window(words: Mapping[str, Any], architecture: str) -> bool:
+    """Whether queries see less than the longest request, which the engine does not run."""
+    if architecture != "MistralForCausalLM":
+        return bool(words.get("use_sliding_window"))
+    window = words.get("sliding_window", MISTRAL_WINDOW)
+    return _is_whole(window) and window < _count(words, "max_position_embeddings")
 
 
 def _is_whole(value: Any) -> bool:

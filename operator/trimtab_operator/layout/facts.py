@@ -9,7 +9,13 @@ from itertools import pairwise
 from trimtab_operator.layout.kv_groups import KvGroup, covers, latent_groups, uniform_groups
 
 MAX_COUNT = 1 << 62  # of whole weights in bytes, too; what is larger no range counts
-RUN_BY_THE_ENGINE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+RUN_BY_THE_ENGINE = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

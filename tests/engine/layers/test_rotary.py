@@ -17,11 +17,20 @@ LLAMA3 = {
 }
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+
+
 @pytest.mark.parametrize(
     "rope",
     [
         {"rope_type": "default", "rope_theta": 100000.0},
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        YARN,
+        {**YARN, "attention_factor": 0.7, "beta_fast": 16.0, "beta_slow": 2.0},
+        {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+        {**YARN, "truncate": False},
+        {**YARN, "factor": 1.0},
         LLAMA3,
     ],
 )

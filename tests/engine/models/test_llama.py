@@ -22,6 +22,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped queries": {"num_attention_heads": 6, "num_key_value_heads": 2},
     "one kv head per query head": {"num_attention_heads": 4, "num_key_value_heads": 4},
@@ -30,6 +31,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "rope scaling llama3": {"rope_parameters": LLAMA3},
     "rope scaling linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    "rope scaling dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    "rope scaling yarn": {"rope_parameters": YARN},
     "odd sizes": {"hidden_size": 39, "intermediate_size": 71, "num_attention_heads": 3, "num_key_value_heads": 1,
                   "head_dim": 10, "num_hidden_layers": 3},
 }  # fmt: skip

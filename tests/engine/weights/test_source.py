@@ -113,7 +113,7 @@ def test_a_config_that_is_no_json_is_one_clear_line(tmp_path: Path) -> None:
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not built; supported: LlamaForCausalLM"),
         ({"architectures": None}, "no architectures"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: quant_method 'awq' is not built"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8 with weight_block_size None is not built"),
         ({"quantization_config": FP8 | {"activation_scheme": "static"}}, "activation_scheme 'static' is not built"),
