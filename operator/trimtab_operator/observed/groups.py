@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from trimtab_operator.builders.engine_args import MEETING_FLAG
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, ROLE_LABEL, WORKER
@@ -37,9 +38,12 @@ class Observed:
     """By the group's name (missing_pods.py)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
-    """One replica group: the leader's StatefulSet, the workers' when it spans pods, and the pods that there are."""
+    """One replica group: the leader's StatefulSet, the workers' when it spans pods, and the pods that there are.
+
+    It has no slots: what is asked of it dozens of times a turn is worked out once and kept.
+    """
 
     ordinal: int
     stateful_set: Manifest
@@ -57,7 +61,7 @@ class Group:
     def stateful_sets(self) -> tuple[Manifest, ...]:
         return (self.stateful_set,) if self.worker_set is None else (self.stateful_set, self.worker_set)
 
-    @property
+    @cached_property
     def revision(self) -> str:
         """That of both StatefulSets; empty while they differ, which is no revision."""
         revision = revision_label(self.stateful_set)
@@ -73,13 +77,13 @@ class Group:
         """The pod that serves; None while there is none."""
         return next((pod for pod in self.pods if not is_worker(pod)), None)
 
-    @property
+    @cached_property
     def is_outdated(self) -> bool:
         """Whether a pod of another revision than the group's is still there, or one that meets elsewhere."""
         elsewhere = {meeting_address(pod) for pod in self.pods} - {None, *self.meeting_addresses}
         return bool(elsewhere) or any(revision_label(pod) != self.revision for pod in self.pods)
 
-    @property
+    @cached_property
     def meeting_addresses(self) -> frozenset[str]:
         """Where its StatefulSets let the ranks meet: one, but for a moment; none for a replica of one pod."""
         templates = [(s.get("spec") or {}).get("template") or {} for s in self.stateful_sets]
@@ -90,7 +94,7 @@ class Group:
         """Whether one of its pods is being deleted: the engine that runs in all of them ends with it."""
         return any(is_terminating(pod) for pod in self.pods)
 
-    @property
+    @cached_property
     def is_ready(self) -> bool:
         """All its pods run the group's revision and one engine, are Ready and are not going away."""
         is_whole = self.leader is not None and len(self.pods) == self.num_pods

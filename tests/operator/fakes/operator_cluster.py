@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import httpx
 from operator_builders import MODEL_FACTS, NOW, a_resource
+from trimtab_operator.builders.admin_token import admin_token
 from trimtab_operator.builders.config_map import facts_config_map
 from trimtab_operator.builders.labels import REVISION_LABEL
 from trimtab_operator.decisions.actions import Action, Apply, Patch, note_of
@@ -42,10 +43,10 @@ from trimtab_operator.resource.time import timestamp
 from trimtab_operator.tuner import EngineConfig, EngineLoad, FieldRange, GroupReading, Knob, Value
 
 TICK_SECONDS = 5.0
-TOKEN = "a token"
 SECRET = b"s"
 BROKEN = "--broken"  # engines with this argument never become Ready
 KEY = Key("n", "m", "u-m")
+TOKEN = admin_token(SECRET, KEY.uid)
 STARTS: Mapping[Knob, Value] = {
     Knob.GPU_MEMORY_UTILIZATION: 0.74,
     Knob.MAX_NUM_SEQS: 32,
@@ -129,12 +130,12 @@ class FakeCluster:
     # --- what there is ------------------------------------------------------------------------------------------------
 
     def children(self) -> Observed:
-        """The children as the API server gives them."""
+        """The children as the API server gives them. Not copied: whoever looks at them changes nothing."""
 
         def of(kind: str) -> tuple[dict[str, Any], ...]:
-            return tuple(copy.deepcopy(m) for (k, _), m in sorted(self.objects.items()) if k == kind)
+            return tuple(m for (k, _), m in sorted(self.objects.items()) if k == kind)
 
-        pods = tuple(copy.deepcopy(pod) for _, pod in sorted(self.pods.items()))
+        pods = tuple(pod for _, pod in sorted(self.pods.items()))
         return Observed(of("Service"), of("StatefulSet"), of("ConfigMap"), pods, of("Job"))
 
     @property
@@ -177,9 +178,9 @@ class FakeCluster:
             tick_seconds=TICK_SECONDS,
         )
 
-    def decide(self) -> Turn:
-        """What the operator would do now."""
-        return turn(self.look(), self.memory)
+    def decide(self, memory: Memory | None = None) -> Turn:
+        """What the operator would do now, by this memory or by its own."""
+        return turn(self.look(memory), memory or self.memory)
 
     def turn(self) -> Turn:
         """Let the operator take one turn: look, decide, act."""
@@ -274,7 +275,7 @@ class FakeCluster:
     def write_status(self, status: Mapping[str, Any]) -> None:
         assert self.body is not None
         if status != self.body["status"]:
-            self.body["status"] = copy.deepcopy(dict(status))
+            self.body["status"] = dict(status)
             self._written()
 
     def _written(self) -> None:
@@ -421,7 +422,7 @@ class FakeCluster:
     # --- the verbs of edge.cluster.Cluster ----------------------------------------------------------------------------
 
     async def get(self, _kind: str, _namespace: str | None, _name: str) -> dict[str, Any] | None:
-        return copy.deepcopy(self.body)
+        return self.body and dict(self.body)
 
     async def observe(self, _deployment: InferenceDeployment) -> Observed:
         if self.failures:

@@ -1,0 +1,152 @@
+"""Whatever the world is, and wherever the operator is killed, it ends as if nobody had disturbed it.
+
+Random worlds: a resource, children that are as rendered, edited, missing or somebody else's by now, pods that are away,
+engines that forgot their tuned values. In each the operator is killed after a random write (of a ConfigMap, a child, an
+engine's values, an Event, the status), and a new one, which knows only what is written, goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import random
+from typing import Any
+
+import pytest
+from operator_builders import a_spec
+from operator_cluster import BROKEN, TICK_SECONDS, TOKEN, FakeCluster, Killed, a_loop, a_reconciler
+from trimtab_operator.builders.config_map import tuning_config_map
+from trimtab_operator.decisions.rollback import from_text
+from trimtab_operator.loop.reconciler import Loop, Reconciler
+from trimtab_operator.tuner import Knob, TunerState
+
+WORLDS = 2000
+BATCHES = 20
+QUICK = {"startTimeout": "20s", "drainTimeout": "1s"}
+LAYOUTS: tuple[dict[str, Any], ...] = ({}, {}, {"pipeline": 2, "gpusPerNode": 1})
+OF_HISTORY = ("conditions", "tuning", "groups")
+APPLIED = TunerState(applied={Knob.MAX_NUM_SEQS: 16})
+
+
+def a_runtime(*args: str) -> dict[str, Any]:
+    return {"device": "cpu", "image": "engine:1", "args": list(args)}
+
+
+@functools.cache
+def a_settled_cluster(replicas: int, layout: int, mode: str) -> bytes:
+    """A cluster at rest, to be copied."""
+    spec = a_spec(runtime=a_runtime(), rollout=QUICK, tuning={"mode": mode}, parallelism=LAYOUTS[layout])
+    cluster = FakeCluster(replicas=replicas, **spec)
+    cluster.objects["ConfigMap", "m-tuning"] = tuning_config_map(cluster.deployment, APPLIED.to_json())
+    cluster.objects["ConfigMap", "m-tuning"]["metadata"] |= {"uid": "o-0", "creationTimestamp": "2026-01-01T12:00:00Z"}
+    cluster.settle()
+    return pickle.dumps(cluster)
+
+
+def a_copy(cluster: bytes) -> FakeCluster:
+    found = pickle.loads(cluster)
+    assert isinstance(found, FakeCluster)
+    return found
+
+
+def a_world(chance: random.Random) -> FakeCluster:
+    """A cluster at some moment of its life, often one at which much is to be done."""
+    layout, mode = chance.randrange(len(LAYOUTS)), chance.choice(["Off", "Recommend", "Auto"])
+    if chance.random() < 0.2:
+        spec = a_spec(runtime=a_runtime(), rollout=QUICK, tuning={"mode": mode}, parallelism=LAYOUTS[layout])
+        cluster = FakeCluster(knows_the_model=chance.random() < 0.5, replicas=chance.randrange(3), **spec)
+    else:
+        cluster = a_copy(a_settled_cluster(chance.randrange(1, 4), layout, mode))
+    for _ in range(chance.randrange(1, 4)):
+        _disturb(cluster, chance)
+        for _ in range(chance.choice((0, 0, 1))):
+            cluster.tick()
+    cluster.controllers()
+    return cluster
+
+
+def _disturb(cluster: FakeCluster, chance: random.Random) -> None:
+    """Let somebody, or something, change the cluster."""
+    kind = chance.choice(["scale", "edit", "edit", "break", "lose a child", "lose a pod", "meddle", "forget", "refuse"])
+    if kind == "scale":
+        cluster.edit(replicas=chance.randrange(4))
+    elif kind == "edit":
+        cluster.edit(runtime=a_runtime(f"--seed={chance.randrange(3)}"))
+    elif kind == "break":
+        cluster.edit(runtime=a_runtime(BROKEN))
+    elif kind == "refuse":
+        cluster.edit(parallelism=chance.choice([{"tensor": 2}, {}]))  # 9 heads are not divisible by 2
+    elif kind == "lose a child" and cluster.objects:
+        del cluster.objects[chance.choice(sorted(cluster.objects))]
+    elif kind == "lose a pod" and cluster.pods:
+        del cluster.pods[chance.choice(sorted(cluster.pods))]
+    elif kind == "meddle":
+        found = [m for (kind, _), m in sorted(cluster.objects.items()) if kind == "StatefulSet"]
+        if found:
+            chance.choice(found)["spec"]["template"]["spec"]["containers"][0]["image"] = "evil:1"
+    elif kind == "forget":
+        for engine in cluster.engines.values():
+            engine.values[Knob.MAX_NUM_SEQS] = 32
+
+
+async def come_to_rest(cluster: FakeCluster, reconciler: Reconciler, loop: Loop) -> None:
+    """Tick until nothing is written and nothing moves."""
+    still = 0
+    for _ in range(120):
+        before = cluster.writes
+        await reconciler.tick(loop)
+        is_moving = cluster.condition("Progressing")["status"] == "True" or ("Job", "m-facts") in cluster.objects
+        still = still + 1 if cluster.writes == before else 0
+        if still and not is_moving:
+            return
+        cluster.now += TICK_SECONDS * (1 + still)  # nothing to do: wait for longer
+        cluster.controllers()
+    raise AssertionError("the operator does not come to rest")
+
+
+def end_state(cluster: FakeCluster) -> dict[str, Any]:
+    """Everything that somebody could see, but for names and moments that history leaves behind."""
+    specs = {f"{kind}/{name}": m["spec"] for (kind, name), m in cluster.objects.items() if "spec" in m}
+    for spec in specs.values():
+        spec.pop("clusterIP", None)
+    labels = {f"{kind}/{name}": m["metadata"]["labels"] for (kind, name), m in cluster.objects.items()}
+    conditions = {c["type"]: (c["status"], c["reason"], c["message"]) for c in cluster.status["conditions"]}
+    kept = cluster.objects.get(("ConfigMap", "m-rollout"), {}).get("data", {}).get("rollout.json")
+    rollout = from_text(kept, key=TOKEN)
+    return {
+        "specs": specs,
+        "labels": labels,
+        "rollout": (rollout.proven, rollout.attempt and rollout.attempt.change, rollout.taken_back),
+        "pods": {name: pod["metadata"]["labels"] for name, pod in cluster.pods.items()},
+        "values": {name: cluster.engines[pod["metadata"]["uid"]].values for name, pod in cluster.pods.items()},
+        "status": {
+            key: value for key, value in cluster.status.items() if key not in ("conditions", "tuning", "groups")
+        },
+        "conditions": conditions,
+    }
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+async def test_an_operator_that_is_killed_anywhere_ends_where_an_undisturbed_one_does(batch: int) -> None:
+    for seed in range(batch, WORLDS, BATCHES):
+        chance = random.Random(seed)
+        undisturbed = a_world(chance)
+        undisturbed.writes = 0
+        killed = a_copy(pickle.dumps(undisturbed))
+        loop = a_loop(undisturbed)
+        await come_to_rest(undisturbed, a_reconciler(undisturbed), loop)
+        left = undisturbed.decide(loop.memory)
+        assert left.is_idle, f"seed {seed}: more to do: {[a.reason for a in (*left.remember, *left.children)]}"
+        for _ in range(chance.choice((1, 1, 2))):
+            killed.lives = chance.randint(1, max(1, undisturbed.writes))
+            try:
+                await come_to_rest(killed, a_reconciler(killed), a_loop(killed))
+            except Killed:
+                if chance.random() < 0.5:
+                    killed.controllers()
+            killed.restart_operator()
+        killed.controllers()
+        await come_to_rest(killed, a_reconciler(killed), a_loop(killed))
+        ends = end_state(killed), end_state(undisturbed)
+        different = {part: (ends[0][part], ends[1][part]) for part in ends[0] if ends[0][part] != ends[1][part]}
+        assert not different, f"seed {seed}"
