@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,17 +10,14 @@ from trimtab_operator.tuner.knobs import Knob, Value
 
 from trimtab_simulator import memo
 from trimtab_simulator.contest import Contest
-from trimtab_simulator.errors import BadRequest
 from trimtab_simulator.hindsight.fixed_values import static_best, static_n
 from trimtab_simulator.hindsight.oracle import Plan, find_plan, follow
 from trimtab_simulator.hindsight.targets import best_target
 from trimtab_simulator.policies.aimd import Aimd
 from trimtab_simulator.policies.names import WITH_TARGET, Entry
-from trimtab_simulator.policies.policy import Policy
+from trimtab_simulator.policies.trimtab import Trimtab
 from trimtab_simulator.replay import Outcome
 from trimtab_simulator.scores import Score
-
-OURS = "trimtab_simulator.policies.trimtab"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +62,11 @@ def compete(contest: Contest, entry: Entry) -> Result:
         case "aimd":
             outcome = contest.play(Aimd(contest.settings.machine.max_num_seqs_cap))
         case "trimtab" | "replicas-only":
-            outcome = contest.play(_ours(contest, entry.name))
+            ours = Trimtab(contest.setup, pinned=entry.name == "replicas-only", name=entry.name)
+            outcome = contest.play(ours)
         case rival:
             target, outcome = _rival(contest, rival, target)
     return Result(entry, contest.judge(entry.label, outcome), outcome, start, target)
-
-
-def _ours(contest: Contest, name: str) -> Policy:
-    if importlib.util.find_spec(OURS) is None:
-        raise BadRequest(f"--policy {name}: the tuner's law for the simulator is not in this build; leave it out")
-    made: Policy = importlib.import_module(OURS).Trimtab(contest.setup, pinned=name == "replicas-only", name=name)
-    return made
 
 
 def _rival(contest: Contest, name: str, target: float | None) -> tuple[float, Outcome]:

@@ -1,0 +1,51 @@
+"""Named loads: made of the files that they name, at the rates that they promise. Small stand-ins for the real files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from trimtab_simulator import scenarios
+from trimtab_simulator.scenarios import SCENARIOS, Scenario
+from trimtab_simulator.trace.load import highest_rate
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two days of rates, and logs of a few requests."""
+    header = "client,window_start_s,rate,cv\n"
+    rows = "".join(f"1,{600 * i},{10 + i % 144},1\n" for i in range(288))
+    (tmp_path / scenarios.SMALL_RATES).write_text(header + rows)
+    (tmp_path / scenarios.R1_RATES).write_text(header + "".join(f"1,{600 * i},5,1\n" for i in range(72)))
+    length = '{"client": 1, "window_start_s": 0, "input_tokens": "{900: 1.0}", "output_tokens": "{1500: 1.0}"}'
+    (tmp_path / scenarios.R1_LENGTHS).write_text(length)
+    for name, prompt, output in ((scenarios.CONVERSATIONS, 1000, 200), (scenarios.CODE, 2000, 30)):
+        stamps = (f"2023-11-16 18:{i // 60:02}:{i % 60:02}.0,{prompt},{output}" for i in range(600))
+        (tmp_path / name).write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(stamps))
+    moon = '{{"timestamp": {}, "input_length": 9000, "output_length": 300, "hash_ids": [1]}}'
+    (tmp_path / scenarios.MOONCAKE).write_text("\n".join(moon.format(3000 * i) for i in range(300)))
+    return tmp_path
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_every_scenario_can_be_made_and_repeats(scenario: Scenario, folder: Path) -> None:
+    contest = scenario.contest(folder, seed=1, cold_start=60.0)
+    assert contest.trace.arrivals
+    assert all(0 <= a.at <= contest.trace.seconds and not a.prefix for a in contest.trace.arrivals)
+    assert contest.settings.cold_start_seconds == 60.0
+    again, other = (scenario.contest(folder, seed=seed).trace.arrivals for seed in (1, 2))
+    assert contest.trace.arrivals == again != other
+
+
+def test_a_day_passes_in_two_hours_up_to_its_peak(folder: Path) -> None:
+    (day,) = (each for each in SCENARIOS if each.name == "day")
+    trace = day.contest(folder).trace
+    assert trace.seconds == 7200
+    assert highest_rate(trace.arrivals) == pytest.approx(30, rel=0.15)
+
+
+def test_in_the_mix_code_comes_and_goes(folder: Path) -> None:
+    (mix,) = (each for each in SCENARIOS if each.name == "mix")
+    code = [a for a in mix.contest(folder).trace.arrivals if a.prompt == 2000]
+    busy, calm = (sum(int(a.at / 600) % 2 == turn for a in code) for turn in (0, 1))
+    assert calm == pytest.approx(0.15 * busy, rel=0.25)
