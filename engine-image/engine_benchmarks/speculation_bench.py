@@ -20,7 +20,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest, SpeculationCounts
+from trimtab_engine.messages import AddRequest, PatchConfig, SpeculationCounts
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.text.tokenizer import Tokenizer
 
@@ -89,7 +89,7 @@ def engine_with(model: Path, speculative: SpeculativeConfig) -> Engine:
 
 def decode(engine: Engine, prompt: list[int], batch: int, depth: int) -> tuple[float, SpeculationCounts]:
     """Tokens per second from the first step in which all requests decode, and the drafts' counts."""
-    status, _ = engine.patch_config({"values": {"num_speculative_tokens": depth}})
+    status, _ = engine.patch_config(PatchConfig({"num_speculative_tokens": depth}))
     assert status == 200
     params = Sampling(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     for number in range(batch):  # different beginnings, so that they do not say the same

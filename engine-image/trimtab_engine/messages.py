@@ -64,21 +64,118 @@ class AbortRequests(msgspec.Struct, tag="abort"):
     request_ids: list[str]
 
 
-class AdminCall(msgspec.Struct, tag="admin"):
-    """One admin call, answered by one AdminReply.
+class GetConfig(msgspec.Struct, tag="config_get"):
+    """The configuration in force."""
 
-    `method`: config_get, config_patch, memory, memory_plan, layout, drain, start_profile, stop_profile, pause, resume,
-    sleep, wake_up, lifecycle, reset_prefix_cache, requests, adopt, retire.
-    config_patch body: {"values": {...}, "if_match": int | None, "dry_run": bool}. memory_plan body: {"values": {...}}.
-    drain body: {"deadline_seconds": float}. pause body: {"mode": PauseMode}; sleep: {"level": 0..2, "mode": PauseMode};
-    wake_up: {"tags": [str]}; reset_prefix_cache: {"reset_running_requests": bool}. adopt: the configuration in force,
-    {"values": {...}, "generation": int}, with which a core that joins begins to serve; retire: take nothing new, and
-    end when what runs has finished.
-    """
+
+class PatchConfig(msgspec.Struct, tag="config_patch"):
+    """Change live fields. `values` is what the client sent, whatever it is: the core judges it. With `if_match` only
+    the configuration of that generation is changed; a dry run changes nothing."""
+
+    values: Any
+    if_match: int | None = None
+    dry_run: bool = False
+
+
+class AdoptConfig(msgspec.Struct, tag="adopt"):
+    """The configuration in force, with which a core that joins begins to serve."""
+
+    values: dict[str, Any]
+    generation: int
+
+
+class Retire(msgspec.Struct, tag="retire"):
+    """Take nothing new, and end when what runs has finished."""
+
+
+class GetMemory(msgspec.Struct, tag="memory"):
+    """The ledger of every rank."""
+
+
+class PlanMemory(msgspec.Struct, tag="memory_plan"):
+    """What other values would give. `values` is what the client sent, whatever it is."""
+
+    values: Any
+
+
+class GetLayout(msgspec.Struct, tag="layout"):
+    """Which rank runs where, and what it holds."""
+
+
+class GetRequests(msgspec.Struct, tag="requests"):
+    """What waits or runs, in numbers."""
+
+
+class DrainCore(msgspec.Struct, tag="drain"):
+    """Let what runs finish until the deadline, counted from now."""
+
+    deadline_seconds: float
+
+
+class Pause(msgspec.Struct, tag="pause"):
+    """Stop working."""
+
+    mode: PauseMode
+
+
+class Resume(msgspec.Struct, tag="resume"):
+    """Work again."""
+
+
+class Sleep(msgspec.Struct, tag="sleep"):
+    """Pause, then give memory back. `level` is one of SLEEP_LEVELS."""
+
+    level: int
+    mode: PauseMode
+
+
+class WakeUp(msgspec.Struct, tag="wake_up"):
+    """Bring back what sleep gave up. `tags` are of WAKE_TAGS."""
+
+    tags: list[str]
+
+
+class GetLifecycle(msgspec.Struct, tag="lifecycle"):
+    """What pause and sleep have led to."""
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
+    """Forget all cached blocks; with `reset_running_requests` what runs is preempted for it."""
+
+    reset_running_requests: bool
+
+
+class StartProfile(msgspec.Struct, tag="start_profile"):
+    """Begin to record steps."""
+
+
+class StopProfile(msgspec.Struct, tag="stop_profile"):
+    """End recording and write the trace."""
+
+
+LifecycleCall = Pause | Resume | Sleep | WakeUp | GetLifecycle
+ProfileCall = StartProfile | StopProfile
+Call = (
+    GetConfig
+    | PatchConfig
+    | AdoptConfig
+    | Retire
+    | GetMemory
+    | PlanMemory
+    | GetLayout
+    | GetRequests
+    | DrainCore
+    | LifecycleCall
+    | ResetPrefixCache
+    | ProfileCall
+)
+
+
+class AdminCall(msgspec.Struct, tag="admin"):
+    """One admin call, answered between two steps by one AdminReply with the same id."""
 
     call_id: str
-    method: str
-    body: dict[str, Any]
+    call: Call
     client_index: int = 0
 
 

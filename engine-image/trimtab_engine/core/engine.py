@@ -26,7 +26,19 @@ from trimtab_engine.device.kv_cache import KVCache
 from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.memory.formula import Ledger, MemoryFormula, total_of
 from trimtab_engine.memory.plan import PlanBase, plan_memory
-from trimtab_engine.messages import AddRequest, EngineState, SequenceOutput, StepOutputs, StepStats
+from trimtab_engine.messages import (
+    AddRequest,
+    EngineState,
+    LifecycleCall,
+    PatchConfig,
+    Pause,
+    Resume,
+    SequenceOutput,
+    Sleep,
+    StepOutputs,
+    StepStats,
+    WakeUp,
+)
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.rank_ledger import rank_ledger
 from trimtab_engine.runner.weights import Weights
@@ -359,13 +371,13 @@ class Engine:
 
     # --- live configuration ---------------------------------------------------------------------------------------
 
-    def patch_config(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def patch_config(self, call: PatchConfig) -> tuple[int, dict[str, Any]]:
         """Judge and apply one PATCH between two steps. Returns HTTP status and body (docs/contract.md section 2)."""
         before = self._live
         after, status, answer = before.patch(
-            body.get("values"),
-            if_match=body.get("if_match"),
-            dry_run=bool(body.get("dry_run")),
+            call.values,
+            if_match=call.if_match,
+            dry_run=call.dry_run,
             change_id=f"cfg-{uuid.uuid4().hex[:12]}",
             applied_at_step=self._scheduler.next_step,
         )
@@ -384,7 +396,7 @@ class Engine:
 
     def adopt_config(self, values: dict[str, Any], generation: int) -> tuple[int, dict[str, Any]]:
         """Take over the configuration that other cores serve under: HTTP status and body as for a PATCH."""
-        status, body = self.patch_config({"values": values})
+        status, body = self.patch_config(PatchConfig(values))
         if status == 200:
             self._live = replace(self._live, generation=generation)
         return status, body
@@ -429,19 +441,19 @@ class Engine:
         """Live: how much of the reserved swap space is used. The caller has settled what is in flight."""
         self._scheduler.resize_swap_space(num_bytes // self._formula.widest_block_bytes)
 
-    def lifecycle(self, method: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """pause, resume, sleep, wake_up, or what they have led to: HTTP status and body."""
+    def lifecycle(self, call: LifecycleCall) -> tuple[int, dict[str, Any]]:
+        """Pause, resume, sleep, wake up, or say what that has led to: HTTP status and body."""
         lifecycle = self._lifecycle
         try:
-            match method:
-                case "pause":
-                    lifecycle.pause(body["mode"])
-                case "resume":
+            match call:
+                case Pause(mode):
+                    lifecycle.pause(mode)
+                case Resume():
                     lifecycle.resume()
-                case "sleep":
-                    lifecycle.sleep(body["level"], body["mode"])
-                case "wake_up":
-                    lifecycle.wake_up(body["tags"])
+                case Sleep(level, mode):
+                    lifecycle.sleep(level, mode)
+                case WakeUp(tags):
+                    lifecycle.wake_up(tags)
         except Refused as refusal:
             return 409, {"message": str(refusal)}
         self._last_report = -REPORT_SECONDS

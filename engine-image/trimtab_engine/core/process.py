@@ -27,16 +27,34 @@ from trimtab_engine.messages import (
     AddRequest,
     AdminCall,
     AdminReply,
+    AdoptConfig,
+    Call,
     CoreFailed,
     CoreLoaded,
     CoreReady,
     CoreRetiring,
     CoreStart,
+    DrainCore,
     EngineState,
+    GetConfig,
+    GetLayout,
+    GetLifecycle,
+    GetMemory,
+    GetRequests,
     LoadProgress,
+    PatchConfig,
+    Pause,
+    PlanMemory,
+    ResetPrefixCache,
+    Resume,
+    Retire,
     RetireSeen,
     Shutdown,
+    Sleep,
+    StartProfile,
     StartWave,
+    StopProfile,
+    WakeUp,
 )
 from trimtab_engine.processes.end import leave
 from trimtab_engine.processes.garbage import keep_what_is_there
@@ -69,15 +87,15 @@ def serve(
                     engine.add(message)
                 case AbortRequests():
                     engine.abort(message.request_ids)
-                case AdminCall(method="adopt" | "retire"):
-                    clients.send(membership.call(engine, message), message.client_index)
+                case AdminCall(call_id, AdoptConfig() | Retire() as call, index):
+                    clients.send(membership.call(engine, call, call_id), index)
                     reporter.forget()
                 case RetireSeen(index):
                     membership.seen_by(index)
-                case AdminCall():
-                    reply = answer(engine, profiler, message)
+                case AdminCall(call_id, call, index):
+                    reply = answer(engine, profiler, call, call_id)
                     reporter.report()  # first, so that who reads the answer finds it in force
-                    clients.send(reply, message.client_index)
+                    clients.send(reply, index)
                 case StartWave():
                     engine.join_wave(message.number)
                 case Shutdown():
@@ -104,16 +122,16 @@ class Membership:
     def is_retiring(self) -> bool:
         return self._unseen is not None
 
-    def call(self, engine: Engine, call: AdminCall) -> AdminReply:
-        """adopt: take over the configuration in force, then serve. retire: take nothing new."""
-        if call.method == "adopt":
-            status, body = engine.adopt_config(call.body["values"], call.body["generation"])
+    def call(self, engine: Engine, call: AdoptConfig | Retire, call_id: str) -> AdminReply:
+        """Take over the configuration in force and then serve, or take nothing new."""
+        if isinstance(call, AdoptConfig):
+            status, body = engine.adopt_config(call.values, call.generation)
             if status == 200:
                 self._clients.broadcast(self._ready)
-            return AdminReply(call.call_id, status, body)
+            return AdminReply(call_id, status, body)
         self._unseen = set(range(self._num_clients))
         self._clients.broadcast(CoreRetiring())
-        return AdminReply(call.call_id, 200, {})
+        return AdminReply(call_id, 200, {})
 
     def seen_by(self, client_index: int) -> None:
         if self._unseen is not None:
@@ -142,37 +160,39 @@ class StateReporter:
             self._clients.broadcast(msgspec.structs.replace(state, time=self.inbox_read))
 
 
-def answer(engine: Engine, profiler: Profiler, call: AdminCall) -> AdminReply:
+def answer(engine: Engine, profiler: Profiler, call: Call, call_id: str) -> AdminReply:
     """Carry out one admin call, between two steps."""
     body: dict[str, Any]
     status = 200
-    match call.method:
-        case "config_get":
+    match call:
+        case GetConfig():
             body = engine.config()
-        case "config_patch":
+        case PatchConfig():
             before = engine.config()["generation"]
-            status, body = engine.patch_config(call.body)
+            status, body = engine.patch_config(call)
             if status == 200 and body["generation"] != before:
                 logger.info("configuration is now at generation %s: %s", body["generation"], body["desired"])
-        case "memory":
+        case GetMemory():
             body = engine.memory()
-        case "memory_plan":
-            status, body = engine.memory_plan(call.body["values"])
-        case "layout":
+        case PlanMemory(values):
+            status, body = engine.memory_plan(values)
+        case GetLayout():
             body = engine.layout()
-        case "requests":
+        case GetRequests():
             body = engine.unfinished()
-        case "drain":
-            body = engine.drain(float(call.body["deadline_seconds"]))
-        case "pause" | "resume" | "sleep" | "wake_up" | "lifecycle":
-            status, body = engine.lifecycle(call.method, call.body)
-        case "reset_prefix_cache":
-            status, body = engine.reset_prefix_cache(reset_running_requests=bool(call.body["reset_running_requests"]))
-        case "start_profile" | "stop_profile":
-            status, body = profiler.call(call.method)
-        case _:
-            status, body = 404, {"message": f"there is no admin call {call.method!r}"}
-    return AdminReply(call.call_id, status, body)
+        case DrainCore(deadline_seconds):
+            body = engine.drain(deadline_seconds)
+        case Pause() | Resume() | Sleep() | WakeUp() | GetLifecycle():
+            status, body = engine.lifecycle(call)
+        case ResetPrefixCache(reset_running_requests):
+            status, body = engine.reset_prefix_cache(reset_running_requests=reset_running_requests)
+        case StartProfile():
+            status, body = profiler.answer(profiler.start)
+        case StopProfile():
+            status, body = profiler.answer(profiler.stop)
+        case AdoptConfig() | Retire():
+            raise AssertionError("these concern the core's membership")
+    return AdminReply(call_id, status, body)
 
 
 def main() -> int:

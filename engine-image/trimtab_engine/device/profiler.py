@@ -7,6 +7,7 @@ written when it is asked for. Open it in chrome://tracing or https://ui.perfetto
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ class Profiler:
         self._recording = False
         self._num_steps = 0
 
-    def call(self, method: str) -> tuple[int, dict[str, Any]]:
-        """Carry out start_profile or stop_profile: HTTP status and body."""
+    def answer(self, action: Callable[[], dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """Carry out `start` or `stop`: HTTP status and body."""
         try:
-            return 200, self.start() if method == "start_profile" else self.stop()
+            return 200, action()
         except ConfigError as error:
             return 400, {"message": str(error)}
 

@@ -11,7 +11,6 @@ import operator
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import zmq
@@ -27,6 +26,7 @@ from trimtab_engine.messages import (
     AddRequest,
     AdminCall,
     AdminReply,
+    Call,
     ClientAddresses,
     ClientOutputs,
     CoreFailed,
@@ -36,6 +36,7 @@ from trimtab_engine.messages import (
     EngineState,
     FromCore,
     LoadProgress,
+    PatchConfig,
     RetireSeen,
     SequenceOutput,
     Shutdown,
@@ -210,28 +211,28 @@ class CoreClient:
         for request_id in request_ids:
             self._requests[request_id].outputs.put_nowait(SequenceOutput(request_id, [], "abort"))
 
-    async def call(self, method: str, body: dict[str, Any]) -> AdminReply:
+    async def call(self, call: Call) -> AdminReply:
         """One admin call, answered between two steps. EngineDead if a core ends first. With several cores a change is
         tried on all before it is made on any."""
-        if method == "config_patch" and len(self.roster.serving) > 1 and not body.get("dry_run"):
-            tried = await self._call_all(method, {**body, "dry_run": True})
+        if isinstance(call, PatchConfig) and len(self.roster.serving) > 1 and not call.dry_run:
+            tried = await self._call_all(msgspec.structs.replace(call, dry_run=True))
             if tried.status != 200:
                 return tried
-        return await self._call_all(method, body)
+        return await self._call_all(call)
 
-    async def _call_all(self, method: str, body: dict[str, Any]) -> AdminReply:
+    async def _call_all(self, call: Call) -> AdminReply:
         self._raise_if_dead()
         cores = self.roster.serving
-        return merge_replies(method, await asyncio.gather(*(self.call_one(method, body, core) for core in cores)))
+        return merge_replies(call, await asyncio.gather(*(self.call_one(call, core) for core in cores)))
 
-    async def call_one(self, method: str, body: dict[str, Any], core: int) -> AdminReply:
+    async def call_one(self, call: Call, core: int) -> AdminReply:
         """One admin call to one core."""
         self._raise_if_dead()
         call_id = uuid.uuid4().hex
         future: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            self._send(AdminCall(call_id, method, body, self._client_index), core)
+            self._send(AdminCall(call_id, call, self._client_index), core)
             return await future
         finally:
             self._calls.pop(call_id, None)

@@ -5,10 +5,23 @@ from typing import Any
 
 import msgspec
 
-from trimtab_engine.messages import AdminReply, EngineState
+from trimtab_engine.messages import (
+    AdminReply,
+    Call,
+    DrainCore,
+    EngineState,
+    GetLayout,
+    GetLifecycle,
+    GetMemory,
+    GetRequests,
+    Pause,
+    Resume,
+    Sleep,
+    WakeUp,
+)
 
 
-def merge_replies(method: str, replies: list[AdminReply]) -> AdminReply:
+def merge_replies(call: Call, replies: list[AdminReply]) -> AdminReply:
     """The answer for the engine as a whole. A core that refuses speaks for all."""
     first = replies[0]
     refused = next((reply for reply in replies if reply.status != 200), None)
@@ -16,20 +29,20 @@ def merge_replies(method: str, replies: list[AdminReply]) -> AdminReply:
         return refused or first
     bodies = [reply.body for reply in replies]
     body = dict(first.body)
-    match method:
-        case "layout":
+    match call:
+        case GetLayout():
             body = _merge_layouts(bodies)
-        case "drain":
+        case DrainCore():
             for name in body.keys() - {"eta_seconds", "deadline_seconds"}:
                 body[name] = sum(each[name] for each in bodies)
             body["eta_seconds"] = max(each["eta_seconds"] for each in bodies)
-        case "pause" | "resume" | "sleep" | "wake_up" | "lifecycle":
+        case Pause() | Resume() | Sleep() | WakeUp() | GetLifecycle():
             body["remaining_requests"] = sum(each["remaining_requests"] for each in bodies)
             for name in ("is_paused", "is_sleeping"):
                 body[name] = all(each[name] for each in bodies)
-        case "requests":
+        case GetRequests():
             body["unfinished"] = [row for each in bodies for row in each["unfinished"]]
-        case "memory":
+        case GetMemory():
             body |= _merge_ledgers(bodies)
     return AdminReply(first.call_id, first.status, body)
 

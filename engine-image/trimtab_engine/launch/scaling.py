@@ -14,7 +14,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import EngineDead
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.launch.launcher import CoreLauncher
-from trimtab_engine.messages import AdminReply
+from trimtab_engine.messages import AdminReply, AdoptConfig, Call, GetConfig, GetLayout, PatchConfig, Retire
 
 FIELD = "data_parallel_size"
 
@@ -31,35 +31,34 @@ class CoreScaling:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """Of the cores that join or retire."""
 
-    async def call(self, method: str, body: dict[str, Any]) -> AdminReply:
+    async def call(self, call: Call) -> AdminReply:
         """One admin call to the engine."""
-        match method:
-            case "config_get":
-                return self._as_it_is(await self._client.call(method, body))
-            case "config_patch":
-                return await self._patch(body)
-            case "layout":
-                reply = await self._client.call(method, body)
+        match call:
+            case GetConfig():
+                return self._as_it_is(await self._client.call(call))
+            case PatchConfig():
+                return await self._patch(call)
+            case GetLayout():
+                reply = await self._client.call(call)
                 return AdminReply(reply.call_id, reply.status, self._in_the_world(reply.body) | self._scaling())
-        return await self._client.call(method, body)
+        return await self._client.call(call)
 
     async def close(self) -> None:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _patch(self, body: dict[str, Any]) -> AdminReply:
+    async def _patch(self, call: PatchConfig) -> AdminReply:
         async with self._changes:
-            if self._resizes(body) and (reason := self._resting()) is not None:
+            if self._resizes(call.values) and (reason := self._resting()) is not None:
                 return AdminReply("", 409, {"message": f"the engine {reason}: {FIELD} cannot change now"})
-            reply = await self._client.call("config_patch", body)
-        if reply.status == 200 and not body.get("dry_run"):
+            reply = await self._client.call(call)
+        if reply.status == 200 and not call.dry_run:
             self._desired = reply.body.get("desired", {}).get(FIELD, self._desired)
             self._follow()
         return reply
 
-    def _resizes(self, body: dict[str, Any]) -> bool:
-        values = body.get("values")
+    def _resizes(self, values: object) -> bool:
         return isinstance(values, dict) and values.get(FIELD, self._desired) != self._desired
 
     def _resting(self) -> str | None:
@@ -140,9 +139,8 @@ class CoreScaling:
                 raise EngineDead(f"{FIELD} is {self._desired} by now")
             if (reason := self._resting()) is not None:
                 raise EngineDead(f"the engine {reason} by now")
-            config = (await self._client.call("config_get", {})).body
-            values = {"values": config["desired"], "generation": config["generation"]}
-            reply = await self._client.call_one("adopt", values, core)
+            config = (await self._client.call(GetConfig())).body
+            reply = await self._client.call_one(AdoptConfig(config["desired"], config["generation"]), core)
         if reply.status != 200:
             raise EngineDead(str(reply.body.get("message", reply.body)))
         logger.info("engine core %d serves", core)
@@ -152,10 +150,10 @@ class CoreScaling:
         if core >= self._desired:
             return
         logger.error("engine core %d could not join: %s; %s falls back to %d", core, error, FIELD, core)
-        await self._patch({"values": {FIELD: max(1, core)}})
+        await self._patch(PatchConfig({FIELD: max(1, core)}))
 
     async def _retire(self, core: int) -> None:
         logger.info("engine core %d retires: it finishes what it has", core)
-        await self._client.call_one("retire", {}, core)
+        await self._client.call_one(Retire(), core)
         await self._launcher.wait_for_end(core)
         logger.info("engine core %d has ended", core)

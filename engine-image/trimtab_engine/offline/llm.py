@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from trimtab_engine.config.engine import EngineConfig, set_core_environment
 from trimtab_engine.device.profiler import Profiler
 from trimtab_engine.errors import ConfigError, EngineDead, InvalidRequest
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages import AddRequest, PatchConfig
 from trimtab_engine.offline.arguments import in_keywords, read_keywords
 from trimtab_engine.offline.outputs import Choice, RequestOutput
 from trimtab_engine.offline.progress import OnStep, Rates, Statistics, interruptible
@@ -137,7 +137,7 @@ class LLM:
     def patch_config(self, **values: Any) -> dict[str, Any]:
         """Change live values between two calls, as PATCH /admin/v1/config does. ConfigError where that answers 422."""
         self._require_open()
-        status, body = self._engine.patch_config({"values": values})
+        status, body = self._engine.patch_config(PatchConfig(values))
         if status != 200:
             raise ConfigError(body["message"])
         return body

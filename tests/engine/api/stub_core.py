@@ -124,7 +124,9 @@ def main() -> None:
                     added.append({"cache_salt": message.cache_salt, "priority": message.priority})
                 case AbortRequests(ids):
                     aborted += [key for key in ids if running.pop(key, None)]
-                case AdminCall(call_id, method, body, client):
+                case AdminCall(call_id, call, client):
+                    body = msgspec.to_builtins(call)
+                    method = body.pop("type")
                     state: dict[str, Any] = {
                         "method": method,
                         "body": body,

@@ -18,7 +18,7 @@ from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.device.device import Device
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.messages import AddRequest, CoreReady
+from trimtab_engine.messages import AddRequest, CoreReady, PatchConfig
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
@@ -204,7 +204,7 @@ def test_a_thousand_random_patches_under_load_fail_no_request_and_change_no_answ
                 ]
             )
             if_match = dice.choice([None, generation, generation - 1])
-            status, body = engine.patch_config({"values": values, "if_match": if_match, "dry_run": False})
+            status, body = engine.patch_config(PatchConfig(values, if_match, False))
             seen[status] += 1
             if status == 200:
                 generation = int(body["generation"])
@@ -226,7 +226,7 @@ def test_a_patch_takes_effect_in_the_very_next_step(model: Path) -> None:
     for request in REQUESTS[:8]:
         engine.add(request)
     before = engine.step().stats
-    status, body = engine.patch_config({"values": {"max_num_batched_tokens": 8}})
+    status, body = engine.patch_config(PatchConfig({"max_num_batched_tokens": 8}))
     after = engine.step().stats
     assert status == 200
     assert body["applied_at_step"] == before.step + 1 == after.step
@@ -265,7 +265,7 @@ def test_shrinking_below_what_is_in_use_preempts_for_resize_and_gives_memory_bac
     for _ in range(12):
         engine.step()
     total = engine.ledger().blocks_total
-    status, _ = engine.patch_config({"values": {"gpu_memory_utilization": least}})
+    status, _ = engine.patch_config(PatchConfig({"gpu_memory_utilization": least}))
     stats = engine.step().stats
     assert status == 200
     assert engine.ledger().blocks_total < total
@@ -306,7 +306,7 @@ def test_a_plan_gives_what_a_patch_of_the_same_utilisation_gives(model: Path) ->
     engine, ready = an_engine(model, **sizes)
     assert engine.memory_plan({})[1]["num_blocks"] == ready.num_blocks
     status, plan = engine.memory_plan({"gpu_memory_utilization": float(high)})
-    assert engine.patch_config({"values": {"gpu_memory_utilization": float(high)}})[0] == 200
+    assert engine.patch_config(PatchConfig({"gpu_memory_utilization": float(high)}))[0] == 200
     assert (status, plan["num_blocks"]) == (200, engine.ledger().blocks_total)
     assert plan["kinds"]["kv_mapped"] == engine.ledger().kinds["kv_mapped"]
     known = json.loads((model / "config.json").read_text())
@@ -342,7 +342,7 @@ def test_every_live_field_of_the_scheduler_takes_effect_while_requests_run(model
 
     def patch_at_random(_: int) -> None:
         name = dice.choice(list(choices))
-        status, body = engine.patch_config({"values": {name: dice.choice(choices[name])}})
+        status, body = engine.patch_config(PatchConfig({name: dice.choice(choices[name])}))
         assert status == 200, body
         engine.check_integrity()
 

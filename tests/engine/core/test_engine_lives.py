@@ -20,7 +20,7 @@ from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.device.device import Device
-from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.messages import AddRequest, PatchConfig, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
 
 STEPS = 2000  # of each of the six engines
@@ -166,7 +166,7 @@ class Life:
             least = live["gpu_memory_utilization"]["min"]
             possible["gpu_memory_utilization"] = dice.choice([least, least, round(least + dice.random() / 200, 4)])
         names = dice.sample([name for name in possible if name in live], 2)
-        status, _ = self.engine.patch_config({"values": {name: possible[name] for name in names}})
+        status, _ = self.engine.patch_config(PatchConfig({name: possible[name] for name in names}))
         self.num_patched += status == 200
 
     def step(self) -> None:

@@ -12,7 +12,7 @@ from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.lifecycle import RemainingWork
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.device.device import Device
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages import AddRequest, GetLifecycle, LifecycleCall, PatchConfig, Pause, Resume, Sleep, WakeUp
 from trimtab_engine.scheduling.sampling import Sampling
 
 NUM_BLOCKS = 64
@@ -73,14 +73,14 @@ class Run:
         return self.tokens
 
 
-def ask(engine: Engine, method: str, **body: Any) -> dict[str, Any]:
-    status, answer = engine.lifecycle(method, body)
+def ask(engine: Engine, call: LifecycleCall) -> dict[str, Any]:
+    status, answer = engine.lifecycle(call)
     assert status == 200, answer
     return answer
 
 
-def refused(engine: Engine, method: str, **body: Any) -> str:
-    status, answer = engine.lifecycle(method, body)
+def refused(engine: Engine, call: LifecycleCall) -> str:
+    status, answer = engine.lifecycle(call)
     assert status == 409
     return str(answer["message"])
 
@@ -95,10 +95,10 @@ def shared(request: pytest.FixtureRequest, tiny_model: Path) -> Engine:
 def engine(shared: Engine) -> Iterator[Engine]:
     """Awake and without requests, before each test."""
     yield shared
-    if ask(shared, "lifecycle")["is_sleeping"]:
-        ask(shared, "wake_up", tags=["weights", "kv_cache", "scheduling"])
-    ask(shared, "pause", mode="abort")
-    ask(shared, "resume")
+    if ask(shared, GetLifecycle())["is_sleeping"]:
+        ask(shared, WakeUp(tags=["weights", "kv_cache", "scheduling"]))
+    ask(shared, Pause(mode="abort"))
+    ask(shared, Resume())
     while shared.has_work:
         shared.step()
 
@@ -112,7 +112,7 @@ def expected(tiny_model: Path) -> dict[str, list[int]]:
 def test_kept_requests_are_frozen_and_go_on_after_the_resume(engine: Engine, expected: dict[str, list[int]]) -> None:
     run = Run(engine)
     run.step(9)
-    answer = ask(run.engine, "pause", mode="keep")
+    answer = ask(run.engine, Pause(mode="keep"))
     assert (answer["is_paused"], answer["remaining_requests"]) == (True, 6)
     run.step()  # what the step in flight brought
     before = {name: len(tokens) for name, tokens in run.tokens.items()}
@@ -122,23 +122,23 @@ def test_kept_requests_are_frozen_and_go_on_after_the_resume(engine: Engine, exp
     assert {name: len(tokens) for name, tokens in run.tokens.items()} == before
     assert run.engine.ledger().blocks_used == used > 0
     assert run.engine.state().pause_mode == "keep"
-    ask(run.engine, "resume")
+    ask(run.engine, Resume())
     assert run.finish() == expected
 
 
 def test_while_requests_are_kept_new_ones_queue_up(engine: Engine) -> None:
-    ask(engine, "pause", mode="keep")
+    ask(engine, Pause(mode="keep"))
     run = Run(engine)
     run.step(3)
     assert engine.state().num_waiting == 6
-    ask(engine, "resume")
+    ask(engine, Resume())
     run.finish()
 
 
 def test_a_pause_may_abort_what_runs_and_refuses_what_comes(engine: Engine) -> None:
     run = Run(engine)
     run.step(9)
-    assert ask(run.engine, "pause", mode="abort")["remaining_requests"] == 0
+    assert ask(run.engine, Pause(mode="abort"))["remaining_requests"] == 0
     assert run.engine.has_work, "the aborts are still to be told"
     run.step()
     assert set(run.reasons.values()) == {"abort"}
@@ -152,9 +152,9 @@ def test_a_pause_may_abort_what_runs_and_refuses_what_comes(engine: Engine) -> N
 def test_a_pause_may_wait_for_what_runs(engine: Engine, expected: dict[str, list[int]]) -> None:
     run = Run(engine)
     run.step(3)
-    assert ask(run.engine, "pause", mode="wait")["is_paused"] is False
+    assert ask(run.engine, Pause(mode="wait"))["is_paused"] is False
     assert run.finish() == expected
-    assert ask(run.engine, "lifecycle")["is_paused"] is True
+    assert ask(run.engine, GetLifecycle())["is_paused"] is True
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
@@ -164,12 +164,12 @@ def test_requests_that_were_kept_through_a_sleep_yield_the_same_tokens(
     run = Run(engine)
     run.step(9)
     for _ in range(2):  # twice: what was given back is there again
-        answer = ask(run.engine, "sleep", level=level, mode="keep")
+        answer = ask(run.engine, Sleep(level=level, mode="keep"))
         assert (answer["is_sleeping"], answer["sleep_level"], answer["remaining_requests"]) == (True, level, 6)
         assert answer["awake"] == {"weights": level < 2, "kv_cache": level < 1}
         run.step(2)
         assert run.engine.state().sleep_level == level
-        assert ask(run.engine, "wake_up", tags=["weights", "kv_cache", "scheduling"])["is_sleeping"] is False
+        assert ask(run.engine, WakeUp(tags=["weights", "kv_cache", "scheduling"]))["is_sleeping"] is False
         run.step(4)
     assert run.finish() == expected
 
@@ -185,8 +185,8 @@ def test_speculation_goes_on_after_a_sleep(
     depth = {"num_speculative_tokens": 3, "num_speculative_tokens_cap": 3}
     run = Run(an_engine(tiny_model, speculative=drafts, max_num_batched_tokens_cap=64, **depth))
     run.step(5)
-    ask(run.engine, "sleep", level=level, mode="keep")
-    ask(run.engine, "wake_up", tags=["weights", "kv_cache", "scheduling"])
+    ask(run.engine, Sleep(level=level, mode="keep"))
+    ask(run.engine, WakeUp(tags=["weights", "kv_cache", "scheduling"]))
     assert run.finish() == expected
 
 
@@ -194,26 +194,26 @@ def test_sleep_gives_memory_back_and_the_ledger_says_so(engine: Engine) -> None:
     run = Run(engine)
     run.step(9)
     awake = run.engine.ledger()
-    ask(run.engine, "sleep", level=1, mode="keep")
+    ask(run.engine, Sleep(level=1, mode="keep"))
     asleep = run.engine.ledger()
     assert (asleep.kinds["kv_mapped"], asleep.untouched_bytes, asleep.blocks_used) == (0, 0, 0)
     assert asleep.kinds["weights"] == awake.kinds["weights"]
-    ask(run.engine, "sleep", level=2, mode="keep")
+    ask(run.engine, Sleep(level=2, mode="keep"))
     assert run.engine.ledger().kinds["weights"] == 0
-    ask(run.engine, "wake_up", tags=["weights"])
-    ask(run.engine, "wake_up", tags=["kv_cache"])
+    ask(run.engine, WakeUp(tags=["weights"]))
+    ask(run.engine, WakeUp(tags=["kv_cache"]))
     assert run.engine.ledger().kinds == awake.kinds
-    assert ask(run.engine, "lifecycle")["is_sleeping"] is True, "scheduling sleeps on"
-    ask(run.engine, "wake_up", tags=["scheduling"])
+    assert ask(run.engine, GetLifecycle())["is_sleeping"] is True, "scheduling sleeps on"
+    ask(run.engine, WakeUp(tags=["scheduling"]))
     run.finish()
 
 
 def test_a_sleep_that_waits_begins_when_what_runs_has_finished(engine: Engine, expected: dict[str, list[int]]) -> None:
     run = Run(engine)
     run.step(3)
-    assert ask(run.engine, "sleep", level=2, mode="wait")["is_sleeping"] is False
+    assert ask(run.engine, Sleep(level=2, mode="wait"))["is_sleeping"] is False
     assert run.finish() == expected
-    assert ask(run.engine, "lifecycle")["sleep_level"] == 2
+    assert ask(run.engine, GetLifecycle())["sleep_level"] == 2
 
 
 def test_the_kv_cache_may_be_resized_while_it_sleeps(tiny_model: Path, expected: dict[str, list[int]]) -> None:
@@ -222,13 +222,13 @@ def test_the_kv_cache_may_be_resized_while_it_sleeps(tiny_model: Path, expected:
     sizes = {"num_gpu_blocks_override": None, "gpu_memory_utilization": str(start)}
     run = Run(an_engine(tiny_model, gpu_memory_utilization_cap=str(high), **sizes))
     run.step(9)
-    ask(run.engine, "sleep", level=1, mode="keep")
+    ask(run.engine, Sleep(level=1, mode="keep"))
     for utilization in (high, low):
-        status, body = run.engine.patch_config({"values": {"gpu_memory_utilization": utilization}})
+        status, body = run.engine.patch_config(PatchConfig({"gpu_memory_utilization": utilization}))
         assert status == 200, body
         run.engine.check_integrity()
     assert run.engine.ledger().blocks_total == 0
-    ask(run.engine, "wake_up", tags=["kv_cache", "scheduling"])
+    ask(run.engine, WakeUp(tags=["kv_cache", "scheduling"]))
     _, plan = run.engine.memory_plan({})
     assert run.engine.ledger().blocks_total == plan["num_blocks"]
     assert run.finish() == expected
@@ -238,26 +238,26 @@ def test_an_engine_whose_weights_others_wait_for_sleeps_at_level_1_at_most(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine._lifecycle.weights, "can_drop_weights", False)  # as of data-parallel cores in lockstep
-    assert "step together; use level 1" in refused(engine, "sleep", level=2, mode="abort")
-    assert ask(engine, "sleep", level=1, mode="abort")["is_sleeping"] is True
-    ask(engine, "wake_up", tags=["weights", "kv_cache", "scheduling"])
+    assert "step together; use level 1" in refused(engine, Sleep(level=2, mode="abort"))
+    assert ask(engine, Sleep(level=1, mode="abort"))["is_sleeping"] is True
+    ask(engine, WakeUp(tags=["weights", "kv_cache", "scheduling"]))
 
 
 def test_what_is_out_of_order_is_refused_with_what_to_do(engine: Engine) -> None:
-    assert "the engine is awake" in refused(engine, "wake_up", tags=["scheduling"])
-    ask(engine, "sleep", level=2, mode="abort")
-    assert "wake it up first" in refused(engine, "pause", mode="keep")
-    assert "wake it up, which resumes it too" in refused(engine, "resume")
-    assert "before it sleeps at 1" in refused(engine, "sleep", level=1, mode="keep")
-    assert "weights must be woken before scheduling" in refused(engine, "wake_up", tags=["kv_cache", "scheduling"])
-    ask(engine, "wake_up", tags=["weights", "scheduling"])
+    assert "the engine is awake" in refused(engine, WakeUp(tags=["scheduling"]))
+    ask(engine, Sleep(level=2, mode="abort"))
+    assert "wake it up first" in refused(engine, Pause(mode="keep"))
+    assert "wake it up, which resumes it too" in refused(engine, Resume())
+    assert "before it sleeps at 1" in refused(engine, Sleep(level=1, mode="keep"))
+    assert "weights must be woken before scheduling" in refused(engine, WakeUp(tags=["kv_cache", "scheduling"]))
+    ask(engine, WakeUp(tags=["weights", "scheduling"]))
     Run(engine).finish()
 
 
 def test_a_drain_ends_what_is_frozen_at_its_deadline(tiny_model: Path) -> None:
     run = Run(an_engine(tiny_model))
     run.step(5)
-    ask(run.engine, "sleep", level=1, mode="keep")
+    ask(run.engine, Sleep(level=1, mode="keep"))
     run.engine.drain(0.0)
     run.step()
     assert set(run.reasons.values()) == {"abort"}

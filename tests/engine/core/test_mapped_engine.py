@@ -14,7 +14,7 @@ from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.device import device as device_module
 from trimtab_engine.device.device import Device
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages import AddRequest, PatchConfig, Sleep, WakeUp
 from trimtab_engine.scheduling.sampling import Sampling
 
 DEVICE_BYTES = 4 << 30  # 0.0001 of it is 0.43 MB
@@ -83,7 +83,7 @@ def test_live_resizes_map_and_unmap_under_load_and_change_no_token(model: Path, 
 
     def resize() -> None:
         values = {"gpu_memory_utilization": dice.choice([field["min"], dice.uniform(field["min"], field["max"])])}
-        assert engine.patch_config({"values": values})[0] == 200
+        assert engine.patch_config(PatchConfig(values))[0] == 200
         sizes.add(engine.ledger().blocks_total)
         engine.check_integrity()
 
@@ -112,7 +112,7 @@ def test_memory_that_the_device_does_not_have_refuses_the_patch_and_changes_noth
     before, total = engine.config(), engine.ledger().blocks_total
     most = before["fields"]["gpu_memory_utilization"]["max"]
     fake.free_bytes = 5 * PAGE
-    status, body = engine.patch_config({"values": {"gpu_memory_utilization": most, "max_num_seqs": 3}})
+    status, body = engine.patch_config(PatchConfig({"gpu_memory_utilization": most, "max_num_seqs": 3}))
     assert status == 422
     assert body["field"] == "gpu_memory_utilization"
     assert "cuMemCreate failed" in body["message"]
@@ -129,9 +129,9 @@ def test_a_sleeping_engine_has_unmapped_everything_and_wakes_with_the_same_addre
     engine = an_engine(model, num_gpu_blocks_override=100)
     expected = run(engine)
     addresses, mapped = dict(fake.ranges), fake.mapped_bytes
-    assert engine.lifecycle("sleep", {"level": 1, "mode": "abort"})[0] == 200
+    assert engine.lifecycle(Sleep(1, "abort"))[0] == 200
     assert fake.mapped_bytes < mapped - engine.ledger().bytes_per_block * 99
-    assert engine.lifecycle("wake_up", {"tags": ["weights", "kv_cache", "scheduling"]})[0] == 200
+    assert engine.lifecycle(WakeUp(["weights", "kv_cache", "scheduling"]))[0] == 200
     assert (fake.ranges, fake.mapped_bytes) == (addresses, mapped)
     assert run(engine) == expected
     fake.check()
@@ -140,15 +140,15 @@ def test_a_sleeping_engine_has_unmapped_everything_and_wakes_with_the_same_addre
 def test_an_engine_that_finds_no_memory_sleeps_on_and_can_be_woken_smaller(model: Path, fake: FakeCuda) -> None:
     engine = an_engine(model)
     expected = run(engine)
-    assert engine.lifecycle("sleep", {"level": 1, "mode": "abort"})[0] == 200
-    everything = {"tags": ["weights", "kv_cache", "scheduling"]}
+    assert engine.lifecycle(Sleep(1, "abort"))[0] == 200
+    everything = WakeUp(["weights", "kv_cache", "scheduling"])
     fake.free_bytes -= (before := fake.free_bytes - 40 * 16 * PAGE)
-    status, body = engine.lifecycle("wake_up", everything)
+    status, body = engine.lifecycle(everything)
     assert status == 409
     assert "lower gpu_memory_utilization" in body["message"]
     least = engine.config()["fields"]["gpu_memory_utilization"]["min"]
-    assert engine.patch_config({"values": {"gpu_memory_utilization": least}})[0] == 200
-    assert engine.lifecycle("wake_up", everything)[0] == 200
+    assert engine.patch_config(PatchConfig({"gpu_memory_utilization": least}))[0] == 200
+    assert engine.lifecycle(everything)[0] == 200
     engine.check_integrity()
     fake.free_bytes += before
     assert run(engine) == expected

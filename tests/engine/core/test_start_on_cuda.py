@@ -29,7 +29,7 @@ from trimtab_engine.device.mapped_range import CudaMemory, MappedRange, Owner
 from trimtab_engine.device.side_lane import HostLane
 from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.kv_groups import uniform_group
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages import AddRequest, Sleep, WakeUp
 from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.runner import start
@@ -313,9 +313,9 @@ def test_asleep_nothing_is_mapped_and_awake_graphs_are_recorded_again(tmp_path: 
         engine, _ = start_engine(a_config(DENSE, tmp_path, {}), lambda stage, percent: None, lambda: 0.0)
         known, mapped = variants(launches), driver.mapped_bytes
         for level in (1, 2):
-            assert engine.lifecycle("sleep", {"level": level, "mode": "abort"})[0] == 200
+            assert engine.lifecycle(Sleep(level, "abort"))[0] == 200
             assert driver.mapped_bytes == 0
-            assert engine.lifecycle("wake_up", {"tags": ["weights", "kv_cache", "scheduling"]})[0] == 200
+            assert engine.lifecycle(WakeUp(["weights", "kv_cache", "scheduling"]))[0] == 200
             assert driver.mapped_bytes == mapped
             assert 0 < serve(engine) < 500
         engine.close()

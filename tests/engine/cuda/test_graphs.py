@@ -12,7 +12,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages import AddRequest, PatchConfig, Sleep, WakeUp
 from trimtab_engine.sampling.device_sampler import DeviceSampler
 from trimtab_engine.scheduling.sampling import Sampling
 
@@ -159,7 +159,7 @@ def test_resizing_the_kv_cache_leaves_graphs_right(model: Path) -> None:
         model, num_gpu_blocks_override=None, gpu_memory_utilization="0.1", gpu_memory_utilization_cap="0.3"
     )
     for utilization in (0.3, 0.1, 0.2):
-        status, _ = engine.patch_config({"values": {"gpu_memory_utilization": utilization}})
+        status, _ = engine.patch_config(PatchConfig({"gpu_memory_utilization": utilization}))
         assert status == 200
         assert generate(engine, requests)[0] == expected
 
@@ -170,9 +170,9 @@ def test_graphs_are_recorded_again_after_the_weights_were_dropped(model: Path) -
     expected, _ = generate(engine, requests)
     used = engine.ledger().driver_used_bytes
     for _ in range(2):
-        engine.lifecycle("sleep", {"level": 2, "mode": "abort"})
+        engine.lifecycle(Sleep(2, "abort"))
         assert engine.ledger().driver_used_bytes < used, "weights, KV cache and graphs are given back"
-        engine.lifecycle("wake_up", {"tags": ["weights", "kv_cache", "scheduling"]})
+        engine.lifecycle(WakeUp(["weights", "kv_cache", "scheduling"]))
         assert generate(engine, requests)[0] == expected
 
 

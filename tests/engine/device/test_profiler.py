@@ -12,18 +12,19 @@ from trimtab_engine.errors import ConfigError
 
 
 def test_without_a_folder_it_is_refused_with_the_flag_to_give() -> None:
-    status, body = Profiler(None).call("start_profile")
+    recorder = Profiler(None)
+    status, body = recorder.answer(recorder.start)
     assert status == 400
     assert "--profiler-dir" in body["message"]
-    assert Profiler(None).call("stop_profile")[0] == 400
+    assert recorder.answer(recorder.stop)[0] == 400
 
 
 def test_a_recording_becomes_a_chrome_trace_with_what_ran(tmp_path: Path) -> None:
     recorder = Profiler(str(tmp_path / "new" / "folder"))
-    assert recorder.call("start_profile")[0] == 200
+    assert recorder.answer(recorder.start)[0] == 200
     torch.ones(4, 4) @ torch.ones(4, 4)
     recorder.on_step()
-    status, body = recorder.call("stop_profile")
+    status, body = recorder.answer(recorder.stop)
     assert (status, body["num_steps"]) == (200, 1)
     events = json.loads(gzip.decompress(Path(body["trace"]).read_bytes()))["traceEvents"]
     assert "aten::matmul" in {event["name"] for event in events}

@@ -11,7 +11,7 @@ from trimtab_engine.errors import EngineDead
 from trimtab_engine.launch import started_core
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.launch.launcher import CoreLauncher
-from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.messages import AddRequest, GetMemory, PatchConfig, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
 
 DEADLINE_SECONDS = 20.0
@@ -80,13 +80,13 @@ abort = receive(); call = receive(); send(AdminReply(call.call_id, 200, {"aborte
     outputs = client.generate(AddRequest("a", [1], Sampling(), 0.0))
     await soon(anext(outputs))
     await outputs.aclose()
-    assert (await soon(client.call("memory", {}))).body == {"aborted": ["a"]}
+    assert (await soon(client.call(GetMemory()))).body == {"aborted": ["a"]}
 
 
 async def test_a_core_that_ends_without_a_word_ends_every_wait(run_core: RunCore) -> None:
     client = await run_core("ready(); receive(); receive(); os._exit(7)")
     await soon(client.loaded.wait())
-    waits = [asyncio.ensure_future(tokens(client)), asyncio.ensure_future(client.call("memory", {}))]
+    waits = [asyncio.ensure_future(tokens(client)), asyncio.ensure_future(client.call(GetMemory()))]
     for wait in waits:
         with pytest.raises(EngineDead, match="exit code 7"):
             await soon(wait)
@@ -96,7 +96,7 @@ async def test_a_core_that_ends_without_a_word_ends_every_wait(run_core: RunCore
 async def test_a_request_sent_to_a_core_that_has_just_ended_does_not_wait_for_ever(run_core: RunCore) -> None:
     client = await run_core("ready(); outbox.close(linger=1000); os._exit(7)")
     await soon(client.loaded.wait())
-    for work in (tokens(client), client.call("memory", {})):
+    for work in (tokens(client), client.call(GetMemory())):
         with pytest.raises(EngineDead):
             await soon(work)
 
@@ -181,14 +181,14 @@ ready(); made = 0
 while True:
     call = receive()
     if isinstance(call, Shutdown): break
-    refuses = core == 1 and call.body.get("values") == {"a": 1}
-    made += call.method == "config_patch" and not call.body["dry_run"]
+    refuses = core == 1 and call.call.values == {"a": 1}
+    made += not call.call.dry_run
     send(AdminReply(call.call_id, 422 if refuses else 200, {"made": made}))
 """,
     )
-    refused = await soon(client.call("config_patch", {"values": {"a": 1}, "dry_run": False}))
+    refused = await soon(client.call(PatchConfig({"a": 1})))
     assert (refused.status, refused.body["made"]) == (422, 0)
-    accepted = await soon(client.call("config_patch", {"values": {"a": 2}, "dry_run": False}))
+    accepted = await soon(client.call(PatchConfig({"a": 2})))
     assert (accepted.status, accepted.body["made"]) == (200, 1)
     await launcher.close(client)
 

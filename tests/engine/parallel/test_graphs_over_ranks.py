@@ -16,7 +16,7 @@ from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.messages import AddRequest, PatchConfig, Sleep, StepStats, WakeUp
 
 NUM_REQUESTS, OUTPUT = 12, 12
 TP2, PP2, EP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True}
@@ -125,11 +125,11 @@ def test_graphs_outlive_sleep_and_a_resized_cache(
         engine = start(models["dense"], **TP2, **sized)
         num_records = recorder.num_records
         assert serve(engine, asked, steps) == expected
-        engine.lifecycle("sleep", {"level": 1, "mode": "abort"})
-        engine.lifecycle("wake_up", {"tags": ["weights", "kv_cache", "scheduling"]})
+        engine.lifecycle(Sleep(1, "abort"))
+        engine.lifecycle(WakeUp(["weights", "kv_cache", "scheduling"]))
         assert serve(engine, asked, steps) == expected
         for utilization in (0.3, 0.2):
-            status, _ = engine.patch_config({"values": {"gpu_memory_utilization": utilization}})
+            status, _ = engine.patch_config(PatchConfig({"gpu_memory_utilization": utilization}))
             assert status == 200
             assert serve(engine, asked, steps) == expected
         assert recorder.num_records == num_records
@@ -160,9 +160,9 @@ def test_weights_of_all_ranks_come_back_and_graphs_are_captured_anew(
         engine = start(models[model], **layout)
         assert serve(engine, asked, steps) == expected
         assert sum(stats.graph_captures for stats in steps) == 0
-        engine.lifecycle("sleep", {"level": 2, "mode": "abort"})
+        engine.lifecycle(Sleep(2, "abort"))
         asleep = [rank["kinds"]["weights"] for rank in engine.memory()["ranks"]]
-        engine.lifecycle("wake_up", {"tags": ["weights", "kv_cache", "scheduling"]})
+        engine.lifecycle(WakeUp(["weights", "kv_cache", "scheduling"]))
         assert serve(engine, asked, steps) == expected
         engine.close()
     assert asleep == [0, 0]

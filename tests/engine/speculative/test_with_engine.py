@@ -14,7 +14,7 @@ from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.messages import AddRequest, SequenceOutput, SpeculationCounts
+from trimtab_engine.messages import AddRequest, PatchConfig, SequenceOutput, Sleep, SpeculationCounts, WakeUp
 from trimtab_engine.sampling.sampler import target_probabilities
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
@@ -330,14 +330,14 @@ def test_the_depth_is_live_and_a_draft_model_catches_up_after_0(model: Path, exp
 
     def turn(step: int) -> None:
         if step % 5 == 0:
-            status, body = engine.patch_config({"values": {"num_speculative_tokens": next(depths)}})
+            status, body = engine.patch_config(PatchConfig({"num_speculative_tokens": next(depths)}))
             assert status == 200, body
 
     served = serve(engine, REQUESTS, turn)
     assert served.tokens == expected
     assert served.counts.num_accepted_tokens == served.counts.num_draft_tokens > 50
     assert len(served.counts.accepted_per_position) == DEPTH
-    status, refusal = engine.patch_config({"values": {"num_speculative_tokens": DEPTH + 1}})
+    status, refusal = engine.patch_config(PatchConfig({"num_speculative_tokens": DEPTH + 1}))
     assert (status, refusal["max"], refusal["nearest"]) == (422, DEPTH, DEPTH)
 
 
@@ -346,8 +346,8 @@ def test_a_draft_model_sleeps_and_wakes_up_with_the_target(model: Path, expected
 
     def nap(step: int) -> None:
         if step == 4:
-            assert engine.lifecycle("sleep", {"level": 2, "mode": "keep"})[0] == 200
-            assert engine.lifecycle("wake_up", {"tags": ["weights", "kv_cache", "scheduling"]})[0] == 200
+            assert engine.lifecycle(Sleep(2, "keep"))[0] == 200
+            assert engine.lifecycle(WakeUp(["weights", "kv_cache", "scheduling"]))[0] == 200
 
     served = serve(engine, REQUESTS[:4], nap)
     assert served.tokens == {request.request_id: expected[request.request_id] for request in REQUESTS[:4]}

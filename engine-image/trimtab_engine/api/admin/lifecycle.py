@@ -13,7 +13,19 @@ from fastapi.responses import JSONResponse
 from trimtab_engine.api.admin.body import read_json
 from trimtab_engine.api.http.errors import ApiError, shorten
 from trimtab_engine.api.openai.state import ServerState
-from trimtab_engine.messages import SLEEP_LEVELS, WAKE_TAGS, AdminReply, PauseMode
+from trimtab_engine.messages import (
+    SLEEP_LEVELS,
+    WAKE_TAGS,
+    AdminReply,
+    Call,
+    GetLifecycle,
+    Pause,
+    PauseMode,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    WakeUp,
+)
 
 SETTLE_LOOK_SECONDS = 0.05  # between two looks at whether what runs has finished
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
@@ -27,26 +39,26 @@ def lifecycle_routes(state: ServerState) -> APIRouter:
 
     async def pause(request: Request) -> Response:
         asked = await _asked(request, {"mode"})
-        return await _settled(state, "pause", {"mode": _mode(asked)}, "is_paused")
+        return await _settled(state, Pause(_mode(asked)), "is_paused")
 
     async def resume(request: Request) -> Response:
         await _asked(request, set())
-        return _response(await _call(state, "resume", {}))
+        return _response(await _call(state, Resume()))
 
     async def sleep(request: Request) -> Response:
         asked = await _asked(request, {"level", "mode"})
-        return await _settled(state, "sleep", {"level": _level(asked), "mode": _mode(asked)}, "is_sleeping")
+        return await _settled(state, Sleep(_level(asked), _mode(asked)), "is_sleeping")
 
     async def wake_up(request: Request) -> Response:
         asked = await _asked(request, {"tags"})
-        return _response(await _call(state, "wake_up", {"tags": _tags(asked)}))
+        return _response(await _call(state, WakeUp(_tags(asked))))
 
     async def reset_prefix_cache(request: Request) -> Response:
         asked = await _asked(request, {"reset_running_requests"})
-        return _response(await _call(state, "reset_prefix_cache", _reset(asked)))
+        return _response(await _call(state, _reset(asked)))
 
     async def show(request: Request) -> Response:
-        return _response(await _call(state, "lifecycle", {}))
+        return _response(await _call(state, GetLifecycle()))
 
     posts: dict[str, Route] = {
         "pause": pause,
@@ -106,30 +118,30 @@ def _tags(asked: dict[str, Any]) -> list[str]:
     return [str(tag) for tag in tags]
 
 
-def _reset(asked: dict[str, Any]) -> dict[str, bool]:
+def _reset(asked: dict[str, Any]) -> ResetPrefixCache:
     value = asked.get("reset_running_requests", False)
     flag = value if isinstance(value, bool) else FLAGS.get(str(value).lower())
     if flag is None:
         raise ApiError(400, f"reset_running_requests is {shorten(str(value))}; it must be true or false")
-    return {"reset_running_requests": flag}
+    return ResetPrefixCache(flag)
 
 
 # --- what is answered ---------------------------------------------------------------------------------------------
 
 
-async def _settled(state: ServerState, method: str, body: dict[str, Any], until: str) -> Response:
+async def _settled(state: ServerState, call: Call, until: str) -> Response:
     """Answer when `until` is so, or when somebody has resumed or woken the engine meanwhile."""
-    reply = await _call(state, method, body)
+    reply = await _call(state, call)
     while reply.status == 200 and not reply.body[until] and reply.body["pause_mode"] is not None:
         await asyncio.sleep(SETTLE_LOOK_SECONDS)
-        reply = await _call(state, "lifecycle", {})
+        reply = await _call(state, GetLifecycle())
     return _response(reply)
 
 
-async def _call(state: ServerState, method: str, body: dict[str, Any]) -> AdminReply:
+async def _call(state: ServerState, call: Call) -> AdminReply:
     if state.core.ready is None:
         raise ApiError(503, state.not_ready_reason or "the engine is loading")
-    return await state.core.call(method, body)
+    return await state.core.call(call)
 
 
 def _response(reply: AdminReply) -> Response:

@@ -5,6 +5,7 @@ from fastapi.responses import JSONResponse
 
 from trimtab_engine.api.http.errors import ApiError
 from trimtab_engine.api.openai.state import ServerState
+from trimtab_engine.messages import ProfileCall, StartProfile, StopProfile
 
 
 def profile_routes(state: ServerState) -> APIRouter:
@@ -13,17 +14,17 @@ def profile_routes(state: ServerState) -> APIRouter:
 
     @router.post("/start_profile")
     async def start_profile() -> Response:
-        return await _call(state, "start_profile")
+        return await _call(state, StartProfile())
 
     @router.post("/stop_profile")
     async def stop_profile() -> Response:
-        return await _call(state, "stop_profile")
+        return await _call(state, StopProfile())
 
     return router
 
 
-async def _call(state: ServerState, method: str) -> Response:
+async def _call(state: ServerState, call: ProfileCall) -> Response:
     if state.core.ready is None:
         raise ApiError(503, state.not_ready_reason or "the engine is loading")
-    reply = await state.core.call(method, {})
+    reply = await state.core.call(call)
     return JSONResponse(reply.body, reply.status)

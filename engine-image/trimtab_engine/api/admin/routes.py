@@ -17,64 +17,70 @@ from trimtab_engine.api.http.request_identity import bearer_digest
 from trimtab_engine.api.metrics.request_log import RequestLog
 from trimtab_engine.api.openai.state import ServerState
 from trimtab_engine.errors import EngineDead
-from trimtab_engine.messages import AdminReply
+from trimtab_engine.messages import (
+    AdminReply,
+    Call,
+    DrainCore,
+    GetConfig,
+    GetLayout,
+    GetMemory,
+    GetRequests,
+    PatchConfig,
+    PlanMemory,
+)
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
 MAX_DRAIN_SECONDS = 86_400.0
 
 
-Call = Callable[[str, dict[str, Any]], Awaitable[AdminReply]]
+Engine = Callable[[Call], Awaitable[AdminReply]]
 """Puts one admin call to the engine as a whole."""
 
 
-def build_admin_app(state: ServerState, call: Call, log: RequestLog) -> FastAPI:
+def build_admin_app(state: ServerState, engine: Engine, log: RequestLog) -> FastAPI:
     """The admin application. With a token hash every call needs the token; without one the caller binds loopback."""
     app = FastAPI(title="Trimtab engine admin", docs_url=None, redoc_url=None)
     add_error_handlers(app)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(EngineDead, _on_engine_dead)
     authorized = [Depends(_authorized(state.options.admin_token_sha256))]
-    app.include_router(_routes(state, call, log), dependencies=authorized)
+    app.include_router(_routes(state, engine, log), dependencies=authorized)
     app.include_router(profile_routes(state), dependencies=authorized)
     app.include_router(lifecycle_routes(state), dependencies=authorized)
     app.add_middleware(BodyLimit, max_bytes=MAX_ADMIN_BODY_BYTES, remedy="name fewer fields", respond=_flat)
     return app
 
 
-def _routes(state: ServerState, call: Call, log: RequestLog) -> APIRouter:
+def _routes(state: ServerState, engine: Engine, log: RequestLog) -> APIRouter:
     router = APIRouter(prefix="/admin/v1")
 
-    async def forward(method: str, body: dict[str, Any]) -> Response:
+    async def forward(call: Call) -> Response:
         if state.core.ready is None:
             raise ApiError(503, state.not_ready_reason or "the engine is loading")
-        reply = await call(method, body)
+        reply = await engine(call)
         return JSONResponse(reply.body, reply.status)
 
     @router.get("/config")
     async def config() -> Response:
-        return await forward("config_get", {})
+        return await forward(GetConfig())
 
     @router.patch("/config")
     async def patch_config(request: Request, dry_run: str = "0") -> Response:
         _check_query(request, {"dry_run"})
-        body = {
-            "values": await read_json(request),
-            "if_match": _if_match(request),
-            "dry_run": _flag("dry_run", dry_run),
-        }
-        return await forward("config_patch", body)
+        values = await read_json(request)
+        return await forward(PatchConfig(values, _if_match(request), _flag("dry_run", dry_run)))
 
     @router.get("/memory")
     async def memory() -> Response:
-        return await forward("memory", {})
+        return await forward(GetMemory())
 
     @router.post("/memory/plan")
     async def memory_plan(request: Request) -> Response:
-        return await forward("memory_plan", {"values": await read_json(request)})
+        return await forward(PlanMemory(await read_json(request)))
 
     @router.get("/layout")
     async def layout() -> Response:
-        return await forward("layout", {})
+        return await forward(GetLayout())
 
     @router.get("/requests")
     async def requests(request: Request, after: str = "0") -> Response:
@@ -83,14 +89,14 @@ def _routes(state: ServerState, call: Call, log: RequestLog) -> APIRouter:
         number = _number("after", after)
         if state.core.ready is None:
             raise ApiError(503, state.not_ready_reason or "the engine is loading")
-        reply = await call("requests", {})
+        reply = await engine(GetRequests())
         return JSONResponse(log.since(number, time.monotonic()) | reply.body, reply.status)
 
     @router.post("/drain")
     async def drain(request: Request) -> Response:
         seconds = _deadline(await read_json(request))
         state.begin_drain()
-        return await forward("drain", {"deadline_seconds": seconds})
+        return await forward(DrainCore(seconds))
 
     return router
 

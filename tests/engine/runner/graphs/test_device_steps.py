@@ -13,7 +13,7 @@ from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core import startup
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.messages import AddRequest, Sleep, StepStats, WakeUp
 from trimtab_engine.runner import start
 from trimtab_engine.runner.graphs.device_steps import warm_up_sizes
 from trimtab_engine.runner.graphs.plan import cuda_graph_plan
@@ -350,8 +350,8 @@ def test_weights_that_come_back_elsewhere_are_captured_anew(model: Path) -> None
         engine = an_engine(model)
         expected = generate(engine, requests)
         before = recorder.num_records
-        engine.lifecycle("sleep", {"level": 2, "mode": "abort"})
-        engine.lifecycle("wake_up", {"tags": ["weights", "kv_cache", "scheduling"]})
+        engine.lifecycle(Sleep(2, "abort"))
+        engine.lifecycle(WakeUp(["weights", "kv_cache", "scheduling"]))
         assert generate(engine, requests) == expected
     assert recorder.num_records > before
 
