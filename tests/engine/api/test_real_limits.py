@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 VOCABULARY = 258
 SMALLEST = 5e-324
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-BODIES = {COMPLETIONS: {"prompt": "ab"}, CHAT: {"messages": [{"role": "user", "content": "ab"}]}}
+BODIES: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "ab"},
+    CHAT: {"messages": [{"role": "user", "content": "ab"}]},
+}
 NEEDED: dict[str, dict[str, Any]] = {
     "max_tokens": {},
     "min_tokens": {"ignore_eos": True},

@@ -20,6 +20,7 @@ from trimtab_engine.device.device import Device
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.messages import AddRequest, CoreReady, PatchConfig
 from trimtab_engine.runner.model_runner import ModelRunner
+from trimtab_engine.sampling import sampler
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
 
@@ -428,7 +429,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone_and_are_counted(
 ) -> None:
     engine, _ = an_engine(model, async_scheduling=overlap)
     good, bad = REQUESTS[3], msgspec.structs.replace(REQUESTS[3], request_id="bad", cache_salt="its own")
-    really_sample = execution.sample
+    really_sample = sampler.sample
 
     @torch.inference_mode()
     def sample(logits: torch.Tensor, requests: Sequence[Request], **others: Any) -> Any:

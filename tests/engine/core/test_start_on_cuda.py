@@ -218,7 +218,7 @@ def test_every_number_of_a_request_is_served_at_its_limits(changes: dict[str, An
         for number, extreme in enumerate(EXTREMES):
             sampling = Sampling(**{"max_tokens": 6, "ignore_eos": True, **extreme})
             engine.add(AddRequest(str(number), [7] * 20, sampling, arrival_time=0.0))
-        reasons = {}
+        reasons: dict[str, str] = {}
         for _ in range(2000):
             reasons |= {o.request_id: o.finish_reason for o in engine.step().outputs if o.finish_reason}
             if not engine.has_work:
