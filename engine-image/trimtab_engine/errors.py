@@ -25,6 +25,10 @@ class EngineDead(TrimtabError):
     """The engine core has ended; nothing can be served any more. Exit code 1."""
 
 
+class EngineSilent(EngineDead):
+    """An engine core says nothing any more, but has not ended: it hangs. Whoever watches the probes ends it."""
+
+
 class WorkerDied(EngineDead):
     """A rank of the engine has ended; the message names it and the cause. Exit code 1."""
 

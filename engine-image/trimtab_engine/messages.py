@@ -222,6 +222,12 @@ class CoreReady(msgspec.Struct, tag="ready"):
     """That really run for this core."""
 
 
+class CoreBusy(msgspec.Struct, tag="busy"):
+    """The core begins something during which nothing comes from it, for up to so many seconds."""
+
+    seconds: float
+
+
 class CoreLoaded(msgspec.Struct, tag="loaded"):
     """A core that joins has loaded. CoreReady follows its adoption."""
 
@@ -408,7 +414,8 @@ class ClientOutputs(msgspec.Struct, tag="client_outputs"):
 
 
 class EngineState(msgspec.Struct, tag="engine_state", frozen=True, kw_only=True):
-    """What every API server obeys of the engine's state. Sent to all of them whenever it changes, but for `time`."""
+    """What every API server obeys of the engine's state. Sent to all of them whenever it changes, but for `time`, and
+    about once a second as a sign of life."""
 
     time: float = 0.0
     """When the core last read its inbox: requests sent later are in no count."""
@@ -424,6 +431,8 @@ class EngineState(msgspec.Struct, tag="engine_state", frozen=True, kw_only=True)
     """None: it is not paused."""
     sleep_level: int | None = None
     """None: it is awake."""
+    longest_step_seconds: float = 0.0
+    """So far, rounded up to whole seconds: no core is called hung within a few of them."""
 
 
 class AdminReply(msgspec.Struct, tag="admin_reply"):
@@ -439,6 +448,7 @@ FromCore = (
     | CoreLoaded
     | CoreReady
     | CoreRetiring
+    | CoreBusy
     | CoreFailed
     | StepOutputs
     | ClientOutputs

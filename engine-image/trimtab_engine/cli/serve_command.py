@@ -65,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         log_requests=arguments.enable_log_requests,
         otlp_traces_endpoint=arguments.otlp_traces_endpoint,
         custom_histogram_buckets=arguments.custom_histogram_buckets,
+        core_silence_timeout=arguments.core_silence_timeout,
+        api_key_for_metrics=arguments.api_key_for_metrics,
     )
     host = arguments.host or any_address()
     admin_host = host if arguments.admin_token_sha256 else LOOPBACK

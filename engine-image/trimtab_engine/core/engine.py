@@ -107,6 +107,8 @@ class Engine:
         self._last_report = -REPORT_SECONDS
         self._drain_deadline: float | None = None
         self._tokens_per_second = 0.0
+        self._longest_step = 0.0
+        """In whole seconds."""
         self._lifecycle = Lifecycle(
             scheduler=self._scheduler,
             kv_cache=self._kv_cache,
@@ -296,6 +298,7 @@ class Engine:
         now = self._clock()
         stats = step_stats(step, result, self._scheduler, self._kv_cache, self._formula.block_bytes_of_all_ranks)
         stats.time, stats.step_seconds = now, now - started
+        self._longest_step = max(self._longest_step, math.ceil(stats.step_seconds))
         stats.num_deferred = self._grammars.num_waiting
         stats.failed_requests, self._failed = self._failed, {}
         stats.config_generation = self._live.generation
@@ -543,6 +546,7 @@ class Engine:
             disable_log_stats=values.disable_log_stats,
             stats_interval_seconds=values.stats_interval_seconds,
             log_level=values.log_level,
+            longest_step_seconds=self._longest_step,
             pause_mode=self._lifecycle.pause_mode,
             sleep_level=self._lifecycle.sleep_level,
         )

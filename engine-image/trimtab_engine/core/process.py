@@ -29,6 +29,7 @@ from trimtab_engine.messages import (
     AdminReply,
     AdoptConfig,
     Call,
+    CoreBusy,
     CoreFailed,
     CoreLoaded,
     CoreReady,
@@ -61,6 +62,8 @@ from trimtab_engine.processes.garbage import keep_what_is_there
 from trimtab_engine.processes.tie import end_with_parent
 
 IDLE_REPORT_MILLISECONDS = 1000  # an idle engine reports its state this often, so that gauges stay true
+SIGN_OF_LIFE_SECONDS = 1.0  # how often every client hears from a core that serves, at least
+WEIGHTS_SECONDS, TRACE_SECONDS = 1800.0, 600.0  # for which moving weights, or writing a trace, may keep the loop
 BUILDING_MILLISECONDS = 10  # how soon an idle engine looks again at a grammar that is being built
 
 logger = logging.getLogger("trimtab_engine.core")
@@ -70,7 +73,7 @@ def serve(
     engine: Engine, clients: Clients, profiler: Profiler, clock: Callable[[], float], membership: "Membership"
 ) -> None:
     """Serve until Shutdown, or until a core that retires has finished. `clock` is the API servers'."""
-    reporter = StateReporter(engine, clients)
+    reporter = StateReporter(engine, clients, clock)
     engine.follow_waves(lambda number: clients.send(StartWave(number)))
     while True:
         reporter.report()
@@ -93,6 +96,8 @@ def serve(
                 case RetireSeen(index):
                     membership.seen_by(index)
                 case AdminCall(call_id, call, index):
+                    if (seconds := busy_seconds(call)) is not None:
+                        clients.broadcast(CoreBusy(seconds))
                     reply = answer(engine, profiler, call, call_id)
                     reporter.report()  # first, so that who reads the answer finds it in force
                     clients.send(reply, index)
@@ -142,11 +147,13 @@ class Membership:
 
 
 class StateReporter:
-    """Tells all API servers the engine's state when it is another than they know."""
+    """Tells all API servers the engine's state when it is another than they know, or when they have heard nothing for
+    SIGN_OF_LIFE_SECONDS."""
 
-    def __init__(self, engine: Engine, clients: Clients) -> None:
-        self._engine, self._clients = engine, clients
+    def __init__(self, engine: Engine, clients: Clients, clock: Callable[[], float]) -> None:
+        self._engine, self._clients, self._clock = engine, clients, clock
         self._told: EngineState | None = None
+        self._told_at = 0.0
         self.inbox_read = 0.0
 
     def forget(self) -> None:
@@ -154,10 +161,21 @@ class StateReporter:
         self._told = None
 
     def report(self) -> None:
-        state = self._engine.state()
-        if state != self._told:
-            self._told = state
+        state, now = self._engine.state(), self._clock()
+        if state != self._told or now - self._told_at >= SIGN_OF_LIFE_SECONDS:
+            self._told, self._told_at = state, now
             self._clients.broadcast(msgspec.structs.replace(state, time=self.inbox_read))
+
+
+def busy_seconds(call: Call) -> float | None:
+    """For how long the call may keep the loop; None: for less than a step."""
+    match call:
+        case Sleep() | WakeUp():
+            return WEIGHTS_SECONDS
+        case StopProfile():
+            return TRACE_SECONDS
+        case _:
+            return None
 
 
 def answer(engine: Engine, profiler: Profiler, call: Call, call_id: str) -> AdminReply:

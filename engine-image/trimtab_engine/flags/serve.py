@@ -34,7 +34,12 @@ def _add_server_flags(group: Any) -> None:
         metavar="N",
         help="API server processes on the port, before one engine (default: 1)",
     )
-    group.add_argument("--api-key", nargs="+", action="extend", metavar="KEY", help="key asked of /v1/*")
+    group.add_argument(
+        "--api-key", nargs="+", action="extend", metavar="KEY", help="key asked of all but probes and metrics"
+    )
+    group.add_argument(
+        "--api-key-for-metrics", action="store_true", help="ask /metrics and /load for the API key as well"
+    )
     group.add_argument(
         "--chat-template",
         metavar="FILE",
@@ -61,6 +66,14 @@ def _add_server_flags(group: Any) -> None:
         default=30.0,
         metavar="SECONDS",
         help="how long SIGTERM lets running requests finish (default: 30)",
+    )
+    group.add_argument(
+        "--core-silence-timeout",
+        type=types.seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="without a sign of life from an engine core for so long, and for three of its longest steps, /readyz is "
+        "503; for twice that /livez too (default: 30; 0: never)",
     )
     group.add_argument(
         "--stream-interval",

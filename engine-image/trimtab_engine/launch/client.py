@@ -8,6 +8,7 @@ reads each core. It never imports torch. The cores' processes are launcher.py's.
 import asyncio
 import logging
 import operator
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +17,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from trimtab_engine.errors import EngineDead, InvalidRequest
+from trimtab_engine.errors import EngineDead, EngineSilent, InvalidRequest
 from trimtab_engine.launch.balancer import CoreBalancer
 from trimtab_engine.launch.replies import merge_replies, merge_states
 from trimtab_engine.launch.roster import CoreRoster
+from trimtab_engine.launch.vital_signs import Silence, VitalSigns
 from trimtab_engine.messages import (
     REFUSED,
     AbortRequests,
@@ -29,6 +31,7 @@ from trimtab_engine.messages import (
     Call,
     ClientAddresses,
     ClientOutputs,
+    CoreBusy,
     CoreFailed,
     CoreLoaded,
     CoreReady,
@@ -46,6 +49,8 @@ from trimtab_engine.messages import (
     ToCore,
 )
 from trimtab_engine.processes.network import is_ipv6_url
+
+SILENCE_LOOK_SECONDS = 1.0  # how often who waits for an admin call looks whether its core still lives
 
 logger = logging.getLogger("trimtab_engine.api")
 
@@ -65,6 +70,7 @@ class CoreClient:
     are started with the engine. `on_ready` is called when all of these are ready, then
     `on_step` with the statistics of each step, in order; only client 0 gets those. `on_state` is called whenever the
     state of all cores together is another, `on_gone` with the rank of a core that has retired, or could not join.
+    `silence_timeout`: seconds after which a core that says nothing counts as hung; 0: never.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class CoreClient:
         num_clients: int = 1,
         num_initial: int | None = None,
         first_rank: int = 0,
+        silence_timeout: float = 0.0,
         on_ready: Callable[[CoreReady], None] | None = None,
         on_step: Callable[[StepStats], None] | None = None,
         on_state: Callable[[EngineState], None] | None = None,
@@ -82,6 +89,7 @@ class CoreClient:
     ) -> None:
         self._addresses, self._client_index, self.first_rank = addresses, client_index, first_rank
         self.roster = CoreRoster(len(addresses), num_initial or len(addresses))
+        self._vital_signs = VitalSigns(silence_timeout)
         self._joining: dict[int, asyncio.Future[None]] = {}
         self._on_ready, self._on_step, self._on_state, self._on_gone = on_ready, on_step, on_state, on_gone
         self._states: dict[int, EngineState] = {}
@@ -141,6 +149,15 @@ class CoreClient:
     @property
     def is_alive(self) -> bool:
         return not self.ended.is_set()
+
+    @property
+    def silence(self) -> Silence | None:
+        """Of a core that has said nothing for too long."""
+        return self._vital_signs.silence(time.monotonic())
+
+    def silent_seconds(self) -> dict[int, float]:
+        """By data-parallel rank: how long nothing has been heard of a core that serves."""
+        return {self.first_rank + core: s for core, s in self._vital_signs.seconds(time.monotonic()).items()}
 
     @property
     def num_requests(self) -> int:
@@ -233,9 +250,17 @@ class CoreClient:
         self._calls[call_id] = future
         try:
             self._send(AdminCall(call_id, call, self._client_index), core)
-            return await future
+            return await self._answer(future)
         finally:
             self._calls.pop(call_id, None)
+
+    async def _answer(self, future: "asyncio.Future[AdminReply]") -> AdminReply:
+        """EngineSilent when a core hangs: nobody would answer."""
+        while not future.done():
+            await asyncio.wait({future}, timeout=SILENCE_LOOK_SECONDS)
+            if not future.done() and (silence := self.silence) is not None:
+                raise EngineSilent(str(silence))
+        return future.result()
 
     async def heard_of(self, steps: Sequence[int]) -> None:
         """Return when these steps, one number per core, have been heard of."""
@@ -262,6 +287,7 @@ class CoreClient:
         if joining is not None and not joining.done():
             joining.set_exception(EngineDead("it was ended" if failure is None else failure.message))
         self.roster.is_gone(core)
+        self._vital_signs.ends(core)
         self._on_gone(self.first_rank + core)
         self._balancer.forget(core)
 
@@ -305,6 +331,7 @@ class CoreClient:
             self.fail(CoreFailed(f"cannot read what the engine core sends: {type(error).__name__}: {error}", 1))
 
     def _handle(self, message: FromCore, core: int) -> None:
+        self._vital_signs.heard(core, time.monotonic())
         match message:
             case StepOutputs():
                 self._note_step(message.stats.step, core)
@@ -328,7 +355,10 @@ class CoreClient:
                 joining = self._joining.pop(core, None)
                 if joining is not None and not joining.done():
                     joining.set_result(None)
+            case CoreBusy(seconds):
+                self._vital_signs.is_busy(core, time.monotonic() + seconds)
             case CoreReady():
+                self._vital_signs.begins(core, time.monotonic())
                 self._progress[core] = LoadProgress("ready", 100.0)
                 self.roster.is_ready(core)
                 self._facts = message if core == 0 else self._facts
@@ -355,6 +385,7 @@ class CoreClient:
 
     def _note_state(self, state: EngineState, core: int) -> None:
         self._states[core] = state
+        self._vital_signs.note_longest_step(core, state.longest_step_seconds)
         self.state = merge_states(list(self._states.values()))
         if self._on_state is not None:
             self._on_state(self.state)

@@ -41,14 +41,15 @@ class RequestIds:
 
 
 class ApiKeyGuard:
-    """Asks for one of the keys on /v1/*, compared in constant time. Without keys everything passes."""
+    """Asks for one of the keys on every path but the open ones, compared in constant time. Without keys everything
+    passes."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], open_paths: frozenset[str]) -> None:
+        self._app, self._open_paths = app, open_paths
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._digests and scope["path"].startswith("/v1/"):
+        if scope["type"] == "http" and self._digests and scope["path"] not in self._open_paths:
             digest = bearer_digest(dict(scope["headers"]).get(b"authorization", b""))
             if digest is None or not sum(hmac.compare_digest(digest, known) for known in self._digests):
                 error = ApiError(401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'")

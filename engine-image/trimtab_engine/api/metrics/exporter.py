@@ -7,6 +7,7 @@ counter exists once and never goes backwards.
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from prometheus_client import generate_latest
@@ -43,6 +44,8 @@ class EngineExporter:
         self._model_name, self._custom_buckets, self._first_rank = model_name, custom_buckets, first_rank
         self.metrics: EngineMetrics | None = None
         self.requests = RequestLog()
+        self.silences: Callable[[], Mapping[int, float]] = dict
+        """By core: for how long nothing has been heard of it."""
         self._of_cores: dict[int, EngineMetrics] = {}
         self._lines: dict[int, StatisticsLine] = {}
         self._facts: CoreReady | None = None
@@ -117,8 +120,10 @@ class EngineExporter:
         return own
 
     def text(self) -> bytes:
-        if self.metrics is None or self._state.disable_log_stats:
+        if self.metrics is None or self._facts is None or self._state.disable_log_stats:
             return b""
+        for core, seconds in self.silences().items():
+            self._metrics_of(core, self._facts).silent_for(seconds)
         if len(self._of_cores) == 1:
             return self.metrics.exposition()
         return generate_latest(MergedRegistry(list(self._of_cores.values())))

@@ -75,6 +75,10 @@ class EngineMetrics:
         """trimtab_layout_ranks: those that really run for this core."""
         self._layout_ranks.set(num_ranks)
 
+    def silent_for(self, seconds: float) -> None:
+        """trimtab_core_silence_seconds: since anything was heard of this core."""
+        self._silence.set(seconds)
+
     def on_step(self, stats: StepStats) -> None:
         self._cache.on_step(stats)
         self._saturation.on_step(stats)
@@ -166,6 +170,7 @@ class EngineMetrics:
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait to run")
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache usage; 1 is all of it")
         self._generation = self._gauge("trimtab_config_generation", "Generation of the applied configuration")
+        self._silence = self._gauge("trimtab_core_silence_seconds", "Seconds since the core was last heard")
         self._layout_ranks = self._gauge("trimtab_layout_ranks", "Ranks that really run")
         self._kv_blocks = self._labelled_gauge("trimtab_kv_blocks", "KV blocks by state", "state")
         self._config_value = self._labelled_gauge("trimtab_config_value", "Applied value of each live field", "field")

@@ -36,6 +36,10 @@ class ServerOptions:
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     custom_histogram_buckets: dict[str, list[float]] | None = None
+    core_silence_timeout: float = 30.0
+    """Seconds; 0: a core may be silent for ever."""
+    api_key_for_metrics: bool = False
+    """Whether /metrics and /load ask for the API key too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +109,15 @@ class ServerState:
         if self.serving is None:
             progress = self.core.progress
             return f"the engine is loading: {progress.stage}, {progress.percent:.0f}%"
+        if (silence := self.core.silence) is not None:
+            return f"the engine hangs: {silence}"
         if self.draining:
             return "the engine is draining: it finishes what runs and accepts nothing new"
         return resting_reason(self.core.state)
+
+    def loading_reason(self) -> str | None:
+        """Why nothing but probes can be answered yet; None: the engine has loaded, or has failed."""
+        return self.not_ready_reason if self.serving is None else None
 
     def require_serving(self) -> Serving:
         """What a generation request needs, or 503 with the reason. While requests are kept, new ones queue up too."""

@@ -9,12 +9,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from trimtab_engine.api.http.body_limit import BodyLimit
 from trimtab_engine.api.http.errors import add_error_handlers
+from trimtab_engine.api.http.loading_gate import LoadingGate
 from trimtab_engine.api.http.request_identity import ApiKeyGuard, RequestIds
 from trimtab_engine.api.openai.protocol import MAX_BODY_BYTES
 from trimtab_engine.api.openai.routes import openai_router
-from trimtab_engine.api.openai.state import ServerState
+from trimtab_engine.api.openai.state import RETRY_SECONDS, ServerOptions, ServerState
 from trimtab_engine.api.openai.tokenize_routes import tokenize_router
 
+PROBES = frozenset({"/livez", "/readyz", "/startupz", "/health", "/ping"})
+METRICS = frozenset({"/metrics", "/load"})
 LOOK = ["GET", "HEAD"]  # load balancers, and aiperf before it measures, look with HEAD
 
 
@@ -25,10 +28,16 @@ def build_app(state: ServerState) -> FastAPI:
     app.include_router(_probes(state))
     app.include_router(openai_router(state))
     app.include_router(tokenize_router(state))
-    app.add_middleware(ApiKeyGuard, keys=state.options.api_keys)
+    app.add_middleware(LoadingGate, not_loaded=state.loading_reason, retry_seconds=RETRY_SECONDS)
+    app.add_middleware(ApiKeyGuard, keys=state.options.api_keys, open_paths=_open_paths(state.options))
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, remedy="send a shorter prompt")
     app.add_middleware(RequestIds)
     return app
+
+
+def _open_paths(options: ServerOptions) -> frozenset[str]:
+    """What needs no API key: whoever watches the engine has none."""
+    return PROBES if options.api_key_for_metrics else PROBES | METRICS
 
 
 def _probes(state: ServerState) -> APIRouter:
@@ -36,7 +45,8 @@ def _probes(state: ServerState) -> APIRouter:
 
     @router.api_route("/livez", methods=LOOK)
     async def livez() -> Response:
-        if state.core.is_alive:
+        silence = state.core.silence
+        if state.core.is_alive and not (silence is not None and silence.is_long):
             return PlainTextResponse("ok")
         return JSONResponse({"reason": state.not_ready_reason}, 503)
 

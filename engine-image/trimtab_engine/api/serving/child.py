@@ -94,6 +94,7 @@ class ChildServer:
             num_clients=start.num_clients,
             num_initial=start.config.data_parallel_size,
             first_rank=start.config.data_parallel_first_rank,
+            silence_timeout=start.options.core_silence_timeout,
             on_state=lambda state: set_log_level(state.log_level),
         )
         self._exporter = LinkExporter(link)

@@ -68,11 +68,13 @@ class _EngineServer:
             self._launcher.addresses[0],
             num_initial=config.data_parallel_size,
             first_rank=config.data_parallel_first_rank,
+            silence_timeout=options.core_silence_timeout,
             on_ready=self._exporter.begin,
             on_step=self._exporter.on_step,
             on_state=self._on_state,
             on_gone=self._exporter.core_gone,
         )
+        self._exporter.silences = self._core.silent_seconds
         self._scaling = CoreScaling(self._core, self._launcher, config)
         self._state = ServerState(options, self._core, self._exporter)
         self._servers: Front

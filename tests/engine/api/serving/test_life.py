@@ -1,10 +1,11 @@
 """The life of the server process: loading, disconnects, the core's death, draining, keys."""
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,14 @@ import httpx
 import pytest
 
 DEAD_SECONDS = 5.0  # within which the process must have ended after its core died
+OPENAI_ROUTES = (
+    ("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 1}'),
+    ("POST", "/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}'),
+    ("GET", "/v1/models", b""),
+    ("GET", "/v1/models/stub", b""),
+    ("POST", "/tokenize", b'{"prompt": "a"}'),
+    ("POST", "/detokenize", b'{"tokens": [97]}'),
+)
 SLOW = {"prompt": "!slowab", "max_tokens": 200}
 
 
@@ -60,8 +69,11 @@ def test_while_loading_probes_answer_and_requests_are_503(start_server: Any) -> 
     assert (startup.status_code, startup.json()) == (503, {"stage": "weights", "percent": 40.0})
     assert server.status("/readyz") == server.status("/health") == 503
     assert "loading" in server.http.get("/readyz").json()["reason"]
-    response = server.http.post("/v1/completions", json={"prompt": "a"})
-    assert (response.status_code, "retry-after" in response.headers) == (503, True)
+    for method, path, body in OPENAI_ROUTES:
+        for content in (body, b"{", b'{"model": "another"}'):
+            response = server.http.request(method, path, content=content)
+            assert (response.status_code, response.headers.get("retry-after")) == (503, "5"), path
+            assert "the engine is loading" in response.json()["error"]["message"]
     assert server.admin.get("/admin/v1/config").status_code == 503
     assert server.status("/metrics") == 200
     server.process.send_signal(signal.SIGTERM)
@@ -135,7 +147,55 @@ def test_a_second_signal_ends_at_once(start_server: Any) -> None:
     assert server.process.wait(30) == 0
 
 
-def test_api_keys_guard_v1_only(start_server: Any) -> None:
+@pytest.mark.parametrize("flags", [[], ["--api-server-count", "2"]])
+def test_a_core_that_hangs_is_not_ready_then_not_alive_and_answers_nobody_for_ever(
+    start_server: Any, flags: list[str]
+) -> None:
+    server = start_server("--core-silence-timeout", "3", *flags)
+    core = core_pid(server)
+    assert server.metric("trimtab_core_silence_seconds") < 2.5
+    os.kill(core, signal.SIGSTOP)
+    try:
+        server.wait_for(lambda: server.status("/readyz") == 503, "readiness to go")
+        assert server.status("/livez") == 200
+        assert "engine core 0 has said nothing for" in server.http.get("/readyz").json()["reason"]
+        refused = server.http.post("/v1/completions", json={"prompt": "a"})
+        assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+        assert server.admin.get("/admin/v1/memory").status_code == 503
+        assert server.metric("trimtab_core_silence_seconds") > 2.9
+        server.wait_for(lambda: server.status("/livez") == 503, "liveness to go")
+    finally:
+        os.kill(core, signal.SIGCONT)
+    server.wait_for(lambda: server.status("/readyz") == server.status("/livez") == 200, "the core to be heard again")
+    assert server.http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 1}).status_code == 200
+
+
+def core_pid(server: Any) -> int:
+    """Of the stub core that the server has started."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if parent == server.process.pid and b"stub_core" in (process / "cmdline").read_bytes():
+                return int(process.name)
+    raise AssertionError("there is no core")
+
+
+@pytest.mark.parametrize("guards_metrics", [False, True])
+def test_api_keys_guard_all_but_probes_and_metrics(start_server: Any, guards_metrics: bool) -> None:
+    server = start_server("--api-key", "k1", *(["--api-key-for-metrics"] if guards_metrics else []))
+    with_key = {"Authorization": "Bearer k1"}
+    guarded = [*OPENAI_ROUTES, ("GET", "/version", b""), ("GET", "/openapi.json", b""), ("GET", "/nothing", b"")]
+    for method, path, body in guarded:
+        assert server.http.request(method, path, content=body).status_code == 401, path
+        assert server.http.request(method, path, content=body, headers=with_key).status_code != 401, path
+    for path in ("/livez", "/readyz", "/startupz", "/health", "/ping"):
+        assert server.status(path) == 200
+    for path in ("/metrics", "/load"):
+        assert server.status(path) == (401 if guards_metrics else 200)
+        assert server.http.get(path, headers=with_key).status_code == 200
+
+
+def test_several_keys_are_all_good_and_others_are_not(start_server: Any) -> None:
     server = start_server("--api-key", "k1", "k2")
     body = {"prompt": "a", "max_tokens": 1}
     for header, status in (("Bearer k2", 200), ("Bearer k", 401), ("k1", 401), ("Basic k1", 401)):
