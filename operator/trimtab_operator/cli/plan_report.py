@@ -204,8 +204,8 @@ def refused_table(planned: Planned) -> Table:
 
 
 def refused_by_reason(planned: Planned) -> list[list[Refused]]:
-    """By what is wrong first, in order of their first layouts. To lack memory is one reason: the layout that lacks
-    least then comes first."""
+    """Sort refused layouts by what is wrong with them first, in order of their first layouts. To lack memory is one
+    reason: the layout that lacks least then comes first."""
     groups: dict[Problem | None, list[Refused]] = {}
     for refused in planned.ranking.refused:
         groups.setdefault(None if _lacks_memory(refused) else refused.problems[0], []).append(refused)

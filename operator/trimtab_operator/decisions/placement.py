@@ -78,7 +78,7 @@ def _by_resource(manifests: Iterable[Manifest]) -> Mapping[tuple[str, str], list
 
 
 def holds(groups: Iterable[Group], rivals: Iterable[Age], now: datetime, *, asked: str | None) -> dict[int, Hold]:
-    """By ordinal, the groups that hold no pods at `now` or remember that they did. Groups of one pod never do.
+    """Find, by ordinal, the groups that hold no pods at `now` or remember that they did. Groups of one pod never do.
 
     `asked` names what is asked for now: another one than that of a hold ends it. None: nobody asks now.
     """
@@ -119,7 +119,7 @@ def _why(group: Group) -> str:
 
 
 def held_groups(groups: Iterable[Group], kept: Mapping[int, Hold], now: datetime) -> dict[int, Held]:
-    """By ordinal, what is rendered at the groups: their holds, or nothing in the place of one that is forgotten."""
+    """Say, by ordinal, what is rendered at the groups: a hold, or nothing in the place of one that is forgotten."""
     found = {}
     for group in groups:
         hold = kept.get(group.ordinal)

@@ -18,6 +18,7 @@ from trimtab_operator.builders.stateful_set import Held, Rendered, leader_statef
 from trimtab_operator.decisions.actions import Action, Apply, Delete, delete_of
 from trimtab_operator.layout import layout_of
 from trimtab_operator.observed.groups import Group, Observed, groups_of, is_terminating, is_worker, ordinal_of
+from trimtab_operator.observed.phases import has_started
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 
@@ -123,14 +124,20 @@ def allowed_down(deployment: InferenceDeployment, replicas: int) -> int:
 
 
 def choose_updates(groups: tuple[Group, ...], behind: Collection[int], allowed: int) -> tuple[Group, ...]:
-    """Groups of those `behind` (ordinals) that may be brought up to date now. One that is down already costs nothing; a
-    ready one costs one."""
+    """Choose those of the groups `behind` (ordinals) that may be brought up to date now; `allowed` may be down.
+
+    One whose engine has not come up costs nothing. One that had come up and is not ready now may be back in a moment:
+    it costs one, unless one that was brought up to date is still on its way. One that is ready costs one, too, and is
+    taken last: never because another is down.
+    """
     outdated = [group for group in groups if group.ordinal in behind]
-    down = sum(not group.is_ready for group in groups)
-    budget = max(0, allowed - down)
-    free = [group for group in outdated if not group.is_ready]
+    down = [group for group in groups if not group.is_ready]
+    blinking = [group for group in outdated if not group.is_ready and has_started(group)]
+    lost = [group for group in outdated if not group.is_ready and group not in blinking]
     ready = [group for group in outdated if group.is_ready]
-    return (*free, *ready[:budget])
+    under_way = len(down) - len(blinking) - len(lost)
+    back_soon = blinking[: max(0, allowed - under_way - len(lost))]
+    return (*lost, *back_soon, *ready[: max(0, allowed - len(down))])
 
 
 def free_ordinals(observed: Observed, count: int) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ class Engines:
     clock: Callable[[], float] = time.time
     patience_seconds: float = PATIENCE_SECONDS
     _with: dict[str, _Conversation] = field(default_factory=dict)
-    """By the uid of the leader's pod."""
+    """What is under way, by the uid of the leader's pod."""
     _gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_ASKED_AT_ONCE))
 
     async def look(self, targets: Iterable[Target], token: str) -> dict[str, EngineSeen]:

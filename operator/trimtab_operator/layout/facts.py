@@ -73,7 +73,7 @@ class ModelFacts:
     moe_intermediate_size: int
     """Width of one expert; 0 without any."""
     dense_layers: tuple[int, ...]
-    """Of a mixture, the layers that have a plain MLP instead. Empty for a dense model."""
+    """The layers of a mixture that have a plain MLP instead of experts. Empty for a dense model."""
     latent_kv_size: int
     """Elements that a token keeps per layer as one latent vector (multi-head latent attention), on every tensor rank;
     0: keys and values per KV head."""
@@ -170,7 +170,7 @@ class ModelFacts:
 def _kv_groups(
     facts: Mapping[str, object], num_layers: int, num_kv_heads: int, head_size: int, latent_size: int
 ) -> tuple[KvGroup, ...]:
-    """Those that the engine names. An engine that names none has one, of whole heads or of latent vectors."""
+    """Read the groups that the engine names. One that names none has one, of whole heads or of latent vectors."""
     said = facts.get("kv_groups")
     if said is None:
         return (

@@ -124,7 +124,7 @@ class MemoryFit:
 
     @property
     def kv_tokens(self) -> int:
-        """Of one engine: a token's keys and values are spread over all of its ranks."""
+        """Tokens whose keys and values one engine holds: each token's are spread over all of its ranks."""
         return self.tightest.capacity.num_tokens
 
     @property
@@ -134,7 +134,7 @@ class MemoryFit:
 
     @property
     def weights_bytes(self) -> int:
-        """Of the rank that has most."""
+        """Bytes of weights on the rank that has most."""
         return max(rank.shape.weights_bytes for rank in self.ranks)
 
     @property

@@ -162,7 +162,7 @@ def fp8_blocks_stay_whole(parallelism: Parallelism, facts: ModelFacts) -> Iterat
 
 
 def _larger_of_tensor_and_data(parallelism: Parallelism) -> str:
-    """Of a product that is too large, the field to look at first."""
+    """Name the field to look at first when the product of both is too large."""
     return "spec.parallelism.data" if parallelism.data > parallelism.tensor else "spec.parallelism.tensor"
 
 

@@ -31,7 +31,7 @@ def as_run(facts: ModelFacts, gpu: Gpu, asked: str | None = None) -> ModelFacts:
 
 
 def what_is_not_run(facts: ModelFacts) -> str:
-    """Of a model that the engine does not run: what it is that keeps it from it."""
+    """Say what keeps the engine from running a model that it does not run."""
     if facts.architecture not in RUN_BY_THE_ENGINE or facts.quantization is None:
         return facts.architecture
     return f"{facts.architecture} with {facts.quantization} as its config.json has it ({BUILT_FORM})"

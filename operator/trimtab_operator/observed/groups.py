@@ -35,7 +35,7 @@ class Observed:
     torn: frozenset[int] = frozenset()
     """Ordinals of groups whose pods are known not to share one engine (observed/shared_engine.py)."""
     missing: Mapping[str, Missing] = field(default_factory=dict)
-    """By the group's name (missing_pods.py)."""
+    """Pods that are not created, by the name of their group (observed/missing_pods.py)."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ _BEFORE_THE_WORDS = " failed error: "  # create Pod NAME in StatefulSet NAME fai
 
 
 def missing_pods(groups: Iterable[Group], known: Mapping[str, Missing], *, now: float) -> dict[str, Missing]:
-    """By name, the groups that have fewer pods than they ask for, and since when, by the operator's own clock. One that
-    still restarts may have to wait for the pods that go. `now` is Unix time."""
+    """Find, by name, the groups that have fewer pods than they ask for, and since when, by the operator's own clock.
+
+    One that still restarts may have to wait for the pods that go. `now` is Unix time.
+    """
     found = {}
     for group in groups:
         before = known.get(group.name)

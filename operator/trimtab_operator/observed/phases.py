@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab_operator.builders.pod import CONTAINER
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.groups import Group
 from trimtab_operator.observed.hold import hold_of
@@ -87,6 +88,15 @@ def _last_words(container: Mapping[str, Any]) -> str:
 
 def is_container_running(pod: Manifest) -> bool:
     return any("running" in (c.get("state") or {}) for c in _container_statuses(pod))
+
+
+def has_started(group: Group) -> bool:
+    """Whether the engine of a group has come up since its pods were made, and still runs: if it is not ready, it may be
+    so again in a moment."""
+    if group.leader is None or group.is_terminating or group.is_outdated:
+        return False
+    engine = next((c for c in _container_statuses(group.leader) if c.get("name") == CONTAINER), {})
+    return "running" in (engine.get("state") or {}) and engine.get("started") is not False
 
 
 def waiting_reason(pod: Manifest) -> str | None:

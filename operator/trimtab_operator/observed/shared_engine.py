@@ -41,8 +41,10 @@ class Incarnation:
 
 
 def learned(groups: Iterable[Group], known: Mapping[str, Incarnation], *, now: float) -> dict[str, Incarnation]:
-    """By name, what is known of the groups that there are: a ready group whose leader is new is learned. `now` is Unix
-    time."""
+    """Say, by name, what is known of the groups that there are: a ready group whose leader is new is learned.
+
+    `now` is Unix time.
+    """
     found = {}
     for group in groups:
         seen, before = incarnation_of(group), known.get(group.name)

@@ -108,6 +108,45 @@ def test_a_rollout_respects_max_unavailable(max_unavailable: int | str, replicas
     assert len(cluster.decide().children) == down
 
 
+@pytest.mark.parametrize(("max_unavailable", "taken"), [(1, 1), (2, 2), ("50%", 5)])
+def test_a_rollout_that_meets_replicas_which_are_not_ready_takes_no_more_than_it_may(
+    max_unavailable: int | str, taken: int
+) -> None:
+    """Readiness blinked on eight of ten: they may be back in a moment; restarted, they are gone for minutes."""
+    cluster = a_settled_cluster(replicas=10, rollout={"maxUnavailable": max_unavailable})
+    for ordinal in range(8):
+        cluster.set_ready(f"m-g{ordinal}-0", False)
+    cluster.edit(engine={"maxNumSeqs": 32})
+    assert len(applied(cluster)) == taken
+    cluster.turn()
+    assert applied(cluster) == []  # those that were taken are down until they are Ready again
+
+
+def test_replicas_that_still_load_are_brought_up_to_date_at_once() -> None:
+    """Nobody loses anything, and a large model loads for a long time."""
+    cluster = FakeCluster(start_seconds=600.0, replicas=4)
+    for _ in range(4):
+        cluster.tick()
+    cluster.edit(engine={"maxNumSeqs": 32})
+    assert len(applied(cluster)) == 4
+
+
+def test_a_rollout_takes_what_is_down_before_what_serves() -> None:
+    cluster = a_settled_cluster(replicas=3)
+    cluster.set_ready("m-g2-0", False)
+    cluster.edit(engine={"maxNumSeqs": 32})
+    assert applied(cluster) == [("StatefulSet", "m-g2")]
+
+
+def test_nothing_that_serves_is_taken_because_another_is_down() -> None:
+    cluster = a_settled_cluster(replicas=3)
+    cluster.edit(engine={"maxNumSeqs": 32})
+    cluster.turn()
+    cluster.unready.add("m-g0-0")  # the first one of the new form does not come up yet
+    cluster.controllers()
+    assert applied(cluster) == []
+
+
 def test_a_broken_rollout_is_replaced_by_a_better_one_at_once() -> None:
     cluster = a_settled_cluster()
     cluster.edit(runtime={"device": "cpu", "image": "engine:1", "args": ["--broken"]})

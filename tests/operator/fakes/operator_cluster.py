@@ -359,7 +359,7 @@ class FakeCluster:
             is_up = all(self._has_started(fellow) for fellow in fellows)
             ready = {"type": "Ready", "status": str(is_up and name not in self.unready)}
             scheduled = [c for c in pod["status"].get("conditions", []) if c["type"] == "PodScheduled"]
-            running = [{"name": "main", "restartCount": 0, "state": {"running": {}}}]
+            running = [{"name": "main", "restartCount": 0, "started": is_up, "state": {"running": {}}}]
             placed = "nodeName" in pod["spec"]
             pod["status"] = {"conditions": [*scheduled, ready]}
             pod["status"] |= {"podIP": "10.1.0.1", "containerStatuses": running} if placed else {}
