@@ -64,6 +64,9 @@ class Outcome:
     computed_tokens: int
     recomputed_tokens: int
     preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that the prefix caches had."""
     gaps: Gaps
     ended_at: float
     """When the last request was served."""
@@ -225,6 +228,8 @@ class _Replay:
             computed_tokens=sum(sums.tokens for c in counters for sums in c.sums.values()),
             recomputed_tokens=sum(c.recomputed_tokens for c in counters),
             preemptions=sum(sum(c.preempted.values()) for c in counters),
+            prompt_tokens=sum(s.num_prompt for s in served),
+            cached_tokens=sum(s.num_cached for s in served),
             gaps=gaps,
             ended_at=max((s.finished_at or 0.0 for s in served), default=0.0),
             most_running=max((replica.engine.most_running for replica in fleet.all), default=0),

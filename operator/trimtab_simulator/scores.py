@@ -45,6 +45,8 @@ class Score:
     itl_token_p99: float | None = None
     throughput_tokens_per_s: float = 0.0
     preemptions: int = 0
+    prefix_hit_share: float = 0.0
+    """Of all prompt tokens, those that the prefix cache had."""
     knobs: dict[str, float] = field(default_factory=dict)
     """Those in force at the end."""
 
@@ -84,6 +86,7 @@ def score(policy: str, outcome: Outcome, objectives: Objectives) -> Score:
         itl_token_p99=outcome.gaps.percentile(99),
         throughput_tokens_per_s=sum(s.num_output for s in served) / seconds if seconds else 0.0,
         preemptions=outcome.preemptions,
+        prefix_hit_share=outcome.cached_tokens / outcome.prompt_tokens if outcome.prompt_tokens else 0.0,
         knobs={name: float(value) for name, value in outcome.final_knobs.items()},
     )
 

@@ -16,8 +16,9 @@ from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Scheduler
 from trimtab_operator.tuner.twin import Sequence, StepCost, StepSums, TwinPolicy
 
+from trimtab_simulator.trace.arrivals import KEY_TOKENS
+
 TOKEN_RANGE = 1 << 31  # ids of tokens; they only need to differ
-OUTPUT_TOKEN = 1
 
 
 class StepwiseEngine:
@@ -32,9 +33,11 @@ class StepwiseEngine:
         block_size: int = 16,
         max_model_len: int | None = None,
         caches: bool = True,
+        key_tokens: int = KEY_TOKENS,
         now: float = 0.0,
     ) -> None:
         self.now = now
+        self._key_tokens = key_tokens
         self.sums = {"prefill": StepSums(), "decode": StepSums(), "mixed": StepSums()}
         self.gaps: list[float] = []
         self.finished: list[Sequence] = []
@@ -54,10 +57,9 @@ class StepwiseEngine:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         number = len(self._sequences)
-        size = self.scheduler.blocks.block_size
         tokens: list[int] = []
         for key in sequence.keys:
-            tokens += [(key * 2654435761 + i) % TOKEN_RANGE for i in range(size)]
+            tokens += [(key * 2654435761 + i) % TOKEN_RANGE for i in range(self._key_tokens)]
         tokens = tokens[: sequence.num_prompt]
         tokens += [(number * 40503 + i * 7 + 3) % TOKEN_RANGE for i in range(sequence.num_prompt - len(tokens))]
         sampling = Sampling(max_tokens=sequence.num_output, ignore_eos=True)
@@ -102,7 +104,9 @@ class StepwiseEngine:
             self.blocked_seconds[reason] = self.blocked_seconds.get(reason, 0.0) + blocked
 
     def _hand_out(self, batch: Batch) -> None:
-        for request, _, status in self.scheduler.update(batch, [OUTPUT_TOKEN] * len(batch.sampling), self.now):
+        # Each answers in words of its own: what follows a shared prompt is not shared.
+        tokens: list[int | list[int]] = [TOKEN_RANGE + int(request.request_id) for request in batch.sampling]
+        for request, _, status in self.scheduler.update(batch, tokens, self.now):
             sequence = self._sequences[request.request_id]
             if sequence.first_token_at is None:
                 sequence.first_token_at = self.now

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trimtab_operator.tuner.twin import Gaps, KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
 from trimtab_operator.tuner.twin.gaps import fine_edges
+from trimtab_simulator.plant.shared_blocks import SharedBlocks
 from trimtab_simulator.stepwise import StepwiseEngine
 
 COST = StepCost(0.008, 1 / 16_000, 3e-5, 4e-9, 1e-10)
@@ -73,7 +74,7 @@ def assert_alike(fast: TwinEngine, slow: StepwiseEngine) -> None:
     assert fast.blocks.free == fast.blocks.total
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     rate=st.sampled_from([1.0, 5.0, 20.0, 200.0]),
@@ -100,7 +101,7 @@ def test_every_request_gets_its_tokens_when_the_engine_would_have_given_them(
     assert_alike(*both(rows, TwinPolicy(seats, budget, watermark), blocks, caches=caches))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     seats=st.tuples(st.integers(1, 20), st.integers(1, 20)),
@@ -130,3 +131,45 @@ def test_the_comparison_has_preemptions_partial_prompts_and_stalls_in_it() -> No
     assert slow.recomputed_tokens > 1000
     assert max(slow.gaps) > 1.0
     assert_alike(fast, slow)
+
+
+KEY_TOKENS = 32  # two blocks
+
+
+def conversations(rng: random.Random, count: int) -> list[tuple[float, int, int, tuple[int, ...]]]:
+    """Prompts that begin as others did: a conversation's next turn, or one of a few common beginnings."""
+    at, rows = 0.0, []
+    begun: list[tuple[int, ...]] = [(key,) for key in range(3)]
+    for number in range(count):
+        at += rng.expovariate(20.0)
+        before = rng.choice(begun)
+        keys = (*before, *(100 + 10 * number + i for i in range(rng.randint(0, 3))))
+        begun.append(keys)
+        named = rng.choice([KEY_TOKENS * len(keys), rng.randint(1, KEY_TOKENS * len(keys))])
+        prompt = max(1, min(named + rng.choice([0, 0, 40]), 450))
+        rows.append((at, prompt, rng.randint(1, 60), keys[: -(-prompt // KEY_TOKENS)]))
+    return rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    seats=st.sampled_from([2, 6, 16]),
+    budget=st.sampled_from([32, 128, 1024]),
+    blocks=st.sampled_from([34, 60, 120, 1000]),
+)
+def test_prompts_that_begin_alike_find_the_same_blocks(seed: int, seats: int, budget: int, blocks: int) -> None:
+    rows = conversations(random.Random(seed), 60)
+    policy = TwinPolicy(seats, budget)
+    gaps = Gaps(fine_edges())
+    fast = TwinEngine(COST, policy, SharedBlocks(blocks, key_tokens=KEY_TOKENS), gaps=gaps)
+    slow = StepwiseEngine(COST, policy, blocks, key_tokens=KEY_TOKENS)
+    for engine in (fast, slow):
+        for row in rows:
+            engine.run_until(row[0])
+            engine.add(Sequence(*row))
+        engine.drain()
+    assert_alike(fast, slow)
+    found = [sorted((s.arrival, s.num_cached) for s in engine.finished) for engine in (fast, slow)]
+    assert found[0] == found[1]
+    assert any(cached for _, cached in found[0])

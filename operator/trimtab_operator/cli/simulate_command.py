@@ -76,6 +76,7 @@ def simulate(
     ] = None,
     watermark: Annotated[float, typer.Option(min=0.0, max=0.9, help="KV kept free at admission at the start.")] = 0.0,
     kv_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of KV cache. Default: the machine's.")] = None,
+    prefix_caching: Annotated[bool, typer.Option(help="Share the prefixes that a Mooncake log names.")] = True,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal replays.")] = 0,
     report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots there.")] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.TABLE,
@@ -87,9 +88,10 @@ def simulate(
     from trimtab_simulator.contest import Contest
     from trimtab_simulator.errors import BadRequest, SimulatorError
     from trimtab_simulator.objectives import Objectives, parse_duration, parse_ttft
-    from trimtab_simulator.plant.fleet import FleetSettings
+    from trimtab_simulator.plant.fleet import FleetSettings, plain_blocks
     from trimtab_simulator.plant.machine import START_UTILIZATION, machine_of
     from trimtab_simulator.plant.router import RouterKind
+    from trimtab_simulator.plant.shared_blocks import shared_blocks
     from trimtab_simulator.policies.names import parse_entries
     from trimtab_simulator.replay import Loop
     from trimtab_simulator.results import compete, without_plots
@@ -129,7 +131,14 @@ def simulate(
         transform = Transform(start, duration, speed, copies, jitter, peak, cv)
         loaded = load_trace(trace, transform, lengths=lengths, seed=seed)
         settings = FleetSettings(
-            machine, knobs, begin, min_replicas, max_replicas, cold_start, slow_gap=objectives.slow_gap
+            machine,
+            knobs,
+            begin,
+            min_replicas,
+            max_replicas,
+            cold_start,
+            slow_gap=objectives.slow_gap,
+            make_blocks=shared_blocks if prefix_caching and loaded.has_prefixes else plain_blocks,
         )
         loop = Loop(RouterKind(router.value), seed, scrape_delay)
         contest = Contest(loaded, settings, loop, objectives, told)

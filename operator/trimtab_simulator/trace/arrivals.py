@@ -31,3 +31,8 @@ class Trace:
     seconds: float
     notes: tuple[str, ...] = ()
     """What a reader of the results should know about how it was read."""
+
+    @property
+    def has_prefixes(self) -> bool:
+        """Whether it says which prompts begin alike."""
+        return any(arrival.prefix for arrival in self.arrivals)

@@ -117,3 +117,13 @@ def test_a_bad_row_is_refused_with_its_line(log: Path) -> None:
     done = simulate("--trace", log, *PROMISES, "--policy", "static-default")
     assert (done.exit_code, done.stdout) == (2, "")
     assert "line 241: input_length is -5" in done.stderr
+
+
+def test_prefixes_that_a_log_names_are_shared_unless_that_is_switched_off(log: Path) -> None:
+    row = '{{"timestamp": {}, "input_length": 1100, "output_length": 2, "hash_ids": [1, 2]}}'
+    log.write_text("\n".join(row.format(i * 1000) for i in range(50)))
+    shares = []
+    for flags in ((), ("--no-prefix-caching",)):
+        done = simulate("--trace", log, *PROMISES, "--policy", "static-default", "-o", "json", *flags)
+        shares.append(json.loads(done.stdout)["policies"][0]["prefix_hit_share"])
+    assert shares == [pytest.approx(49 * 1024 / (50 * 1100)), 0.0]
