@@ -113,3 +113,23 @@ def test_replicas_never_leave_their_bounds_without_numbers() -> None:
 def test_a_new_start_value_is_the_owners_word() -> None:
     (outcome,) = turned(RAISED, replace(AUTO, starts={**KNOBS, UTILIZATION: 0.75}), [serving(100.0)])
     assert UTILIZATION not in outcome.memory.applied
+
+
+@pytest.mark.parametrize("pause", [10.0, 130.0, 1800.0])
+def test_an_engine_that_dies_some_time_after_each_raise_crashes_twice_at_most(pause: float) -> None:
+    """For want of room a third of the work is done twice; any raise of the memory kills the engine `pause` later."""
+    memory, value, restarts, raised_at, began = Memory(starts=KNOBS), 0.8, 0, None, 0.0
+    for tick in range(600):
+        now = 1000.0 + 15.0 * tick
+        raised_at = (raised_at or now) if value > 0.8 else None
+        is_dead = raised_at is not None and now - raised_at >= pause
+        if is_dead:
+            restarts, value, raised_at, began = restarts + 1, 0.8, None, now - 1.0
+        age = now - began
+        sample = a_sample(now, kv_usage=0.99, preemptions={"capacity": 2 * age}, recomputed_tokens=80 * age)
+        look = a_look(sample=sample, values={UTILIZATION: value}, restarts=restarts, was_oom_killed=is_dead)
+        outcome = decide([look], memory, AUTO, now)
+        memory = outcome.memory
+        value = float(outcome.patches.get("m-0", {}).get(UTILIZATION, value))
+    assert 1 <= restarts <= 2
+    assert value == 0.8
