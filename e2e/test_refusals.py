@@ -36,7 +36,7 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         ("spec.tuning.bounds.maxNumSeqs", "min 40 exceeds max 20"),
     ),
     ("canary", {"tuning": {"restartClass": "Canary"}}, ("spec.tuning.restartClass", "set Never")),
-    ("both", {"replicas": 1, "scaling": {"maxReplicas": 3}}, ("spec.scaling", "not both")),
+    ("scaling", {"scaling": {"maxReplicas": 3}}, ("spec.scaling", "not built yet")),
     ("objectives", {"objectives": {"ttft": {"target": "500ms"}}}, ("spec.objectives", "not built yet")),
     ("prometheus", {"metrics": {"source": "Prometheus"}}, ("spec.metrics.source", "use Auto or Pods")),
     ("container", {"template": {"spec": {"containers": [{"name": "other"}]}}}, ("spec.template", "main")),

@@ -230,6 +230,21 @@ def test_the_webhook_fails_closed_for_our_kind_alone_and_leaves_the_authority_to
     assert service["spec"]["selector"].items() <= labels.items()
 
 
+def test_of_several_operators_a_node_drain_leaves_one_to_answer_the_webhook() -> None:
+    kinds = [manifest["kind"] for manifest in render()]
+    assert "PodDisruptionBudget" not in kinds  # of one pod, it would keep the node from being drained
+    budget = one(render("replicas=2"), "PodDisruptionBudget")
+    assert budget["spec"]["maxUnavailable"] == 1
+    labels = one(render("replicas=2"), "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_no_webhook_stands_before_scale() -> None:
+    """It could only allow a number, which the schema bounds; while it is away no autoscaler could scale."""
+    (hook,) = one(render(), "ValidatingWebhookConfiguration")["webhooks"]
+    assert [resource for rule in hook["rules"] for resource in rule["resources"]] == ["inferencedeployments"]
+
+
 def test_without_the_webhook_nothing_of_it_is_installed() -> None:
     manifests = render("webhook.enabled=false")
     assert all(m["kind"] != "ValidatingWebhookConfiguration" for m in manifests)

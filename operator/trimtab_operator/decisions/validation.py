@@ -65,11 +65,6 @@ def name_leaves_room_for_child_names(deployment: InferenceDeployment) -> Iterato
         )
 
 
-def replicas_or_scaling_not_both(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    if deployment.spec.replicas is not None and deployment.spec.scaling is not None:
-        yield Refusal("spec.scaling", "set replicas or scaling, not both; remove one of them")
-
-
 def scaling_is_not_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
     if deployment.spec.scaling is not None:
         yield Refusal(
@@ -562,7 +557,6 @@ def _resource_refusals(spec: Spec, where: str, name: str, amount: Any) -> Iterat
 
 RULES: tuple[Rule, ...] = (
     name_leaves_room_for_child_names,
-    replicas_or_scaling_not_both,
     scaling_is_not_built,
     objectives_are_not_built,
     model_scheme_is_built,

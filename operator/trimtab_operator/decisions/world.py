@@ -85,7 +85,13 @@ def as_read(body: Mapping[str, Any], *, default_image: str | None) -> tuple[Infe
         return InferenceDeployment.parse(body, default_image=default_image), ()
     except InvalidSpec as error:
         stand_in = InferenceDeployment.parse({**body, "spec": {"model": {"uri": "file:///"}}})
-        count = (body.get("spec") or {}).get("replicas")
-        is_count = isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= MAX_REPLICAS
-        spec = Spec(model=ModelSource(uri="file:///"), replicas=count if is_count else None)
+        spec = Spec(model=ModelSource(uri="file:///"), replicas=_readable_count(body))
         return replace(stand_in, spec=spec), (Refusal("spec", str(error)),)
+
+
+def _readable_count(body: Mapping[str, Any]) -> int:
+    """What stands in spec.replicas, if that can be."""
+    count = (body.get("spec") or {}).get("replicas")
+    if isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= MAX_REPLICAS:
+        return count
+    return 1

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REVIEW_BYTES = 4 << 20  # etcd holds objects of 1.5 MiB; a review carries the new and the old one
 LOOK_SECONDS = 2.0  # for what is known beside the resource: the API server waits 5 s for the verdict
+LEAVE_SECONDS = 5.0  # until every API server knows that the pod goes; the others answer then
 REFRESH_SECONDS = 60.0  # how soon a caBundle that somebody reset is set again
 
 
@@ -68,6 +69,11 @@ class Webhook:
         await web.TCPSite(runner, port=port, ssl_context=self._context).start()
         self.is_serving = True
         return runner
+
+    async def leave(self, *, after_seconds: float = LEAVE_SECONDS) -> None:
+        """Answer on for a moment, but be found no more: API servers learn of it a little later than we are told."""
+        self.is_serving = False
+        await asyncio.sleep(after_seconds)
 
     async def keep(self) -> None:
         """Renew certificates before they end, and set the caBundle again when it was reset."""

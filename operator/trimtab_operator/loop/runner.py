@@ -77,7 +77,10 @@ async def run_operator(options: Options) -> int:
             stack.push_async_callback((await webhook.start(options.webhook_port)).cleanup)
             background.append(webhook.keep())
         async with _running(background):
-            return await _lead(cluster, nodes, options, heartbeats, metrics, stop)
+            code = await _lead(cluster, nodes, options, heartbeats, metrics, stop)
+            if webhook is not None:
+                await webhook.leave()
+            return code
 
 
 def _webhook(cluster: Cluster, nodes: Nodes, options: Options) -> Webhook | None:

@@ -24,7 +24,10 @@ MAX_VALUE_LENGTH = 1024  # of the strings in such maps
 MAX_FREE_LIST = 128  # items of a list that states no bound of its own
 
 SPEC_RULES = [
-    cel("!(has(self.replicas) && has(self.scaling))", "set replicas or scaling, not both"),
+    cel(
+        "!has(self.scaling) || !has(oldSelf.scaling) || !has(oldSelf.replicas) || self.replicas == oldSelf.replicas",
+        "replicas is ignored while scaling is set: change scaling.minReplicas or maxReplicas, or remove scaling",
+    ),
     cel(
         "!has(self.parallelism) || !has(self.parallelism.expert) || !self.parallelism.expert || "
         "(has(self.parallelism.tensor) && self.parallelism.tensor > 1) || "

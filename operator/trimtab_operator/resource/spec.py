@@ -411,15 +411,15 @@ class Spec(Model):
     runtime: Runtime = Field(default=Runtime(), description="Which engine runs, on what.")
     parallelism: Parallelism = Field(default=Parallelism(), description="How one replica is spread over devices.")
     engine: Engine = Field(default=Engine(), description="Where each engine parameter starts.")
-    replicas: int | None = Field(
-        default=None,
+    replicas: int = Field(
+        default=1,
         ge=0,
         le=MAX_REPLICAS,
-        description="Replica count; kubectl scale and autoscalers write it. Absent: 1.",
+        description="Replica count; kubectl scale and autoscalers write it. Ignored while scaling is set.",
     )
     scaling: Scaling | None = Field(
         default=None,
-        description="Automatic replica count; excludes replicas.",
+        description="Automatic replica count; replicas is ignored then.",
         json_schema_extra=schema(
             **{
                 "x-kubernetes-validations": [
@@ -452,8 +452,8 @@ class InferenceDeployment:
 
     @property
     def replicas(self) -> int:
-        """What the user asks for; absent means 1."""
-        return 1 if self.spec.replicas is None else self.spec.replicas
+        """What the user, or an autoscaler through /scale, asks for."""
+        return self.spec.replicas
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], *, default_image: str | None = None) -> InferenceDeployment:

@@ -43,7 +43,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("metadata.name", "x" * 41, "metadata.name", "at most 40"),
     ("metadata.name", "1st", "metadata.name", "begin with a letter"),
     ("metadata.name", "a.b", "metadata.name", "dots"),
-    ("spec.scaling", {"maxReplicas": 3}, "spec.scaling", "not both"),
+    ("spec.scaling", {"maxReplicas": 3}, "spec.scaling", "not built yet"),
     ("spec.scaling", {"maxReplicas": 3}, "spec.scaling", "not built yet"),
     ("spec.objectives", {"ttft": {"target": "500ms"}}, "spec.objectives", "not built yet"),
     ("spec.model.uri", "hf://org/model", "spec.model.uri", "hf:// is not built yet"),
@@ -278,20 +278,50 @@ def cel_rules() -> list[tuple[str, str]]:
     return found
 
 
-def cel_verdict(body: dict[str, Any]) -> bool:
-    """Whether every CEL rule that applies holds."""
+def at_path(body: Any, path: str) -> Any:
+    for part in path.split(".") if path else []:
+        body = body.get(part) if isinstance(body, dict) else None
+    return body
+
+
+def cel_verdict(body: dict[str, Any], before: dict[str, Any] | None = None) -> bool:
+    """Whether every CEL rule that applies holds. Those that speak of the object before apply to updates alone."""
     for path, rule in cel_rules():
-        node: Any = body
-        for part in path.split(".") if path else []:
-            node = node.get(part) if isinstance(node, dict) else None
-        if node is not None and not cel.evaluate(rule, {"self": node}):
+        node, old = at_path(body, path), at_path(before, path)
+        if node is None or ("oldSelf" in rule and old is None):
+            continue
+        if not cel.evaluate(rule, {"self": node} | ({} if old is None else {"oldSelf": old})):
             return False
     return True
 
 
+SCALING = {"minReplicas": 1, "maxReplicas": 3}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_allowed"),
+    [
+        ({"replicas": 2}, {"replicas": 3}, True),
+        ({"replicas": 2, "scaling": SCALING}, {"replicas": 3, "scaling": SCALING}, False),
+        ({"replicas": 2, "scaling": SCALING}, {"replicas": 2, "scaling": {"maxReplicas": 9}}, True),
+        ({"replicas": 5}, {"replicas": 1, "scaling": SCALING}, True),  # left out at the same time: the default
+        ({"replicas": 1, "scaling": SCALING}, {"replicas": 5}, True),
+        ({"scaling": SCALING}, {"replicas": 1, "scaling": SCALING}, True),  # stored before there was a default
+    ],
+)
+def test_while_scaling_is_set_nobody_changes_replicas(
+    before: dict[str, Any], after: dict[str, Any], is_allowed: bool
+) -> None:
+    old, new = copy.deepcopy(BASE), copy.deepcopy(BASE)
+    for body, spec in ((old, before), (new, after)):
+        body["spec"].pop("replicas", None)
+        body["spec"] |= spec
+    assert cel_verdict(new, old) is is_allowed
+
+
 CEL_REFUSED: list[tuple[str, Any]] = [
     ("metadata.name", "x" * 41),
-    ("spec.scaling", {"minReplicas": 1, "maxReplicas": 3}),
+    ("spec.scaling", {"minReplicas": 4, "maxReplicas": 3}),
     ("spec.tuning.bounds.maxNumSeqs", {"min": 9, "max": 4}),
     ("spec.tuning.bounds.gpuMemoryUtilization", {"min": "0.9", "max": "0.5"}),
     ("spec.engine.maxNumSeqs", 1024),

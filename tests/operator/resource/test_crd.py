@@ -54,9 +54,9 @@ def test_the_schema_is_structural() -> None:
         assert "type" in node or "x-kubernetes-int-or-string" in node, path
 
 
-def test_replicas_have_no_default() -> None:
-    """A default would fight autoscalers and GitOps tools that leave the field out."""
-    assert "default" not in VERSION["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["replicas"]
+def test_scale_can_be_read_when_nobody_wrote_replicas() -> None:
+    """The API server answers a GET of /scale with an error where specReplicasPath leads to nothing."""
+    assert VERSION["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["replicas"]["default"] == 1
 
 
 def test_scale_has_all_three_paths() -> None:
