@@ -1,4 +1,4 @@
-"""The seven conditions as functions of what was observed. Pure.
+"""The ten conditions as functions of what was observed. Pure.
 
 Every reason is a member of `Reason` (or of the tuner's enums) and is documented in docs/resource.md.
 """
@@ -27,7 +27,8 @@ from trimtab_operator.tuner import Verdict
 class Reason(StrEnum):
     """Why a condition is as it is."""
 
-    READY = "ReplicasReady"  # every wanted replica takes requests
+    READY = "ReplicasReady"  # every wanted replica runs what is asked for now, and takes requests
+    ANSWERED = "RequestsAnswered"  # some replica takes requests, of whichever revision
     SCALED_TO_ZERO = "ScaledToZero"  # spec.replicas is 0
     NOT_READY = "ReplicasNotReady"  # some wanted replica does not take requests, and is not known to load
     LOADING = "Loading"  # a replica loads its model
@@ -65,10 +66,14 @@ class Claim:
 
 
 def conditions(deployment: InferenceDeployment, findings: Findings, groups: Sequence[Mapping[str, Any]]) -> list[Claim]:
-    """All seven conditions, Ready first."""
+    """All ten conditions, Ready first."""
+    progressing = progressing_claim(deployment, findings, groups)
     return [
-        ready_claim(deployment, findings, groups),
-        progressing_claim(deployment, findings, groups),
+        ready_claim(findings, groups),
+        serving_claim(findings, groups),
+        Claim("Reconciling", progressing.status, progressing.reason, progressing.message),
+        stalled_claim(findings, progressing),
+        progressing,
         layout_claim(deployment, findings),
         *tuning_claims(findings),
         scaling_claim(findings),
@@ -76,21 +81,44 @@ def conditions(deployment: InferenceDeployment, findings: Findings, groups: Sequ
     ]
 
 
-def ready_claim(deployment: InferenceDeployment, findings: Findings, groups: Sequence[Mapping[str, Any]]) -> Claim:
-    blocked = _blocked(findings)
-    if blocked is not None:
-        return Claim("Ready", "False", blocked[0], blocked[1])
+def ready_claim(findings: Findings, groups: Sequence[Mapping[str, Any]]) -> Claim:
+    """Whether what is asked for now runs: not what ran before, nor what a change was taken back to."""
+    held = _blocked(findings) or _unknown_model(findings)
+    if held is not None:
+        return Claim("Ready", "False", *held)
+    if findings.failed_change is not None:
+        failed = findings.failed_change
+        reason = Reason.START_FAILED if failed.returns_to is None else Reason.ROLLED_BACK
+        return Claim("Ready", "False", reason, failed.message if failed.returns_to is None else _back(failed))
     wanted = findings.desired_replicas
     ready = sum(g["ready"] for g in groups)
+    current = sum(g["ready"] and g["revision"] == findings.revision for g in groups)
     if wanted == 0:
         return Claim("Ready", "True", Reason.SCALED_TO_ZERO, "spec.replicas is 0: nothing runs, as asked")
+    if current >= wanted:
+        return Claim("Ready", "True", Reason.READY, f"{current} of {wanted} replicas take requests")
     if ready >= wanted:
-        return Claim("Ready", "True", Reason.READY, f"{ready} of {wanted} replicas take requests")
-    unknown = _unknown_model(findings)
-    if unknown is not None and not groups:
-        return Claim("Ready", "False", *unknown)
+        message = f"{current} of {wanted} replicas run what is asked for now; {ready} take requests"
+        return Claim("Ready", "False", Reason.ROLLING_OUT, message)
     reason, why = _why_not_ready(groups)
     return Claim("Ready", "False", reason, f"{ready} of {wanted} replicas take requests{why}")
+
+
+def serving_claim(findings: Findings, groups: Sequence[Mapping[str, Any]]) -> Claim:
+    """Whether traffic is answered, by whichever revision."""
+    if any(g["ready"] for g in groups):
+        return Claim("Serving", "True", Reason.ANSWERED, "clients are answered")
+    if findings.desired_replicas == 0:
+        return Claim("Serving", "False", Reason.SCALED_TO_ZERO, "spec.replicas is 0: nothing runs, as asked")
+    return Claim("Serving", "False", Reason.NOT_READY, "no replica takes requests")
+
+
+def stalled_claim(findings: Findings, progressing: Claim) -> Claim:
+    """Whether it will not go on until somebody acts."""
+    stuck = _blocked(findings) is not None or findings.failed_change is not None
+    if progressing.status != "True" and (stuck or isinstance(findings.model, Unreadable)):
+        return Claim("Stalled", "True", progressing.reason, progressing.message)
+    return Claim("Stalled", "False", Reason.AS_EXPECTED, "nothing stands in the way")
 
 
 def _why_not_ready(groups: Sequence[Mapping[str, Any]]) -> tuple[Reason, str]:

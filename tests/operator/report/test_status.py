@@ -160,7 +160,9 @@ def test_a_replica_of_the_previous_revision_still_counts_while_it_serves() -> No
         findings(a_group(pod_status=READY), m_g0=EngineView(layout=replace(ONE_RANK, tensor=2))), revision="r2"
     )
     status = status_of(a_deployment(), old, now=NOW)
-    assert condition(status, "Ready")["status"] == "True"
+    assert condition(status, "Serving")["status"] == "True"
+    ready = condition(status, "Ready")
+    assert (ready["status"], ready["reason"]) == ("False", Reason.ROLLING_OUT)
     assert condition(status, "Progressing")["reason"] == Reason.ROLLING_OUT
     assert status["updatedReplicas"] == 0
 
@@ -177,7 +179,8 @@ def test_a_change_that_was_taken_back_degrades_a_resource_that_serves() -> None:
     failed = FailedChange("m-g0 did not become Ready within 30m: it still loads", "r1")
     ready = replace(findings(a_group(pod_status=READY)), revision="r2", failed_change=failed)
     status = status_of(a_deployment(), ready, now=NOW)
-    assert condition(status, "Ready")["status"] == "True"
+    assert condition(status, "Serving")["status"] == "True"
+    assert condition(status, "Ready")["status"] == "False"
     assert status["updatedReplicas"] == 0
     old = a_deployment().spec.model_copy(update={"model": ModelSource(uri="file:///old")})
     running = replace(a_deployment(), spec=old)

@@ -1,0 +1,130 @@
+"""What kstatus, and so Argo CD and Flux, make of a resource: Current only for what was asked for last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from operator_builders import a_spec
+from operator_cluster import BROKEN, FakeCluster
+
+QUICK = {"startTimeout": "20s", "drainTimeout": "1s"}
+
+
+def kstatus(resource: dict[str, Any]) -> str:
+    """The verdict of sigs.k8s.io/cli-utils/pkg/kstatus on a custom resource."""
+    status = resource.get("status") or {}
+    conditions = {c["type"]: c["status"] for c in status.get("conditions") or []}
+    if status.get("observedGeneration") != resource["metadata"]["generation"]:
+        return "InProgress"
+    if conditions.get("Reconciling") == "True":
+        return "InProgress"
+    if conditions.get("Stalled") == "True":
+        return "Failed"
+    return "Current" if conditions.get("Ready") == "True" else "InProgress"
+
+
+def a_runtime(*args: str) -> dict[str, Any]:
+    return {**a_spec()["runtime"], "args": list(args)}
+
+
+def a_cluster(*, start_seconds: float = 10.0, **spec: Any) -> FakeCluster:
+    return FakeCluster(start_seconds=start_seconds, **{"rollout": QUICK, "replicas": 2, **spec})
+
+
+def verdict(cluster: FakeCluster) -> str:
+    """What is said now, in one word; a verdict that contradicts itself is none."""
+    assert cluster.body is not None
+    is_true = {c["type"]: c["status"] == "True" for c in cluster.status["conditions"]}
+    assert not (is_true["Reconciling"] and is_true["Stalled"])
+    assert not (is_true["Ready"] and is_true["Stalled"])
+    return kstatus(cluster.body)
+
+
+def is_serving(cluster: FakeCluster) -> bool:
+    return bool(cluster.condition("Serving")["status"] == "True")
+
+
+def run(cluster: FakeCluster, ticks: int) -> list[str]:
+    """The verdicts of so many ticks, each once as long as it lasts."""
+    seen: list[str] = []
+    for _ in range(ticks):
+        cluster.tick()
+        now = verdict(cluster)
+        if not seen or seen[-1] != now:
+            seen.append(now)
+    return seen
+
+
+def test_a_new_resource_is_in_progress_until_every_replica_serves() -> None:
+    assert run(a_cluster(), 20) == ["InProgress", "Current"]
+
+
+def test_a_resource_whose_model_is_read_first_is_in_progress_meanwhile() -> None:
+    assert run(a_cluster(knows_the_model=False), 20) == ["InProgress", "Current"]
+
+
+def test_a_rollout_is_in_progress_until_the_last_replica_has_it_and_traffic_is_answered_throughout() -> None:
+    cluster = a_cluster()
+    cluster.settle()
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    for _ in range(30):
+        cluster.tick()
+        assert is_serving(cluster)
+        if verdict(cluster) == "Current":
+            assert cluster.status["updatedReplicas"] == 2
+    assert verdict(cluster) == "Current"
+
+
+def test_a_change_that_was_taken_back_has_failed_though_traffic_is_answered() -> None:
+    cluster = a_cluster()
+    cluster.settle()
+    cluster.edit(runtime=a_runtime(BROKEN))
+    assert run(cluster, 60) == ["InProgress", "Failed"]
+    assert cluster.condition("Ready")["reason"] == cluster.condition("Stalled")["reason"] == "RolledBack"
+    assert is_serving(cluster)
+    cluster.edit(runtime=a_runtime("--seed=2"))
+    assert run(cluster, 60) == ["InProgress", "Current"]
+
+
+def test_a_change_whose_model_cannot_be_read_is_not_current() -> None:
+    cluster = a_cluster()
+    cluster.settle()
+    cluster.model_words = (1, "no such file")
+    cluster.edit(model={"uri": "file:///models/other"})
+    assert run(cluster, 20) == ["InProgress", "Failed"]
+    assert cluster.condition("Ready")["reason"] == "ModelUnreadable"
+    assert is_serving(cluster)
+
+
+@pytest.mark.parametrize("bad", [{"model": {"uri": "hf://a/b"}}, {"parallelism": {"tensor": 2}}])
+def test_a_refused_spec_has_failed_at_once_and_what_runs_still_serves(bad: dict[str, Any]) -> None:
+    cluster = a_cluster()
+    cluster.settle()
+    cluster.edit(**bad)
+    cluster.learn_the_model()
+    assert run(cluster, 5) == ["Failed"]
+    assert is_serving(cluster)
+
+
+def test_a_first_revision_that_never_comes_up_has_failed() -> None:
+    cluster = a_cluster(runtime=a_runtime(BROKEN))
+    assert run(cluster, 60) == ["InProgress", "Failed"]
+    assert not is_serving(cluster)
+
+
+def test_scaled_to_zero_is_current_and_answers_nobody() -> None:
+    cluster = a_cluster()
+    cluster.settle()
+    cluster.edit(replicas=0)
+    assert run(cluster, 20)[-1] == "Current"
+    assert not is_serving(cluster)
+
+
+def test_a_replica_that_crashes_is_in_progress_not_current() -> None:
+    cluster = a_cluster()
+    cluster.settle()
+    cluster.set_ready("m-g1-0", False)
+    cluster.tick()
+    assert verdict(cluster) == "InProgress"
+    assert is_serving(cluster)
