@@ -14,7 +14,7 @@ from trimtab_operator.tuner.looks import Finished, Unfinished
 from trimtab_operator.tuner.model import StepTime
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.observation import Interval, Observation, Seen
-from trimtab_operator.tuner.scaling.law import LEVEL_SECONDS, foreseen_rate
+from trimtab_operator.tuner.scaling.law import LEVEL_SECONDS
 from trimtab_operator.tuner.settings import Settings
 from trimtab_operator.tuner.state import KEEP_FELT_SECONDS, MAX_FELT, Felt, Memory
 from trimtab_operator.tuner.twin import StepCost
@@ -90,9 +90,9 @@ def _with_demand(memory: Memory, observation: Observation, settings: Settings) -
     demand = memory.demand.with_point(Point(max(part.end for part in new), seconds, per_second * seconds))
     horizon = cold_start(memory, settings) + settings.pace.tick_seconds
     growth = memory.growth.settled(demand, observation.at, window=LEVEL_SECONDS)
-    ahead = foreseen_rate(demand, horizon)
-    if ahead is not None and demand.seen_seconds(LEVEL_SECONDS) >= LEVEL_SECONDS / 2:
-        growth = growth.foreseen(observation.at + horizon, ahead)
+    level = demand.rate(LEVEL_SECONDS)
+    if level is not None and demand.seen_seconds(LEVEL_SECONDS) >= LEVEL_SECONDS / 2:
+        growth = growth.foreseen(observation.at + horizon, level)
     return replace(memory, demand=demand, growth=growth)
 
 

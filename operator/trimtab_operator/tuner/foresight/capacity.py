@@ -15,7 +15,7 @@ from trimtab_operator.tuner.load.lengths import Pair
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.twin import StepCost
 
-FEW = 2  # replicas that are simulated at most
+FEW = 4  # replicas that are simulated at most
 TOLERANCE = 0.03  # of a capacity: bisection ends there
 FIRST_STRIDE = 1.15  # from a guess outwards, then ever further
 RATE_STEP = 0.02  # rates within this share of each other are predicted once

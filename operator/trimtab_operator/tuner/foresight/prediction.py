@@ -16,7 +16,7 @@ from trimtab_operator.tuner.objectives import ItlKind, Objectives
 from trimtab_operator.tuner.twin import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
 
 LEAST_REQUESTS = 900  # of one prediction, for which it takes some tens of milliseconds
-MOST_REQUESTS = 1500
+MOST_REQUESTS = 2700
 SECONDS = 150.0  # that it covers where so many requests allow: a queue needs time to grow
 WARM_UP = 0.2  # share of the requests that only fill the replicas
 MODEL_ERROR = 0.05  # of a predicted latency, in the median of what was compared with replays

@@ -32,14 +32,6 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Slope:
-    """How fast the rate changes, per second, and how many standard errors that is from none."""
-
-    per_second: float
-    deviations: float
-
-
-@dataclass(frozen=True, slots=True)
 class Demand:
     """Arrivals of a deployment over the last hours, one point per look."""
 
@@ -64,6 +56,19 @@ class Demand:
         """How much of the last `seconds` was seen."""
         return math.fsum(point.seconds for point in self._last(seconds, None))
 
+    def highest(self, seconds: float) -> float:
+        """The highest rate over so many seconds that is remembered; 0 before anything was seen."""
+        most = total = count = 0.0
+        first = 0
+        for point in self.points:
+            total, count = total + point.seconds, count + point.requests
+            while total - self.points[first].seconds >= seconds - 1e-6:
+                total, count = total - self.points[first].seconds, count - self.points[first].requests
+                first += 1
+            if total >= seconds / 2:
+                most = max(most, count / total)
+        return most
+
     def dispersion(self) -> float:
         """Variance of counts over their mean, free of slow trends: 1 for independent arrivals, more for bursts.
 
@@ -77,21 +82,6 @@ class Demand:
             return 1.0
         squares = math.fsum((b.requests - a.requests) ** 2 for a, b in itertools.pairwise(found))
         return min(MAX_DISPERSION, max(1.0, squares / (2 * (len(found) - 1)) / mean))
-
-    def slope(self, seconds: float) -> Slope:
-        """Least squares over the last points, weighed by nothing."""
-        found = self._last(seconds, None)
-        if len(found) < 4:
-            return Slope(0.0, 0.0)
-        middle = math.fsum(point.at for point in found) / len(found)
-        mean = math.fsum(point.rate for point in found) / len(found)
-        spread = math.fsum((point.at - middle) ** 2 for point in found)
-        if spread <= 0:
-            return Slope(0.0, 0.0)
-        slope = math.fsum((point.at - middle) * (point.rate - mean) for point in found) / spread
-        rest = math.fsum((point.rate - mean - slope * (point.at - middle)) ** 2 for point in found)
-        error = math.sqrt(rest / (len(found) - 2) / spread)
-        return Slope(slope, slope / error if error > 0 else math.copysign(math.inf, slope) if slope else 0.0)
 
     def _last(self, seconds: float, until: float | None) -> list[Point]:
         """Points of the last `seconds` before the newest, or before `until`."""

@@ -56,7 +56,7 @@ def wanted_replicas(
         return Chosen(inside, replace(memory.scaling, desired=inside))
     foresight = situation.foresight
     start = cold_start(memory, settings)
-    found = bound(memory.demand, memory.growth, start + settings.pace.tick_seconds, settings.caution)
+    found = bound(memory.demand, memory.growth, settings.caution)
     if found is None:
         return Chosen(inside, replace(memory.scaling, desired=inside))
     up, factor = found

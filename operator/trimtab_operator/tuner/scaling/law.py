@@ -15,17 +15,15 @@ from dataclasses import dataclass, replace
 from trimtab_operator.tuner.load.demand import Demand, Growth
 from trimtab_operator.tuner.scaling.behavior import Behavior, ScaleEvent, limited, stabilized
 
-HOLD_COLD_STARTS = 1.5  # ski rental: one start-up's cost breaks even; one and a half measured better
+HOLD_COLD_STARTS = 2.5  # ski rental: one start-up's cost breaks even; two and a half measured better
 LEAST_HOLD_SECONDS = 120.0
 MOST_HOLD_SECONDS = 900.0
+LEARN_COLD_STARTS = 5.0  # of load that must be seen before the first replica goes: a lull tells nothing of the bursts
 REGRET_SECONDS = 600.0  # scaling out so soon after scaling in is a regret
 FORGIVE_SECONDS = 1800.0  # without regret after which the hold halves
 KEEP_WANTED_SECONDS = 3600.0
 LEVEL_SECONDS = 60.0  # over which the present rate is taken
 QUICK_SECONDS = 30.0  # over which a jump is seen
-TREND_SECONDS = 120.0
-TREND_DEVIATIONS = 1.5  # from which on a slope is believed
-TREND_SHARE = 0.7  # of it: slopes do not last
 QUEUE_SHARE = 0.5  # of the first token's promise that the queue may take before it is worth a replica
 DRAIN_SECONDS = 60.0  # in which a queue should be gone, at least
 
@@ -34,12 +32,14 @@ DRAIN_SECONDS = 60.0  # in which a queue should be gone, at least
 class Caution:
     """How careful the law is. One set for all loads."""
 
-    z: float = 1.0
-    """Standard errors of the present rate that are added to it."""
     confidence: float = 0.9
-    """Share of the growths seen so far that are provided for."""
+    """Share of the growths seen so far, within a start-up, that are provided for."""
     prior_sd: float = 0.08
-    """Of the logarithm of the growth within a start-up, before any was seen."""
+    """Of the logarithm of that growth, before any was seen."""
+    beyond_highest: float = 1.25
+    """Times the highest rate of the last hours: no more is provided for, however much the last burst grew."""
+    jump_deviations: float = 0.5
+    """Standard errors that the rate of the last half minute is taken less, to provide for a jump at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ class ScalingMemory:
     """0: not set yet."""
     last_in_at: float | None = None
     regretted_at: float | None = None
+    began_at: float | None = None
+    """Since when the load has been watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +71,20 @@ class Need:
     """Of the replicas, those that the queue asks for."""
 
 
-def foreseen_rate(demand: Demand, horizon: float) -> float | None:
-    """The rate at a time to come, without any margin: the level, and a significant slope."""
+def bound(demand: Demand, growth: Growth, caution: Caution) -> tuple[float, float] | None:
+    """The rate to provide for, and the factor of growth in it.
+
+    The present level times the growth that is seldom exceeded within a start-up: slopes were tried and made it worse,
+    as what they foretell is in the growths that were seen.
+    """
     level = demand.rate(LEVEL_SECONDS)
     if level is None:
         return None
-    slope = demand.slope(TREND_SECONDS)
-    if abs(slope.deviations) < TREND_DEVIATIONS:
-        return level
-    change = TREND_SHARE * slope.per_second * (horizon + LEVEL_SECONDS / 2)
-    return max(0.3 * level, level + change) if change > 0 else level
-
-
-def bound(demand: Demand, growth: Growth, horizon: float, caution: Caution) -> tuple[float, float] | None:
-    """The rate to provide for, and the factor of growth in it."""
-    level, ahead = demand.rate(LEVEL_SECONDS), foreseen_rate(demand, horizon)
-    if level is None or ahead is None:
-        return None
-    dispersion = demand.dispersion()
-    error = math.sqrt(max(level, 1 / LEVEL_SECONDS) * dispersion / LEVEL_SECONDS)
     factor = growth.quantile(caution.confidence, prior_sd=caution.prior_sd)
-    up = max(ahead * factor, level + caution.z * error)
     quick = demand.rate(QUICK_SECONDS) or 0.0
-    quick_error = math.sqrt(max(quick, 1 / QUICK_SECONDS) * dispersion / QUICK_SECONDS)
-    return max(up, quick - caution.z / 2 * quick_error), factor
+    error = math.sqrt(max(quick, 1 / QUICK_SECONDS) * demand.dispersion() / QUICK_SECONDS)
+    up = max(level * factor, level, quick - caution.jump_deviations * error)
+    return min(up, max(level, caution.beyond_highest * demand.highest(LEVEL_SECONDS))), factor
 
 
 def needed(
@@ -132,11 +124,12 @@ def decided(
     behavior: Behavior,
 ) -> tuple[int, ScalingMemory]:
     """The replica count to ask for, and what to remember. `current` counts those that start."""
-    memory = _with_hold(memory, now, cold_start)
+    memory = replace(_with_hold(memory, now, cold_start), began_at=now if memory.began_at is None else memory.began_at)
     wanted = (*(entry for entry in memory.wanted if entry[0] > now - KEEP_WANTED_SECONDS), (now, need))
     memory = replace(memory, wanted=wanted)
     target = stabilized(behavior, current, wanted, now=now, own_hold=memory.hold_seconds)
-    if target < current and (not may_lower or now - wanted[0][0] < memory.hold_seconds):
+    learned_for = now - memory.began_at if memory.began_at is not None else 0.0
+    if target < current and (not may_lower or learned_for < LEARN_COLD_STARTS * cold_start):
         target = current
     target = limited(behavior, current, target, memory.events, now=now)
     if target == current:

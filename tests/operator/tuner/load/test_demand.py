@@ -1,4 +1,4 @@
-"""Demand: rates, unevenness, slopes, and how much more comes than was foreseen."""
+"""Demand: rates, unevenness, peaks, and how much more comes than was foreseen."""
 
 import math
 import random
@@ -32,9 +32,12 @@ def test_unevenness_is_measured_through_a_trend(burst: int, low: float, high: fl
     assert low <= demand.dispersion() <= high
 
 
-def test_a_slope_is_told_from_noise() -> None:
-    assert abs(counted([20.0] * 20).slope(120).deviations) < 3
-    assert counted([20.0 + 2 * i for i in range(20)]).slope(120).deviations > 3
+def test_the_highest_rate_is_that_of_a_whole_minute() -> None:
+    demand = Demand()
+    for index, count in enumerate([10, 10, 100, 10, 10, 50, 50, 50, 50, 10]):
+        demand = demand.with_point(Point(15.0 * (index + 1), 15.0, count))
+    assert demand.highest(60) == 200 / 60
+    assert Demand().highest(60) == 0
 
 
 def test_what_grows_more_than_foreseen_is_provided_for_after_a_while() -> None:

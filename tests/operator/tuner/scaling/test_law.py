@@ -1,0 +1,100 @@
+"""How many replicas: for what is foreseen, out at once, in late, and later still after a regret."""
+
+import math
+
+import pytest
+from trimtab_operator.tuner.load.demand import Demand, Growth, Point
+from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Unit
+from trimtab_operator.tuner.scaling.law import (
+    LEARN_COLD_STARTS,
+    Caution,
+    ScalingMemory,
+    bound,
+    decided,
+    needed,
+    replicas_for_queue,
+)
+
+COLD = 120.0
+
+
+def loaded(*rates: float) -> Demand:
+    demand = Demand()
+    for index, rate in enumerate(rates):
+        demand = demand.with_point(Point(15.0 * (index + 1), 15.0, 15.0 * rate))
+    return demand
+
+
+def grown(factor: float) -> Growth:
+    return Growth(errors=tuple((float(i), math.log(factor)) for i in range(200)))
+
+
+def test_the_growth_that_was_seen_is_provided_for() -> None:
+    found = bound(loaded(*[10.0] * 20, *[20.0] * 8, *[10.0] * 20), grown(1.5), Caution())
+    assert found is not None
+    assert found[0] == pytest.approx(15.0)
+
+
+def test_no_more_than_a_quarter_above_the_highest_rate_is_provided_for() -> None:
+    found = bound(loaded(*[10.0] * 20), grown(4.0), Caution())
+    assert found is not None
+    assert found[0] == pytest.approx(12.5)
+
+
+def test_a_jump_counts_at_once() -> None:
+    found = bound(loaded(*[10.0] * 20, 40.0, 40.0), grown(1.0), Caution())
+    assert found is not None
+    assert found[0] > 25
+
+
+def test_the_fewest_replicas_that_hold_it_and_those_for_the_queue() -> None:
+    need = needed(25.0, 20.0, 1.25, lambda n: 8.0 * n, least=1, most=10, queue_replicas=2)
+    assert (need.replicas, need.for_queue) == (6, 2)
+    assert needed(999.0, 20.0, 1.0, lambda n: 8.0 * n, least=1, most=10, queue_replicas=0).replicas == 10
+
+
+@pytest.mark.parametrize(("seconds", "replicas"), [(3.0, 0), (50.0, 1), (300.0, 3)])
+def test_a_queue_is_worth_replicas_once_it_eats_the_promise(seconds: float, replicas: int) -> None:
+    assert replicas_for_queue(seconds, replicas=4, promise=2.0, cold_start=COLD) == replicas
+
+
+def walked(needs: list[int], *, may_lower: bool = True, start: int = 2, behavior: Behavior | None = None) -> list[int]:
+    """The counts asked for, a look every 15 s."""
+    memory, count, counts = ScalingMemory(), start, []
+    for index, need in enumerate(needs):
+        count, memory = decided(
+            memory,
+            need,
+            count,
+            now=15.0 * index,
+            cold_start=COLD,
+            may_lower=may_lower,
+            behavior=behavior or Behavior(),
+        )
+        counts.append(count)
+    return counts
+
+
+def test_out_at_once_and_in_only_when_the_load_is_known_and_has_been_low_for_the_hold() -> None:
+    counts = walked([2] * 4 + [5] + [2] * 100)
+    assert counts[4] == 5
+    first_in = 15.0 * (counts.index(2, 5))
+    assert first_in >= max(LEARN_COLD_STARTS * COLD, 15.0 * 4 + 2.5 * COLD)
+
+
+def test_nothing_goes_while_something_is_unknown_or_starts() -> None:
+    assert set(walked([2] * 4 + [5] + [2] * 100, may_lower=False)[4:]) == {5}
+
+
+def test_a_regretted_scale_in_holds_longer_the_next_time() -> None:
+    needs = [3] * 60 + [2] * 40 + [3] + [2] * 120
+    counts = walked(needs, start=3)
+    first = next(i for i, count in enumerate(counts) if count == 2)
+    back = next(i for i in range(first, len(counts)) if counts[i] == 3)
+    again = next(i for i in range(back, len(counts)) if counts[i] == 2)
+    assert 15.0 * (again - back) >= 1.9 * 2.5 * COLD
+
+
+def test_the_owners_rate_limits_hold() -> None:
+    slow = Behavior(up=Rules(policies=(Policy(Unit.PODS, 1, 60.0),)))
+    assert walked([9] * 9, behavior=slow) == [3, 3, 3, 3, 4, 4, 4, 4, 5]
