@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.device.host_memory import with_device_memory
 from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
 from trimtab_engine.flags.engine import engine_config, named_model
 from trimtab_engine.flags.serve import add_serve_flags
@@ -34,11 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     from trimtab_engine.api.serving.life import Listen, run_server
 
-    config, names = engine_config(arguments), served_names(arguments)
+    config, names = _served_config(arguments), served_names(arguments)
     _check_model_exists(config.model)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are tokenised in threads of our own
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the last line of a log should be why it ended
+    config = with_device_memory(config)
     if config.node_rank > 0 and config.data_parallel_size > 1:
         from trimtab_engine.launch.nodes.member import run_member
 
@@ -74,6 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
     exit_code = run_server(config, options, listen, arguments.shutdown_timeout)
     prepare_to_leave()
     return exit_code
+
+
+def _served_config(arguments: argparse.Namespace) -> EngineConfig:
+    """The core's configuration as a server's."""
+    return msgspec.structs.replace(engine_config(arguments), api_server_count=arguments.api_server_count)
 
 
 def tool_call_parser(arguments: argparse.Namespace) -> str | None:

@@ -120,6 +120,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool = False
     optimization_level: int = DEFAULT_LEVEL
     compilation: CompilationConfig = CompilationConfig()
+    api_server_count: int = 0
+    """Processes that serve HTTP before this engine. 0: none, it is used from Python."""
     rendezvous_id: str = ""
     """Ranks of different ids never form one engine: the revision of a group, say."""
     seed: int = 0
@@ -154,6 +156,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def first_local_rank(self) -> int:
         """This core's first rank among those of its node."""
         return self.data_parallel_rank * self.ranks_per_node % self.num_local_ranks
+
+    @property
+    def num_local_api_servers(self) -> int:
+        """On this node: the first one has them all."""
+        return self.api_server_count if self.node_rank == 0 else 0
+
+    @property
+    def has_first_process(self) -> bool:
+        """Whether this node has a process that only looks after the others. A single API server does so itself."""
+        return self.api_server_count > 0 and self.num_local_api_servers != 1
 
     @property
     def max_num_sampled_rows(self) -> int:

@@ -3,6 +3,7 @@ envelope. In that order, so that what is measured is there when it is counted.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -17,10 +18,11 @@ from trimtab_engine.config.live.values import Envelope, LiveValues, RigidCores
 from trimtab_engine.core.engine import Engine, EngineParts
 from trimtab_engine.core.execution import Execution
 from trimtab_engine.device.device import is_out_of_memory
+from trimtab_engine.device.host_memory import family_bytes, room_bytes
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.plan import PlanBase
-from trimtab_engine.memory.sizing import KVSize, longest_that_fits, out_of_memory, size_kv_cache
+from trimtab_engine.memory.sizing import KVSize, longest_that_fits, out_of_memory, size_kv_cache, what_is_too_much
 from trimtab_engine.messages import CoreReady
 from trimtab_engine.models.registry import kv_groups_of
 from trimtab_engine.runner.model_runner import ModelRunner
@@ -108,6 +110,7 @@ def _build(
     runner.kv_cache.limit(size.cap_blocks)
     runner.kv_cache.map_blocks(size.num_blocks)
     _log_size(formula, size, time.monotonic() - began)
+    _warn_of_little_room(config, formula, size)
     parts = EngineParts(
         device=device,
         runner=runner,
@@ -290,6 +293,15 @@ def _ready(
         },
         num_ranks=num_ranks,
     )
+
+
+def _warn_of_little_room(config: EngineConfig, formula: MemoryFormula, size: KVSize) -> None:
+    """Of a node's engine cores the first one does, for all."""
+    if config.device == "cpu" and config.first_local_rank == 0:
+        first_process = os.getppid() if config.api_server_count else os.getpid()
+        warning = what_is_too_much(config, formula, size, room_bytes(family_bytes(first_process)))
+        if warning is not None:
+            logger.warning(warning)
 
 
 def _log_size(formula: MemoryFormula, size: KVSize, seconds: float) -> None:

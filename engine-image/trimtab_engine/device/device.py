@@ -1,43 +1,36 @@
-"""The device as the engine sees it: how large it is, what is in use, and the highest use since a mark.
+"""The device as the engine sees it: how large it is, what is in use, and what a block of code takes of it.
 
-The CPU is a device like any other. Its size is `--device-memory-bytes`, else the container's memory limit, else the
-machine's memory. What is "in use" is what the kernel cannot drop: anonymous and shared memory. File pages (the
-weights' files, the interpreter) are page cache: they go when memory gets short.
+The CPU is a device like any other. Its size is `--device-memory-bytes`, else the container's memory limit, else a share
+of the machine's memory (host_memory.py).
 """
 
 import ctypes
 import errno
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from trimtab_engine.config.engine import c_compiler
 from trimtab_engine.device.address_range import AddressSpace, HostMemory, pin_for_cuda
+from trimtab_engine.device.allocations import Growth, count_allocations
+from trimtab_engine.device.host_memory import (
+    allowed_cpus,
+    cgroup_memory_limit,
+    cgroup_used_bytes,
+    default_device,
+    process_bytes,
+)
 from trimtab_engine.device.mapped_range import CudaMemory, open_cuda_memory
 from trimtab_engine.errors import ConfigError
 
-NO_LIMIT_BYTES = 1 << 60
-"""Control groups write "no limit" as a number near 2^63; no machine has this much."""
-SAMPLE_SECONDS = 0.001
-"""Between two looks at memory where the kernel keeps no high-water mark."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LOADING_MMAP_THRESHOLD_BYTES = 1 << 20
 """While weights load, every larger allocation is its own mapping, so that temporary copies really go back."""
 SERVING_MMAP_THRESHOLD_BYTES = 32 << 20
 """glibc's maximum. While serving, activations are reused from the heap instead of being mapped and faulted in anew."""
 SERVING_TRIM_THRESHOLD_BYTES = (1 << 31) - 1
-
-
-@dataclass(slots=True)
-class Peak:
-    """The highest use seen above the use at the mark, in bytes; final when the `with` block ends."""
-
-    bytes: int = 0
 
 
 class Device:
@@ -85,7 +78,7 @@ class Device:
     def _own_size(self) -> int:
         if self.kind == "cuda":
             return int(torch.cuda.mem_get_info()[1])
-        return (cgroup_memory_limit() or _meminfo_bytes("MemTotal")) // self._local_count
+        return default_device().num_bytes // self._local_count
 
     @property
     def limit_bytes(self) -> int | None:
@@ -113,32 +106,26 @@ class Device:
             return process_bytes()
         if cgroup_memory_limit() is not None and (used := cgroup_used_bytes()) is not None:
             return used
-        parent = _status_bytes(Path(f"/proc/{os.getppid()}/status"), ("RssAnon", "RssShmem"))
-        return process_bytes() + parent
+        return process_bytes() + process_bytes(os.getppid())
 
     @contextmanager
-    def measure_peak(self) -> Iterator[Peak]:
-        """Measure the highest use inside the block above the use at its start."""
-        peak = Peak()
-        if self.kind == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = self.used_bytes()
-            yield peak
-            torch.cuda.synchronize()
-            # The driver's count: torch keeps the memory it has taken, and kernels and libraries take some without it.
-            given_back = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
-            peak.bytes = max(0, self.used_bytes() - before + given_back)
+    def measure(self) -> Iterator[Growth]:
+        """Measure what the block takes. CPU: what torch is asked for, which is the same every time. CUDA: what the
+        driver counts, as kernels and libraries take some without torch."""
+        if self.kind == "cpu":
+            with count_allocations() as growth:
+                yield growth
+            _trim()  # the count's own notes lie between what was allocated
             return
-        start = process_bytes()
-        high_water = _reset_high_water()
-        if high_water is None:
-            with _sampled(process_bytes) as highest:
-                yield peak
-            peak.bytes = max(0, highest[0] - start)
-            return
-        yield peak
-        peak.bytes = max(0, high_water())
+        growth = Growth()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = self.used_bytes()
+        yield growth
+        torch.cuda.synchronize()
+        grown = self.used_bytes() - before
+        given_back = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
+        growth.kept, growth.peak = max(0, grown), max(0, grown + given_back)
 
     def settle(self) -> None:
         """CUDA: wait for what was begun, and give back what the allocator keeps for later."""
@@ -158,9 +145,7 @@ class Device:
             return
         _mallopt(M_MMAP_THRESHOLD, SERVING_MMAP_THRESHOLD_BYTES)
         _mallopt(M_TRIM_THRESHOLD, SERVING_TRIM_THRESHOLD_BYTES)
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+        _trim()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -172,147 +157,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
-def process_bytes() -> int:
-    """Anonymous and shared memory of this process."""
-    return _status_bytes(Path("/proc/self/status"), ("RssAnon", "RssShmem"))
-
-
-def cgroup_memory_limit() -> int | None:
-    """The container's memory limit (the tightest one up the tree), or None."""
-    limits = [
-        limit
-        for folder in _memory_cgroups()
-        for name in ("memory.max", "memory.limit_in_bytes")
-        if (limit := _read_int(folder / name)) is not None and limit < NO_LIMIT_BYTES
-    ]
-    return min(limits, default=None)
-
-
-def cgroup_used_bytes() -> int | None:
-    """Anonymous and shared memory of this process's control group, or None where it is not shown."""
-    for folder in _memory_cgroups():
-        try:
-            lines = (folder / "memory.stat").read_text().splitlines()
-        except OSError:
-            continue
-        stat = {key: int(value) for key, _, value in (line.partition(" ") for line in lines)}
-        if "anon" in stat:
-            return stat["anon"] + stat.get("shmem", 0)
-        if "total_rss" in stat:
-            return stat["total_rss"] + stat.get("total_shmem", 0)
-    return None
-
-
-def allowed_cpus() -> int:
-    """CPUs that this process may use at once: its affinity, and its control group's quota rounded up."""
-    count = len(os.sched_getaffinity(0))
-    for folder in _cgroups("cpu"):
-        quota, period = _cpu_quota(folder)
-        if quota is not None and quota > 0 and period:
-            count = min(count, -(-quota // period))
-    return max(1, count)
-
-
-def _cpu_quota(folder: Path) -> tuple[int | None, int | None]:
-    """(quota, period) in microseconds; quota None or negative when there is none."""
-    try:
-        quota, period = (folder / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return _read_int(folder / "cpu.cfs_quota_us"), _read_int(folder / "cpu.cfs_period_us")
-    return (int(quota) if quota.isdigit() else None), int(period)
-
-
-def _memory_cgroups() -> list[Path]:
-    return _cgroups("memory")
-
-
-def _cgroups(controller: str) -> list[Path]:
-    """This process's control groups, v1 or v2, from its own up to the root (a container sees its own as the root)."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    folders: list[Path] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            base = root / controller
-        elif controllers == "" and (root / "cgroup.controllers").exists():
-            base = root
-        else:
-            continue
-        own = base / path.lstrip("/")
-        above = [own, *own.parents]
-        folders += [f for f in above[: above.index(base) + 1] if f.is_dir()] if base in above else [base]
-    return folders
-
-
-def _read_int(path: Path) -> int | None:
-    """The file's number; None when it is absent or says "max"."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _meminfo_bytes(key: str) -> int:
-    return _status_bytes(Path("/proc/meminfo"), (key,))
-
-
-def _status_bytes(path: Path, keys: tuple[str, ...]) -> int:
-    """Sum of these "Key:  123 kB" lines; 0 when the file cannot be read (the process has ended)."""
-    total = 0
-    try:
-        text = path.read_text()
-    except OSError:
-        return 0
-    for line in text.splitlines():
-        key, _, rest = line.partition(":")
-        if key in keys:
-            total += int(rest.split()[0]) * 1024
-    return total
-
-
-def _reset_high_water() -> Callable[[], int] | None:
-    """Reset the kernel's high-water mark. Returns what reads the growth of non-file memory since, or None."""
-    status = Path("/proc/self/status")
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    resident, files = _status_bytes(status, ("VmRSS",)), _status_bytes(status, ("RssFile",))
-    if _status_bytes(status, ("VmHWM",)) > resident + (64 << 20):
-        return None  # a kernel that ignores the reset: the mark still shows an older peak
-
-    def growth() -> int:
-        new_files = max(0, _status_bytes(status, ("RssFile",)) - files)
-        return _status_bytes(status, ("VmHWM",)) - resident - new_files
-
-    return growth
-
-
-@contextmanager
-def _sampled(read: Callable[[], int]) -> Iterator[list[int]]:
-    """Yields [highest value read so far], read from a thread."""
-    highest, done = [read()], threading.Event()
-
-    def sample() -> None:
-        while not done.wait(SAMPLE_SECONDS):
-            highest[0] = max(highest[0], read())
-
-    thread = threading.Thread(target=sample, name="memory-peak", daemon=True)
-    thread.start()
-    try:
-        yield highest
-    finally:
-        highest[0] = max(highest[0], read())
-        done.set()
-        thread.join()
-
-
 def _mallopt(option: int, value: int) -> None:
     """glibc's mallopt; other C libraries have none, and nothing depends on it but speed and tidiness."""
     function = getattr(ctypes.CDLL(None), "mallopt", None)
     if function is not None:
         function(option, value)
+
+
+def _trim() -> None:
+    """Give the heap's free pages back to the kernel, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -4,7 +4,9 @@ The formula is formula.py's; here are the flags that steer it, and the errors th
 """
 
 import logging
+import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.memory.formula import (
@@ -15,6 +17,7 @@ from trimtab_engine.memory.formula import (
     check_one_request_fits_fixed,
 )
 from trimtab_engine.memory.kv_groups import KVGroup
+from trimtab_engine.memory.reserved import Processes, reserved_bytes
 
 logger = logging.getLogger("trimtab_engine.core")
 
@@ -26,6 +29,16 @@ class KVSize:
     num_blocks: int
     cap_blocks: int
     fixed_by: str | None
+
+
+def reserved_for_processes(config: EngineConfig, vocab_size: int) -> int:
+    """`other` of the formula on the CPU, in bytes per rank."""
+    processes = Processes(
+        num_ranks=config.num_local_ranks,
+        num_api_servers=config.num_local_api_servers,
+        has_first_process=config.has_first_process,
+    )
+    return reserved_bytes(processes, vocab_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +98,25 @@ def size_kv_cache(config: EngineConfig, formula: MemoryFormula) -> KVSize:
     num_blocks, flag = fixed
     check_one_request_fits_fixed(formula, num_blocks, flag)
     return KVSize(num_blocks, num_blocks, flag)
+
+
+def what_is_too_much(config: EngineConfig, formula: MemoryFormula, size: KVSize, room_bytes: int) -> str | None:
+    """A warning where this node's ranks may come to use more than there is beside what others hold; None: they may not.
+
+    Only a warning: what others hold comes and goes, and the number of KV blocks is not to depend on it.
+    """
+    most = formula.fixed_bytes + size.cap_blocks * formula.bytes_per_block
+    claimed = most * config.num_local_ranks
+    if claimed <= room_bytes:
+        return None
+    rest = max(0, room_bytes // config.num_local_ranks)
+    remedy = f"lower {size.fixed_by}"
+    if size.fixed_by is None:
+        remedy = f"set --device-memory-bytes {math.floor(rest / Fraction(config.gpu_memory_utilization_cap))} or less"
+    return (
+        f"this engine may come to use {claimed / GIB:.2f} GiB here, but beside what other processes hold there are "
+        f"{room_bytes / GIB:.2f} GiB: under load the kernel would kill it; {remedy}, or end what else runs"
+    )
 
 
 def fixed_blocks(config: EngineConfig, formula: MemoryFormula) -> tuple[int, str] | None:

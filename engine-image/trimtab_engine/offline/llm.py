@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from trimtab_engine.config.engine import EngineConfig, set_core_environment
+from trimtab_engine.device.host_memory import with_device_memory
 from trimtab_engine.device.profiler import Profiler
 from trimtab_engine.errors import ConfigError, EngineDead, InvalidRequest
 from trimtab_engine.messages import AddRequest, PatchConfig
@@ -64,7 +65,7 @@ class LLM:
         from trimtab_engine.core.startup import start_engine  # torch comes with it, and reads the environment
 
         try:
-            self._engine, self.ready = start_engine(config, _log_progress, time.monotonic)
+            self._engine, self.ready = start_engine(with_device_memory(config), _log_progress, time.monotonic)
         except ConfigError as error:
             raise type(error)(in_keywords(str(error))) from None
         self._tokenizer: Tokenizer | None = None

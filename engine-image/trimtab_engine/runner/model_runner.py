@@ -1,6 +1,6 @@
 """From a batch to logits: input tensors, the KV cache's tensors, the forward pass. It knows no scheduling policy.
 
-Start-up order: device.used_bytes() → ModelRunner.load → profile → (the engine computes the blocks) → init_kv_cache.
+Start-up order: ModelRunner.load → profile → (the engine computes the blocks) → init_kv_cache.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,8 @@ from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.layers.quantized import multiplies_float8
 from trimtab_engine.memory.formula import Ledger
 from trimtab_engine.memory.kv_groups import KVGroup
-from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit
+from trimtab_engine.memory.reserved import cpu_activation_bytes
+from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit, reserved_for_processes
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes, expected_tensors
 from trimtab_engine.models.family import Model
 from trimtab_engine.models.loading import Loader
@@ -76,7 +77,7 @@ class ModelFacts:
     quantization: str | None
     """How the layers' projections are stored; None: in dtype."""
     weights_bytes: int
-    """Measured on the device."""
+    """What loading them took of the device."""
     whole: ModelConfig
     """The whole model's facts."""
 
@@ -141,7 +142,6 @@ class ModelRunner:
         dtype = DTYPES[_dtype_name(config, model_config, device)]
         kv_dtype_name = _kv_dtype_name(config, dtype, device)
         kv_dtype = KV_DTYPES[kv_dtype_name]
-        before = device.used_bytes()
         stored = stored_quantization(source.config, source.where)
         quantization = wanted_quantization(stored, config.quantization, has_weights=not isinstance(source, DummySource))
         tensors = expected_tensors(model_config)
@@ -150,7 +150,9 @@ class ModelRunner:
         )  # about: ranks are not quite equal
         unmeasured = Unmeasured(
             device_bytes=device.total_bytes,
-            other_bytes=before,
+            other_bytes=(
+                reserved_for_processes(config, model_config.vocab_size) if device.kind == "cpu" else device.used_bytes()
+            ),
             limit_bytes=device.limit_bytes,
             weights_bytes=_weights_bytes(tensors, quantization, dtype, device) // layout.ranks_per_engine,
             kv_groups=kv_groups,
@@ -167,7 +169,9 @@ class ModelRunner:
             device.after_weights()
             return model
 
-        model = build(source, _percent("weights", num_parameters, progress))
+        source.map_files()  # before, so that what is measured is what the model keeps
+        with device.measure() as growth:
+            model = build(source, _percent("weights", num_parameters, progress))
         facts = ModelFacts(
             vocab_size=model_config.vocab_size,
             max_model_len=max_model_len,
@@ -179,7 +183,7 @@ class ModelRunner:
             kv_cache_dtype=kv_dtype_name,
             kv_dtype_bytes=kv_dtype.itemsize,
             quantization=None if quantization is None else "fp8",
-            weights_bytes=max(0, device.used_bytes() - before),
+            weights_bytes=max(0, growth.kept),
             whole=model_config,
         )
         rebuild = lambda: build(_open(config)[0], lambda count: None)  # noqa: E731
@@ -208,20 +212,21 @@ class ModelRunner:
             self.steps.use_model(self._model)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-        """Run the largest step of the envelope and every row size once; returns the peak it added, in bytes.
+        """Run the largest step of the envelope and every row size once; returns what steps take, in bytes.
 
         It includes what stays: code that oneDNN compiles per row size, and the allocator's reserve. The largest come
         first, so that the smaller ones fit into memory that the allocator already has.
         """
+        sizes = row_sizes() if self._model.pads_rows else []
         max_len = self.facts.max_model_len
         longest_decode = min(max_len, max_decode_tokens(self._device.torch)) - 1
-        with self._device.measure_peak() as peak:
+        with self._device.measure() as growth:
             self._dummy_step([(0, 1)] * max_num_seqs, COSTLIEST_SAMPLING)
             self._dummy_step(_envelope_spans(max_num_batched_tokens, max_len), GREEDY)
             self._dummy_step([(longest_decode, 1)] * min(2, max_num_seqs), GREEDY)
-            for rows in reversed(row_sizes() if self._model.pads_rows else []):
+            for rows in reversed(sizes):
                 self._dummy_step([(0, 1)] * rows, GREEDY)
-        return peak.bytes
+        return growth.peak if self._device.kind == "cuda" else cpu_activation_bytes(growth.peak, len(sizes))
 
     def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
         """Reserve the KV cache's address range, with a draft model's layers in it, and map block 0: attention, which on

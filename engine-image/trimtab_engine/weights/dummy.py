@@ -36,6 +36,9 @@ class DummySource:
         """What `expect` was given."""
         return self._shapes
 
+    def map_files(self) -> None:
+        """There are none."""
+
     def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
         """float32; norm weights are 1, biases 0, the rest normally distributed. A part is that part of the whole."""
         whole = self._whole(name)

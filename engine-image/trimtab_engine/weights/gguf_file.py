@@ -119,6 +119,9 @@ class GgufSource:
         """GGUF writes the fastest dimension first; here it is last, as in torch."""
         return {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
 
+    def map_files(self) -> None:
+        """The reader has mapped the file."""
+
     def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
         """Dequantised to float32. Of a part only the rows are dequantised."""
         import torch
@@ -132,7 +135,7 @@ class GgufSource:
         if rows is not None:
             shape = (rows[1] - rows[0], *shape[1:])
         try:
-            values = torch.from_numpy(dequantize(data, tensor.tensor_type).copy())
+            values = torch.tensor(dequantize(data, tensor.tensor_type))  # a copy, in memory that torch counts
         except NotImplementedError as error:
             kind = tensor.tensor_type.name
             raise ModelError(f"{self.where}: tensor {name} is {kind}, which cannot be dequantised: {error}") from None

@@ -44,15 +44,13 @@ class SafetensorsSource:
 
     def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
         """A read-only view of the memory-mapped file; a part is read alone."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         file = self._file_of.get(name)
         if file is None:
             raise ModelError(f"model {self._folder}: tensor {name} is missing from the safetensors files")
         try:
-            if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt")
-            opened = self._open[file]
+            opened = self._opened(file)
             tensor: torch.Tensor
             if rows is None and columns is None:
                 tensor = opened.get_tensor(name)
@@ -63,6 +61,23 @@ class SafetensorsSource:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file}: tensor {name} cannot be read: {error}") from None
         return tensor
+
+    def map_files(self) -> None:
+        """All of them; torch counts a mapped file like memory that it allocates."""
+        from safetensors import SafetensorError
+
+        for file in dict.fromkeys(self._file_of.values()):
+            try:
+                self._opened(file)
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{file}: cannot be read: {error}") from None
+
+    def _opened(self, file: Path) -> Any:
+        from safetensors import safe_open
+
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt")
+        return self._open[file]
 
 
 def _slice(span: Span | None) -> slice:

@@ -42,6 +42,10 @@ class WeightSource(Protocol):
         """Shape of every tensor, by its transformers name."""
         ...
 
+    def map_files(self) -> None:
+        """Map the files that tensors are views of; what tensor() takes beyond that are copies."""
+        ...
+
     def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
         """The tensor, perhaps a read-only view of the file. Raises ModelError when it is absent.
 

@@ -9,6 +9,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.device import Device
 from trimtab_engine.errors import NotBuiltError
 from trimtab_engine.memory.formula import MemoryFormula
+from trimtab_engine.memory.sizing import reserved_for_processes
 from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.ranks import Layout
@@ -31,11 +32,12 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class BeforeWeights:
-    """What is on the device before the weights, in bytes."""
+    """What a GPU's driver counts before the weights, in bytes. On the CPU, where processes are still coming to their
+    size by then, a rule takes its place (memory/reserved.py)."""
 
-    other_bytes: int
-    communicator_bytes: int
-    """Of the connections between GPUs; those of the CPU are not told from the rest."""
+    other_bytes: int = 0
+    communicator_bytes: int = 0
+    """Of the connections between GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,26 +131,28 @@ def _load_driven(config: EngineConfig, layout: Layout, workers: Workers, progres
 
 
 def connect(groups: RankGroups, device: Device) -> BeforeWeights:
-    """Make the connections of a rank's groups, which all ranks do at once, and look at the device before and after."""
+    """Make the connections of a rank's groups, which all ranks do at once, and look at a GPU before and after."""
+    if device.kind == "cpu":
+        groups.connect(device.torch)
+        return BeforeWeights()
     other_bytes = device.used_bytes()
     groups.connect(device.torch)
-    if device.kind == "cpu":
-        return BeforeWeights(other_bytes, 0)
     device.settle()
     return BeforeWeights(other_bytes, max(0, device.used_bytes() - other_bytes))
 
 
 def measure(config: EngineConfig, device: Device, runner: ModelRunner, before: BeforeWeights) -> MemoryFormula:
     """Run the largest steps and fill in the memory formula. All ranks do so at once: their collectives meet."""
-    facts = runner.facts
+    facts, on_cpu = runner.facts, device.kind == "cpu"
+    other_bytes = reserved_for_processes(config, facts.vocab_size) if on_cpu else before.other_bytes
     return MemoryFormula(
         device_bytes=device.total_bytes,
         gpu_memory_utilization=config.gpu_memory_utilization,
-        other_bytes=before.other_bytes,
+        other_bytes=other_bytes,
         weights_bytes=facts.weights_bytes,
         activations_peak_bytes=runner.profile(config.max_num_batched_tokens_cap, config.max_num_sampled_rows),
         # On the CPU the swap space lies in the same memory as the KV cache.
-        workspace_bytes=runner.kv_rounding_bytes + (config.swap_space_bytes_cap if config.device == "cpu" else 0),
+        workspace_bytes=runner.kv_rounding_bytes + (config.swap_space_bytes_cap if on_cpu else 0),
         graphs_bytes=0,
         communicator_bytes=before.communicator_bytes,
         kv_groups=facts.kv_groups,

@@ -16,8 +16,8 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core import execution
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.device.device import Device
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.memory.reserved import RANK_BYTES
 from trimtab_engine.messages import AddRequest, CoreReady, PatchConfig
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.sampling import sampler
@@ -63,10 +63,9 @@ def an_engine(model: Path, **changes: Any) -> tuple[Engine, CoreReady]:
     return start_engine(EngineConfig(**values | changes), lambda stage, percent: None, Clock())
 
 
-def utilization(steps_above_this_process: int) -> str:
-    """A utilisation that leaves some hundred MB for the engine, whatever this test process has grown to."""
-    used = Device("cpu", memory_bytes=DEVICE_BYTES, cpu_threads=1).used_bytes()
-    return str((used * 10_000 // DEVICE_BYTES + steps_above_this_process) / 10_000)
+def utilization(steps_above_the_reserve: int) -> str:
+    """A utilisation that leaves some hundred MB for the engine beside what is reserved for its process."""
+    return str((RANK_BYTES * 10_000 // DEVICE_BYTES + steps_above_the_reserve) / 10_000)
 
 
 def a_request(number: int, *, prompt: int, output: int, shared: bool = False, **sampling: Any) -> AddRequest:
@@ -366,7 +365,7 @@ def test_memory_that_runs_out_while_starting_is_one_line_with_what_to_set(
 
 def test_a_device_too_small_for_one_request_is_refused_with_the_numbers_and_what_to_set(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"max seq len \(128\).*--gpu-memory-utilization|--device-memory-bytes"):
-        an_engine(model, num_gpu_blocks_override=None, device_memory_bytes=200 << 20)
+        an_engine(model, num_gpu_blocks_override=None, device_memory_bytes=RANK_BYTES)
 
 
 def test_unchunked_prefill_needs_a_budget_of_max_model_len(model: Path) -> None:
@@ -394,7 +393,7 @@ def test_max_model_len_auto_is_the_longest_that_fits_one_request(
 
 def test_max_model_len_auto_says_what_is_missing_where_nothing_fits(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"out of memory before loading: .* use a device of more than"):
-        an_engine(model, max_model_len="auto", num_gpu_blocks_override=None, device_memory_bytes=200 << 20)
+        an_engine(model, max_model_len="auto", num_gpu_blocks_override=None, device_memory_bytes=RANK_BYTES)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.device.device import Device
+from trimtab_engine.memory.reserved import RANK_BYTES
 from trimtab_engine.messages import AddRequest, PatchConfig, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
 
@@ -194,10 +194,9 @@ class Life:
             self.preempted[mode] += sum(reasons.values())
 
 
-def utilization(steps_above_this_process: int) -> str:
-    """A utilisation that leaves some hundred MB for the engine, whatever this test process has grown to."""
-    used = Device("cpu", memory_bytes=DEVICE_BYTES, cpu_threads=1).used_bytes()
-    return str((used * 10_000 // DEVICE_BYTES + steps_above_this_process) / 10_000)
+def utilization(steps_above_the_reserve: int) -> str:
+    """A utilisation that leaves some hundred MB for the engine beside what is reserved for its process."""
+    return str((RANK_BYTES * 10_000 // DEVICE_BYTES + steps_above_the_reserve) / 10_000)
 
 
 def resized() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.lifecycle import RemainingWork
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.device.device import Device
+from trimtab_engine.memory.reserved import RANK_BYTES
 from trimtab_engine.messages import AddRequest, GetLifecycle, LifecycleCall, PatchConfig, Pause, Resume, Sleep, WakeUp
 from trimtab_engine.scheduling.sampling import Sampling
 
@@ -217,8 +217,7 @@ def test_a_sleep_that_waits_begins_when_what_runs_has_finished(engine: Engine, e
 
 
 def test_the_kv_cache_may_be_resized_while_it_sleeps(tiny_model: Path, expected: dict[str, list[int]]) -> None:
-    used = Device("cpu", memory_bytes=DEVICE_BYTES, cpu_threads=1).used_bytes()
-    low, start, high = ((used * 10_000 // DEVICE_BYTES + steps) / 10_000 for steps in (180, 200, 240))
+    low, start, high = ((RANK_BYTES * 10_000 // DEVICE_BYTES + steps) / 10_000 for steps in (180, 200, 240))
     sizes = {"num_gpu_blocks_override": None, "gpu_memory_utilization": str(start)}
     run = Run(an_engine(tiny_model, gpu_memory_utilization_cap=str(high), **sizes))
     run.step(9)

@@ -13,7 +13,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.device import device as device_module
-from trimtab_engine.device.device import Device
+from trimtab_engine.memory.reserved import RANK_BYTES
 from trimtab_engine.messages import AddRequest, PatchConfig, Sleep, WakeUp
 from trimtab_engine.scheduling.sampling import Sampling
 
@@ -33,9 +33,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return driver
 
 
-def utilization(steps_above_this_process: int) -> float:
-    used = Device("cpu", memory_bytes=DEVICE_BYTES, cpu_threads=1).used_bytes()
-    return (used * 10_000 // DEVICE_BYTES + steps_above_this_process) / 10_000
+def utilization(steps_above_the_reserve: int) -> float:
+    return (RANK_BYTES * 10_000 // DEVICE_BYTES + steps_above_the_reserve) / 10_000
 
 
 def an_engine(model: Path, **changes: Any) -> Engine:

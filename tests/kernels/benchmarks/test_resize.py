@@ -4,15 +4,14 @@ import pytest
 from benchmarks.ideal import ModelShape
 from benchmarks.load import add, an_engine
 from benchmarks.resize import ResizeFailed, live_resize
-from trimtab_engine.device.device import Device
+from trimtab_engine.memory.reserved import RANK_BYTES
 
 TINY = ModelShape("tiny", 2, 64, 96, 4, 2, 16, 10_001, False, False)
 DEVICE_BYTES, RESIZED_BYTES = 4 << 30, 8 << 20
 
 
-def utilization(mib_above_this_process: int) -> str:
-    used = Device("cpu", memory_bytes=DEVICE_BYTES, cpu_threads=1).used_bytes()
-    return f"{(used + (mib_above_this_process << 20)) / DEVICE_BYTES:.4f}"
+def utilization(mib_above_the_reserve: int) -> str:
+    return f"{(RANK_BYTES + (mib_above_the_reserve << 20)) / DEVICE_BYTES:.4f}"
 
 
 @pytest.mark.parametrize(("cap_mib", "refused"), [(400, ""), (260, "refused")])

@@ -1,0 +1,209 @@
+"""The host's memory and CPUs as the kernel tells of them: the container's limits and use, processes, the machine.
+
+What is "in use" is what the kernel cannot drop: anonymous and shared memory. File pages (the weights' files, the
+interpreter) are page cache: they go when memory gets short. No torch here: the server's first process asks as well.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from trimtab_engine.config.engine import EngineConfig
+
+NO_LIMIT_BYTES = 1 << 60
+"""Control groups write "no limit" as a number near 2^63; no machine has this much."""
+MACHINE_SHARE = 2
+"""Without a limit an engine's device is 1/MACHINE_SHARE of the machine's memory: the desktop, the page cache and a
+second engine are to live, too."""
+AVAILABLE_STEP_BYTES = 256 << 20
+"""Where even that is not available, what is available is taken in steps of this size."""
+GIB = 1 << 30
+
+logger = logging.getLogger("trimtab_engine.memory")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDefault:
+    """How large the CPU's device is where nobody says: bytes of all ranks of this machine, and whether that is less
+    than a start on an idle machine would give."""
+
+    num_bytes: int
+    is_cut_short: bool = False
+
+
+def default_device() -> DeviceDefault:
+    """The container's limit; without one half of the machine's memory, or what is available if that is less."""
+    limit = cgroup_memory_limit()
+    return DeviceDefault(limit) if limit is not None else share_of_machine(machine_bytes(), available_bytes())
+
+
+def with_device_memory(config: EngineConfig) -> EngineConfig:
+    """The configuration with the size of the CPU's device in it, per rank: decided once, before any process starts, as
+    what is available then changes with every process. On CUDA each rank asks its GPU."""
+    if config.device == "cuda" or config.device_memory_bytes is not None:
+        return config
+    default = default_device()
+    if default.is_cut_short:
+        logger.warning(
+            "the device is %.2f GiB, which is what is available now, instead of half the machine's memory (%.2f GiB): "
+            "the next start may find another size; set --device-memory-bytes to have the same each time",
+            default.num_bytes / GIB,
+            machine_bytes() / MACHINE_SHARE / GIB,
+        )
+    return msgspec.structs.replace(config, device_memory_bytes=default.num_bytes // config.num_local_ranks)
+
+
+def share_of_machine(machine: int, available: int) -> DeviceDefault:
+    """The default on a machine without a limit. The same every time unless the machine is crowded."""
+    share = machine // MACHINE_SHARE
+    if available >= share:
+        return DeviceDefault(share)
+    return DeviceDefault(max(1, available // AVAILABLE_STEP_BYTES) * AVAILABLE_STEP_BYTES, is_cut_short=True)
+
+
+def machine_bytes() -> int:
+    """The machine's memory."""
+    return _status_bytes(Path("/proc/meminfo"), ("MemTotal",))
+
+
+def available_bytes() -> int:
+    """What the kernel could give to new processes without swapping, by its own estimate."""
+    return _status_bytes(Path("/proc/meminfo"), ("MemAvailable",))
+
+
+def room_bytes(own_bytes: int) -> int:
+    """What processes that hold `own_bytes` now may come to hold beside all that others hold: on the machine, and in
+    each control group that limits them."""
+    rooms = [available_bytes() + own_bytes]
+    for folder in _cgroups("memory"):
+        limit, used = _limit_of(folder), _used_in(folder)
+        if limit is not None and used is not None:
+            rooms.append(limit - max(0, used - own_bytes))
+    return max(0, min(rooms))
+
+
+def process_bytes(pid: int | None = None) -> int:
+    """Anonymous and shared memory of a process, this one unless a pid is given; 0 when it has ended."""
+    return _status_bytes(Path(f"/proc/{pid or 'self'}/status"), ("RssAnon", "RssShmem"))
+
+
+def family_bytes(first_pid: int) -> int:
+    """Anonymous and shared memory of a process and of all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and (parent := _parent_of(folder)) is not None:
+            children.setdefault(parent, []).append(int(folder.name))
+    family, waiting = 0, [first_pid]
+    while waiting:
+        pid = waiting.pop()
+        family += process_bytes(pid)
+        waiting += children.get(pid, [])
+    return family
+
+
+def _parent_of(folder: Path) -> int | None:
+    """The parent's pid; None when the process has ended."""
+    try:
+        text = (folder / "stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[1])  # the name before it may hold anything
+
+
+def cgroup_memory_limit() -> int | None:
+    """The container's memory limit (the tightest one up the tree), or None."""
+    return min((limit for folder in _cgroups("memory") if (limit := _limit_of(folder)) is not None), default=None)
+
+
+def cgroup_used_bytes() -> int | None:
+    """Anonymous and shared memory of this process's control group, or None where it is not shown."""
+    return next((used for folder in _cgroups("memory") if (used := _used_in(folder)) is not None), None)
+
+
+def allowed_cpus() -> int:
+    """CPUs that this process may use at once: its affinity, and its control group's quota rounded up."""
+    count = len(os.sched_getaffinity(0))
+    for folder in _cgroups("cpu"):
+        quota, period = _cpu_quota(folder)
+        if quota is not None and quota > 0 and period:
+            count = min(count, -(-quota // period))
+    return max(1, count)
+
+
+def _limit_of(folder: Path) -> int | None:
+    """A memory control group's own limit, v2 or v1."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        limit = _read_int(folder / name)
+        if limit is not None and limit < NO_LIMIT_BYTES:
+            return limit
+    return None
+
+
+def _used_in(folder: Path) -> int | None:
+    """Anonymous and shared memory in a control group and those below it, v2 or v1."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return None
+    stat = {key: int(value) for key, _, value in (line.partition(" ") for line in lines)}
+    if "anon" in stat:
+        return stat["anon"] + stat.get("shmem", 0)
+    if "total_rss" in stat:
+        return stat["total_rss"] + stat.get("total_shmem", 0)
+    return None
+
+
+def _cpu_quota(folder: Path) -> tuple[int | None, int | None]:
+    """(quota, period) in microseconds; quota None or negative when there is none."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return _read_int(folder / "cpu.cfs_quota_us"), _read_int(folder / "cpu.cfs_period_us")
+    return (int(quota) if quota.isdigit() else None), int(period)
+
+
+def _cgroups(controller: str) -> list[Path]:
+    """This process's control groups, v1 or v2, from its own up to the root (a container sees its own as the root)."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    folders: list[Path] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            base = root / controller
+        elif controllers == "" and (root / "cgroup.controllers").exists():
+            base = root
+        else:
+            continue
+        own = base / path.lstrip("/")
+        above = [own, *own.parents]
+        folders += [f for f in above[: above.index(base) + 1] if f.is_dir()] if base in above else [base]
+    return folders
+
+
+def _read_int(path: Path) -> int | None:
+    """The file's number; None when it is absent or says "max"."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _status_bytes(path: Path, keys: tuple[str, ...]) -> int:
+    """Sum of these "Key:  123 kB" lines; 0 when the file cannot be read (the process has ended)."""
+    total = 0
+    try:
+        text = path.read_text()
+    except OSError:
+        return 0
+    for line in text.splitlines():
+        key, _, rest = line.partition(":")
+        if key in keys:
+            total += int(rest.split()[0]) * 1024
+    return total

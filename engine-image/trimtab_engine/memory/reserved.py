@@ -1,0 +1,47 @@
+"""What an engine on the CPU sets aside for its own processes: `other` of the memory formula.
+
+A rule instead of a measurement: what a process holds depends on how far it has come, and the number of KV blocks must
+not. The sizes are what the processes hold while they serve, rounded up (docs/kv-memory.md has the table and what is
+not in it).
+"""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+MIB = 1 << 20
+RANK_BYTES = 176 * MIB
+"""Of every rank's process: the interpreter, torch, the scheduler, the sockets' buffers."""
+API_SERVER_BYTES = 80 * MIB
+"""Of every API server: the interpreter, the HTTP server, requests on their way, the process that renders chats."""
+TOKENIZER_BYTES_PER_TOKEN = 1024
+"""Of every API server: the vocabulary, as the tokenizer has it."""
+FIRST_PROCESS_BYTES = 48 * MIB
+"""Of the first process of a node where it serves no requests itself: it starts the others and has the admin API."""
+ACTIVATION_MARGIN = Fraction(5, 4)
+"""What a step holds of the heap for each byte that it asks for: what is free lies in pieces."""
+ROW_SIZE_BYTES = 4 * MIB
+"""Of the code that oneDNN compiles for each number of rows of a product, where products are its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processes:
+    """An engine's processes on one node. `num_ranks` are all that there may be there."""
+
+    num_ranks: int
+    num_api_servers: int
+    has_first_process: bool
+    """Whether one more only looks after the others."""
+
+
+def reserved_bytes(processes: Processes, vocab_size: int) -> int:
+    """What one rank's device sets aside: for its own process, and its part of what all ranks have in common."""
+    servers = processes.num_api_servers * (API_SERVER_BYTES + TOKENIZER_BYTES_PER_TOKEN * vocab_size)
+    shared = servers + FIRST_PROCESS_BYTES * processes.has_first_process
+    return RANK_BYTES - (-shared // processes.num_ranks)
+
+
+def cpu_activation_bytes(asked_bytes: int, num_row_sizes: int) -> int:
+    """What steps take on the CPU that ask torch for so much at once. `num_row_sizes`: for how many numbers of rows
+    oneDNN compiles code; 0 where the products are not its own."""
+    return math.ceil(asked_bytes * ACTIVATION_MARGIN) + num_row_sizes * ROW_SIZE_BYTES

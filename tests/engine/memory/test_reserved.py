@@ -1,0 +1,63 @@
+"""What is set aside for the engine's processes: a rule, so that the same flags give the same KV cache."""
+
+import pytest
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.memory.reserved import (
+    API_SERVER_BYTES,
+    FIRST_PROCESS_BYTES,
+    MIB,
+    RANK_BYTES,
+    ROW_SIZE_BYTES,
+    Processes,
+    cpu_activation_bytes,
+    reserved_bytes,
+)
+from trimtab_engine.memory.sizing import reserved_for_processes
+
+VOCABULARY = 48 * 1024
+SERVER = API_SERVER_BYTES + 48 * MIB
+
+
+@pytest.mark.parametrize(
+    ("ranks", "servers", "has_first", "expected"),
+    [
+        (1, 0, False, RANK_BYTES),  # used from Python
+        (1, 1, False, RANK_BYTES + SERVER),
+        (1, 2, True, RANK_BYTES + 2 * SERVER + FIRST_PROCESS_BYTES),
+        (4, 2, True, RANK_BYTES + (2 * SERVER + FIRST_PROCESS_BYTES) // 4),  # what is common is divided
+        (2, 0, True, RANK_BYTES + FIRST_PROCESS_BYTES // 2),  # a node that only computes
+    ],
+)
+def test_each_rank_sets_aside_its_own_process_and_its_part_of_the_common_ones(
+    ranks: int, servers: int, has_first: bool, expected: int
+) -> None:
+    processes = Processes(num_ranks=ranks, num_api_servers=servers, has_first_process=has_first)
+    assert reserved_bytes(processes, VOCABULARY) == expected
+
+
+def test_a_part_is_rounded_up() -> None:
+    processes = Processes(num_ranks=3, num_api_servers=1, has_first_process=False)
+    assert 3 * (reserved_bytes(processes, 1) - RANK_BYTES) >= API_SERVER_BYTES + 1024
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, RANK_BYTES),
+        ({"api_server_count": 1}, RANK_BYTES + SERVER),
+        ({"api_server_count": 4}, RANK_BYTES + 4 * SERVER + FIRST_PROCESS_BYTES),
+        ({"api_server_count": 4, "data_parallel_size": 2}, RANK_BYTES + (4 * SERVER + FIRST_PROCESS_BYTES) // 2),
+        # Servers are on the first node; the others have a process that looks after their ranks.
+        (
+            {"api_server_count": 1, "tensor_parallel_size": 2, "nnodes": 2, "node_rank": 1},
+            RANK_BYTES + FIRST_PROCESS_BYTES,
+        ),
+    ],
+)
+def test_the_configuration_says_which_processes_there_are(changes: dict[str, int], expected: int) -> None:
+    assert reserved_for_processes(EngineConfig(model="m", **changes), VOCABULARY) == expected
+
+
+def test_steps_take_a_margin_and_what_one_dnn_compiles() -> None:
+    assert cpu_activation_bytes(100, 0) == 125
+    assert cpu_activation_bytes(101, 2) == 127 + 2 * ROW_SIZE_BYTES
