@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 API_PORT = 8000
 OPTIONS = {
-    "gpuMemoryUtilization": "0.9",
+    "gpuMemoryUtilization": "0.95",  # two servers and the first process leave 880 tokens of KV cache
+    "maxModelLen": 512,
     "preemptionMode": "auto",
     "swapSpace": "64Mi",
     "enablePrefixCaching": True,

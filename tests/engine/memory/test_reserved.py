@@ -1,5 +1,7 @@
 """What is set aside for the engine's processes: a rule, so that the same flags give the same KV cache."""
 
+from typing import Any
+
 import pytest
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.memory.reserved import (
@@ -54,7 +56,7 @@ def test_a_part_is_rounded_up() -> None:
         ),
     ],
 )
-def test_the_configuration_says_which_processes_there_are(changes: dict[str, int], expected: int) -> None:
+def test_the_configuration_says_which_processes_there_are(changes: dict[str, Any], expected: int) -> None:
     assert reserved_for_processes(EngineConfig(model="m", **changes), VOCABULARY) == expected
 
 

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.kv_groups import uniform_group
-from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit, out_of_memory
+from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit, out_of_memory, size_kv_cache, what_is_too_much
 
 GIB = 1 << 30
 
@@ -67,3 +68,42 @@ def test_a_failed_allocation_is_told_with_the_numbers_and_what_to_set(stage: str
     assert "max_num_batched_tokens 2048, max_num_seqs 128" in text
     assert remedy in text
     assert "\n" not in text
+
+
+def a_formula(**given: Any) -> MemoryFormula:
+    """2 GiB of weights on a device of 8 GiB, of which 7.2 may be used."""
+    sizes = dict.fromkeys(("other_bytes", "activations_peak_bytes", "workspace_bytes", "graphs_bytes"), 0)
+    fields: dict[str, Any] = {
+        **sizes,
+        "device_bytes": 8 * GIB,
+        "gpu_memory_utilization": "0.9",
+        "weights_bytes": 2 * GIB,
+        "communicator_bytes": 0,
+        "kv_groups": (uniform_group(32, 32, 128),),
+        "kv_dtype_bytes": 2,
+        "block_size": 16,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 2048,
+    }
+    return MemoryFormula(**{**fields, **given})
+
+
+@pytest.mark.parametrize(
+    ("config", "room", "remedy"),
+    [
+        ({}, 8 * GIB, None),
+        ({}, 5 * GIB, f"set --device-memory-bytes {int(5 * GIB / 0.9)} or less"),
+        ({"tensor_parallel_size": 2}, 8 * GIB, f"set --device-memory-bytes {int(4 * GIB / 0.9)} or less"),  # each
+        ({"kv_cache_memory_bytes": 4 * GIB}, 5 * GIB, "lower --kv-cache-memory-bytes"),
+        ({"kv_cache_memory_bytes": 2 * GIB}, 5 * GIB, None),
+    ],
+)
+def test_what_others_do_not_leave_is_warned_of_with_the_number_to_set(
+    config: dict[str, Any], room: int, remedy: str | None
+) -> None:
+    formula, wanted = a_formula(), a_config(**config)
+    warning = what_is_too_much(wanted, formula, size_kv_cache(wanted, formula), room)
+    assert (warning is None) == (remedy is None)
+    if warning is not None and remedy is not None:
+        assert remedy in warning
+        assert f"there are {room / GIB:.2f} GiB" in warning
