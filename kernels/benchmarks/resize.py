@@ -44,6 +44,8 @@ def live_resize(
     engine: "Engine", *, num_bytes: int = RESIZE_BYTES, requests: int = REQUESTS, context: int = CONTEXT
 ) -> Resize:
     """Grow by so many bytes and shrink back while requests decode. Raises ResizeFailed."""
+    from trimtab_engine.messages import PatchConfig
+
     usual = _run(engine, requests, context, {})
     device_bytes = engine.ledger().device_bytes
     low = float(engine.config()["applied"]["gpu_memory_utilization"])
@@ -54,7 +56,7 @@ def live_resize(
 
     def to(utilization: float) -> None:
         before = engine.ledger().kinds["kv_mapped"]
-        status, answer = engine.patch_config({"values": {"gpu_memory_utilization": round(utilization, 4)}})
+        status, answer = engine.patch_config(PatchConfig({"gpu_memory_utilization": round(utilization, 4)}))
         if status != 200:
             raise ResizeFailed(f"a PATCH of gpu_memory_utilization to {utilization:.4f} was refused: {answer}")
         moved.append(abs(engine.ledger().kinds["kv_mapped"] - before))
