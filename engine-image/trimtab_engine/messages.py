@@ -77,6 +77,18 @@ class PatchConfig(msgspec.Struct, tag="config_patch"):
     dry_run: bool = False
 
 
+class PreparePatch(msgspec.Struct, tag="prepare_patch"):
+    """Judge a PatchConfig and map the memory that it needs, but change nothing that steps see. What follows is that
+    PatchConfig, or AbandonPatch."""
+
+    values: Any
+    if_match: int | None = None
+
+
+class AbandonPatch(msgspec.Struct, tag="abandon_patch"):
+    """Give back what PreparePatch has mapped: another core could not."""
+
+
 class AdoptConfig(msgspec.Struct, tag="adopt"):
     """The configuration in force, with which a core that joins begins to serve."""
 
@@ -158,6 +170,8 @@ ProfileCall = StartProfile | StopProfile
 Call = (
     GetConfig
     | PatchConfig
+    | PreparePatch
+    | AbandonPatch
     | AdoptConfig
     | Retire
     | GetMemory

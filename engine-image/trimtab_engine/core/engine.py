@@ -32,6 +32,7 @@ from trimtab_engine.messages import (
     LifecycleCall,
     PatchConfig,
     Pause,
+    PreparePatch,
     Resume,
     SequenceOutput,
     Sleep,
@@ -106,6 +107,8 @@ class Engine:
         """Requests that no token could be chosen for since the last report, by Failure."""
         self._last_report = -REPORT_SECONDS
         self._drain_deadline: float | None = None
+        self._is_prepared = False
+        """Blocks may be mapped that are nobody's yet: a PATCH over several cores has been judged, and is to come."""
         self._tokens_per_second = 0.0
         self._longest_step = 0.0
         """In whole seconds."""
@@ -385,17 +388,32 @@ class Engine:
             applied_at_step=self._scheduler.next_step,
         )
         if after is not before:
-            self._settle()
-            try:
-                self._map_ahead(after.values.gpu_memory_utilization)
-            except MemoryError as error:
-                name, message = "gpu_memory_utilization", f"the device has no memory for that: {error}; nothing changed"
-                refusal = Refusal(name, after.numbers()[name], message, nearest=before.numbers()[name])
+            refusal = self._map_ahead(after)
+            if refusal is not None:
                 return 422, refusal.to_json()
             self._live = after
             self._apply(before)
+            self._is_prepared = False
             self._last_report = -REPORT_SECONDS
         return status, answer
+
+    def prepare_patch(self, call: PreparePatch) -> tuple[int, dict[str, Any]]:
+        """Judge a PATCH and map what it needs, so that it cannot fail any more. HTTP status and body as for a PATCH."""
+        after, status, answer = self._live.patch(
+            call.values, if_match=call.if_match, dry_run=False, change_id="", applied_at_step=0
+        )
+        refusal = self._map_ahead(after) if after is not self._live else None
+        if refusal is not None:
+            return 422, refusal.to_json()
+        self._is_prepared = status == 200
+        return status, answer
+
+    def abandon_patch(self) -> None:
+        """Give back what a PATCH that does not come after all would have needed."""
+        self._is_prepared = False
+        if self._lifecycle.has_kv_cache and self._kv_cache.num_blocks > self._scheduler.num_blocks_total:
+            self._settle()
+            self._kv_cache.unmap_above(self._scheduler.num_blocks_total)
 
     def adopt_config(self, values: dict[str, Any], generation: int) -> tuple[int, dict[str, Any]]:
         """Take over the configuration that other cores serve under: HTTP status and body as for a PATCH."""
@@ -415,12 +433,20 @@ class Engine:
             self._resize_kv(min(formula.num_blocks, self._live.envelope.num_blocks_cap))
             self._formula = formula
 
-    def _map_ahead(self, utilization: str) -> None:
-        """Map what this utilisation gives more. It alone can fail, so it comes before everything else."""
-        wanted = min(self._formula.at(utilization).num_blocks, self._live.envelope.num_blocks_cap)
-        fixed = self._live.envelope.kv_fixed_by is not None
-        if self._lifecycle.has_kv_cache and not fixed and wanted > self._kv_cache.num_blocks:
+    def _map_ahead(self, after: LiveConfig) -> Refusal | None:
+        """Map what this configuration gives more, on every rank or on none. It alone can fail, so it comes before
+        everything else. No step is in flight afterwards."""
+        self._settle()
+        wanted = min(self._formula.at(after.values.gpu_memory_utilization).num_blocks, after.envelope.num_blocks_cap)
+        fixed = after.envelope.kv_fixed_by is not None
+        if not self._lifecycle.has_kv_cache or fixed or wanted <= self._kv_cache.num_blocks:
+            return None
+        try:
             self._kv_cache.map_blocks(wanted)
+        except MemoryError as error:
+            name, message = "gpu_memory_utilization", f"the device has no memory for that: {error}; nothing changed"
+            return Refusal(name, after.numbers()[name], message, nearest=self._live.numbers()[name])
+        return None
 
     def _resize_kv(self, num_blocks: int) -> None:
         """Map before blocks are handed out; copy, then unmap, after they are taken back. Asleep nothing is mapped, and
@@ -590,7 +616,8 @@ class Engine:
         """Raise IntegrityError unless scheduler, block tables and KV cache agree."""
         self._scheduler.check_integrity()
         mapped = self._scheduler.num_blocks_total if self._lifecycle.has_kv_cache else 0
-        if mapped != self._kv_cache.num_blocks:
+        is_more = self._is_prepared and self._kv_cache.num_blocks > mapped
+        if mapped != self._kv_cache.num_blocks and not is_more:
             raise IntegrityError(
                 f"the scheduler hands out {self._scheduler.num_blocks_total} blocks, but {self._kv_cache.num_blocks} "
                 f"are mapped"

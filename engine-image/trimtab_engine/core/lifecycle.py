@@ -93,7 +93,11 @@ class Lifecycle:
             raise Refused("the engine is awake")
         self._falls_asleep = None
         if "weights" in tags and not self.has_weights:
-            self.weights.reload_weights()
+            try:
+                self.weights.reload_weights()
+            except MemoryError as error:
+                message = f"the device has no memory for the weights: {error}; free some, and wake it up again"
+                raise Refused(message) from error
             self.has_weights = True
         if "kv_cache" in tags and not self.has_kv_cache:
             try:

@@ -23,6 +23,7 @@ from trimtab_engine.core.startup import Progress, start_engine
 from trimtab_engine.device.profiler import Profiler
 from trimtab_engine.errors import ConfigError, TrimtabError
 from trimtab_engine.messages import (
+    AbandonPatch,
     AbortRequests,
     AddRequest,
     AdminCall,
@@ -46,6 +47,7 @@ from trimtab_engine.messages import (
     PatchConfig,
     Pause,
     PlanMemory,
+    PreparePatch,
     ResetPrefixCache,
     Resume,
     Retire,
@@ -190,6 +192,11 @@ def answer(engine: Engine, profiler: Profiler, call: Call, call_id: str) -> Admi
             status, body = engine.patch_config(call)
             if status == 200 and body["generation"] != before:
                 logger.info("configuration is now at generation %s: %s", body["generation"], body["desired"])
+        case PreparePatch():
+            status, body = engine.prepare_patch(call)
+        case AbandonPatch():
+            engine.abandon_patch()
+            body = {}
         case GetMemory():
             body = engine.memory()
         case PlanMemory(values):

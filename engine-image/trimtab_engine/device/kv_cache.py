@@ -90,6 +90,8 @@ class KVCache:
         self.num_blocks = 0
         self.mirror: Callable[[KvChange], None] | None = None
         """Told of each change before it is made, so that other ranks make it too."""
+        self.failures_elsewhere: Callable[[], list[str]] = list
+        """Waits until all other ranks have mapped what they were told to, and says what kept some of them from it."""
         models = [layers, *([draft] if draft else [])]
         self._page = page = memory.page_bytes(sum(model.num_regions for model in models))
         self._regions = _lay_out(models, cap_blocks, block_size, page)
@@ -146,20 +148,25 @@ class KVCache:
         self.cap_blocks = cap_blocks
 
     def map_blocks(self, num_blocks: int) -> None:
-        """Let blocks [0, num_blocks) be used. Raises ValueError above the cap; MemoryError, with nothing changed, where
-        the device has no such memory left."""
+        """Let blocks [0, num_blocks) be used, on every rank or on none. Raises ValueError above the cap; MemoryError,
+        which names the ranks and with nothing changed on any, where a device has no such memory left."""
         if not self.num_blocks <= num_blocks <= self.cap_blocks:
             raise ValueError(
                 f"cannot map {num_blocks} blocks: {self.num_blocks} are mapped, the cap is {self.cap_blocks}"
             )
         if self.mirror is not None:
             self.mirror(MapBlocks(num_blocks))
+        before, failures = self.num_blocks, []
         try:
             self._keep(num_blocks)
-        except MemoryError:
+        except MemoryError as error:
+            failures.append(str(error))
+        failures += self.failures_elsewhere()
+        if failures:
             if self.mirror is not None:
-                self.mirror(UnmapAbove(self.num_blocks))
-            raise
+                self.mirror(UnmapAbove(before))
+            self._keep(before)
+            raise MemoryError("; ".join(failures))
 
     def unmap_above(self, num_blocks: int) -> None:
         """Give blocks [num_blocks, cap) back; their content is lost. The caller has moved or retired them.

@@ -24,6 +24,7 @@ from trimtab_engine.launch.roster import CoreRoster
 from trimtab_engine.launch.vital_signs import Silence, VitalSigns
 from trimtab_engine.messages import (
     REFUSED,
+    AbandonPatch,
     AbortRequests,
     AddRequest,
     AdminCall,
@@ -40,13 +41,16 @@ from trimtab_engine.messages import (
     FromCore,
     LoadProgress,
     PatchConfig,
+    PreparePatch,
     RetireSeen,
     SequenceOutput,
     Shutdown,
+    Sleep,
     StartWave,
     StepOutputs,
     StepStats,
     ToCore,
+    WakeUp,
 )
 from trimtab_engine.processes.network import is_ipv6_url
 
@@ -231,11 +235,43 @@ class CoreClient:
     async def call(self, call: Call) -> AdminReply:
         """One admin call, answered between two steps. EngineDead if a core ends first. With several cores a change is
         tried on all before it is made on any."""
-        if isinstance(call, PatchConfig) and len(self.roster.serving) > 1 and not call.dry_run:
-            tried = await self._call_all(msgspec.structs.replace(call, dry_run=True))
-            if tried.status != 200:
-                return tried
+        if len(self.roster.serving) > 1:
+            match call:
+                case PatchConfig(dry_run=False):
+                    return await self._patch_all(call)
+                case WakeUp() if self.state.sleep_level is not None:
+                    return await self._wake_all(call, self.state.sleep_level)
         return await self._call_all(call)
+
+    async def _patch_all(self, call: PatchConfig) -> AdminReply:
+        """On all cores or on none: each judges the change and maps what it needs, then all make it, or give that up."""
+        cores = self.roster.serving
+        prepare = PreparePatch(call.values, call.if_match)
+        replies = await asyncio.gather(*(self.call_one(prepare, core) for core in cores))
+        refused = [(core, reply) for core, reply in zip(cores, replies, strict=True) if reply.status != 200]
+        if not refused:
+            return await self._call_all(call)
+        await self._call_all(AbandonPatch())
+        core, reply = refused[0]
+        if len(refused) < len(cores) and "message" in reply.body:
+            reply.body["message"] = f"data-parallel rank {self.first_rank + core}: {reply.body['message']}"
+        return reply
+
+    async def _wake_all(self, call: WakeUp, level: int) -> AdminReply:
+        """All cores get back what they gave up, or none does; then all work again at once."""
+        memory = [tag for tag in call.tags if tag != "scheduling"]
+        if memory:
+            cores = self.roster.serving
+            replies = await asyncio.gather(*(self.call_one(WakeUp(memory), core) for core in cores))
+            refused = [(core, reply) for core, reply in zip(cores, replies, strict=True) if reply.status != 200]
+            if refused:
+                await self._call_all(Sleep(level, "keep"))
+                core, reply = refused[0]
+                message = f"data-parallel rank {self.first_rank + core}: {reply.body.get('message')}"
+                return AdminReply(reply.call_id, reply.status, {**reply.body, "message": message})
+            if "scheduling" not in call.tags:
+                return merge_replies(call, replies)
+        return await self._call_all(WakeUp(["scheduling"]))
 
     async def _call_all(self, call: Call) -> AdminReply:
         self._raise_if_dead()

@@ -205,8 +205,12 @@ class ModelRunner:
         self._device.after_weights()
 
     def reload_weights(self) -> None:
-        """Read them again, from where they were read. Raises ModelError."""
-        self._model = self._rebuild()
+        """Read them again, from where they were read. Raises ModelError; MemoryError, without weights, where the device
+        has no room for them."""
+        try:
+            self._model = self._rebuild()
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error).splitlines()[0]) from error
         self.balancer = self._new_balancer()
         if self.steps is not None:
             self.steps.use_model(self._model)

@@ -15,6 +15,7 @@ from trimtab_engine.workers.messages import (
     DropWeights,
     InitKvCache,
     InitSwapSpace,
+    Mapped,
     Reloaded,
     ReloadWeights,
     Step,
@@ -83,16 +84,32 @@ class DrivenRunner(ModelRunner):
         super().drop_weights()
 
     def reload_weights(self) -> None:
-        """Every rank reads its own again, all at once. Raises ModelError, or the failure of a rank."""
+        """Every rank reads its own again, all at once. Raises ModelError, or the failure of a rank; MemoryError, which
+        names the ranks and with no weights on any, where a device has no room for them."""
         self.workers.send(ReloadWeights())
-        super().reload_weights()
-        self.workers.answers(Reloaded)
+        own: MemoryError | None = None
+        try:
+            super().reload_weights()
+        except MemoryError as error:
+            own = error
+        failures = [f"rank {answer.rank}: {answer.error}" for answer in self.workers.answers(Reloaded) if answer.error]
+        failures += [] if own is None else [f"rank {self.workers.rank}: {own}"]
+        if not failures:
+            return
+        self.workers.send(DropWeights())
+        if own is None:
+            super().drop_weights()
+        raise MemoryError("; ".join(failures))
 
     def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
         """Reserve it on every rank; later changes follow. A draft model's layers are on this rank alone."""
         self.workers.send(InitKvCache(cap_blocks))
         super().init_kv_cache(cap_blocks, draft)
         self.kv_cache.mirror = self.workers.send
+        self.kv_cache.failures_elsewhere = self._failures_to_map
+
+    def _failures_to_map(self) -> list[str]:
+        return [f"rank {answer.rank}: {answer.error}" for answer in self.workers.answers(Mapped) if answer.error]
 
     def new_swap_cache(self, num_blocks: int) -> SwapCache:
         """As many host blocks on every rank, which swaps its own part of each."""

@@ -155,8 +155,18 @@ class StartedSteps(msgspec.Struct, tag="started_steps"):
     graphs_bytes: int
 
 
-class Reloaded(msgspec.Struct, tag="reloaded"):
+class Mapped(msgspec.Struct, tag="mapped"):
+    """The answer to MapBlocks. `error`: why this rank could not; then nothing has changed there."""
+
     rank: int
+    error: str = ""
+
+
+class Reloaded(msgspec.Struct, tag="reloaded"):
+    """The answer to ReloadWeights. `error`: why this rank could not; then it has none."""
+
+    rank: int
+    error: str = ""
 
 
 class ToldLedger(msgspec.Struct, tag="ledger"):
@@ -178,7 +188,7 @@ class RankAlive(msgspec.Struct, tag="alive"):
     rank: int
 
 
-FromWorker = Hello | RankLoaded | Profiled | StartedSteps | Reloaded | ToldLedger | WorkerFailed | RankAlive
+FromWorker = Hello | RankLoaded | Profiled | StartedSteps | Mapped | Reloaded | ToldLedger | WorkerFailed | RankAlive
 
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0  # without a word the other side is taken for dead; the rest of 10 s is for the engine to end

@@ -12,6 +12,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -37,6 +39,7 @@ from trimtab_engine.workers.messages import (
     InitKvCache,
     InitSwapSpace,
     Join,
+    Mapped,
     Profile,
     Profiled,
     RankAlive,
@@ -148,7 +151,7 @@ class Worker:
                 case Step():
                     runner.run(message.inputs, message.feed)
                 case MapBlocks():
-                    runner.kv_cache.map_blocks(message.num_blocks)
+                    self.tell(Mapped(self.rank, _error_of(partial(runner.kv_cache.map_blocks, message.num_blocks))))
                 case UnmapAbove():
                     runner.kv_cache.unmap_above(message.num_blocks)
                 case CopyBlocks():
@@ -179,12 +182,13 @@ class Worker:
                     formula = memory.added_to(formula)
                     self.tell(StartedSteps(self.rank, memory.buffer_bytes, memory.graphs_bytes))
                 case DropWeights():
-                    runner.drop_weights()
+                    if has_weights:
+                        runner.drop_weights()
                     has_weights = False
                 case ReloadWeights():
-                    runner.reload_weights()
-                    has_weights = True
-                    self.tell(Reloaded(self.rank))
+                    error = _error_of(runner.reload_weights)
+                    has_weights = not error
+                    self.tell(Reloaded(self.rank, error))
                 case Stop():
                     return
                 case Join():
@@ -211,6 +215,15 @@ class Worker:
                 time.sleep(HEARTBEAT_SECONDS)
         print(f"trimtab-engine: rank {self.rank} ends: the engine core is gone", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def _error_of(work: Callable[[], None]) -> str:
+    """Why the device has no memory for this; empty: it had, and the work is done."""
+    try:
+        work()
+    except MemoryError as error:
+        return str(error) or "out of memory"
+    return ""
 
 
 def main() -> int:

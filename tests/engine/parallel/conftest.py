@@ -15,7 +15,7 @@ from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.launch.launcher import CoreLauncher
-from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.messages import AddRequest, AdminReply, Call, StepStats
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.registry import parse_model_config
 from trimtab_engine.scheduling.sampling import Sampling
@@ -155,6 +155,9 @@ class Cores:
 
     async def __aexit__(self, *_: object) -> None:
         await self._launcher.close(self._client)
+
+    async def call(self, call: Call) -> AdminReply:
+        return await self._client.call(call)
 
     async def serve(self, asked: list[AddRequest]) -> dict[str, list[int]]:
         """The tokens of every request, all together."""
