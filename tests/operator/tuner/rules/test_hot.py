@@ -1,0 +1,131 @@
+"""Hot knobs, rule by rule: what is seen, what is moved, and the way back. Without lengths nothing is predicted here."""
+
+from typing import Any
+
+import pytest
+from trimtab_operator.tuner.decide import Outcome, decide
+from trimtab_operator.tuner.explanation import GUIDE, why
+from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.moves import Decision, Reason
+from trimtab_operator.tuner.settings import Bounds, Mode, Settings
+from trimtab_operator.tuner.state import Memory
+from tuner_looks import KNOBS, a_look, a_sample
+
+UTILIZATION, WATERMARK, SEATS = Knob.GPU_MEMORY_UTILIZATION, Knob.WATERMARK, Knob.MAX_NUM_SEQS
+PRESSED: dict[str, Any] = {"kv_usage": 0.99, "recomputed": 20.0, "preemptions": 1.0}
+CALM: dict[str, Any] = {"kv_usage": 0.3}
+PINNED_MEMORY = {UTILIZATION: Bounds(0.8, 0.8)}
+
+
+def steered(
+    ticks: int,
+    load: dict[str, Any],
+    *,
+    mode: Mode = Mode.AUTO,
+    bounds: dict[Knob, Bounds] | None = None,
+    memory: Memory | None = None,
+    start: float = 1000.0,
+) -> tuple[list[Decision], Outcome]:
+    """Looks every 15 s at one engine under a steady load; it runs what it is PATCHed to."""
+    settings = Settings(mode, bounds=bounds or {}, starts=KNOBS)
+    memory, values, generation = memory or Memory(starts=KNOBS), dict(KNOBS), 1
+    values.update(memory.applied)
+    decisions: list[Decision] = []
+    for tick in range(ticks):
+        now = start + 15.0 * tick
+        changes: dict[str, Any] = {"kv_usage": load["kv_usage"]}
+        changes["preemptions"] = {"capacity": load.get("preemptions", 0.0) * now}
+        changes["recomputed_tokens"] = load.get("recomputed", 0.0) * now
+        changes["blocked_seconds"] = {"seqs": load.get("seats", 0.0) * now}
+        look = a_look(sample=a_sample(now, generation=generation, **changes), values=values)
+        outcome = decide([look], memory, settings, now)
+        memory = outcome.memory
+        decisions += outcome.decisions
+        for patch in outcome.patches.values():
+            values.update(patch)
+            generation += 1
+    return decisions, outcome
+
+
+def moved(decisions: list[Decision]) -> list[tuple[Reason, str, Value | None, Value | None]]:
+    return [(d.reason, d.move.target.value, d.move.before, d.move.after) for d in decisions]
+
+
+def test_preemptions_with_headroom_raise_the_memory_by_a_part_of_it() -> None:
+    decisions, outcome = steered(3, PRESSED)
+    assert moved(decisions) == [(Reason.KV_CACHE_TOO_SMALL, "gpu_memory_utilization", 0.8, 0.89)]
+    assert outcome.memory.trial is not None
+    assert "computed twice" in decisions[0].sentence
+    assert "MiB of headroom" in decisions[0].sentence
+
+
+def test_preemptions_without_headroom_keep_kv_free_at_admission() -> None:
+    decisions, _ = steered(3, PRESSED, bounds=PINNED_MEMORY)
+    assert moved(decisions) == [(Reason.ADMITTED_TOO_EARLY, "watermark", 0.0, 0.05)]
+
+
+def test_the_watermark_stops_at_its_bound_and_seats_are_never_the_answer() -> None:
+    decisions, _ = steered(160, PRESSED, bounds=PINNED_MEMORY)
+    targets = {d.move.target.value for d in decisions}
+    assert "max_num_seqs" not in targets
+    assert [d.move.after for d in decisions if d.move.target is WATERMARK] == [0.05, 0.1]
+
+
+def test_a_bound_of_the_owner_allows_a_higher_watermark() -> None:
+    decisions, _ = steered(120, PRESSED, bounds={**PINNED_MEMORY, WATERMARK: Bounds(0.0, 0.2)})
+    assert max(d.move.after or 0 for d in decisions if d.move.target is WATERMARK) == 0.2
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        {"kv_usage": 0.99, "recomputed": 0.3, "preemptions": 1.0},  # a tenth of a percent of the work
+        {"kv_usage": 0.5, "recomputed": 20.0, "preemptions": 1.0},  # the cache has room: another cause
+        {"kv_usage": 0.99, "recomputed": 20.0, "preemptions": 0.0},  # none was for want of room
+    ],
+)
+def test_what_is_no_pressure_moves_nothing(load: dict[str, Any]) -> None:
+    assert steered(20, load)[0] == []
+
+
+def test_a_queue_that_waits_for_a_seat_while_kv_is_free_gets_more() -> None:
+    decisions, _ = steered(3, {"kv_usage": 0.3, "seats": 0.4})
+    assert moved(decisions) == [(Reason.TOO_FEW_SEATS, "max_num_seqs", 64, 96)]
+
+
+def test_a_queue_that_waits_for_a_seat_beside_a_full_cache_gets_none() -> None:
+    assert steered(20, {"kv_usage": 0.85, "seats": 0.4})[0] == []
+
+
+@pytest.mark.parametrize(("knob", "value"), [(UTILIZATION, 0.9), (WATERMARK, 0.1)])
+def test_every_raise_goes_back_to_its_start_after_long_quiet(knob: Knob, value: float) -> None:
+    memory = Memory(applied={knob: value}, starts=KNOBS)
+    decisions, outcome = steered(400, CALM, memory=memory)
+    assert outcome.memory.applied[knob] == KNOBS[knob]
+    assert all(d.move.target is knob for d in decisions)
+    assert decisions[0].at - 1000.0 >= 1800.0
+
+
+def test_recommend_says_it_once_and_changes_nothing() -> None:
+    decisions, outcome = steered(20, PRESSED, mode=Mode.RECOMMEND)
+    assert len(decisions) == 1
+    assert outcome.patches == {}
+    assert outcome.recommendation == decisions[0]
+    assert decisions[0].sentence.startswith("Raise gpu_memory_utilization from 0.8 to ")
+
+
+def test_one_hot_knob_at_a_time() -> None:
+    decisions, outcome = steered(3, {**PRESSED, "seats": 0.4})
+    assert len(decisions) == 1
+    assert outcome.memory.trial is not None
+
+
+def test_why_tells_evidence_prediction_advice_and_outcome() -> None:
+    _, outcome = steered(40, PRESSED, bounds=PINNED_MEMORY)
+    told = why(outcome.memory.history, outcome.recommendation)
+    assert "[" + outcome.memory.history[0].id + "] AdmittedTooEarly" in told
+    assert "evidence: recomputed share" in told
+    assert "predicted: recomputed share" in told
+    assert GUIDE[Reason.ADMITTED_TOO_EARLY] in told
+    assert "what came of it: kept" in told
+    assert why((), None).startswith("Nothing was decided yet")
