@@ -1,9 +1,10 @@
 """The oracle: replicas over time with the arrivals known beforehand.
 
-1. The trace is cut into intervals of one cold start (60 s at least). Each is simulated, after the one before it, with
-   every count of replicas that matters: how many of its requests are missed?
+1. The trace is cut into intervals of one cold start (60 s at least). Each is simulated, warmed by what came before it,
+   with every count of replicas that matters: how many of its requests are missed?
 2. The cheapest path over counts: their seconds, a price for each miss, and a cold start for each replica that is added.
 3. The price is bisected until one whole replay of the schedule, ordered a cold start ahead, attains the objectives.
+   Where no price is enough, since long requests outlast their interval, replicas are added where the replay missed.
 4. Single intervals are lowered as long as it still does.
 
 It is an upper bound of the cheapest schedule, and spends the misses that are allowed on purpose.
@@ -18,13 +19,17 @@ from dataclasses import dataclass, replace
 
 from trimtab_simulator.contest import Contest, quiet
 from trimtab_simulator.replay import Outcome
-from trimtab_simulator.scores import Score
+from trimtab_simulator.scores import Score, percentile
 from trimtab_simulator.trace.arrivals import Trace
 
 SHORTEST_INTERVAL_SECONDS = 60.0
 PRICE_STEPS = 9  # of the bisection: a factor of 2 ** (1 / 16) at the end
 LOWEST_PRICE, HIGHEST_PRICE = 0.5, 1e6  # seconds of a replica for one miss
 DESCENT_TRIES = 14
+REPAIRS = 12
+MISSED = 0.01  # of an interval's requests: from there on a repair adds a replica to it and to the one before
+LONG_OUTPUTS = 90  # percentile of answers for whose time an interval is warmed up
+ITL_SECONDS = 0.05  # of a slow engine, where no objective says
 HOPELESS = 0.5  # of an interval's requests missed: fewer replicas are not tried, and count as missing all
 
 
@@ -79,26 +84,27 @@ def count_misses(contest: Contest) -> list[list[int]]:
     seconds = interval_seconds(contest)
     times = [arrival.at for arrival in contest.trace.arrivals]
     num_intervals = max(1, math.ceil(contest.trace.seconds / seconds))
+    warm_seconds = max(seconds, _long_answer_seconds(contest))
     rows = []
     hint = contest.settings.start_replicas
     for index in range(num_intervals):
         contest.progress("oracle", index / num_intervals)
-        row, hint = _misses_of(contest, times, index, seconds, hint)
+        row, hint = _misses_of(contest, times, index, seconds, warm_seconds, hint)
         rows.append(row)
     return rows
 
 
 def _misses_of(
-    contest: Contest, times: Sequence[float], index: int, seconds: float, hint: int
+    contest: Contest, times: Sequence[float], index: int, seconds: float, warm_seconds: float, hint: int
 ) -> tuple[list[int], int]:
     """One interval's misses by replicas, and the fewest replicas that miss nothing of it."""
     start, end = index * seconds, (index + 1) * seconds
-    warm = bisect_left(times, start - seconds)
+    begun = max(0.0, start - warm_seconds)
+    warm = bisect_left(times, begun)
     first, last = bisect_left(times, start), bisect_left(times, end)
     low, high = contest.settings.min_replicas, contest.settings.max_replicas
     if first == last:
         return [0] * (high - low + 1), low
-    begun = max(0.0, start - seconds)
     part = [a._replace(at=a.at - begun) for a in contest.trace.arrivals[warm:last]]
     trace = Trace("interval", part, end - begun)
     known: dict[int, int] = {}
@@ -129,6 +135,13 @@ def _misses_of(
         else:
             row.append(0 if replicas > enough else num)
     return row, enough
+
+
+def _long_answer_seconds(contest: Contest) -> float:
+    """How long a long answer takes where tokens come as slowly as they may: load builds up for that long."""
+    outputs = sorted(arrival.output for arrival in contest.trace.arrivals)
+    long = percentile(outputs, LONG_OUTPUTS) or 0.0
+    return long * (contest.objectives.itl_mean or ITL_SECONDS)
 
 
 def _silent(what: str, share: float) -> None:
@@ -204,14 +217,26 @@ def _cheapest_price(contest: Contest, misses: Sequence[Sequence[int]]) -> Found:
 
 
 def _raise_where_missed(contest: Contest, found: Found) -> Found:
-    """Where interval by interval it looked enough, but the whole is not: one replica more everywhere, up to three."""
-    for more in (1, 2, 3):
-        counts = tuple(min(contest.settings.max_replicas, count + more) for count in found.plan.counts)
-        counts = (min(counts[0], contest.settings.start_replicas), *counts[1:])
-        candidate = _whole(contest, replace(found.plan, counts=counts))
-        if contest.attains(candidate.judged):
-            return candidate
-        found = candidate if candidate.judged.attainment > found.judged.attainment else found
+    """Add a replica to the intervals of which the whole replay missed requests, and to those before them."""
+    most, seconds = contest.settings.max_replicas, found.plan.seconds
+    for step in range(REPAIRS):
+        contest.progress("oracle", step / REPAIRS)
+        misses, requests = [0] * len(found.plan.counts), [0] * len(found.plan.counts)
+        for served in follow(contest, found.plan).served:
+            index = min(len(misses) - 1, int(served.arrival / seconds))
+            requests[index] += 1
+            misses[index] += not contest.objectives.met_by(served)
+        counts = list(found.plan.counts)
+        for index, missed in enumerate(misses):
+            if missed > MISSED * requests[index]:
+                for raised in {max(0, index - 1), index}:
+                    counts[raised] = min(most, found.plan.counts[raised] + 1)
+        counts[0] = min(counts[0], contest.settings.start_replicas)
+        if tuple(counts) == found.plan.counts:
+            return found
+        found = _whole(contest, replace(found.plan, counts=tuple(counts)))
+        if contest.attains(found.judged):
+            return found
     return found
 
 

@@ -110,3 +110,15 @@ def test_the_oracle_follows_the_load_and_is_ready_before_it() -> None:
     first = outcome.changes[0]
     assert first.after > first.before
     assert first.at <= 120.0
+
+
+def test_answers_that_outlast_their_interval_are_planned_for() -> None:
+    rng = random.Random(2)
+    times = sorted(rng.uniform(0, 600) for _ in range(900))
+    trace = Trace("t", [Arrival(at, 50, 4000) for at in times], 600.0)
+    machine = Machine("m", "g", StepCost(0.01, 0.0, 4e-4, 0.0), 1_000_000, max_model_len=8_000)
+    knobs = {**START, Knob.MAX_NUM_SEQS: 1024, Knob.MAX_NUM_BATCHED_TOKENS: 2048}
+    contest = Contest(trace, FleetSettings(machine, knobs, 6, 1, 8, 60.0), Loop(), Objectives(2.0, itl_mean=0.06))
+    judged = contest.judge("oracle", follow(contest, find_plan(contest)))
+    assert judged.attainment >= 0.99
+    assert judged.gpu_hours < 6 * 600 / 3600
