@@ -23,5 +23,9 @@ class MisconfiguredOperator(TrimtabError):
     """Whoever installed the operator acts: a missing CRD, an unreachable API server, a flag that cannot be."""
 
 
+class NotLeading(TrimtabError):
+    """Another process acts: the Lease has ended, and nothing may be written any more."""
+
+
 class Gone(TrimtabError):
     """Nobody acts: the resource was deleted, or another one has its name."""

@@ -2,7 +2,8 @@
 
 An engine's answer is a stranger's word, and may never come. So nobody waits for it longer than PATIENCE_SECONDS: what
 is under way goes on beside the loop, and its answer is taken up by the next look. An engine that is still being asked
-since an earlier look is not waited for at all. A change that is on its way is not sent again before it is answered.
+since an earlier look is not waited for at all. A change that is on its way is not sent again before it is answered, nor
+one that was refused before anything changes.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import httpx
 from trimtab_operator.decisions.actions import Patch
 from trimtab_operator.edge import metrics
 from trimtab_operator.edge.bounded_http import pod_url
-from trimtab_operator.edge.engine_client import EngineClient, Failure, OutOfBounds, Patched, Stale
+from trimtab_operator.edge.engine_client import EngineClient, Failure, OutOfBounds, Patched, Rejected, Stale
 from trimtab_operator.observed.engines import EngineSeen, Target
-from trimtab_operator.tuner import GroupReading
+from trimtab_operator.tuner import GroupReading, Values
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 1.0  # an engine at rest answers within milliseconds; a busy CPU's may be taken up by the next look
+REFUSED_SECONDS = 300.0  # before what an engine refused is asked of it again: what may be set can have changed
 MAX_ASKED_AT_ONCE = 32  # engines of one resource; each is asked up to four things
 
 PatchAnswer = Patched | Stale | OutOfBounds | Failure
@@ -37,6 +39,8 @@ class _Conversation:
 
     asking: asyncio.Task[EngineSeen] | None = None
     patching: asyncio.Task[None] | None = None
+    refused: tuple[Values, int, float] | None = None
+    """The last change that was refused: its values, the generation that it was for, and when (by `clock`)."""
 
     def end(self) -> None:
         for task in (self.asking, self.patching):
@@ -109,6 +113,10 @@ class Engines:
         conversation = self._with.setdefault(order.target.instance, _Conversation())
         if conversation.patching is not None and not conversation.patching.done():
             return None
+        if conversation.refused is not None:
+            fields, generation, at = conversation.refused
+            if (fields, generation) == (order.fields, order.if_match) and self.clock() - at < REFUSED_SECONDS:
+                return None
         if conversation.asking is not None:  # its answer would speak of the values before
             conversation.asking.cancel()
             conversation.asking = None
@@ -119,7 +127,11 @@ class Engines:
         address, port = order.target.address, order.target.admin_port
         assert address is not None
         client = EngineClient(self.http, pod_url(address, port), token)
-        await on_answer(order, await client.patch(order.fields, if_match=order.if_match))
+        answer = await client.patch(order.fields, if_match=order.if_match)
+        is_refused = isinstance(answer, OutOfBounds | Rejected)
+        refused = (order.fields, order.if_match, self.clock()) if is_refused else None
+        self._with.setdefault(order.target.instance, _Conversation()).refused = refused
+        await on_answer(order, answer)
 
     def close(self) -> None:
         """Let go of all that is under way."""

@@ -1,14 +1,14 @@
 """Leader by Lease: one operator works, others stand by. Why our own: docs/decisions/leader-lease.md.
 
-A holder that cannot renew in time must stop before anybody else may start: `held` ends RENEW_SECONDS after the last
-renewal, others take over LEASE_SECONDS after the last renewal that they saw, by their own clock.
+A holder that cannot renew in time must stop before anybody else may start. It counts RENEW_SECONDS from the moment at
+which it *began* its last renewal that succeeded; others take over LEASE_SECONDS after they saw that renewal, which is
+later, by their own clock. `is_held` says at any moment whether writing is allowed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 LEASE_SECONDS = 15  # as kube-controller-manager: how long a dead leader keeps others waiting
 RENEW_SECONDS = 10.0  # a leader that has not renewed for so long stops
 RETRY_SECONDS = 2.0  # between attempts
+ATTEMPT_SECONDS = 5.0  # for one: a leader has time for a second
 CONNECTION_ERRORS = (*API_ERRORS, aiohttp.ClientError, OSError, TimeoutError)
 
 
@@ -52,16 +53,23 @@ class LeaderLease:
         self._name = name
         self._identity = identity
         self._sighting = Sighting()
+        self._held_until = 0.0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether we lead now. A process that was stopped for long is told so at once: its clock went on."""
+        return _now() < self._held_until
 
     async def acquire(self) -> None:
         """Return once we hold the Lease. Trouble with the API server is waited out."""
         waiting_for = ""
         while True:
             try:
-                holder = await self.attempt()
+                async with asyncio.timeout(ATTEMPT_SECONDS):
+                    holder = await self.attempt()
             except CONNECTION_ERRORS as error:
                 holder = f"the API server ({error})"
-            if holder == self._identity:
+            if self.is_held:
                 return
             if holder != waiting_for:
                 logger.info("standing by", extra={"leader": holder})
@@ -70,31 +78,32 @@ class LeaderLease:
 
     async def keep(self) -> None:
         """Renew until that fails for too long or somebody else holds the Lease; then return: stop working at once."""
-        renewed = time.monotonic()
-        while time.monotonic() - renewed < RENEW_SECONDS:
-            await asyncio.sleep(RETRY_SECONDS)
+        while self.is_held:
             try:
-                async with asyncio.timeout(RENEW_SECONDS / 2):
-                    holder = await self.attempt()
+                async with asyncio.timeout_at(self._held_until):
+                    await asyncio.sleep(RETRY_SECONDS)
+                    async with asyncio.timeout(ATTEMPT_SECONDS):
+                        holder = await self.attempt()
             except CONNECTION_ERRORS as error:
-                logger.warning("the Lease could not be renewed", extra={"error": str(error)})
+                logger.warning("the Lease could not be renewed", extra={"error": str(error) or "timeout"})
                 continue
             if holder != self._identity:
                 logger.error("the Lease was taken", extra={"leader": holder})
-                return
-            renewed = time.monotonic()
+                self._held_until = 0.0
 
     async def attempt(self) -> str:
         """Try once to hold or renew; the holder's identity, which may be ours."""
+        began = _now()
         lease = await self._cluster.get("Lease", self._namespace, self._name)
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         try:
             if lease is None:
                 await self._cluster.create(self._body(now, acquired=now, transitions=0))
+                self._held_until = began + RENEW_SECONDS
                 return self._identity
             spec = lease.get("spec") or {}
             is_ours = spec.get("holderIdentity") == self._identity
-            if not is_ours and not self._sighting.is_expired(lease, now=time.monotonic()):
+            if not is_ours and not self._sighting.is_expired(lease, now=_now()):
                 return str(spec["holderIdentity"])
             acquired = spec.get("acquireTime") or now if is_ours else now
             transitions = int(spec.get("leaseTransitions") or 0) + (not is_ours)
@@ -103,10 +112,12 @@ class LeaderLease:
             await self._cluster.replace(body)
         except ConflictError:
             return "another candidate"
+        self._held_until = began + RENEW_SECONDS
         return self._identity
 
     async def release(self) -> None:
         """Give the Lease back, so that the next one need not wait. Best effort: it expires anyway."""
+        self._held_until = 0.0
         try:
             lease = await self._cluster.get("Lease", self._namespace, self._name)
             if lease is not None and (lease.get("spec") or {}).get("holderIdentity") == self._identity:
@@ -130,3 +141,8 @@ class LeaderLease:
                 "leaseTransitions": transitions,
             },
         }
+
+
+def _now() -> float:
+    """The event loop's clock: monotonic, and virtual in tests."""
+    return asyncio.get_running_loop().time()

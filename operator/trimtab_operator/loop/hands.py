@@ -24,7 +24,7 @@ from trimtab_operator.edge.engine_client import Patched
 from trimtab_operator.edge.engines import Engines, PatchAnswer
 from trimtab_operator.edge.health import OperatorMetrics
 from trimtab_operator.edge.lease import CONNECTION_ERRORS
-from trimtab_operator.errors import Gone, NameTaken
+from trimtab_operator.errors import Gone, NameTaken, NotLeading
 from trimtab_operator.report.conditions import changed_conditions
 from trimtab_operator.report.status import status_of
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
@@ -40,6 +40,12 @@ class Hands:
     cluster: Cluster
     metrics: OperatorMetrics
     clock: Callable[[], float]
+    is_leading: Callable[[], bool] = lambda: True
+
+    def _must_lead(self) -> None:
+        """Raise NotLeading before anything is written that is another process's to write by now."""
+        if not self.is_leading():
+            raise NotLeading("the Lease has ended; another process acts now")
 
     async def remember(self, world: World, turn: Turn) -> None:
         """Take care of what cannot wait, then write down what the turn remembers. The memory may be adopted after."""
@@ -63,6 +69,7 @@ class Hands:
         async def on_answer(order: Patch, answer: PatchAnswer) -> None:
             await self._tell_answer(deployment, order, answer)
 
+        self._must_lead()
         await engines.patch(turn.patches, world.token, on_answer)
         for decision in turn.decisions:
             await self._announce(deployment, decision)
@@ -77,6 +84,7 @@ class Hands:
     ) -> None:
         """Carry actions out, one after the other; each that was is added to `done`."""
         for action in actions:
+            self._must_lead()
             if isinstance(action, Apply):
                 await self._apply(deployment, action)
                 kind, name, verb = str(action.manifest["kind"]), str(action.manifest["metadata"]["name"]), "apply"
@@ -104,6 +112,7 @@ class Hands:
         status = status_of(deployment, findings, now=datetime.fromtimestamp(self.clock(), UTC))
         if status == deployment.status:
             return status
+        self._must_lead()
         try:
             await self.cluster.apply_status(deployment, status)
         except NotFoundError as error:
@@ -118,6 +127,7 @@ class Hands:
 
     async def tell(self, deployment: InferenceDeployment, note: Note) -> None:
         """Record an Event. Events are told, not relied upon: one that cannot be written is logged."""
+        self._must_lead()
         now = datetime.fromtimestamp(self.clock(), UTC)
         try:
             await self.cluster.event(

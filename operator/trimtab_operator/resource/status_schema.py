@@ -126,7 +126,8 @@ class Status(Model):
     conditions: tuple[ConditionStatus, ...] = Field(
         default=(),
         max_length=16,
-        description="Ready, Progressing, LayoutValid, MetricsAvailable, TuningActive, ScalingLimited and Degraded.",
+        description="Ready, Serving, Reconciling, Stalled, Progressing, LayoutValid, MetricsAvailable, TuningActive, "
+        "ScalingLimited and Degraded.",
         json_schema_extra=schema(**{"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}),
     )
     phase: str | None = Field(default=None, max_length=64, description="The Ready condition's reason, for printing.")

@@ -13,7 +13,7 @@ import pytest
 from trimtab_operator.decisions.actions import Patch
 from trimtab_operator.edge import metrics
 from trimtab_operator.edge.engine_client import OutOfBounds, Patched
-from trimtab_operator.edge.engines import Engines, PatchAnswer
+from trimtab_operator.edge.engines import REFUSED_SECONDS, Engines, PatchAnswer
 from trimtab_operator.observed.engines import Target
 from trimtab_operator.tuner import Knob
 
@@ -118,6 +118,21 @@ async def test_a_change_is_made_and_its_answer_heard(engine: ContractEngine, htt
     assert isinstance(heard[0], Patched)
     assert isinstance(heard[1], OutOfBounds)
     assert engine.values["max_num_seqs"] == 16
+
+
+async def test_a_change_that_was_refused_is_not_sent_again_while_nothing_is_different(
+    engine: ContractEngine, http: httpx.AsyncClient
+) -> None:
+    now = [0.0]
+    heard, engines = Heard(), Engines(http, clock=lambda: now[0], patience_seconds=5.0)
+    too_many = Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 99}, 1)
+    for _ in range(3):
+        await engines.patch([too_many], TOKEN, heard.hear)
+    assert engine.calls == ["PATCH /admin/v1/config"]
+    await engines.patch([Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 98}, 1)], TOKEN, heard.hear)
+    now[0] += REFUSED_SECONDS  # what may be set can have changed: memory was freed
+    await engines.patch([too_many], TOKEN, heard.hear)
+    assert len(engine.calls) == len(heard) == 3
 
 
 async def test_a_hung_engine_holds_up_no_change_of_another_and_gets_no_second_one_meanwhile(

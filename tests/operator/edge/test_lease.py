@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import itertools
+import random
 from typing import Any, cast
 
+import pytest
+import virtual_time
+from kubernetes.aio.client.exceptions import ApiException
+from kubernetes.aio.dynamic.exceptions import ConflictError
 from trimtab_operator.edge.cluster import Cluster
-from trimtab_operator.edge.lease import LEASE_SECONDS, LeaderLease, Sighting
+from trimtab_operator.edge.lease import LEASE_SECONDS, RENEW_SECONDS, LeaderLease, Sighting
 
 
 class OneLease:
@@ -69,3 +76,107 @@ def test_a_lease_expires_by_our_own_clock_after_it_was_last_seen_to_change() -> 
     assert sighting.is_expired(lease, now=1001.0 + LEASE_SECONDS)
     lease["metadata"]["resourceVersion"] = "2"
     assert not sighting.is_expired(lease, now=1001.0 + LEASE_SECONDS)
+
+
+# --- faults of the API server, in virtual time ------------------------------------------------------------------------
+
+
+class FaultyLease(OneLease):
+    """An API server that is slow, hangs, or fails before or after it did what it was asked, by `chance`."""
+
+    def __init__(self, chance: random.Random, badness: float) -> None:
+        super().__init__()
+        self.chance, self.badness = chance, badness
+        self.is_gone = False
+
+    async def _trouble(self) -> None:
+        if self.is_gone:
+            await asyncio.sleep(1e6)
+        if self.chance.random() < self.badness:
+            await asyncio.sleep(self.chance.choice((0.5, 3.0, 8.0, 29.0)))
+            if self.chance.random() < 0.5:
+                raise OSError("no route")
+
+    async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        await self._trouble()
+        found = await super().get(kind, namespace, name)
+        await self._trouble()
+        return found
+
+    async def create(self, manifest: dict[str, Any]) -> None:
+        await self._trouble()
+        if self.lease is not None:
+            raise a_conflict()
+        await super().create(manifest)
+        await self._trouble()
+
+    async def replace(self, manifest: dict[str, Any]) -> None:
+        await self._trouble()
+        if manifest["metadata"]["resourceVersion"] != str(self.version):
+            raise a_conflict()
+        await super().replace(manifest)
+        await self._trouble()
+
+
+def a_conflict() -> ConflictError:
+    response = ApiException(status=409, reason="Conflict")
+    response.headers = {}
+    return ConflictError(response)
+
+
+async def leads(lease: LeaderLease, held: list[tuple[float, float]], stop_at: float) -> None:
+    """Lead again and again, as pods that restart do; note from when to when."""
+    now = asyncio.get_running_loop().time
+    while now() < stop_at:
+        await lease.acquire()
+        since = now()
+        await lease.keep()
+        held.append((since, now()))
+        await asyncio.sleep(1.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_never_lead_at_once_whatever_the_api_server_does(seed: int) -> None:
+    async def contest() -> list[tuple[float, float]]:
+        chance = random.Random(seed)
+        server = FaultyLease(chance, badness=chance.choice((0.05, 0.3, 0.6)))
+        held: list[tuple[float, float]] = []
+        candidates = [leads(a_candidate(server, name), held, 1800.0) for name in ("a", "b", "c")]
+        tasks = [asyncio.create_task(candidate) for candidate in candidates]
+        await asyncio.wait(tasks, timeout=1800.0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return held
+
+    held = sorted(virtual_time.run(contest()))
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(held)), held
+
+
+def test_a_leader_that_hears_nothing_any_more_stops_before_others_may_start() -> None:
+    async def silence() -> float:
+        server = FaultyLease(random.Random(1), badness=0.0)
+        lease = a_candidate(server, "a")
+        await lease.acquire()
+        keeping = asyncio.create_task(lease.keep())
+        await asyncio.sleep(7.0)
+        server.is_gone = True
+        since = asyncio.get_running_loop().time()
+        await keeping
+        assert not lease.is_held
+        return asyncio.get_running_loop().time() - since
+
+    assert virtual_time.run(silence()) <= RENEW_SECONDS
+
+
+def test_a_leader_that_was_stopped_for_long_knows_at_once_that_it_leads_no_more() -> None:
+    """SIGSTOP: its own clock went on, and whoever asks before a write is told."""
+
+    async def frozen() -> None:
+        lease = a_candidate(FaultyLease(random.Random(1), badness=0.0), "a")
+        await lease.acquire()
+        assert lease.is_held
+        await asyncio.sleep(30.0)
+        assert not lease.is_held
+
+    virtual_time.run(frozen())

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from kubernetes.aio.client.exceptions import ApiException
 from operator_builders import a_deployment
+from operator_cluster import FakeCluster, a_loop, a_reconciler
 from trimtab_operator.decisions.actions import Apply
 from trimtab_operator.edge.cluster import Cluster
 from trimtab_operator.edge.health import OperatorMetrics
+from trimtab_operator.errors import NotLeading
 from trimtab_operator.loop.hands import Hands
 from trimtab_operator.resource.spec import InferenceDeployment
 
@@ -33,6 +36,19 @@ class RefusingCluster:
 
 def hands_at(cluster: RefusingCluster) -> Hands:
     return Hands(cast("Cluster", cluster), OperatorMetrics(), lambda: 0.0)
+
+
+async def test_nothing_is_written_once_the_lease_has_ended() -> None:
+    cluster = FakeCluster()
+    reconciler, loop = a_reconciler(cluster), a_loop(cluster)
+    leading = [True] * 3 + [False] * 99
+    reconciler = replace(reconciler, hands=replace(reconciler.hands, is_leading=lambda: leading.pop(0)))
+    with pytest.raises(NotLeading):
+        await reconciler.tick(loop)
+    assert cluster.writes == 3
+    delay = await reconciler.guarded_tick(loop)
+    assert delay > 0
+    assert cluster.writes == 3
 
 
 async def test_an_address_that_cannot_be_had_is_done_without() -> None:
