@@ -282,6 +282,8 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     """Which of several data-parallel cores; the client fills it in, which knows whom it hears."""
     is_engines_fault: bool = False
     """With finish_reason error: nothing was wrong with the request. HTTP 500."""
+    time: float | None = None
+    """When the step ended that brought it, by the core's clock; the client fills it in. None: no step did."""
 
 
 REFUSED = "refused"
@@ -421,10 +423,11 @@ class StepOutputs(msgspec.Struct, tag="outputs"):
 
 
 class ClientOutputs(msgspec.Struct, tag="client_outputs"):
-    """What one step brought to the requests of another client. `step` is that of the step's statistics."""
+    """What one step brought to the requests of another client. `step` and `time` are those of the step's statistics."""
 
     outputs: list[SequenceOutput]
     step: int = 0
+    time: float = 0.0
 
 
 class EngineState(msgspec.Struct, tag="engine_state", frozen=True, kw_only=True):

@@ -85,7 +85,7 @@ class Clients:
                 self._client_of.pop(output.request_id, None)
         self.send(StepOutputs(shares.pop(0), step.stats))
         for index, outputs in shares.items():
-            self.send(ClientOutputs(outputs, step.stats.step), index)
+            self.send(ClientOutputs(outputs, step.stats.step, step.stats.time), index)
 
     def receive(self, timeout_milliseconds: int) -> list[ToCore]:
         """All messages that are there; waits for the first one up to the timeout."""

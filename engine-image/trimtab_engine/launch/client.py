@@ -371,13 +371,13 @@ class CoreClient:
         match message:
             case StepOutputs():
                 self._note_step(message.stats.step, core)
-                self._deliver(message.outputs, core)
+                self._deliver(message.outputs, core, message.stats.time)
                 self._note_load(message.stats, core)
                 if self._on_step is not None and self.roster.is_needed(core):
                     self._on_step(message.stats)
             case ClientOutputs():
                 self._note_step(message.step, core)
-                self._deliver(message.outputs, core)
+                self._deliver(message.outputs, core, message.time)
             case EngineState() if self.roster[core] in ("loading", "serving"):
                 self._note_state(message, core)
             case AdminReply():
@@ -435,9 +435,9 @@ class CoreClient:
         self.last_steps[core] = max(self.last_steps[core], step)
         self._stepped.set()
 
-    def _deliver(self, outputs: list[SequenceOutput], core: int) -> None:
+    def _deliver(self, outputs: list[SequenceOutput], core: int, time: float) -> None:
         for output in outputs:
-            output.engine_index = self.first_rank + core
+            output.engine_index, output.time = self.first_rank + core, time
             asked = self._requests.get(output.request_id)
             if asked is not None:  # none: aborted meanwhile
                 asked.outputs.put_nowait(output)

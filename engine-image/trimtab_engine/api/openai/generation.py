@@ -225,7 +225,10 @@ def piece_of(
 
 
 class SequenceClock:
-    """When things happened to one sequence, told to the metrics as they happen."""
+    """When things happened to one sequence in the core, told to the metrics as they are heard of.
+
+    So a client that takes its answer slowly is no slow engine.
+    """
 
     def __init__(
         self,
@@ -243,6 +246,7 @@ class SequenceClock:
         self._scheduled: float | None = None
         self._first_token: float | None = None
         self._last_token: float | None = None
+        self._end: float | None = None
         self.num_tokens = 0
         self._num_preemptions = 0
         self._num_cached_tokens = 0
@@ -253,9 +257,10 @@ class SequenceClock:
             self._scheduled = output.first_scheduled_time
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
         self._num_preemptions = max(self._num_preemptions, output.num_preemptions)
+        self._end = output.time or self._now()
         if not output.token_ids:
             return
-        now = self._now()
+        now = self._end
         if self._last_token is None:
             self._first_token = now
             self._observer.first_token(now - self._plan.arrival_time, self._engine)
@@ -273,7 +278,7 @@ class SequenceClock:
             scheduled=self._scheduled,
             first_token=self._first_token,
             last_token=self._last_token,
-            end=self._now(),
+            end=self._now() if self._end is None or reason == "abort" else self._end,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self.num_tokens,
             max_tokens=self._max_tokens,

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from trimtab_engine.api.openai.generation import Piece, piece_of
+from trimtab_engine.api.metrics.observations import FinishedSequence
+from trimtab_engine.api.openai.generation import GenerationPlan, Piece, SequenceClock, piece_of
 from trimtab_engine.messages import SequenceOutput
-from trimtab_engine.scheduling.sampling import TokenLogprobs
+from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_engine.text.stop_strings import StopStrings
 from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
 
@@ -47,3 +48,49 @@ def test_tokens_behind_a_stop_string_are_dropped(detokenizer: Detokenizer) -> No
 def test_no_stop_string_is_looked_for_below_min_tokens(detokenizer: Detokenizer) -> None:
     result = piece(an_output("abcabc"), detokenizer, "b", num_unarmed=3)
     assert (result.text, result.num_tokens, result.stop_reason) == ("abca", 5, "b")
+
+
+class Seen:
+    """An Observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.first_tokens: list[float] = []
+        self.next_tokens: list[float] = []
+        self.lives: list[FinishedSequence] = []
+
+    def first_token(self, seconds: float, engine: int) -> None:
+        self.first_tokens.append(seconds)
+
+    def next_token(self, seconds: float, engine: int) -> None:
+        self.next_tokens.append(seconds)
+
+    def finished(self, life: FinishedSequence) -> None:
+        self.lives.append(life)
+
+    def request_finished(self, n: int, max_num_generation_tokens: int, engine: int) -> None:
+        raise AssertionError("a sequence is no request")
+
+    def rejected(self, reason: str) -> None:
+        raise AssertionError("nothing is rejected")
+
+
+def a_plan() -> GenerationPlan:
+    return GenerationPlan("r", [[1, 2]], [Sampling(max_tokens=9)], [], False, True, arrival_time=100.0)
+
+
+def test_latencies_are_the_core_s_whenever_the_client_takes_its_answer() -> None:
+    taken_at = iter([115.0, 130.0, 145.0, 160.0])
+    seen = Seen()
+    clock = SequenceClock(a_plan(), 0, seen, now=lambda: next(taken_at))
+    clock.note(SequenceOutput("r", [5], first_scheduled_time=100.5, time=101.0))
+    clock.note(SequenceOutput("r", [6], time=101.25))
+    clock.note(SequenceOutput("r", [7], "stop", time=101.5))
+    life = clock.finish("stop")
+    assert (seen.first_tokens, seen.next_tokens) == ([1.0], [0.25, 0.25])
+    assert (life.scheduled, life.first_token, life.last_token, life.end) == (100.5, 101.0, 101.5, 101.5)
+
+
+def test_who_leaves_early_is_served_until_then() -> None:
+    clock = SequenceClock(a_plan(), 0, Seen(), now=lambda: 103.0)
+    clock.note(SequenceOutput("r", [5], first_scheduled_time=100.5, time=101.0))
+    assert clock.finish("abort").end == 103.0
