@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -67,7 +68,8 @@ class Hands:
             refused = error
 
         async def on_answer(order: Patch, answer: PatchAnswer) -> None:
-            await self._tell_answer(deployment, order, answer)
+            with suppress(NotLeading):  # it may come long after the tick
+                await self._tell_answer(deployment, order, answer)
 
         self._must_lead()
         await engines.patch(turn.patches, world.token, on_answer)

@@ -130,9 +130,8 @@ async def _lead(
     async with bounded_http.new_client() as http:
         secret = await cluster.secret(options.operator_namespace, options.secret_name, {SECRET_KEY: new_secret()})
         eyes = Eyes(cluster, nodes, secret[SECRET_KEY], options.default_image, options.tick_seconds)
-        reconciler = Reconciler(
-            eyes, Hands(cluster, metrics, eyes.clock, lambda: lease.is_held), http, heartbeats, WakeUps()
-        )
+        hands = Hands(cluster, metrics, eyes.clock, lambda: lease.is_held)
+        reconciler = Reconciler(eyes, hands, http, heartbeats, WakeUps())
         code = await _work(lease, reconciler, options, stop)
     metrics.leader.set(0)
     await lease.release()

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -118,10 +119,11 @@ class FaultyLease(OneLease):
         await self._trouble()
 
 
-def a_conflict() -> ConflictError:
+def a_conflict() -> Exception:
     response = ApiException(status=409, reason="Conflict")
     response.headers = {}
-    return ConflictError(response)
+    make: Callable[[ApiException], Exception] = ConflictError  # the client library is untyped
+    return make(response)
 
 
 async def leads(lease: LeaderLease, held: list[tuple[float, float]], stop_at: float) -> None:
