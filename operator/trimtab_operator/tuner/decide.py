@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from trimtab_operator.tuner.explanation import sentence_of
-from trimtab_operator.tuner.knobs import Knob, Value, Values
+from trimtab_operator.tuner.knobs import Knob, Values
 from trimtab_operator.tuner.learning import attained, learned, objectives_of, with_foresight
 from trimtab_operator.tuner.looks import Look
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount, Restart, decision_id
@@ -72,6 +72,7 @@ def decide(looks: Iterable[Look], memory: Memory, settings: Settings, now: float
     memory = learned(memory, observation, settings)
     turn = _Turn(memory, observation, settings, now)
     turn.keep_safe()
+    turn.note_what_is_missed()
     turn.tune()
     turn.scale()
     turn.say_what_only_a_restart_helps()
@@ -154,6 +155,15 @@ class _Turn:
         )
         for move in moves or memory_taken(self.memory, self.observation):
             self._apply_safely(move)
+
+    def note_what_is_missed(self) -> None:
+        """Since when fewer requests than promised have kept their promises. Too few to say is no change."""
+        share, _ = self._attained(self.now - FELT_SECONDS)
+        if share is None:
+            return
+        since = self.memory.missed_since
+        missed = share < self.objectives.share
+        self.memory = replace(self.memory, missed_since=(self.now if since is None else since) if missed else None)
 
     def tune(self) -> None:
         """Judge the trial in flight; when none is, let the first rule that wants something start one."""
@@ -333,13 +343,3 @@ class _Turn:
         if self.settings.mode is Mode.RECOMMEND:
             return Condition(True, "Recommending", "recommendations are written to status; nothing is changed")
         return Condition(True, "Tuning", "knobs move within their bounds where that keeps more promises")
-
-
-def effective(memory: Memory, observation: Observation) -> dict[Knob, Value]:
-    """The values in force: applied ones, and where nothing is applied what engines say they run."""
-    values: dict[Knob, Value] = {}
-    for seen in observation.trusted:
-        if seen.config is not None:
-            for knob, value in seen.config.applied.items():
-                values.setdefault(knob, value)
-    return {**values, **memory.applied}

@@ -69,7 +69,3 @@ class Settings:
     pace: Pace = field(default_factory=Pace)
     caution: Caution = field(default_factory=Caution)
     is_paused: bool = False
-    forecasts: bool = False
-    """Foresee daily seasons, once a day has been seen."""
-    allows_canary: bool = False
-    """Restart-class parameters may be tried on one replica."""
