@@ -18,6 +18,7 @@ from trimtab_operator.tuner.looks import Finished, Unfinished
 KEEP_PAIRS = 6000  # capacities over six cohorts of 2,000 differ by 13 to 38 %: keep as many as are cheap
 LAG_SECONDS = 45.0  # younger cohorts are mostly unfinished
 RECENT_SECONDS = 120.0  # the cohort that is compared with what is known, to see a shift
+COMPARED_PAIRS = 1500  # of what is known, with which it is compared
 LEAST_RECENT = 60  # requests in it
 LEAST_PAIRS = 30  # to predict anything from
 LEAST_SINCE_SHIFT = 400  # fewer new pairs than these are filled up with older ones
@@ -78,7 +79,7 @@ class Lengths:
             return self
         end = now - LAG_SECONDS
         recent = self._complete(end - RECENT_SECONDS, end)
-        before = self._complete(self.epoch, end - RECENT_SECONDS)
+        before = self._complete(self.epoch, end - RECENT_SECONDS)[-COMPARED_PAIRS:]
         if len(recent) < LEAST_RECENT or len(before) < LEAST_RECENT:
             return self
         if not any(_differs([of(p) for p in recent], [of(p) for p in before]) for of in work.measures):
