@@ -11,10 +11,13 @@ from dataclasses import dataclass
 
 import httpx
 
-MAX_BODY_BYTES = 4 << 20  # a full /metrics page of an engine is about 100 KB
+MAX_BODY_BYTES = 1 << 20  # a full /metrics page of an engine is about 100 KB
 DEADLINE_SECONDS = 5.0  # for a whole request, unless the caller says otherwise
 CONNECT_SECONDS = 2.0  # a pod that is gone does not answer at all
-MAX_CONNECTIONS = 200  # open at once, over all resources
+CHUNK_BYTES = 1 << 16
+AS_IT_IS = {"Accept-Encoding": "identity"}  # a few bytes can be packed that fill all memory when they are unpacked
+MAX_CONNECTIONS = 2000  # open at once, over all resources: each of them takes its share alone (edge/engines.py)
+MAX_IDLE_CONNECTIONS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ def new_client() -> httpx.AsyncClient:
     """The client for pods: straight to their addresses, without a proxy from the environment."""
     return httpx.AsyncClient(
         timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # `fetch` sets the deadline of the whole
-        limits=httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS),
+        limits=httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_IDLE_CONNECTIONS),
         follow_redirects=False,
         trust_env=False,
     )
@@ -60,9 +63,13 @@ async def fetch(
 ) -> Reply | Unreachable:
     """Make one request. Never raises for what the other side does."""
     try:
-        async with asyncio.timeout(deadline_seconds), http.stream(method, url, headers=headers, json=json) as response:
+        asked = {**(headers or {}), **AS_IT_IS}
+        async with asyncio.timeout(deadline_seconds), http.stream(method, url, headers=asked, json=json) as response:
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding != "identity":
+                return Unreachable(f"{url}: the answer is encoded as {encoding[:40]}, which was not asked for")
             body = bytearray()
-            async for chunk in response.aiter_bytes():
+            async for chunk in response.aiter_raw(CHUNK_BYTES):
                 body += chunk
                 if len(body) > max_bytes:
                     return Unreachable(f"{url}: the answer is larger than {max_bytes:,} bytes")

@@ -181,12 +181,14 @@ class Cluster:
         kinds = ("Service", "StatefulSet", "ConfigMap", "Pod", "Job")
         found = (self.list(kind, deployment.namespace, selector=selector) for kind in kinds)
         lists = dict(zip(kinds, await asyncio.gather(*found), strict=True))
+        stateful_sets, jobs = owned(lists["StatefulSet"], deployment.uid), owned(lists["Job"], deployment.uid)
+        makers = {m["metadata"]["name"]: str(m["metadata"]["uid"]) for m in (*stateful_sets, *jobs)}
         return Observed(
             services=owned(lists["Service"], deployment.uid),
-            stateful_sets=owned(lists["StatefulSet"], deployment.uid),
+            stateful_sets=stateful_sets,
             config_maps=owned(lists["ConfigMap"], deployment.uid),
-            pods=tuple(pod for pod in lists["Pod"] if is_of_workload(pod, deployment.name)),
-            jobs=owned(lists["Job"], deployment.uid),
+            pods=tuple(pod for pod in lists["Pod"] if is_of_workload(pod, deployment.name, makers)),
+            jobs=jobs,
         )
 
     async def event(
@@ -275,14 +277,17 @@ def is_owned(manifest: Manifest, uid: str) -> bool:
     return any(reference.get("uid") == uid and reference.get("controller") for reference in references)
 
 
-def is_of_workload(pod: Manifest, name: str) -> bool:
-    """Whether a pod was made for one of the resource's StatefulSets or its Job, which may be gone by now. Labels alone
-    are anybody's: the leader of a group is sent the admin token."""
+def is_of_workload(pod: Manifest, name: str, makers: Mapping[str, str]) -> bool:
+    """Whether a pod was made for one of the resource's StatefulSets or its Job.
+
+    Labels are anybody's, and so is the name of an owner; the leader of a group is sent the admin token. `makers` are
+    the uids of those that there are, by name. One that is gone by now may leave a pod that still drains.
+    """
     for reference in pod["metadata"].get("ownerReferences") or []:
         kind, owner = reference.get("kind"), str(reference.get("name"))
         is_group = kind == "StatefulSet" and re.fullmatch(rf"{re.escape(name)}-g\d+(-w)?", owner) is not None
         if reference.get("controller") and (is_group or (kind == "Job" and owner == f"{name}-facts")):
-            return True
+            return owner not in makers or str(reference.get("uid")) == makers[owner]
     return False
 
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 1.0  # an engine at rest answers within milliseconds; a busy CPU's may be taken up by the next look
 REFUSED_SECONDS = 300.0  # before what an engine refused is asked of it again: what may be set can have changed
-MAX_ASKED_AT_ONCE = 32  # engines of one resource; each is asked up to four things
+MAX_ASKED_AT_ONCE = 8  # engines of one resource, each of up to four things: its share of all connections
 
 PatchAnswer = Patched | Stale | OutOfBounds | Failure
 OnAnswer = Callable[[Patch, PatchAnswer], Awaitable[None]]

@@ -21,7 +21,8 @@ from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.engines import EngineSeen, Target
 from trimtab_operator.tuner import EngineLoad, GroupReading
 
-MAX_METRICS_BYTES = 2 << 20  # about twenty times what an engine exposes
+MAX_METRICS_BYTES = 1 << 20  # about ten times what an engine exposes
+MAX_SERIES = 2000  # of those that are read: an engine of a hundred ranks has fewer
 
 # Names in order of preference: ours and vLLM's of today, then the names of older vLLM releases.
 RUNNING = ("vllm:num_requests_running",)
@@ -31,6 +32,18 @@ PREEMPTIONS = ("vllm:num_preemptions_total", "vllm:num_preemptions")
 GENERATION_TOKENS = ("vllm:generation_tokens_total", "vllm:generation_tokens")
 PREEMPTED_BY_REASON = "trimtab_preempted_requests_total"
 CONFIG_GENERATION = "trimtab_config_generation"
+READ = tuple(
+    name.encode()
+    for name in (
+        *RUNNING,
+        *WAITING,
+        *KV_USAGE,
+        *PREEMPTIONS,
+        *GENERATION_TOKENS,
+        PREEMPTED_BY_REASON,
+        CONFIG_GENERATION,
+    )
+)
 NOT_FOR_WANT_OF_ROOM = "resize"  # the reason of preemptions that a shrink of the KV cache made
 
 
@@ -134,7 +147,8 @@ async def scrape(
         return ScrapeFailure(reply.message)
     if reply.status != 200:
         return ScrapeFailure(f"{api_url}/metrics answered with status {reply.status}")
-    return parse_metrics(reply.body, at=clock())
+    at = clock()
+    return await asyncio.to_thread(parse_metrics, reply.body, at=at)  # a large page would hold up everybody
 
 
 Series = dict[str, list[tuple[dict[str, str], float]]]
@@ -143,7 +157,7 @@ Series = dict[str, list[tuple[dict[str, str], float]]]
 def parse_metrics(page: bytes, *, at: float) -> EngineSample | ScrapeFailure:
     """Read one page of Prometheus text. A page that cannot be read, or lacks a metric, is a failure that says which."""
     try:
-        series = _series(page.decode())
+        series = _series(_lines_to_read(page))
         values = {aliases[0]: _first(series, aliases) for aliases in (RUNNING, WAITING, KV_USAGE, GENERATION_TOKENS)}
         values[PREEMPTIONS[0]] = _preemptions(series)
         generation = _generation(series)
@@ -164,6 +178,14 @@ def parse_metrics(page: bytes, *, at: float) -> EngineSample | ScrapeFailure:
     )
 
 
+def _lines_to_read(page: bytes) -> str:
+    """The lines of the series that are read: there are a hundred times as many. Raises ValueError for too many."""
+    lines = [line for line in page.split(b"\n") if line.startswith(READ)]
+    if len(lines) > MAX_SERIES:
+        raise ValueError(f"it has {len(lines):,} series where an engine has a few")
+    return b"\n".join((*lines, b"")).decode()
+
+
 def _series(page: str) -> Series:
     """Every series of the page by name. Raises ValueError where the text is malformed or a series appears twice."""
     series: Series = {}
@@ -174,7 +196,7 @@ def _series(page: str) -> Series:
             if key in seen:
                 raise ValueError(f"{sample.name} appears twice with the same labels")
             seen.add(key)
-            series.setdefault(sample.name, []).append((sample.labels, sample.value))
+            series.setdefault(sample.name, []).append((sample.labels, float(sample.value)))
     return series
 
 

@@ -84,6 +84,11 @@ def test_a_metric_that_is_missing_is_named(lost: str, named: str) -> None:
     assert failure(page) == f"the metrics page lacks {named} (is --disable-log-stats set?)"
 
 
+def test_whole_numbers_are_numbers_too() -> None:
+    page = VLLM_PAGE.replace(" 5.0\n", " 5\n") + "trimtab_config_generation 3\n"
+    assert (parsed(page).running, parsed(page).config_generation) == (8.0, 3)
+
+
 def test_an_empty_page_lacks_everything() -> None:
     assert "vllm:num_requests_running, vllm:num_requests_waiting" in failure("")
 

@@ -1,0 +1,118 @@
+"""One tenant's engines may hang, lie and flood: it costs the others nothing, and the operator little memory."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import time
+import tracemalloc
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+from aiohttp import web
+from trimtab_operator.edge.bounded_http import MAX_BODY_BYTES, Unreachable, fetch, new_client
+from trimtab_operator.edge.engines import Engines
+from trimtab_operator.edge.metrics import MAX_METRICS_BYTES, scrape
+from trimtab_operator.observed.engines import Target
+
+if TYPE_CHECKING:
+    from tests.operator.conftest import ContractEngine
+
+MEBIBYTE = 1 << 20
+LONGEST_STALL_SECONDS = 0.1  # of the event loop; the others' requests wait for so long
+
+
+async def served(handler: web.RequestHandler | object) -> tuple[web.AppRunner, str]:
+    application = web.Application()
+    application.router.add_get("/{any:.*}", handler)  # type: ignore[arg-type]
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+async def test_a_compressed_answer_is_not_unpacked(http: httpx.AsyncClient) -> None:
+    bomb = gzip.compress(bytes(200 * MEBIBYTE))
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.headers.get("Accept-Encoding", ""))
+        return web.Response(body=bomb, headers={"Content-Encoding": "gzip"})
+
+    runner, url = await served(answer)
+    tracemalloc.start()
+    try:
+        replies = await asyncio.gather(*(fetch(http, "GET", url) for _ in range(4)))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        await runner.cleanup()
+    assert asked == ["identity"] * 4
+    assert all(isinstance(reply, Unreachable) and "gzip" in reply.message for reply in replies)
+    assert peak < 4 * MEBIBYTE
+
+
+async def test_an_endless_answer_is_cut_off(http: httpx.AsyncClient) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(bytes(1 << 16))
+
+    runner, url = await served(answer)
+    try:
+        reply = await fetch(http, "GET", url)
+    finally:
+        await runner.cleanup()
+    assert isinstance(reply, Unreachable)
+    assert f"larger than {MAX_BODY_BYTES:,}" in reply.message
+
+
+@pytest.mark.parametrize("line", ['x{a="%d"} 1.0\n', 'vllm:num_requests_running{a="%d"} 1.0\n'])
+async def test_the_largest_page_of_metrics_does_not_stall_the_loop(line: str, http: httpx.AsyncClient) -> None:
+    page = "".join(line % number for number in range(MAX_METRICS_BYTES // (len(line) + 6)))
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=page)
+
+    async def longest_stall() -> float:
+        """By the processor time of the loop's own thread: a busy machine does not count."""
+        longest, before = 0.0, time.thread_time()
+        while not done.is_set():
+            await asyncio.sleep(0.001)
+            longest, before = max(longest, time.thread_time() - before), time.thread_time()
+        return longest
+
+    runner, url = await served(answer)
+    done = asyncio.Event()
+    watching = asyncio.create_task(longest_stall())
+    try:
+        await scrape(http, url)
+    finally:
+        done.set()
+        await runner.cleanup()
+    assert await watching < LONGEST_STALL_SECONDS
+
+
+@pytest.mark.parametrize("tenants", [3, 8])
+async def test_engines_that_hang_take_no_connection_from_the_others(
+    engine: ContractEngine, other_engine: ContractEngine, tenants: int
+) -> None:
+    other_engine.hangs = True
+    async with new_client() as http:
+        hostile = [Engines(http, patience_seconds=0.05) for _ in range(tenants)]
+        hanging = [
+            Target(f"g{n}", "127.0.0.1", True, f"u{n}", api_port=other_engine.port, admin_port=other_engine.port)
+            for n in range(32)
+        ]
+        await asyncio.gather(*(engines.look(hanging, "right") for engines in hostile))
+        healthy = Engines(http, patience_seconds=1.5)
+        target = Target("m-g0", "127.0.0.1", True, "u", api_port=engine.port, admin_port=engine.port)
+        try:
+            for _ in range(10):
+                said = await healthy.look([target], "right")
+                assert said["m-g0"].reading.problem is None
+        finally:
+            for engines in (*hostile, healthy):
+                engines.close()
