@@ -100,6 +100,7 @@ def _run_latency(arguments: argparse.Namespace) -> int:
 
 
 def _run_throughput(arguments: argparse.Namespace) -> int:
+    arguments.dataset_name = bench_serve_arguments.chosen_dataset(arguments)
     arguments.num_prompts = arguments.num_prompts or bench_serve_arguments.DEFAULT_PROMPTS
     from trimtab_engine.bench.throughput_bench import run_throughput
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab_engine.errors import NotBuiltError
+from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.flags import parser as types
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "trace")
@@ -19,8 +19,7 @@ EXAMPLES = """examples:
     trimtab-engine bench serve --goodput ttft:500 itl:100 --metric-percentiles 50,95,99 --request-rate 4 \\
       --save-result --result-dir results --plot results/run.svg
   a recorded load, ten times as fast, its first five minutes, lengths scaled to what the model takes:
-    trimtab-engine bench serve --dataset-name trace --trace-path mooncake.jsonl.gz --trace-speedup 10 \\
-      --trace-duration 300
+    trimtab-engine bench serve --trace-path mooncake.jsonl.gz --trace-speedup 10 --trace-duration 300
   a profile of the server while it runs (it was started with --admin-port 8001 --profiler-dir DIR):
     trimtab-engine bench serve --num-prompts 10 --profile --admin-url http://127.0.0.1:8001
 
@@ -55,9 +54,23 @@ def add_to(kinds: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from trimtab_engine.bench.serving.run import run_serve
 
+    arguments.dataset_name = chosen_dataset(arguments)
     arguments.num_prompts_given = arguments.num_prompts is not None
     arguments.num_prompts = arguments.num_prompts or DEFAULT_PROMPTS
     return run_serve(arguments)
+
+
+def chosen_dataset(arguments: argparse.Namespace) -> str:
+    """--dataset-name, or what the files that were given say. Raises ConfigError where they contradict each other."""
+    name: str | None = arguments.dataset_name
+    trace_path, dataset_path = getattr(arguments, "trace_path", None), arguments.dataset_path
+    if trace_path is not None and name not in (None, "trace"):
+        raise ConfigError(f"--trace-path {trace_path} is of --dataset-name trace, not of {name}; leave one of them out")
+    if dataset_path is not None and name in ("random", "prefix_repetition"):
+        raise ConfigError(f"--dataset-name {name} makes its prompts and reads no --dataset-path; leave one of them out")
+    if name is None and trace_path is None and dataset_path is not None:
+        raise ConfigError(f"--dataset-path {dataset_path}: of which kind is it? add --dataset-name sharegpt or custom")
+    return name or ("random" if trace_path is None else "trace")
 
 
 class _NotBuilt(types.RefusedFlag):
@@ -104,7 +117,8 @@ def _add_server(group: Any) -> None:
 
 def add_dataset_choice(group: Any, *, with_trace: bool) -> None:
     names = DATASETS if with_trace else DATASETS[:-1]
-    group.add_argument("--dataset-name", choices=names, default="random", help="default: random")
+    default = "default: random; with --trace-path trace" if with_trace else "default: random"
+    group.add_argument("--dataset-name", choices=names, help=default)
     group.add_argument("--dataset-path", type=Path, metavar="FILE", help="of sharegpt (JSON) or custom (JSON lines)")
     group.add_argument(
         "--num-prompts",
@@ -115,7 +129,13 @@ def add_dataset_choice(group: Any, *, with_trace: bool) -> None:
     group.add_argument("--input-len", type=types.positive, metavar="TOKENS", help="as --random-input-len")
     group.add_argument("--output-len", type=types.positive, metavar="TOKENS", help="tokens out, whatever the dataset")
     if with_trace:
-        group.add_argument("--seed", type=types.not_negative, default=0, help="of everything random here (default: 0)")
+        group.add_argument(
+            "--seed",
+            type=types.not_negative,
+            metavar="N",
+            help="of everything random here (default: lengths and times are those of 0; words are new in every run, so "
+            "that the server does not know them from the last one)",
+        )
 
 
 def add_dataset_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,12 @@
 """The bench commands' arguments: vLLM's names, help that teaches, refusals by name."""
 
+from argparse import Namespace
+from pathlib import Path
+
 import pytest
 from trimtab_engine.cli import main
+from trimtab_engine.cli.bench_serve_arguments import chosen_dataset
+from trimtab_engine.errors import ConfigError
 
 LATENCY = "--input-len --output-len --batch-size --n --num-iters-warmup --num-iters --output-json --profile"
 THROUGHPUT = "--dataset-name --dataset-path --input-len --output-len --num-prompts --n --output-json --profile"
@@ -50,3 +55,34 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "trace_path", "dataset_path", "chosen"),
+    [
+        (None, None, None, "random"),
+        (None, Path("azure.csv"), None, "trace"),  # a trace that is given is replayed
+        ("trace", Path("azure.csv"), None, "trace"),
+        ("trace", None, Path("azure.csv"), "trace"),
+        ("sharegpt", None, Path("x.json"), "sharegpt"),
+    ],
+)
+def test_the_files_that_are_given_say_what_is_sent(
+    name: str | None, trace_path: Path | None, dataset_path: Path | None, chosen: str
+) -> None:
+    assert chosen_dataset(Namespace(dataset_name=name, trace_path=trace_path, dataset_path=dataset_path)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "trace_path", "dataset_path", "message"),
+    [
+        ("random", Path("a.csv"), None, "--trace-path a.csv is of --dataset-name trace, not of random"),
+        ("random", None, Path("x.json"), "--dataset-name random makes its prompts and reads no --dataset-path"),
+        (None, None, Path("x.json"), "--dataset-path x.json: of which kind is it"),
+    ],
+)
+def test_a_file_is_never_ignored(
+    name: str | None, trace_path: Path | None, dataset_path: Path | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        chosen_dataset(Namespace(dataset_name=name, trace_path=trace_path, dataset_path=dataset_path))

@@ -14,8 +14,11 @@ from trimtab_engine.errors import ConfigError
 FORMATS = (".svg", ".png", ".pdf")
 
 
-def check_plot(path: Path) -> None:
-    """Raise ConfigError before anything is measured where no plot could be drawn."""
+def check_plot(path: Path, *, made_anyway: str | None = None) -> None:
+    """Raise ConfigError before anything is measured where no plot could be drawn. `made_anyway`: a folder that is made
+    where it is not there."""
+    if not path.parent.is_dir() and (made_anyway is None or path.parent != Path(made_anyway)):
+        raise ConfigError(f"--plot {path}: there is no folder {path.parent}; make it, or name another place")
     if path.suffix not in FORMATS:
         raise ConfigError(f"--plot {path}: the name must end in {', '.join(FORMATS)}")
     if find_spec("matplotlib") is None:

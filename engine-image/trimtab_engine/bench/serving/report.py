@@ -16,6 +16,7 @@ HEADERS = {
 }
 BUSY_CLIENT_SHARE = 0.8  # of a core: from here on the client's own work is in the figures
 LATE_SEND_MS = 100.0
+KNOWN_SHARE = 0.05  # of random prompts' tokens in the prefix cache, beyond the prefix that they share
 
 
 def table(result: dict[str, Any]) -> str:
@@ -72,7 +73,7 @@ def _server_lines(server: dict[str, Any]) -> list[str]:
 
 
 def _line(label: str, value: Any) -> str:
-    text = f"{value:.2f}" if isinstance(value, float) else str(value)
+    text = f"{value:.2f}" if isinstance(value, float) else "-" if value is None else str(value)
     return f"{label:<40} {text:<10}".rstrip()
 
 
@@ -85,6 +86,12 @@ def warnings(result: dict[str, Any]) -> list[str]:
         found.append(
             f"The client itself used {result['client_cpu_share']:.0%} of a core: its own work is in these latencies. "
             f"Use a lower rate, or several clients."
+        )
+    known = result.get("server", {}).get("prefix_cache_hit_rate", 0.0)
+    if result.get("dataset_name") == "random" and known - result.get("shared_prefix_share", 0.0) > KNOWN_SHARE:
+        found.append(
+            f"The server knew {known:.0%} of these random prompts from before and did not compute them: time to first "
+            f"token and throughput are those of its prefix cache. Leave --seed out, or give another one."
         )
     if result["max_send_lag_ms"] > LATE_SEND_MS:
         found.append(f"Requests were sent up to {result['max_send_lag_ms']:.0f} ms later than planned.")

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import secrets
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -27,6 +28,7 @@ from trimtab_engine.offline.progress_bar import progress_bar
 from trimtab_engine.text.tokenizer import Tokenizer
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+MAX_CONTENT_SEED = 1 << 31
 SAMPLING_FIELDS = (
     "temperature",
     "top_p",
@@ -45,13 +47,15 @@ def run_serve(arguments: argparse.Namespace) -> int:
     metrics = parse_metrics(arguments.percentile_metrics)
     _metadata(arguments)  # faults are found before anything is measured
     if arguments.plot:
-        check_plot(arguments.plot)
+        check_plot(arguments.plot, made_anyway=arguments.result_dir if arguments.save_result else None)
+    arguments.content_seed = secrets.randbelow(MAX_CONTENT_SEED) if arguments.seed is None else arguments.seed
     outcome, facts = asyncio.run(_measure(arguments))
     figures = summarize(outcome, metrics=metrics, percentiles=percentiles, goodput=goodput)
     result = {**_header(arguments, facts), **figures, "server": facts["server"]}
     if arguments.plot:
         title = f"{facts['model'].name}: {len(outcome.complete)} requests, rate {arguments.request_rate}"
         plot(outcome.complete, arguments.plot, title=title, objectives=goodput.objectives)
+        print(f"plotted {arguments.plot}", file=sys.stderr)
     _write(arguments, result, outcome)
     if outcome.interrupted:
         return EXIT_INTERRUPTED
@@ -192,7 +196,12 @@ def _header(arguments: argparse.Namespace, facts: dict[str, Any]) -> dict[str, A
         "burstiness": arguments.burstiness,
         "max_concurrency": arguments.max_concurrency,
         "dataset_name": arguments.dataset_name,
+        "seed": arguments.seed or 0,
+        "content_seed": arguments.content_seed,
     }
+    if arguments.dataset_name == "random" and arguments.random_prefix_len:
+        input_len = arguments.input_len or arguments.random_input_len
+        header["shared_prefix_share"] = arguments.random_prefix_len / (arguments.random_prefix_len + input_len)
     trace = {name: value for name, value in facts.items() if name.startswith("trace")}
     return header | trace | _metadata(arguments)
 

@@ -47,9 +47,13 @@ class RandomLengths:
 class Words:
     """Random token ids: from a tokenizer's vocabulary without its special tokens, or from a range that is in all."""
 
-    def __init__(self, tokenizer: Tokenizer | None, seed: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, seed: int, *, content_seed: int | None = None) -> None:
+        """`content_seed` is that of the words alone: with another one, the same lengths in the same order say something
+        else. None: they have the same."""
         self.seed = seed
+        self._content_seed = seed if content_seed is None else content_seed
         self._random = np.random.default_rng(seed)
+        self._content = np.random.default_rng(self._content_seed)
         if tokenizer is None:
             self._ids = np.arange(LOWEST_RANDOM_ID, HIGHEST_RANDOM_ID)
             return
@@ -57,12 +61,12 @@ class Words:
         self._ids = np.setdiff1d(np.arange(tokenizer.fast.get_vocab_size()), special)
 
     def draw(self, count: int) -> list[int]:
-        ids: list[int] = self._random.choice(self._ids, count).tolist()
+        ids: list[int] = self._content.choice(self._ids, count).tolist()
         return ids
 
     def of(self, key: int, count: int) -> list[int]:
         """The same ids for the same key, whenever and for whichever request it is asked."""
-        ids: list[int] = np.random.default_rng((self.seed, key)).choice(self._ids, count).tolist()
+        ids: list[int] = np.random.default_rng((self._content_seed, key)).choice(self._ids, count).tolist()
         return ids
 
     def length(self, middle: int, ratio: float) -> int:
@@ -112,7 +116,7 @@ def sharegpt_samples(path: Path, count: int, output_len: int | None, tokenizer: 
 
 
 def custom_samples(path: Path, count: int, output_len: int, tokenizer: Tokenizer | None) -> list[Sample]:
-    """JSON lines with "prompt" and, if they like, "output_tokens"; from the start again when there are too few."""
+    """JSON lines with a "prompt" and perhaps "output_tokens"; from the start again when there are too few."""
     lines = list(_json_lines(path))
     samples = []
     for number in range(count):
@@ -138,22 +142,29 @@ def as_text(samples: Iterable[Sample], tokenizer: Tokenizer | None) -> list[Samp
     return texts
 
 
-def _json(path: Path) -> Any:
+def _text(path: Path) -> str:
+    """A dataset's file. Raises ConfigError."""
     try:
-        return json.loads(path.read_text())
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give --dataset-path a file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 text: the byte at {error.start} is {error.object[error.start]:#04x}; convert it, or "
+            f"give --dataset-path another file"
+        ) from None
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(_text(path))
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}") from None
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give --dataset-path a file") from None
     found = False
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_text(path).splitlines(), 1):
         if line.strip():
             found = True
             try:

@@ -1,6 +1,7 @@
 """What the bench asks of the server beside generation: its model, whether it is ready, its counters, its profiler."""
 
 import asyncio
+import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ async def _not_ready_reason(url: str, headers: dict[str, str]) -> str | None:
         async with _session(headers) as session, session.get(f"{url}/health") as answer:
             return None if answer.status in (200, 404) else f"{url}/health answers {answer.status}: not ready"
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        return f"cannot reach {url}: {error}"
+        return f"cannot reach {url}: {reason_of(error)}"
 
 
 async def served_model(url: str, headers: dict[str, str], name: str | None) -> ServedModel:
@@ -100,10 +101,15 @@ async def profile(url: str, headers: dict[str, str], action: str) -> None:
     try:
         async with _session(headers) as session, session.post(f"{url}/{action}_profile") as answer:
             text = (await answer.text()).strip()
+            if answer.status == 404:
+                raise ConfigError(
+                    f"there is no profiler at {url}: Trimtab's is on the admin port of a server that was started with "
+                    f"--admin-port PORT --profiler-dir DIR; give --admin-url http://HOST:PORT"
+                )
             if answer.status != 200:
                 raise ConfigError(f"{url}/{action}_profile answers {answer.status}: {text[:300]}")
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise ConfigError(f"cannot reach {url}/{action}_profile: {error}") from None
+        raise ConfigError(f"cannot reach {url}/{action}_profile: {reason_of(error)}") from None
 
 
 async def _get(url: str, headers: dict[str, str]) -> dict[str, Any]:
@@ -114,7 +120,16 @@ async def _get(url: str, headers: dict[str, str]) -> dict[str, Any]:
             body: dict[str, Any] = await answer.json(content_type=None)
             return body
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-        raise ConfigError(f"cannot reach {url}: {error}") from None
+        raise ConfigError(f"cannot reach {url}: {reason_of(error)}") from None
+
+
+def reason_of(error: Exception) -> str:
+    """Why a request brought nothing, in the kernel's words where it was the connection."""
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno)
+    if isinstance(error, TimeoutError):
+        return f"no answer within {ASK_SECONDS:g} s"
+    return str(error) or type(error).__name__
 
 
 def _session(headers: dict[str, str]) -> aiohttp.ClientSession:

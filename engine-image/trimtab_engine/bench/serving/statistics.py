@@ -99,10 +99,13 @@ def values_of(metric: str, complete: Sequence[RequestResult]) -> list[float]:
             return [result.client_queue_time for result in complete]
 
 
-def distribution(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """mean_, median_, std_ and pNN_ of a metric in milliseconds; zeros where nothing was seen, as in vLLM."""
-    values = np.array(seconds or [0.0]) * 1000
-    figures = {
+def distribution(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+    """mean_, median_, std_ and pNN_ of a metric in milliseconds; None where nothing was seen: 0 would be a figure."""
+    if not seconds:
+        names = ["mean", "median", "std", *(f"p{_word(p)}" for p in percentiles)]
+        return {f"{figure}_{name}_ms": None for figure in names}
+    values = np.array(seconds) * 1000
+    figures: dict[str, float | None] = {
         f"mean_{name}_ms": float(values.mean()),
         f"median_{name}_ms": float(np.median(values)),
         f"std_{name}_ms": float(values.std()),

@@ -24,7 +24,8 @@ def dataset_samples(
     arguments: argparse.Namespace, tokenizer: Tokenizer | None, max_model_len: int | None = None
 ) -> tuple[list[Sample], dict[str, Any]]:
     """What --dataset-name and its flags ask for, and what the result should say about it. Raises ConfigError."""
-    words, count = Words(tokenizer, arguments.seed), arguments.num_prompts
+    seed, count = arguments.seed or 0, arguments.num_prompts
+    words = Words(tokenizer, seed, content_seed=getattr(arguments, "content_seed", None))
     output_len = arguments.output_len
     match arguments.dataset_name:
         case "random":
@@ -48,7 +49,7 @@ def dataset_samples(
             if tokenizer is None:
                 raise ConfigError("--dataset-name sharegpt counts tokens; give --tokenizer the model's folder")
             wanted = output_len or arguments.sharegpt_output_len
-            return sharegpt_samples(_path(arguments), count, wanted, tokenizer, arguments.seed), {}
+            return sharegpt_samples(_path(arguments), count, wanted, tokenizer, seed), {}
         case "custom":
             return custom_samples(_path(arguments), count, output_len or arguments.custom_output_len, tokenizer), {}
         case _:
@@ -69,7 +70,7 @@ def _trace(
     if path is None:
         raise ConfigError("--dataset-name trace needs --trace-path FILE")
     cut = Cut(arguments.trace_start, arguments.trace_duration, arguments.trace_sample)
-    requests = read_trace(path, cut=cut, seed=arguments.seed, lengths=arguments.trace_lengths)
+    requests = read_trace(path, cut=cut, seed=arguments.seed or 0, lengths=arguments.trace_lengths)
     if arguments.num_prompts_given:
         requests = requests[: arguments.num_prompts]
     limit = arguments.trace_max_model_len or max_model_len
@@ -89,4 +90,6 @@ def send_times(arguments: argparse.Namespace, samples: Sequence[Sample]) -> list
     rate = arguments.request_rate
     if arguments.dataset_name == "trace" and rate == float("inf") and ramp_up is None:
         return recorded_times(samples)
-    return arrival_times(len(samples), rate=rate, burstiness=arguments.burstiness, seed=arguments.seed, ramp_up=ramp_up)
+    return arrival_times(
+        len(samples), rate=rate, burstiness=arguments.burstiness, seed=arguments.seed or 0, ramp_up=ramp_up
+    )

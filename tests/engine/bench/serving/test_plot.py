@@ -12,7 +12,7 @@ from trimtab_engine.errors import ConfigError
 def test_a_picture_is_drawn_also_of_few_requests(tmp_path: Path, name: str) -> None:
     results = [RequestResult(ttft=0.1, itl=[0.01, 0.02], latency=0.13, success=True)]
     for number, complete in enumerate((results, [])):
-        path = tmp_path / str(number) / name
+        path = tmp_path / f"{number}-{name}"
         plots.plot(complete, path, title="a run", objectives={"ttft": 100.0})
         assert path.stat().st_size > 1000
 
@@ -26,3 +26,10 @@ def test_without_matplotlib_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         plots.check_plot(Path("run.svg"))
+
+
+def test_no_folder_is_made_for_a_picture_but_the_one_for_results(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"there is no folder {tmp_path}/nope; make it"):
+        plots.check_plot(tmp_path / "nope" / "run.svg")
+    plots.check_plot(tmp_path / "results" / "run.svg", made_anyway=str(tmp_path / "results"))
+    assert list(tmp_path.iterdir()) == []

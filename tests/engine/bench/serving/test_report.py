@@ -67,3 +67,16 @@ def test_saving_replaces_or_appends(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == [{"a": 1}, {"a": 2}]
     report.save({"a": 3}, path, append=False)
     assert json.loads(path.read_text()) == {"a": 3}
+
+
+def test_a_figure_that_there_is_not_is_a_dash() -> None:
+    assert "Mean TTFT (ms):                          -" in report.table(a_summary(mean_ttft_ms=None)).splitlines()
+
+
+def test_random_prompts_that_the_server_knew_are_said_to_be_no_measurement() -> None:
+    known = {"dataset_name": "random", "server": {"prefix_cache_hit_rate": 0.875}}
+    (warning,) = report.warnings(a_summary(**known))
+    assert "knew 88% of these random prompts" in warning
+    assert "--seed" in warning
+    assert report.warnings(a_summary(**known, shared_prefix_share=0.86)) == [], "a prefix that all share was asked for"
+    assert report.warnings(a_summary(**{**known, "dataset_name": "sharegpt"})) == []

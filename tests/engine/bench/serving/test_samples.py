@@ -1,9 +1,11 @@
 """What a load consists of."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from trimtab_engine.bench.serving import samples as samples_module
 from trimtab_engine.bench.serving.samples import (
     HIGHEST_RANDOM_ID,
     LOWEST_RANDOM_ID,
@@ -118,3 +120,21 @@ def test_a_chat_gets_text_and_its_true_length(tokenizer: Tokenizer) -> None:
     assert (sample.prompt, sample.prompt_len, sample.output_len) == ("hello", 5, 2)
     with pytest.raises(ConfigError, match="--tokenizer"):
         as_text([Sample([1, 2], 2, 2)], None)
+
+
+def test_other_words_leave_lengths_and_order_as_they_are() -> None:
+    def samples(content_seed: int) -> list[Sample]:
+        return random_samples(20, RandomLengths(50, 9, range_ratio=0.5), Words(None, 0, content_seed=content_seed))
+
+    first, again, other = samples(1), samples(1), samples(2)
+    assert first == again
+    assert [(s.prompt_len, s.output_len) for s in first] == [(s.prompt_len, s.output_len) for s in other]
+    assert not any(a.prompt == b.prompt for a, b in zip(first, other, strict=True))
+    assert Words(None, 0, content_seed=1).of(7, 16) != Words(None, 0, content_seed=2).of(7, 16)
+
+
+@pytest.mark.parametrize("read", [lambda path: custom_samples(path, 1, 1, None), samples_module._json])
+def test_a_file_that_is_no_utf8_is_refused_with_the_place(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    (path := tmp_path / "data").write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(ConfigError, match=f"{path} is not UTF-8 text: the byte at 12 is 0xff"):
+        read(path)

@@ -1,6 +1,11 @@
 """Counters of the server before and after a run."""
 
-from trimtab_engine.bench.serving.server import during, parse_counters
+import asyncio
+import socket
+
+import pytest
+from trimtab_engine.bench.serving.server import during, parse_counters, wait_until_ready
+from trimtab_engine.errors import ConfigError
 
 METRICS = """# HELP vllm:num_preemptions_total x
 # TYPE vllm:num_preemptions_total counter
@@ -37,3 +42,11 @@ def test_acceptance_of_drafts_is_reported_as_vllm_does() -> None:
 
 def test_a_server_without_metrics_has_nothing_to_report() -> None:
     assert during({}, {}) == {}
+
+
+def test_where_nobody_listens_the_kernels_words_say_so() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"cannot reach {url}: Connection refused; is the server up"):
+            asyncio.run(wait_until_ready(url, {}, 0.0))
