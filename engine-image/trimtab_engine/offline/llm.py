@@ -196,7 +196,7 @@ class LLM:
             request_id,
             text,
             ids,
-            [Choice(i, params, of.min_tokens, self.get_tokenizer(), now) for i, of in enumerate(sampling)],
+            [Choice(i, params, of.min_tokens, self.get_tokenizer(), now, ids) for i, of in enumerate(sampling)],
             [AddRequest(f"{request_id}-{i}", ids, of, now) for i, of in enumerate(sampling)],
         )
 

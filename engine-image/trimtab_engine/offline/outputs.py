@@ -3,6 +3,7 @@
 `RequestOutput` here is a whole answer to one prompt; messages.SequenceOutput is what one step brought to one sequence.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trimtab_engine import messages
@@ -76,6 +77,7 @@ class Choice:
     min_tokens: int
     tokenizer: Tokenizer
     arrival_time: float
+    prompt_token_ids: Sequence[int] = ()
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -92,7 +94,11 @@ class Choice:
 
     def __post_init__(self) -> None:
         if self.params.detokenize:
-            self._detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=self.params.skip_special_tokens)
+            self._detokenizer = Detokenizer(
+                self.tokenizer,
+                skip_special_tokens=self.params.skip_special_tokens,
+                prompt_token_ids=self.prompt_token_ids,
+            )
         self._stop = StopStrings(self.params.stop_strings, include=self.params.include_stop_str_in_output)
 
     def take(self, output: messages.SequenceOutput, now: float) -> bool:

@@ -17,6 +17,8 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 OTHER_FORMS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 """What other libraries read, in folders that have no tokenizer.json."""
+CONTEXT_TOKENS = 16  # of a prompt that its answer's text is told with: some may be special ones, which are no text
+BROKEN = "\ufffd"  # what bytes that are no character become
 LONG_TEXT_CHARACTERS = 4096  # from here on tokenising leaves the event loop: it takes about a millisecond
 
 
@@ -83,14 +85,28 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Incremental text of one sequence: never half a character, and what is held back comes with flush()."""
+    """Incremental text of one sequence: never half a character, and what is held back comes with flush().
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    `prompt_token_ids` come before it: its text is what they have together beyond the prompt's own. SentencePiece drops
+    the blank before the first piece of a text, which the first piece of an answer is not.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
         self._fast = tokenizer.fast
         self._skip = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._context = self._readable(prompt_token_ids)
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=skip_special_tokens)
         self._held: list[int] = []
         """Tokens since the stream last gave text: all that flush() needs to look at."""
+
+    def _readable(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """The prompt's end, from where on it is text: it may be cut within a character, or end within one."""
+        context = list(prompt_token_ids[-CONTEXT_TOKENS:])
+        while context and BROKEN in self._fast.decode(context, skip_special_tokens=self._skip):
+            del context[0]
+        return context
 
     def push(self, token_id: int) -> str:
         self._held.append(token_id)

@@ -139,7 +139,11 @@ class Generator:
 
     async def _run_choice(self, plan: GenerationPlan, index: int) -> AsyncGenerator[Piece, None]:
         request_id = f"{plan.request_id}-{index}-{uuid.uuid4().hex[:8]}"
-        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=plan.skip_special_tokens)
+        detokenizer = Detokenizer(
+            self._tokenizer,
+            skip_special_tokens=plan.skip_special_tokens,
+            prompt_token_ids=plan.prompt_of(index),
+        )
         stop = StopStrings(plan.stop, include=plan.include_stop)
         clock = SequenceClock(plan, index, self.observer, engine=self._client.first_rank)
         finish_reason: str | None = None
