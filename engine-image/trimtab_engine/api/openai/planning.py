@@ -10,7 +10,13 @@ from trimtab_engine.api.http.request_identity import key_salt
 from trimtab_engine.api.metrics.tracing import TRACE_HEADERS
 from trimtab_engine.api.openai.forms import AnswerForm
 from trimtab_engine.api.openai.generation import GenerationPlan
-from trimtab_engine.api.openai.protocol import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
+from trimtab_engine.api.openai.protocol import (
+    MAX_REPORTED,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
 from trimtab_engine.api.openai.restrictions import Restrictions
 from trimtab_engine.api.openai.state import ServerState, Serving
 
@@ -103,6 +109,7 @@ def plan_of(
     outside = [token_id for token_id in body.stop_token_ids or () if token_id >= vocab_size]
     if outside:
         raise invalid(f"stop_token_ids has {outside[0]}, out of a vocabulary of {vocab_size}", "stop_token_ids")
+    _check_reported(body, prompts, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     rooms = [_room(serving, body, prompt, max_tokens) for prompt in prompts]
     sampling = [
         body.sampling(
@@ -131,6 +138,29 @@ def plan_of(
         if state.options.otlp_traces_endpoint
         else {},
     )
+
+
+def _check_reported(
+    body: GenerationRequest,
+    prompts: list[list[int]],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> None:
+    """One HTTP request may have so many log-probabilities reported: choices x positions x width. A stream keeps none of
+    those of its output; what is generated without max_tokens is counted as it comes (respond.py)."""
+    asked = 0
+    if prompt_logprobs is not None:
+        asked += body.n * sum(len(prompt) - 1 for prompt in prompts) * (1 + prompt_logprobs)
+    if logprobs is not None and max_tokens is not None and not body.stream:
+        asked += body.n * len(prompts) * max_tokens * (1 + logprobs)
+    if asked > MAX_REPORTED:
+        raise invalid(
+            f"{asked} log-probabilities would be reported (choices x positions x tokens at each); at most "
+            f"{MAX_REPORTED} are in one answer: lower n, max_tokens, logprobs or prompt_logprobs",
+            "logprobs" if prompt_logprobs is None else "prompt_logprobs",
+        )
 
 
 def _pinned_rank(state: ServerState, request: Request) -> int | None:

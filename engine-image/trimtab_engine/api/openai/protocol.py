@@ -16,6 +16,7 @@ from trimtab_engine.text.chat_template import RESERVED
 MAX_BODY_BYTES = 8 << 20  # a prompt of a million tokens fits; nothing larger is read
 MAX_N = 128  # choices per prompt
 MAX_SEQUENCES = 1024  # prompts times n: each is a request of its own to the core
+MAX_REPORTED = 100_000  # log-probabilities in one answer: half a kilobyte each while it is made
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # each stop string is looked for at every token
 MAX_STOP_TOKEN_IDS = 256

@@ -1,5 +1,6 @@
 """From a plan to an answer: the pieces of all choices, collected into one body or written as a stream of events."""
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
@@ -9,15 +10,17 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from trimtab_engine.api.http.errors import ApiError
+from trimtab_engine.api.http.errors import ApiError, invalid
 from trimtab_engine.api.http.streaming import EventStream, event, unless_gone
 from trimtab_engine.api.openai.admission import QueueFull, Ticket
 from trimtab_engine.api.openai.forms import AnswerForm, Usage
 from trimtab_engine.api.openai.generation import GenerationPlan, Piece
 from trimtab_engine.api.openai.logprobs import prompt_logprobs
-from trimtab_engine.api.openai.protocol import GenerationRequest
+from trimtab_engine.api.openai.protocol import MAX_REPORTED, GenerationRequest
 from trimtab_engine.api.openai.state import ServerState, Serving
 from trimtab_engine.scheduling.sampling import TokenLogprobs
+
+REPORTED_AT_ONCE = 1000  # log-probabilities that are written within milliseconds
 
 logger = logging.getLogger("trimtab_engine.requests")
 
@@ -55,7 +58,7 @@ async def answer(
     plan = replace(plan, ticket=_admitted(state, plan, until))
     if body.stream:
         return EventStream(_stream(state, body, form, plan, echo), until.pop_all())
-    return JSONResponse(await unless_gone(request, _whole(state, body, form, plan, echo)))
+    return await unless_gone(request, _whole(state, body, form, plan, echo))
 
 
 def _admitted(state: ServerState, plan: GenerationPlan, until: ExitStack) -> Ticket:
@@ -71,9 +74,11 @@ def _admitted(state: ServerState, plan: GenerationPlan, until: ExitStack) -> Tic
 
 async def _whole(
     state: ServerState, body: GenerationRequest, form: AnswerForm, plan: GenerationPlan, echo: Echo | None
-) -> dict[str, Any]:
+) -> Response:
+    """The answer, written in a thread where it has much to report: other requests' streams go on meanwhile."""
     serving = _require(state)
     choices = [ChoiceSoFar() for _ in plan.sampling]
+    num_reported = 0
     usage = Usage(plan.num_prompt_tokens)
     async with aclosing(serving.generator.run(plan)) as pieces:
         async for piece in pieces:
@@ -86,16 +91,28 @@ async def _whole(
             choice.text += piece.text
             choice.logprobs += piece.logprobs
             choice.last = piece
+            num_reported += sum(len(position.token_ids) for position in piece.logprobs)
+            if num_reported > MAX_REPORTED:
+                raise invalid(
+                    f"more than {MAX_REPORTED} log-probabilities would be in one answer: set max_tokens, lower n or "
+                    f"the number at each token, or set stream to true",
+                    "logprobs",
+                )
             usage.num_completion_tokens += piece.num_tokens
     wants_logprobs = plan.sampling[0].logprobs is not None
-    entries = []
-    for choice in choices:
-        assert choice.last is not None  # every choice ends with a piece
-        entry = form.choice(choice.last, choice.text, choice.logprobs if wants_logprobs else None)
-        if body.prompt_logprobs is not None:
-            entry["prompt_logprobs"] = prompt_logprobs(serving.tokenizer, choice.prompt_logprobs or [])
-        entries.append(entry)
-    return form.whole(entries, usage)
+
+    def written() -> Response:
+        entries = []
+        for choice in choices:
+            assert choice.last is not None  # every choice ends with a piece
+            entry = form.choice(choice.last, choice.text, choice.logprobs if wants_logprobs else None)
+            if body.prompt_logprobs is not None:
+                entry["prompt_logprobs"] = prompt_logprobs(serving.tokenizer, choice.prompt_logprobs or [])
+            entries.append(entry)
+        return JSONResponse(form.whole(entries, usage))
+
+    num_reported += sum(len(position.token_ids) for c in choices for position in c.prompt_logprobs or ())
+    return written() if num_reported <= REPORTED_AT_ONCE else await asyncio.to_thread(written)
 
 
 async def _stream(

@@ -141,3 +141,16 @@ def test_requests_are_logged_when_asked_without_their_text(start_server: Any) ->
     log = server.log.read_text()
     assert "Received request cmpl-trace-me-7: 1 prompts of 6 tokens" in log
     assert "secret" not in log
+
+
+def test_an_answer_that_reports_much_is_whole_and_one_that_would_report_too_much_is_refused_as_it_comes(
+    server: Any,
+) -> None:
+    body = {"prompt": [97, 98] * 50, "prompt_logprobs": 20, "n": 4, "max_tokens": 2}
+    choices = server.http.post("/v1/completions", json=body).json()["choices"]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [100] * 4
+    chat = {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_logprobs": 20, "n": 24}
+    refused = server.http.post("/v1/chat/completions", json=chat)  # 254 tokens each, which nobody said
+    assert refused.status_code == 400
+    assert "set max_tokens" in refused.json()["error"]["message"]
+    server.wait_for(lambda: server.core_state()["running"] == 0, "what ran to be aborted")
