@@ -10,27 +10,66 @@ from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta, Parsed, cal
 TAG = "<|python_tag|>"
 
 
+class ObjectEnds:
+    """Where JSON objects may end in a text that comes in pieces: brackets outside of strings, each character once."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def push(self, text: str) -> bool:
+        """Whether an object that began earlier, or here, may have ended in this piece."""
+        has_ended = False
+        for character in text:
+            if self._in_string:
+                self._in_string = self._escaped or character != '"'
+                self._escaped = character == "\\" and not self._escaped
+            elif character == '"':
+                self._in_string = True
+            elif character == "{":
+                self._depth += 1
+            elif character == "}":
+                self._depth -= 1
+                has_ended |= self._depth <= 0
+        return has_ended
+
+
 class Llama3JsonParser:
     def __init__(self) -> None:
+        self._ends = ObjectEnds()
+        self._pieces: list[str] = []
+        """What has come since `_held` was last looked at: joining each to a long text would copy all of it."""
         self._held = ""
-        self._is_text = False
+        self._is_text = self._is_call = False
         self._num_calls = 0
         self._decoder = json.JSONDecoder()
 
     def push(self, text: str) -> Parsed:
         if self._is_text:
             return Parsed(text)
-        self._held += text
-        if self._num_calls == 0 and not self._may_be_call():
+        self._pieces.append(text)
+        is_open = self._num_calls > 0 or self._is_call
+        if is_open and not self._ends.push(text):
+            return Parsed()
+        self._gather()
+        if is_open:
+            return self._complete_calls()
+        if not self._may_be_call():
             return self._as_text()
-        return self._complete_calls()
+        self._is_call = self._held.lstrip().removeprefix(TAG).lstrip().startswith("{")
+        return self._complete_calls() if self._is_call and self._ends.push(self._held) else Parsed()
 
     def flush(self) -> Parsed:
+        self._gather()
         parsed = self._complete_calls()
         if self._num_calls == 0:
             parsed.content += self._held
         self._held = ""
         return parsed
+
+    def _gather(self) -> None:
+        self._held += "".join(self._pieces)
+        self._pieces.clear()
 
     def _may_be_call(self) -> bool:
         start = self._held.lstrip()

@@ -2,10 +2,12 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
 from trimtab_engine.api.openai.tool_parsers import PARSERS, ToolParser
 from trimtab_engine.api.openai.tool_parsers.enforced import NamedParser, RequiredParser
+from trimtab_engine.api.openai.tool_parsers.llama3_json import Llama3JsonParser
 
 F = '{"name": "f", "arguments": {"a": "<b>", "n": [1, {"x": "}"}]}}'
 G = '{"name": "g", "parameters": {}}'
@@ -83,3 +85,19 @@ def test_a_required_answer_that_was_cut_keeps_its_whole_calls() -> None:
 
 def test_a_named_answer_is_the_arguments_as_they_come() -> None:
     assert read(NamedParser("f"), ['{"a"', "", ": 1}"]) == ("", [("f", '{"a": 1}')])
+
+
+def test_a_long_call_is_read_once_however_many_pieces_and_braces_it_comes_in() -> None:
+    parser = Llama3JsonParser()
+    looks: list[int] = []
+    really_decode = parser._decoder.raw_decode
+
+    def raw_decode(text: str) -> Any:
+        looks.append(len(text))
+        return really_decode(text)
+
+    parser._decoder.raw_decode = raw_decode  # type: ignore[method-assign]  # counts
+    nested = {"list": [{"x": "}{" * 3, "y": '\\"}'} for _ in range(2000)]}
+    text = json.dumps({"name": "f", "parameters": nested})
+    assert read(parser, [text[i : i + 3] for i in range(0, len(text), 3)]) == ("", [("f", json.dumps(nested))])
+    assert len(looks) == 1
