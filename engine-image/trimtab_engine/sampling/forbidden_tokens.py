@@ -23,12 +23,16 @@ def bans_of(
                 yield token, None
     if not p.bad_words:
         return
-    output = request.token_ids[request.num_prompt_tokens :]
+    tokens, num_output = request.token_ids, request.num_output_tokens
+    newest = tokens[-1] if num_output else None
+    num_unknown = int(has_unknown_token)
     for word in p.bad_words:
+        num_before = len(word) - 1 - num_unknown  # tokens that the host knows
+        if num_before > 0 and word[num_before - 1] != newest:
+            continue  # nearly all of them, at little cost
         if not 0 <= word[-1] < vocab_size:
             continue  # a tokenizer may know more tokens than the model has logits
-        before, needed = word[:-1], None
-        if has_unknown_token and before:
-            before, needed = before[:-1], before[-1]
-        if len(before) <= len(output) and tuple(output[len(output) - len(before) :]) == before:
-            yield word[-1], needed
+        if num_before <= 0:
+            yield word[-1], word[-2] if num_before == 0 and num_unknown else None
+        elif num_before <= num_output and tuple(tokens[-num_before:]) == word[:num_before]:
+            yield word[-1], word[-2] if num_unknown else None
