@@ -79,3 +79,4 @@ def _end(shell: subprocess.Popen[bytes]) -> None:
                 os.kill(int(folder.name), signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             continue
+    shell.wait()
