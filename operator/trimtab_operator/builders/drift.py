@@ -14,6 +14,7 @@ LIST_KEYS = {  # lists that server-side apply merges by key: entries of others a
     "volumeMounts": "mountPath",
     "imagePullSecrets": "name",
 }
+WHOLE_MAPS = ("spec.selector",)  # server-side apply replaces these as one: what is added to them is drift
 EMPTY: tuple[Any, ...] = (None, "", {}, [])  # the API server leaves these out
 
 
@@ -25,6 +26,8 @@ def first_difference(wanted: Any, present: Any, path: str = "") -> str | None:
     if wanted == present or (wanted in EMPTY and present in EMPTY):
         return None
     if isinstance(wanted, Mapping) and isinstance(present, Mapping):
+        if path in WHOLE_MAPS and wanted.keys() != present.keys():
+            return path
         for key, value in wanted.items():
             if key in ("apiVersion", "kind") and not path:
                 continue

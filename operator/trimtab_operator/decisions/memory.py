@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from trimtab_operator.decisions.in_vain import Futile
 from trimtab_operator.decisions.rollback import RolloutState
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.engines import EngineSeen
@@ -31,6 +32,8 @@ class Memory:
     """Who shares an engine, by the group's name."""
     missing: Mapping[str, Missing] = field(default_factory=dict)
     """Pods that are not created, by the group's name."""
+    futile: Mapping[str, Futile] = field(default_factory=dict)
+    """Children that differ again whenever they are applied, by kind and name."""
 
     def layouts_of(self, groups: Iterable[Group]) -> dict[str, Degrees]:
         """What the engines of these groups reported, by the group's name."""

@@ -14,13 +14,15 @@ The tuner comes before the plan, so that a decision on replicas acts in its own 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from trimtab_operator.builders.admin_token import token_hash
 from trimtab_operator.builders.stateful_set import Rendered, rendered
 from trimtab_operator.decisions.actions import Action, Apply, Delete, Note, Patch
 from trimtab_operator.decisions.findings import Findings
+from trimtab_operator.decisions.in_vain import Futile, sift
 from trimtab_operator.decisions.memory import Memory, Recalled, recalled, with_layouts
 from trimtab_operator.decisions.model_facts import Gate, gate_of, plan_facts, with_kept
 from trimtab_operator.decisions.plan import plan, plan_tuning_state
@@ -58,6 +60,8 @@ class Turn:
     patches: tuple[Patch, ...] = ()
     decisions: tuple[Decision, ...] = ()
     notes: tuple[Note, ...] = ()
+    futile: Mapping[str, Futile] = field(default_factory=dict)
+    """Of the memory, what may be adopted only once the children were applied."""
 
     @property
     def is_idle(self) -> bool:
@@ -122,6 +126,7 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
     children: tuple[Action, ...] = ()
     if course.target is not None:
         children = plan(course.target, known.observed, replicas=count, held=care.held, unproven=course.unproven)
+    sifted = sift(children, known.memory.futile, now=world.at)
     return Turn(
         memory=replace(known.memory, tuner=tuned.state, rollout=course.state),
         findings=replace(
@@ -138,10 +143,11 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
         desired_replicas=count,
         remember=_remembered(deployment, known, course.state, tuned, key=world.token),
         care=care.deletions,
-        children=children,
+        children=sifted.actions,
         patches=_patches(world, known, tuned),
         decisions=tuned.decisions,
-        notes=care.notes,
+        notes=(*care.notes, *sifted.notes),
+        futile=sifted.futile,
     )
 
 

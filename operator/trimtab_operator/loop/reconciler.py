@@ -89,6 +89,7 @@ class Reconciler:
         await self.hands.remember(world, decided)
         loop.memory = decided.memory  # only now: what could not be written is decided again
         status = await self.hands.act(world, decided, loop.engines)
+        loop.memory = replace(decided.memory, futile=decided.futile)
         is_busy = not decided.is_idle or _is_moving(status)
         return min(BUSY_TICK_SECONDS, self.eyes.tick_seconds) if is_busy else self.eyes.tick_seconds
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -189,6 +189,7 @@ class FakeCluster:
         self.do(decided.remember)
         self.memory = decided.memory
         self.do(decided.children)
+        self.memory = replace(decided.memory, futile=decided.futile)
         for order in decided.patches:
             self.patch(order)
         self.events += [decision.reason.value for decision in decided.decisions]
