@@ -219,6 +219,8 @@ def args_repeat_no_field(deployment: InferenceDeployment) -> Iterator[Refusal]:
             yield Refusal(f"spec.runtime.args[{index}]", f"{flag} repeats {OWNED_FLAGS[flag]}; set that field instead")
         elif flag in OPERATOR_FLAGS:
             yield Refusal(f"spec.runtime.args[{index}]", f"{flag} is set by the operator; remove it")
+        elif flag == "--config":
+            yield Refusal(where, "--config reads flags from a file that cannot be judged here; write its flags out")
 
 
 # --- the layout -------------------------------------------------------------------------------------------------------

@@ -136,6 +136,8 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("spec.runtime.args", ["/another/model"], "spec.runtime.args[0]", "is no flag"),
     ("spec.runtime.args", ["--dtype=auto", " --max-num-seqs=4"], "spec.runtime.args[1]", "white space"),
     ("spec.runtime.args", ["--max-num-seqs 4"], "spec.runtime.args[0]", "white space"),
+    ("spec.runtime.args", ["--config=/models/serve.yaml"], "spec.runtime.args[0]", "write its flags out"),
+    ("spec.runtime.args", ["--seed=1", "--config", "/f.yaml"], "spec.runtime.args[1]", "write its flags out"),
     ("spec.runtime.args", ["-tp", "2"], "spec.runtime.args[0]", "spec.parallelism.tensor"),
     ("spec.template.spec.volumes", [{"emptyDir": {}}], "spec.template.spec.volumes[0]", "needs a name"),
     ("spec.template.spec.volumes", [{"name": ["v"], "emptyDir": {}}], "spec.template.spec.volumes[0]", "needs a name"),
