@@ -19,6 +19,6 @@ def keep(cache: KVCache, num_blocks: int) -> None:
 
 
 if __name__ == "__main__":
-    KVCache._keep = keep  # type: ignore[method-assign]  # what the driver would say
+    KVCache._keep = keep  # type: ignore[assignment, method-assign]  # what the driver would say
     sys.argv = sys.argv[:1]
     runpy.run_module(MODULE, run_name="__main__")

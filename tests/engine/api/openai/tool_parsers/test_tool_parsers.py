@@ -96,7 +96,7 @@ def test_a_long_call_is_read_once_however_many_pieces_and_braces_it_comes_in() -
         looks.append(len(text))
         return really_decode(text)
 
-    parser._decoder.raw_decode = raw_decode  # type: ignore[method-assign]  # counts
+    parser._decoder.raw_decode = raw_decode  # type: ignore[assignment, method-assign]  # counts
     nested = {"list": [{"x": "}{" * 3, "y": '\\"}'} for _ in range(2000)]}
     text = json.dumps({"name": "f", "parameters": nested})
     assert read(parser, [text[i : i + 3] for i in range(0, len(text), 3)]) == ("", [("f", json.dumps(nested))])
