@@ -58,7 +58,8 @@ def test_a_rank_that_cannot_map_refuses_the_patch_for_all_and_no_request_notices
     other = next(row for row in engine.layout()["ranks"] if row["pid"] != os.getpid())
     before, total = engine.config(), mapped(engine.memory()["ranks"])
     scarce(other["pid"], True)
-    asked, answers = requests(), {request.request_id: [] for request in requests()}
+    asked = requests()
+    answers: dict[str, list[Any]] = {request.request_id: [] for request in asked}
     for request in asked:
         engine.add(request)
     num_steps = 0

@@ -203,7 +203,7 @@ def test_the_text_behind_a_prompt_is_what_transformers_adds_to_the_prompt_s(
     kind: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     known = tokenizer if kind == "byte level" else sentencepiece(tmp_path / "folder", kind)
-    reference = PreTrainedTokenizerFast(tokenizer_object=known.fast, clean_up_tokenization_spaces=False)
+    reference = PreTrainedTokenizerFast(tokenizer_object=known.fast, clean_up_tokenization_spaces=False)  # type: ignore[no-untyped-call]
     dice = random.Random(7)
     for round_number in range(3334):
         if kind == "byte level":
@@ -217,12 +217,14 @@ def test_the_text_behind_a_prompt_is_what_transformers_adds_to_the_prompt_s(
         text = "".join(detokenizer.push(token_id) for token_id in output) + detokenizer.flush()
         before = reference.decode(prompt, skip_special_tokens=skip)
         whole = reference.decode(prompt + output, skip_special_tokens=skip)
-        assert before + text == whole, (round_number, prompt, output)
+        assert f"{before}{text}" == whole, (round_number, prompt, output)
 
 
 def test_the_blank_before_an_answer_s_first_word_stays(tmp_path: Path) -> None:
     llama = sentencepiece(tmp_path / "folder", "llama")
-    prompt, answer = [llama.fast.token_to_id(piece) for piece in ("▁the", "▁Paris")]
+    prompt, answer = (llama.fast.token_to_id(piece) for piece in ("▁the", "▁Paris"))
+    assert prompt is not None
+    assert answer is not None
     assert Detokenizer(llama, skip_special_tokens=True, prompt_token_ids=[prompt]).push(answer) == " Paris"
     assert Detokenizer(llama, skip_special_tokens=True).push(answer) == "Paris"
 
@@ -230,5 +232,6 @@ def test_the_blank_before_an_answer_s_first_word_stays(tmp_path: Path) -> None:
 def test_a_prompt_that_ends_within_a_character_leaves_the_answer_its_own(tmp_path: Path) -> None:
     llama = sentencepiece(tmp_path / "folder", "llama")
     word = llama.fast.token_to_id("the")
+    assert word is not None
     detokenizer = Detokenizer(llama, skip_special_tokens=True, prompt_token_ids=[word, 0xE6, 0x97])
     assert detokenizer.push(word) + detokenizer.push(word) == "thethe"
