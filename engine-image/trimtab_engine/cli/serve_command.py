@@ -10,13 +10,16 @@ from typing import Any
 
 import msgspec
 
+from trimtab_engine.api.metrics.tracing import check_endpoint, check_tracing_is_installed
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.host_memory import with_device_memory
-from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
+from trimtab_engine.device.profiler import check_profiler_dir
+from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.flags.engine import engine_config, named_model
 from trimtab_engine.flags.serve import add_serve_flags
 from trimtab_engine.processes.end import prepare_to_leave
 from trimtab_engine.processes.network import any_address
+from trimtab_engine.weights.open import check_is_there
 
 JINJA_MARKS = ("{{", "{%", "{#")
 LOOPBACK = "127.0.0.1"
@@ -39,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from trimtab_engine.api.serving.life import Listen, run_server
 
     config, names = _served_config(arguments), served_names(arguments)
-    _check_model_exists(config.model)
+    _check_places(arguments, config)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are tokenised in threads of our own
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the last line of a log should be why it ended
@@ -52,11 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
         from trimtab_engine.workers.node import run_node
 
         return run_node(config)
-    from trimtab_engine.api.metrics.tracing import check_tracing_is_installed
     from trimtab_engine.api.openai.state import ServerOptions
 
-    if arguments.otlp_traces_endpoint is not None:
-        check_tracing_is_installed()
     options = ServerOptions(
         served_model_names=names,
         api_keys=tuple(arguments.api_key or ()),
@@ -115,6 +115,12 @@ def served_names(arguments: argparse.Namespace) -> tuple[str, ...]:
     return (Path(named_model(arguments)).resolve().name.removesuffix(".gguf"),)
 
 
-def _check_model_exists(model: str) -> None:
-    if not Path(model).exists():
-        raise ModelError(f"there is no model at {model}; give the path of a folder with safetensors or of a .gguf file")
+def _check_places(arguments: argparse.Namespace, config: EngineConfig) -> None:
+    """Raise ConfigError or ModelError, before any process starts, for what is not there or cannot be written."""
+    check_is_there(Path(config.model))
+    if config.profiler_dir is not None:
+        check_profiler_dir(Path(config.profiler_dir))
+    endpoint = arguments.otlp_traces_endpoint
+    if endpoint is not None:
+        check_endpoint(endpoint)
+        check_tracing_is_installed()

@@ -137,19 +137,12 @@ def start_steps(config: EngineConfig, rank: LoadedRank, formula: MemoryFormula, 
 
 
 def _scheduler(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula, size: KVSize) -> Scheduler:
-    max_model_len = runner.facts.max_model_len
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
-        raise ConfigError(
-            f"--no-enable-chunked-prefill admits whole prompts only, but --max-num-batched-tokens "
-            f"{config.max_num_batched_tokens} is below max_model_len {max_model_len}; raise it to {max_model_len} or "
-            f"more, or lower --max-model-len"
-        )
     bytes_per_block = formula.widest_block_bytes
     swap_space = SwapSpace(config.swap_space_bytes // bytes_per_block, config.swap_space_bytes_cap // bytes_per_block)
     return Scheduler(
         BlockManager(size.num_blocks, size.cap_blocks, config.block_size, swap_space),
         _start_values(config).policy(),
-        max_model_len=max_model_len,
+        max_model_len=runner.facts.max_model_len,
         enable_chunked_prefill=config.enable_chunked_prefill,
         eos_token_ids=runner.facts.eos_token_ids,
         num_stages=num_stages(config, runner),

@@ -19,6 +19,16 @@ PROFILER_DIR_HINT = "profiling is off; start with --profiler-dir DIR, where its 
 logger = logging.getLogger("trimtab_engine.core")
 
 
+def check_profiler_dir(folder: Path) -> None:
+    """Make the folder. Raises ConfigError where none can be made or written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write to --profiler-dir {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"cannot write to --profiler-dir {folder}: Permission denied")
+
+
 class Profiler:
     """Records what the engine's process does. `folder` None: profiling is off, and starting it is refused."""
 
@@ -41,10 +51,7 @@ class Profiler:
             raise ConfigError(PROFILER_DIR_HINT)
         if self._profile is not None:
             raise ConfigError("a profile is being recorded; stop it first")
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"cannot write to --profiler-dir {self._folder}: {error.strerror}") from None
+        check_profiler_dir(self._folder)
         self._profile = _new_profile()
         self._profile.start()
         self._recording, self._num_steps = True, 0

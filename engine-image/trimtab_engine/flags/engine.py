@@ -245,7 +245,7 @@ def named_model(arguments: argparse.Namespace) -> str:
     """The path that the command line or its file names. Raises ConfigError for none, two, or what is no path."""
     model = arguments.model or arguments.model_flag or getattr(arguments, "model_of_file", None)
     if not model:
-        raise ConfigError("no model; say which: trimtab-engine serve MODEL")
+        raise ConfigError("no model; name its folder or .gguf file with --model, or as MODEL of serve")
     if arguments.model and arguments.model_flag and arguments.model != arguments.model_flag:
         raise ConfigError(f"two models, {arguments.model} and --model {arguments.model_flag}; give one")
     path: str = model

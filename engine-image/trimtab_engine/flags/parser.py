@@ -6,9 +6,9 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from trimtab_engine.config.engine import KVCacheDtype
 from trimtab_engine.config.quantity import parse_quantity
@@ -36,10 +36,35 @@ class OneLineParser(argparse.ArgumentParser):
 
     def _hint(self, message: str) -> str:
         unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
-        if not unknown:
-            return ""
-        close = self.nearest_flag(unknown.group(1))
-        return f"; did you mean {close}?" if close else ""
+        if unknown:
+            close = self.nearest_flag(unknown.group(1))
+            return f"; did you mean {close}?" if close else ""
+        command = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if command:
+            names = re.findall(r"[\w.-]+", command.group(2))
+            close = next(iter(difflib.get_close_matches(command.group(1), names, n=1)), None)
+            return f"; did you mean {close}?" if close else ""
+        return ""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        """As argparse does; a flag that is unknown is told by the command that it was given to, whose help lists them.
+        argparse lets the outermost parser say so."""
+        given = sys.argv[1:] if args is None else list(args)
+        parsed: argparse.Namespace
+        parsed, rest = self.parse_known_args(given, namespace)
+        if rest:
+            self._spoken_to(given).error(f"unrecognized arguments: {' '.join(rest)}")
+        return parsed
+
+    def _spoken_to(self, arguments: Sequence[str]) -> "OneLineParser":
+        """The innermost command of these arguments."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for index, argument in enumerate(arguments):
+                    if argument in action.choices:
+                        child: OneLineParser = action.choices[argument]
+                        return child._spoken_to(arguments[index + 1 :])
+        return self
 
     def command(self, name: str) -> "OneLineParser":
         """The parser of a subcommand."""

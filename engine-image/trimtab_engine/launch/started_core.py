@@ -58,5 +58,11 @@ def cause_of_end(name: str, code: int, loading_stage: str | None) -> str:
             f"the container ran out of memory: raise its memory limit, or lower --max-num-batched-tokens and "
             f"--max-num-seqs (with their caps), --max-model-len, or use --dtype bfloat16 or a smaller model"
         )
+    if code == -signal.SIGKILL:
+        return (
+            f"{name} ended unexpectedly (killed by signal 9): if nobody did so, memory ran out (the kernel's log says "
+            f"so: dmesg, or OOMKilled in the pod's status); lower --gpu-memory-utilization or --device-memory-bytes, "
+            f"or raise the container's limit"
+        )
     cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     return f"{name} ended unexpectedly ({cause})"

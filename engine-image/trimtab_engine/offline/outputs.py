@@ -24,7 +24,8 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One choice. `finish_reason` is stop, length or abort; `stop_reason` is what stopped it, None for its natural end.
+    """One choice. `finish_reason` is stop, length, abort or error; `stop_reason` is what stopped it, None for its
+    natural end; `error` says what was wrong.
 
     `cumulative_logprob` and `logprobs` (token id to Logprob, per position) are None unless they were asked for.
     """
@@ -36,6 +37,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -81,6 +83,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
@@ -121,6 +124,7 @@ class Choice:
             if self._stop.matched is not None:
                 break  # what follows the stop string was generated for nothing
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_token_id
+        self.error = output.error if output.finish_reason == "error" else None
         if self._stop.matched is not None:
             del self._positions[len(self.token_ids) :]
             self.finish_reason, self.stop_reason = "stop", self._stop.matched
@@ -155,6 +159,7 @@ class Choice:
             logprobs=[self._logprobs(position) for position in self._positions] if wants_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            error=self.error,
         )
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:

@@ -511,14 +511,19 @@ def _weights_bytes(tensors: Tensors, quantization: Quantization | None, dtype: t
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    if config.max_model_len in (None, "auto"):  # auto is cut to what fits once that is known (startup.py)
+    """The longest request, before what fits is known. Raises ConfigError, before any weight is read."""
+    if config.max_model_len == "auto":  # cut to what fits once that is known (startup.py)
         return model.max_model_len
-    assert isinstance(config.max_model_len, int)
-    if not 1 <= config.max_model_len <= model.max_model_len:
+    longest = model.max_model_len if config.max_model_len is None else config.max_model_len
+    if not 1 <= longest <= model.max_model_len:
+        raise ConfigError(f"--max-model-len is {longest}; the model's positions allow 1 to {model.max_model_len}")
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < longest:
         raise ConfigError(
-            f"--max-model-len is {config.max_model_len}; the model's positions allow 1 to {model.max_model_len}"
+            f"--no-enable-chunked-prefill admits whole prompts only, but --max-num-batched-tokens "
+            f"{config.max_num_batched_tokens} is below max_model_len {longest}; raise it to {longest} or more, or "
+            f"lower --max-model-len"
         )
-    return config.max_model_len
+    return longest
 
 
 def _kv_dtype_name(config: EngineConfig, dtype: torch.dtype, device: Device) -> str:

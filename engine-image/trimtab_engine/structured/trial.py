@@ -6,6 +6,7 @@ and tighter ones. See docs/structured-output.md for the sizes, docs/decisions/st
 """
 
 import random
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +22,8 @@ STACK_BYTES = 2 << 20  # a thirty-second of the core's (deep_stack.py)
 NUM_STEPS = 12  # into the grammar, along random tokens that it allows
 MAX_MASK_SECONDS = 0.1  # of processor time; usual is a hundredth of it, and the core ends a request at 0.25
 MAX_ERROR_CHARACTERS = 400
+REGEX_ERROR = re.compile(r"regex parse error:\n    [^\n]*\n    (?P<before> *)\^+\nerror: (?P<what>[^\n]+)")
+"""The library's drawing: the expression, a caret below what is wrong with it, and the reason."""
 WHITESPACE = r"[ \t\r\n]{1,64}"
 """Between JSON's tokens, unless a request says otherwise. A bound, as small models would write spaces for ever."""
 
@@ -86,8 +89,12 @@ def _walk(matcher: GrammarMatcher) -> str | None:
 
 
 def _short(message: str) -> str:
-    """One line."""
-    return " ".join(message.split())[:MAX_ERROR_CHARACTERS]
+    """One line, without what is drawn below the text: of a regular expression what is wrong with it, and where."""
+    regex = REGEX_ERROR.search(message)
+    if regex:
+        return f"{regex['what']}, at character {len(regex['before']) + 1}"[:MAX_ERROR_CHARACTERS]
+    said = [line for line in message.splitlines() if line and not line.startswith(" ")] or [message]
+    return " ".join(" ".join(said).split())[:MAX_ERROR_CHARACTERS]
 
 
 def start(settings: Json) -> Callable[[Json], Json]:

@@ -1,5 +1,6 @@
 """The choice of the format of a checkpoint. No torch at import, so that facts need none."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -8,9 +9,12 @@ from trimtab_engine.errors import ModelError
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.weights.gguf_file import GgufNames, GgufSource
 from trimtab_engine.weights.safetensors_files import SafetensorsSource
-from trimtab_engine.weights.source import WeightSource
+from trimtab_engine.weights.source import CONFIG_FILE, WeightSource
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+MODEL_FILES = (CONFIG_FILE, "tokenizer.json", "*.safetensors", "*.gguf", *(f"*{suffix}" for suffix in PICKLE_SUFFIXES))
+"""A folder without any of these is not a model at all, whatever of it is missing."""
 
 
 def model_path(model: str) -> Path:
@@ -21,9 +25,25 @@ def model_path(model: str) -> Path:
         raise ModelError(f"model {model}: only a local path or file:///… can be loaded; mount or bake the model")
     else:
         path = Path(model)
-    if not path.exists():
-        raise ModelError(f"model {model}: no such file or folder")
+    check_is_there(path)
     return path
+
+
+def check_is_there(path: Path) -> None:
+    """Raise ModelError, with what to do, where there is no model at all."""
+    if not path.exists():
+        remedy = "give the path of a folder with safetensors or of a .gguf file"
+        if HUB_NAME.fullmatch(str(path)):
+            remedy = (
+                f"if that is a name on the Hugging Face hub: models are read from this machine alone; "
+                f"hf download {path} --local-dir FOLDER, then give FOLDER"
+            )
+        raise ModelError(f"there is no model at {path}; {remedy}")
+    if path.is_dir() and not any(found for pattern in MODEL_FILES for found in path.glob(pattern)):
+        raise ModelError(
+            f"there is no model in {path}: neither {CONFIG_FILE} with safetensors nor a .gguf file; give the folder "
+            f"that holds them"
+        )
 
 
 def open_source(

@@ -152,7 +152,7 @@ def test_a_wrong_completion_request_is_400_and_names_what_is_wrong(
         ({"modalities": ["audio"]}, "modalities"),
         ({"audio": {}}, "audio"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "21"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
         ({"logprobs": 3}, "logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 5, "min_tokens": 6}, "min_tokens"),
@@ -269,3 +269,19 @@ def test_json_under_another_content_type_says_what_to_send(server: Any) -> None:
 def test_after_all_that_the_server_serves(server: Any) -> None:
     assert server.http.post(COMPLETIONS, json={"prompt": "ab", "max_tokens": 1}).json()["choices"][0]["text"] == "a"
     assert server.core_state()["running"] == 0
+
+
+def test_broken_json_is_400_with_line_and_column(server: Any) -> None:
+    response = server.http.post(
+        COMPLETIONS, content=b'{"model": "stub",\n "prompt": }', headers={"Content-Type": "application/json"}
+    )
+    assert response.status_code == 400
+    assert error_of(response)["message"].endswith("Expecting value: line 2 column 12 (char 29)")
+
+
+def test_a_body_that_is_no_utf8_is_400_with_the_place(server: Any) -> None:
+    response = server.http.post(
+        COMPLETIONS, content=b'{"prompt": "\xff"}', headers={"Content-Type": "application/json"}
+    )
+    assert response.status_code == 400
+    assert error_of(response)["message"] == "the body is not UTF-8 text: the byte at 12 is 0xff; send JSON in UTF-8"

@@ -117,6 +117,7 @@ def test_a_model_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str
 
 
 def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -225,6 +226,7 @@ def test_the_admin_port_is_on_loopback_without_a_token(
         return 0
 
     monkeypatch.setattr("trimtab_engine.api.serving.life.run_server", record)
+    (tmp_path / "config.json").write_text("{}")
     assert main(["serve", str(tmp_path), "--device", "cpu", "--admin-port", "8001", *flags]) == 0
     assert seen == [Listen("0.0.0.0", 8000, host, 8001)]
 
@@ -262,3 +264,48 @@ def test_a_chat_template_is_a_file_or_the_template_itself(tmp_path: Path) -> Non
     assert chat_template(None) is None
     with pytest.raises(ConfigError, match="No such file"):
         chat_template(str(tmp_path / "missing.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--host", "192.0.2.1"], ["this machine has no such address", "leave --host out"]),
+        (["--profiler-dir", "/proc/nope"], ["cannot write to --profiler-dir /proc/nope"]),
+        (["--otlp-traces-endpoint", "notaurl"], ["--otlp-traces-endpoint notaurl is no URL", "http://collector:4318"]),
+    ],
+)
+def test_what_cannot_be_listened_on_or_written_is_known_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], words: list[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    line = refused(capsys, "serve", str(tmp_path), "--device", "cpu", *flags)
+    assert [word for word in words if word not in line] == []
+
+
+def test_an_empty_folder_is_no_model_whatever_else_it_lacks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = refused(capsys, "serve", str(tmp_path), "--device", "cpu")
+    assert f"there is no model in {tmp_path}" in line
+    assert "tokenizer" not in line
+
+
+def test_a_name_on_the_hub_is_told_how_to_come_here(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "serve", "HuggingFaceTB/SmolLM2-135M-Instruct", "--device", "cpu")
+    assert "hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir FOLDER" in line
+
+
+def test_a_typo_is_told_by_the_command_that_lists_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "serve", "m", "--max-num-seq", "1").endswith(
+        "did you mean --max-num-seqs?; see trimtab-engine serve --help\n"
+    )
+    assert "see trimtab-engine bench serve --help" in refused(capsys, "bench", "serve", "--request-rat", "1")
+
+
+def test_a_command_that_is_misspelt_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean serve?" in refused(capsys, "sevre")
+    assert "did you mean latency?" in refused(capsys, "bench", "latenc")
+
+
+def test_a_bench_without_a_model_says_how_to_name_it(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "bench", "latency", "--device", "cpu")
+    assert "with --model" in line
+    assert "engine serve MODEL" not in line

@@ -64,5 +64,5 @@ def test_auto_reads_the_models_longest_request(model: Path, flags: tuple[str, ..
 
 
 def test_auto_needs_a_model_that_can_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such file or folder"):
+    with pytest.raises(ModelError, match="there is no model at"):
         engine_config(parsed(str(tmp_path / "missing"), "--device", "cpu", "--block-size", "auto"))

@@ -65,3 +65,14 @@ async def test_a_core_that_the_kernel_kills_while_loading_is_told_as_out_of_memo
     assert "killed (signal 9) in stage starting of loading" in message
     assert "raise its memory limit, or lower --max-num-batched-tokens" in message
     assert "\n" not in message
+
+
+def test_a_core_that_is_killed_while_it_serves_may_have_run_out_of_memory() -> None:
+    told = started_core.cause_of_end("the engine core", -9, None)
+    assert "killed by signal 9" in told
+    assert "memory ran out" in told
+    assert "--gpu-memory-utilization" in told
+    assert (
+        started_core.cause_of_end("the engine core", -11, None)
+        == "the engine core ended unexpectedly (killed by signal 11)"
+    )

@@ -82,7 +82,7 @@ def test_an_architecture_that_is_not_built_has_facts_too(tmp_path: Path) -> None
 
 
 def test_what_cannot_be_read_is_a_model_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such file"):
+    with pytest.raises(ModelError, match="there is no model at"):
         model_facts(str(tmp_path / "missing"))
 
 

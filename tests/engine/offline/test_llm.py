@@ -202,3 +202,11 @@ def test_structured_outputs_are_held_to(llm: LLM) -> None:
     for output in llm.generate(["one", "two"], params, use_tqdm=False):
         assert re.fullmatch("[ab]{3}-[0-9]{2}", output.outputs[0].text)
         assert output.outputs[0].finish_reason == "stop"
+
+
+def test_a_grammar_that_cannot_be_says_why(llm: LLM) -> None:
+    params = SamplingParams(structured_outputs={"regex": r"[^\s\S]"}, max_tokens=5)
+    (output,) = llm.generate(["one"], params, use_tqdm=False)
+    choice = output.outputs[0]
+    assert (choice.finish_reason, choice.text) == ("error", "")
+    assert choice.error

@@ -76,3 +76,9 @@ def test_a_reason_is_one_short_line(tokenizer: LLTokenizer) -> None:
     error = try_grammar(tokenizer, {"kind": "regex", "value": "(" * 5000})["error"]
     assert len(error) <= trial.MAX_ERROR_CHARACTERS
     assert "\n" not in error
+
+
+def test_of_a_regular_expression_it_is_said_what_is_wrong_and_where(tokenizer: LLTokenizer) -> None:
+    assert try_grammar(tokenizer, {"kind": "regex", "value": "ab(c"})["error"] == "unclosed group, at character 3"
+    error = try_grammar(tokenizer, {"kind": "grammar", "value": "start: foo"})["error"]
+    assert error == 'at 1(8): unknown name: "foo"', "without the drawing below it"

@@ -63,20 +63,29 @@ async def _on_api_error(_: Request, error: Exception) -> Response:
 async def _on_validation_error(_: Request, error: Exception) -> Response:
     """Pydantic's findings as one sentence that names the first field."""
     assert isinstance(error, RequestValidationError)
-    return validation_error(error.errors()).response()
+    return validation_error(error.errors(), error.body).response()
 
 
-def validation_error(findings: Any) -> ApiError:
-    """The first of pydantic's findings as a 400."""
+def validation_error(findings: Any, body: Any = None) -> ApiError:
+    """The first of pydantic's findings as a 400. `body` is the text that was to be JSON, where it was none."""
     first = findings[0]
     field, message = _field_and_message(findings)
     if first["type"] == "json_invalid":
-        return invalid(f"the body is not valid JSON: {first.get('ctx', {}).get('error', message)}")
+        reason = str(first.get("ctx", {}).get("error", message))
+        return invalid(f"the body is not valid JSON: {reason}{_where(first['loc'], body)}")
     if first["loc"] in (("body",), ()) and first["type"] in ("missing", "model_attributes_type", "model_type"):
         return invalid("the body must be a JSON object, sent with Content-Type: application/json")
     if first["type"] == "extra_forbidden":
         return invalid(f"unrecognized request argument: {shorten(field or '')}", shorten(field or ""))
     return invalid(f"{shorten(field)}: {message}" if field else message, shorten(field) if field else None)
+
+
+def _where(loc: tuple[str | int, ...], body: Any) -> str:
+    """Line and column of a place in the text, in the words of Python's own decoder."""
+    if not isinstance(body, str) or not loc or not isinstance(loc[-1], int):
+        return ""
+    before = body[: loc[-1]]
+    return f": line {before.count(chr(10)) + 1} column {len(before) - before.rfind(chr(10))} (char {len(before)})"
 
 
 def _field_and_message(findings: Any) -> tuple[str | None, str]:
@@ -99,6 +108,9 @@ def _place(loc: tuple[str | int, ...]) -> tuple[str, ...]:
 async def _on_http_error(_: Request, error: Exception) -> Response:
     """404 and 405 of the router."""
     assert isinstance(error, HTTPException)
+    if isinstance(cause := error.__cause__, UnicodeDecodeError):  # FastAPI says only that there was an error
+        wrong = f"the byte at {cause.start} is {cause.object[cause.start]:#04x}"
+        return invalid(f"the body is not UTF-8 text: {wrong}; send JSON in UTF-8").response()
     return ApiError(error.status_code, str(error.detail)).response()
 
 

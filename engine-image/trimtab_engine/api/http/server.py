@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import Callable, Iterator
 
@@ -62,7 +63,12 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
         bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
-        raise ConfigError(f"cannot listen on {in_url(host)}:{port}: {error.strerror}; choose another {flag}") from None
+        remedy = f"choose another {flag}"
+        if error.errno == errno.EADDRNOTAVAIL:
+            remedy = "this machine has no such address; leave --host out to listen on all that it has"
+        elif error.errno == errno.EACCES:
+            remedy = f"ports below 1024 are root's; {remedy}"
+        raise ConfigError(f"cannot listen on {in_url(host)}:{port}: {error.strerror}; {remedy}") from None
     bound.setblocking(False)
     return bound
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from trimtab_engine.api.metrics.observations import FinishedSequence
 from trimtab_engine.errors import ConfigError
@@ -21,6 +22,15 @@ SPAN_NAME = "llm_request"
 TRACE_HEADERS = ("traceparent", "tracestate")
 EXPORT_SECONDS = 2.0  # for one batch to reach the collector
 CLOSE_SECONDS = 1.0  # for the last spans to leave; a collector that is gone does not hold up the end
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises ConfigError for what is no address of a collector."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"--otlp-traces-endpoint {endpoint} is no URL; write one such as http://collector:4318/v1/traces"
+        )
 
 
 def check_tracing_is_installed() -> None:

@@ -103,7 +103,8 @@ def plan_of(
 ) -> GenerationPlan:
     """`max_tokens` None: as much as fits; 0: one token, which the answer leaves out."""
     vocab_size = serving.facts.vocab_size
-    for name, count in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+    asked = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"  # the field that holds the number
+    for name, count in ((asked, logprobs), ("prompt_logprobs", prompt_logprobs)):
         if count is not None and count > state.options.max_logprobs:
             raise invalid(f"{name} is {count}; at most {state.options.max_logprobs} are given here", name)
     outside = [token_id for token_id in body.stop_token_ids or () if token_id >= vocab_size]
