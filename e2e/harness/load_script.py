@@ -20,6 +20,7 @@ import httpx
 WINDOW_SECONDS = 5.0
 REQUEST_SECONDS = 600.0  # a request that takes longer than this has failed
 PAUSE_AFTER_FAILURE_SECONDS = 1.0  # so that a refusing server is not flooded
+NOT_THE_ENGINE = "no X-Request-Id, so no engine answered: "
 # Each is one token for most tokenizers, with its space.
 WORDS = ["river", "stone", "light", "winter", "garden", "music", "letter", "house", "water", "paper", "morning"]
 
@@ -73,7 +74,7 @@ class Load:
                 status = answer.status_code
                 if status != 200:
                     text = (await answer.aread()).decode(errors="replace")
-                    return self.failed(status, text)
+                    return self.failed(status, text if "x-request-id" in answer.headers else NOT_THE_ENGINE + text)
                 async for line in answer.aiter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue

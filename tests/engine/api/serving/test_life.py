@@ -80,6 +80,26 @@ def test_while_loading_probes_answer_and_requests_are_503(start_server: Any) -> 
     assert server.process.wait(30) == 0
 
 
+@pytest.mark.parametrize("num_servers", ["1", "2"])
+def test_whoever_asks_while_an_engine_comes_up_is_refused_told_503_or_answered(
+    start_server: Any, num_servers: str
+) -> None:
+    """A connection each, without a pause, from before the port is open until the first completion."""
+    server = start_server("--api-server-count", num_servers, wait=False)
+    url = f"http://127.0.0.1:{server.port}/v1/completions"
+    deadline = time.monotonic() + 120.0
+    status = None
+    while status != 200:
+        assert time.monotonic() < deadline, server.log.read_text()[-1000:]
+        try:
+            answer = httpx.post(url, json={"prompt": "ab", "max_tokens": 1}, timeout=30.0)
+        except httpx.ConnectError:
+            continue
+        status = answer.status_code
+        assert "x-request-id" in answer.headers
+        assert status == 200 or (status == 503 and "the engine is loading" in answer.json()["error"]["message"])
+
+
 def test_a_core_that_cannot_start_ends_the_server_with_its_line_and_code(start_server: Any) -> None:
     server = start_server("--seed", "666", wait=False)
     assert server.process.wait(60) == 2
