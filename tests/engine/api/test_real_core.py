@@ -51,6 +51,10 @@ def test_greedy_text_is_the_same_streamed_and_not_and_again(client: openai.OpenA
     assert complete(client).choices[0].text == whole.choices[0].text
 
 
+def test_the_memory_that_no_owner_explains_is_little(engine: "RealEngine") -> None:
+    assert abs(engine.memory()["unattributed_bytes"]) < 64 << 20
+
+
 def test_logprobs_of_the_real_model_are_sorted_and_begin_with_the_chosen_token(client: openai.OpenAI) -> None:
     logprobs = complete(client, max_tokens=3, logprobs=3).choices[0].logprobs
     assert len(logprobs.tokens) == 3

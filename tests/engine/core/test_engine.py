@@ -287,13 +287,12 @@ def test_a_drain_aborts_what_is_left_at_its_deadline(model: Path) -> None:
     assert not engine.has_work
 
 
-def test_the_ledger_names_an_owner_for_every_kind_and_its_kv_is_what_is_mapped(model: Path) -> None:
+def test_the_ledger_names_every_owner_and_its_kv_is_what_is_mapped(model: Path) -> None:
     engine, ready = an_engine(model)
     ledger = engine.ledger()
     assert ledger.kinds["kv_mapped"] == ready.num_blocks * BYTES_PER_BLOCK
     assert sum(ledger.kinds.values()) + ledger.free_bytes == ledger.device_bytes
     assert ledger.untouched_bytes == ledger.kinds["kv_mapped"], "no KV page was written yet"
-    assert abs(ledger.unattributed_bytes) < 64 << 20
 
 
 def test_a_plan_gives_what_a_patch_of_the_same_utilisation_gives(model: Path) -> None:

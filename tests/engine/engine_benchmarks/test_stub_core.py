@@ -2,7 +2,9 @@
 
 import asyncio
 import sys
+from pathlib import Path
 
+import engine_benchmarks
 import pytest
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.launch import started_core
@@ -17,6 +19,7 @@ DEADLINE_SECONDS = 120.0
 async def test_every_request_gets_its_tokens_one_step_each(monkeypatch: pytest.MonkeyPatch) -> None:
     command = (sys.executable, "-m", "engine_benchmarks.stub_core")
     monkeypatch.setattr(started_core, "CORE_COMMAND", command)
+    monkeypatch.setenv("PYTHONPATH", str(Path(engine_benchmarks.__file__).parents[1]))  # it is not installed
     steps: list[StepStats] = []
     launcher = CoreLauncher(EngineConfig(model="m"))
     client = CoreClient(launcher.addresses[0], on_step=steps.append)

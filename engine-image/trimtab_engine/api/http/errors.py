@@ -46,6 +46,15 @@ def invalid(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+class WrongField(ValueError):
+    """A check of several fields together has failed. `field` is the one that the client should change: pydantic knows
+    only that it is the object's."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
@@ -77,6 +86,9 @@ def validation_error(findings: Any, body: Any = None) -> ApiError:
         return invalid("the body must be a JSON object, sent with Content-Type: application/json")
     if first["type"] == "extra_forbidden":
         return invalid(f"unrecognized request argument: {shorten(field or '')}", shorten(field or ""))
+    wrong = first.get("ctx", {}).get("error")
+    if isinstance(wrong, WrongField):
+        return invalid(message, shorten(".".join(filter(None, (field, wrong.field)))))
     return invalid(f"{shorten(field)}: {message}" if field else message, shorten(field) if field else None)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from trimtab_engine.api.http.errors import WrongField
 from trimtab_engine.api.openai.restrictions import NO_RESTRICTIONS, RestrictionFields, Restrictions
 from trimtab_engine.api.openai.tools import ToolCalls, ToolFields
 from trimtab_engine.scheduling.sampling import Sampling
@@ -104,18 +105,18 @@ class GenerationRequest(RestrictionFields):
         _check_number_of_fields(data)
         for name in data.keys() & (NOT_BUILT.keys() - cls.model_fields.keys()):
             if not any(_same(data[name], harmless) for harmless in NOT_BUILT[name]):
-                raise ValueError(f"{name} is not supported yet; leave it out")
+                raise WrongField(name, f"{name} is not supported yet; leave it out")
         passed_over = (NOT_BUILT.keys() - cls.model_fields.keys()).union(WITHOUT_EFFECT)
         return {key: value for key, value in data.items() if key not in passed_over}
 
     @model_validator(mode="after")
     def _check_together(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed when stream is true")
+            raise WrongField("stream_options", "stream_options is only allowed when stream is true")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}")
+            raise WrongField("min_tokens", f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}")
         if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs are not available when stream is true")
+            raise WrongField("prompt_logprobs", "prompt_logprobs are not available when stream is true")
         return self
 
     @property
@@ -179,7 +180,7 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check_completion(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens is 0; it must be 1 or more unless echo is true")
+            raise WrongField("max_tokens", "max_tokens is 0; it must be 1 or more unless echo is true")
         return self
 
     def prompts(self) -> list[str] | list[list[int]]:
@@ -277,10 +278,12 @@ class ChatRequest(GenerationRequest, ToolFields):
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise WrongField("top_logprobs", "top_logprobs needs logprobs to be true")
         reserved = RESERVED.intersection(self.chat_template_kwargs or ())
         if reserved:
-            raise ValueError(f"chat_template_kwargs has {min(reserved)!r}, which a field of its own says")
+            raise WrongField(
+                "chat_template_kwargs", f"chat_template_kwargs has {min(reserved)!r}, which a field of its own says"
+            )
         return self
 
     @property

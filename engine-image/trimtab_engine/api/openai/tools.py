@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from trimtab_engine.api.http.errors import invalid
+from trimtab_engine.api.http.errors import WrongField, invalid
 from trimtab_engine.api.openai.constraints import Constraint, Schema, schema_constraint
 from trimtab_engine.api.openai.tool_parsers import PARSERS, ToolParser
 from trimtab_engine.api.openai.tool_parsers.enforced import NamedParser, RequiredParser
@@ -81,11 +81,12 @@ class ToolFields(BaseModel):
     def _check_tools(self) -> "ToolFields":
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) != len(names):
-            raise ValueError("two tools have one name")
+            raise WrongField("tools", "two tools have one name")
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
+            named = self.tool_choice.function.name
+            raise WrongField("tool_choice", f"tool_choice names {named!r}, which is not among the tools")
         if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice is required, but there are no tools")
+            raise WrongField("tool_choice", "tool_choice is required, but there are no tools")
         for tool in self.tools or ():
             schema_constraint(tool.function.parameters or {})
         return self
