@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Iterator
 
@@ -9,13 +10,14 @@ import pytest
 from conftest import Apply
 from harness.deployment import Deployment
 from harness.install import NAMESPACE, Installation
-from harness.kube import CRD_KIND, Kube, KubectlError, is_true
+from harness.kube import CRD_KIND, Kube, KubectlError, condition, is_true
 from harness.report import measured, say
 from harness.wait import NotYet
 
 HEALTH_PORT = 8081
 TAKE_OVER_SECONDS = 60.0
 LEASE = "trimtab-operator"
+SECRET = "trimtab-operator"
 
 
 def _holder(kube: Kube) -> str:
@@ -96,3 +98,33 @@ def _acts(deployment: Deployment, kube: Kube) -> None:
             raise NotYet(f"observedGeneration {now['status']['observedGeneration']}")
 
     deployment.waiter.until("the new leader has observed an edit", observed, deadline_seconds=60.0)
+
+
+@pytest.fixture
+def as_before(installation: Installation) -> Iterator[None]:
+    yield
+    installation.install()
+
+
+@pytest.mark.usefixtures("as_before")
+def test_an_upgrade_with_other_defaults_and_another_secret_restarts_no_engine(
+    apply: Apply, installation: Installation, kube: Kube
+) -> None:
+    deployment = apply()
+    deployment.ready()
+    restarts = deployment.restarts()
+    secret = kube.get("secret", SECRET, NAMESPACE)
+    assert secret is not None
+    rotated = {"former-key": secret["data"]["key"], "key": base64.b64encode(b"another secret of this story").decode()}
+    kube.patch("secret", SECRET, NAMESPACE, {"data": rotated})
+    installation.install(**{"engine.image.tag": "of-no-image", "tickSeconds": "6"})
+
+    def tells() -> None:
+        progressing = condition(deployment.get(), "Progressing") or {}
+        if "trimtab.dev/restarted-at" not in progressing.get("message", ""):
+            raise NotYet(f"Progressing says {progressing.get('message')!r}")
+
+    deployment.waiter.until("the new operator says that new pods would be others", tells, deadline_seconds=60.0)
+    assert deployment.restarts() == restarts
+    _acts(deployment, kube)
+    assert deployment.restarts() == restarts

@@ -13,6 +13,7 @@ from trimtab_operator.resource.spec import InferenceDeployment, Spec, Speculativ
 
 SWITCH = object()  # in place of the value of a flag that has none
 MEETING_FLAG = "--master-addr"
+TOKEN_FLAG = "--admin-token-sha256"  # noqa: S105 - the name of a flag
 MODEL_MOUNT = "/models/claim"  # where a pvc:// model is mounted in the pod
 
 
@@ -44,7 +45,7 @@ def engine_args(deployment: InferenceDeployment, *, admin_token_sha256: str) -> 
         "--device": spec.runtime.device,
         "--port": HTTP_PORT,
         "--admin-port": ADMIN_PORT,
-        "--admin-token-sha256": admin_token_sha256,
+        TOKEN_FLAG: admin_token_sha256,
         "--max-model-len": spec.engine.max_model_len,
         "--block-size": spec.engine.block_size,
         "--kv-cache-dtype": spec.engine.kv_cache_dtype,

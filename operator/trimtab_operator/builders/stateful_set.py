@@ -21,12 +21,14 @@ from trimtab_operator.builders.labels import (
 )
 from trimtab_operator.builders.overlay import lay_over
 from trimtab_operator.builders.pod import pod_spec, worker_pod_spec
+from trimtab_operator.builders.record import RECORD_ANNOTATION, Record, asked_of
 from trimtab_operator.layout import layout_of
 from trimtab_operator.resource.canonical_json import compact
-from trimtab_operator.resource.spec import InferenceDeployment
+from trimtab_operator.resource.spec import RESTARTED_AT, InferenceDeployment
 
 GAVE_BACK_ANNOTATION = "trimtab.dev/gave-back"  # on a leader's StatefulSet: see observed/hold.py
 REVISION_LENGTH = 10  # hex digits: 40 bits tell the few revisions of one resource apart
+NO_RECORDS: Mapping[str, Record] = {}
 
 
 def pod_template(deployment: InferenceDeployment, *, admin_token_sha256: str) -> dict[str, Any]:
@@ -35,7 +37,11 @@ def pod_template(deployment: InferenceDeployment, *, admin_token_sha256: str) ->
         "metadata": {"labels": common_labels(deployment)},
         "spec": pod_spec(deployment, admin_token_sha256=admin_token_sha256),
     }
-    return lay_over(rendered, deployment)
+    made = lay_over(rendered, deployment)
+    if deployment.restarted_at is not None:
+        metadata = made["metadata"]
+        metadata["annotations"] = {**metadata.get("annotations", {}), RESTARTED_AT: deployment.restarted_at}
+    return made
 
 
 def revision_of(template: Mapping[str, Any]) -> str:
@@ -45,17 +51,32 @@ def revision_of(template: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A resource and what its replicas are rendered from: done once, used for all of them."""
+    """A resource and what its replicas are rendered from: done once, used for all of them. `asked` names what was asked
+    for; `is_recorded`: the template is the one that replicas were rendered from before."""
 
     deployment: InferenceDeployment
     template: Mapping[str, Any]
     revision: str
+    asked: str
+    is_recorded: bool = False
+
+    @property
+    def record(self) -> Record:
+        """What a replica keeps of it."""
+        return Record(self.asked, self.deployment.image, self.template)
 
 
-def rendered(deployment: InferenceDeployment, *, admin_token_sha256: str) -> Rendered:
-    """Render the pod template of a resource, and name it by its hash."""
-    template = pod_template(deployment, admin_token_sha256=admin_token_sha256)
-    return Rendered(deployment, template, revision_of(template))
+def rendered(
+    deployment: InferenceDeployment, *, admin_token_sha256: str, records: Mapping[str, Record] = NO_RECORDS
+) -> Rendered:
+    """The pod template of a resource, named by its hash: the one that `records` hold for what is asked, or a new one.
+
+    `records` are by what was asked for (`records_of`).
+    """
+    asked = asked_of(deployment)
+    record = records.get(asked)
+    template = pod_template(deployment, admin_token_sha256=admin_token_sha256) if record is None else record.template
+    return Rendered(deployment, template, revision_of(template), asked, record is not None)
 
 
 def leader_stateful_set(
@@ -64,8 +85,9 @@ def leader_stateful_set(
     """The StatefulSet of the group's leader. `address`: where the ranks of a group of several pods meet."""
     name, selector = group_name(wanted.deployment, ordinal), group_selector(wanted.deployment, ordinal)
     made = _stateful_set(wanted, name, ordinal, selector, address)
+    made["metadata"]["annotations"] = {RECORD_ANNOTATION: wanted.record.to_text()}
     if held is not None:
-        made["metadata"]["annotations"] = {GAVE_BACK_ANNOTATION: held.note}
+        made["metadata"]["annotations"][GAVE_BACK_ANNOTATION] = held.note
     return _sized(made, 1, held)
 
 

@@ -38,3 +38,5 @@ class Findings:
     target: InferenceDeployment | None = None
     too_few_gpus: str | None = None
     problem: tuple[str, str] | None = None
+    keeps_older_pods: bool = False
+    """Whether replicas run what another operator, or this one with other defaults, rendered for the same spec."""

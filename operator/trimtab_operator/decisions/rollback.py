@@ -23,7 +23,8 @@ from typing import Any
 from trimtab_operator.builders.config_map import ROLLOUT_KEY, rollout_config_map
 from trimtab_operator.builders.labels import rollout_config_map_name
 from trimtab_operator.builders.pod import grace_seconds
-from trimtab_operator.builders.stateful_set import Rendered, rendered
+from trimtab_operator.builders.record import Record
+from trimtab_operator.builders.stateful_set import NO_RECORDS, Rendered, rendered
 from trimtab_operator.decisions.actions import Apply
 from trimtab_operator.decisions.plan import differing
 from trimtab_operator.decisions.validation import refusals
@@ -43,10 +44,12 @@ NOT_RENDERED = ("replicas", "scaling", "metrics", "objectives", "tuning")  # cap
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What was asked for when a revision was proven: the spec as JSON, and the image that it meant."""
+    """What was asked for when a revision was proven: the spec as JSON, the image that it meant, and when its owner last
+    asked for new pods."""
 
     spec: str
     image: str | None
+    restarted_at: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +133,21 @@ def course_of(
     return Course(step.state, wanted, failed, unproven)
 
 
-def proven_form(state: RolloutState, wanted: Rendered, *, admin_token_sha256: str) -> Rendered | None:
+def proven_form(
+    state: RolloutState, wanted: Rendered, *, admin_token_sha256: str, records: Mapping[str, Record] = NO_RECORDS
+) -> Rendered | None:
     """What the last proven form renders to: what is `wanted` now, in the usual case. None: there is none."""
     if state.proven is None:
         return None
     if state.proven == form_of(wanted.deployment):
         return wanted
     proven = proven_deployment(wanted.deployment, state.proven)
-    return None if proven is None else rendered(proven, admin_token_sha256=admin_token_sha256)
+    return None if proven is None else rendered(proven, admin_token_sha256=admin_token_sha256, records=records)
 
 
 def form_of(deployment: InferenceDeployment) -> Form:
     """The spec with what was written in it, in one spelling."""
-    return Form(compact(_written(deployment)), deployment.image)
+    return Form(compact(_written(deployment)), deployment.image, deployment.restarted_at)
 
 
 def change_of(deployment: InferenceDeployment, revision: str) -> str:
@@ -164,7 +169,8 @@ def proven_deployment(deployment: InferenceDeployment, proven: Form) -> Inferenc
         return None
     rollout = before.spec.rollout.model_copy(update={"max_unavailable": deployment.spec.rollout.max_unavailable})
     now = {"replicas": deployment.spec.replicas, "scaling": deployment.spec.scaling, "rollout": rollout}
-    found = replace(deployment, spec=before.spec.model_copy(update=now), image=before.image)
+    spec = before.spec.model_copy(update=now)
+    found = replace(deployment, spec=spec, image=before.image, restarted_at=proven.restarted_at)
     return None if refusals(found) else found
 
 
@@ -254,11 +260,15 @@ def _refuses_to_start(pod: Manifest) -> bool:
 # --- remembered -------------------------------------------------------------------------------------------------------
 
 
-def stored_rollout(deployment: InferenceDeployment, observed: Observed, *, key: str) -> RolloutState:
-    """What the ConfigMap remembers. `key` signs it."""
+def stored_rollout(
+    deployment: InferenceDeployment, observed: Observed, *, key: str, former_key: str | None = None
+) -> RolloutState:
+    """What the ConfigMap remembers. `key` signs it, or `former_key` did."""
     name = rollout_config_map_name(deployment)
     found = next((m for m in observed.config_maps if m["metadata"]["name"] == name), None)
-    return from_text(None if found is None else (found.get("data") or {}).get(ROLLOUT_KEY), key=key)
+    text = None if found is None else (found.get("data") or {}).get(ROLLOUT_KEY)
+    state = from_text(text, key=key)
+    return state if state != RolloutState() or former_key is None else from_text(text, key=former_key)
 
 
 def plan_rollout_state(
@@ -286,7 +296,7 @@ def from_text(text: str | None, *, key: str) -> RolloutState:
         found = json.loads(body)
         proven, attempt, back = found["proven"], found["attempt"], found["taken_back"]
         return RolloutState(
-            None if proven is None else Form(str(proven["spec"]), proven["image"]),
+            None if proven is None else Form(str(proven["spec"]), proven["image"], proven.get("restarted_at")),
             None if attempt is None else Attempt(str(attempt["change"]), float(attempt["since"])),
             None if back is None else TakenBack(str(back["change"]), str(back["message"])),
         )

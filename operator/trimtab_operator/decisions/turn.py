@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from trimtab_operator.builders.admin_token import token_hash
-from trimtab_operator.builders.stateful_set import Rendered, rendered
+from trimtab_operator.builders.record import Record, asked_of, records_of
+from trimtab_operator.builders.stateful_set import Rendered, pod_template, rendered
 from trimtab_operator.decisions.actions import Action, Apply, Delete, Note, Patch
 from trimtab_operator.decisions.findings import Findings
 from trimtab_operator.decisions.in_vain import Futile, sift
@@ -71,15 +72,20 @@ class Turn:
 
 def turn(world: World, memory: Memory) -> Turn:
     """Decide what is to be done in this world. Never raises, whatever the cluster or the engines say."""
+    records, seen = records_of(world.children.stateful_sets), world
+    world = _as_recorded(world, records)
     known = _known(world, memory)
     refused = world.misread or refusals(world.deployment)
     if refused:
         return _refused(world, known, refused)
-    wanted = rendered(world.deployment, admin_token_sha256=token_hash(world.token))
+    token_sha256 = token_hash(world.token)
+    wanted = rendered(world.deployment, admin_token_sha256=token_sha256, records=records)
     reading = plan_facts(world.deployment, known.observed, now=world.at)
     known = replace(known, observed=with_kept(known.observed, reading))
-    rollout = memory.rollout or stored_rollout(world.deployment, world.children, key=world.token)
-    proven = proven_form(rollout, wanted, admin_token_sha256=token_hash(world.token))
+    rollout = memory.rollout or stored_rollout(
+        world.deployment, world.children, key=world.token, former_key=world.former_token
+    )
+    proven = proven_form(rollout, wanted, admin_token_sha256=token_sha256, records=records)
     gate = _gate(world, known, wanted, proven)
     if gate.refusals:
         return _with_reading(_refused(world, known, gate.refusals, of_layout=gate.refusals), reading)
@@ -92,7 +98,17 @@ def turn(world: World, memory: Memory) -> Turn:
         may_start=gate.is_open,
         now=world.at,
     )
-    return _with_reading(_steered(world, known, wanted, gate, course), reading)
+    steered = _steered(world, known, wanted, gate, course)
+    findings = replace(steered.findings, keeps_older_pods=_keeps_older_pods(seen, wanted))
+    return _with_reading(replace(steered, findings=findings), reading)
+
+
+def _as_recorded(world: World, records: Mapping[str, Record]) -> World:
+    """The same world, where a spec without an image means the one that it meant when its replicas were rendered."""
+    record = records.get(asked_of(world.deployment))
+    if record is None or record.image is None or world.deployment.spec.runtime.image is not None:
+        return world
+    return replace(world, deployment=replace(world.deployment, image=record.image))
 
 
 def _known(world: World, memory: Memory) -> Recalled:
@@ -161,10 +177,12 @@ def findings_of_cluster(world: World, known: Recalled) -> Findings:
 
 def findings_without_a_turn(world: World, memory: Memory, problem: tuple[str, str]) -> Findings:
     """What can be said when a turn could not be carried out: the children as they are, and the problem."""
+    records = records_of(world.children.stateful_sets)
+    world = _as_recorded(world, records)
     findings = findings_of_cluster(world, _known(world, memory))
     if world.misread:
         return replace(findings, problem=problem)
-    wanted = rendered(world.deployment, admin_token_sha256=token_hash(world.token))
+    wanted = rendered(world.deployment, admin_token_sha256=token_hash(world.token), records=records)
     return replace(findings, revision=wanted.revision, problem=problem)
 
 
@@ -175,6 +193,13 @@ def _care(world: World, known: Recalled, *, asked: str | None) -> Upkeep:
 
 def _revision(course: Course) -> str:
     return "" if course.target is None else course.target.revision
+
+
+def _keeps_older_pods(world: World, wanted: Rendered) -> bool:
+    """Whether this operator, with its defaults, would render other pods for what is asked than those that run."""
+    return wanted.is_recorded and wanted.template != pod_template(
+        world.deployment, admin_token_sha256=token_hash(world.token)
+    )
 
 
 def _too_few_gpus(world: World) -> str | None:

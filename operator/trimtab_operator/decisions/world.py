@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from trimtab_operator.builders.admin_token import Tokens
 from trimtab_operator.decisions.memory import Memory, Recalled, recalled
 from trimtab_operator.decisions.node_loss import may_be_lost
 from trimtab_operator.decisions.placement import Age, is_partly_placed
@@ -27,7 +28,8 @@ LOST_NODES_FRESH_SECONDS = 5.0  # a node that is back is not given up; all resou
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """All that one look at a resource saw, at Unix time `at`. `token` is the admin token of its engines."""
+    """All that one look at a resource saw, at Unix time `at`. `token` is the admin token of its engines, `former_token`
+    the one of those that were started before the operator's secret was changed."""
 
     at: float
     deployment: InferenceDeployment
@@ -44,6 +46,12 @@ class World:
     refused_creations: tuple[Manifest, ...] | None = None
     """Events of StatefulSets whose pods the API server did not create; None: nobody has looked."""
     tick_seconds: float = 15.0
+    former_token: str | None = field(default=None, repr=False)
+
+    @property
+    def tokens(self) -> Tokens:
+        """What engines may have been started with."""
+        return Tokens(self.token, self.former_token)
 
 
 @dataclass(frozen=True, slots=True)

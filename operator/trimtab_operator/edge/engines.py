@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from trimtab_operator.builders.admin_token import Tokens
 from trimtab_operator.decisions.actions import Patch
 from trimtab_operator.edge import metrics
 from trimtab_operator.edge.bounded_http import pod_url
@@ -59,30 +60,32 @@ class Engines:
     """What is under way, by the uid of the leader's pod."""
     _gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_ASKED_AT_ONCE))
 
-    async def look(self, targets: Iterable[Target], token: str) -> dict[str, EngineSeen]:
+    async def look(self, targets: Iterable[Target], tokens: Tokens) -> dict[str, EngineSeen]:
         """Ask every engine at once; by group, what they said in time. Engines that are gone are forgotten."""
         wanted = list(targets)
         reachable = {target.instance: target for target in wanted if target.address is not None}
         for gone in self._with.keys() - reachable.keys():
             self._with.pop(gone).end()
         late = {uid: said for uid, target in reachable.items() if (said := self._taken_up(target)) is not None}
-        begun = [asking for target in reachable.values() if (asking := self._begun(target, token)) is not None]
+        begun = [asking for target in reachable.values() if (asking := self._begun(target, tokens)) is not None]
         if begun:
             await asyncio.wait(begun, timeout=self.patience_seconds)
         return {target.group: self._said(target, late.get(target.instance)) for target in wanted}
 
-    def _begun(self, target: Target, token: str) -> asyncio.Task[EngineSeen] | None:
+    def _begun(self, target: Target, tokens: Tokens) -> asyncio.Task[EngineSeen] | None:
         """Begin to ask an engine; None when it is being asked already."""
         conversation = self._with.setdefault(target.instance, _Conversation())
         if conversation.asking is not None:
             return None
-        conversation.asking = asyncio.create_task(self._ask(target, token))
+        conversation.asking = asyncio.create_task(self._ask(target, tokens))
         return conversation.asking
 
-    async def _ask(self, target: Target, token: str) -> EngineSeen:
+    async def _ask(self, target: Target, tokens: Tokens) -> EngineSeen:
         async with self._gate:
             try:
-                return await metrics.ask(target, http=self.http, token=token, clock=self.clock)
+                return await metrics.ask(
+                    target, http=self.http, token=tokens.for_hash(target.token_sha256), clock=self.clock
+                )
             except Exception as error:  # whatever an engine says must not end the loop of its resource
                 logger.exception("an engine's answer could not be dealt with", extra={"group": target.group})
                 return _unsaid(target, f"its answer could not be dealt with: {type(error).__name__}")
@@ -102,13 +105,13 @@ class Engines:
         waiting = f"no answer within {self.patience_seconds:g} s; it is still waited for"
         return said if said is not None else _unsaid(target, waiting)
 
-    async def patch(self, orders: Iterable[Patch], token: str, on_answer: OnAnswer) -> None:
+    async def patch(self, orders: Iterable[Patch], tokens: Tokens, on_answer: OnAnswer) -> None:
         """Send every change at once. `on_answer` hears each answer, in time or later."""
-        sent = [task for order in orders if (task := self._sent(order, token, on_answer)) is not None]
+        sent = [task for order in orders if (task := self._sent(order, tokens, on_answer)) is not None]
         if sent:
             await asyncio.wait(sent, timeout=self.patience_seconds)
 
-    def _sent(self, order: Patch, token: str, on_answer: OnAnswer) -> asyncio.Task[None] | None:
+    def _sent(self, order: Patch, tokens: Tokens, on_answer: OnAnswer) -> asyncio.Task[None] | None:
         """Send a change; None while an earlier one is not answered."""
         conversation = self._with.setdefault(order.target.instance, _Conversation())
         if conversation.patching is not None and not conversation.patching.done():
@@ -120,12 +123,13 @@ class Engines:
         if conversation.asking is not None:  # its answer would speak of the values before
             conversation.asking.cancel()
             conversation.asking = None
-        conversation.patching = asyncio.create_task(self._patch(order, token, on_answer))
+        conversation.patching = asyncio.create_task(self._patch(order, tokens, on_answer))
         return conversation.patching
 
-    async def _patch(self, order: Patch, token: str, on_answer: OnAnswer) -> None:
+    async def _patch(self, order: Patch, tokens: Tokens, on_answer: OnAnswer) -> None:
         address, port = order.target.address, order.target.admin_port
         assert address is not None
+        token = tokens.for_hash(order.target.token_sha256)
         client = EngineClient(self.http, pod_url(address, port), token)
         answer = await client.patch(order.fields, if_match=order.if_match)
         is_refused = isinstance(answer, OutOfBounds | Rejected)

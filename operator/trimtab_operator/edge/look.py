@@ -42,7 +42,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Eyes:
-    """Look for all loops. `secret` is what admin tokens are derived from."""
+    """Look for all loops. `secret` is what admin tokens are derived from, `former_secret` what they were before."""
 
     cluster: Cluster
     nodes: Nodes
@@ -50,6 +50,7 @@ class Eyes:
     default_image: str | None
     tick_seconds: float
     clock: Callable[[], float] = time.time
+    former_secret: bytes | None = None
 
     async def look(self, key: Key, memory: Memory, engines: Engines) -> World:
         """See the resource, its children, its engines and what else matters now. Raises Gone."""
@@ -59,7 +60,7 @@ class Eyes:
             self._nodes(asked.nodes_fresh_seconds),
             self._rivals() if asked.rivals else _nothing(),
             self._refused_creations(key.namespace) if asked.refused_creations else _nothing(),
-            engines.look(asked.engines, world.token),
+            engines.look(asked.engines, world.tokens),
         )
         return replace(world, at=self.clock(), engines=said, nodes=nodes, rivals=rivals, refused_creations=refused)
 
@@ -71,7 +72,16 @@ class Eyes:
         deployment, misread = as_read(body, default_image=self.default_image)
         children = await self.cluster.observe(deployment)
         token = admin_token(self.secret, key.uid)
-        return World(self.clock(), deployment, token, children, misread=misread, tick_seconds=self.tick_seconds)
+        former = None if self.former_secret is None else admin_token(self.former_secret, key.uid)
+        return World(
+            self.clock(),
+            deployment,
+            token,
+            children,
+            misread=misread,
+            tick_seconds=self.tick_seconds,
+            former_token=former,
+        )
 
     async def _nodes(self, fresh_seconds: float | None) -> tuple[Manifest, ...] | None:
         return () if fresh_seconds is None else await self.nodes.present(fresh_seconds=fresh_seconds)

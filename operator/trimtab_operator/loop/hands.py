@@ -72,7 +72,7 @@ class Hands:
                 await self._tell_answer(deployment, order, answer)
 
         self._must_lead()
-        await engines.patch(turn.patches, world.token, on_answer)
+        await engines.patch(turn.patches, world.tokens, on_answer)
         for decision in turn.decisions:
             await self._announce(deployment, decision)
         for note in (*turn.notes, *(note for action in done if (note := note_of(action)) is not None)):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import kopf
 
-from trimtab_operator.builders.admin_token import SECRET_KEY, new_secret
+from trimtab_operator.builders.admin_token import FORMER_KEY, SECRET_KEY, new_secret
 from trimtab_operator.edge import bounded_http
 from trimtab_operator.edge.cluster import API_ERRORS, Cluster
 from trimtab_operator.edge.health import Heartbeats, OperatorMetrics, measure_lag, serve_health, serve_metrics
@@ -129,7 +129,14 @@ async def _lead(
     metrics.leader.set(1)
     async with bounded_http.new_client() as http:
         secret = await cluster.secret(options.operator_namespace, options.secret_name, {SECRET_KEY: new_secret()})
-        eyes = Eyes(cluster, nodes, secret[SECRET_KEY], options.default_image, options.tick_seconds)
+        eyes = Eyes(
+            cluster,
+            nodes,
+            secret[SECRET_KEY],
+            options.default_image,
+            options.tick_seconds,
+            former_secret=secret.get(FORMER_KEY) or None,
+        )
         hands = Hands(cluster, metrics, eyes.clock, lambda: lease.is_held)
         reconciler = Reconciler(eyes, hands, http, heartbeats, WakeUps())
         code = await _work(lease, reconciler, options, stop)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT
 from trimtab_operator.layout.degrees import Degrees
-from trimtab_operator.observed.groups import Group
+from trimtab_operator.observed.groups import Group, token_hash_of
 from trimtab_operator.observed.phases import EngineView
 from trimtab_operator.tuner import GroupReading, Value
 
@@ -18,13 +18,14 @@ from trimtab_operator.tuner import GroupReading, Value
 @dataclass(frozen=True, slots=True)
 class Target:
     """One replica group to ask: its name, its leader pod (address, None before it has one; uid), whether it is Ready,
-    and whether its layout is still to be learned."""
+    whether its layout is still to be learned, and the hash of the admin token that its engine was started with."""
 
     group: str
     address: str | None
     ready: bool
     instance: str = ""
     asks_layout: bool = False
+    token_sha256: str | None = None
     api_port: int = HTTP_PORT
     admin_port: int = ADMIN_PORT
 
@@ -49,7 +50,8 @@ def target_of(group: Group, known_layouts: Mapping[str, Degrees]) -> Target:
     if pod is None or group.is_terminating or group.is_outdated:
         return Target(group.name, None, False)
     address, uid = (pod.get("status") or {}).get("podIP"), str(pod["metadata"]["uid"])
-    return Target(group.name, address, group.is_ready, uid, asks_layout=group.is_ready and uid not in known_layouts)
+    asks_layout = group.is_ready and uid not in known_layouts
+    return Target(group.name, address, group.is_ready, uid, asks_layout, token_hash_of(pod))
 
 
 def view_of(group: Group, seen: EngineSeen | None, layout: Degrees | None) -> EngineView:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from trimtab_operator.builders.engine_args import MEETING_FLAG
+from trimtab_operator.builders.engine_args import MEETING_FLAG, TOKEN_FLAG
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, ROLE_LABEL, WORKER
 from trimtab_operator.resource.manifest import Manifest
 
@@ -132,9 +132,19 @@ def is_pod_ready(pod: Manifest) -> bool:
 
 def meeting_address(pod: Manifest) -> str | None:
     """Where the ranks of a pod, or of pods of a template, meet, by their flags; None where there is no need to."""
+    return _flag(pod, MEETING_FLAG)
+
+
+def token_hash_of(pod: Manifest) -> str | None:
+    """The hash of the admin token that a pod's engine was started with; None where it was told none."""
+    return _flag(pod, TOKEN_FLAG)
+
+
+def _flag(pod: Manifest, name: str) -> str | None:
+    """The last value of a flag of a pod's containers; None where it stands nowhere."""
     containers = (pod.get("spec") or {}).get("containers") or []
     flags = [argument for container in containers for argument in container.get("args") or []]
-    found = [flag.partition("=")[2] for flag in flags if flag.startswith(f"{MEETING_FLAG}=")]
+    found = [flag.partition("=")[2] for flag in flags if flag.startswith(f"{name}=")]
     return found[-1] if found else None
 
 

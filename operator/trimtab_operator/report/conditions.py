@@ -19,7 +19,7 @@ from trimtab_operator.observed.hold import hold_of
 from trimtab_operator.observed.missing_pods import missing_sentence
 from trimtab_operator.observed.pods import unschedulable
 from trimtab_operator.observed.readiness import reported_layouts
-from trimtab_operator.resource.spec import InferenceDeployment
+from trimtab_operator.resource.spec import RESTARTED_AT, InferenceDeployment
 from trimtab_operator.resource.time import timestamp
 from trimtab_operator.tuner import Verdict
 
@@ -166,7 +166,13 @@ def progressing_claim(
         return Claim("Progressing", "True", Reason.LOADING, "replicas load the model")
     if any(not g["ready"] for g in groups):
         return Claim("Progressing", "True", Reason.PENDING, "replicas wait for their pods")
-    return Claim("Progressing", "False", Reason.SETTLED, "what runs is what is wanted")
+    settled = "what runs is what is wanted"
+    if findings.keeps_older_pods:
+        settled += (
+            f"; new pods would be rendered otherwise by now: another text in the annotation {RESTARTED_AT} asks for"
+        )
+        settled += " them"
+    return Claim("Progressing", "False", Reason.SETTLED, settled)
 
 
 def _failed_change_claim(

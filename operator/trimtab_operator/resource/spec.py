@@ -18,6 +18,7 @@ from trimtab_operator.errors import InvalidSpec
 
 GROUP = "trimtab.dev"
 VERSION = "v1alpha1"
+RESTARTED_AT = "trimtab.dev/restarted-at"  # annotation of a resource; another text asks for new pods
 KIND = "InferenceDeployment"
 PLURAL = "inferencedeployments"
 MAX_REPLICAS = 1000
@@ -440,7 +441,10 @@ class Spec(Model):
 
 @dataclass(frozen=True, slots=True)
 class InferenceDeployment:
-    """One resource, parsed. `image` is spec.runtime.image or the operator's default; None when there is neither."""
+    """One resource, parsed. `image` is spec.runtime.image or the operator's default; None when there is neither.
+
+    `restarted_at` is what its owner wrote into the annotation of that name: another text asks for new pods.
+    """
 
     namespace: str
     name: str
@@ -449,6 +453,7 @@ class InferenceDeployment:
     spec: Spec
     image: str | None
     status: Mapping[str, Any]
+    restarted_at: str | None = None
 
     @property
     def replicas(self) -> int:
@@ -473,6 +478,7 @@ class InferenceDeployment:
             spec=spec,
             image=spec.runtime.image or default_image,
             status=body.get("status") or {},
+            restarted_at=(metadata.get("annotations") or {}).get(RESTARTED_AT),
         )
 
 

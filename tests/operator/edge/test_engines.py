@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+from trimtab_operator.builders.admin_token import Tokens
 from trimtab_operator.decisions.actions import Patch
 from trimtab_operator.edge import metrics
 from trimtab_operator.edge.engine_client import OutOfBounds, Patched
@@ -20,7 +21,7 @@ from trimtab_operator.tuner import Knob
 if TYPE_CHECKING:
     from tests.operator.conftest import ContractEngine
 
-TOKEN = "right"
+TOKEN = Tokens("right")
 
 
 def a_target(engine: ContractEngine, uid: str = "u", *, ready: bool = True) -> Target:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 from aiohttp import web
+from trimtab_operator.builders.admin_token import Tokens
 from trimtab_operator.edge.bounded_http import MAX_BODY_BYTES, Unreachable, fetch, new_client
 from trimtab_operator.edge.engines import Engines
 from trimtab_operator.edge.metrics import MAX_METRICS_BYTES, scrape
@@ -106,12 +107,12 @@ async def test_engines_that_hang_take_no_connection_from_the_others(
             Target(f"g{n}", "127.0.0.1", True, f"u{n}", api_port=other_engine.port, admin_port=other_engine.port)
             for n in range(32)
         ]
-        await asyncio.gather(*(engines.look(hanging, "right") for engines in hostile))
+        await asyncio.gather(*(engines.look(hanging, Tokens("right")) for engines in hostile))
         healthy = Engines(http, patience_seconds=1.5)
         target = Target("m-g0", "127.0.0.1", True, "u", api_port=engine.port, admin_port=engine.port)
         try:
             for _ in range(10):
-                said = await healthy.look([target], "right")
+                said = await healthy.look([target], Tokens("right"))
                 assert said["m-g0"].reading.problem is None
         finally:
             for engines in (*hostile, healthy):

@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 from kubernetes.aio.client.exceptions import ApiException
 from operator_builders import NOW, a_pod, a_resource, not_ready, observed
+from trimtab_operator.builders.admin_token import Tokens
 from trimtab_operator.builders.labels import WORKER
 from trimtab_operator.decisions.memory import Memory
 from trimtab_operator.decisions.world import LOST_NODES_FRESH_SECONDS, World
@@ -48,7 +49,7 @@ class ListingCluster:
 class SilentEngines:
     """Nobody answers."""
 
-    async def look(self, _targets: tuple[Target, ...], _token: str) -> dict[str, EngineSeen]:
+    async def look(self, _targets: tuple[Target, ...], _tokens: Tokens) -> dict[str, EngineSeen]:
         return {}
 
 

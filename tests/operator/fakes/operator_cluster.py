@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import httpx
 from operator_builders import MODEL_FACTS, NOW, a_resource
-from trimtab_operator.builders.admin_token import admin_token
+from trimtab_operator.builders.admin_token import Tokens, admin_token
 from trimtab_operator.builders.config_map import facts_config_map
 from trimtab_operator.builders.labels import REVISION_LABEL
 from trimtab_operator.decisions.actions import Action, Apply, Patch, note_of
@@ -79,6 +79,11 @@ class FakeCluster:
     ) -> None:
         self.now = NOW
         self.body: dict[str, Any] | None = a_resource(**spec)
+        self.default_image = "engine:1"
+        """The operator's, for resources that name none."""
+        self.secret = SECRET
+        """What the operator derives admin tokens from, and what it did before."""
+        self.former_secret: bytes | None = None
         self.start_seconds = start_seconds
         self.nodes = nodes
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
@@ -113,7 +118,7 @@ class FakeCluster:
     def deployment(self) -> InferenceDeployment:
         """The resource as the operator reads it."""
         assert self.body is not None
-        return as_read(self.body, default_image="engine:1")[0]
+        return as_read(self.body, default_image=self.default_image)[0]
 
     def edit(self, **spec: Any) -> None:
         """Write another spec: these parts of it in the place of the present ones; None removes one."""
@@ -162,20 +167,22 @@ class FakeCluster:
         """What one look sees now."""
         memory, deployment, children = memory or self.memory, self.deployment, self.children()
         asked = questions_of(deployment, children, memory, now=self.now)
-        misread = as_read(self.body or {}, default_image="engine:1")[1]
+        misread = as_read(self.body or {}, default_image=self.default_image)[1]
+        former = None if self.former_secret is None else admin_token(self.former_secret, KEY.uid)
         engines = {target.group: self.said(target) for target in asked.engines}
         refused = tuple(self.refusals) if asked.refused_creations else None
         nodes = self._nodes() if asked.nodes_fresh_seconds is not None else ()
         return World(
             self.now,
             deployment,
-            TOKEN,
+            admin_token(self.secret, KEY.uid),
             children,
             engines,
             misread,
             nodes,
             refused_creations=refused,
             tick_seconds=TICK_SECONDS,
+            former_token=former,
         )
 
     def decide(self, memory: Memory | None = None) -> Turn:
@@ -465,10 +472,10 @@ class FakeEngines:
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
 
-    async def look(self, targets: Iterable[Target], _token: str) -> dict[str, EngineSeen]:
+    async def look(self, targets: Iterable[Target], _tokens: Tokens) -> dict[str, EngineSeen]:
         return {target.group: self.cluster.said(target) for target in targets}
 
-    async def patch(self, orders: Iterable[Patch], _token: str, on_answer: OnAnswer) -> None:
+    async def patch(self, orders: Iterable[Patch], _tokens: Tokens, on_answer: OnAnswer) -> None:
         for order in orders:
             self.cluster.patch(order)
             await on_answer(order, Patched(id="c", generation=2, desired={}, applied_at_step=1))
@@ -480,7 +487,9 @@ class FakeEngines:
 def a_reconciler(cluster: FakeCluster, http: httpx.AsyncClient | None = None) -> Reconciler:
     """The loops' shared part, at work on this cluster."""
     door = cast("Cluster", cluster)
-    eyes = Eyes(door, Nodes(door, lambda: cluster.now), SECRET, "engine:1", 15.0, lambda: cluster.now)
+    eyes = Eyes(
+        door, Nodes(door, lambda: cluster.now), cluster.secret, cluster.default_image, 15.0, lambda: cluster.now
+    )
     hands = Hands(door, OperatorMetrics(), eyes.clock)
     unused = cast("httpx.AsyncClient", http)
     return Reconciler(eyes, hands, unused, Heartbeats(max_age_seconds=60.0), WakeUps())

@@ -1,0 +1,77 @@
+"""What a replica was rendered from, kept with it: an operator that renders otherwise restarts nothing. Pure.
+
+The leader's StatefulSet carries, in one annotation, what was asked for (hashed), the image that this meant and the pod
+template that was rendered then. As long as the same is asked for, that template stands: neither a newer operator, nor
+another default image, nor another admin token changes a pod (docs/decisions/upgrades-restart-nothing.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab_operator.resource.canonical_json import compact
+from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.resource.spec import InferenceDeployment
+
+RECORD_ANNOTATION = "trimtab.dev/as-rendered"  # on a leader's StatefulSet
+NOT_RENDERED = ("replicas", "scaling", "metrics", "objectives", "tuning", "rollout")  # but for what `asked_of` adds
+ASKED_LENGTH = 16  # hex digits
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What was `asked` for, the image that it meant, and the pod template that it was rendered to."""
+
+    asked: str
+    image: str | None
+    template: Mapping[str, Any]
+
+    def to_text(self) -> str:
+        """The annotation's value."""
+        return compact({"asked": self.asked, "image": self.image, "template": self.template})
+
+
+def asked_of(deployment: InferenceDeployment) -> str:
+    """Hash of what the owner asks of the pods: equal as long as nothing is written that could change them.
+
+    What is written as its default counts as not written, so that an operator with further fields, or an API server that
+    fills defaults in, asks for nothing new.
+    """
+    spec = deployment.spec
+    written = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    asked = {name: value for name, value in written.items() if name not in NOT_RENDERED}
+    bounds = spec.tuning.bounds.model_dump(mode="json", by_alias=True, exclude_none=True)
+    asked["caps"] = {name: bound["max"] for name, bound in bounds.items() if "max" in bound}
+    asked["tunes"] = spec.tuning.mode != "Off"
+    asked["drainTimeout"] = spec.rollout.drain_timeout
+    asked["restartedAt"] = deployment.restarted_at
+    return hashlib.sha256(compact(asked).encode()).hexdigest()[:ASKED_LENGTH]
+
+
+def records_of(stateful_sets: Iterable[Manifest]) -> dict[str, Record]:
+    """What these StatefulSets remember, by what was asked for; what cannot be a record is left out.
+
+    Of several for the same the first by name counts, so that all replicas run the same.
+    """
+    found: dict[str, Record] = {}
+    for stateful_set in sorted(stateful_sets, key=lambda one: str(one["metadata"]["name"])):
+        record = _parsed((stateful_set["metadata"].get("annotations") or {}).get(RECORD_ANNOTATION))
+        if record is not None:
+            found.setdefault(record.asked, record)
+    return found
+
+
+def _parsed(text: object) -> Record | None:
+    try:
+        said: Any = json.loads(text) if isinstance(text, str) else None
+        asked, image, template = said["asked"], said["image"], said["template"]
+        labels, (main,) = template["metadata"]["labels"], template["spec"]["containers"]
+        is_whole = isinstance(labels, dict) and isinstance(main["args"], list) and isinstance(main["name"], str)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    is_named = isinstance(asked, str) and isinstance(image, str | None)
+    return Record(asked, image, template) if is_whole and is_named else None
