@@ -1,8 +1,13 @@
-"""The console entry point hears SIGTERM from its first moment: a container's first process would ignore it."""
+"""The console entry point hears SIGTERM from its first moment: a container's first process would ignore it. Ctrl-C is
+no traceback of imports."""
 
 import signal
 import subprocess
 import sys
+
+import pytest
+from trimtab_engine import command
+from trimtab_engine.processes import end
 
 PROBE = """
 import signal, sys
@@ -15,12 +20,12 @@ signal.signal = heard
 sys.argv = ["trimtab-engine", "--version"]
 sys.exit(command.main())
 """
-TERMINATED = """
+ENDED = """
 import os, signal, sys
 from trimtab_engine import command
 class EndsUs:
     def find_spec(self, *_):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.{name})
 sys.meta_path.insert(0, EndsUs())
 command.main()
 """
@@ -34,6 +39,12 @@ def test_sigterm_is_heard_before_anything_large_is_imported() -> None:
     assert rest[-1].startswith("trimtab-engine ")
 
 
-def test_a_command_that_is_told_to_end_while_it_starts_ends() -> None:
-    ended = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout) == (128 + signal.SIGTERM, "")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_command_that_is_told_to_end_while_it_starts_ends_without_a_word(number: signal.Signals) -> None:
+    program = ENDED.format(name=number.name)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", "")
+
+
+def test_ctrl_c_has_one_code_before_and_after_the_imports() -> None:
+    assert command.EXIT_INTERRUPTED == end.EXIT_INTERRUPTED == 130

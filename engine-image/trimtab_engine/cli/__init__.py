@@ -6,12 +6,13 @@ from importlib.metadata import version
 
 from trimtab_engine.errors import ConfigError, TrimtabError
 from trimtab_engine.flags.parser import OneLineParser
+from trimtab_engine.processes.end import EXIT_INTERRUPTED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0 as asked, 1 failed while running, 2 not allowed as asked."""
-    parser = _parser()
     try:
+        parser = _parser()
         parsed = parser.parse_args(_with_config_file(sys.argv[1:] if arguments is None else arguments, parser))
         return int(parsed.run(parsed))
     except ConfigError as error:
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"trimtab-engine: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output, such as head, has gone
         return 141
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from trimtab_engine.api.metrics.tracing import check_endpoint, check_tracing_is_installed
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.host_memory import with_device_memory
 from trimtab_engine.device.profiler import check_profiler_dir
@@ -122,5 +121,7 @@ def _check_places(arguments: argparse.Namespace, config: EngineConfig) -> None:
         check_profiler_dir(Path(config.profiler_dir))
     endpoint = arguments.otlp_traces_endpoint
     if endpoint is not None:
+        from trimtab_engine.api.metrics.tracing import check_endpoint, check_tracing_is_installed
+
         check_endpoint(endpoint)
         check_tracing_is_installed()

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -180,6 +180,12 @@ def busy_seconds(call: Call) -> float | None:
             return None
 
 
+def what_changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """The fields that have another value now, as "max_num_seqs 32 → 9"."""
+    changed = [f"{name} {before.get(name)} → {value}" for name, value in after.items() if before.get(name) != value]
+    return ", ".join(changed) or "the same values"
+
+
 def answer(engine: Engine, profiler: Profiler, call: Call, call_id: str) -> AdminReply:
     """Carry out one admin call, between two steps."""
     body: dict[str, Any]
@@ -188,10 +194,11 @@ def answer(engine: Engine, profiler: Profiler, call: Call, call_id: str) -> Admi
         case GetConfig():
             body = engine.config()
         case PatchConfig():
-            before = engine.config()["generation"]
+            before = engine.config()
             status, body = engine.patch_config(call)
-            if status == 200 and body["generation"] != before:
-                logger.info("configuration is now at generation %s: %s", body["generation"], body["desired"])
+            if status == 200 and body["generation"] != before["generation"]:
+                changes = what_changed(before["desired"], body["desired"])
+                logger.info("configuration generation %s: %s", body["generation"], changes)
         case PreparePatch():
             status, body = engine.prepare_patch(call)
         case AbandonPatch():

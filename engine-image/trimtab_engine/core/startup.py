@@ -17,6 +17,7 @@ from trimtab_engine.config.live.patch import LiveConfig
 from trimtab_engine.config.live.values import Envelope, LiveValues, RigidCores
 from trimtab_engine.core.engine import Engine, EngineParts
 from trimtab_engine.core.execution import Execution
+from trimtab_engine.core.loading_log import LoadingLog
 from trimtab_engine.device.device import is_out_of_memory
 from trimtab_engine.device.host_memory import family_bytes, room_bytes
 from trimtab_engine.errors import ConfigError
@@ -60,10 +61,12 @@ def start_engine(
     even while this one waits for it; without it the next step raises WorkerDied.
     """
     stage = "starting"
+    log = LoadingLog(time.monotonic)
 
     def note(name: str, percent: float) -> None:
         nonlocal stage
         stage = name
+        log.note(name, percent)
         progress(name, percent)
 
     try:
@@ -109,7 +112,7 @@ def _build(
     size = size_kv_cache(config, formula)
     runner.kv_cache.limit(size.cap_blocks)
     runner.kv_cache.map_blocks(size.num_blocks)
-    _log_size(formula, size, time.monotonic() - began)
+    _log_size(config, formula, size, time.monotonic() - began)
     _warn_of_little_room(config, formula, size)
     parts = EngineParts(
         device=device,
@@ -297,13 +300,14 @@ def _warn_of_little_room(config: EngineConfig, formula: MemoryFormula, size: KVS
             logger.warning(warning)
 
 
-def _log_size(formula: MemoryFormula, size: KVSize, seconds: float) -> None:
-    """vLLM's lines, which dashboards and people already look for."""
+def _log_size(config: EngineConfig, formula: MemoryFormula, size: KVSize, seconds: float) -> None:
+    """vLLM's lines, which dashboards and people already look for; on the CPU no GPU is named."""
     gib = size.num_blocks * formula.bytes_per_block / (1 << 30)
     tokens = formula.tokens_of(size.num_blocks)
     logger.info("Available KV cache memory: %.2f GiB", gib)
     logger.info(
-        "GPU KV cache size: %s tokens, Maximum concurrency for %s tokens per request: %.2fx",
+        "%sKV cache size: %s tokens, Maximum concurrency for %s tokens per request: %.2fx",
+        "" if config.device == "cpu" else "GPU ",
         f"{tokens:,}",
         f"{formula.max_model_len:,}",
         size.num_blocks / formula.blocks_per_request,

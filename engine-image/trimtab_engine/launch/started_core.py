@@ -30,7 +30,10 @@ class StartedCore:
         """Raises EngineDead when there can be no process."""
         try:
             process = await asyncio.create_subprocess_exec(
-                *CORE_COMMAND, stdin=asyncio.subprocess.PIPE, env=tied_environment(core_environment())
+                *CORE_COMMAND,
+                stdin=asyncio.subprocess.PIPE,
+                env=tied_environment(core_environment()),
+                start_new_session=True,  # Ctrl-C is for the first process, which ends this one in order
             )
         except OSError as error:
             raise EngineDead(f"the engine core's process cannot be started: {error}") from error

@@ -71,7 +71,7 @@ class LLM:
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_path = config.tokenizer or config.model
         self._numbers = itertools.count()
-        self._statistics = Statistics(on_step, log=self._log_stats)
+        self._statistics = Statistics(on_step, log=self._log_stats, device=config.device)
         self._profiler = Profiler(config.profiler_dir)
         self._closed = False
 

@@ -35,9 +35,9 @@ class Rates:
 class Statistics:
     """Hands each step's statistics on and, when asked to, logs the line that the server logs."""
 
-    def __init__(self, on_step: OnStep | None, *, log: bool) -> None:
+    def __init__(self, on_step: OnStep | None, *, log: bool, device: str) -> None:
         self._on_step = on_step
-        self._line = StatisticsLine() if log else None
+        self._line = StatisticsLine(device=device) if log else None
         self._logged = time.monotonic()
 
     def note(self, stats: StepStats) -> None:

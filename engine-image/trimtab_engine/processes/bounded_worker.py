@@ -98,6 +98,7 @@ class WorkerPool:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                start_new_session=True,  # Ctrl-C is for the server, which ends this one
             )
         )
         self._workers.add(worker)

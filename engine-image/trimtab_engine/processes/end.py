@@ -8,8 +8,11 @@ several on a busy machine.
 import gc
 import logging
 import os
+import signal
 import sys
 from typing import NoReturn
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT  # what a shell says of a command that Ctrl-C ended
 
 
 def leave(exit_code: int) -> NoReturn:

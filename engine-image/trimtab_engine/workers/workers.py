@@ -182,7 +182,12 @@ def start_processes(
     for process in processes:
         local_index = config.first_local_rank + process % config.ranks_per_node
         start = WorkerStart(config, layout, process, local_index, config.num_local_ranks, rendezvous)
-        worker = subprocess.Popen(WORKER_COMMAND, stdin=subprocess.PIPE, env=tied_environment(core_environment()))
+        worker = subprocess.Popen(
+            WORKER_COMMAND,
+            stdin=subprocess.PIPE,
+            env=tied_environment(core_environment()),
+            start_new_session=True,  # Ctrl-C is for the first process, which ends this one in order
+        )
         assert worker.stdin is not None
         with contextlib.suppress(ConnectionError):  # it has ended already: the watch names it
             worker.stdin.write(msgspec.json.encode(start) + b"\n")

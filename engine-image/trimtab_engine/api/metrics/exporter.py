@@ -40,7 +40,10 @@ class EngineExporter:
     disable_log_stats hides all of it, live.
     """
 
-    def __init__(self, model_name: str, custom_buckets: Buckets | None = None, first_rank: int = 0) -> None:
+    def __init__(
+        self, model_name: str, custom_buckets: Buckets | None = None, first_rank: int = 0, device: str = "cuda"
+    ) -> None:
+        self._device = device
         self._model_name, self._custom_buckets, self._first_rank = model_name, custom_buckets, first_rank
         self.metrics: EngineMetrics | None = None
         self.requests = RequestLog()
@@ -74,7 +77,7 @@ class EngineExporter:
     def on_step(self, stats: StepStats) -> None:
         core = stats.engine_index
         if core not in self._lines:
-            self._lines[core] = StatisticsLine(core)
+            self._lines[core] = StatisticsLine(core, self._device)
         self._lines[core].add(stats)
         if self._facts is not None:
             metrics = self._metrics_of(core, self._facts)

@@ -24,8 +24,8 @@ class Interval:
 class StatisticsLine:
     """Collects what one core's steps report and makes lines of it. Take one only after the first step."""
 
-    def __init__(self, engine: int = 0) -> None:
-        self._engine = engine
+    def __init__(self, engine: int = 0, device: str = "cuda") -> None:
+        self._engine, self._device = engine, device
         self._interval, self._hit_rate = Interval(), HitRate()
         self._latest: StepStats | None = None
         self._was_idle = True
@@ -43,7 +43,7 @@ class StatisticsLine:
         interval, self._interval = self._interval, Interval()
         is_idle = not (interval.prompt_tokens or interval.generation_tokens or latest.num_running or latest.num_waiting)
         was_idle, self._was_idle = self._was_idle, is_idle
-        lines = [statistics_line(self._engine, interval, latest, self._hit_rate, seconds)]
+        lines = [statistics_line(self._engine, interval, latest, self._hit_rate, seconds, self._device)]
         if interval.speculation.num_drafts:
             lines.append(speculation_line(interval.speculation, seconds))
         return lines, is_idle and was_idle
@@ -72,8 +72,12 @@ class HitRate:
         return 100 * self._hits / self._queries if self._queries else 0.0
 
 
-def statistics_line(engine: int, interval: Interval, latest: StepStats, hit_rate: HitRate, seconds: float) -> str:
-    """Preemptions are those of the interval; they and deferred requests are named only when there are any."""
+def statistics_line(
+    engine: int, interval: Interval, latest: StepStats, hit_rate: HitRate, seconds: float, device: str = "cuda"
+) -> str:
+    """Preemptions are those of the interval; they and deferred requests are named only when there are any. vLLM names
+    the GPU in front of the KV cache; on the CPU there is none."""
+    place = "" if device == "cpu" else "GPU "
     usage = 100 * latest.kv_blocks_used / max(latest.kv_blocks_total, 1)
     deferred = f", Deferred: {latest.num_deferred} reqs" if latest.num_deferred else ""
     preemptions = f", Preemptions: {interval.preemptions}" if interval.preemptions else ""
@@ -81,7 +85,7 @@ def statistics_line(engine: int, interval: Interval, latest: StepStats, hit_rate
         f"Engine {engine:03d}: Avg prompt throughput: {interval.prompt_tokens / seconds:.1f} tokens/s, "
         f"Avg generation throughput: {interval.generation_tokens / seconds:.1f} tokens/s, "
         f"Running: {latest.num_running} reqs, Waiting: {latest.num_waiting} reqs{deferred}{preemptions}, "
-        f"GPU KV cache usage: {usage:.1f}%, Prefix cache hit rate: {hit_rate.percent:.1f}%"
+        f"{place}KV cache usage: {usage:.1f}%, Prefix cache hit rate: {hit_rate.percent:.1f}%"
     )
 
 

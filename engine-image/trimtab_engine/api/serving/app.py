@@ -11,6 +11,7 @@ from trimtab_engine.api.http.body_limit import BodyLimit
 from trimtab_engine.api.http.errors import add_error_handlers
 from trimtab_engine.api.http.loading_gate import LoadingGate
 from trimtab_engine.api.http.request_identity import ApiKeyGuard, RequestIds
+from trimtab_engine.api.openai.not_built_routes import not_built_router
 from trimtab_engine.api.openai.protocol import MAX_BODY_BYTES
 from trimtab_engine.api.openai.routes import openai_router
 from trimtab_engine.api.openai.state import RETRY_SECONDS, ServerOptions, ServerState
@@ -28,6 +29,7 @@ def build_app(state: ServerState) -> FastAPI:
     app.include_router(_probes(state))
     app.include_router(openai_router(state))
     app.include_router(tokenize_router(state))
+    app.include_router(not_built_router())
     app.add_middleware(LoadingGate, not_loaded=state.loading_reason, retry_seconds=RETRY_SECONDS)
     app.add_middleware(ApiKeyGuard, keys=state.options.api_keys, open_paths=_open_paths(state.options))
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, remedy="send a shorter prompt")

@@ -24,6 +24,7 @@ from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.launch.launcher import CoreLauncher
 from trimtab_engine.launch.scaling import CoreScaling
 from trimtab_engine.messages import EngineState
+from trimtab_engine.processes.end import EXIT_INTERRUPTED
 
 ABORT_GRACE_SECONDS = 2.0  # for aborted requests' last bytes to leave
 DEAD_ANSWER_SECONDS = 1.0  # after a failure: who waits gets his error, who comes gets 503
@@ -62,7 +63,10 @@ class _EngineServer:
         count = options.api_server_count
         self._launcher = CoreLauncher(config, num_clients=1 if count == 1 else 1 + count)
         self._exporter = EngineExporter(
-            options.served_model_names[0], options.custom_histogram_buckets, config.data_parallel_first_rank
+            options.served_model_names[0],
+            options.custom_histogram_buckets,
+            config.data_parallel_first_rank,
+            config.device,
         )
         self._core = CoreClient(
             self._launcher.addresses[0],
@@ -91,6 +95,7 @@ class _EngineServer:
         )
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._was_interrupted = False
 
     async def run(self) -> int:
         self._catch_signals()
@@ -139,7 +144,7 @@ class _EngineServer:
                     return await self._after_failure()
                 if stop in done:
                     await self._drain()
-                    return 0
+                    return EXIT_INTERRUPTED if self._was_interrupted else 0
         finally:
             for task in (stop, ended):
                 task.cancel()
@@ -175,9 +180,11 @@ class _EngineServer:
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
+        """SIGTERM is how a server is ended in order: code 0. Ctrl-C does the same, and tells the shell who did."""
+        self._was_interrupted |= number == signal.SIGINT
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()

@@ -166,6 +166,7 @@ class _Server:
                 str(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), start.listen_fd),
+                start_new_session=True,  # Ctrl-C is for the first process, which ends this one in order
             )
         except OSError as error:
             ours.close()

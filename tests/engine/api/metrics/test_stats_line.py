@@ -21,6 +21,12 @@ def test_the_line_is_vllms() -> None:
     )
 
 
+def test_on_the_cpu_no_gpu_is_named() -> None:
+    line = StatisticsLine(device="cpu")
+    line.add(a_step())
+    assert ", KV cache usage: 25.0%" in line.take(10.0)[0][0]
+
+
 def test_preemptions_and_deferred_requests_are_named_only_when_there_are_any() -> None:
     line = statistics_line(0, Interval(0, 0, 4), a_step(num_deferred=6), HitRate(), 10.0)
     assert "Waiting: 3 reqs, Deferred: 6 reqs, Preemptions: 4, GPU" in line

@@ -108,6 +108,7 @@ def test_a_core_that_cannot_start_ends_the_server_with_its_line_and_code(start_s
 
 
 def test_a_tokenizer_that_cannot_be_read_ends_the_server(start_server: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     server = start_server(model=tmp_path, wait=False)
     assert server.process.wait(60) == 2
     assert f"there is no tokenizer in {tmp_path}: tokenizer.json is expected there" in server.log.read_text()
@@ -148,6 +149,17 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(start_server:
         assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
     assert result["response"].json()["usage"]["completion_tokens"] == 200
     assert server.process.wait(30) == 0
+
+
+def test_ctrl_c_ends_in_order_too_and_its_code_says_who_did(start_server: Any) -> None:
+    """A terminal sends it to all processes of its foreground group: those of a server are not in it."""
+    server = start_server("--shutdown-timeout", "20")
+    assert os.getpgid(core_pid(server)) != os.getpgid(server.process.pid)
+    with a_running_request(server, prompt="ab", max_tokens=100) as result:
+        server.process.send_signal(signal.SIGINT)
+    assert result["response"].json()["usage"]["completion_tokens"] == 100
+    assert server.process.wait(30) == 130
+    assert "Traceback" not in server.log.read_text()
 
 
 def test_what_does_not_finish_in_time_is_aborted(start_server: Any) -> None:

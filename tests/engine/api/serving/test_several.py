@@ -190,6 +190,7 @@ def test_an_admin_drain_shows_on_every_server(start_server: Any) -> None:
 
 
 def test_a_tokenizer_that_cannot_be_read_ends_all(start_server: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     server = start_server(*COUNT, model=tmp_path, wait=False)
     assert server.process.wait(60) == 2
     assert server.log.read_text().count(f"there is no tokenizer in {tmp_path}") == 1

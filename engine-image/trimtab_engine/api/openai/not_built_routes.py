@@ -1,0 +1,40 @@
+"""OpenAI's paths that are known here and not built: each says so by its name, and what there is instead."""
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import APIRouter, Response
+
+from trimtab_engine.api.http.errors import ApiError
+
+GENERATION = "use /v1/chat/completions or /v1/completions"
+TEXT_ONLY = "this engine takes and gives text"
+NOT_BUILT = {
+    "/v1/responses": GENERATION,
+    "/v1/embeddings": "this engine generates text; models that embed are not served",
+    "/v1/moderations": TEXT_ONLY,
+    "/v1/rerank": "models that rank are not served",
+    "/v1/score": "models that rank are not served",
+    "/v1/audio/speech": TEXT_ONLY,
+    "/v1/audio/transcriptions": TEXT_ONLY,
+    "/v1/audio/translations": TEXT_ONLY,
+    "/v1/images/generations": TEXT_ONLY,
+    "/v1/files": "send each request by itself",
+    "/v1/batches": f"send each request by itself, or {GENERATION}",
+    "/v1/fine_tuning/jobs": "models are served as they are",
+    "/v1/messages": f"Anthropic's form of a chat is not spoken; {GENERATION}",
+}
+
+
+def not_built_router() -> APIRouter:
+    """404 for each of them, whatever the method."""
+    router = APIRouter()
+    for path, instead in NOT_BUILT.items():
+        router.add_api_route(path, _refusal(path, instead), methods=["GET", "POST"], include_in_schema=False)
+    return router
+
+
+def _refusal(path: str, instead: str) -> Callable[[], Awaitable[Response]]:
+    async def refuse() -> Response:
+        raise ApiError(404, f"{path} is not built; {instead}")
+
+    return refuse

@@ -1,0 +1,32 @@
+"""What loading says in the log."""
+
+import logging
+
+import pytest
+from trimtab_engine.core.loading_log import SAY_SECONDS, LoadingLog
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_each_stage_is_said_once_and_a_long_one_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    log = LoadingLog(clock)
+    with caplog.at_level(logging.INFO, logger="trimtab_engine.core"):
+        for stage, percent, seconds in [
+            ("starting", 0.0, 0.0),
+            ("weights", 5.0, 0.1),
+            ("weights", 20.0, SAY_SECONDS / 2),
+            ("weights", 41.7, SAY_SECONDS / 2),
+            ("weights", 60.0, 0.1),
+            ("profile", 80.0, 0.1),
+            ("ready", 100.0, SAY_SECONDS),
+        ]:
+            clock.now += seconds
+            log.note(stage, percent)
+    assert caplog.messages == ["loading: weights, 5%", "loading: weights, 42%", "loading: profile, 80%"]
