@@ -1,12 +1,21 @@
 """What is wrong with a request is found in milliseconds, however much of it is wrong."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
-from trimtab_engine.api.openai.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from trimtab_engine.api.openai.not_built_routes import NOT_BUILT as NOT_BUILT_ROUTES
+from trimtab_engine.api.openai.protocol import (
+    NOT_BUILT,
+    WITHOUT_EFFECT,
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+)
 
+API = Path(__file__).parents[4] / "docs" / "api.md"
 MANY = 200_000  # a report on each of them took 10 s and 800 MB
 MAX_FINDINGS = 10
 CPU_SECONDS = 1.0
@@ -46,3 +55,8 @@ def test_a_request_with_many_faults_is_refused_for_the_first_few(model: type[Bas
 def test_a_temperature_by_which_logits_would_overflow_is_greedy(given: float | None, sampled: float) -> None:
     request = CompletionRequest.model_validate({"prompt": "a", "temperature": given})
     assert request.sampling(max_tokens=1, logprobs=None, index=0).temperature == sampled
+
+
+@pytest.mark.parametrize("name", [*NOT_BUILT, *WITHOUT_EFFECT, *NOT_BUILT_ROUTES])
+def test_the_page_of_the_api_lists_what_is_refused_and_what_has_no_effect(name: str) -> None:
+    assert f"`{name}`" in API.read_text()
