@@ -37,7 +37,7 @@ def _with_config_file(arguments: Sequence[str], parser: OneLineParser) -> Sequen
 
 
 def _parser() -> OneLineParser:
-    from trimtab_engine.cli import bench_command, inspect_command, serve_command
+    from trimtab_engine.cli import bench_command, completion_command, inspect_command, serve_command
 
     parser = OneLineParser(
         prog="trimtab-engine",
@@ -49,4 +49,5 @@ def _parser() -> OneLineParser:
     serve_command.add_to(commands)
     inspect_command.add_to(commands)
     bench_command.add_to(commands)
+    completion_command.add_to(commands, parser)
     return parser

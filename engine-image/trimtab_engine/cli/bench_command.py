@@ -37,6 +37,7 @@ def add_to(commands: Any) -> None:
 def _add_latency(kinds: Any) -> None:
     parser = kinds.add_parser(
         "latency",
+        usage="%(prog)s --model MODEL [FLAG ...]",
         help="seconds that one batch takes, in this process",
         description="How long one batch of requests takes from first token in to last token out, round after round.",
         epilog=LATENCY_EXAMPLES,
@@ -62,6 +63,7 @@ def _add_latency(kinds: Any) -> None:
 def _add_throughput(kinds: Any) -> None:
     parser = kinds.add_parser(
         "throughput",
+        usage="%(prog)s --model MODEL [FLAG ...]",
         help="tokens per second of many requests, in this process",
         description="How many requests and tokens per second the engine does when all requests are there at once.",
         epilog=THROUGHPUT_EXAMPLES,

@@ -34,6 +34,7 @@ NOT_BUILT = (
 def add_to(kinds: Any) -> None:
     parser = kinds.add_parser(
         "serve",
+        usage="%(prog)s [FLAG ...]",
         help="load on a running server: TTFT, ITL, throughput, goodput",
         description="Send requests to an OpenAI-compatible server and report what its clients see.",
         epilog=EXAMPLES,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trimtab_engine.cli.facts_table import bytes_on_disk, facts_table
 from trimtab_engine.errors import ConfigError, TrimtabError
 
 MAX_OUTPUT_FILE_BYTES = 4096  # Kubernetes keeps no more of a container's termination message
@@ -15,7 +16,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
         help="print what a model is: layers, heads, sizes",
-        description="Print the facts of a model from its headers, without loading it.",
+        description="Print what a model is from its headers, without loading it.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder with safetensors, or a .gguf file")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table", help="default: table")
@@ -30,7 +31,8 @@ def add_to(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from trimtab_engine.models.facts import model_facts
+    from trimtab_engine.models.facts import DTYPE_BYTES, model_facts
+    from trimtab_engine.weights.open import model_path
 
     try:
         facts = model_facts(arguments.model)
@@ -43,9 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output == "json":
         print(json.dumps(facts, indent=2))
     else:
-        width = max(map(len, facts))
-        for name, value in facts.items():
-            print(f"{name:<{width}}  {value}")
+        print(facts_table(facts, DTYPE_BYTES.get(facts["dtype"], 4), bytes_on_disk(model_path(arguments.model))))
     return 0
 
 

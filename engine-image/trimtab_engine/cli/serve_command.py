@@ -20,6 +20,19 @@ from trimtab_engine.processes.end import prepare_to_leave
 from trimtab_engine.processes.network import any_address
 from trimtab_engine.weights.open import check_is_there
 
+EXAMPLES = """what says live may change while serving, through the admin API (docs/live-configuration.md)
+
+examples:
+  on the CPU, in 4 GiB, for this machine alone:
+    trimtab-engine serve MODEL --device cpu --device-memory-bytes 4Gi --host 127.0.0.1
+  on a GPU, under another name than the folder's, for holders of a key:
+    trimtab-engine serve MODEL --served-model-name chat --api-key KEY
+  over four GPUs, with requests of 8,192 tokens at most:
+    trimtab-engine serve MODEL --tensor-parallel-size 4 --max-model-len 8192
+  with room to change it while it serves:
+    trimtab-engine serve MODEL --admin-port 8001 --gpu-memory-utilization-cap 0.95 --max-num-seqs-cap 512
+  flags from a file, and one instead of the file's:
+    trimtab-engine serve --config serve.yaml --port 9000"""
 JINJA_MARKS = ("{{", "{%", "{#")
 LOOPBACK = "127.0.0.1"
 
@@ -28,8 +41,10 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve a model with an OpenAI-compatible API",
-        description="Serve MODEL. SIGTERM drains: running requests finish within --shutdown-timeout.",
-        epilog="What says live may change while serving, through the admin API (docs/live-configuration.md).",
+        usage="%(prog)s MODEL [FLAG ...]",
+        description="Serve MODEL. SIGTERM and Ctrl-C drain: running requests finish within --shutdown-timeout.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_serve_flags(parser)
     parser.set_defaults(run=run)

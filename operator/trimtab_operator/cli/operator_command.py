@@ -18,7 +18,7 @@ import yaml
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered, worker_stateful_set
 from trimtab_operator.cli.model_argument import facts_of
-from trimtab_operator.cli.shared import EXIT_REFUSED, given_gpu, refuse
+from trimtab_operator.cli.shared import EXIT_REFUSED, given_gpu, refuse, version_of
 from trimtab_operator.decisions.admission import refusals_of
 from trimtab_operator.errors import InvalidSpec, TrimtabError
 from trimtab_operator.layout import layout_of
@@ -29,13 +29,12 @@ EXIT_FAILED = 1
 UNKNOWN_TOKEN_HASH = "0" * 64  # stands for the hash that depends on the resource's uid
 UNKNOWN_ADDRESS = "0.0.0.0"
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Runs large language models on Kubernetes and keeps them in trim. `run` is what the chart starts; "
-    "`validate` and `render` show, without a cluster, what the operator would say and do.",
+ABOUT = (
+    "Runs large language models on Kubernetes and keeps them in trim. `run` is what the chart starts; "
+    "`validate` and `render` show, without a cluster, what the operator would say and do."
 )
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=ABOUT)
 
 
 class LogFormat(StrEnum):
@@ -55,6 +54,18 @@ DefaultImage = Annotated[
     str | None,
     typer.Option(help="Engine image of resources that name none.", envvar="TRIMTAB_DEFAULT_IMAGE"),
 ]
+
+
+@app.callback(help=ABOUT)
+def commands(
+    shows_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=version_of("trimtab-operator"), is_eager=True, help="Show the version and end."
+        ),
+    ] = False,
+) -> None:
+    """What stands before every command."""
 
 
 @app.command()

@@ -1,7 +1,9 @@
-"""What the command lines share: how input is refused, and the flag --gpu."""
+"""What the command lines share: how input is refused, and the flags --gpu and --version."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.metadata import version
 from typing import NoReturn
 
 import typer
@@ -23,3 +25,14 @@ def given_gpu(name: str) -> Gpu:
         return gpu_named(name)
     except ValueError as error:
         refuse(f"--gpu: {error}")
+
+
+def version_of(program: str) -> Callable[[bool], None]:
+    """What --version of a program does."""
+
+    def show(asked: bool) -> None:
+        if asked:
+            typer.echo(f"{program} {version('trimtab')}")
+            raise typer.Exit
+
+    return show

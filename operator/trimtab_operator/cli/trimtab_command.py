@@ -1,4 +1,7 @@
-"""The command line for users: `trimtab plan`, `trimtab simulate`. Needs no cluster, no GPU and no engine."""
+"""The command line for users: what they plan, check, serve and measure with.
+
+It needs no cluster and no GPU, and an engine only for what is the engine's.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,16 @@ import json
 import sys
 from dataclasses import replace
 from enum import StrEnum
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from trimtab_operator.cli import engine_commands
 from trimtab_operator.cli.model_argument import facts_of
+from trimtab_operator.cli.operator_command import render, validate
 from trimtab_operator.cli.plan_report import Planned, heading, legend, refused_table, rows_table, to_json
-from trimtab_operator.cli.shared import given_gpu, refuse
+from trimtab_operator.cli.shared import given_gpu, refuse, version_of
 from trimtab_operator.cli.simulate_command import simulate
 from trimtab_operator.layout.check import longer_than_positions, no_such_arithmetic
 from trimtab_operator.layout.cost import NETWORK_GIGABITS, Hardware
@@ -24,15 +28,31 @@ from trimtab_operator.layout.memory_fit import Envelope, kv_dtype_bytes
 from trimtab_operator.layout.ranking import Cluster, Load, rank_layouts
 
 EXIT_NO_LAYOUT = 1
+RESOURCES, PLANNING = "Resources, without a cluster", "Planning"  # panels of the help
 PIPED_WIDTH = 160  # columns of the table where there is no terminal to ask
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Plans how a model is laid out over GPUs, and replays load against how it is steered.",
-)
-app.command()(simulate)
+ABOUT = "Plan, check, serve and measure language models. What the chart starts in a cluster is trimtab-operator."
+EXAMPLES = """Examples:
+
+trimtab serve MODEL --device cpu --device-memory-bytes 4Gi
+
+trimtab plan MODEL --gpu H100
+
+trimtab validate -f deployment.yaml
+
+trimtab bench serve --model MODEL"""
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=ABOUT, epilog=EXAMPLES)
+for engine_command in (engine_commands.serve, engine_commands.bench, engine_commands.inspect):
+    app.command(
+        cls=engine_commands.EngineCommand,
+        context_settings=engine_commands.PASSED_ON,
+        add_help_option=False,
+        rich_help_panel="On this machine (trimtab-engine)",
+    )(engine_command)
+app.command(rich_help_panel=RESOURCES)(validate)
+app.command(rich_help_panel=RESOURCES)(render)
+app.command(rich_help_panel=PLANNING)(simulate)
 
 
 class Output(StrEnum):
@@ -58,22 +78,17 @@ class Quantization(StrEnum):
     FP8 = "fp8"
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"trimtab {version('trimtab')}")
-        raise typer.Exit
-
-
-@app.callback()
+@app.callback(help=ABOUT, epilog=EXAMPLES)
 def commands(
     shows_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end.")
+        bool,
+        typer.Option("--version", callback=version_of("trimtab"), is_eager=True, help="Show the version and end."),
     ] = False,
 ) -> None:
-    """Plans how a model is laid out over GPUs, and replays load against how it is steered."""
+    """What stands before every command."""
 
 
-@app.command()
+@app.command(rich_help_panel=PLANNING)
 def plan(
     model: Annotated[
         str,

@@ -1,6 +1,7 @@
 """The command line: what it accepts, and one line with exit code 2 for what it does not."""
 
 import argparse
+import re
 import socket
 import subprocess
 import sys
@@ -240,6 +241,19 @@ def test_help_shows_every_flag_of_the_contract(capsys: pytest.CaptureFixture[str
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `--")]
     flags = {word.strip("`, ") for row in rows for word in row.replace("[no-]", "").split()}
     assert {flag for flag in flags if flag not in shown} == set()
+
+
+def test_help_begins_with_how_it_is_used_and_its_examples_are_flags_that_exist(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[0] == "usage: trimtab-engine serve MODEL [FLAG ...]"
+    examples = re.findall(r"^    trimtab-engine serve (.*)$", shown.split("examples:")[1], re.MULTILINE)
+    assert len(examples) == 5
+    for example in examples:
+        assert _parser().parse_args(["serve", *example.split()]).run
 
 
 def test_the_command_line_imports_no_torch(tmp_path: Path) -> None:

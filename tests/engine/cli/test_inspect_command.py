@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import save_file
 from trimtab_engine.cli import main
+from trimtab_engine.cli.facts_table import facts_table
 from trimtab_engine.cli.inspect_command import MAX_OUTPUT_FILE_BYTES
 
 
@@ -43,3 +44,60 @@ def test_facts_that_the_file_cannot_hold_are_refused_whole(tmp_path: Path) -> No
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", a_model(tmp_path), "--output-file", str(tmp_path / "no" / "folder")]) == 2
     assert "no/folder cannot be written" in capsys.readouterr().err
+
+
+def test_people_read_a_line_per_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", a_model(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "architecture     OtherForCausalLM, which this engine does not run"
+    assert not [line for line in lines if "None" in line or "{" in line]
+
+
+FACTS = {
+    "model": "m",
+    "architecture": "Qwen3MoeForCausalLM",
+    "supported": True,
+    "num_parameters": 30_532_122_624,
+    "weights_bytes": 61_064_245_248,
+    "dtype": "bfloat16",
+    "quantization": None,
+    "format": "safetensors",
+    "num_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_kv_heads": 4,
+    "head_size": 128,
+    "latent_kv_size": 0,
+    "intermediate_size": 6144,
+    "num_experts": 128,
+    "num_experts_per_token": 8,
+    "moe_intermediate_size": 768,
+    "dense_layers": [],
+    "vocab_size": 151_936,
+    "max_model_len": 40_960,
+    "kv_groups": [{"layers": [[0, 48]], "num_kv_heads": 4, "key_size": 128, "value_size": 128, "window": None}],
+}
+
+
+def test_sizes_are_in_units_and_a_tokens_share_of_the_cache_is_told() -> None:
+    assert facts_table(FACTS, dtype_bytes=2, disk_bytes=61_066_575_848).splitlines() == [
+        "model            m",
+        "architecture     Qwen3MoeForCausalLM",
+        "parameters       30.5 billion",
+        "weights          56.9 GiB as bfloat16; 56.9 GiB on disk (safetensors)",
+        "layers           48 of width 2048",
+        "attention        32 heads of 128, 4 KV heads",
+        "MLP              6144 wide",
+        "experts          128 per layer, 8 for each token, 768 wide",
+        "vocabulary       151,936 tokens",
+        "longest request  40,960 tokens",
+        "KV cache         96.0 KiB per token, 3.8 GiB for the longest request",
+    ]
+
+
+def test_what_is_not_known_of_a_foreign_architecture_has_no_line() -> None:
+    unknown = dict.fromkeys(("kv_groups", "max_model_len", "num_layers", "intermediate_size", "latent_kv_size"))
+    table = facts_table({**FACTS, **unknown, "supported": False, "vocab_size": "many"}, dtype_bytes=2, disk_bytes=1)
+    assert "Qwen3MoeForCausalLM, which this engine does not run" in table
+    assert "vocabulary       many" in table
+    assert "None" not in table

@@ -1,0 +1,96 @@
+"""The facts of a model as people read them. `inspect -o json` has every number; here each line answers one question."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+COUNTS = (("billion", 10**9), ("million", 10**6), ("thousand", 10**3))
+
+
+def facts_table(facts: Mapping[str, Any], dtype_bytes: int, disk_bytes: int) -> str:
+    """Lines of "name  words". What the facts do not hold (null: an architecture that is not built) has no line."""
+    rows = {
+        "model": facts["model"],
+        "architecture": _architecture(facts),
+        "parameters": _known(facts["num_parameters"], _count),
+        "weights": f"{_weights(facts)}; {size(disk_bytes)} on disk ({facts['format']})",
+        "layers": _known(facts["num_layers"], lambda count: f"{count}{_of_width(facts['hidden_size'])}"),
+        "attention": _known(facts["num_attention_heads"], lambda _: _attention(facts)),
+        "MLP": _known(facts["intermediate_size"], lambda width: f"{width} wide"),
+        "experts": _experts(facts) if facts["num_experts"] else None,
+        "vocabulary": _known(facts["vocab_size"], _tokens),
+        "longest request": _known(facts["max_model_len"], _tokens),
+        "KV cache": _kv_cache(facts, dtype_bytes),
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {words}" for name, words in rows.items() if words is not None)
+
+
+def size(num_bytes: int) -> str:
+    """Bytes in the unit that people would use."""
+    for name, unit in UNITS:
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.1f} {name}"
+    return f"{num_bytes} bytes"
+
+
+def bytes_on_disk(model: Path) -> int:
+    """What the weights' files take."""
+    files = [model] if model.is_file() else [*model.glob("*.safetensors"), *model.glob("*.gguf")]
+    return sum(file.stat().st_size for file in files)
+
+
+def _known(value: Any, words: Callable[[Any], str]) -> str | None:
+    return None if value is None else words(value)
+
+
+def _tokens(count: Any) -> str:
+    return f"{count:,} tokens" if isinstance(count, int) else f"{count}"  # as config.json has it, whatever that is
+
+
+def _count(number: int) -> str:
+    for name, unit in COUNTS:
+        if number >= unit:
+            return f"{number / unit:.1f} {name}"
+    return str(number)
+
+
+def _architecture(facts: Mapping[str, Any]) -> str:
+    return f"{facts['architecture']}{'' if facts['supported'] else ', which this engine does not run'}"
+
+
+def _weights(facts: Mapping[str, Any]) -> str:
+    stored_as = facts["quantization"] or facts["dtype"]
+    return "of unknown size" if facts["weights_bytes"] is None else f"{size(facts['weights_bytes'])} as {stored_as}"
+
+
+def _attention(facts: Mapping[str, Any]) -> str:
+    heads = f"{facts['num_attention_heads']} heads"
+    if facts["latent_kv_size"]:
+        return f"{heads}, one latent vector of {facts['latent_kv_size']} per token and layer"
+    of_size = "" if facts["head_size"] is None else f" of {facts['head_size']}"
+    return f"{heads}{of_size}, {facts['num_kv_heads']} KV heads"
+
+
+def _of_width(width: Any) -> str:
+    return "" if width is None else f" of width {width}"
+
+
+def _experts(facts: Mapping[str, Any]) -> str:
+    dense = f"; layers {facts['dense_layers']} have none" if facts["dense_layers"] else ""
+    per_token, width = facts["num_experts_per_token"], facts["moe_intermediate_size"]
+    return f"{facts['num_experts']} per layer, {per_token} for each token, {width} wide{dense}"
+
+
+def _kv_cache(facts: Mapping[str, Any], dtype_bytes: int) -> str | None:
+    groups, longest = facts["kv_groups"], facts["max_model_len"]
+    if not groups or longest is None:
+        return None
+    per_token = 0
+    for group in groups:
+        num_layers = sum(last - first for first, last in group["layers"])
+        elements = group["num_kv_heads"] * (group["key_size"] + group["value_size"])
+        per_token += num_layers * elements * dtype_bytes
+    windows = "" if all(group["window"] is None for group in groups) else "up to "
+    return f"{size(per_token)} per token, {windows}{size(per_token * longest)} for the longest request"

@@ -1,0 +1,104 @@
+"""`trimtab serve`, `bench` and `inspect`: handed to `trimtab-engine` as they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from trimtab_operator.cli import engine_commands, operator_command, trimtab_command
+from typer.testing import CliRunner
+
+ENGINE = """#!{python}
+import sys
+if sys.argv[1:] == ["completion", "words", "bench", "serve"]:
+    print("--request-rate\\n--model")
+elif sys.argv[1] == "completion":
+    sys.exit(2)
+else:
+    print(sys.argv[1:])
+    sys.exit(7)
+"""
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A `trimtab-engine` that says what it was told."""
+    program = tmp_path / "trimtab-engine"
+    program.write_text(ENGINE.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setattr(engine_commands, "engine_program", lambda: str(program))
+    return program
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", "MODEL", "--device", "cpu", "--unknown=1", "-tp", "2"],
+        ["serve", "--help"],
+        ["bench", "serve", "--model", "m", "--", "x"],
+        ["inspect", "MODEL", "-o", "json"],
+        ["serve"],
+    ],
+)
+def test_every_word_reaches_the_engine_and_its_exit_code_comes_back(engine: Path, words: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from trimtab_operator.cli import engine_commands, trimtab_command\n"
+        f"engine_commands.engine_program = lambda: {str(engine)!r}\n"
+        f"sys.argv = ['trimtab', *{words!r}]\n"
+        "trimtab_command.main()"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (told.returncode, told.stdout.strip(), told.stderr) == (7, str(words), "")
+
+
+def test_without_an_engine_it_is_said_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_commands, "engine_program", lambda: None)
+    result = CliRunner().invoke(trimtab_command.app, ["serve", "MODEL"])
+    assert result.exit_code == 2
+    assert "pip install 'trimtab[engine]==" in result.output
+
+
+@pytest.mark.usefixtures("engine")
+def test_the_engines_flags_are_completed_too() -> None:
+    told = CliRunner().invoke(
+        trimtab_command.app,
+        [],
+        prog_name="trimtab",
+        env={
+            "_TRIMTAB_COMPLETE": "complete_bash",
+            "COMP_WORDS": "trimtab bench serve --req",
+            "COMP_CWORD": "3",
+        },
+    )
+    assert told.output.split() == ["--request-rate"]
+
+
+def test_both_programs_say_their_version_and_complete() -> None:
+    for name, app in (("trimtab", trimtab_command.app), ("trimtab-operator", operator_command.app)):
+        result = CliRunner().invoke(app, ["--version"], prog_name=name)
+        assert (result.exit_code, result.output.strip()) == (0, f"{name} {version('trimtab')}")
+        assert "--install-completion" in CliRunner().invoke(app, ["--help"], prog_name=name).output
+
+
+def test_what_judges_resources_is_under_the_one_name_as_well(tmp_path: Path) -> None:
+    file = tmp_path / "resource.yaml"
+    file.write_text("kind: ConfigMap")
+    for command in ("validate", "render"):
+        result = CliRunner().invoke(trimtab_command.app, [command, "-f", str(file)])
+        assert result.exit_code == 2
+        assert "holds no InferenceDeployment" in result.output
+
+
+def test_a_command_that_is_misspelt_is_suggested() -> None:
+    assert "validate" in CliRunner().invoke(trimtab_command.app, ["validat"]).output
