@@ -13,10 +13,11 @@ from trimtab_operator.resource.quantity import parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment
 
 CONTAINER = "main"
+PRE_STOP_SECONDS = 5  # an engine that is to stop serves on for so long: until nobody is sent to it any more
 GRACE_MARGIN_SECONDS = 15  # beyond the drain timeout: aborting what is left, writing the last answers, exiting
 ENGINE_USER = 10001  # any non-root user will do; fixed, so that the image's own USER does not matter
 SHM_GIB_PER_RANK = 1  # a limit, not a reservation; ranks of one pod exchange tensors there
-SERVING_FIELDS = ("ports", "startupProbe", "readinessProbe", "livenessProbe")
+SERVING_FIELDS = ("ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle")
 STARTUP_PERIOD_SECONDS = 2
 STARTUP_FAILURES = 3600  # two hours: a large model from slow storage must not be killed while it loads
 
@@ -51,8 +52,13 @@ def worker_pod_spec(leader: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def grace_seconds(deployment: InferenceDeployment) -> int:
-    """SIGTERM drains; the grace period must outlast it."""
-    return math.ceil(parse_seconds(deployment.spec.rollout.drain_timeout)) + GRACE_MARGIN_SECONDS
+    """The whole of a stop: until nobody is sent there any more, the drain that SIGTERM begins, and the end."""
+    return math.ceil(stop_seconds(parse_seconds(deployment.spec.rollout.drain_timeout))) + GRACE_MARGIN_SECONDS
+
+
+def stop_seconds(drain_seconds: float) -> float:
+    """How long a stop takes until the last request is answered or cut off."""
+    return PRE_STOP_SECONDS + drain_seconds
 
 
 def _main(deployment: InferenceDeployment, admin_token_sha256: str) -> dict[str, Any]:
@@ -71,6 +77,7 @@ def _main(deployment: InferenceDeployment, admin_token_sha256: str) -> dict[str,
         "startupProbe": _probe("/startupz", period=STARTUP_PERIOD_SECONDS, failures=STARTUP_FAILURES),
         "readinessProbe": _probe("/readyz", period=2, failures=3),
         "livenessProbe": _probe("/livez", period=10, failures=6),
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(PRE_STOP_SECONDS)]}}},
         "securityContext": _container_security(deployment),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": _mounts(deployment),

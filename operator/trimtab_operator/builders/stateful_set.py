@@ -115,7 +115,7 @@ def _sized(stateful_set: dict[str, Any], pods: int, held: Held | None) -> dict[s
 def _stateful_set(
     wanted: Rendered, name: str, ordinal: int, selector: dict[str, str], address: str | None
 ) -> dict[str, Any]:
-    """Parallel, so that a pod that never became ready is replaced by a better template."""
+    """Parallel: pods of a group wait for each other. OnDelete: decisions/replacement.py says which are replaced."""
     deployment, template, revision = wanted.deployment, wanted.template, wanted.revision
     own = {**selector, REVISION_LABEL: revision}
     metadata, pod = template["metadata"], template["spec"]
@@ -136,7 +136,7 @@ def _stateful_set(
             "replicas": 1,
             "serviceName": group_name(deployment, ordinal),
             "podManagementPolicy": "Parallel",
-            "updateStrategy": {"type": "RollingUpdate"},
+            "updateStrategy": {"type": "OnDelete"},
             "revisionHistoryLimit": 2,
             "selector": {"matchLabels": selector},
             "template": {

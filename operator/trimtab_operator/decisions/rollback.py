@@ -30,7 +30,7 @@ from trimtab_operator.decisions.plan import differing
 from trimtab_operator.decisions.validation import refusals
 from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.layout.degrees import Degrees
-from trimtab_operator.observed.groups import Group, Observed
+from trimtab_operator.observed.groups import Group, Observed, revision_label
 from trimtab_operator.observed.phases import EngineView, phase_of
 from trimtab_operator.resource.canonical_json import compact
 from trimtab_operator.resource.manifest import Manifest
@@ -228,7 +228,7 @@ def _why_it_failed(
     now: float,
 ) -> str | None:
     """Why the change has failed; None while it has not."""
-    refused = next((group for group in on if any(_refuses_to_start(pod) for pod in group.pods)), None)
+    refused = next((group for group in on if any(map(_refuses_to_start, _own_pods(group)))), None)
     if refused is not None:
         return f"{refused.name} does not start: {_words(refused, layouts)}"
     is_asked_again = any(group.is_ready and group.name not in layouts for group in on)
@@ -244,6 +244,11 @@ def _words(group: Group, layouts: Mapping[str, Degrees]) -> str:
     if phase == "Ready":
         return f"its engine runs another layout: {layouts.get(group.name)}"
     return message or {"Loading": "it still loads", "Pending": "its pod does not run"}.get(phase, phase.lower())
+
+
+def _own_pods(group: Group) -> tuple[Manifest, ...]:
+    """Those of the group's revision; what others do says nothing of it."""
+    return tuple(pod for pod in group.pods if revision_label(pod) == group.revision)
 
 
 def _refuses_to_start(pod: Manifest) -> bool:

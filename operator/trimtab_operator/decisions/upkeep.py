@@ -1,5 +1,5 @@
-"""What the groups of a resource need beyond being as rendered: nodes that are gone, pods that end together, GPUs that
-are given back. Pure.
+"""What the groups of a resource need beyond being as rendered: nodes that are gone, pods that are outdated or end
+together, GPUs that are given back. Pure.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from trimtab_operator.builders.stateful_set import Held
 from trimtab_operator.decisions.actions import Delete, Note
 from trimtab_operator.decisions.node_loss import may_be_lost, pods_to_give_up
 from trimtab_operator.decisions.placement import Age, age_of, held_groups, holds, is_partly_placed
+from trimtab_operator.decisions.replacement import outdated_pods
 from trimtab_operator.decisions.restart import companions
 from trimtab_operator.observed.groups import Group, Observed, groups_of
 from trimtab_operator.observed.hold import hold_of
@@ -43,6 +44,8 @@ def upkeep(
     groups = groups_of(observed)
     lost = pods_to_give_up(observed.pods, (nodes or ()) if may_be_lost(observed.pods) else (), now)
     gone = {deletion.uid for deletion in lost}
+    replaced = tuple(deletion for deletion in outdated_pods(groups) if deletion.uid not in gone)
+    gone |= {deletion.uid for deletion in replaced}
     together = tuple(deletion for deletion in companions(groups) if deletion.uid not in gone)
     kept = holds(groups, _own(groups) if rivals is None else rivals, now, asked=asked)
     notes = [_warning("NodeLost", f"{found.name} was given up: {found.reason}", found.uid) for found in lost]
@@ -51,7 +54,7 @@ def upkeep(
         hold, before = kept.get(group.ordinal), hold_of(group)
         if hold is not None and (before is None or before.count != hold.count):
             notes.append(_warning("GaveBack", f"{group.name} {hold.sentence}", str(hold.count)))
-    return Upkeep((*lost, *together), held_groups(groups, kept, now), tuple(notes))
+    return Upkeep((*lost, *replaced, *together), held_groups(groups, kept, now), tuple(notes))
 
 
 def _own(groups: Iterable[Group]) -> tuple[Age, ...]:

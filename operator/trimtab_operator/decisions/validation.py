@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab_operator.builders.pod import PRE_STOP_SECONDS, stop_seconds
 from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
@@ -374,11 +375,12 @@ def drain_fits_the_grace_period(deployment: InferenceDeployment) -> Iterator[Ref
             "spec.rollout.drainTimeout", f"is {seconds:g} s; set more than 0 s and at most {MAX_DRAIN_SECONDS:g} s"
         )
     grace = deployment.spec.template.spec.termination_grace_period_seconds
-    if grace is not None and grace <= seconds:
+    if grace is not None and grace <= stop_seconds(seconds):
         yield Refusal(
             "spec.template.spec.terminationGracePeriodSeconds",
-            f"is {grace} s, but draining may take {seconds:g} s (spec.rollout.drainTimeout); "
-            "raise the former above the latter, or requests are cut off",
+            f"is {grace} s, but a stop may take {stop_seconds(seconds):g} s: {PRE_STOP_SECONDS} s until nobody is sent "
+            f"there any more, and {seconds:g} s of draining (spec.rollout.drainTimeout); raise it above that, or "
+            "requests are cut off",
         )
 
 

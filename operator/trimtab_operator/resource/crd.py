@@ -32,23 +32,29 @@ SPEC_RULES = [
         "!has(self.parallelism) || !has(self.parallelism.expert) || !self.parallelism.expert || "
         "(has(self.parallelism.tensor) && self.parallelism.tensor > 1) || "
         "(has(self.parallelism.data) && self.parallelism.data > 1)",
-        "parallelism.expert needs tensor or data above 1: experts are spread over those ranks",
+        "spec.parallelism.expert: is true, but tensor × data is 1, and experts are spread over those ranks; raise "
+        "tensor or data, or set it to false",
     ),
     cel(
         "!has(self.engine) || !has(self.engine.maxNumSeqs) || !has(self.engine.maxNumBatchedTokens) || "
         "self.engine.maxNumSeqs <= self.engine.maxNumBatchedTokens",
         "engine.maxNumBatchedTokens must be at least engine.maxNumSeqs: every running request needs one token per step",
+        "'spec.engine.maxNumBatchedTokens: maxNumBatchedTokens (' + string(self.engine.maxNumBatchedTokens) + "
+        "') must be at least maxNumSeqs (' + string(self.engine.maxNumSeqs) + '): every running request needs one "
+        "token per step; raise the former or lower the latter'",
     ),
     cel(
         "!has(self.metrics) || !has(self.metrics.source) || self.metrics.source != 'Prometheus' || "
         "has(self.metrics.prometheus)",
-        "metrics.source Prometheus needs metrics.prometheus.address",
+        "spec.metrics.source: Prometheus is not built yet; use Auto or Pods",
     ),
 ]
 ROOT_RULES = [
     cel(
         f"self.metadata.name.size() <= {MAX_NAME_LENGTH}",
         f"the name must not exceed {MAX_NAME_LENGTH} characters: names of pods and Services are made from it",
+        "'metadata.name: has ' + string(self.metadata.name.size()) + ' characters; use at most "
+        f"{MAX_NAME_LENGTH}: names of pods and Services are made from it'",
     )
 ]
 PRINTER_COLUMNS = [

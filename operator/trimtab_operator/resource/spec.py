@@ -42,9 +42,13 @@ def schema(**extra: Any) -> dict[str, Any]:
     return dict(extra)
 
 
-def cel(rule: str, message: str) -> dict[str, str]:
-    """One CEL rule. Kubernetes before 1.25 drops it; `validation.py` holds the same rule."""
-    return {"rule": rule, "message": message}
+def cel(rule: str, message: str, expression: str | None = None) -> dict[str, str]:
+    """One CEL rule. Kubernetes before 1.25 drops it; `validation.py` holds the same rule.
+
+    `expression` makes the same words as that one, values and all; before 1.27 `message` stands in its place.
+    """
+    said = {} if expression is None else {"messageExpression": expression}
+    return {"rule": rule, "message": message, **said}
 
 
 class Model(BaseModel):
@@ -248,10 +252,12 @@ class IntBounds(Model):
     )
 
 
-MIN_MAX_FRACTION = cel(
-    "!has(self.min) || !has(self.max) || double(self.min) <= double(self.max)", "min must not exceed max"
-)
-MIN_MAX_INT = cel("!has(self.min) || !has(self.max) || self.min <= self.max", "min must not exceed max")
+def _min_up_to_max(knob: str, number: str) -> dict[str, Any]:
+    """The schema's words for bounds of a knob; `number` is what makes its values numbers in CEL."""
+    rule = f"!has(self.min) || !has(self.max) || {number}(self.min) <= {number}(self.max)"
+    words = f"'spec.tuning.bounds.{knob}: min ' + string(self.min) + ' exceeds max ' + string(self.max)"
+    said = cel(rule, "min must not exceed max", f"{words} + '; lower min or raise max'")
+    return schema(**{"x-kubernetes-validations": [said]})
 
 
 class Bounds(Model):
@@ -260,17 +266,17 @@ class Bounds(Model):
     gpu_memory_utilization: FractionBounds | None = Field(
         default=None,
         description="Bounds of gpuMemoryUtilization.",
-        json_schema_extra=schema(**{"x-kubernetes-validations": [MIN_MAX_FRACTION]}),
+        json_schema_extra=_min_up_to_max("gpuMemoryUtilization", "double"),
     )
     max_num_seqs: IntBounds | None = Field(
         default=None,
         description="Bounds of maxNumSeqs.",
-        json_schema_extra=schema(**{"x-kubernetes-validations": [MIN_MAX_INT]}),
+        json_schema_extra=_min_up_to_max("maxNumSeqs", "int"),
     )
     max_num_batched_tokens: IntBounds | None = Field(
         default=None,
         description="Bounds of maxNumBatchedTokens.",
-        json_schema_extra=schema(**{"x-kubernetes-validations": [MIN_MAX_INT]}),
+        json_schema_extra=_min_up_to_max("maxNumBatchedTokens", "int"),
     )
 
 
@@ -390,7 +396,7 @@ class PodOverlay(BaseModel):
         default=None,
         ge=1,
         le=86400,
-        description="Must exceed rollout.drainTimeout. Default: the drain timeout plus 15 s.",
+        description="Must exceed rollout.drainTimeout by more than 5 s. Default: the drain timeout plus 20 s.",
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from operator_builders import a_deployment
+from trimtab_operator.builders.pod import worker_pod_spec
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import (
     leader_stateful_set,
@@ -123,8 +124,18 @@ def test_the_pod_is_restricted() -> None:
     assert main["securityContext"]["allowPrivilegeEscalation"] is False
 
 
+def test_an_engine_that_is_to_stop_serves_on_until_nobody_is_sent_to_it() -> None:
+    (main,) = a_template()["spec"]["containers"]
+    assert main["lifecycle"] == {"preStop": {"exec": {"command": ["sleep", "5"]}}}
+
+
+def test_a_worker_does_not_wait_for_endpoints_as_it_has_none() -> None:
+    (main,) = worker_pod_spec(a_template()["spec"])["containers"]
+    assert "lifecycle" not in main
+
+
 def test_the_grace_period_outlasts_the_drain() -> None:
-    assert a_template(rollout={"drainTimeout": "1m30s"})["spec"]["terminationGracePeriodSeconds"] == 105
+    assert a_template(rollout={"drainTimeout": "1m30s"})["spec"]["terminationGracePeriodSeconds"] == 5 + 90 + 15
     assert "--shutdown-timeout=90" in args(rollout={"drainTimeout": "1m30s"})
 
 

@@ -18,7 +18,6 @@ import httpx
 from operator_builders import MODEL_FACTS, NOW, a_resource
 from trimtab_operator.builders.admin_token import Tokens, admin_token
 from trimtab_operator.builders.config_map import facts_config_map
-from trimtab_operator.builders.labels import REVISION_LABEL
 from trimtab_operator.decisions.actions import Action, Apply, Patch, note_of
 from trimtab_operator.decisions.memory import Memory
 from trimtab_operator.decisions.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
@@ -257,6 +256,11 @@ class FakeCluster:
         added = {"uid": f"o-{self._made}", "creationTimestamp": self._time()}
         kept = added if present is None else {key: present["metadata"][key] for key in added}
         stored["metadata"] |= kept
+        if kind == "StatefulSet":
+            is_same = present is not None and present["spec"] == stored["spec"]
+            before_it = 0 if present is None else present["metadata"]["generation"]
+            stored["metadata"]["generation"] = before_it + (not is_same)
+            stored["status"] = {} if present is None else present["status"]
         if kind == "Service":
             before = None if present is None else present["spec"]["clusterIP"]
             wanted = stored["spec"].get("clusterIP")
@@ -303,7 +307,8 @@ class FakeCluster:
             del self.pods[name]
         for name, (owner, template) in wanted.items():
             present = self.pods.get(name)
-            if present is None or is_terminating(present) or not _is_made_from(present, owner, template):
+            is_kept = owner["kind"] == "StatefulSet" or (present and _is_made_from(present, owner, template))
+            if present is None or is_terminating(present) or not is_kept:
                 self._make_pod(name, owner, template)
         self._schedule()
         self.kubelets()
@@ -314,6 +319,7 @@ class FakeCluster:
         for (kind, name), manifest in sorted(self.objects.items()):
             template: dict[str, Any] = (manifest.get("spec") or {}).get("template") or {}
             if kind == "StatefulSet":
+                manifest["status"] = {"observedGeneration": manifest["metadata"]["generation"]}
                 for number in range(manifest["spec"]["replicas"]):
                     found[f"{name}-{number}"] = (manifest, template)
             elif kind == "Job":
@@ -501,11 +507,9 @@ def a_loop(cluster: FakeCluster) -> Loop:
 
 
 def _is_made_from(pod: dict[str, Any], owner: dict[str, Any], template: dict[str, Any]) -> bool:
+    """Whether a Job's pod is this Job's. Those of StatefulSets stay until they are deleted."""
     spec = {name: value for name, value in pod["spec"].items() if name != "nodeName"}
-    labels = pod["metadata"]["labels"], template["metadata"]["labels"]
-    is_of_owner = pod["metadata"]["ownerReferences"][0]["uid"] == owner["metadata"]["uid"] or owner["kind"] != "Job"
-    is_of_revision = labels[0].get(REVISION_LABEL) == labels[1].get(REVISION_LABEL)
-    return bool(spec == template["spec"] and is_of_owner and is_of_revision)
+    return bool(spec == template["spec"] and pod["metadata"]["ownerReferences"][0]["uid"] == owner["metadata"]["uid"])
 
 
 def _moment(at: float) -> datetime:
