@@ -18,6 +18,7 @@ from trimtab_engine.flags.engine import engine_config, named_model
 from trimtab_engine.flags.serve import add_serve_flags
 from trimtab_engine.processes.end import prepare_to_leave
 from trimtab_engine.processes.network import any_address
+from trimtab_engine.text.shipped_templates import SHIPPED, shipped_template
 from trimtab_engine.weights.open import check_is_there
 
 EXAMPLES = """what says live may change while serving, through the admin API (docs/live-configuration.md)
@@ -113,14 +114,20 @@ def tool_call_parser(arguments: argparse.Namespace) -> str | None:
 
 
 def chat_template(given: str | None) -> str | None:
-    """The template's text: a file's, or the argument itself when it can be nothing else. Raises ConfigError."""
+    """The template's text: a shipped one's by its name, a file's, or the argument itself when it can be nothing else.
+    Raises ConfigError."""
     if given is None or any(mark in given for mark in JINJA_MARKS):
         return given
+    shipped = shipped_template(given)
+    if shipped is not None:
+        return shipped
     try:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
-        raise ConfigError(f"--chat-template {given}: {reason}; give the path of a Jinja file") from None
+        raise ConfigError(
+            f"--chat-template {given}: {reason}; give the path of a Jinja file, or {' or '.join(SHIPPED)}"
+        ) from None
 
 
 def served_names(arguments: argparse.Namespace) -> tuple[str, ...]:

@@ -43,7 +43,8 @@ def _add_server_flags(group: Any) -> None:
     group.add_argument(
         "--chat-template",
         metavar="FILE",
-        help="Jinja file that takes the place of the model's chat template; or the template itself, on one line",
+        help="takes the place of the model's chat template: a Jinja file; the template itself, on one line; or hermes: "
+        "tool calls in ChatML, as in Qwen's own",
     )
     group.add_argument(
         "--enable-auto-tool-choice",

@@ -276,8 +276,9 @@ def test_a_chat_template_is_a_file_or_the_template_itself(tmp_path: Path) -> Non
     assert chat_template(str(file)) == "{{ messages }}é"
     assert chat_template("{% for m in messages %}{% endfor %}") == "{% for m in messages %}{% endfor %}"
     assert chat_template(None) is None
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match=r"No such file .* or hermes"):
         chat_template(str(tmp_path / "missing.jinja"))
+    assert "<tool_call>" in str(chat_template("hermes"))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trimtab_engine.errors import InvalidRequest, ModelError
 from trimtab_engine.text.chat_template import ChatTemplate, ChatTemplates
 from trimtab_engine.text.chat_worker import Rendering
+from trimtab_engine.text.shipped_templates import SHIPPED, shipped_template
 from trimtab_engine.text.tokenizer import Tokenizer
 
 MESSAGES: list[dict[str, Any]] = [
@@ -115,3 +116,43 @@ def test_a_models_templates_come_with_its_tokenizer(tokenizer_folder: Path) -> N
     templates = Tokenizer(str(tokenizer_folder)).chat_templates
     assert templates.by_name.keys() == {"default"}
     assert templates.special_tokens["eos_token"] == "<|end|>"
+
+
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": True}}}]}
+RESULTS = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
+
+
+def hermes() -> ChatTemplate:
+    text = shipped_template("hermes")
+    assert text is not None
+    return ChatTemplate(text, {})
+
+
+def test_hermes_writes_tools_calls_and_results_as_its_models_were_trained() -> None:
+    user = {"role": "user", "content": "hi"}
+    written = hermes().render([MESSAGES[0], user, CALLS, *RESULTS], tools=TOOLS)
+    assert written.startswith("<|im_start|>system\nBe <brief> & é.\n\n# Tools\n\n")
+    tool = '{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}'
+    assert f"<tools>\n{tool}\n</tools>\n" in written
+    assert written.endswith(
+        "</tool_call><|im_end|>\n"
+        "<|im_start|>user\nhi<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "f", "arguments": {"a": true}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_hermes_without_tools_is_plain_chatml_with_a_system_message_for_who_brings_none() -> None:
+    assert hermes().render([{"role": "user", "content": "hi"}]) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_templates_are_whole_and_know_tools(name: str) -> None:
+    template = ChatTemplate(shipped_template(name) or "", {})
+    template.check()
+    template.check(TOOLS)
+    assert template.uses_tools

@@ -116,7 +116,7 @@ def tool_use_of(
         return NO_TOOLS
     if not template_knows_tools:
         raise invalid(
-            "this model's chat template knows no tools; serve it with one that does (--chat-template)", "tools"
+            "this model's chat template knows no tools; serve it with one that does (--chat-template hermes)", "tools"
         )
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
     only_first = body.parallel_tool_calls is False
