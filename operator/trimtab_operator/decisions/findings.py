@@ -38,5 +38,7 @@ class Findings:
     target: InferenceDeployment | None = None
     too_few_gpus: str | None = None
     problem: tuple[str, str] | None = None
+    is_paused: bool = False
+    """Whether nothing is changed, as its owner asks."""
     keeps_older_pods: bool = False
     """Whether replicas run what another operator, or this one with other defaults, rendered for the same spec."""

@@ -72,6 +72,18 @@ class Turn:
 
 def turn(world: World, memory: Memory) -> Turn:
     """Decide what is to be done in this world. Never raises, whatever the cluster or the engines say."""
+    decided = _decided(world, memory)
+    return _standing_still(decided, memory) if world.deployment.is_paused else decided
+
+
+def _standing_still(decided: Turn, memory: Memory) -> Turn:
+    """What is found out, and nothing of what would be done: clocks and trials begin when it goes on."""
+    findings = replace(decided.findings, is_paused=True, tuning=None)
+    kept = replace(decided.memory, tuner=memory.tuner, rollout=memory.rollout)
+    return Turn(kept, findings, decided.desired_replicas, futile=memory.futile)
+
+
+def _decided(world: World, memory: Memory) -> Turn:
     records, seen = records_of(world.children.stateful_sets), world
     world = _as_recorded(world, records)
     known = _known(world, memory)

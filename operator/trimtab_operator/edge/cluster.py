@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
@@ -23,7 +24,7 @@ from kubernetes.aio.dynamic.exceptions import ConflictError, DynamicApiError, No
 from kubernetes.aio.dynamic.resource import Resource
 
 from trimtab_operator.builders.labels import children_selector
-from trimtab_operator.errors import MisconfiguredOperator, NameTaken
+from trimtab_operator.errors import MisconfiguredOperator, NameTaken, NotYet
 from trimtab_operator.observed.groups import Observed
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, InferenceDeployment
@@ -107,10 +108,12 @@ class Cluster:
     # --- verbs --------------------------------------------------------------------------------------------------------
 
     async def get(self, kind: str, namespace: str | None, name: str) -> dict[str, Any] | None:
-        """One object, or None when there is none."""
+        """One object, or None when the API server says that there is none."""
         try:
             return await self._call("get", self._path(kind, namespace, name))
-        except NotFoundError:
+        except NotFoundError as error:
+            if not _speaks_of(error, name):
+                raise
             return None
 
     async def list(
@@ -143,6 +146,11 @@ class Cluster:
         metadata = {**manifest["metadata"], "ownerReferences": [owner_reference(owner)]}
         if is_new:
             present = await self.get(manifest["kind"], metadata["namespace"], metadata["name"])
+            if present is not None and is_of_a_former_namesake(present, owner):
+                raise NotYet(
+                    f"{manifest['kind']} {metadata['name']} belongs to the InferenceDeployment that had this name "
+                    "before; it is waited for until Kubernetes has removed it"
+                )
             if present is not None and not is_owned(present, owner.uid):
                 raise NameTaken(
                     f"{manifest['kind']} {metadata['name']} exists and belongs to somebody else; "
@@ -275,6 +283,26 @@ def owner_reference(owner: InferenceDeployment) -> dict[str, Any]:
 def is_owned(manifest: Manifest, uid: str) -> bool:
     references = manifest["metadata"].get("ownerReferences") or []
     return any(reference.get("uid") == uid and reference.get("controller") for reference in references)
+
+
+def is_of_a_former_namesake(manifest: Manifest, owner: InferenceDeployment) -> bool:
+    """Whether a child belongs to a resource of the same name that was deleted: it goes with that one."""
+    references = manifest["metadata"].get("ownerReferences") or []
+    return any(
+        (reference.get("kind"), reference.get("name")) == (KIND, owner.name) and reference.get("uid") != owner.uid
+        for reference in references
+        if reference.get("controller")
+    )
+
+
+def _speaks_of(error: NotFoundError, name: str) -> bool:
+    """Whether a 404 says that the object is not there. An API server that does not serve the kind yet, as it starts,
+    answers 404 as well, in other words."""
+    try:
+        said = json.loads(error.body or "")
+        return bool(said["reason"] == "NotFound" and said["details"]["name"] == name)
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def is_of_workload(pod: Manifest, name: str, makers: Mapping[str, str]) -> bool:

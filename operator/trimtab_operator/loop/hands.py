@@ -25,7 +25,7 @@ from trimtab_operator.edge.engine_client import Patched
 from trimtab_operator.edge.engines import Engines, PatchAnswer
 from trimtab_operator.edge.health import OperatorMetrics
 from trimtab_operator.edge.lease import CONNECTION_ERRORS
-from trimtab_operator.errors import Gone, NameTaken, NotLeading
+from trimtab_operator.errors import Gone, NameTaken, NotLeading, NotYet
 from trimtab_operator.report.conditions import changed_conditions
 from trimtab_operator.report.status import status_of
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
@@ -64,7 +64,7 @@ class Hands:
         done: list[Action] = []
         try:
             await self.execute(deployment, turn.children, done)
-        except (*API_ERRORS, NameTaken) as error:
+        except (*API_ERRORS, NameTaken, NotYet) as error:
             refused = error
 
         async def on_answer(order: Patch, answer: PatchAnswer) -> None:

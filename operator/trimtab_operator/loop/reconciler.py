@@ -22,7 +22,7 @@ from trimtab_operator.edge.engines import Engines
 from trimtab_operator.edge.health import Heartbeats
 from trimtab_operator.edge.lease import CONNECTION_ERRORS
 from trimtab_operator.edge.look import Eyes, Key
-from trimtab_operator.errors import Gone, NameTaken
+from trimtab_operator.errors import Gone, NameTaken, NotYet
 from trimtab_operator.loop.hands import Hands, one_line
 from trimtab_operator.loop.wake_ups import WakeUps
 from trimtab_operator.report.conditions import Reason
@@ -106,7 +106,7 @@ class Reconciler:
         except Exception as error:
             loop.failures += 1
             self.hands.metrics.reconcile_errors.labels(error=type(error).__name__).inc()
-            is_expected = isinstance(error, (*CONNECTION_ERRORS, NameTaken))
+            is_expected = isinstance(error, (*CONNECTION_ERRORS, NameTaken, NotYet))
             logger.log(
                 logging.WARNING if is_expected else logging.ERROR,
                 "tick failed",

@@ -19,7 +19,7 @@ from trimtab_operator.observed.hold import hold_of
 from trimtab_operator.observed.missing_pods import missing_sentence
 from trimtab_operator.observed.pods import unschedulable
 from trimtab_operator.observed.readiness import reported_layouts
-from trimtab_operator.resource.spec import RESTARTED_AT, InferenceDeployment
+from trimtab_operator.resource.spec import PAUSED, RESTARTED_AT, InferenceDeployment
 from trimtab_operator.resource.time import timestamp
 from trimtab_operator.tuner import Verdict
 
@@ -43,6 +43,7 @@ class Reason(StrEnum):
     START_FAILED = "StartFailed"  # no replica of the first revision became Ready in its time
     ROLLING_OUT = "RollingOut"  # replicas are brought to a new revision
     SCALING = "Scaling"  # replicas are added or removed
+    PAUSED = "Paused"  # nothing is changed, as its owner asks by an annotation
     SETTLED = "Settled"  # what runs is what is wanted
     LAYOUT_REPORTED = "LayoutReported"  # every ready engine runs the layout that was asked for
     LAYOUT_DIFFERS = "LayoutDiffers"  # an engine runs another layout
@@ -53,6 +54,9 @@ class Reason(StrEnum):
     PODS_REFUSED = "PodsRefused"  # the API server refuses to create pods: a quota, a policy
     AS_EXPECTED = "AsExpected"  # nothing is wrong
     STOPPED = "Stopped"  # nothing runs that could be tuned or measured
+
+
+STANDS_STILL = f"nothing is changed, as the annotation {PAUSED} asks; remove it, and it goes on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +71,12 @@ class Claim:
 
 def conditions(deployment: InferenceDeployment, findings: Findings, groups: Sequence[Mapping[str, Any]]) -> list[Claim]:
     """All ten conditions, Ready first."""
-    progressing = progressing_claim(deployment, findings, groups)
+    progressing, ready = progressing_claim(deployment, findings, groups), ready_claim(findings, groups)
     return [
-        ready_claim(findings, groups),
+        ready,
         serving_claim(findings, groups),
         Claim("Reconciling", progressing.status, progressing.reason, progressing.message),
-        stalled_claim(findings, progressing),
+        stalled_claim(findings, progressing, ready),
         progressing,
         layout_claim(deployment, findings),
         *tuning_claims(findings),
@@ -113,9 +117,10 @@ def serving_claim(findings: Findings, groups: Sequence[Mapping[str, Any]]) -> Cl
     return Claim("Serving", "False", Reason.NOT_READY, "no replica takes requests")
 
 
-def stalled_claim(findings: Findings, progressing: Claim) -> Claim:
+def stalled_claim(findings: Findings, progressing: Claim, ready: Claim) -> Claim:
     """Whether it will not go on until somebody acts."""
     stuck = _blocked(findings) is not None or findings.failed_change is not None
+    stuck = stuck or (findings.is_paused and ready.status != "True")
     if progressing.status != "True" and (stuck or isinstance(findings.model, Unreadable)):
         return Claim("Stalled", "True", progressing.reason, progressing.message)
     return Claim("Stalled", "False", Reason.AS_EXPECTED, "nothing stands in the way")
@@ -153,6 +158,8 @@ def progressing_claim(
     blocked = _blocked(findings)
     if blocked is not None:
         return Claim("Progressing", "False", blocked[0], blocked[1])
+    if findings.is_paused:
+        return Claim("Progressing", "False", Reason.PAUSED, STANDS_STILL)
     unknown = _unknown_model(findings)
     if unknown is not None:
         return Claim("Progressing", "True" if isinstance(findings.model, Reading) else "False", *unknown)
@@ -212,6 +219,11 @@ def layout_claim(deployment: InferenceDeployment, findings: Findings) -> Claim:
 def tuning_claims(findings: Findings) -> list[Claim]:
     if findings.tuning is None and findings.groups and (blocked := _blocked(findings)):
         return [Claim("MetricsAvailable", "Unknown", *blocked), Claim("TuningActive", "False", *blocked)]
+    if findings.is_paused:
+        return [
+            Claim("MetricsAvailable", "Unknown", Reason.PAUSED, STANDS_STILL),
+            Claim("TuningActive", "False", Reason.PAUSED, STANDS_STILL),
+        ]
     if findings.tuning is None:
         message = "nothing runs that could be measured"
         return [

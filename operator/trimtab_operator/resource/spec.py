@@ -18,6 +18,7 @@ from trimtab_operator.errors import InvalidSpec
 
 GROUP = "trimtab.dev"
 VERSION = "v1alpha1"
+PAUSED = "trimtab.dev/paused"  # annotation of a resource: whatever it says but false, nothing of it is changed
 RESTARTED_AT = "trimtab.dev/restarted-at"  # annotation of a resource; another text asks for new pods
 KIND = "InferenceDeployment"
 PLURAL = "inferencedeployments"
@@ -449,7 +450,8 @@ class Spec(Model):
 class InferenceDeployment:
     """One resource, parsed. `image` is spec.runtime.image or the operator's default; None when there is neither.
 
-    `restarted_at` is what its owner wrote into the annotation of that name: another text asks for new pods.
+    `restarted_at` is what its owner wrote into the annotation of that name: another text asks for new pods. `is_paused`
+    says that nothing of it is to be changed.
     """
 
     namespace: str
@@ -460,6 +462,7 @@ class InferenceDeployment:
     image: str | None
     status: Mapping[str, Any]
     restarted_at: str | None = None
+    is_paused: bool = False
 
     @property
     def replicas(self) -> int:
@@ -470,6 +473,7 @@ class InferenceDeployment:
     def parse(cls, body: Mapping[str, Any], *, default_image: str | None = None) -> InferenceDeployment:
         """Read a resource as the API server gives it. Raises InvalidSpec with every field that is wrong."""
         metadata = body.get("metadata") or {}
+        annotations = metadata.get("annotations") or {}
         try:
             spec = Spec.model_validate_json(
                 json.dumps(body.get("spec") or {}), strict=True, by_alias=True, by_name=False
@@ -484,7 +488,8 @@ class InferenceDeployment:
             spec=spec,
             image=spec.runtime.image or default_image,
             status=body.get("status") or {},
-            restarted_at=(metadata.get("annotations") or {}).get(RESTARTED_AT),
+            restarted_at=annotations.get(RESTARTED_AT),
+            is_paused=annotations.get(PAUSED, "false") != "false",
         )
 
 

@@ -1,11 +1,16 @@
-"""What the door to the API server takes for the resource's own."""
+"""What the door to the API server takes for its own, for gone, and for somebody else's."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
-from trimtab_operator.edge.cluster import is_of_workload
+from kubernetes.aio.client.exceptions import ApiException
+from kubernetes.aio.dynamic.exceptions import NotFoundError
+from operator_builders import a_deployment
+from trimtab_operator.edge.cluster import Cluster, is_of_a_former_namesake, is_of_workload
+from trimtab_operator.errors import NameTaken, NotYet
 
 
 @pytest.mark.parametrize(
@@ -28,3 +33,70 @@ def test_a_pod_is_known_by_its_controllers_uid_and_not_by_its_labels(
 ) -> None:
     pod = {"metadata": {"name": "m-g0-0", "ownerReferences": [owner] if owner else []}}
     assert is_of_workload(pod, "m", {"m-g0": "u-g0", "m-facts": "u-facts"}) is is_ours
+
+
+class Answers(Cluster):
+    """A door behind which the API server gives one answer to everything."""
+
+    def __init__(self, answer: dict[str, Any] | Exception) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def _path(self, kind: str, namespace: str | None, name: str | None) -> str:
+        return f"/{kind}/{namespace}/{name}"
+
+    async def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def not_found(body: str | None) -> NotFoundError:
+    made: type[Any] = NotFoundError  # the client library has no annotations
+    error = ApiException(status=404, reason="Not Found")
+    error.body = body
+    found = made(error)
+    assert isinstance(found, NotFoundError)
+    return found
+
+
+def a_status(name: str) -> str:
+    return json.dumps({"kind": "Status", "reason": "NotFound", "details": {"name": name, "kind": "x"}, "code": 404})
+
+
+async def test_what_the_api_server_says_is_not_there_is_none() -> None:
+    assert await Answers(not_found(a_status("m"))).get("Pod", "n", "m") is None
+
+
+@pytest.mark.parametrize("body", ["404 page not found\n", None, "", "{}", "[]", '{"reason": "NotFound", "details": 1}'])
+async def test_a_404_of_an_api_server_that_does_not_serve_the_kind_yet_says_nothing_of_the_object(
+    body: str | None,
+) -> None:
+    with pytest.raises(NotFoundError):
+        await Answers(not_found(body)).get("InferenceDeployment", "n", "m")
+
+
+def owned_by(**owner: Any) -> dict[str, Any]:
+    reference = {"kind": "InferenceDeployment", "name": "m", "uid": "u-m", "controller": True, **owner}
+    return {"metadata": {"name": "m-g0", "ownerReferences": [reference]}}
+
+
+@pytest.mark.parametrize(
+    ("present", "error"),
+    [
+        (owned_by(uid="u-before"), NotYet),  # goes with the resource that was deleted
+        (owned_by(name="another", uid="u-another"), NameTaken),
+        (owned_by(kind="StatefulSet", uid="u-set"), NameTaken),
+        ({"metadata": {"name": "m-g0"}}, NameTaken),
+    ],
+)
+async def test_a_child_that_is_there_already_is_waited_for_if_it_is_about_to_go(
+    present: dict[str, Any], error: type[Exception]
+) -> None:
+    manifest = {"kind": "StatefulSet", "metadata": {"namespace": "n", "name": "m-g0"}}
+    with pytest.raises(error):
+        await Answers(present).apply(manifest, a_deployment(), is_new=True)
+
+
+def test_its_own_child_is_of_no_former_namesake() -> None:
+    assert not is_of_a_former_namesake(owned_by(), a_deployment())
