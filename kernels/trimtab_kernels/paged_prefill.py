@@ -207,10 +207,11 @@ def _paged_prefill(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ) -> None:
-    """Program (kv head, q block), the last blocks first: under causality they have the most keys."""
+    """Program (kv head of a q block), the last blocks first: under causality they have the most keys. The grid has one
+    axis: only the first takes more than 65,535 programs."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    kv_head = tl.program_id(0)
-    block = num_q_blocks - 1 - tl.program_id(1)
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    block = num_q_blocks - 1 - tl.program_id(0) // NUM_KV_HEADS
     low, high = num_seqs * 0, num_seqs  # the sequence is in [low, high); a tensor even if the loop does not run
     while low + 1 < high:
         middle = (low + high) // 2
@@ -292,7 +293,7 @@ def paged_prefill_triton(
         return output
     config = prefill_config(head_size, group, max_query_len, query.element_size(), facts or device_facts(query.device))
     num_q_blocks = num_tokens // (config.rows // group) + num_seqs
-    _paged_prefill[(num_kv_heads, num_q_blocks)](
+    _paged_prefill[(num_kv_heads * num_q_blocks,)](
         query,
         key_cache,
         value_cache,

@@ -17,7 +17,7 @@ Bound by memory: 2 * num_tokens * num_kv_heads * head_size * (itemsize + cache i
 
 import torch
 
-from trimtab_kernels.launch.jit import kernel, next_power_of_2, tl
+from trimtab_kernels.launch.jit import jit, kernel, next_power_of_2, tl
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0
@@ -87,6 +87,13 @@ def reshape_and_cache_cpu(
         slots.index_copy_(0, slot_mapping, stored)
 
 
+@jit
+def clamped(x: tl.tensor, largest: tl.tensor) -> tl.tensor:
+    """fp32 within what float8 holds: its conversion saturates on some generations and yields NaN on others. NaN stays
+    NaN: a clamp by itself would make it the largest value, and nobody would see that something is wrong."""
+    return tl.clamp(x, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+
+
 @kernel()
 def _reshape_and_cache(
     key: tl.tensor,
@@ -111,9 +118,8 @@ def _reshape_and_cache(
         new_key = tl.load(key + token * key_stride + offsets, mask=inside)
         new_value = tl.load(value + token * value_stride + offsets, mask=inside)
         if LARGEST_VALUE is not None:
-            # The conversion saturates on some generations and yields NaN on others: clamp first.
-            new_key = tl.clamp(new_key.to(tl.float32) * inverse_key_scale, -LARGEST_VALUE, LARGEST_VALUE)
-            new_value = tl.clamp(new_value.to(tl.float32) * inverse_value_scale, -LARGEST_VALUE, LARGEST_VALUE)
+            new_key = clamped(new_key.to(tl.float32) * inverse_key_scale, LARGEST_VALUE)
+            new_value = clamped(new_value.to(tl.float32) * inverse_value_scale, LARGEST_VALUE)
         tl.store(key_cache + slot * ROW + offsets, new_key.to(key_cache.dtype.element_ty), mask=inside)
         tl.store(value_cache + slot * ROW + offsets, new_value.to(value_cache.dtype.element_ty), mask=inside)
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from trimtab_kernels.launch.jit import cdiv, kernel, next_power_of_2, tl
-from trimtab_kernels.reshape_and_cache import LARGEST, reshape_and_cache, reshape_and_cache_reference
+from trimtab_kernels.reshape_and_cache import LARGEST, clamped, reshape_and_cache, reshape_and_cache_reference
 from trimtab_kernels.rms_norm import rms_norm, rms_norm_reference
 from trimtab_kernels.rotary_embedding import BLOCK_ELEMENTS, rotary_embedding, rotary_embedding_reference
 
@@ -122,9 +122,8 @@ def _rope_and_cache(
     if slot >= 0:
         stored = tl.where(is_value[:, None], tile, turned)
         if LARGEST_VALUE is not None:
-            # The conversion saturates on some generations and yields NaN on others: clamp first.
             inverse = tl.where(is_value, inverse_value_scale, inverse_key_scale)
-            stored = tl.clamp(stored.to(tl.float32) * inverse[:, None], -LARGEST_VALUE, LARGEST_VALUE)
+            stored = clamped(stored.to(tl.float32) * inverse[:, None], LARGEST_VALUE)
         row = slot * (NUM_KV_HEADS * SIZE)
         keys = key_cache + row + (heads - NUM_HEADS)[:, None] * SIZE + columns[None, :]
         values = value_cache + row + (heads - NUM_HEADS - NUM_KV_HEADS)[:, None] * SIZE + columns[None, :]

@@ -7,9 +7,9 @@ b         [N, K]                        float8_e4m3fn, the weights
 b_scales  [ceil(N/128), ceil(K/128)]    fp32: one per block of 128 x 128
 y         [num_tokens, N]               dtype asked for
 
-Quantisation: scale = max|x| of the group / 448, a = x / scale, clamped. Products of a 128-wide step are summed by the
-matrix unit, scaled in fp32 and added in fp32 (DeepSeek-V3, arXiv:2412.19437, section 3.3), so the unit's narrow
-accumulator never sees more than 128 terms.
+Quantisation: scale = max|x| of the group / 448, a = x / scale, clamped; NaN stays NaN. Products of a 128-wide step are
+summed by the matrix unit, scaled in fp32 and added in fp32 (DeepSeek-V3, arXiv:2412.19437, section 3.3), so the unit's
+narrow accumulator never sees more than 128 terms.
 
 Few tokens need many programs to read the weights at full speed: then SPLIT_K programs share the sum over K and a second
 kernel adds their parts. Launch configurations are measured per shape and GPU by `python -m trimtab_kernels.tune`.
@@ -21,7 +21,7 @@ import torch
 from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
 from trimtab_kernels.launch.gemm_config import GemmConfig, block_fp8_config
 from trimtab_kernels.launch.jit import cdiv, jit, kernel, tl
-from trimtab_kernels.reshape_and_cache import FLOAT8, FLOAT8_MAX
+from trimtab_kernels.reshape_and_cache import FLOAT8, FLOAT8_MAX, clamped
 
 GROUP = 128
 """Values of one activation scale, and side of a block of weights."""
@@ -90,7 +90,7 @@ def _quantize_groups(
     values = tl.load(x + token * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     # Division, not multiplication by 1/448: the largest value must become 448 exactly.
     scales = tl.maximum(tl.max(tl.abs(values), 1), 448.0 * 1e-10) / 448.0
-    quantized = tl.clamp(values / scales[:, None], -448.0, 448.0)
+    quantized = clamped(values / scales[:, None], 448.0)
     tl.store(a + token * size + columns, quantized.to(a.dtype.element_ty), mask=inside)
     tl.store(a_scales + token * num_groups + groups, scales, mask=groups < num_groups)
 

@@ -8,8 +8,10 @@ Three kinds: the machine's memory (one anonymous mapping: a page becomes residen
 madvise), one plain allocation of a device, and a device's mapped pages (mapped_range.py).
 """
 
+import contextlib
 import ctypes
 import mmap
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -20,6 +22,8 @@ MADV_NOHUGEPAGE = 15  # likewise: a huge page would make blocks resident that no
 
 Span = tuple[int, int]
 """Bytes [first, last) of the range."""
+Pin = Callable[[int, int], Callable[[], None]]
+"""Makes (address, bytes) readable and writable for a device, and returns what ends that."""
 
 
 class AddressRange(Protocol):
@@ -56,42 +60,54 @@ class AddressSpace(Protocol):
 
 
 class HostMemory:
-    """The machine's own memory, whatever the engine's device is. `pin`: makes a CUDA device able to read and write it
-    (address, bytes); then all of it is resident from the beginning."""
+    """The machine's own memory, whatever the engine's device is. With `pin` a CUDA device can read and write it, and
+    all of it is resident from the beginning."""
 
-    def __init__(self, pin: Callable[[int, int], None] | None = None) -> None:
+    def __init__(self, pin: Pin | None = None) -> None:
         self._pin = pin
 
     def page_bytes(self, num_regions: int) -> int:
         return mmap.PAGESIZE
 
     def reserve(self, regions: Sequence[Span], page_bytes: int) -> AddressRange:
-        reserved = HostRange(regions)
-        if self._pin is not None:
-            self._pin(reserved.whole.data_ptr(), reserved.whole.numel())
-        return reserved
+        return HostRange(regions, self._pin)
 
 
-def pin_for_cuda(address: int, num_bytes: int) -> None:
-    """Lock these pages in memory, at addresses that devices use as well. Raises MemoryError where that is refused."""
+def pin_for_cuda(address: int, num_bytes: int) -> Callable[[], None]:
+    """Lock these pages in memory, at addresses that devices use as well; returns what unlocks them. Raises MemoryError
+    where that is refused."""
     runtime: Any = torch.cuda.cudart  # torch types it not
     error = int(runtime().cudaHostRegister(address, num_bytes, 0))
     if error != 0:
         raise MemoryError(f"{num_bytes} bytes of host memory cannot be pinned for CUDA (error {error})")
 
+    def unpin() -> None:
+        runtime().cudaHostUnregister(address)
+
+    return unpin
+
 
 class HostRange:
-    """An anonymous private mapping: growing costs nothing, shrinking is exact to a page."""
+    """An anonymous private mapping: growing costs nothing, shrinking is exact to a page. Where it is pinned, it is
+    unpinned when the last tensor of it has gone, before its addresses are given to somebody else: the driver would
+    refuse to pin them again, or the device would go on reading the old pages."""
 
     is_live = True
 
-    def __init__(self, regions: Sequence[Span]) -> None:
+    def __init__(self, regions: Sequence[Span], pin: Pin | None = None) -> None:
         self._regions = list(regions)
         self._size = self._regions[-1][1]
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._mapping = mmap.mmap(-1, self._size, flags=flags)
-        self._mapping.madvise(MADV_NOHUGEPAGE)
-        self.whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            # What is pinned is resident anyway, and pinned page by page: the larger they are, the sooner it is done.
+            self._mapping.madvise(MADV_NOHUGEPAGE if pin is None else mmap.MADV_HUGEPAGE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        memory = (ctypes.c_ubyte * self._size).from_address(address)
+        # The finalizer holds the mapping, the tensors hold what is finalized.
+        unpin = None if pin is None else pin(address, self._size)
+        weakref.finalize(memory, _release, self._mapping, unpin).atexit = False
+        self.whole = torch.frombuffer(memory, dtype=torch.uint8)
         self._used = [0] * len(self._regions)
 
     def keep(self, used: Sequence[int]) -> None:
@@ -107,6 +123,12 @@ class HostRange:
         if mincore(ctypes.c_void_p(self.whole.data_ptr()), ctypes.c_size_t(self._size), pages) != 0:
             raise OSError(ctypes.get_errno(), "mincore failed on the KV cache's range")
         return int(torch.frombuffer(pages, dtype=torch.uint8).bitwise_and(1).sum().item()) * mmap.PAGESIZE
+
+
+def _release(mapping: mmap.mmap, unpin: Callable[[], None] | None) -> None:
+    """The mapping goes with this call's last reference to it."""
+    if unpin is not None:
+        unpin()
 
 
 class AllocatedRange:

@@ -6,6 +6,8 @@ expert_map     [num_experts] int64: an expert's local index, below 0 where anoth
 weights        [num_tokens, top_k] fp32, rounded to the logits' dtype as transformers does
 experts        [num_tokens, top_k] int32: local indices, -1 where another rank holds the expert
 
+A token with a NaN among its logits has NaN for weights, and experts that exist.
+
 The reference is fused_moe's `route`. Bound by latency: a few hundred values per token. Source: own.
 """
 
@@ -40,7 +42,7 @@ def _route(
     values = tl.zeros([BLOCK_K], dtype=tl.float32)
     for place in tl.static_range(TOP_K):
         best = tl.max(left, 0)
-        expert = tl.min(tl.where(left == best, columns, BLOCK), 0)  # the lowest of equals
+        expert = tl.min(tl.where(left == best, columns, NUM_EXPERTS - 1), 0)  # the lowest of equals; NaN equals none
         chosen = tl.where(places == place, expert, chosen)
         values = tl.where(places == place, best, values)
         left = tl.where(columns == expert, -1.0, left)

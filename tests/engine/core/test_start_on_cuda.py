@@ -126,7 +126,7 @@ def a_fake_gpu() -> Iterator[FakeCuda]:
             patch.setattr(torch.cuda, name, answer)
         patch.setattr(device_module, "open_cuda_memory", lambda device, device_bytes: memory)
         patch.setattr(device_module, "c_compiler", lambda: "cc")
-        patch.setattr(device_module, "pin_for_cuda", lambda address, num_bytes: None)
+        patch.setattr(device_module, "pin_for_cuda", lambda address, num_bytes: lambda: None)
         patch.setattr(swap_cache, "side_lane", lambda device: HostLane())
         patch.setattr(start, "recorder_of", lambda device: CallingRecorder())
         patch.setattr(DummySource, "_whole", lambda source, name: torch.empty(source.shapes()[name], device=CUDA))

@@ -1,14 +1,17 @@
 """Swapped-out blocks: what is copied is what comes back, and host memory is pinned where a device copies it itself."""
 
+import gc
 import mmap
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_cuda import FakeCuda, FakeMemory
-from trimtab_engine.device.address_range import HostMemory
+from trimtab_engine.device.address_range import AddressRange, HostMemory
 from trimtab_engine.device.kv_cache import HOST, KVCache, KVLayers
 from trimtab_engine.device.side_lane import Work
 from trimtab_engine.device.swap_cache import NOTHING_SWAPPED, Pairs, SwapCache
@@ -59,12 +62,51 @@ def test_mapped_blocks_are_copied_as_well() -> None:
     fake.check()
 
 
+class Pins:
+    """What is pinned: the bytes by their first address."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.was_mapped: list[bool] = []
+
+    def __call__(self, address: int, num_bytes: int) -> Callable[[], None]:
+        self.pinned[address] = num_bytes
+
+        def unpin() -> None:
+            del self.pinned[address]
+            maps = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+            self.was_mapped.append(any(int(first, 16) <= address < int(last, 16) for first, last in maps))
+
+        return unpin
+
+
 def test_pinned_memory_is_pinned_once_from_its_first_byte_to_its_last() -> None:
-    pinned: list[tuple[int, int]] = []
-    cache = a_cache(HostMemory(lambda address, size: pinned.append((address, size))), 3)
-    assert pinned == [(cache.keys[0].data_ptr(), cache.reserved_bytes)]
+    pins = Pins()
+    cache = a_cache(HostMemory(pins), 3)
+    assert pins.pinned == {cache.keys[0].data_ptr(): cache.reserved_bytes}
     assert cache.reserved_bytes % mmap.PAGESIZE == 0
     assert isinstance(HOST, HostMemory)
+
+
+def test_pinned_memory_is_unpinned_with_its_last_tensor_while_its_addresses_are_still_its_own() -> None:
+    pins = Pins()
+    reserved: AddressRange | None = HostMemory(pins).reserve([(0, 1 << 20)], mmap.PAGESIZE)
+    assert reserved is not None
+    view: torch.Tensor | None = reserved.whole[4096:]
+    reserved = None
+    gc.collect()
+    assert pins.pinned, "a tensor may still be read"
+    view = None
+    gc.collect()
+    assert (view, pins.pinned, pins.was_mapped) == (None, {}, [True])
+
+
+def test_memory_that_cannot_be_pinned_is_given_back() -> None:
+    def refuse(address: int, num_bytes: int) -> Callable[[], None]:
+        raise MemoryError("no more")
+
+    with pytest.raises(MemoryError, match="no more"):
+        HostMemory(refuse).reserve([(0, 1 << 20)], mmap.PAGESIZE)
 
 
 BLOCK_SIZE = 8

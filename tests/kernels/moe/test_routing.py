@@ -20,3 +20,15 @@ def test_experts_get_their_local_index() -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
     _, experts = route_triton(logits, 3, True, torch.tensor([0, -1, 1, -5]))
     assert experts.tolist() == [[-1, 1, -1]]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.parametrize("wrong", [[1], [0, 5], range(6)])
+def test_a_token_with_nan_among_its_logits_gets_experts_that_exist_and_nan_for_weights(wrong: list[int]) -> None:
+    logits = torch.randn(3, 6)
+    logits[1, wrong] = torch.nan
+    weights, experts = route_triton(logits, 2, True)
+    assert bool(((experts >= 0) & (experts < 6)).all())
+    assert weights.isnan().tolist() == [[False, False], [True, True], [False, False]]
+    _, local = route_triton(logits, 2, True, torch.arange(6))
+    assert torch.equal(local, experts)
