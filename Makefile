@@ -120,9 +120,11 @@ test-gpu: ## engine and kernels against their references on this machine's GPU (
 	    $(addprefix --ignore=tests/kernels/,aot native benchmarks); kernels=$$?; \
 	for code in $$engine $$kernels; do case $$code in 0|5) ;; *) exit $$code;; esac; done
 
+# Where measurements are written, from the first second on; what a borrowed machine gives back may be another folder.
+OUTPUT ?= docs/results
 bench-gpu: ## kernels and engine measured on this machine's GPU, peers beside them (10 min at most; ONLY=paged RESUME=1)
 	@PYTHONPATH=kernels $(BENCH_PYTHON) -m benchmarks.machine bench-gpu
-	@PYTHONPATH=kernels:engine-image $(BENCH_PYTHON) -m benchmarks --output docs/results $(addprefix --only ,$(ONLY)) $(if $(RESUME),--resume)
+	@PYTHONPATH=kernels:engine-image $(BENCH_PYTHON) -m benchmarks --output $(OUTPUT) $(addprefix --only ,$(ONLY)) $(if $(RESUME),--resume)
 
 # Seconds for each model.
 TUNE_SECONDS ?= 200

@@ -70,7 +70,7 @@ def _until_all_decode(engine: "Engine", batch: int) -> None:
 
 
 def busy_share(engine: "Engine", batch: int) -> float:
-    """Of the time between the first and the last kernel of some decode steps, the part in which one ran."""
+    """Of the time between the first and the last kernel of some decode steps, the part in which the GPU had work."""
     from torch.profiler import ProfilerActivity, profile
 
     add(engine, decode_load(batch, CONTEXT, PROFILED_STEPS))
@@ -84,14 +84,19 @@ def busy_share(engine: "Engine", batch: int) -> float:
     return covered([(e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA"])
 
 
+GAP_MICROSECONDS = 10.0
+
+
 def covered(intervals: list[tuple[float, float]]) -> float:
-    """Share of the time from the first start to the last end that lies in some interval."""
+    """Share of the time from the first start to the last end (microseconds) that lies in some interval, or between two
+    that follow each other within GAP: the device takes that long from one kernel to the next whatever the host does."""
     if not intervals:
         raise RuntimeError("the profiler saw no kernel")
     taken, reached = 0.0, min(start for start, _ in intervals)
     first = reached
     for start, end in sorted(intervals):
-        taken += max(0.0, end - max(start, reached))
+        begin = reached if start - reached <= GAP_MICROSECONDS else start
+        taken += max(0.0, end - begin)
         reached = max(reached, end)
     return taken / (reached - first) if reached > first else 0.0
 

@@ -7,6 +7,7 @@ import argparse
 import platform
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from trimtab_kernels.launch.jit import HAS_TRITON, triton
@@ -41,11 +42,14 @@ def bf16_rate(device: torch.device) -> float:
     return float(2 * SIDE**3 / seconds_of(lambda: torch.mm(a, b), device))
 
 
-def fp8_rate(device: torch.device) -> float:
-    """FLOP/s of a float8 product with one scale. Raises RuntimeError where the GPU has none."""
+def fp8_rate(device: torch.device, *, is_fast: bool = True) -> float:
+    """FLOP/s of a float8 product with one scale, summed in the matrix unit's own precision (`is_fast`) or moved to
+    float32 sums every few steps. Raises RuntimeError where the GPU has no float8."""
     a, b = (torch.randn(SIDE, SIDE, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device=device)
-    call = lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)  # noqa: E731
+    call = lambda: torch._scaled_mm(  # noqa: E731
+        a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=is_fast
+    )
     return float(2 * SIDE**3 / seconds_of(call, device))
 
 
@@ -54,6 +58,7 @@ LIMITS: dict[str, Callable[[torch.device], float]] = {
     "read": read_bandwidth,
     "bf16": bf16_rate,
     "fp8": fp8_rate,
+    "fp8 precise": partial(fp8_rate, is_fast=False),
 }
 
 
@@ -88,13 +93,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.limits", description=__doc__.split("\n")[0])
     parser.add_argument("--command", default="python -m benchmarks.limits", help="as the report shall name it")
     parser.add_argument("--resume", action="store_true", help="keep the rows of an earlier run on this device")
+    parser.add_argument("--at-end", action="store_true", help="measure again behind the rows: what has drifted since")
     phase = parse_phase(parser, arguments)
     if not torch.cuda.is_available() or not HAS_TRITON:
         print("bench-gpu: needs a CUDA device, torch with CUDA and triton; nothing was measured", file=sys.stderr)
         return NO_GPU
     device, report = torch.device("cuda"), phase.report
-    report.start(identity(device, triton.__version__), phase.rest.command, keep_rows=phase.rest.resume, only=phase.only)
-    report.limits = measured(device, phase.clock.say)
+    if phase.rest.at_end:
+        report.limits_at_end = measured(device, phase.clock.say)
+    else:
+        report.start(
+            identity(device, triton.__version__), phase.rest.command, keep_rows=phase.rest.resume, only=phase.only
+        )
+        report.limits = measured(device, phase.clock.say)
     report.write()
     return DONE
 

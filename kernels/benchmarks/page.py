@@ -12,6 +12,7 @@ LIMITS = {
     "read": "read",
     "bf16": "bf16 products",
     "fp8": "fp8 products",
+    "fp8 precise": "fp8 products with sums in float32",
     "sheet": "bf16 by the data sheet",
     "model": "the model's, computed from copy and bf16",
     "time": "all the time",
@@ -76,6 +77,11 @@ def markdown(report: Report, *, with_picture: bool) -> str:
     """The page: summary by what is asked, then each row with its peers."""
     about = report.identity
     limits = ", ".join(f"{LIMITS[name]} {value / TERA:.3g} T/s" for name, value in report.limits.items())
+    drift = ", ".join(
+        f"{LIMITS[name]} {value / report.limits[name] - 1:+.1%}"
+        for name, value in report.limits_at_end.items()
+        if name in report.limits and name != "sheet"
+    )
     versions = f"torch {about.get('torch')}, triton {about.get('triton')}, Python {about.get('python')}"
     dates = sorted({row["date"] for row in report.rows.values() if "date" in row})
     span = " to ".join(dates[:1] + dates[1:][-1:])
@@ -83,7 +89,8 @@ def markdown(report: Report, *, with_picture: bool) -> str:
         "# Measured on a GPU",
         "",
         f"Made by `{report.command}`; do not edit. {about.get('device')}, {versions}; {span}.",
-        f"Limits of the newest run: {limits}. Shares are of the limits measured in a row's own run.",
+        f"Limits of the newest run: {limits}. Shares are of the limits measured in a row's own run."
+        + (f" At its end: {drift}." if drift else ""),
         "",
         *(["![shares of the limits](gpu.svg)", ""] if with_picture else []),
         "| what | bar | rows that meet it | shares |",

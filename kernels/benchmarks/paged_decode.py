@@ -14,14 +14,23 @@ from trimtab_kernels.reshape_and_cache import FLOAT8
 from benchmarks.paged_peers import flashinfer_paged, flex_paged, on_first_call
 from benchmarks.row import Row, tolerance_of
 
-SHAPES = ((256, 1024), (64, 1024), (16, 8192), (1, 131072), (128, 4096))
-"""(sequences, tokens of context each)."""
+LLAMA_CONTEXT = 131_072
+SHAPES = (
+    (256, 1024, 1024),
+    (64, 1024, 1024),
+    (16, 8192, 8192),
+    (1, LLAMA_CONTEXT, LLAMA_CONTEXT),
+    (128, 4096, 4096),
+    (256, 1024, LLAMA_CONTEXT),
+)
+"""(sequences, tokens of context each, how many there might be: max_model_len, whose default is the model's)."""
 
 
 def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
     dtype = torch.float32 if tiny else torch.bfloat16
     heads, kv_heads, size, block = (4, 2, 16, 8) if tiny else (32, 8, 128, 16)
-    for num_seqs, length in ((3, 20),) if tiny else SHAPES:
+    for num_seqs, length, max_length in ((3, 20, 20), (3, 20, 90)) if tiny else SHAPES:
+        allowed = "" if max_length == length else f", {max_length} allowed"
         for cache_dtype in (dtype,) if tiny else (dtype, FLOAT8):
             per_sequence = -(-length // block)
             num_blocks = num_seqs * per_sequence
@@ -33,7 +42,7 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
             tensors = (query, keys, values, tables, lengths)
             peers: dict[str, Callable[[], object]] = {}
             compiled: dict[str, Callable[[], object]] = {}
-            if cache_dtype == dtype:
+            if cache_dtype == dtype and max_length == length:
                 whole = [c.view(num_seqs, -1, kv_heads, size)[:, :length] for c in (keys, values)]
                 dense = [c.transpose(1, 2) for c in whole]
                 attend = partial(F.scaled_dot_product_attention, query.unsqueeze(2), dense[0], dense[1])
@@ -43,11 +52,11 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
                 flashinfer = partial(flashinfer_paged, *tensors[:4], length=length, scale=0.1)
                 compiled["FlashInfer"] = on_first_call(flashinfer)
             yield Row(
-                f"paged_decode {num_seqs} of {length} {str(cache_dtype).removeprefix('torch.')}",
+                f"paged_decode {num_seqs} of {length}{allowed} {str(cache_dtype).removeprefix('torch.')}",
                 "copy",
                 2 * num_seqs * length * kv_heads * size * cache_dtype.itemsize,
                 0.85,
-                partial(paged_decode_triton, *tensors, max_seq_len=length, scale=0.1),
+                partial(paged_decode_triton, *tensors, max_seq_len=max_length, scale=0.1),
                 partial(paged_decode_reference, *tensors, scale=0.1),
                 tolerance_of(dtype),
                 peers,

@@ -34,6 +34,7 @@ class Report:
         self.identity: Entry = found.get("identity", {})
         self.command: str = found.get("command", "")
         self.limits: dict[str, float] = found.get("limits", {})
+        self.limits_at_end: dict[str, float] = found.get("limits_at_end", {})
         self.rows: dict[str, Entry] = found.get("rows", {})
         self.running: Entry | None = found.get("running")
 
@@ -43,7 +44,7 @@ class Report:
             self.rows = {}
         if not keep_rows:
             self.rows = {name: row for name, row in self.rows.items() if only not in name}
-        self.identity, self.command, self.running = identity, command, None
+        self.identity, self.command, self.running, self.limits_at_end = identity, command, None, {}
         self.write()
 
     def has(self, name: str) -> bool:
@@ -96,6 +97,12 @@ class Report:
         """Beside and renamed: a reader never sees half a file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_suffix(".tmp")
-        content = {"identity": self.identity, "command": self.command, "limits": self.limits, "rows": self.rows}
+        content = {
+            "identity": self.identity,
+            "command": self.command,
+            "limits": self.limits,
+            "limits_at_end": self.limits_at_end,
+            "rows": self.rows,
+        }
         beside.write_text(json.dumps(content | ({"running": self.running} if self.running else {}), indent=1) + "\n")
         beside.replace(self.path)

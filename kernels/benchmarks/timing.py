@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 FLUSH_BYTES = 512 << 20
-"""Written before each call: empties the 50 MiB L2 cache, and takes so long that the launch is queued by its end."""
+"""Read before each call: empties the 50 MiB L2 cache, and takes so long that the launch is queued by its end. Written,
+it would leave the cache full of lines whose way to memory falls into the call that is timed."""
 WARM_UP_CALLS = 3
 MIN_CALLS, MAX_CALLS = 5, 50
 SECONDS_PER_WAY = 0.25
@@ -34,7 +35,7 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     for _ in range(WARM_UP_CALLS):
         call()
     torch.cuda.synchronize()
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    flush = torch.zeros(FLUSH_BYTES // 4, device=device)
     taken = _median(call, flush)
     graph = _captured(call)
     return taken if graph is None else min(taken, _median(graph.replay, flush))
@@ -58,7 +59,7 @@ def _median(call: Callable[[], object], flush: torch.Tensor) -> float:
     started = time.monotonic()
     while len(times) < MIN_CALLS or (len(times) < MAX_CALLS and time.monotonic() - started < SECONDS_PER_WAY):
         start, end = event(enable_timing=True), event(enable_timing=True)
-        flush.zero_()
+        flush.sum()
         start.record()
         call()
         end.record()

@@ -19,7 +19,8 @@ import multiprocessing
 import queue
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,12 @@ import torch
 from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
 from trimtab_kernels.launch.gemm_config import CONFIG_FOLDER, GemmConfig, config_file_name, device_name
 from trimtab_kernels.launch.jit import cdiv
+from trimtab_kernels.tune.captured import copies_needed, seconds_in_a_graph
 from trimtab_kernels.tune.compile_ahead import CompileAhead, compile_launches, processes_per_gpu
 from trimtab_kernels.tune.gemm_search import Shape, in_random_order, search_space, shapes_of
 from trimtab_kernels.w8a8_block_fp8 import quantize_groups_triton, w8a8_block_fp8_reference, w8a8_block_fp8_triton
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
-WARM_UP_RUNS, TIMED_RUNS = 5, 10
 POLL_SECONDS = 1.0
 COMPILE_SHARE = 0.6
 """Of a shape's time: a configuration takes a second or two to compile, by one process of many, and 10 ms to time."""
@@ -85,32 +86,33 @@ def until(deadline: float, configs: list[GemmConfig]) -> Iterator[GemmConfig]:
         yield config
 
 
-def _measure(config: GemmConfig, operands: tuple[torch.Tensor, ...], expected: torch.Tensor) -> float | None:
-    """Seconds per product, by CUDA events. The weights rotate through the cache as they would between layers."""
-    a, a_scales, b, b_scales = operands
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Of one product: the activations, and the same weights several times (captured.py says why)."""
+
+    a: torch.Tensor
+    a_scales: torch.Tensor
+    weights: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+    def call(self, config: GemmConfig, copy: int = 0) -> torch.Tensor:
+        """[num_tokens, N] bf16."""
+        b, b_scales = self.weights[copy]
+        return w8a8_block_fp8_triton(self.a, self.a_scales, b, b_scales, torch.bfloat16, config=config)
+
+
+def _measure(config: GemmConfig, operands: Operands, expected: torch.Tensor) -> float | None:
+    """Seconds per product; None where it cannot be launched or is wrong."""
     try:
-        found = w8a8_block_fp8_triton(a, a_scales, b, b_scales, torch.bfloat16, config=config)
+        found = operands.call(config)
         torch.cuda.synchronize()
+        if float((found.float() - expected).abs().max()) > RELATIVE_ERROR * float(expected.abs().max()):
+            print(f"skipped {config}: its result is wrong", file=sys.stderr)
+            return None
+        return seconds_in_a_graph([partial(operands.call, config, copy) for copy in range(len(operands.weights))])
     except Exception as error:  # Triton raises its own, ptxas and driver errors of many types
         if "out of resource" not in str(error).lower() and "OutOfResources" not in type(error).__name__:
             print(f"skipped {config}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
         return None
-    if float((found.float() - expected).abs().max()) > RELATIVE_ERROR * float(expected.abs().max()):
-        print(f"skipped {config}: its result is wrong", file=sys.stderr)
-        return None
-    flush = torch.empty(64 << 20, dtype=torch.uint8, device=a.device)
-    event: Any = torch.cuda.Event
-    total = 0.0
-    for run in range(WARM_UP_RUNS + TIMED_RUNS):
-        flush.zero_()
-        start, end = event(enable_timing=True), event(enable_timing=True)
-        start.record()
-        w8a8_block_fp8_triton(a, a_scales, b, b_scales, torch.bfloat16, config=config)
-        end.record()
-        end.synchronize()
-        if run >= WARM_UP_RUNS:
-            total += start.elapsed_time(end) / 1000
-    return total / TIMED_RUNS
 
 
 def _compile(case: tuple[Shape, GemmConfig]) -> None:
@@ -161,8 +163,9 @@ def _time(
     a, a_scales = quantize_groups_triton(torch.randn(num_tokens, shape.k, device=device))
     b = torch.randn(shape.n, shape.k, device=device).to(torch.float8_e4m3fn)
     b_scales = torch.rand(cdiv(shape.n, 128), cdiv(shape.k, 128), device=device) + 0.5
-    operands = (a, a_scales, b, b_scales)
-    expected = w8a8_block_fp8_reference(*operands, torch.float32)
+    expected = w8a8_block_fp8_reference(a, a_scales, b, b_scales, torch.float32)
+    weights = [(b, b_scales), *((b.clone(), b_scales.clone()) for _ in range(copies_needed(b.numel()) - 1))]
+    operands = Operands(a, a_scales, weights)
     return best_of(until(deadline, configs), lambda config: _measure(config, operands, expected))
 
 

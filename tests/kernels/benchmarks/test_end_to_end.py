@@ -84,9 +84,17 @@ def test_a_step_that_compiled_is_no_measurement() -> None:
 
 @pytest.mark.parametrize(
     ("intervals", "share"),
-    [([(0.0, 1.0)], 1.0), ([(0.0, 1.0), (3.0, 4.0)], 0.5), ([(0.0, 2.0), (1.0, 2.0), (2.0, 4.0)], 1.0)],
+    [
+        ([(0.0, 100.0)], 1.0),
+        ([(0.0, 100.0), (300.0, 400.0)], 0.5),
+        ([(0.0, 200.0), (100.0, 200.0), (200.0, 400.0)], 1.0),
+        ([(0.0, 195.0), (100.0, 105.0), (205.0, 400.0)], 1.0),
+    ],
+    ids=["one", "a gap", "overlapping", "what the device takes between two"],
 )
-def test_overlapping_kernels_are_counted_once(intervals: list[tuple[float, float]], share: float) -> None:
+def test_overlapping_kernels_are_counted_once_and_short_gaps_as_work(
+    intervals: list[tuple[float, float]], share: float
+) -> None:
     assert covered(intervals) == share
 
 

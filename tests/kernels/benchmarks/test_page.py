@@ -28,13 +28,15 @@ def a_report(folder: Path) -> Report:
     report = Report(folder / FILE, "1")
     report.identity = {"device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "python": "3.12.3"}
     report.command, report.limits, report.rows = "make bench-gpu (seed 3)", {"copy": 4.3e12}, dict(ROWS)
+    report.limits_at_end = {"copy": 4.085e12}
     return report
 
 
 def test_the_page_has_device_versions_command_dates_and_every_row(tmp_path: Path) -> None:
     text = markdown(a_report(tmp_path), with_picture=True)
-    for told in ("NVIDIA H200", "torch 2.11.0", "triton 3.6.0", "`make bench-gpu (seed 3)`", "copy 4.3 T/s", "gpu.svg"):
-        assert told in text
+    told = ("NVIDIA H200", "torch 2.11.0", "triton 3.6.0", "`make bench-gpu (seed 3)`", "copy 4.3 T/s", "gpu.svg")
+    for part in (*told, "At its end: copy -5.0%"):
+        assert part in text
     assert "2026-01-01 to 2026-01-02" in text
     lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
     assert set(ROWS) | {asked.what for asked in ASKED} <= set(lines)
