@@ -117,6 +117,7 @@ WORKLOADS = {
     ("", "services", ("get", "list", "watch", "create", "patch", "delete")),
     ("", "configmaps", ("get", "list", "create", "patch")),
     ("", "pods", ("list", "watch", "delete")),
+    ("policy", "poddisruptionbudgets", ("get", "list", "create", "patch")),
     ("", "events", ("get", "list", "create", "patch")),
 }
 WORKLOAD_RIGHTS = {(group, resource, verb, None) for group, resource, verbs in WORKLOADS for verb in verbs}

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from trimtab_operator.builders.config_map import tuning_config_map
+from trimtab_operator.builders.disruption import disruption_budget
 from trimtab_operator.builders.drift import first_difference
 from trimtab_operator.builders.labels import ROLE_LABEL, group_name
 from trimtab_operator.builders.service import client_service, rendezvous_service
@@ -52,6 +53,8 @@ def plan(
     manifests += [rendezvous_service(deployment, ordinal) for ordinal in new]
     for ordinal in (*current, *new):
         manifests += group_manifests(wanted, ordinal, observed, (held or {}).get(ordinal))
+    if observed.budgets is not None:
+        manifests.append(disruption_budget(deployment, max_down=allowed_down(deployment, replicas)))
     kept = {group.name for group in staying}
     applied = map(_at_any_address, differing(manifests, observed))
     return (*applied, *_removals(deployment, staying, leaving, current, kept, manifests, observed))
@@ -190,6 +193,7 @@ def differing(wanted: Iterable[Manifest], observed: Observed) -> tuple[Apply, ..
         "Service": observed.services,
         "StatefulSet": observed.stateful_sets,
         "ConfigMap": observed.config_maps,
+        "PodDisruptionBudget": observed.budgets or (),
     }
     actions = []
     for manifest in wanted:

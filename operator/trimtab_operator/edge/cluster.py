@@ -34,6 +34,7 @@ FIELD_MANAGER = "trimtab-operator"
 STATUS_MANAGER = "trimtab-status"
 REQUEST_SECONDS = 30.0  # no request to the API server takes longer
 
+BUDGET = "PodDisruptionBudget"  # of policy/v1, which Kubernetes serves from 1.21 on
 API_ERRORS = (DynamicApiError, ApiException)  # what the API server answered; connection trouble is an OSError
 RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, version, plural, namespaced
     KIND: (GROUP, VERSION, PLURAL, True),
@@ -42,6 +43,7 @@ RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, versi
     "ConfigMap": ("", "v1", "configmaps", True),
     "Job": ("batch", "v1", "jobs", True),
     "Pod": ("", "v1", "pods", True),
+    BUDGET: ("policy", "v1", "poddisruptionbudgets", True),
     "Event": ("", "v1", "events", True),
     "Secret": ("", "v1", "secrets", True),
     "Node": ("", "v1", "nodes", False),
@@ -74,6 +76,7 @@ class Cluster:
         self._stack = AsyncExitStack()
         self._client: Any = None  # the client library is untyped
         self._resources: dict[str, Any] = {}
+        self._has_budgets: bool | None = None
 
     async def __aenter__(self) -> Cluster:
         """Connect: from inside a pod by its service account, else by KUBECONFIG. Raises MisconfiguredOperator."""
@@ -197,7 +200,36 @@ class Cluster:
             config_maps=owned(lists["ConfigMap"], deployment.uid),
             pods=tuple(pod for pod in lists["Pod"] if is_of_workload(pod, deployment.name, makers)),
             jobs=jobs,
+            budgets=await self._budgets(deployment),
         )
+
+    async def _budgets(self, deployment: InferenceDeployment) -> tuple[Manifest, ...] | None:
+        """The budgets of a resource; None where the cluster serves none, or the operator has no right to them. What it
+        serves is asked once."""
+        if self._has_budgets is None:
+            self._has_budgets = await self._serves(BUDGET)
+        if not self._has_budgets:
+            return None
+        try:
+            found = await self.list(BUDGET, deployment.namespace, selector=children_selector(deployment.name))
+        except API_ERRORS as error:
+            if not is_forbidden(error):
+                raise
+            return None
+        return owned(found, deployment.uid)
+
+    async def _serves(self, kind: str) -> bool:
+        """Whether the API server knows a kind in the version that is used here."""
+        group, version, plural, _ = RESOURCES[kind]
+        try:
+            known = await self._call("get", f"/apis/{group}/{version}")
+        except NotFoundError:
+            return False
+        except API_ERRORS as error:
+            if not is_forbidden(error):
+                raise
+            return False
+        return any(resource.get("name") == plural for resource in known.get("resources") or [])
 
     async def event(
         self, deployment: InferenceDeployment, *, kind: str, reason: str, message: str, now: datetime, key: str = ""

@@ -32,6 +32,8 @@ class Observed:
     config_maps: tuple[Manifest, ...] = ()
     pods: tuple[Manifest, ...] = ()
     jobs: tuple[Manifest, ...] = ()
+    budgets: tuple[Manifest, ...] | None = None
+    """PodDisruptionBudgets; None: the cluster does not serve them, or the operator has no right to them."""
     torn: frozenset[int] = frozenset()
     """Ordinals of groups whose pods are known not to share one engine (observed/shared_engine.py)."""
     missing: Mapping[str, Missing] = field(default_factory=dict)

@@ -100,3 +100,17 @@ async def test_a_child_that_is_there_already_is_waited_for_if_it_is_about_to_go(
 
 def test_its_own_child_is_of_no_former_namesake() -> None:
     assert not is_of_a_former_namesake(owned_by(), a_deployment())
+
+
+@pytest.mark.parametrize(
+    ("answer", "budgets"),
+    [
+        ({"resources": [{"name": "poddisruptionbudgets"}], "items": []}, ()),
+        ({"resources": [{"name": "podsecuritypolicies"}]}, None),
+        (not_found("404 page not found"), None),  # Kubernetes before 1.21
+    ],
+)
+async def test_budgets_are_looked_for_where_the_cluster_serves_them(
+    answer: dict[str, Any] | Exception, budgets: tuple[()] | None
+) -> None:
+    assert await Answers(answer)._budgets(a_deployment()) == budgets

@@ -89,6 +89,8 @@ class FakeCluster:
         self.pods: dict[str, dict[str, Any]] = {}
         self.engines: dict[str, FakeEngine] = {}
         """By the uid of the leader's pod."""
+        self.serves_budgets = False
+        """Whether the cluster has PodDisruptionBudgets of policy/v1."""
         self.is_answering = True
         """Whether engines answer at all."""
         self.unready: set[str] = set()
@@ -140,7 +142,8 @@ class FakeCluster:
             return tuple(m for (k, _), m in sorted(self.objects.items()) if k == kind)
 
         pods = tuple(pod for _, pod in sorted(self.pods.items()))
-        return Observed(of("Service"), of("StatefulSet"), of("ConfigMap"), pods, of("Job"))
+        budgets = of("PodDisruptionBudget") if self.serves_budgets else None
+        return Observed(of("Service"), of("StatefulSet"), of("ConfigMap"), pods, of("Job"), budgets)
 
     @property
     def groups(self) -> tuple[Group, ...]:
