@@ -1,4 +1,5 @@
-"""README's two minutes on one's own machine do what README says: its blocks are read from README and executed."""
+"""README's two minutes on one's own machine do what README says: its blocks are read from README and executed; those of
+the page on live configuration likewise."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ README = REPOSITORY / "README.md"
 # <!-- laptop: NAME --> before a fenced block: this test runs it.
 BLOCK = re.compile(r"<!--\s*laptop:\s*([a-z-]+)\s*-->\s*```bash\n(.*?)```", re.DOTALL)
 BLOCKS = dict(BLOCK.findall(README.read_text()))
+LIVE_PAGE = REPOSITORY / "docs" / "live-configuration.md"
+LIVE_BLOCK = re.compile(r"<!--\s*live:\s*([a-z-]+)\s*-->\s*```sh\n(.*?)```", re.DOTALL)
 SECONDS = 240.0  # a dozen on two idle cores
 
 
@@ -49,7 +52,16 @@ def test_readme_has_each_step_in_its_order() -> None:
 def test_readme_s_two_minutes_serve_answer_and_grow_live(tmp_path: Path) -> None:
     """All blocks run in one shell, as a reader would type them; the server ends by the last one."""
     script = as_here("\n".join(f"echo '# {name}'\n{text}" for name, text in BLOCKS.items()) + "\nwait\n")
-    log = tmp_path / "output.txt"
+    code, said = run(script, tmp_path / "output.txt")
+    assert code == 0, said
+    assert "Paris" in said, said
+    assert "Mercury" in said or "planets" in said, said
+    before, after = (float(total) for total in re.findall(r'trimtab_kv_blocks\{.*"total"\} ([\d.e+]+)', said))
+    assert after > before, "the PATCH has made the KV cache larger"
+
+
+def run(script: str, log: Path) -> tuple[int, str]:
+    """In one shell, as a reader would type it. The exit code, and what was said."""
     with log.open("w") as output:
         shell = subprocess.Popen(
             ["bash", "-m", "-euo", "pipefail", "-c", script],
@@ -63,12 +75,20 @@ def test_readme_s_two_minutes_serve_answer_and_grow_live(tmp_path: Path) -> None
             code = shell.wait(timeout=SECONDS)
         finally:
             _end(shell)
-    said = log.read_text()
+    return code, log.read_text()
+
+
+@pytest.mark.model
+@pytest.mark.timeout(SECONDS + 60.0)
+def test_the_server_of_the_page_on_live_configuration_takes_every_change_of_the_page(tmp_path: Path) -> None:
+    blocks = dict(LIVE_BLOCK.findall(LIVE_PAGE.read_text()))
+    assert list(blocks) == ["serve", "change"]
+    script = as_here(
+        f"{blocks['serve']}\n{blocks['change'].replace('curl -s', 'curl --silent --fail')}\nkill %1\nwait\n"
+    )
+    code, said = run(script, tmp_path / "output.txt")
     assert code == 0, said
-    assert "Paris" in said, said
-    assert "Mercury" in said or "planets" in said, said
-    before, after = (float(total) for total in re.findall(r'trimtab_kv_blocks\{.*"total"\} ([\d.e+]+)', said))
-    assert after > before, "the PATCH has made the KV cache larger"
+    assert "configuration generation 3: preemption_mode recompute → auto" in said, said
 
 
 def _end(shell: subprocess.Popen[bytes]) -> None:

@@ -115,7 +115,10 @@ def add_parallel_flags(group: Any) -> None:
         "another balancer stands (dense models)",
     )
     group.add_argument(
-        "--data-parallel-external-lb", "-dpe", action="store_true", help="what --data-parallel-rank says as well"
+        "--data-parallel-external-lb",
+        "-dpe",
+        action="store_true",
+        help="implied by --data-parallel-rank, and refused without it; taken because vLLM has it",
     )
     group.add_argument(
         "--data-parallel-hybrid-lb",
@@ -124,7 +127,7 @@ def add_parallel_flags(group: Any) -> None:
         help="every node serves an API for its own engine cores (dense models)",
     )
     group.add_argument(
-        "--headless", action="store_true", help="this node serves no API: said of every node but the first"
+        "--headless", action="store_true", help="this node serves no API; give it on every node but the first"
     )
     group.add_argument(
         "--rendezvous-id",
@@ -176,7 +179,7 @@ def _nodes(arguments: argparse.Namespace) -> tuple[int, int]:
     nnodes, node_rank = arguments.nnodes or nnodes or 1, arguments.node_rank or node_rank or 0
     if arguments.headless and node_rank == 0 and not arguments.data_parallel_hybrid_lb:
         raise ConfigError(
-            "--headless is said of a node beside the first, which serves the API; give --data-parallel-start-rank or "
+            "--headless is for the nodes beside the first, which serves the API; give --data-parallel-start-rank or "
             "--node-rank, or leave it out"
         )
     return nnodes, node_rank

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import HEAVY_HEAD
 from rich.table import Table
 
 from trimtab_operator.layout.cost import PIPELINE_BALANCE
@@ -137,15 +138,22 @@ def heading(planned: Planned) -> str:
     return "\n".join(lines)
 
 
-def rows_table(planned: Planned, *, limit: int) -> Table:
-    """The best rows. Times and rates are estimates for comparing rows with each other."""
+def rows_table(planned: Planned, *, limit: int, narrow: bool = False) -> Table:
+    """The best rows. Times and rates are estimates for comparing rows with each other. A narrow one has no lines and no
+    reasons, which `reasons` tells below it."""
     mixture = planned.facts.is_mixture
-    table = Table(header_style="bold", expand=False)
+    table = Table(
+        header_style="bold",
+        expand=False,
+        box=None if narrow else HEAVY_HEAD,
+        padding=(0, 1, 0, 0) if narrow else (0, 1),
+    )
     for name in ("", "TP", "PP", *(("DP", "EP") if mixture else ()), "GPUs × replicas"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("weights/GPU", "KV tokens", "requests", "batch", "step", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("why", overflow="fold")
+    if not narrow:
+        table.add_column("why", overflow="fold")
     for place, row in enumerate(planned.ranking.rows[:limit], start=1):
         p = row.parallelism
         pods = f" in {row.pods} pods" if row.pods > 1 else ""
@@ -161,9 +169,18 @@ def rows_table(planned: Planned, *, limit: int) -> Table:
             f"{row.estimate.requests_per_engine:,}",
             f"{1000 * _shown_step(planned, row):.1f} ms",
             f"{row.estimate.tokens_per_second:,.0f}",
-            reason_for(row, planned.facts, planned.cluster, planned.envelope),
+            *(() if narrow else (_why(planned, row),)),
         )
     return table
+
+
+def reasons(planned: Planned, *, limit: int) -> list[str]:
+    """Why each of the best rows is as it is."""
+    return [f"{place}: {_why(planned, row)}" for place, row in enumerate(planned.ranking.rows[:limit], start=1)]
+
+
+def _why(planned: Planned, row: Row) -> str:
+    return reason_for(row, planned.facts, planned.cluster, planned.envelope)
 
 
 def _shown_step(planned: Planned, row: Row) -> float:

@@ -6,6 +6,8 @@ It needs no cluster and no GPU, and an engine only for what is the engine's.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from dataclasses import replace
 from enum import StrEnum
@@ -17,7 +19,7 @@ from rich.console import Console
 from trimtab_operator.cli import engine_commands
 from trimtab_operator.cli.model_argument import facts_of
 from trimtab_operator.cli.operator_command import render, validate
-from trimtab_operator.cli.plan_report import Planned, heading, legend, refused_table, rows_table, to_json
+from trimtab_operator.cli.plan_report import Planned, heading, legend, reasons, refused_table, rows_table, to_json
 from trimtab_operator.cli.shared import given_gpu, refuse, version_of
 from trimtab_operator.cli.simulate_command import simulate
 from trimtab_operator.layout.check import longer_than_positions, no_such_arithmetic
@@ -30,6 +32,7 @@ from trimtab_operator.layout.ranking import Cluster, Load, rank_layouts
 EXIT_NO_LAYOUT = 1
 RESOURCES, PLANNING = "Resources, without a cluster", "Planning"  # panels of the help
 PIPED_WIDTH = 160  # columns of the table where there is no terminal to ask
+NARROW = 130  # columns below which reasons stand below the table
 
 ABOUT = "Plan, check, serve and measure language models. What the chart starts in a cluster is trimtab-operator."
 EXAMPLES = """Examples:
@@ -174,17 +177,30 @@ def plan(
 
 
 def _print(planned: Planned, *, limit: int, with_refused: bool) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    width = _width()
+    narrow = width < NARROW
+    console = Console(highlight=False, width=width)
     console.print(heading(planned), soft_wrap=True, markup=False)
     rows, refused = planned.ranking.rows, planned.ranking.refused
     if rows:
-        console.print(rows_table(planned, limit=limit))
+        console.print(rows_table(planned, limit=limit, narrow=narrow))
+        for reason in reasons(planned, limit=limit) if narrow else ():
+            console.print(reason, markup=False)
         more = f"{len(rows) - limit} more with --all. " if len(rows) > limit else ""
         console.print(more + legend(planned), soft_wrap=True, markup=False)
     else:
         console.print("No layout of this model works on these GPUs.", markup=False)
     if refused and (with_refused or not rows):
         console.print(refused_table(planned))
+
+
+def _width() -> int:
+    """Columns of the table: COLUMNS where it is set, else the terminal's."""
+    return (
+        shutil.get_terminal_size((PIPED_WIDTH, 0)).columns
+        if sys.stdout.isatty() or "COLUMNS" in os.environ
+        else PIPED_WIDTH
+    )
 
 
 def _envelope(facts: ModelFacts, gpu: Gpu, utilization: str) -> Envelope:

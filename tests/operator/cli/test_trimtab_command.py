@@ -37,6 +37,17 @@ def test_the_table_is_ranked_and_says_why(folder: Path) -> None:
     assert "more with --all" in result.output
 
 
+def test_in_80_columns_no_line_is_longer_and_reasons_stand_below(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = plan(str(folder), "--gpu", "H100", "--max-model-len", "8192", "--limit", "2")
+    assert result.exit_code == 0
+    table = result.output.splitlines()[2:5]
+    assert [line for line in table if len(line) > 80] == []
+    assert table[0].split()[:3] == ["TP", "PP", "GPUs"]
+    assert "\n2: " in result.output
+    assert "every layer over 4 GPUs of one node" in " ".join(result.output.split())
+
+
 def test_json_holds_what_the_page_documents(folder: Path) -> None:
     result = plan(str(folder), "--gpu", "H100", "--max-model-len", "8192", "--all", "-o", "json")
     answer = json.loads(result.stdout)
