@@ -1,0 +1,111 @@
+"""The three commands of a borrowed GPU's half hour, run to their end against a stand-in for the device."""
+
+import json
+import re
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.calls import CALL_SECONDS, Step, main, run_call, steps_of
+from benchmarks.phase import DONE, FAILED, NO_GPU, OUT_OF_TIME
+
+CALLS = ("gate", "rows", "rest")
+BACK = re.compile(r"[A-Za-z0-9._-]+")
+"""Names of files that every machine gives back."""
+FILES_BACK = 8
+
+
+def python(name: str, program: str, seconds: float = 30.0) -> Step:
+    return Step(name, (sys.executable, "-c", program), seconds)
+
+
+def results(folder: Path, call: str = "gate") -> dict[str, str]:
+    """What is said of each step, or its exit code."""
+    return {
+        entry["step"]: entry["said"] or str(entry["code"])
+        for entry in json.loads((folder / f"call-{call}.json").read_text())
+    }
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_dry_run_goes_through_all_steps_and_leaves_log_and_summary(
+    call: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([call, "--dry-run", "--output", str(tmp_path)]) == DONE
+    names = [step.name for step in steps_of(call, tmp_path, jobs=2)]
+    assert list(results(tmp_path, call)) == names
+    log = (tmp_path / f"call-{call}.log").read_text()
+    assert all(f"=== {name}: " in log for name in names)
+    assert log.count("would run:") == 2 * len(names), "in the command that is told, and by it"
+    assert capsys.readouterr().out.count("passed") == len(names)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) <= FILES_BACK
+    assert all(BACK.fullmatch(path.name) for path in files)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_run_exists(call: str, tmp_path: Path) -> None:
+    for step in steps_of(call, tmp_path, jobs=2):
+        for part in step.command:
+            if part.startswith(("tests/", "kernels/")) or part.startswith("--ignore="):
+                assert (Path(__file__).parents[3] / part.removeprefix("--ignore=")).exists(), part
+
+
+def test_the_riskiest_questions_come_first() -> None:
+    names = [step.name for step in steps_of("gate", Path(), jobs=2)]
+    assert names.index("mapped memory and swap") < names.index("kernels") < names.index("graphs")
+
+
+def test_a_step_that_fails_does_not_keep_the_next_from_running(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [python("bad", "raise SystemExit('the kernel is wrong')"), python("good", "print('right')")]
+    assert run_call("gate", steps, tmp_path, print) == FAILED
+    assert results(tmp_path) == {"bad": "1", "good": "0"}
+    assert "the kernel is wrong" in (tmp_path / "call-gate.log").read_text()
+    assert "failed: bad; its output begins at '=== bad' in call-gate.log" in capsys.readouterr().out
+
+
+def test_a_step_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {!r}]); time.sleep(600)"
+    late = tmp_path / "late"
+    hangs = python("hangs", child.format(f"import time; time.sleep(4); open({str(late)!r}, 'w')"), seconds=2.0)
+    assert run_call("gate", [hangs, python("good", "pass")], tmp_path, print) == FAILED
+    assert results(tmp_path) == {"hangs": "ended after its 2 s", "good": "0"}
+    time.sleep(3)
+    assert not late.exists()
+
+
+def test_what_the_time_does_not_suffice_for_is_named(tmp_path: Path) -> None:
+    assert run_call("gate", [python("late", "pass")], tmp_path, print, budget=5.5) == OUT_OF_TIME
+    assert results(tmp_path) == {"late": "left out: the time is over"}
+
+
+def test_a_program_that_is_not_there_leaves_its_step_out(tmp_path: Path) -> None:
+    step = Step("checked", ("no-such-program",), 9.0, needs="no-such-program")
+    assert run_call("gate", [step], tmp_path, print) == DONE
+    assert results(tmp_path) == {"checked": "left out: there is no no-such-program"}
+
+
+def test_tuned_configurations_come_back_as_one_file(tmp_path: Path) -> None:
+    made = tmp_path / "configs" / "N=4096,K=4096,device_name=H100.json"
+    program = f"import pathlib; p = pathlib.Path({str(made)!r}); p.parent.mkdir(); p.write_text('{{}}')"
+    assert run_call("rest", [python("tune", program)], tmp_path, print) == DONE
+    with tarfile.open(tmp_path / "configs.tar.gz") as archive:
+        assert "configs/N=4096,K=4096,device_name=H100.json" in archive.getnames()
+
+
+def test_all_steps_fit_the_time_where_they_are_as_quick_as_planned() -> None:
+    assert CALL_SECONDS < 600
+    for call in ("rows", "rest"):
+        assert sum(step.seconds for step in steps_of(call, Path(), jobs=2)) <= CALL_SECONDS + 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run")
+def test_without_a_gpu_nothing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gate", "--output", str(tmp_path)]) == NO_GPU
+    assert "nothing was run" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
