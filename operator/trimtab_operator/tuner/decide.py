@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from trimtab_operator.tuner.explanation import sentence_of
 from trimtab_operator.tuner.knobs import Knob, Values
 from trimtab_operator.tuner.learning import attained, learned, objectives_of, with_foresight
-from trimtab_operator.tuner.looks import Look
+from trimtab_operator.tuner.looks import Look, Phase
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount, Restart, decision_id
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.observation import Observation, observe
@@ -248,6 +248,7 @@ class _Turn:
             foresight=self.memory.foresight,
             rate=rate,
             replicas=len(self.observation.ready),
+            coming=sum(1 for seen in self.observation.coming if seen.phase is Phase.STARTING),
             attained=self._attained(since_move)[0],
         )
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 from trimtab_operator.tuner.foresight import Foresight
+from trimtab_operator.tuner.foresight.capacity import FIRST_STRIDE, RUNS_AFTER_SHIFT
 from trimtab_operator.tuner.load.demand import Point
 from trimtab_operator.tuner.load.lengths import Pair, WorkOf
 from trimtab_operator.tuner.looks import Finished, Unfinished
@@ -24,6 +25,8 @@ KEEP_COLD_STARTS = 5
 COST_CHANGE = 0.04  # of a typical step, from which on predictions are made anew
 UNEVENNESS_CHANGE = 1.35  # factor of the variation of arrivals, likewise
 MORE_PAIRS = 2.0  # times as many pairs, likewise
+SOON_SECONDS = 30.0  # that few pairs are predicted with, where there are more by now
+SETTLED_SECONDS = 120.0  # for which predictions hold while step times and unevenness change a little
 REFRESH_SECONDS = 1800.0  # and after this long in any case
 TYPICAL_BATCH = 16
 TYPICAL_CHUNK = 1024
@@ -81,13 +84,16 @@ def _work_of(memory: Memory) -> WorkOf:
 
 
 def _with_demand(memory: Memory, observation: Observation, settings: Settings) -> Memory:
-    new = _new_intervals(observation, warm=False)
-    if not new:
+    fresh = [seen for seen in observation.ready if seen.start_seconds is not None]
+    old = [seen for seen in observation.trusted if seen.has_new_interval and seen.start_seconds is None]
+    if not old:
         return memory
+    new = [seen.intervals[-1] for seen in old]
     seconds = median(part.seconds for part in new)
     per_second = math.fsum(_arrived(part) / part.seconds for part in new)
-    per_second *= len(observation.ready) / len(new)  # those that were not read got as much each
-    demand = memory.demand.with_point(Point(max(part.end for part in new), seconds, per_second * seconds))
+    per_second *= (len(observation.ready) - len(fresh)) / len(new)  # those that were not read got as much each
+    begun = math.fsum(_arrived(part) for seen in fresh for part in seen.intervals)
+    demand = memory.demand.with_point(Point(max(part.end for part in new), seconds, per_second * seconds + begun))
     horizon = cold_start(memory, settings) + settings.pace.tick_seconds
     growth = memory.growth.settled(demand, observation.at, window=LEVEL_SECONDS)
     level = demand.rate(LEVEL_SECONDS)
@@ -140,7 +146,10 @@ def _with_felt(memory: Memory, observation: Observation, objectives: Objectives)
         return memory
     new = [Felt(row.arrived_at, _is_met(row, objectives)) for row in rows if row.reason in ("stop", "length")]
     kept = [felt for felt in memory.felt if felt.arrived_at > observation.at - KEEP_FELT_SECONDS]
-    return replace(memory, felt=tuple((*kept, *new)[-MAX_FELT:]))
+    seconds = 0.0 if memory.kept_at is None else observation.at - memory.kept_at
+    met = sum(felt.is_met for felt in new)
+    account = memory.kept.later(seconds, met=met, missed=len(new) - met)
+    return replace(memory, felt=tuple((*kept, *new)[-MAX_FELT:]), kept=account, kept_at=observation.at)
 
 
 def _is_met(row: Finished, objectives: Objectives) -> bool:
@@ -169,12 +178,15 @@ def with_foresight(memory: Memory, objectives: Objectives, *, now: float, level:
     """Make predictions anew when what they rest on has changed; keep them as long as it has not."""
     if memory.model is None or not memory.model.is_fitted or not memory.lengths.is_known:
         return replace(memory, foresight=None)
-    cost, variation = memory.model.cost, math.sqrt(memory.demand.dispersion())
+    cost, variation = memory.model.cost, math.sqrt(memory.lengths.dispersion(now))
     old = memory.foresight
     if old is not None and not _is_outdated(memory, old, cost, variation, objectives, now, level):
+        old.begin_turn()
         return memory
     pairs = memory.lengths.sample(now)
-    made = Foresight(cost, pairs, objectives, variation, level)
+    made = Foresight(cost, pairs, objectives, variation, level, guesses={} if old is None else dict(old.capacities))
+    if old is not None and memory.foresight_key[0] != memory.lengths.version:
+        made.stride, made.runs_left = FIRST_STRIDE, RUNS_AFTER_SHIFT
     return replace(memory, foresight=made, foresight_key=(memory.lengths.version, now))
 
 
@@ -194,7 +206,9 @@ def _is_outdated(
     if objectives.are_given and objectives != old.objectives:
         return True
     if len(memory.lengths.pairs) > MORE_PAIRS * len(old.pairs) and len(old.pairs) < 4000:
-        return now - made_at > 60.0
+        return now - made_at > SOON_SECONDS
+    if now - made_at < SETTLED_SECONDS:
+        return False
     ratio = max(variation, old.variation) / min(variation, old.variation)
     return ratio > UNEVENNESS_CHANGE or _change(old.cost, cost, old.pairs) > COST_CHANGE
 

@@ -60,6 +60,8 @@ class Situation:
     """Requests a second that come now, in all."""
     replicas: int
     """That serve now."""
+    coming: int
+    """That start."""
     attained: float | None
     """Share of the last minutes' requests that kept their promises; None: too few to say."""
 

@@ -16,6 +16,8 @@ from trimtab_operator.tuner.scaling.law import ScalingMemory
 MAX_HISTORY = 10  # entries in status.tuning.history
 KEEP_FELT_SECONDS = 900.0
 MAX_FELT = 8000
+KEPT_HALF_LIFE_SECONDS = 3600.0
+LEAST_KEPT = 1000.0  # requests: of fewer, a hundredth says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,26 @@ class Felt:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """How many requests kept their promises and how many did not, over about the last hour: older ones fade."""
+
+    met: float = 0.0
+    missed: float = 0.0
+
+    def later(self, seconds: float, *, met: int, missed: int) -> Kept:
+        """After so many seconds, in which these ended."""
+        fades = 0.5 ** (max(0.0, seconds) / KEPT_HALF_LIFE_SECONDS)
+        return Kept(fades * self.met + met, fades * self.missed + missed)
+
+    def spent(self, share: float) -> float | None:
+        """How much of the misses that a promise to this share allows was used: 1 is all. None: too few to say."""
+        count = self.met + self.missed
+        if count < LEAST_KEPT:
+            return None
+        return self.missed / count / max(1e-6, 1.0 - share)
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """Everything that is remembered of one deployment."""
 
@@ -86,6 +108,8 @@ class Memory:
     demand: Demand = field(default_factory=Demand)
     growth: Growth = field(default_factory=Growth)
     felt: tuple[Felt, ...] = ()
+    kept: Kept = field(default_factory=Kept)
+    kept_at: float | None = None
     foresight: Foresight | None = None
     foresight_key: tuple[object, ...] = ()
     cold_starts: tuple[float, ...] = ()

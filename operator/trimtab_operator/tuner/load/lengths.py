@@ -7,6 +7,7 @@ that came further (the product-limit estimate of Kaplan and Meier, 1958).
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -17,14 +18,19 @@ from trimtab_operator.tuner.looks import Finished, Unfinished
 
 KEEP_PAIRS = 6000  # capacities over six cohorts of 2,000 differ by 13 to 38 %: keep as many as are cheap
 LAG_SECONDS = 45.0  # younger cohorts are mostly unfinished
+LAGS_SECONDS = (LAG_SECONDS, 15.0, 0.0)  # first first: what came in the last seconds only where little else is known
 RECENT_SECONDS = 120.0  # the cohort that is compared with what is known, to see a shift
 COMPARED_PAIRS = 1500  # of what is known, with which it is compared
 LEAST_RECENT = 60  # requests in it
 LEAST_PAIRS = 30  # to predict anything from
-LEAST_SINCE_SHIFT = 400  # fewer new pairs than these are filled up with older ones
+LEAST_SINCE_SHIFT = 800  # fewer new pairs than these are filled up with older ones
 SHIFT = 0.15  # relative change of the mean work that is one
 SHIFT_DEVIATIONS = 3.0  # and no accident
 SHIFT_PAUSE_SECONDS = 120.0  # between two shifts: else every swing relearns everything
+UNEVEN_SECONDS = 600.0  # over which unevenness is measured
+BIN_SECONDS = 2.5  # in which arrivals are counted
+LEAST_BINS = 12  # with arrivals
+MAX_DISPERSION = 25.0  # of counts: gaps with a coefficient of variation of 5
 COUNTED_REASONS = frozenset({"stop", "length"})  # how a request ends when it ends by itself
 
 
@@ -87,15 +93,44 @@ class Lengths:
         return replace(self, epoch=end - RECENT_SECONDS, version=self.version + 1, checked_at=now)
 
     def sample(self, now: float) -> tuple[Pair, ...]:
-        """The pairs to predict with: this epoch's, whole cohorts only; filled up with older ones where they are few."""
-        end = now - LAG_SECONDS
-        current = self._complete(self.epoch, end)
+        """The pairs to predict with: this epoch's, of whole cohorts where there are enough of them; else of younger
+        ones too, whose unfinished requests are many; filled up with older ones where all of them are few."""
+        current: list[Pair] = []
+        for lag in LAGS_SECONDS:
+            current = self._complete(self.epoch, now - lag)
+            if len(current) >= LEAST_SINCE_SHIFT:
+                break
         if len(current) < LEAST_SINCE_SHIFT:
             older = [pair for pair in self.pairs if pair.arrived_at < self.epoch]
             current = (older + current)[-LEAST_SINCE_SHIFT:]
         if len(current) < LEAST_PAIRS:
             current = list(self.pairs)
         return tuple(current)
+
+    def dispersion(self, now: float) -> float:
+        """Variance of the counts of arrivals over their mean: 1 for independent arrivals, more for bursts.
+
+        Counted over as long as a first token may take, about: that is what a queue has to swallow. Counts over longer
+        times would take a load that comes and goes within minutes, which replicas follow, for bursts.
+        From differences of neighbours, whose mean square is twice the variance.
+        """
+        start = now - UNEVEN_SECONDS
+        if len(self.pairs) >= KEEP_PAIRS:
+            start = max(start, self.pairs[0].arrived_at)
+        counts = [0] * max(0, int((now - start) / BIN_SECONDS))
+        first = bisect_right(self.pairs, start, key=lambda pair: pair.arrived_at)
+        times = [pair.arrived_at for pair in self.pairs[first:]]
+        times += [running.arrived_at for running in self.unfinished if running.arrived_at > start]
+        for at in times:
+            index = int((at - start) / BIN_SECONDS)
+            if index < len(counts):
+                counts[index] += 1
+        total = sum(counts)
+        if sum(1 for count in counts if count) < LEAST_BINS or total < LEAST_PAIRS:
+            return 1.0
+        squares = sum((b - a) ** 2 for a, b in itertools.pairwise(counts))
+        dispersion = squares / (2 * (len(counts) - 1)) / (total / len(counts))
+        return min(MAX_DISPERSION, max(1.0, dispersion))
 
     def _complete(self, start: float, end: float) -> list[Pair]:
         """All that arrived from `start` to `end`; unfinished ones with an answer as long as those that came further."""

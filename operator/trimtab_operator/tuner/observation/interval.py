@@ -95,6 +95,23 @@ def between(before: Sample, after: Sample) -> Interval | None:
     )
 
 
+def nothing_yet(sample: Sample, at: float) -> Sample:
+    """What the replica of this sample would have said when it began to serve, at `at`: all its counters are zero."""
+    counters = sample.counters
+    zero = Counters(
+        generated_tokens=0.0,
+        prompt_tokens=0.0,
+        finished=0.0,
+        preemptions={},
+        arrived=None if counters.arrived is None else 0.0,
+        arrived_prompt_tokens=None if counters.arrived_prompt_tokens is None else 0.0,
+        recomputed_tokens=None if counters.recomputed_tokens is None else 0.0,
+        decode=None if counters.decode is None else Work(),
+        prefill=None if counters.prefill is None else Work(),
+    )
+    return Sample(at, zero, sample.gauges)
+
+
 def _fell(old: Counters, new: Counters) -> bool:
     pairs = [
         (old.generated_tokens, new.generated_tokens),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from trimtab_operator.tuner.looks import Counters, Look, Phase, Sample
 from trimtab_operator.tuner.observation.faults import Fault, Finding, contradiction, is_out_of_step
-from trimtab_operator.tuner.observation.interval import Interval, between
+from trimtab_operator.tuner.observation.interval import Interval, between, nothing_yet
 
 KEEP_SECONDS = 600.0  # of intervals: the longest window that anything is judged on
 CLOCK_STEP_SECONDS = 5.0  # a sample that much older than the one before was stamped by a clock that was set back
@@ -62,7 +62,7 @@ class Track:
         wrong = contradiction(sample, look.ledger, now=now)
         if wrong is not None:
             return track, Finding(Fault.INCONSISTENT, wrong), False
-        track, is_new = track._extended(sample, now)
+        track, is_new = track._begun(look, now)._extended(sample, now)
         if now - sample.at > patience.stale_seconds:
             return track, Finding(Fault.STALE, f"metrics are older than {patience.stale_seconds:g} s"), False
         moved = track.moved_at if track.moved_at is not None else now
@@ -77,6 +77,14 @@ class Track:
             said = f"metrics and configuration differ in generation for over {patience.out_of_step_seconds:g} s"
             return track, Finding(Fault.OUT_OF_STEP, said), False
         return track, None, is_new
+
+    def _begun(self, look: Look, now: float) -> Track:
+        """One that was seen to start counts from zero: what it got since it serves belongs to it, although it is read
+        for the first time. Of one that served before it was watched nobody knows when."""
+        sample = look.sample
+        if self.last is not None or self.start_seconds is None or sample is None or not 0 < look.since < sample.at:
+            return self
+        return replace(self, last=nothing_yet(sample, look.since), moved_at=now)
 
     def _renewed(self, look: Look) -> Track:
         """Begin anew with another pod, or another engine in the same pod."""

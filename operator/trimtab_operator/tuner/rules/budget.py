@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab_operator.tuner.foresight import Candidate, Foresight
+from trimtab_operator.tuner.foresight import Candidate
 from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.moves import Expectation, Measure, Move, Reason
 from trimtab_operator.tuner.rules.pressure import expected_attainment
@@ -31,19 +31,26 @@ def better_budget(s: Situation) -> Move | None:
     if found is None or s.foresight is None or not found.is_live:
         return None
     foresight, current = s.foresight, int(found.current)
-    capacities = {budget: _capacity(s, foresight, budget) for budget in rungs(found)}
-    best = max(capacities, key=lambda budget: (capacities[budget], -abs(budget - current)))
-    if capacities[best] >= s.rate:
-        if best == current or capacities[best] < _gain(s, best > current) * capacities[current]:
+    capacities = {current: foresight.capacity(_with(s, current))}
+    present = capacities[current]
+    others = [budget for budget in rungs(found) if budget != current]
+    if present >= s.rate:
+        held = {b: foresight.attains_later(_with(s, b), _gain(s, b > current) * present) for b in others}
+        if None in held.values():
+            return None  # not all of them are known yet: next turn
+        capacities |= {budget: foresight.capacity(_with(s, budget)) for budget, holds in held.items() if holds}
+        best = max(capacities, key=lambda budget: (capacities[budget], -abs(budget - current)))
+        if best == current or capacities[best] < _gain(s, best > current) * present:
             return None
-        before, after = capacities[current], capacities[best]
+        before, after = present, capacities[best]
         expected = (Expectation(Measure.CAPACITY, before, after, (1 - UNSURE) * after, (1 + UNSURE) * after),)
     else:
-        shares = {budget: foresight.at(_with(s, budget), s.rate).attainment for budget in capacities}
-        best = max(shares, key=lambda budget: (shares[budget], capacities[budget], -abs(budget - current)))
+        shares = {budget: foresight.at(_with(s, budget), s.rate).attainment for budget in (current, *others)}
+        best = max(shares, key=lambda budget: (shares[budget], -abs(budget - current)))
         if best == current or shares[best] < shares[current] + ATTAINMENT_GAIN:
             return None
         expected = (expected_attainment(s, shares[best]),)
+        capacities[best] = foresight.capacity(_with(s, best))
     reason = Reason.CHUNKS_TOO_LARGE if best < current else Reason.CHUNKS_TOO_SMALL
     evidence = {
         "capacity_now": round(capacities[current], 4),
@@ -78,11 +85,6 @@ def rungs(found: Range) -> list[int]:
     return sorted({rung for rung in inside | ends if found.lowest <= rung <= found.highest} | {int(found.current)})
 
 
-def _capacity(s: Situation, foresight: Foresight, budget: int) -> float:
-    """What all replicas hold, from what one holds: which budget is best does not depend on how many there are."""
-    one = replace(_with(s, budget), replicas=1)
-    return foresight.capacity(one) * max(1, s.replicas)
-
-
 def _with(s: Situation, budget: int) -> Candidate:
-    return s.with_knob(Knob.MAX_NUM_BATCHED_TOKENS, budget)
+    """The replicas that will serve when those that start do: a change for the minutes until then would be undone."""
+    return replace(s.with_knob(Knob.MAX_NUM_BATCHED_TOKENS, budget), replicas=max(1, s.replicas + s.coming))

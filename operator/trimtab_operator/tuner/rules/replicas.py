@@ -16,12 +16,21 @@ from trimtab_operator.tuner.looks import Phase
 from trimtab_operator.tuner.moves import Expectation, Measure, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.observation import Observation
-from trimtab_operator.tuner.scaling.law import Need, ScalingMemory, bound, decided, needed, replicas_for_queue
+from trimtab_operator.tuner.scaling.law import (
+    Need,
+    ScalingMemory,
+    bound,
+    confidence,
+    decided,
+    needed,
+    replicas_for_queue,
+)
 from trimtab_operator.tuner.settings import Settings
 from trimtab_operator.tuner.situation import Situation
 from trimtab_operator.tuner.state import Memory
 
 UNSURE = 0.1  # of a capacity
+MOST_UNSURE = 0.5  # of a capacity, that few known lengths may take off it
 
 Capacity = Callable[[int], float]
 """Requests a second that so many replicas hold."""
@@ -56,7 +65,8 @@ def wanted_replicas(
         return Chosen(inside, replace(memory.scaling, desired=inside))
     foresight = situation.foresight
     start = cold_start(memory, settings)
-    found = bound(memory.demand, memory.growth, settings.caution)
+    spent = memory.kept.spent(objectives.share)
+    found = bound(memory.demand, memory.growth, settings.caution, confidence(settings.caution, spent))
     if found is None:
         return Chosen(inside, replace(memory.scaling, desired=inside))
     up, factor = found
@@ -65,8 +75,10 @@ def wanted_replicas(
     extra = replicas_for_queue(waiting, replicas=max(1, situation.replicas), promise=promise, cold_start=start)
     one = situation.candidate
 
+    sure = 1.0 - min(MOST_UNSURE, foresight.sampling_error)
+
     def capacity(count: int) -> float:
-        return foresight.capacity(replace(one, replicas=count))
+        return sure * foresight.capacity(replace(one, replicas=count))
 
     need = needed(
         up,
@@ -86,6 +98,7 @@ def wanted_replicas(
         cold_start=start,
         may_lower=may_lower,
         behavior=scaling.behavior,
+        spent=spent,
     )
     if target == current:
         return Chosen(target, kept)

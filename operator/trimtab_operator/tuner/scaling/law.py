@@ -34,7 +34,10 @@ class Caution:
 
     confidence: float = 0.9
     """Share of the growths seen so far, within a start-up, that are provided for."""
-    prior_sd: float = 0.08
+    overspent: float = 0.98
+    """The same once more requests were missed than the promise allows. There is no lower share for who has missed
+    none: one jump of the load that was not provided for costs more misses than an hour may have."""
+    prior_sd: float = 0.16
     """Of the logarithm of that growth, before any was seen."""
     beyond_highest: float = 1.25
     """Times the highest rate of the last hours: no more is provided for, however much the last burst grew."""
@@ -71,8 +74,13 @@ class Need:
     """Of the replicas, those that the queue asks for."""
 
 
-def bound(demand: Demand, growth: Growth, caution: Caution) -> tuple[float, float] | None:
-    """The rate to provide for, and the factor of growth in it.
+def confidence(caution: Caution, spent: float | None) -> float:
+    """The share of growths to provide for. `spent` is how much of the misses that are allowed was used."""
+    return caution.overspent if spent is not None and spent > 1.0 else caution.confidence
+
+
+def bound(demand: Demand, growth: Growth, caution: Caution, confident: float) -> tuple[float, float] | None:
+    """The rate to provide for, and the factor of growth in it, which `confident` of the growths seen did not exceed.
 
     The present level times the growth that is seldom exceeded within a start-up: slopes were tried and made it worse,
     as what they foretell is in the growths that were seen.
@@ -80,7 +88,7 @@ def bound(demand: Demand, growth: Growth, caution: Caution) -> tuple[float, floa
     level = demand.rate(LEVEL_SECONDS)
     if level is None:
         return None
-    factor = growth.quantile(caution.confidence, prior_sd=caution.prior_sd)
+    factor = growth.quantile(confident, prior_sd=caution.prior_sd)
     quick = demand.rate(QUICK_SECONDS) or 0.0
     error = math.sqrt(max(quick, 1 / QUICK_SECONDS) * demand.dispersion() / QUICK_SECONDS)
     up = max(level * factor, level, quick - caution.jump_deviations * error)
@@ -122,12 +130,15 @@ def decided(
     cold_start: float,
     may_lower: bool,
     behavior: Behavior,
+    spent: float | None = None,
 ) -> tuple[int, ScalingMemory]:
-    """The replica count to ask for, and what to remember. `current` counts those that start."""
+    """The replica count to ask for, and what to remember. `current` counts those that start. `spent` is how much of the
+    misses that are allowed was used: who has used all of them scales in to the highest need of an hour, no lower."""
     memory = replace(_with_hold(memory, now, cold_start), began_at=now if memory.began_at is None else memory.began_at)
     wanted = (*(entry for entry in memory.wanted if entry[0] > now - KEEP_WANTED_SECONDS), (now, need))
     memory = replace(memory, wanted=wanted)
-    target = stabilized(behavior, current, wanted, now=now, own_hold=memory.hold_seconds)
+    hold = KEEP_WANTED_SECONDS if spent is not None and spent > 1.0 else memory.hold_seconds
+    target = stabilized(behavior, current, wanted, now=now, own_hold=hold)
     learned_for = now - memory.began_at if memory.began_at is not None else 0.0
     if target < current and (not may_lower or learned_for < LEARN_COLD_STARTS * cold_start):
         target = current

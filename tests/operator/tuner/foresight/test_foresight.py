@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from trimtab_operator.tuner.foresight import Candidate, Foresight
+from trimtab_operator.tuner.foresight.capacity import RUNS_PER_TURN
 from trimtab_operator.tuner.load import Pair
 from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
 from trimtab_operator.tuner.twin import StepCost
@@ -82,3 +83,38 @@ def test_a_watermark_ends_preemption() -> None:
 def test_nothing_that_cannot_be_promised_is_held() -> None:
     impossible = Objectives(Ttft(1e-6, 0.0, 0.99))
     assert Foresight(COST, pairs(1000, 10), impossible).capacity(ONE) == 0.0
+
+
+def test_few_lengths_leave_a_capacity_unsure() -> None:
+    few, many = Foresight(COST, pairs(1000, 200, 40), BOTH), Foresight(COST, pairs(1000, 200, 4000), BOTH)
+    assert few.sampling_error > 0.1
+    assert many.sampling_error < 0.02
+    assert Foresight(COST, pairs(1000, 200, 1), BOTH).sampling_error == 1.0
+
+
+def test_what_is_searched_anew_is_as_it_was_until_it_is_found() -> None:
+    known = pairs(1238, 221)
+    before = Foresight(COST, known, BOTH)
+    was = before.capacity(ONE)
+    slower = replace(COST, per_token=2 * COST.per_token)
+    after = Foresight(slower, known, BOTH, guesses=dict(before.capacities))
+    assert after.capacity(ONE) == was
+    turns = 0
+    while after.capacity(ONE) == was:
+        runs = after.runs
+        after.begin_turn()
+        after.capacity(ONE)
+        assert after.runs - runs <= RUNS_PER_TURN
+        turns += 1
+    assert turns <= 8
+    assert after.capacity(ONE) == pytest.approx(Foresight(slower, known, BOTH).capacity(ONE), rel=0.07)
+
+
+def test_what_can_wait_is_computed_over_some_turns() -> None:
+    foresight = Foresight(COST, pairs(1238, 221), BOTH)
+    budgets = [replace(ONE, max_num_batched_tokens=budget) for budget in (256, 512, 2048, 4096, 8192)]
+    assert [foresight.attains_later(one, 3.0) for one in budgets].count(None) == 5 - RUNS_PER_TURN
+    for _ in range(2):
+        foresight.begin_turn()
+        answers = [foresight.attains_later(one, 3.0) for one in budgets]
+    assert None not in answers

@@ -76,3 +76,36 @@ def test_draws_are_the_same_each_time_and_even() -> None:
         spread = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
         assert abs(mean - 1) < 1e-9
         assert 0.85 * variation < spread <= 1.05 * variation
+
+
+def came(times: list[float]) -> Lengths:
+    return Lengths().with_news([finished(at, 100, 5) for at in times], ())
+
+
+def test_independent_arrivals_are_even_however_much_their_rate_changes_in_minutes() -> None:
+    rng, at, times = random.Random(3), 0.0, []
+    while at < 600.0:
+        at += rng.expovariate(30.0 if at % 300 < 60 else 3.0)
+        times.append(at)
+    assert came(times).dispersion(600.0) < 2.0
+
+
+def test_arrivals_that_come_in_clusters_are_uneven() -> None:
+    rng, at, times = random.Random(3), 0.0, []
+    while at < 600.0:
+        at += rng.expovariate(1.0)
+        times += [at + 0.01 * i for i in range(9)]
+    assert 6.0 < came(times).dispersion(600.0) < 13.0
+
+
+def test_of_few_requests_nothing_is_said_of_evenness() -> None:
+    assert came([1.0, 1.1, 1.2] * 5).dispersion(600.0) == 1.0
+
+
+def test_while_little_is_known_the_youngest_count_too() -> None:
+    rows = [finished(float(at), 100, 5) for at in range(1, 60)]
+    running = [Unfinished(58.0, 900, 1)] * 10
+    lengths = Lengths().with_news(rows, running)
+    assert len(lengths.sample(60.0)) == 69
+    many = Lengths().with_news([finished(at / 10, 100, 5) for at in range(6000)], [Unfinished(598.0, 900, 1)] * 10)
+    assert max(pair.arrived_at for pair in many.sample(600.0)) <= 555.0

@@ -34,6 +34,19 @@ def test_two_looks_make_an_interval() -> None:
     assert seen.is_trusted
 
 
+def test_one_that_was_seen_to_start_counts_from_when_it_serves() -> None:
+    coming = a_look(phase=Phase.STARTING, since=20.0)
+    serving = a_look(sample=a_sample(115.0, arrived=30.0), since=110.0)
+    seen = watched((100.0, coming), (115.0, serving))
+    (interval,) = seen.intervals
+    assert (interval.start, interval.end, interval.arrived) == (110.0, 115.0, 30.0)
+    assert seen.start_seconds == 90.0
+
+
+def test_of_one_that_served_before_it_was_watched_nothing_is_known_yet() -> None:
+    assert watched((115.0, a_look(sample=a_sample(115.0), since=110.0))).intervals == ()
+
+
 def test_a_repeated_sample_adds_nothing() -> None:
     seen = watched(*looked(100.0, 115.0), (130.0, a_look(sample=a_sample(115.0))))
     assert len(seen.intervals) == 1

@@ -6,10 +6,12 @@ import pytest
 from trimtab_operator.tuner.load.demand import Demand, Growth, Point
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Unit
 from trimtab_operator.tuner.scaling.law import (
+    HOLD_COLD_STARTS,
     LEARN_COLD_STARTS,
     Caution,
     ScalingMemory,
     bound,
+    confidence,
     decided,
     needed,
     replicas_for_queue,
@@ -30,19 +32,24 @@ def grown(factor: float) -> Growth:
 
 
 def test_the_growth_that_was_seen_is_provided_for() -> None:
-    found = bound(loaded(*[10.0] * 20, *[20.0] * 8, *[10.0] * 20), grown(1.5), Caution())
+    found = bound(loaded(*[10.0] * 20, *[20.0] * 8, *[10.0] * 20), grown(1.5), Caution(), 0.9)
     assert found is not None
     assert found[0] == pytest.approx(15.0)
 
 
 def test_no_more_than_a_quarter_above_the_highest_rate_is_provided_for() -> None:
-    found = bound(loaded(*[10.0] * 20), grown(4.0), Caution())
+    found = bound(loaded(*[10.0] * 20), grown(4.0), Caution(), 0.9)
     assert found is not None
     assert found[0] == pytest.approx(12.5)
 
 
+def test_more_growth_is_provided_for_once_more_was_missed_than_is_allowed() -> None:
+    assert confidence(Caution(), None) == confidence(Caution(), 1.0) == Caution().confidence
+    assert confidence(Caution(), 1.1) > Caution().confidence
+
+
 def test_a_jump_counts_at_once() -> None:
-    found = bound(loaded(*[10.0] * 20, 40.0, 40.0), grown(1.0), Caution())
+    found = bound(loaded(*[10.0] * 20, 40.0, 40.0), grown(1.0), Caution(), 0.9)
     assert found is not None
     assert found[0] > 25
 
@@ -58,7 +65,14 @@ def test_a_queue_is_worth_replicas_once_it_eats_the_promise(seconds: float, repl
     assert replicas_for_queue(seconds, replicas=4, promise=2.0, cold_start=COLD) == replicas
 
 
-def walked(needs: list[int], *, may_lower: bool = True, start: int = 2, behavior: Behavior | None = None) -> list[int]:
+def walked(
+    needs: list[int],
+    *,
+    may_lower: bool = True,
+    start: int = 2,
+    behavior: Behavior | None = None,
+    spent: float | None = None,
+) -> list[int]:
     """The counts asked for, a look every 15 s."""
     memory, count, counts = ScalingMemory(), start, []
     for index, need in enumerate(needs):
@@ -70,6 +84,7 @@ def walked(needs: list[int], *, may_lower: bool = True, start: int = 2, behavior
             cold_start=COLD,
             may_lower=may_lower,
             behavior=behavior or Behavior(),
+            spent=spent,
         )
         counts.append(count)
     return counts
@@ -79,11 +94,18 @@ def test_out_at_once_and_in_only_when_the_load_is_known_and_has_been_low_for_the
     counts = walked([2] * 4 + [5] + [2] * 100)
     assert counts[4] == 5
     first_in = 15.0 * (counts.index(2, 5))
-    assert first_in >= max(LEARN_COLD_STARTS * COLD, 15.0 * 4 + 2.5 * COLD)
+    assert first_in >= max(LEARN_COLD_STARTS * COLD, 15.0 * 4 + HOLD_COLD_STARTS * COLD)
 
 
 def test_nothing_goes_while_something_is_unknown_or_starts() -> None:
     assert set(walked([2] * 4 + [5] + [2] * 100, may_lower=False)[4:]) == {5}
+
+
+def test_who_has_missed_more_than_is_allowed_goes_no_lower_than_an_hour_asked_for() -> None:
+    needs = [2] * 4 + [5] + [2] * 300
+    counts = walked(needs, spent=1.5)
+    assert counts[4] == 5
+    assert 15.0 * (counts.index(2, 5) - 4) >= 3600.0
 
 
 def test_a_regretted_scale_in_holds_longer_the_next_time() -> None:
@@ -92,7 +114,7 @@ def test_a_regretted_scale_in_holds_longer_the_next_time() -> None:
     first = next(i for i, count in enumerate(counts) if count == 2)
     back = next(i for i in range(first, len(counts)) if counts[i] == 3)
     again = next(i for i in range(back, len(counts)) if counts[i] == 2)
-    assert 15.0 * (again - back) >= 1.9 * 2.5 * COLD
+    assert 15.0 * (again - back) >= 1.9 * HOLD_COLD_STARTS * COLD
 
 
 def test_the_owners_rate_limits_hold() -> None:

@@ -1,0 +1,48 @@
+"""What one observation teaches: demand through a start-up, the account of promises kept."""
+
+from __future__ import annotations
+
+import pytest
+from trimtab_operator.tuner.decide import decide
+from trimtab_operator.tuner.looks import Look, Phase
+from trimtab_operator.tuner.settings import Mode, Settings
+from trimtab_operator.tuner.state import Kept, Memory
+from tuner_looks import KNOBS, a_look, a_sample
+
+
+def watched(*ticks: list[Look]) -> Memory:
+    """What is remembered after looks at all replicas, every 15 s."""
+    memory, settings = Memory(), Settings(Mode.AUTO, starts=KNOBS)
+    for index, looks in enumerate(ticks):
+        memory = decide(looks, memory, settings, 15.0 * (index + 1)).memory
+    return memory
+
+
+def serving(name: str, now: float, arrived: float, *, since: float = 0.0) -> Look:
+    return a_look(name, a_sample(now, arrived=arrived), since=since)
+
+
+def test_a_replica_that_begins_to_serve_is_not_taken_to_have_got_what_the_others_got() -> None:
+    starting = [a_look(name, phase=Phase.STARTING, since=1.0) for name in ("m-1", "m-2")]
+    memory = watched(
+        [serving("m-0", 15.0, 150.0), *starting],
+        [serving("m-0", 30.0, 300.0), *starting],
+        [serving("m-0", 45.0, 430.0), *(serving(name, 45.0, 10.0, since=43.0) for name in ("m-1", "m-2"))],
+    )
+    assert [point.rate for point in memory.demand.points] == pytest.approx([10.0, 10.0])
+
+
+def test_one_that_cannot_be_read_is_taken_to_have_got_what_the_others_got() -> None:
+    memory = watched(
+        [serving("m-0", 15.0, 150.0), serving("m-1", 15.0, 150.0)],
+        [serving("m-0", 30.0, 300.0), a_look("m-1", problem="no answer")],
+    )
+    assert [point.rate for point in memory.demand.points] == pytest.approx([20.0])
+
+
+def test_misses_are_counted_against_those_that_the_promise_allows_and_fade() -> None:
+    kept = Kept().later(15.0, met=1990, missed=10)
+    assert kept.spent(0.99) == pytest.approx(0.5)
+    assert Kept().later(15.0, met=10, missed=10).spent(0.99) is None  # too few to say
+    later = kept.later(3600.0, met=0, missed=0)
+    assert (later.met, later.missed) == pytest.approx((995.0, 5.0))
