@@ -192,7 +192,7 @@ def dry(steps: list[Step]) -> list[Step]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 when every step passed, 1 when one failed, 2 without a GPU, 3 when time ran out before all of them."""
+    """Exit code 0 when every step passed, 1 when one failed, 2 without a GPU, 3 when time ran out before that."""
     parser = argparse.ArgumentParser(prog="python3 -m benchmarks.calls", description=__doc__.split("\n")[0])
     parser.add_argument("call", choices=("gate", "rows", "rest", "install"), help="install: tuned files to their place")
     parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder for all that is found")
