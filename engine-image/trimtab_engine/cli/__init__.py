@@ -8,12 +8,15 @@ from trimtab_engine.errors import ConfigError, TrimtabError
 from trimtab_engine.flags.parser import OneLineParser
 from trimtab_engine.processes.end import EXIT_INTERRUPTED
 
+COMMANDS_OF_TRIMTAB = ("plan", "simulate", "validate", "render")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0 as asked, 1 failed while running, 2 not allowed as asked."""
     try:
-        parser = _parser()
-        parsed = parser.parse_args(_with_config_file(sys.argv[1:] if arguments is None else arguments, parser))
+        parser, given = _parser(), sys.argv[1:] if arguments is None else arguments
+        _refuse_commands_of_trimtab(given)
+        parsed = parser.parse_args(_with_config_file(given, parser))
         return int(parsed.run(parsed))
     except ConfigError as error:
         print(f"trimtab-engine: {error}", file=sys.stderr)
@@ -25,6 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output, such as head, has gone
         return 141
+
+
+def _refuse_commands_of_trimtab(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for a command that another program of the project has."""
+    if arguments[:1] and arguments[0] in COMMANDS_OF_TRIMTAB:
+        raise ConfigError(f"{arguments[0]} is a command of trimtab; see trimtab {arguments[0]} --help")
 
 
 def _with_config_file(arguments: Sequence[str], parser: OneLineParser) -> Sequence[str]:

@@ -317,6 +317,7 @@ def test_a_typo_is_told_by_the_command_that_lists_the_flags(capsys: pytest.Captu
 
 def test_a_command_that_is_misspelt_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean serve?" in refused(capsys, "sevre")
+    assert "validate is a command of trimtab" in refused(capsys, "validate", "-f", "x.yaml")
     assert "did you mean latency?" in refused(capsys, "bench", "latenc")
 
 
