@@ -116,6 +116,7 @@ WORKLOADS = {
     ("batch", "jobs", ("get", "list", "create", "patch", "delete")),
     ("", "services", ("get", "list", "watch", "create", "patch", "delete")),
     ("", "configmaps", ("get", "list", "create", "patch")),
+    ("", "secrets", ("get", "create", "patch")),  # the one of each resource's groups of several pods
     ("", "pods", ("list", "watch", "delete")),
     ("policy", "poddisruptionbudgets", ("get", "list", "create", "patch")),
     ("", "events", ("get", "list", "create", "patch")),

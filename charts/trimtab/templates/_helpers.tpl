@@ -78,6 +78,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [get, list, create, patch]
+# The Secret that the pods of a replica of several share: by its name, never listed.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [get, create, patch]
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, delete]

@@ -18,6 +18,7 @@ from trimtab_engine.flags.engine import engine_config, named_model
 from trimtab_engine.flags.serve import add_serve_flags
 from trimtab_engine.processes.end import prepare_to_leave
 from trimtab_engine.processes.network import any_address
+from trimtab_engine.processes.shared_secret import SharedSecret
 from trimtab_engine.text.shipped_templates import SHIPPED, shipped_template
 from trimtab_engine.weights.open import check_is_there
 
@@ -58,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     config, names = _served_config(arguments), served_names(arguments)
     _check_places(arguments, config)
+    SharedSecret.read(config.rendezvous_secret_file)  # raises where it cannot be: before anything starts
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are tokenised in threads of our own
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the last line of a log should be why it ended

@@ -124,6 +124,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that serve HTTP before this engine. 0: none, it is used from Python."""
     rendezvous_id: str = ""
     """Ranks of different ids never form one engine: the revision of a group, say."""
+    rendezvous_secret_file: str | None = None
+    """Where this node finds the secret that all nodes prove to each other; None: whoever reaches them is believed."""
     seed: int = 0
     profiler_dir: str | None = None
 
@@ -231,6 +233,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise NotBuiltError(
                 f"--data-parallel-size-cap {self.max_cores} with --nnodes {self.nnodes} is not built: engine cores "
                 f"join and retire on one node only; leave the cap out"
+            )
+        if self.rendezvous_secret_file is not None and self.nnodes == 1:
+            raise ConfigError(
+                "--rendezvous-secret-file is what nodes that share a replica prove to each other; with --nnodes 1 "
+                "there are no others: leave it out"
             )
         self._check_external()
         if self.data_parallel_size > 1 and self.data_parallel_size % self.nnodes:

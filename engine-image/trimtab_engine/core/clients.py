@@ -17,33 +17,43 @@ from trimtab_engine.messages import (
     StepOutputs,
     ToCore,
 )
-from trimtab_engine.processes.network import is_ipv6_url
+from trimtab_engine.processes.network import is_ipv6_url, is_on_network
+from trimtab_engine.processes.shared_secret import SharedSecret
 
 LINGER_MILLISECONDS = 2000  # for the last message to leave before the process ends
 
 
-def last_word(clients: Sequence[ClientAddresses], failure: CoreFailed) -> None:
+def last_word(clients: Sequence[ClientAddresses], failure: CoreFailed, secret: SharedSecret | None = None) -> None:
     """Tell every client why this process ends, from any thread: over sockets of its own."""
     context = zmq.Context()
     body = msgspec.msgpack.encode(failure)
     for client in clients:
         outbox = context.socket(zmq.PUSH)
         outbox.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
-        outbox.setsockopt(zmq.IPV6, is_ipv6_url(client.from_core))
+        _open_to(outbox, client.from_core, secret)
         outbox.connect(client.from_core)
         outbox.send(body)
         outbox.close()
     context.term()
 
 
-class Clients:
-    """Two one-way sockets to each client (API server). The clients bind, the core connects."""
+def _open_to(socket: "zmq.Socket[bytes]", address: str, secret: SharedSecret | None) -> None:
+    """Make a socket ready to be connected to this address."""
+    socket.setsockopt(zmq.IPV6, is_ipv6_url(address))
+    if secret is not None and is_on_network(address):
+        secret.guard_caller(socket)
 
-    def __init__(self, clients: Sequence[ClientAddresses]) -> None:
+
+class Clients:
+    """Two one-way sockets to each client (API server). The clients bind, the core connects. `secret`: that of the
+    nodes, for clients on another one."""
+
+    def __init__(self, clients: Sequence[ClientAddresses], secret: SharedSecret | None = None) -> None:
+        self._secret = secret
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         for client in clients:
-            self._inbox.setsockopt(zmq.IPV6, is_ipv6_url(client.to_core))
+            _open_to(self._inbox, client.to_core, secret)
             self._inbox.connect(client.to_core)
         self._outboxes = [self._connect(client.from_core) for client in clients]
         self._client_of: dict[str, int] = {}
@@ -55,7 +65,7 @@ class Clients:
         outbox = self._context.socket(zmq.PUSH)
         outbox.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         outbox.setsockopt(zmq.SNDHWM, 0)  # outputs are never dropped: the API servers read all of them
-        outbox.setsockopt(zmq.IPV6, is_ipv6_url(address))
+        _open_to(outbox, address, self._secret)
         outbox.connect(address)
         return outbox
 

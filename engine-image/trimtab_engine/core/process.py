@@ -61,6 +61,7 @@ from trimtab_engine.messages import (
 )
 from trimtab_engine.processes.end import leave
 from trimtab_engine.processes.garbage import keep_what_is_there
+from trimtab_engine.processes.shared_secret import SharedSecret
 from trimtab_engine.processes.tie import end_with_parent
 
 IDLE_REPORT_MILLISECONDS = 1000  # an idle engine reports its state this often, so that gauges stay true
@@ -233,7 +234,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API server tells us what to do
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     start = msgspec.json.decode(sys.stdin.readline(), type=CoreStart)
-    clients = Clients(start.clients)
+    clients = Clients(start.clients, _secret(start))
     try:
         config = msgspec.convert(start.config, EngineConfig)
         set_log_level(config.log_level)
@@ -265,8 +266,13 @@ def main() -> int:
 
 def _end_with_rank(start: CoreStart, cause: str, exit_code: int) -> None:
     """End this process because one of its ranks has: the main thread may wait for that rank for ever."""
-    last_word(start.clients, CoreFailed(cause, exit_code))
+    last_word(start.clients, CoreFailed(cause, exit_code), _secret(start))
     os._exit(exit_code)
+
+
+def _secret(start: CoreStart) -> SharedSecret | None:
+    """What this node shares with that of the API servers, if they are two."""
+    return SharedSecret.read(start.config.get("rendezvous_secret_file"))
 
 
 if __name__ == "__main__":

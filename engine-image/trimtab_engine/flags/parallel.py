@@ -135,6 +135,12 @@ def add_parallel_flags(group: Any) -> None:
         metavar="TEXT",
         help="nodes meet only those with the same one, such as a revision (default: none)",
     )
+    group.add_argument(
+        "--rendezvous-secret-file",
+        metavar="PATH",
+        help="a file with a secret that all nodes were given: they hear and believe nobody who does not prove it "
+        "(default: none, the network between the nodes is trusted)",
+    )
 
 
 def parallel_fields(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -161,6 +167,7 @@ def parallel_fields(arguments: argparse.Namespace) -> dict[str, Any]:
                 "master_addr",
                 "master_port",
                 "rendezvous_id",
+                "rendezvous_secret_file",
             )
         }
         | external

@@ -52,7 +52,8 @@ from trimtab_engine.messages import (
     ToCore,
     WakeUp,
 )
-from trimtab_engine.processes.network import is_ipv6_url
+from trimtab_engine.processes.network import is_ipv6_url, is_on_network
+from trimtab_engine.processes.shared_secret import SharedSecret
 
 SILENCE_LOOK_SECONDS = 1.0  # how often who waits for an admin call looks whether its core still lives
 
@@ -74,7 +75,8 @@ class CoreClient:
     are started with the engine. `on_ready` is called when all of these are ready, then
     `on_step` with the statistics of each step, in order; only client 0 gets those. `on_state` is called whenever the
     state of all cores together is another, `on_gone` with the rank of a core that has retired, or could not join.
-    `silence_timeout`: seconds after which a core that says nothing counts as hung; 0: never.
+    `silence_timeout`: seconds after which a core that says nothing counts as hung; 0: never. `secret`: what cores on
+    other nodes have to know.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class CoreClient:
         num_initial: int | None = None,
         first_rank: int = 0,
         silence_timeout: float = 0.0,
+        secret: SharedSecret | None = None,
         on_ready: Callable[[CoreReady], None] | None = None,
         on_step: Callable[[StepStats], None] | None = None,
         on_state: Callable[[EngineState], None] | None = None,
@@ -94,6 +97,7 @@ class CoreClient:
         self._addresses, self._client_index, self.first_rank = addresses, client_index, first_rank
         self.roster = CoreRoster(len(addresses), num_initial or len(addresses))
         self._vital_signs = VitalSigns(silence_timeout)
+        self._secret = secret
         self._joining: dict[int, asyncio.Future[None]] = {}
         self._on_ready, self._on_step, self._on_state, self._on_gone = on_ready, on_step, on_state, on_gone
         self._states: dict[int, EngineState] = {}
@@ -130,6 +134,8 @@ class CoreClient:
             for socket in (inbox, outbox):
                 socket.setsockopt(zmq.LINGER, 0)
                 socket.setsockopt(zmq.IPV6, is_ipv6_url(address.to_core))
+                if self._secret is not None and is_on_network(address.to_core):
+                    self._secret.guard_listener(socket)
             outbox.setsockopt(zmq.SNDHWM, 0)
             inbox.setsockopt(zmq.RCVHWM, 0)
             outbox.bind(address.to_core)
@@ -361,7 +367,15 @@ class CoreClient:
     async def _read(self, core: int) -> None:
         try:
             while True:
-                self._handle(self._decoder.decode(await self._inboxes[core].recv()), core)
+                body = await self._inboxes[core].recv()
+                try:
+                    message = self._decoder.decode(body)
+                except msgspec.DecodeError as error:
+                    if not is_on_network(self._addresses[core].from_core):
+                        raise
+                    logger.warning("something that is no engine core spoke on its address: %s", error)
+                    continue
+                self._handle(message, core)
         except Exception as error:  # a defect of ours; without this every request would wait for ever
             logger.exception("cannot read what the engine core sends")
             self.fail(CoreFailed(f"cannot read what the engine core sends: {type(error).__name__}: {error}", 1))

@@ -25,6 +25,11 @@ def in_url(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
+def is_on_network(url: str) -> bool:
+    """Whether a ZMQ address can be reached from elsewhere: other processes of this node meet in folders."""
+    return url.startswith("tcp://")
+
+
 def is_ipv6_url(url: str) -> bool:
     """Whether `tcp://ADDRESS:PORT` is of IPv6, of which ZMQ wants to be told."""
     return "://[" in url

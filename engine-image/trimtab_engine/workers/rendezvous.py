@@ -2,7 +2,9 @@
 
 One node: a file in a private folder, and gloo on the loopback interface, so that nothing listens on the network.
 Several: torch's TCP store on --master-addr and --master-port, which the node of the engine core serves; ranks and
-messages then use the nodes' own addresses towards it. The network between the nodes is trusted (docs/parallelism.md).
+messages then use the nodes' own addresses towards it. With a secret of the nodes the store is behind relays that ask
+for it (guarded_store.py); without one, and for what gloo and NCCL send, the network between the nodes is trusted
+(docs/parallelism.md).
 """
 
 import logging
@@ -10,6 +12,7 @@ import queue
 import socket
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,6 +23,8 @@ from trimtab_engine.errors import ConfigError
 from trimtab_engine.parallel.groups import RankGroup, RankGroups, WireMeter
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.processes.network import family_of, interface_of, own_address
+from trimtab_engine.processes.shared_secret import NotProven, SharedSecret
+from trimtab_engine.workers.guarded_store import LOOPBACK, Relay, guard_store, reach_store
 
 STORE_TIMEOUT = timedelta(minutes=10)  # for what every rank writes once all are there
 ASK_SECONDS = 15.0  # for the core to answer, which takes milliseconds
@@ -32,23 +37,54 @@ ID_KEY = "rendezvous-id"
 logger = logging.getLogger("trimtab_engine.rendezvous")
 
 
-def open_store(rendezvous: str, *, serves: bool) -> Store:
+def open_store(rendezvous: str, *, serves: bool, secret: SharedSecret | None = None) -> Store:
     """The store of the world's ranks. `serves`: this process holds it (the first engine core), on this node's own
-    address."""
+    address. `secret`: the nodes', without which nobody reaches it."""
     kind, _, address = rendezvous.partition(":")
     if kind == "file":
         return FileStore(address)
     host, port = _host_and_port(rendezvous)
     if not serves:
-        return TCPStore(host, port, None, False, timeout=STORE_TIMEOUT, wait_for_workers=False)
+        return _store_client(host, port) if secret is None else _relayed_client(host, port, secret)
     own = own_address_at(rendezvous)
     try:
         listener = socket.create_server((own, port), family=family_of(own))
     except OSError as error:
         raise ConfigError(f"port {port} on {own}, where the nodes meet, cannot be bound: {error.strerror}") from error
+    if secret is None:
+        return _served_store(listener)
+    hidden = socket.create_server((LOOPBACK, 0))
+    store_port = hidden.getsockname()[1]
+    store = _served_store(hidden)
+    _close_with(store, guard_store(listener, store_port, secret))
+    return store
+
+
+def _served_store(listener: socket.socket) -> Store:
+    address, port = listener.getsockname()[:2]
     return TCPStore(
-        own, port, None, True, timeout=STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+        address, port, None, True, timeout=STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
     )
+
+
+def _store_client(host: str, port: int) -> Store:
+    return TCPStore(host, port, None, False, timeout=STORE_TIMEOUT, wait_for_workers=False)
+
+
+def _relayed_client(host: str, port: int, secret: SharedSecret) -> Store:
+    relay = reach_store(host, port, secret)
+    try:
+        store = _store_client(LOOPBACK, relay.port)
+    except BaseException:
+        relay.close()
+        raise
+    _close_with(store, relay)
+    return store
+
+
+def _close_with(store: Store, relay: Relay) -> None:
+    """End the relay when nobody holds the store any more; at the process's end nothing needs to be ended."""
+    weakref.finalize(store, relay.close).atexit = False
 
 
 def announce_core(store: Store, config: EngineConfig, control: str) -> None:
@@ -61,11 +97,16 @@ def find_core(rendezvous: str, config: EngineConfig) -> tuple[Store, str]:
     """The store of this rank's core, and its control address. Waits as long as it takes for one with the same id."""
     told = False
     while True:
+        secret = SharedSecret.read(config.rendezvous_secret_file)  # anew: nodes may be given theirs at different times
         if not rendezvous.startswith("file:"):
             _await_listener(*_host_and_port(rendezvous))
-        answer = _ask(rendezvous, config)
-        if isinstance(answer, Exception):
-            logger.info("the engine core could not be asked (%s); asking again", str(answer).splitlines()[0])
+        answer = _ask(rendezvous, config, secret)
+        if isinstance(answer, NotProven):
+            if not told:
+                logger.warning("%s is not this node's replica: %s; waiting for one with the same", rendezvous, answer)
+                told = True
+        elif isinstance(answer, Exception):
+            logger.info("the engine core could not be asked (%s); asking again", str(answer).partition("\n")[0])
         else:
             store, found, control = answer
             if found == config.rendezvous_id:
@@ -81,7 +122,7 @@ def find_core(rendezvous: str, config: EngineConfig) -> tuple[Store, str]:
         time.sleep(RETRY_SECONDS)
 
 
-def _ask(rendezvous: str, config: EngineConfig) -> tuple[Store, str, str] | Exception:
+def _ask(rendezvous: str, config: EngineConfig, secret: SharedSecret | None) -> tuple[Store, str, str] | Exception:
     """The store, the core's id and its control address; or why there is no answer.
 
     In a thread of its own: on a node that stands still the kernel accepts connections for a core that answers none, and
@@ -91,10 +132,10 @@ def _ask(rendezvous: str, config: EngineConfig) -> tuple[Store, str, str] | Exce
 
     def ask() -> None:
         try:
-            store = open_store(rendezvous, serves=False)
+            store = open_store(rendezvous, serves=False, secret=secret)
             store.wait([ID_KEY, _control_key(config)], KEY_TIMEOUT)
             answers.put((store, store.get(ID_KEY).decode(), store.get(_control_key(config)).decode()))
-        except RuntimeError as error:  # torch's: the core went while it was asked
+        except (RuntimeError, OSError, NotProven) as error:  # torch's: the core went while it was asked
             answers.put(error)
 
     threading.Thread(target=ask, name="ask-core", daemon=True).start()

@@ -4,6 +4,7 @@ A rank that ended, or is silent for SILENCE_SECONDS, is named with its cause, on
 into `inbox`.
 """
 
+import logging
 import queue
 import signal
 import subprocess
@@ -24,6 +25,8 @@ from trimtab_engine.workers.messages import (
     Welcome,
     WorkerFailed,
 )
+
+logger = logging.getLogger("trimtab_engine.core")
 
 POLL_MILLISECONDS = 200
 LAST_WORD_SECONDS = 0.5  # for a dying worker's message, which says why, to arrive after its process has ended
@@ -66,8 +69,12 @@ class Watch:
         decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromWorker)
         while not self._closing.is_set():
             if self._control.poll(POLL_MILLISECONDS):
-                sender, body = self._control.recv_multipart()
-                message: FromWorker = decoder.decode(body)
+                sender, *frames = self._control.recv_multipart()
+                try:
+                    message: FromWorker = decoder.decode(b"".join(frames))
+                except msgspec.DecodeError as error:
+                    logger.warning("something that is no rank of this engine spoke to it: %s", error)
+                    continue
                 if isinstance(message, Hello):
                     self._control.send_multipart([sender, self._answer(message)])
                 else:

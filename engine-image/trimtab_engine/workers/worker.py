@@ -24,7 +24,8 @@ from trimtab_engine.device.device import Device
 from trimtab_engine.device.swap_cache import SwapCache
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.processes.garbage import keep_what_is_there
-from trimtab_engine.processes.network import is_ipv6_url
+from trimtab_engine.processes.network import is_ipv6_url, is_on_network
+from trimtab_engine.processes.shared_secret import SharedSecret
 from trimtab_engine.processes.tie import end_with_parent
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.rank_ledger import rank_ledger
@@ -75,6 +76,7 @@ class Worker:
         self.layout = start.layout
         self.rank = self.layout.rank_of_process(start.process, self.layout.data_rank(start.config))
         self._context = zmq.Context()
+        self._secret: SharedSecret | None = None
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToWorker)
         steps = self._be_welcomed()
         self._steps = self._connect(zmq.PULL, steps)
@@ -92,6 +94,7 @@ class Worker:
         holder = None
         while True:
             self._store, self._control_address = find_core(self._start.rendezvous, self._config)
+            self._secret = SharedSecret.read(self._config.rendezvous_secret_file)
             self._control = self._connect(zmq.DEALER, self._control_address)
             while True:
                 self._control.send(hello)
@@ -111,6 +114,8 @@ class Worker:
         connected: zmq.Socket[bytes] = self._context.socket(kind)
         connected.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         connected.setsockopt(zmq.IPV6, is_ipv6_url(address))
+        if self._secret is not None and is_on_network(address):
+            self._secret.guard_caller(connected)
         connected.connect(address)
         return connected
 

@@ -20,6 +20,7 @@ from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.processes.network import in_url, is_ipv6_url
 from trimtab_engine.processes.private_folder import PrivateFolder
+from trimtab_engine.processes.shared_secret import SharedSecret
 from trimtab_engine.processes.tie import tied_environment
 from trimtab_engine.workers.messages import FromWorker, Hello, Join, Stop, ToWorker, WorkerFailed, WorkerStart
 from trimtab_engine.workers.rendezvous import announce_core, join_groups, leave_groups, open_store, own_address_at
@@ -55,7 +56,8 @@ class Workers:
         self._core_is_on_one_node = config.nodes_per_core == 1
         self._context = zmq.Context()
         control = self._context.socket(zmq.ROUTER)
-        self._store = open_store(self._rendezvous, serves=data == 0)
+        self._secret = SharedSecret.read(config.rendezvous_secret_file)
+        self._store = open_store(self._rendezvous, serves=data == 0, secret=self._secret)
         control_address = self._bind(control, "control")
         self._steps, addresses = [], {}
         for process in range(1, layout.ranks_per_engine):
@@ -164,6 +166,8 @@ class Workers:
             return address
         url = f"tcp://{in_url(own_address_at(self._rendezvous))}"
         socket.setsockopt(zmq.IPV6, is_ipv6_url(url))
+        if self._secret is not None:
+            self._secret.guard_listener(socket)
         return f"{url}:{socket.bind_to_random_port(url)}"
 
 

@@ -6,6 +6,7 @@ import json
 from decimal import Decimal
 
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, LEADER, RENDEZVOUS_PORT
+from trimtab_operator.builders.meeting_secret import MEETING_MOUNT, MEETING_SECRET_KEY
 from trimtab_operator.layout import layout_of
 from trimtab_operator.resource.knobs import knobs
 from trimtab_operator.resource.quantity import parse_seconds
@@ -86,6 +87,7 @@ def _layout_flags(spec: Spec) -> dict[str, object | None]:
         "--enable-expert-parallel": SWITCH if parallelism.expert else None,
         "--nnodes": layout.pods if layout.pods > 1 else None,
         "--master-port": RENDEZVOUS_PORT if layout.pods > 1 else None,
+        "--rendezvous-secret-file": f"{MEETING_MOUNT}/{MEETING_SECRET_KEY}" if layout.pods > 1 else None,
     }
 
 

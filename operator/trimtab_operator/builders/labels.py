@@ -70,6 +70,11 @@ def service_name(deployment: InferenceDeployment) -> str:
     return deployment.name
 
 
+def meeting_secret_name(deployment: InferenceDeployment) -> str:
+    """Name of the Secret that the pods of a replica of several share."""
+    return f"{deployment.name}-meeting"
+
+
 def facts_name(deployment: InferenceDeployment) -> str:
     """Name of the Job that reads the model, and of the ConfigMap with what it found."""
     return f"{deployment.name}-facts"

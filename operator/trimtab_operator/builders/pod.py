@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab_operator.builders.engine_args import MODEL_MOUNT, engine_args, model_claim
-from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT
+from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, meeting_secret_name
+from trimtab_operator.builders.meeting_secret import MEETING_MOUNT
 from trimtab_operator.layout import layout_of
 from trimtab_operator.resource.quantity import parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment
@@ -118,6 +119,8 @@ def _volumes(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     claim = model_claim(deployment.spec)
     if claim:
         volumes.append({"name": "model", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
+    if layout.pods > 1:
+        volumes.append({"name": "meeting", "secret": {"secretName": meeting_secret_name(deployment)}})
     return volumes
 
 
@@ -128,4 +131,6 @@ def _mounts(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     ]
     if model_claim(deployment.spec):
         mounts.append({"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True})
+    if layout_of(deployment.spec).pods > 1:
+        mounts.append({"name": "meeting", "mountPath": MEETING_MOUNT, "readOnly": True})
     return mounts

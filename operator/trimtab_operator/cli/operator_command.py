@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from trimtab_operator.builders.meeting_secret import MEETING_SECRET_KEY, meeting_secret
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered, worker_stateful_set
 from trimtab_operator.cli.model_argument import facts_of
@@ -27,6 +29,7 @@ from trimtab_operator.resource.spec import GROUP, KIND, VERSION, InferenceDeploy
 
 EXIT_FAILED = 1
 UNKNOWN_TOKEN_HASH = "0" * 64  # stands for the hash that depends on the resource's uid
+UNKNOWN_SECRET = base64.b64encode(b"0" * 64).decode()
 UNKNOWN_ADDRESS = "0.0.0.0"
 
 ABOUT = (
@@ -170,7 +173,8 @@ def validate(
 @app.command()
 def render(file: File, default_image: DefaultImage = None) -> None:
     """Print what the operator would create, as YAML. The token's hash and the addresses of
-    rendezvous Services depend on the cluster and are shown as zeros."""
+    rendezvous Services depend on the cluster and are shown as zeros; so does the secret that pods of one replica
+    share."""
     manifests: list[dict[str, Any]] = []
     for body in _resources(file):
         wrong = refusals_of(body, default_image=default_image)
@@ -183,6 +187,8 @@ def render(file: File, default_image: DefaultImage = None) -> None:
 def _manifests(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     wanted = rendered(deployment, admin_token_sha256=UNKNOWN_TOKEN_HASH)
     found = [client_service(deployment)]
+    if layout_of(deployment.spec).pods > 1:
+        found.append({**meeting_secret(deployment, token=""), "data": {MEETING_SECRET_KEY: UNKNOWN_SECRET}})
     for ordinal in range(deployment.replicas):
         found.append(rendezvous_service(deployment, ordinal))
         if layout_of(deployment.spec).pods == 1:

@@ -14,6 +14,7 @@ from trimtab_operator.builders.config_map import tuning_config_map
 from trimtab_operator.builders.disruption import disruption_budget
 from trimtab_operator.builders.drift import first_difference
 from trimtab_operator.builders.labels import ROLE_LABEL, group_name
+from trimtab_operator.builders.meeting_secret import MEETING_SECRET_KEY, meeting_secret
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import Held, Rendered, leader_stateful_set, worker_stateful_set
 from trimtab_operator.decisions.actions import Action, Apply, Delete, delete_of
@@ -110,6 +111,19 @@ def plan_tuning_state(deployment: InferenceDeployment, observed: Observed, state
     return differing([tuning_config_map(deployment, state)], observed)
 
 
+def plan_meeting_secret(wanted: InferenceDeployment, observed: Observed, *, token: str) -> tuple[Apply, ...]:
+    """The Secret of replicas of several pods, when it is missing or says nothing. It comes before the pods, which do
+    not start without it. A value that is there stays, whatever becomes of the operator's own secret: pods of one group
+    that start at different times must read the same."""
+    if layout_of(wanted.spec).pods == 1:
+        return ()
+    made = meeting_secret(wanted, token=token)
+    present = next(iter(observed.secrets), None)
+    if present is not None and (present.get("data") or {}).get(MEETING_SECRET_KEY):
+        made["data"] = present["data"]
+    return differing([made], observed)
+
+
 def choose_victims(groups: tuple[Group, ...], wanted: int) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
     """Split groups into those that stay and those that go: not ready first, then the highest ordinal."""
     by_worth = sorted(groups, key=lambda group: (not group.is_ready, group.ordinal))
@@ -194,6 +208,7 @@ def differing(wanted: Iterable[Manifest], observed: Observed) -> tuple[Apply, ..
         "StatefulSet": observed.stateful_sets,
         "ConfigMap": observed.config_maps,
         "PodDisruptionBudget": observed.budgets or (),
+        "Secret": observed.secrets,
     }
     actions = []
     for manifest in wanted:

@@ -26,7 +26,7 @@ from trimtab_operator.decisions.findings import Findings
 from trimtab_operator.decisions.in_vain import Futile, sift
 from trimtab_operator.decisions.memory import Memory, Recalled, recalled, with_layouts
 from trimtab_operator.decisions.model_facts import Gate, gate_of, plan_facts, with_kept
-from trimtab_operator.decisions.plan import plan, plan_tuning_state
+from trimtab_operator.decisions.plan import plan, plan_meeting_secret, plan_tuning_state
 from trimtab_operator.decisions.rollback import (
     Course,
     RolloutState,
@@ -153,7 +153,10 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
     care = _care(world, known, asked=None if course.target is None else f"{deployment.generation}-{_revision(course)}")
     children: tuple[Action, ...] = ()
     if course.target is not None:
-        children = plan(course.target, known.observed, replicas=count, held=care.held, unproven=course.unproven)
+        children = (
+            *plan_meeting_secret(target, known.observed, token=world.token),
+            *plan(course.target, known.observed, replicas=count, held=care.held, unproven=course.unproven),
+        )
     sifted = sift(children, known.memory.futile, now=world.at)
     return Turn(
         memory=replace(known.memory, tuner=tuned.state, rollout=course.state),

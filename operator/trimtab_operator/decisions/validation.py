@@ -191,6 +191,7 @@ OPERATOR_FLAGS = (
     "--master-addr",
     "--master-port",
     "--rendezvous-id",
+    "--rendezvous-secret-file",
     "--headless",
     "--data-parallel-address",
     "--data-parallel-external-lb",
@@ -409,8 +410,8 @@ REFUSED_POD_FIELDS: Mapping[str, str] = {
     "shareProcessNamespace": "is not supported; remove it",
 }
 VOLUME_SOURCES = ("configMap", "secret", "emptyDir", "persistentVolumeClaim", "ephemeral", "downwardAPI")
-RESERVED_VOLUMES = ("model", "shm", "tmp")
-RESERVED_MOUNTS = ("/dev/shm", "/tmp", "/models")  # noqa: S108 - paths in the pod, not here
+RESERVED_VOLUMES = ("meeting", "model", "shm", "tmp")
+RESERVED_MOUNTS = ("/dev/shm", "/etc/trimtab", "/tmp", "/models")  # noqa: S108 - paths in the pod, not here
 SECURITY_FIELDS = ("runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy", "supplementalGroups")
 RESERVED_LABEL_PREFIXES = ("trimtab.dev/", "app.kubernetes.io/")
 CONFINEMENT_ANNOTATIONS = (  # older Kubernetes takes the place of securityContext from these

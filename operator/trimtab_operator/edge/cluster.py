@@ -23,9 +23,10 @@ from kubernetes.aio.dynamic import DynamicClient
 from kubernetes.aio.dynamic.exceptions import ConflictError, DynamicApiError, NotFoundError
 from kubernetes.aio.dynamic.resource import Resource
 
-from trimtab_operator.builders.labels import children_selector
+from trimtab_operator.builders.labels import children_selector, meeting_secret_name
 from trimtab_operator.errors import MisconfiguredOperator, NameTaken, NotYet
-from trimtab_operator.observed.groups import Observed
+from trimtab_operator.layout import layout_of
+from trimtab_operator.observed.groups import Observed, is_worker
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, InferenceDeployment
 from trimtab_operator.resource.time import timestamp
@@ -192,6 +193,7 @@ class Cluster:
         kinds = ("Service", "StatefulSet", "ConfigMap", "Pod", "Job")
         found = (self.list(kind, deployment.namespace, selector=selector) for kind in kinds)
         lists = dict(zip(kinds, await asyncio.gather(*found), strict=True))
+        secrets = await self._meeting_secret(deployment, lists["StatefulSet"])
         stateful_sets, jobs = owned(lists["StatefulSet"], deployment.uid), owned(lists["Job"], deployment.uid)
         makers = {m["metadata"]["name"]: str(m["metadata"]["uid"]) for m in (*stateful_sets, *jobs)}
         return Observed(
@@ -201,6 +203,7 @@ class Cluster:
             pods=tuple(pod for pod in lists["Pod"] if is_of_workload(pod, deployment.name, makers)),
             jobs=jobs,
             budgets=await self._budgets(deployment),
+            secrets=owned(secrets, deployment.uid),
         )
 
     async def _budgets(self, deployment: InferenceDeployment) -> tuple[Manifest, ...] | None:
@@ -230,6 +233,15 @@ class Cluster:
                 raise
             return False
         return any(resource.get("name") == plural for resource in known.get("resources") or [])
+
+    async def _meeting_secret(
+        self, deployment: InferenceDeployment, stateful_sets: Iterable[Manifest]
+    ) -> tuple[Manifest, ...]:
+        """The Secret of a resource whose replicas span pods, or did; by its name, as Secrets are never listed."""
+        if layout_of(deployment.spec).pods == 1 and not any(map(is_worker, stateful_sets)):
+            return ()
+        found = await self.get("Secret", deployment.namespace, meeting_secret_name(deployment))
+        return () if found is None else (found,)
 
     async def event(
         self, deployment: InferenceDeployment, *, kind: str, reason: str, message: str, now: datetime, key: str = ""

@@ -34,6 +34,8 @@ class Observed:
     jobs: tuple[Manifest, ...] = ()
     budgets: tuple[Manifest, ...] | None = None
     """PodDisruptionBudgets; None: the cluster does not serve them, or the operator has no right to them."""
+    secrets: tuple[Manifest, ...] = ()
+    """The one that the pods of a replica of several share: no other Secret is ever read."""
     torn: frozenset[int] = frozenset()
     """Ordinals of groups whose pods are known not to share one engine (observed/shared_engine.py)."""
     missing: Mapping[str, Missing] = field(default_factory=dict)

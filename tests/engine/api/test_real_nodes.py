@@ -42,6 +42,13 @@ class Node:
     def text(self) -> str:
         return self._log.read_text()
 
+    def wait_for_text(self, part: str) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while part not in self.text:
+            assert time.monotonic() < deadline, self.text[-1000:]
+            assert self.process.poll() is None, self.text[-1000:]
+            time.sleep(0.05)
+
     @property
     def last_line(self) -> str:
         return self.text.strip().splitlines()[-1]
@@ -72,6 +79,19 @@ def two_nodes() -> tuple[str, ...]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return "--nnodes", "2", "--master-port", str(probe.getsockname()[1])
+
+
+class StartedEngine:
+    """An engine that becomes ready while something else is done."""
+
+    def __init__(self, start: Callable[[], "RealEngine"]) -> None:
+        self._started: list[RealEngine] = []
+        self._thread = threading.Thread(target=lambda: self._started.append(start()))
+        self._thread.start()
+
+    def started(self) -> "RealEngine":
+        self._thread.join()
+        return self._started[0]
 
 
 class Asking:
@@ -114,6 +134,32 @@ def test_nodes_meet_over_ipv6(
     flags = (layout, "2", *two_nodes, "--master-addr", "::1")
     second_node(*flags)
     assert serve(*flags).texts() == expected
+
+
+@pytest.mark.parametrize("layout", ["-tp", "-dp"])  # ranks of one core, and cores
+def test_nodes_with_one_secret_form_one_engine_and_one_with_another_waits(
+    serve: Serve,
+    second_node: StartNode,
+    two_nodes: tuple[str, ...],
+    expected: dict[str, str],
+    tmp_path: Path,
+    layout: str,
+) -> None:
+    flags = {}
+    for name in ("ours", "theirs"):
+        (tmp_path / name).write_text(f"the secret that is {name}")
+        flags[name] = (layout, "2", *two_nodes, "--rendezvous-secret-file", str(tmp_path / name))
+    stranger = second_node(*flags["theirs"])
+    engine = StartedEngine(lambda: serve(*flags["ours"]))
+    stranger.wait_for_text("is not this node's replica: it was given another secret")
+    node = second_node(*flags["ours"])
+    assert engine.started().texts() == expected
+    assert len(node.pids) == 1
+    assert stranger.process.poll() is None
+    engine.started().process.terminate()
+    node.process.terminate()
+    assert engine.started().process.wait(2 * DEATH_SECONDS) == 0
+    assert node.process.wait(2 * DEATH_SECONDS) == 0
 
 
 def test_a_node_whose_engine_core_is_gone_ends(
@@ -196,7 +242,9 @@ def test_cores_on_two_nodes_share_the_work_and_one_that_is_killed_ends_all_by_na
     assert node.process.wait(DEATH_SECONDS) == 1
     assert time.monotonic() - killed < DEATH_SECONDS
     assert asking.status() // 100 == 5
-    cause = rf"engine core 1 \(\S+, pid {rows[1]['pid']}\) ended unexpectedly \(killed by signal 9\)"
+    cause = (
+        rf"engine core 1 \(\S+, pid {rows[1]['pid']}\) ended unexpectedly \(killed by signal 9\): if nobody did so, .*"
+    )
     assert re.fullmatch(f"trimtab-engine: {cause}", engine.log.read_text().strip().splitlines()[-1])
     assert re.fullmatch(f"trimtab-engine: node 1 ends: the engine has ended: {cause}", node.last_line)
 

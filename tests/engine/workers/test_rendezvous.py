@@ -5,11 +5,13 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.processes.shared_secret import GREETING, SharedSecret
 from trimtab_engine.workers import rendezvous
 from trimtab_engine.workers.messages import Hello, Taken, ToHello, Welcome
 from trimtab_engine.workers.rendezvous import announce_core, find_core, open_store
@@ -18,7 +20,7 @@ from trimtab_engine.workers.watch import Watch
 WAIT_SECONDS = 30.0
 
 
-def a_config(rendezvous_id: str) -> EngineConfig:
+def a_config(rendezvous_id: str, secret_file: Path | None = None) -> EngineConfig:
     return EngineConfig(
         model="m",
         device="cpu",
@@ -29,6 +31,9 @@ def a_config(rendezvous_id: str) -> EngineConfig:
         max_num_batched_tokens=16,
         max_num_batched_tokens_cap=16,
         rendezvous_id=rendezvous_id,
+        tensor_parallel_size=2,
+        nnodes=2,
+        rendezvous_secret_file=None if secret_file is None else str(secret_file),
     )
 
 
@@ -41,9 +46,10 @@ def a_free_address() -> str:
 class Searching:
     """find_core() in a thread."""
 
-    def __init__(self, address: str, rendezvous_id: str) -> None:
+    def __init__(self, address: str, rendezvous_id: str, secret_file: Path | None = None) -> None:
         self.found: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._run, args=(address, a_config(rendezvous_id)), daemon=True).start()
+        config = a_config(rendezvous_id, secret_file)
+        threading.Thread(target=self._run, args=(address, config), daemon=True).start()
 
     def _run(self, address: str, config: EngineConfig) -> None:
         self.found.put(find_core(address, config)[1])
@@ -82,6 +88,27 @@ def test_a_rank_never_meets_the_core_of_another_revision(said: "queue.Queue[str]
     new = open_store(address, serves=True)
     announce_core(new, a_config("r2"), "tcp://new")
     assert searching.found.get(timeout=WAIT_SECONDS) == "tcp://new"
+
+
+def test_a_store_with_a_secret_is_reached_by_those_who_know_it(said: "queue.Queue[str]", tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.write_text("the secret of this replica")
+    theirs.write_text("the secret of another one")
+    address = a_free_address()
+    store = open_store(address, serves=True, secret=SharedSecret.read(str(ours)))
+    announce_core(store, a_config("r1", ours), "tcp://core")
+    host, port = address.removeprefix("tcp:").split(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        assert stranger.recv(64).startswith(GREETING)
+        stranger.sendall(b"\0" * 256)  # whatever torch's client would say
+        assert stranger.recv(64) == b"", "no word comes from the store"
+    other = Searching(address, "r1", theirs)
+    refused = [said.get(timeout=WAIT_SECONDS) for _ in range(2)]
+    assert any("is not this node's replica: it was given another secret" in line for line in refused), refused
+    assert Searching(address, "r1", ours).found.get(timeout=WAIT_SECONDS) == "tcp://core"
+    assert other.found.empty()
+    theirs.write_text("the secret of this replica")  # given to it late
+    assert other.found.get(timeout=WAIT_SECONDS) == "tcp://core"
 
 
 def test_a_core_that_stands_still_is_not_waited_for(said: "queue.Queue[str]", monkeypatch: pytest.MonkeyPatch) -> None:

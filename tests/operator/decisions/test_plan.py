@@ -5,6 +5,7 @@ All of it is seen in turns: the plan is a part of one.
 
 from __future__ import annotations
 
+import base64
 import copy
 import random
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import pytest
 from operator_builders import a_deployment, a_spec
 from operator_cluster import FakeCluster
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, common_labels, group_selector
+from trimtab_operator.builders.meeting_secret import meeting_secret
 from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION, Held, rendered
 from trimtab_operator.decisions.actions import Apply, Delete
 from trimtab_operator.decisions.plan import allowed_down, plan, plan_tuning_state
@@ -256,7 +258,7 @@ def delete_rendezvous_services(cluster: FakeCluster) -> dict[str, str]:
 
 def test_a_group_of_several_pods_is_made_once_its_ranks_have_a_place_to_meet() -> None:
     cluster = FakeCluster(parallelism=THREE)
-    assert [kind for kind, _ in applied(cluster)] == ["Service", "Service"]
+    assert [kind for kind, _ in applied(cluster)] == ["Secret", "Service", "Service"]
     cluster.turn()
     address = addresses_of(cluster)["m-g0"]
     cluster.turn()
@@ -268,6 +270,46 @@ def test_a_group_of_several_pods_is_made_once_its_ranks_have_a_place_to_meet() -
     assert "--node-rank=auto" in args_of(workers)
     cluster.settle()
     assert [len(group.pods) for group in cluster.groups] == [3]
+
+
+def test_the_pods_of_a_group_share_a_secret_that_is_made_again_when_it_is_lost() -> None:
+    cluster = a_settled_cluster(parallelism=THREE, replicas=2)
+    made = copy.deepcopy(cluster.objects["Secret", "m-meeting"])
+    for name in ("m-g0", "m-g0-w", "m-g1", "m-g1-w"):
+        pod = cluster.objects["StatefulSet", name]["spec"]["template"]["spec"]
+        assert {"name": "meeting", "secret": {"secretName": "m-meeting"}} in pod["volumes"]
+        (mount,) = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "meeting"]
+        assert f"--rendezvous-secret-file={mount['mountPath']}/secret" in pod["containers"][0]["args"]
+    pods = copy.deepcopy(cluster.pods)
+    for present in (None, {}, {"secret": ""}):
+        if present is None:
+            del cluster.objects["Secret", "m-meeting"]
+        else:
+            cluster.objects["Secret", "m-meeting"]["data"] = dict(present)
+        assert applied(cluster) == [("Secret", "m-meeting")]
+        cluster.settle()
+        assert cluster.objects["Secret", "m-meeting"]["data"] == made["data"]
+    assert cluster.pods == pods, "nobody restarts for it"
+
+
+def test_another_value_of_the_meeting_secret_stays() -> None:
+    """Pods of one group that start at different times must read the same, whatever the operator would make by now."""
+    cluster = a_settled_cluster(parallelism=THREE)
+    cluster.objects["Secret", "m-meeting"]["data"] = {"secret": "c29tZWJvZHkgZWxzZSdz"}
+    assert applied(cluster) == []
+
+
+def test_replicas_of_one_pod_have_nobody_to_meet_and_no_secret() -> None:
+    cluster = a_settled_cluster()
+    assert not [name for kind, name in cluster.objects if kind == "Secret"]
+    assert "meeting" not in str(cluster.objects["StatefulSet", "m-g0"])
+
+
+def test_each_resource_has_a_meeting_secret_of_its_own_and_no_pod_holds_the_token() -> None:
+    deployment = FakeCluster(parallelism=THREE).deployment
+    secrets = [meeting_secret(deployment, token=token)["data"]["secret"] for token in ("a", "b", "a")]
+    assert secrets[0] == secrets[2] != secrets[1]
+    assert len(base64.b64decode(secrets[0])) == 64
 
 
 def test_both_stateful_sets_of_a_group_carry_one_revision_in_a_rollout() -> None:
@@ -335,7 +377,7 @@ def test_scale_in_takes_the_whole_group() -> None:
     cluster.edit(replicas=1)
     assert set(deleted(cluster)) == {"m-g1", "m-g1-w"}
     cluster.settle()
-    assert children_of(cluster) == ["m", "m-g0", "m-g0", "m-g0-w"]
+    assert children_of(cluster) == ["m", "m-g0", "m-g0", "m-g0-w", "m-meeting"]
 
 
 @pytest.mark.parametrize(("before", "after"), [(THREE, {}), ({}, THREE), (THREE, TWO)])

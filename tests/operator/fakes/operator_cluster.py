@@ -143,7 +143,7 @@ class FakeCluster:
 
         pods = tuple(pod for _, pod in sorted(self.pods.items()))
         budgets = of("PodDisruptionBudget") if self.serves_budgets else None
-        return Observed(of("Service"), of("StatefulSet"), of("ConfigMap"), pods, of("Job"), budgets)
+        return Observed(of("Service"), of("StatefulSet"), of("ConfigMap"), pods, of("Job"), budgets, of("Secret"))
 
     @property
     def groups(self) -> tuple[Group, ...]:

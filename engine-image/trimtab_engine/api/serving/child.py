@@ -37,6 +37,7 @@ from trimtab_engine.config.engine import set_log_level
 from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.processes.end import leave
+from trimtab_engine.processes.shared_secret import SharedSecret
 from trimtab_engine.processes.stream import StreamLink
 from trimtab_engine.processes.tie import end_with_parent
 
@@ -95,6 +96,7 @@ class ChildServer:
             num_initial=start.config.data_parallel_size,
             first_rank=start.config.data_parallel_first_rank,
             silence_timeout=start.options.core_silence_timeout,
+            secret=SharedSecret.read(start.config.rendezvous_secret_file),
             on_state=lambda state: set_log_level(state.log_level),
         )
         self._exporter = LinkExporter(link)

@@ -25,6 +25,7 @@ from trimtab_engine.launch.launcher import CoreLauncher
 from trimtab_engine.launch.scaling import CoreScaling
 from trimtab_engine.messages import EngineState
 from trimtab_engine.processes.end import EXIT_INTERRUPTED
+from trimtab_engine.processes.shared_secret import SharedSecret
 
 ABORT_GRACE_SECONDS = 2.0  # for aborted requests' last bytes to leave
 DEAD_ANSWER_SECONDS = 1.0  # after a failure: who waits gets his error, who comes gets 503
@@ -73,6 +74,7 @@ class _EngineServer:
             num_initial=config.data_parallel_size,
             first_rank=config.data_parallel_first_rank,
             silence_timeout=options.core_silence_timeout,
+            secret=SharedSecret.read(config.rendezvous_secret_file),
             on_ready=self._exporter.begin,
             on_step=self._exporter.on_step,
             on_state=self._on_state,

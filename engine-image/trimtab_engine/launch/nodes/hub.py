@@ -31,6 +31,7 @@ from trimtab_engine.launch.nodes.messages import (
     ToHub,
 )
 from trimtab_engine.messages import CoreFailed, CoreStart
+from trimtab_engine.processes.shared_secret import NothingSaid, NotProven, SharedSecret, prove_as_listener
 from trimtab_engine.processes.stream import StreamLink
 
 END_SECONDS = 6.0  # for a node to end its cores, after which it is left to notice that node 0 is gone
@@ -66,6 +67,7 @@ class Hub:
         on_stop: Callable[[], None],
     ) -> None:
         self._config, self._address, self._cores_of = config, address, cores_of
+        self._secret = SharedSecret.read(config.rendezvous_secret_file)
         self._on_failure, self._on_core_end, self._on_stop = on_failure, on_core_end, on_stop
         self._members: dict[int, _Member] = {}
         self._connections: set[asyncio.Task[None]] = set()
@@ -104,31 +106,35 @@ class Hub:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
-        link: StreamLink[ToHub] = StreamLink(reader, writer, ToHub)
         try:
-            await self._listen(link)
-        except msgspec.DecodeError as error:
+            seals = None if self._secret is None else await prove_as_listener(self._secret, reader, writer)
+            await self._listen(StreamLink(reader, writer, ToHub, seals))
+        except NothingSaid:
+            pass  # somebody who looked whether anybody listens
+        except (msgspec.DecodeError, NotProven) as error:
             logger.warning("something that is no node of this replica connected: %s", error)
         except asyncio.CancelledError:  # close() ends it: nobody waits for this task, so it just ends
             pass
         finally:
             self._connections.discard(task)
-            link.close()
+            writer.close()
 
     async def _listen(self, link: StreamLink[ToHub]) -> None:
         rank: int | None = None
         while (message := await link.receive()) is not None:
-            if rank is not None:
-                self._members[rank].heard = time.monotonic()
             match message:
                 case NodeAlive(sent):
                     link.send(Heard(sent, time.monotonic()))
-                case JoinNode():
+                case JoinNode() if rank is None:
                     rank = self._join(link, message)
-                case CoreEnded():
-                    self._on_core_end("unknown" if rank is None else self._members[rank].host, message)
-                case Stopping():
+                case CoreEnded() if rank is not None:
+                    self._on_core_end(self._members[rank].host, message)
+                case Stopping() if rank is not None:
                     self._on_stop()
+                case _:
+                    raise msgspec.DecodeError(f"{type(message).__name__} {_out_of_turn(rank)}")
+            if rank is not None:
+                self._members[rank].heard = time.monotonic()
         if rank is not None and not self._closing:
             self._lose(rank, "its connection has ended")
 
@@ -187,6 +193,10 @@ class Hub:
     def _lose(self, rank: int, how: str) -> None:
         member = self._members[rank]
         self._on_failure(CoreFailed(f"node {rank} ({member.host}, pid {member.pid}) is gone: {how}", 1))
+
+
+def _out_of_turn(rank: int | None) -> str:
+    return "from somebody who has not joined" if rank is None else f"from node {rank}, which has joined"
 
 
 def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, object, object] | None:

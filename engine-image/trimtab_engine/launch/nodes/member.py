@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.errors import EngineDead
+from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.launch.nodes.clock import clock_offset
 from trimtab_engine.launch.nodes.looks import Looks
 from trimtab_engine.launch.nodes.messages import (
@@ -33,6 +33,7 @@ from trimtab_engine.launch.nodes.messages import (
     ToMember,
 )
 from trimtab_engine.launch.started_core import DEAD_GRACE_SECONDS, StartedCore
+from trimtab_engine.processes.shared_secret import NotProven, SharedSecret, prove_as_caller
 from trimtab_engine.processes.stream import StreamLink
 
 CONNECT_SECONDS = 3.0  # an address whose node is gone swallows packets: try again, it may lead elsewhere by then
@@ -61,6 +62,8 @@ def run_member(config: EngineConfig, shutdown_timeout: float) -> int:
 class _Member:
     def __init__(self, config: EngineConfig, shutdown_timeout: float) -> None:
         self._config, self._shutdown_timeout = config, shutdown_timeout
+        self._reason = ""
+        """Why it last said that it waits."""
         self._cores: list[StartedCore] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._link: StreamLink[ToMember] | None = None
@@ -118,7 +121,6 @@ class _Member:
     async def _live(self) -> None:
         """Join, start the cores, follow node 0. What is not its node 0, or is gone before it has said so, is waited
         out: as long as it takes."""
-        told = None
         while self._link is None:
             link = await self._connect()
             answer = await self._join(link)
@@ -132,9 +134,8 @@ class _Member:
             if isinstance(answer, NodeRefused) and not answer.may_change:
                 self._end(_Ending(answer.message, 2))
                 return
-            if isinstance(answer, NodeRefused) and told != answer.message:
-                logger.warning("node %d waits: %s", self._config.node_rank, answer.message)
-                told = answer.message
+            if isinstance(answer, NodeRefused):
+                self._warn(answer.message)
             await asyncio.sleep(RETRY_SECONDS)
         while not self._ended.is_set():
             self._follow(await link.receive())
@@ -152,7 +153,20 @@ class _Member:
                     told = True
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            return StreamLink(*streams, ToMember)
+            try:
+                secret = SharedSecret.read(self._config.rendezvous_secret_file)  # anew: it may have come late
+                seals = None if secret is None else await prove_as_caller(secret, *streams)
+                return StreamLink(*streams, ToMember, seals)
+            except (NotProven, ConfigError) as error:
+                streams[1].close()
+                self._warn(f"{address}:{port} is not this node's replica: {error}")
+                await asyncio.sleep(RETRY_SECONDS)
+
+    def _warn(self, why: str) -> None:
+        """Say why this node waits, once for as long as that is why."""
+        if why != self._reason:
+            self._reason = why
+            logger.warning("node %d waits: %s", self._config.node_rank, why)
 
     async def _join(self, link: StreamLink[ToMember]) -> ToMember | None:
         """Measure node 0's clock, and ask to join. None: it is gone, or silent."""
@@ -170,6 +184,9 @@ class _Member:
                 link.send(JoinNode(self._config.node_rank, socket.gethostname(), os.getpid(), config))
                 return await link.receive()
         except TimeoutError:
+            return None
+        except msgspec.DecodeError as error:
+            self._warn(f"what answers at --master-addr is no node 0, or asks for --rendezvous-secret-file: {error}")
             return None
 
     def _follow(self, message: ToMember | None) -> None:

@@ -13,7 +13,16 @@ HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0  # without a word the other side is taken for dead; the rest of 10 s is for the engine to end
 SAY_SECONDS = 30.0  # between lines about nodes that have not come: they may have to be scheduled first
 NODE_OWN_FIELDS = frozenset(
-    {"model", "tokenizer", "profiler_dir", "node_rank", "master_addr", "device_memory_bytes", "cpu_threads"}
+    {
+        "model",
+        "tokenizer",
+        "profiler_dir",
+        "rendezvous_secret_file",
+        "node_rank",
+        "master_addr",
+        "device_memory_bytes",
+        "cpu_threads",
+    }
 )
 """What may differ from node to node: where things lie, and how large the machine is."""
 

@@ -2,15 +2,27 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 import pytest
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.launch.nodes.hub import Hub, first_difference
-from trimtab_engine.launch.nodes.messages import EndNode, Heard, JoinNode, NodeAlive, NodeRefused, StartCores, ToMember
+from trimtab_engine.launch.nodes.messages import (
+    CoreEnded,
+    EndNode,
+    Heard,
+    JoinNode,
+    NodeAlive,
+    NodeRefused,
+    StartCores,
+    Stopping,
+    ToMember,
+)
 from trimtab_engine.messages import CoreFailed, CoreStart
 from trimtab_engine.processes.network import ReservedPorts
+from trimtab_engine.processes.shared_secret import NotProven, SharedSecret, prove_as_caller
 from trimtab_engine.processes.stream import StreamLink
 
 LOOPBACK = "127.0.0.1"
@@ -119,6 +131,59 @@ async def test_a_stranger_on_the_port_disturbs_nothing(
     assert await reader.read() == b""
     writer.close()
     assert hub[1] == []
+
+
+@pytest.mark.parametrize("word", [Stopping(), CoreEnded(1, 7, 9)])
+async def test_who_has_not_joined_ends_nothing(config: EngineConfig, word: Stopping | CoreEnded) -> None:
+    obeyed: list[object] = []
+    hub = Hub(
+        config,
+        LOOPBACK,
+        lambda node: (node, [CoreStart({}, [])]),
+        on_failure=obeyed.append,
+        on_core_end=lambda host, end: obeyed.append(end),
+        on_stop=lambda: obeyed.append("stop"),
+    )
+    await hub.open()
+    stranger = await connect(config)
+    stranger.send(word)
+    assert await stranger.receive() is None, "its connection is ended"
+    assert obeyed == []
+    node = await connect(config)
+    node.send(join(config, 1))
+    assert isinstance(await node.receive(), StartCores)
+    node.send(word)
+    node.send(NodeAlive(1.0))
+    assert isinstance(await node.receive(), Heard)
+    assert len(obeyed) == 1, "a node that has joined is obeyed"
+    await hub.close(None)
+    for link in (stranger, node):
+        link.close()
+
+
+async def test_a_hub_with_a_secret_answers_nobody_without_it(config: EngineConfig, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("the secret of this replica")
+    guarded = msgspec.structs.replace(config, rendezvous_secret_file=str(tmp_path / "secret"))
+    hub = a_hub(guarded, [])
+    await hub.open()
+    for secret in (None, SharedSecret(b"of another replica")):
+        streams = await asyncio.open_connection(LOOPBACK, config.master_port)
+        if secret is None:
+            StreamLink(*streams, ToMember).send(join(guarded, 1))
+            await streams[0].readexactly(40)  # the greeting, and nothing after it
+            assert await streams[0].read() == b""
+        else:
+            with pytest.raises(NotProven):
+                await prove_as_caller(secret, *streams)
+        streams[1].close()
+    streams = await asyncio.open_connection(LOOPBACK, config.master_port)
+    secret = SharedSecret.read(guarded.rendezvous_secret_file)
+    assert secret is not None
+    link: StreamLink[ToMember] = StreamLink(*streams, ToMember, await prove_as_caller(secret, *streams))
+    link.send(join(guarded, 1, rendezvous_secret_file="/elsewhere"))
+    assert isinstance(await link.receive(), StartCores)
+    await hub.close(None)
+    link.close()
 
 
 async def test_a_port_that_is_taken_is_named(config: EngineConfig, hub: tuple[WatchedHub, list[CoreFailed]]) -> None:
