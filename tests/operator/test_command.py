@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+REPOSITORY = Path(__file__).parents[2]
+SCRIPTS: dict[str, str] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
 INTERRUPTED = """
 import os, signal, sys
 from trimtab_operator import command
@@ -47,7 +49,14 @@ def test_ctrl_c_is_a_code_and_no_traceback(program: str) -> None:
 
 
 def test_every_program_of_the_project_is_there() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    for where in project["scripts"].values():
+    for where in SCRIPTS.values():
         module, _, name = where.partition(":")
         assert callable(getattr(import_module(module), name))
+
+
+@pytest.mark.parametrize("program", ["trimtab-engine", "trimtab-operator"])
+def test_an_image_starts_what_the_project_installs(program: str) -> None:
+    """SIGTERM included: a container's first process ignores what it has no handler for."""
+    module, _, name = SCRIPTS[program].partition(":")
+    imported = f"from {module} import {name}" + ("" if name == "main" else " as main")
+    assert imported in (REPOSITORY / "images" / "bin" / program).read_text().splitlines()
