@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from trimtab_engine.api.http.body_limit import BodyLimit
+from trimtab_engine.api.http.closing import CloseWhileDraining
 from trimtab_engine.api.http.errors import add_error_handlers
 from trimtab_engine.api.http.loading_gate import LoadingGate
 from trimtab_engine.api.http.request_identity import ApiKeyGuard, RequestIds
@@ -34,6 +35,7 @@ def build_app(state: ServerState) -> FastAPI:
     app.add_middleware(ApiKeyGuard, keys=state.options.api_keys, open_paths=_open_paths(state.options))
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, remedy="send a shorter prompt")
     app.add_middleware(RequestIds)
+    app.add_middleware(CloseWhileDraining, is_draining=lambda: state.draining)
     return app
 
 

@@ -151,6 +151,24 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(start_server:
     assert server.process.wait(30) == 0
 
 
+@pytest.mark.parametrize("flags", [[], ["--api-server-count", "2"]])
+def test_connections_that_clients_keep_end_with_the_drain(start_server: Any, flags: list[str]) -> None:
+    """A Service that forgets the pod keeps new connections away from it, not those that are open."""
+    server = start_server("--shutdown-timeout", "20", *flags)
+    completion = {"prompt": "a", "max_tokens": 1}
+    assert server.http.post("/v1/completions", json=completion).headers.get("connection") != "close"
+    with a_running_request(server, prompt="ab", max_tokens=200) as result:
+        server.process.send_signal(signal.SIGTERM)
+
+        def is_closed(answer: httpx.Response) -> bool:
+            return bool(answer.headers.get("connection") == "close")
+
+        server.wait_for(lambda: is_closed(server.http.get("/livez")), "probes to close")
+        server.wait_for(lambda: is_closed(server.http.post("/v1/completions", json=completion)), "requests to close")
+    assert result["response"].headers["connection"] == "close"
+    assert server.process.wait(30) == 0
+
+
 def test_ctrl_c_ends_in_order_too_and_its_code_says_who_did(start_server: Any) -> None:
     """A terminal sends it to all processes of its foreground group: those of a server are not in it."""
     server = start_server("--shutdown-timeout", "20")
