@@ -138,6 +138,7 @@ class _Turn:
         self.replicas: int | None = None
         self.objectives = objectives_of(memory, settings)
         self.memory = with_foresight(memory, self.objectives, now=now, level=self.objectives.share)
+        self._seen: tuple[Memory, Situation | None] | None = None
         self.found: Move | None = None
         """What the hot rules want where it may not be done."""
 
@@ -223,6 +224,12 @@ class _Turn:
     # --- parts ----------------------------------------------------------------------------------------------------
 
     def situation(self) -> Situation | None:
+        """What the rules see, as long as nothing more is remembered than when it was last asked for."""
+        if self._seen is None or self._seen[0] is not self.memory:
+            self._seen = (self.memory, self._situation())
+        return self._seen[1]
+
+    def _situation(self) -> Situation | None:
         """What the rules see; None where nothing can be believed, or nothing was measured since the last change."""
         trusted = self.observation.trusted
         pace = self.settings.pace

@@ -31,6 +31,7 @@ UNEVEN_SECONDS = 600.0  # over which unevenness is measured
 BIN_SECONDS = 2.5  # in which arrivals are counted
 LEAST_BINS = 12  # with arrivals
 MAX_DISPERSION = 25.0  # of counts: gaps with a coefficient of variation of 5
+RECHECK_SECONDS = 30.0  # between two checks that find none: half of them would look at the same requests
 COUNTED_REASONS = frozenset({"stop", "length"})  # how a request ends when it ends by itself
 
 
@@ -89,7 +90,7 @@ class Lengths:
         if len(recent) < LEAST_RECENT or len(before) < LEAST_RECENT:
             return self
         if not any(_differs([of(p) for p in recent], [of(p) for p in before]) for of in work.measures):
-            return self
+            return replace(self, checked_at=now - SHIFT_PAUSE_SECONDS + RECHECK_SECONDS)
         return replace(self, epoch=end - RECENT_SECONDS, version=self.version + 1, checked_at=now)
 
     def sample(self, now: float) -> tuple[Pair, ...]:
