@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from trimtab_engine import messages
 from trimtab_engine.offline.sampling_params import SamplingParams
 from trimtab_engine.scheduling.sampling import TokenLogprobs
-from trimtab_engine.text.stop_strings import StopStrings
-from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
+from trimtab_engine.text.stream import TextStream
+from trimtab_engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +92,19 @@ class Choice:
     _positions: list[TokenLogprobs] = field(default_factory=list)
     _prompt_positions: list[TokenLogprobs] | None = None
     _texts: list[str] = field(default_factory=list)
-    _detokenizer: Detokenizer | None = None
-    _stop: StopStrings = field(init=False)
+    _stream: TextStream | None = None
+    """None: text was not asked for."""
 
     def __post_init__(self) -> None:
         if self.params.detokenize:
-            self._detokenizer = Detokenizer(
+            self._stream = TextStream(
                 self.tokenizer,
+                self.prompt_token_ids,
                 skip_special_tokens=self.params.skip_special_tokens,
-                prompt_token_ids=self.prompt_token_ids,
+                stop=self.params.stop_strings,
+                include_stop=self.params.include_stop_str_in_output,
+                min_tokens=self.min_tokens,
             )
-        self._stop = StopStrings(self.params.stop_strings, include=self.params.include_stop_str_in_output)
 
     def take(self, output: messages.SequenceOutput, now: float) -> bool:
         """Add what one step brought. True: a stop string ended it here, and the engine does not know yet."""
@@ -115,38 +117,19 @@ class Choice:
             self.first_token_time = self.first_token_time or now
             self.last_token_time = now
         self._positions += output.logprobs or []
-        stopped = output.finish_reason == "stop" and not output.ends_with_text
-        for number, token_id in enumerate(output.token_ids):
-            self.token_ids.append(token_id)
-            is_end = stopped and number == len(output.token_ids) - 1
-            if not is_end or output.ends_with_text or self.params.include_stop_str_in_output:
-                self._add_text(token_id)
-            if self._stop.matched is not None:
-                break  # what follows the stop string was generated for nothing
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_token_id
         self.error = output.error if output.finish_reason == "error" else None
-        if self._stop.matched is not None:
-            del self._positions[len(self.token_ids) :]
-            self.finish_reason, self.stop_reason = "stop", self._stop.matched
-            return output.finish_reason is None
-        if self.finish_reason is not None:
-            self._flush()
-        return False
-
-    def _add_text(self, token_id: int) -> None:
-        if self._detokenizer is not None:
-            self._stop.armed = len(self.token_ids) > self.min_tokens
-            self._texts.append(self._stop.push(self._detokenizer.push(token_id)))
-
-    def _flush(self) -> None:
-        """The text that was held back, now that nothing follows."""
-        if self._detokenizer is None:
-            return
-        self._texts.append(self._stop.push(self._detokenizer.flush()))
-        if self._stop.matched is None:
-            self._texts.append(self._stop.flush())
-        else:
-            self.finish_reason, self.stop_reason = "stop", self._stop.matched
+        if self._stream is None:
+            self.token_ids += output.token_ids
+            return False
+        taken = self._stream.take(output.token_ids, output.finish_reason, ends_with_text=output.ends_with_text)
+        self._texts.append(taken.text)
+        self.token_ids += output.token_ids[: taken.num_tokens]
+        if self._stream.matched is None:
+            return False
+        del self._positions[len(self.token_ids) :]  # what follows the stop string was generated for nothing
+        self.finish_reason, self.stop_reason = "stop", self._stream.matched
+        return output.finish_reason is None
 
     def output(self) -> CompletionOutput:
         """The choice as it stands."""

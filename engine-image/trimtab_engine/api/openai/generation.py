@@ -14,8 +14,8 @@ from trimtab_engine.api.openai.admission import Ticket
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.messages import AddRequest, SequenceOutput
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
-from trimtab_engine.text.stop_strings import StopStrings
-from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
+from trimtab_engine.text.stream import TextStream
+from trimtab_engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +139,14 @@ class Generator:
 
     async def _run_choice(self, plan: GenerationPlan, index: int) -> AsyncGenerator[Piece, None]:
         request_id = f"{plan.request_id}-{index}-{uuid.uuid4().hex[:8]}"
-        detokenizer = Detokenizer(
+        stream = TextStream(
             self._tokenizer,
+            plan.prompt_of(index),
             skip_special_tokens=plan.skip_special_tokens,
-            prompt_token_ids=plan.prompt_of(index),
+            stop=plan.stop,
+            include_stop=plan.include_stop,
+            min_tokens=plan.sampling[index].min_tokens,
         )
-        stop = StopStrings(plan.stop, include=plan.include_stop)
         clock = SequenceClock(plan, index, self.observer, engine=self._client.first_rank)
         finish_reason: str | None = None
         request = AddRequest(
@@ -162,9 +164,8 @@ class Generator:
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    num_unarmed = max(0, plan.sampling[index].min_tokens - clock.num_tokens)
                     clock.note(output)
-                    piece = piece_of(output, detokenizer, stop, index=index, num_unarmed=num_unarmed)
+                    piece = piece_of(output, stream, index=index)
                     finish_reason = piece.finish_reason
                     if finish_reason == "error":
                         raise error_of(output)
@@ -191,40 +192,22 @@ def error_of(output: SequenceOutput) -> ApiError:
     return ApiError(status, output.error or "the engine could not run this request")
 
 
-def piece_of(
-    output: SequenceOutput, detokenizer: Detokenizer, stop: StopStrings, *, index: int, num_unarmed: int
-) -> Piece:
-    """Text of a step's tokens, cut at a stop string; the last piece carries what was held back.
-
-    No stop string is looked for in the first `num_unarmed` tokens. A token that ends the sequence is counted, but is no
-    text. Tokens behind a stop string, which a step with accepted drafts can bring, are dropped.
-    """
-    text, num_tokens = "", len(output.token_ids)
-    ends_without_text = output.finish_reason == "stop" and not output.ends_with_text
-    num_texts = num_tokens - 1 if ends_without_text else num_tokens
-    for number, token_id in enumerate(output.token_ids[:num_texts], start=1):
-        stop.armed = number > num_unarmed
-        text += stop.push(detokenizer.push(token_id))
-        if stop.matched is not None:
-            num_tokens = number
-            break
-    if output.finish_reason is not None and stop.matched is None:
-        text += stop.push(detokenizer.flush())
-        text += stop.flush() if stop.matched is None else ""
-    logprobs = (output.logprobs or [])[:num_tokens]
+def piece_of(output: SequenceOutput, stream: TextStream, *, index: int) -> Piece:
+    """What a step brought to a choice, its text cut at a stop string. Tokens behind one are dropped."""
+    taken = stream.take(output.token_ids, output.finish_reason, ends_with_text=output.ends_with_text)
     piece = Piece(
         index,
-        text,
-        num_tokens,
-        logprobs,
+        taken.text,
+        taken.num_tokens,
+        (output.logprobs or [])[: taken.num_tokens],
         output.finish_reason,
         output.stop_token_id,
         output.num_cached_tokens,
         output.engine_index,
         output.prompt_logprobs,
     )
-    if stop.matched is not None:
-        piece.finish_reason, piece.stop_reason = "stop", stop.matched
+    if stream.matched is not None:
+        piece.finish_reason, piece.stop_reason = "stop", stream.matched
     return piece
 
 

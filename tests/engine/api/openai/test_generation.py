@@ -7,15 +7,15 @@ from trimtab_engine.api.metrics.observations import FinishedSequence
 from trimtab_engine.api.openai.generation import GenerationPlan, Piece, SequenceClock, piece_of
 from trimtab_engine.messages import SequenceOutput
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
-from trimtab_engine.text.stop_strings import StopStrings
-from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
+from trimtab_engine.text.stream import TextStream
+from trimtab_engine.text.tokenizer import Tokenizer
 
 END_TOKEN = 256
 
 
 @pytest.fixture
-def detokenizer(tokenizer_folder: Path) -> Detokenizer:
-    return Detokenizer(Tokenizer(str(tokenizer_folder)), skip_special_tokens=True)
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return Tokenizer(str(tokenizer_folder))
 
 
 def an_output(text: str, *more: int, reason: str | None = None) -> SequenceOutput:
@@ -24,29 +24,29 @@ def an_output(text: str, *more: int, reason: str | None = None) -> SequenceOutpu
     return SequenceOutput("r", tokens, reason, logprobs=logprobs)
 
 
-def piece(output: SequenceOutput, detokenizer: Detokenizer, *stop: str, num_unarmed: int = 0) -> Piece:
-    watcher = StopStrings(stop, include=False)
-    return piece_of(output, detokenizer, watcher, index=0, num_unarmed=num_unarmed)
+def piece(output: SequenceOutput, tokenizer: Tokenizer, *stop: str, num_unarmed: int = 0) -> Piece:
+    stream = TextStream(tokenizer, skip_special_tokens=True, stop=stop, min_tokens=num_unarmed)
+    return piece_of(output, stream, index=0)
 
 
-def test_all_tokens_of_a_step_are_text(detokenizer: Detokenizer) -> None:
-    result = piece(an_output("abc"), detokenizer)
+def test_all_tokens_of_a_step_are_text(tokenizer: Tokenizer) -> None:
+    result = piece(an_output("abc"), tokenizer)
     assert (result.text, result.num_tokens, len(result.logprobs), result.finish_reason) == ("abc", 3, 3, None)
 
 
-def test_only_the_token_that_ends_a_sequence_is_no_text(detokenizer: Detokenizer) -> None:
-    result = piece(an_output("abc", END_TOKEN, reason="stop"), detokenizer)
+def test_only_the_token_that_ends_a_sequence_is_no_text(tokenizer: Tokenizer) -> None:
+    result = piece(an_output("abc", END_TOKEN, reason="stop"), tokenizer)
     assert (result.text, result.num_tokens, result.finish_reason) == ("abc", 4, "stop")
 
 
-def test_tokens_behind_a_stop_string_are_dropped(detokenizer: Detokenizer) -> None:
-    result = piece(an_output("abcde"), detokenizer, "c")
+def test_tokens_behind_a_stop_string_are_dropped(tokenizer: Tokenizer) -> None:
+    result = piece(an_output("abcde"), tokenizer, "c")
     assert (result.text, result.num_tokens, len(result.logprobs)) == ("ab", 3, 3)
     assert (result.finish_reason, result.stop_reason) == ("stop", "c")
 
 
-def test_no_stop_string_is_looked_for_below_min_tokens(detokenizer: Detokenizer) -> None:
-    result = piece(an_output("abcabc"), detokenizer, "b", num_unarmed=3)
+def test_no_stop_string_is_looked_for_below_min_tokens(tokenizer: Tokenizer) -> None:
+    result = piece(an_output("abcabc"), tokenizer, "b", num_unarmed=3)
     assert (result.text, result.num_tokens, result.stop_reason) == ("abca", 5, "b")
 
 

@@ -1,0 +1,62 @@
+"""From tokens to text: however the tokens come in steps, the text and what counts of the tokens are the same."""
+
+import random
+from pathlib import Path
+
+import pytest
+from trimtab_engine.text.stream import TextStream
+from trimtab_engine.text.tokenizer import Tokenizer
+
+END_TOKEN = 256  # special
+NUM_SEQUENCES = 2_000
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return Tokenizer(str(tokenizer_folder))
+
+
+def test_steps_of_any_size_give_the_same_text_and_count(tokenizer: Tokenizer) -> None:
+    dice = random.Random(3)
+    for _ in range(NUM_SEQUENCES):
+        tokens = [dice.choice((97, 98, 99, 0xE6, 0x97, 0xA5)) for _ in range(dice.randrange(1, 12))]
+        stop = dice.choice(([], ["b"], ["ab", "abc"], ["\N{CJK UNIFIED IDEOGRAPH-65E5}"]))
+        reason = dice.choice(("stop", "length"))
+        options = {"include_stop": dice.random() < 0.5, "min_tokens": dice.randrange(3)}
+        found = set()
+        for size in (1, 2, len(tokens)):
+            stream = TextStream(tokenizer, skip_special_tokens=True, stop=stop, **options)  # type: ignore[arg-type]
+            text, count = "", 0
+            for first in range(0, len(tokens), size):
+                is_last = first + size >= len(tokens)
+                taken = stream.take(tokens[first : first + size], reason if is_last else None)
+                text, count = text + taken.text, count + taken.num_tokens
+                if stream.matched is not None:
+                    break
+            found.add((text, count, stream.matched))
+        assert len(found) == 1, (tokens, stop, reason, options, found)
+
+
+@pytest.mark.parametrize(
+    ("include_stop", "ends_with_text", "text"),
+    [(False, False, "a"), (True, False, "ab"), (False, True, "ab"), (True, True, "ab")],
+)
+def test_the_token_that_ended_a_sequence_is_text_where_that_is_asked_for(
+    tokenizer: Tokenizer, include_stop: bool, ends_with_text: bool, text: str
+) -> None:
+    stream = TextStream(tokenizer, skip_special_tokens=True, include_stop=include_stop)
+    taken = stream.take([97, 98], "stop", ends_with_text=ends_with_text)
+    assert (taken.text, taken.num_tokens) == (text, 2)
+
+
+def test_a_special_token_that_ended_a_sequence_has_no_text_unless_those_are_shown(tokenizer: Tokenizer) -> None:
+    for skip, text in ((True, "a"), (False, "a<|end|>")):
+        stream = TextStream(tokenizer, skip_special_tokens=skip, include_stop=True)
+        assert stream.take([97, END_TOKEN], "stop").text == text
+
+
+def test_an_end_without_tokens_gives_what_was_held_back(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, skip_special_tokens=True, stop=["abc"])
+    assert stream.take([97, 98], None).text == ""
+    assert stream.take([], "abort").text == "ab"
+    assert TextStream(tokenizer, skip_special_tokens=True).take([], "stop").text == ""
