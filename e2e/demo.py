@@ -39,11 +39,15 @@ from harness.trim import (
     PROMPT_TOKENS,
     SEQS,
     UTILIZATION,
+    WATCH_SECONDS,
+    WATERMARK,
     calm_probe,
     load_options,
     moved,
     pinned_utilization,
+    preemptions_per_1000_tokens,
     start_utilization,
+    watch_probe,
 )
 from harness.watch import watch
 from rich.console import Console
@@ -58,11 +62,12 @@ FAILURES = (AssertionError, KubectlError, NoForward, NoCluster, RuntimeError, Ke
 
 @dataclass(slots=True)
 class Scene:
-    """What one scene showed: before, at the decision, after."""
+    """What one scene showed: before, when the decision was in force, after."""
 
     title: str
     decision: dict[str, Any]
     before: EngineReading
+    then: EngineReading
     after: EngineReading
     report: LoadReport
     restarted: bool
@@ -113,7 +118,8 @@ class Demo:
         self.stage.line(f"  streamed in {answer.chunks} pieces")
 
     def trim(self, title: str, deployment: Deployment, knob: str) -> Scene:
-        """Load until the operator has moved `knob`, then on until preemptions are gone."""
+        """Load until the operator has moved `knob`, then on: until preemptions are gone where there is more KV memory,
+        for a while where there is none to be had."""
         before, restarts = deployment.engine(), deployment.restarts()
         self.stage.line(
             f"  {CONCURRENCY} clients ask for {OUTPUT_TOKENS} tokens after a prompt of {PROMPT_TOKENS}, over and over. "
@@ -122,15 +128,17 @@ class Demo:
         options, trace = load_options(deployment), Trace(title)
         with load(self.target.kube, NAMESPACE, self.installation.images.operator, options) as running:
             decision = self._until_moved(deployment, knob, before, trace)
-            self._explain(decision, before, deployment.engine(), restarted=deployment.restarts() != restarts)
-            after = self._until_calm(deployment, trace)
-            trace.moves = [_move(entry) for entry in reversed(deployment.history())]
+            then = deployment.engine()
+            self._explain(decision, before, then, restarted=deployment.restarts() != restarts)
+            go_on = self._until_calm if knob == UTILIZATION else self._watched
+            after = go_on(deployment, trace)
+            trace.moves = [_move(entry) for entry in reversed(deployment.history()) if "to" in entry]
             report = self._stop(running)
         restarted = deployment.restarts() != restarts
         assert not restarted, "a pod or a container was restarted"
         assert report.failed == [], f"requests failed: {report.failed[:3]}"
         assert report.completed > 0, "no request was completed"
-        return Scene(title, decision, before, after, report, restarted, trace)
+        return Scene(title, decision, before, then, after, report, restarted, trace)
 
     def _until_moved(self, deployment: Deployment, knob: str, before: EngineReading, trace: Trace) -> dict[str, Any]:
         with self.stage.meter() as meter:
@@ -143,8 +151,9 @@ class Demo:
         self.stage.quote(f"The operator's decision {decision['id']} ({decision['reason']})", decision["message"])
         self.stage.line(
             f"  Live in the engine: configuration generation {before.config_generation} → {now.config_generation}, "
-            f"KV cache {before.kv_tokens:,} → {now.kv_tokens:,} tokens, max_num_seqs {before.values[SEQS]:.0f} → "
-            f"{now.values[SEQS]:.0f}; {'RESTARTED' if restarted else 'nothing was restarted'}."
+            f"KV cache {before.kv_tokens:,} → {now.kv_tokens:,} tokens, watermark {before.values[WATERMARK]:g} → "
+            f"{now.values[WATERMARK]:g}, max_num_seqs {before.values[SEQS]:.0f} → {now.values[SEQS]:.0f}; "
+            f"{'RESTARTED' if restarted else 'nothing was restarted'}."
         )
 
     def _until_calm(self, deployment: Deployment, trace: Trace) -> EngineReading:
@@ -162,6 +171,20 @@ class Demo:
                 self.stage.dim(f"    {entry['message']}")
         self.stage.line("  [bold green]No more preemptions under the same load.[/bold green]")
         return after
+
+    def _watched(self, deployment: Deployment, trace: Trace) -> EngineReading:
+        self.stage.line(f"  The same load goes on for {WATCH_SECONDS:.0f} s:")
+        with self.stage.meter() as meter:
+            show = _both(meter.show, trace)
+
+            def reading() -> EngineReading:
+                seen = deployment.engine()
+                show(seen)
+                return seen
+
+            return deployment.waiter.until(
+                "the same load goes on", watch_probe(reading), deadline_seconds=2 * WATCH_SECONDS
+            )
 
     def _stop(self, running: Load) -> LoadReport:
         report = running.stop()
@@ -182,7 +205,7 @@ class Demo:
         self.target.kube.delete(CRD_KIND, first.name, NAMESPACE, wait=True)
         first.gone()
         second = self.serve("smollm2-pinned", **pinned_utilization(start_utilization()))
-        self.scenes.append(self.trim("without headroom", second, SEQS))
+        self.scenes.append(self.trim("without headroom", second, WATERMARK))
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -210,7 +233,15 @@ class Demo:
             ("decision", [f"{s.decision['knob']} {s.decision['from']} → {s.decision['to']}" for s in scenes]),
             ("KV tokens", [f"{s.before.kv_tokens:,} → {s.after.kv_tokens:,}" for s in scenes]),
             ("max_num_seqs", [f"{s.before.values[SEQS]:.0f} → {s.after.values[SEQS]:.0f}" for s in scenes]),
-            ("preemptions until calm", [f"{s.after.preemptions:.0f}" for s in scenes]),
+            ("watermark", [f"{s.before.values[WATERMARK]:g} → {s.after.values[WATERMARK]:g}" for s in scenes]),
+            (
+                "preemptions per 1,000 tokens",
+                [
+                    f"{preemptions_per_1000_tokens(s.before, s.then):.1f} → "
+                    f"{preemptions_per_1000_tokens(s.then, s.after):.1f}"
+                    for s in scenes
+                ],
+            ),
             ("requests completed", [str(s.report.completed) for s in scenes]),
             ("requests failed", [str(len(s.report.failed)) for s in scenes]),
             ("restarts", ["yes" if s.restarted else "none" for s in scenes]),
@@ -227,6 +258,11 @@ class Demo:
                     "decision": scene.decision,
                     "kv_tokens": [scene.before.kv_tokens, scene.after.kv_tokens],
                     "max_num_seqs": [scene.before.values[SEQS], scene.after.values[SEQS]],
+                    "watermark": [scene.before.values[WATERMARK], scene.after.values[WATERMARK]],
+                    "preemptions_per_1000_tokens": [
+                        preemptions_per_1000_tokens(scene.before, scene.then),
+                        preemptions_per_1000_tokens(scene.then, scene.after),
+                    ],
                     "gpu_memory_utilization": [scene.before.values[UTILIZATION], scene.after.values[UTILIZATION]],
                     "config_generation": [scene.before.config_generation, scene.after.config_generation],
                     "preemptions": scene.after.preemptions - scene.before.preemptions,

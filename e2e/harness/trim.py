@@ -25,6 +25,8 @@ CALM_DEADLINE_SECONDS = 300.0  # several moves may be needed
 
 UTILIZATION = "gpu_memory_utilization"
 SEQS = "max_num_seqs"
+WATERMARK = "watermark"
+WATCH_SECONDS = 60.0  # that the same load is watched for where preemptions become fewer, not none
 
 
 def pinned_utilization(value: str) -> dict[str, Any]:
@@ -111,6 +113,26 @@ def calm_probe(
         return reading
 
     return probe
+
+
+def watch_probe(show: Callable[[], EngineReading], *, seconds: float = WATCH_SECONDS) -> Callable[[], EngineReading]:
+    """A probe that shows reading after reading for so many seconds and returns the last one; raises NotYet."""
+    begin = time.monotonic()
+
+    def probe() -> EngineReading:
+        reading = show()
+        watched = time.monotonic() - begin
+        if watched < seconds:
+            raise NotYet(f"watched for {watched:.0f} s, {reading.preemptions:.0f} preemptions")
+        return reading
+
+    return probe
+
+
+def preemptions_per_1000_tokens(before: EngineReading, after: EngineReading) -> float:
+    """How often a request was preempted between two readings, for each 1,000 tokens that were generated."""
+    tokens = after.generation_tokens - before.generation_tokens
+    return 1000 * (after.preemptions - before.preemptions) / tokens if tokens > 0 else 0.0
 
 
 def start_utilization() -> str:

@@ -53,6 +53,9 @@ class ContractEngine:
     metrics: str = METRICS
     loading: bool = False
     hangs: bool = False
+    lists_requests: bool = True
+    finished: int = 2
+    """Requests that have ended so far; the n-th had a prompt of 64 + n tokens."""
     broken_body: bytes | None = None
     status: int = 200  # of /metrics
     calls: list[str] = field(default_factory=list)
@@ -73,6 +76,7 @@ class ContractEngine:
                 web.patch("/admin/v1/config", self.patch_config),
                 web.get("/admin/v1/memory", self.get_memory),
                 web.get("/admin/v1/layout", self.get_layout),
+                web.get("/admin/v1/requests", self.get_requests),
                 web.post("/admin/v1/drain", self.post_drain),
             ]
         )
@@ -163,6 +167,17 @@ class ContractEngine:
             expert_parallel=False,
             ranks=ranks,
         )
+
+    async def get_requests(self, request: web.Request) -> web.Response:
+        if not self.lists_requests:
+            return answer(404, message="there is no such path")
+        names = ["age_seconds", "e2e_seconds", "prompt_tokens", "cached_tokens", "output_tokens"]
+        names += ["ttft_seconds", "decode_seconds", "preemptions", "reason"]
+        unfinished = ("age_seconds", "prompt_tokens", "cached_tokens", "output_tokens")
+        told = range(int(request.query.get("after", 0)), self.finished)
+        rows = [[9.0, 4.0, 64 + number, 0, 20, 1.0, 3.0, 0, "stop"] for number in told]
+        columns = {"finished": names, "unfinished": unfinished}
+        return answer(200, columns=columns, next=self.finished, missed=0, finished=rows, unfinished=[])
 
     async def post_drain(self, request: web.Request) -> web.Response:
         assert (await request.json())["deadline_seconds"] > 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trimtab_operator.observed.engines import Target
 from trimtab_operator.resource.manifest import Manifest
-from trimtab_operator.tuner import Values
+from trimtab_operator.tuner.knobs import Values
 
 
 @dataclass(frozen=True, slots=True)

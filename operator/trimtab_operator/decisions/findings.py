@@ -12,7 +12,7 @@ from trimtab_operator.observed.phases import EngineView
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import InferenceDeployment
-from trimtab_operator.tuner import TickResult
+from trimtab_operator.tuner.decide import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Findings:
     draining: tuple[Manifest, ...] = ()
     revision: str = ""
     engines: Mapping[str, EngineView] | None = None
-    tuning: TickResult | None = None
+    tuning: Outcome | None = None
     refusals: tuple[Refusal, ...] = ()
     layout_refusals: tuple[Refusal, ...] = ()
     model: FactsState | None = None

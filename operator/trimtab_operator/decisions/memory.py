@@ -1,7 +1,7 @@
 """What one loop carries from turn to turn, and what a look at the cluster adds to it. Pure.
 
-All of it may be lost. What must outlive the operator is also kept in ConfigMaps (`TunerState`, `RolloutState`); the
-rest is seen again within a minute.
+All of it may be lost. What must outlive the operator is also kept in ConfigMaps (`decisions/tuning.py`,
+`decisions/rollback.py`); the rest is seen again within a minute.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from trimtab_operator.observed.groups import Group, Missing, Observed, groups_of
 from trimtab_operator.observed.missing_pods import missing_pods, with_words
 from trimtab_operator.observed.shared_engine import Incarnation, learned, torn
 from trimtab_operator.resource.manifest import Manifest
-from trimtab_operator.tuner import TunerState
+from trimtab_operator.tuner.state import Memory as TunerMemory
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     """What one loop knows from before. A fresh one makes no difference but for a while."""
 
-    tuner: TunerState | None = None
+    tuner: TunerMemory | None = None
     rollout: RolloutState | None = None
     layouts: Mapping[str, Degrees] = field(default_factory=dict)
     """What engines reported, by the uid of the leader's pod."""

@@ -14,7 +14,6 @@ is tried again only when the spec, or what is rendered from it, becomes another 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +26,7 @@ from trimtab_operator.builders.record import Record
 from trimtab_operator.builders.stateful_set import NO_RECORDS, Rendered, rendered
 from trimtab_operator.decisions.actions import Apply
 from trimtab_operator.decisions.plan import differing
+from trimtab_operator.decisions.sealed import opened, sealed
 from trimtab_operator.decisions.validation import refusals
 from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.layout.degrees import Degrees
@@ -38,6 +38,7 @@ from trimtab_operator.resource.quantity import parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment
 
 NOT_ALLOWED_EXIT_CODE = 2  # docs/contract.md section 1: the command line, the model or the machine does not allow it
+SEAL = "rollout"  # what its sealed text is called
 REFUSED_STARTS = 3  # ended so, this often: the node is not to blame, and waiting helps nobody
 NOT_RENDERED = ("replicas", "scaling", "metrics", "objectives", "tuning")  # caps of `tuning` are in the revision
 
@@ -286,18 +287,16 @@ def plan_rollout_state(
 
 
 def to_text(state: RolloutState, *, key: str) -> str:
-    """For the ConfigMap. Signed: who may write ConfigMaps may not thereby choose what the operator runs."""
-    body = json.dumps(asdict(state), sort_keys=True)
-    return json.dumps({"signature": _signature(body, key), "state": body}, indent=1)
+    """For the ConfigMap, signed."""
+    return sealed(json.dumps(asdict(state), sort_keys=True), key=key, kind=SEAL)
 
 
 def from_text(text: str | None, *, key: str) -> RolloutState:
     """What `to_text` wrote; nothing is remembered when it is missing, damaged or not ours."""
+    body = opened(text, key=key, kind=SEAL)
+    if body is None:
+        return RolloutState()
     try:
-        outer = json.loads(text or "")
-        body = outer["state"]
-        if not hmac.compare_digest(str(outer["signature"]), _signature(body, key)):
-            return RolloutState()
         found = json.loads(body)
         proven, attempt, back = found["proven"], found["attempt"], found["taken_back"]
         return RolloutState(
@@ -307,10 +306,6 @@ def from_text(text: str | None, *, key: str) -> RolloutState:
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return RolloutState()
-
-
-def _signature(body: str, key: str) -> str:
-    return hmac.new(key.encode(), b"rollout:" + body.encode(), hashlib.sha256).hexdigest()
 
 
 def _written(deployment: InferenceDeployment) -> dict[str, Any]:

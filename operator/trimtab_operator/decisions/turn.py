@@ -35,17 +35,20 @@ from trimtab_operator.decisions.rollback import (
     proven_form,
     stored_rollout,
 )
-from trimtab_operator.decisions.tuning import desired_replicas, settings_of, stored_state
+from trimtab_operator.decisions.tuning import desired_replicas, remembered_text, settings_of, stored_memory
 from trimtab_operator.decisions.upkeep import Upkeep, upkeep
 from trimtab_operator.decisions.validation import refusals
 from trimtab_operator.decisions.world import World, targets_of
 from trimtab_operator.layout.node_gpus import gpu_for, too_few_gpus
 from trimtab_operator.observed.engines import view_of
 from trimtab_operator.observed.groups import ordinal_of
+from trimtab_operator.observed.looks import look_of
 from trimtab_operator.observed.phases import EngineView
 from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import InferenceDeployment
-from trimtab_operator.tuner import Decision, GroupReading, Mode, Pace, TickResult, tick
+from trimtab_operator.tuner.decide import Outcome, decide
+from trimtab_operator.tuner.moves import Decision
+from trimtab_operator.tuner.settings import Pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,7 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
         )
     sifted = sift(children, known.memory.futile, now=world.at)
     return Turn(
-        memory=replace(known.memory, tuner=tuned.state, rollout=course.state),
+        memory=replace(known.memory, tuner=tuned.memory, rollout=course.state),
         findings=replace(
             findings_of_cluster(world, known),
             desired_replicas=count,
@@ -221,39 +224,40 @@ def _too_few_gpus(world: World) -> str | None:
     return too_few_gpus(world.deployment, world.nodes) if world.deployment.spec.runtime.device == "cuda" else None
 
 
-def _tuned(world: World, known: Recalled, target: InferenceDeployment) -> TickResult:
-    """Let the tuner look. Starts and bounds are those of what runs; the mode is always the owner's latest word."""
-    mode, pace = Mode(world.deployment.spec.tuning.mode), Pace.for_tick(world.tick_seconds)
-    settings = replace(settings_of(target.spec), mode=mode, pace=pace)
-    state = known.memory.tuner or stored_state(world.deployment, known.observed.config_maps)
-    unasked = "its engine was not asked"
-    readings = [
-        world.engines[group.name].reading
-        if group.name in world.engines
-        else GroupReading(group.name, group.is_ready, problem=unasked)
-        for group in known.groups
-    ]
-    return tick(state, readings, settings, world.at)
+def _tuned(world: World, known: Recalled, target: InferenceDeployment) -> Outcome:
+    """Let the tuner look. Starts and bounds are those of what runs; mode and promises are the owner's latest word."""
+    owners = settings_of(world.deployment.spec)
+    settings = replace(
+        settings_of(target.spec),
+        mode=owners.mode,
+        objectives=owners.objectives,
+        pace=Pace(tick_seconds=world.tick_seconds),
+    )
+    memory = known.memory.tuner or stored_memory(
+        world.deployment, known.observed.config_maps, key=world.token, former_key=world.former_token
+    )
+    looks = [look_of(group, world.engines.get(group.name)) for group in known.groups]
+    return decide(looks, memory, settings, world.at)
 
 
 def _remembered(
-    deployment: InferenceDeployment, known: Recalled, rollout: RolloutState, tuned: TickResult, *, key: str
+    deployment: InferenceDeployment, known: Recalled, rollout: RolloutState, tuned: Outcome, *, key: str
 ) -> tuple[Apply, ...]:
     """The ConfigMaps that must be written before anything is done by what they say."""
     return (
         *plan_rollout_state(deployment, known.observed, rollout, key=key),
-        *plan_tuning_state(deployment, known.observed, tuned.state.to_json()),
+        *plan_tuning_state(deployment, known.observed, remembered_text(tuned.memory, key=key)),
     )
 
 
-def _patches(world: World, known: Recalled, tuned: TickResult) -> tuple[Patch, ...]:
+def _patches(world: World, known: Recalled, tuned: Outcome) -> tuple[Patch, ...]:
     """What brings every engine that answers to the applied values."""
     targets = {target.group: target for target in targets_of(known)}
     found = []
-    for patch in tuned.patches:
-        target, config = targets[patch.group], world.engines[patch.group].reading.config
+    for group, fields in tuned.patches.items():
+        target, config = targets[group], world.engines[group].config
         if target.address is not None and config is not None:
-            found.append(Patch(target, patch.fields, config.generation))
+            found.append(Patch(target, fields, config.generation))
     return tuple(found)
 
 

@@ -74,11 +74,21 @@ def scaling_is_not_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
         )
 
 
-def objectives_are_not_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    if deployment.spec.objectives is not None:
+def objectives_promise_something(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    """A promise has a time, and one share of the requests keeps all of them."""
+    asked = deployment.spec.objectives
+    if asked is None:
+        return
+    if asked.ttft is None and asked.itl is None:
+        yield Refusal("spec.objectives", "promise nothing: give ttft or itl, or remove them")
+    for name, promise in (("ttft", asked.ttft), ("itl", asked.itl)):
+        if promise is not None and parse_seconds(promise.target) == 0:
+            yield Refusal(f"spec.objectives.{name}.target", f"is {promise.target}; write a time above zero")
+    if asked.ttft is not None and asked.itl is not None and asked.ttft.percentile != asked.itl.percentile:
         yield Refusal(
-            "spec.objectives",
-            "latency objectives are not built yet: tuning acts on preemptions only; remove them",
+            "spec.objectives.itl.percentile",
+            f"is {asked.itl.percentile}, that of ttft {asked.ttft.percentile}: a request keeps all promises, or none; "
+            "write one percentile for both",
         )
 
 
@@ -563,7 +573,7 @@ def _resource_refusals(spec: Spec, where: str, name: str, amount: Any) -> Iterat
 RULES: tuple[Rule, ...] = (
     name_leaves_room_for_child_names,
     scaling_is_not_built,
-    objectives_are_not_built,
+    objectives_promise_something,
     model_scheme_is_built,
     model_path_is_plain,
     download_options_are_not_built,

@@ -14,7 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from trimtab_operator.edge.bounded_http import Reply, Unreachable, fetch
 from trimtab_operator.layout.degrees import Degrees
-from trimtab_operator.tuner import EngineConfig, FieldRange, Knob, Value
+from trimtab_operator.tuner.knobs import FieldRange, Knob, Value, typed
+from trimtab_operator.tuner.looks import Config, Ledger
 
 __all__ = [
     "ConfigReport",
@@ -34,7 +35,6 @@ __all__ = [
 
 ANSWER_SECONDS = 15.0  # the engine answers between two steps, and one on a busy CPU takes seconds
 PATCH_SECONDS = 30.0  # the answer comes when the change is applied: a shrink may move and preempt first
-INTEGER_KNOBS = frozenset({Knob.MAX_NUM_SEQS, Knob.MAX_NUM_BATCHED_TOKENS})
 
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[int | float, Field(allow_inf_nan=False)]
@@ -73,12 +73,12 @@ class ConfigReport(_Wire):
     applied: Values
     fields: Mapping[str, FieldReport]
 
-    def for_tuner(self) -> EngineConfig:
+    def for_tuner(self) -> Config:
         """The part that the tuner reads."""
         max_model_len = self.envelope.get("max_model_len")
-        return EngineConfig(
+        return Config(
             generation=self.generation,
-            applied={knob: _value(knob, self.applied[knob]) for knob in Knob if knob in self.applied},
+            applied={knob: typed(knob, self.applied[knob]) for knob in Knob if knob in self.applied},
             fields={
                 knob: FieldRange(report.change == "live", report.minimum, report.maximum)
                 for knob in Knob
@@ -109,6 +109,18 @@ class MemoryLedger(_Wire):
     kinds: Mapping[str, int]
     unattributed_bytes: int
     kv: KvReport
+
+    def for_tuner(self) -> Ledger:
+        """The part that the tuner reads."""
+        return Ledger(
+            device_bytes=self.device_bytes,
+            blocks_total=self.kv.blocks_total,
+            block_size=self.kv.block_size,
+            bytes_per_block=self.kv.bytes_per_block,
+            other_bytes=self.kinds.get("other", 0),
+            free_bytes=self.kinds.get("free"),
+            blocks_cap=self.kv.blocks_cap,
+        )
 
 
 class Layout(_Wire):
@@ -211,6 +223,15 @@ class EngineClient:
     async def layout(self) -> Layout | Failure:
         return await self._get("/admin/v1/layout", Layout)
 
+    async def requests(self, after: int | None) -> bytes | Failure:
+        """The body of the list of requests, whose JSON is large at times; those that ended before `after` are left
+        out."""
+        query = "" if after is None else f"?after={after}"
+        reply = await self._call("GET", f"/admin/v1/requests{query}")
+        if isinstance(reply, Reply) and reply.status == 200:
+            return reply.body
+        return _failed(reply)
+
     async def drain(self, deadline_seconds: float) -> DrainProgress | Failure:
         """Stop admitting requests. Calling again reports progress."""
         reply = await self._call("POST", "/admin/v1/drain", json={"deadline_seconds": deadline_seconds})
@@ -281,6 +302,13 @@ def _parse(reply: Reply | Unreachable, kind: type[T]) -> T | Failure:
         return reply
     if reply.status == 200:
         return _read(reply.body, kind) or _nonsense(reply)
+    return _failed(reply)
+
+
+def _failed(reply: Reply | Unreachable) -> Failure:
+    """What an answer that is not the one hoped for means."""
+    if isinstance(reply, Unreachable):
+        return reply
     message = _message(reply)
     if reply.status == 401:
         return Unauthorized(message)
@@ -308,7 +336,3 @@ def _message(reply: Reply) -> str:
 
 def _number(value: Value | str | None) -> Value | None:
     return None if isinstance(value, str) else value
-
-
-def _value(knob: Knob, number: Value) -> Value:
-    return int(number) if knob in INTEGER_KNOBS else float(number)

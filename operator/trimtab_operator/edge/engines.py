@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 
@@ -22,13 +22,14 @@ from trimtab_operator.edge import metrics
 from trimtab_operator.edge.bounded_http import pod_url
 from trimtab_operator.edge.engine_client import EngineClient, Failure, OutOfBounds, Patched, Rejected, Stale
 from trimtab_operator.observed.engines import EngineSeen, Target
-from trimtab_operator.tuner import GroupReading, Values
+from trimtab_operator.tuner.knobs import Values
+from trimtab_operator.tuner.looks import RequestNews
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 1.0  # an engine at rest answers within milliseconds; a busy CPU's may be taken up by the next look
 REFUSED_SECONDS = 300.0  # before what an engine refused is asked of it again: what may be set can have changed
-MAX_ASKED_AT_ONCE = 8  # engines of one resource, each of up to four things: its share of all connections
+MAX_ASKED_AT_ONCE = 8  # engines of one resource, each of up to five things: its share of all connections
 
 PatchAnswer = Patched | Stale | OutOfBounds | Failure
 OnAnswer = Callable[[Patch, PatchAnswer], Awaitable[None]]
@@ -42,6 +43,8 @@ class _Conversation:
     patching: asyncio.Task[None] | None = None
     refused: tuple[Values, int, float] | None = None
     """The last change that was refused: its values, the generation that it was for, and when (by `clock`)."""
+    after_request: int | None = None
+    """The last finished request that a look has told of."""
 
     def end(self) -> None:
         for task in (self.asking, self.patching):
@@ -77,15 +80,14 @@ class Engines:
         conversation = self._with.setdefault(target.instance, _Conversation())
         if conversation.asking is not None:
             return None
-        conversation.asking = asyncio.create_task(self._ask(target, tokens))
+        conversation.asking = asyncio.create_task(self._ask(target, tokens, conversation.after_request))
         return conversation.asking
 
-    async def _ask(self, target: Target, tokens: Tokens) -> EngineSeen:
+    async def _ask(self, target: Target, tokens: Tokens, after: int | None) -> EngineSeen:
+        token = tokens.for_hash(target.token_sha256)
         async with self._gate:
             try:
-                return await metrics.ask(
-                    target, http=self.http, token=tokens.for_hash(target.token_sha256), clock=self.clock
-                )
+                return await metrics.ask(target, http=self.http, token=token, after_request=after, clock=self.clock)
             except Exception as error:  # whatever an engine says must not end the loop of its resource
                 logger.exception("an engine's answer could not be dealt with", extra={"group": target.group})
                 return _unsaid(target, f"its answer could not be dealt with: {type(error).__name__}")
@@ -96,14 +98,20 @@ class Engines:
         if conversation is None or conversation.asking is None or not conversation.asking.done():
             return None
         said, conversation.asking = conversation.asking.result(), None
-        return said if said.reading.ready == target.ready else None
+        if said.ready != target.ready:
+            return None
+        if said.next_request is not None:
+            conversation.after_request = said.next_request
+        return said
 
     def _said(self, target: Target, late: EngineSeen | None) -> EngineSeen:
         if target.address is None:
             return _unsaid(target, "the pod has no address yet")
-        said = self._taken_up(target) or late
+        said = self._taken_up(target)
+        if said is not None:
+            return said if late is None else _with_requests_of(late, said)
         waiting = f"no answer within {self.patience_seconds:g} s; it is still waited for"
-        return said if said is not None else _unsaid(target, waiting)
+        return late if late is not None else _unsaid(target, waiting)
 
     async def patch(self, orders: Iterable[Patch], tokens: Tokens, on_answer: OnAnswer) -> None:
         """Send every change at once. `on_answer` hears each answer, in time or later."""
@@ -145,4 +153,15 @@ class Engines:
 
 
 def _unsaid(target: Target, why: str) -> EngineSeen:
-    return EngineSeen(GroupReading(target.group, target.ready, problem=why, instance=target.instance))
+    return EngineSeen(target.ready, why)
+
+
+def _with_requests_of(earlier: EngineSeen, said: EngineSeen) -> EngineSeen:
+    """An answer, with the requests that an earlier one told of as well: each is told once."""
+    if earlier.sample is None or said.sample is None:
+        return said
+    old, new = earlier.sample.requests, said.sample.requests
+    if old is None or new is None:
+        return said
+    both = RequestNews((*old.finished, *new.finished), new.unfinished, old.missed + new.missed)
+    return replace(said, sample=replace(said.sample, requests=both))

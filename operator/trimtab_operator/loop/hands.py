@@ -29,7 +29,7 @@ from trimtab_operator.errors import Gone, NameTaken, NotLeading, NotYet
 from trimtab_operator.report.conditions import changed_conditions
 from trimtab_operator.report.status import status_of
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
-from trimtab_operator.tuner import Decision
+from trimtab_operator.tuner.moves import Decision
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,8 @@ class Hands:
 
     async def _announce(self, deployment: InferenceDeployment, decision: Decision) -> None:
         """Tell a decision as one Event, one log line and one metric, with the id that status.tuning.history shows."""
-        mode, knob = deployment.spec.tuning.mode, decision.knob.value if decision.knob else "none"
+        mode, move = deployment.spec.tuning.mode, decision.move
+        knob = move.target.value
         self.metrics.decisions.labels(
             namespace=deployment.namespace, name=deployment.name, knob=knob, reason=decision.reason.value, mode=mode
         ).inc()
@@ -151,8 +152,8 @@ class Hands:
                 "decision": decision.id,
                 "reason": decision.reason.value,
                 "knob": knob,
-                "from": decision.before,
-                "to": decision.after,
+                "from": move.before,
+                "to": move.after,
                 "mode": mode,
             },
         )

@@ -34,6 +34,7 @@ TICK_DEADLINE_SECONDS = 120.0  # a tick that takes longer hangs; it is abandoned
 MAX_BACKOFF_SECONDS = 60.0  # between ticks that fail
 FAILURES_TO_SHOW = 3  # in a row, before the status says so: one lost connection is no news
 GATHER_SECONDS = 0.2  # wake-ups come in bursts: one tick serves all
+MAX_TURNS_AT_ONCE = 2  # a turn may predict for a second: it is taken beside the event loop, which must get its share
 
 
 @dataclass(slots=True)
@@ -58,6 +59,7 @@ class Reconciler:
     http: httpx.AsyncClient
     heartbeats: Heartbeats
     wake_ups: WakeUps
+    _thinking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_TURNS_AT_ONCE))
 
     def loop_of(self, key: Key) -> Loop:
         """A loop that has not ticked yet."""
@@ -84,7 +86,8 @@ class Reconciler:
     async def tick(self, loop: Loop) -> float:
         """Bring the resource one step nearer to what is wanted; seconds until the next tick."""
         world = await self.eyes.look(loop.key, loop.memory, loop.engines)
-        decided = turn(world, loop.memory)
+        async with self._thinking:
+            decided = await asyncio.to_thread(turn, world, loop.memory)
         loop.decided = world, decided
         await self.hands.remember(world, decided)
         loop.memory = decided.memory  # only now: what could not be written is decided again

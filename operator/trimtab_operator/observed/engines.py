@@ -1,6 +1,6 @@
 """Where the engines of a resource are asked, and what they said in one look. Pure.
 
-The asking itself is edge/engines.py's. What an engine did not say is absent, and `reading.problem` says why.
+The asking itself is edge/engines.py's. What an engine did not say is absent, and `problem` says why.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.groups import Group, token_hash_of
 from trimtab_operator.observed.phases import EngineView
-from trimtab_operator.tuner import GroupReading, Value
+from trimtab_operator.tuner.knobs import Value
+from trimtab_operator.tuner.looks import Config, Ledger, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,22 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class EngineSeen:
-    """What one engine said in one look. `load` is (stage, percent) while it loads, `applied` every number in force, not
-    only the tuner's; `layout` is there if it was asked for."""
+    """What one engine said in one look, asked as one that is `ready` or not. `problem` says why the sample, the
+    configuration or the ledger is missing."""
 
-    reading: GroupReading
+    ready: bool
+    problem: str | None = None
+    sample: Sample | None = None
+    config: Config | None = None
+    ledger: Ledger | None = None
     load: tuple[str, int] | None = None
+    """Stage and percent, while it loads."""
     applied: Mapping[str, Value] | None = None
+    """Every number in force, not only the tuner's."""
     layout: Degrees | None = None
+    """There if it was asked for."""
+    next_request: int | None = None
+    """After which finished request it is to be asked for more; None: it did not say."""
 
 
 def target_of(group: Group, known_layouts: Mapping[str, Degrees]) -> Target:
@@ -58,10 +68,9 @@ def view_of(group: Group, seen: EngineSeen | None, layout: Degrees | None) -> En
     """The part that status shows. `layout` is what the engine reported, now or earlier."""
     if seen is None:
         return EngineView(layout=layout)
-    config = seen.reading.config
     return EngineView(
         load=seen.load,
-        config_generation=config.generation if config is not None else None,
+        config_generation=seen.config.generation if seen.config is not None else None,
         applied=seen.applied if group.is_ready else None,
         layout=layout,
     )

@@ -13,7 +13,7 @@ from trimtab_operator.observed.hold import hold_of
 from trimtab_operator.observed.missing_pods import missing_sentence
 from trimtab_operator.observed.pods import unschedulable
 from trimtab_operator.resource.manifest import Manifest
-from trimtab_operator.tuner import Value
+from trimtab_operator.tuner.knobs import Value
 
 
 @dataclass(frozen=True, slots=True)

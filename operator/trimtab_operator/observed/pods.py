@@ -32,6 +32,13 @@ def unschedulable_since(pod: Manifest) -> datetime | None:
     return None if condition is None else parse_time(condition.get("lastTransitionTime"))
 
 
+def readiness_since(pod: Manifest) -> datetime | None:
+    """When the pod became Ready, or ceased to be; when it was made, where nothing says."""
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    changed = next((c.get("lastTransitionTime") for c in conditions if c.get("type") == "Ready"), None)
+    return parse_time(changed) or parse_time(pod["metadata"].get("creationTimestamp"))
+
+
 def _scheduled(pod: Manifest, status: str) -> Mapping[str, Any] | None:
     conditions = (pod.get("status") or {}).get("conditions") or []
     return next((c for c in conditions if c.get("type") == "PodScheduled" and c.get("status") == status), None)

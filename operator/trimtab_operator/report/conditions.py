@@ -21,7 +21,7 @@ from trimtab_operator.observed.pods import unschedulable
 from trimtab_operator.observed.readiness import reported_layouts
 from trimtab_operator.resource.spec import PAUSED, RESTARTED_AT, InferenceDeployment
 from trimtab_operator.resource.time import timestamp
-from trimtab_operator.tuner import Verdict
+from trimtab_operator.tuner.decide import Condition
 
 
 class Reason(StrEnum):
@@ -231,13 +231,13 @@ def tuning_claims(findings: Findings) -> list[Claim]:
             Claim("TuningActive", "False", Reason.STOPPED, message),
         ]
     return [
-        _from_verdict("MetricsAvailable", findings.tuning.metrics_available),
-        _from_verdict("TuningActive", findings.tuning.tuning_active),
+        _from_condition("MetricsAvailable", findings.tuning.metrics_available),
+        _from_condition("TuningActive", findings.tuning.tuning_active),
     ]
 
 
-def _from_verdict(kind: str, verdict: Verdict) -> Claim:
-    return Claim(kind, "True" if verdict.ok else "False", verdict.reason, verdict.message)
+def _from_condition(kind: str, found: Condition) -> Claim:
+    return Claim(kind, "True" if found.ok else "False", found.reason, found.message)
 
 
 def scaling_claim(findings: Findings) -> Claim:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from trimtab_operator.builders.engine_args import plain, served_name
@@ -16,11 +16,11 @@ from trimtab_operator.observed.groups import Group, is_worker, ordinal_of, revis
 from trimtab_operator.observed.phases import EngineView, phase_of
 from trimtab_operator.observed.readiness import Readiness, readiness_of, reported_layouts
 from trimtab_operator.report.conditions import conditions, timed
+from trimtab_operator.report.tuning_status import show, tuning_status
 from trimtab_operator.resource.knobs import knobs
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
-from trimtab_operator.resource.time import timestamp
-from trimtab_operator.tuner import Decision, Value
+from trimtab_operator.tuner.knobs import Value
 
 MAX_MESSAGE = 1024  # characters of a pod's own message that are worth repeating
 
@@ -146,37 +146,5 @@ def shown(values: Mapping[str, Value]) -> dict[str, str]:
     return {camel(str(name)): show(value) for name, value in sorted(values.items())}
 
 
-def show(value: Value | None) -> str:
-    """Ten significant digits are more than any knob has."""
-    return "" if value is None else f"{value:.10g}"
-
-
 def camel(name: str) -> str:
     return re.sub(r"_([a-z])", lambda found: found[1].upper(), name)
-
-
-def tuning_status(deployment: InferenceDeployment, findings: Findings) -> dict[str, Any]:
-    """`status.tuning`; while nothing runs, what stood there before stays."""
-    if findings.tuning is None:
-        before = deployment.status.get("tuning")
-        return dict(before) if before else {}
-    tuning: dict[str, Any] = {"mode": deployment.spec.tuning.mode}
-    if findings.tuning.applied:
-        tuning["applied"] = {str(knob.value): show(value) for knob, value in sorted(findings.tuning.applied.items())}
-    if findings.tuning.recommendation is not None:
-        tuning["recommendation"] = decision_status(findings.tuning.recommendation)
-    if findings.tuning.history:
-        tuning["history"] = [decision_status(decision) for decision in reversed(findings.tuning.history)]
-    return tuning
-
-
-def decision_status(decision: Decision) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "id": decision.id,
-        "time": timestamp(datetime.fromtimestamp(decision.at, UTC)),
-        "reason": decision.reason.value,
-        "message": decision.sentence,
-    }
-    if decision.knob is not None:
-        entry |= {"knob": decision.knob.value, "from": show(decision.before), "to": show(decision.after)}
-    return entry

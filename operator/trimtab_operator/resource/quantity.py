@@ -9,7 +9,7 @@ _QUANTITY = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))(Ki|Mi|Gi|Ti|Pi|Ei|[
 _BINARY = {"Ki": 1, "Mi": 2, "Gi": 3, "Ti": 4, "Pi": 5, "Ei": 6}  # powers of 1024
 _DECIMAL = {"n": -3, "u": -2, "m": -1, "": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}  # powers of 1000
 _DURATION = re.compile(r"^(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
-_MILLIS = re.compile(r"^(\d+)ms$")
+_FINE = re.compile(r"^(\d+)(us|ms)$")
 
 
 def parse_quantity(text: str | float) -> Decimal:
@@ -34,10 +34,10 @@ def is_same_quantity(a: str | float, b: str | float) -> bool:
 
 
 def parse_seconds(text: str) -> float:
-    """`90s`, `1m30s`, `2h`, `500ms` → seconds. Raises ValueError on anything else."""
-    millis = _MILLIS.match(text)
-    if millis:
-        return int(millis[1]) / 1000
+    """`90s`, `1m30s`, `2h`, `500ms`, `125us` → seconds. Raises ValueError on anything else."""
+    fine = _FINE.match(text)
+    if fine:
+        return int(fine[1]) / (1_000_000 if fine[2] == "us" else 1000)
     found = _DURATION.match(text)
     if not found or not text:
         raise ValueError(f"{text!r} is not a duration such as 500ms, 30s or 1m30s")

@@ -26,6 +26,7 @@ MAX_REPLICAS = 1000
 MAX_NAME_LENGTH = 40  # child names and the pods' generated labels get suffixes and must stay below 63
 
 DURATION = r"^([0-9]{1,5}h)?([0-9]{1,5}m)?([0-9]{1,6}s)?$|^[0-9]{1,8}ms$"
+FINE_DURATION = r"^[0-9]{1,7}(us|ms)$"
 QUANTITY = r"^[0-9]{1,15}(\.[0-9]{1,6})?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
 FRACTION = r"^(0\.[0-9]{1,4}|1(\.0{1,4})?)$"
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
@@ -35,6 +36,7 @@ SERVED_NAME = r"^[A-Za-z0-9][-A-Za-z0-9_./:]*$"
 Fraction = Annotated[str, Field(pattern=FRACTION, max_length=6)]
 Quantity = Annotated[str, Field(pattern=QUANTITY, max_length=24)]
 Duration = Annotated[str, Field(pattern=DURATION, min_length=2, max_length=24)]
+FineDuration = Annotated[str, Field(pattern=FINE_DURATION, max_length=10)]
 IntOrString = int | str
 
 
@@ -223,18 +225,62 @@ class Scaling(Model):
     behavior: ScalingBehavior | None = Field(default=None, description="Pace of scaling, as in autoscaling/v2.")
 
 
-class Objective(Model):
-    """A latency objective."""
+def _target_above_zero(promise: str) -> dict[str, Any]:
+    """The schema's words for a promise without a time."""
+    words = f"'spec.objectives.{promise}.target: is ' + self.target + '; write a time above zero'"
+    said = cel("self.target.matches('[1-9]')", "target must be above zero", words)
+    return schema(**{"x-kubernetes-validations": [said]})
 
-    percentile: int = Field(default=95, ge=1, le=99, description="Percentile of requests that must meet the target.")
-    target: Duration = Field(description="The latency, for example 500ms.")
+
+class TtftObjective(Model):
+    """What is promised of the time to the first token."""
+
+    percentile: int = Field(default=95, ge=1, le=99, description="Percentage of the requests that keep the promise.")
+    target: Duration = Field(description="The latest time, for example 500ms.")
+    per_prompt_token: FineDuration | None = Field(
+        default=None, description="What each token of the prompt adds to the target, for example 125us."
+    )
+
+
+class ItlObjective(Model):
+    """What is promised of the time between two tokens."""
+
+    percentile: int = Field(default=95, ge=1, le=99, description="Percentage of the requests that keep the promise.")
+    target: Duration = Field(description="The longest time, for example 50ms.")
+    kind: Literal["Mean", "Tokens"] = Field(
+        default="Mean", description="Mean: a request's mean time between tokens. Tokens: each time between two tokens."
+    )
 
 
 class Objectives(Model):
-    """Latency objectives."""
+    """What users are promised: tuning keeps as many requests as it can within it."""
 
-    ttft: Objective | None = Field(default=None, description="Time to first token.")
-    itl: Objective | None = Field(default=None, description="Inter-token latency.")
+    ttft: TtftObjective | None = Field(
+        default=None,
+        description="Time to the first token.",
+        json_schema_extra=_target_above_zero("ttft"),
+    )
+    itl: ItlObjective | None = Field(
+        default=None,
+        description="Time between two tokens.",
+        json_schema_extra=_target_above_zero("itl"),
+    )
+
+
+TTFT_PERCENTILE = "(has(self.ttft.percentile) ? self.ttft.percentile : 95)"
+ITL_PERCENTILE = "(has(self.itl.percentile) ? self.itl.percentile : 95)"
+ONE_PERCENTILE = cel(
+    f"!has(self.ttft) || !has(self.itl) || {TTFT_PERCENTILE} == {ITL_PERCENTILE}",
+    "ttft and itl must have one percentile",
+    f"'spec.objectives.itl.percentile: is ' + string({ITL_PERCENTILE}) + ', that of ttft ' + string({TTFT_PERCENTILE}) "
+    "+ ': a request keeps all promises, or none; write one percentile for both'",
+)
+
+
+class WatermarkBounds(Model):
+    """Bound of the share of the KV cache that admission keeps free; engines start at 0."""
+
+    max: Fraction = Field(description="Highest value that tuning may set; 0.0 keeps it at its start.")
 
 
 class FractionBounds(Model):
@@ -278,6 +324,9 @@ class Bounds(Model):
         default=None,
         description="Bounds of maxNumBatchedTokens.",
         json_schema_extra=_min_up_to_max("maxNumBatchedTokens", "int"),
+    )
+    watermark: WatermarkBounds | None = Field(
+        default=None, description="Bound of the share of the KV cache that admission keeps free."
     )
 
 
@@ -439,7 +488,21 @@ class Spec(Model):
             }
         ),
     )
-    objectives: Objectives | None = Field(default=None, description="Latency objectives.")
+    objectives: Objectives | None = Field(
+        default=None,
+        description="What users are promised. Default: three times what an idle engine takes, for 95 percent.",
+        json_schema_extra=schema(
+            **{
+                "x-kubernetes-validations": [
+                    cel(
+                        "has(self.ttft) || has(self.itl)",
+                        "spec.objectives: promise nothing: give ttft or itl, or remove them",
+                    ),
+                    ONE_PERCENTILE,
+                ]
+            }
+        ),
+    )
     tuning: Tuning = Field(default=Tuning(), description="Whether and how far the operator moves the live knobs.")
     metrics: Metrics = Field(default=Metrics(), description="Where the operator reads the engines' metrics.")
     rollout: Rollout = Field(default=Rollout(), description="How changes reach the replicas.")

@@ -95,18 +95,52 @@ class DecisionStatus(Model):
     id: str = Field(max_length=64, description="Identifies the decision in Events, logs and here.")
     time: str = Field(max_length=64, description="When it was taken.", json_schema_extra=schema(format="date-time"))
     knob: str | None = Field(
-        default=None, max_length=64, description="The engine field that moves; absent: none helps."
+        default=None,
+        max_length=100,
+        description="What moves: an engine field, replicas, or a parameter of the spec that needs new engines.",
     )
     from_: str | None = Field(default=None, alias="from", max_length=64, description="Value before.")
     to: str | None = Field(default=None, max_length=64, description="Value after.")
     reason: str = Field(max_length=64, description="Machine-readable reason; docs/resource.md lists every one.")
     message: str = Field(max_length=4096, description="The decision as a sentence with its numbers.")
+    outcome: str | None = Field(default=None, max_length=4096, description="What came of it, once that is known.")
+
+
+class TtftStatus(Model):
+    """A promise of the time to the first token."""
+
+    percentile: int = Field(ge=1, le=99, description="Percentage of the requests that are to keep it.")
+    target: str = Field(max_length=24, description="The latest time.")
+    per_prompt_token: str | None = Field(
+        default=None, max_length=24, description="What each token of the prompt adds to it."
+    )
+
+
+class ItlStatus(Model):
+    """A promise of the time between two tokens."""
+
+    percentile: int = Field(ge=1, le=99, description="Percentage of the requests that are to keep it.")
+    target: str = Field(max_length=24, description="The longest time.")
+    kind: str = Field(max_length=16, description="Mean: a request's mean. Tokens: each time between two tokens.")
+
+
+class ObjectivesStatus(Model):
+    """The promises that tuning goes by."""
+
+    source: str = Field(
+        max_length=16, description="Spec: the owner's. Default: three times what an idle engine takes, as measured."
+    )
+    ttft: TtftStatus | None = Field(default=None, description="Time to the first token.")
+    itl: ItlStatus | None = Field(default=None, description="Time between two tokens.")
 
 
 class TuningStatus(Model):
     """What tuning found, set and did."""
 
     mode: str = Field(max_length=16, description="The mode in force.")
+    objectives: ObjectivesStatus | None = Field(
+        default=None, description="The promises in force; absent until defaults can be told."
+    )
     recommendation: DecisionStatus | None = Field(default=None, description="What would help now.")
     applied: dict[str, str] = Field(default={}, description="Values that tuning has set, by engine field.")
     history: tuple[DecisionStatus, ...] = Field(

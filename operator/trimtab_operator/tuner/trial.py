@@ -62,13 +62,28 @@ def judged(trial: Trial, s: Situation, *, attained: float | None, requests: int,
 
 
 def _by_preemption(trial: Trial, s: Situation, since: Interval) -> str | None:
-    """Clearly more is computed twice than before, at a comparable load."""
+    """Clearly more is computed twice than before, and than the old value is predicted to bring now, at a comparable
+    load. Where nothing can be predicted, a minute is waited for: load that grew is not the change's fault."""
     if not _is_comparable(trial, s) or trial.knob is Knob.MAX_NUM_BATCHED_TOKENS:
         return None
-    share, before = since.recomputed_share, trial.recomputed_share
-    if share > WORSE_FACTOR * before + WORSE_SHARE:
+    old = s.predicted(s.with_knob(trial.knob, trial.before))
+    if old is None and s.now - trial.at < s.settings.pace.window_seconds:
+        return None
+    share, before = _share_of_new_victims(since), trial.recomputed_share
+    reference = before if old is None else max(before, old.recomputed_share)
+    if share > WORSE_FACTOR * reference + WORSE_SHARE:
         return f"{share:.1%} of the tokens are computed twice, {before:.1%} before"
     return None
+
+
+def _share_of_new_victims(since: Interval) -> float:
+    """Share of the tokens computed twice for requests that were preempted since the change: those from before it are
+    computed again now too, the sooner the more room there is."""
+    decode = since.decode
+    if decode is None or decode.sequences <= 0 or since.computed_tokens <= 0:
+        return since.recomputed_share
+    caused = since.preempted_for_room * decode.context / decode.sequences
+    return min(since.recomputed_share, caused / since.computed_tokens)
 
 
 def _by_feeling(trial: Trial, s: Situation, attained: float | None, requests: int) -> str | None:

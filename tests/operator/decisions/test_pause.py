@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from operator_cluster import FakeCluster
 from trimtab_operator.resource.spec import PAUSED
-from trimtab_operator.tuner import Knob
+from trimtab_operator.tuner.knobs import Knob
 
 CHANGES: tuple[dict[str, Any], ...] = (
     {"replicas": 3},

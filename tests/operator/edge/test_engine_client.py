@@ -19,7 +19,7 @@ from trimtab_operator.edge.engine_client import (
     Stale,
     Unauthorized,
 )
-from trimtab_operator.tuner import FieldRange, Knob
+from trimtab_operator.tuner.knobs import FieldRange, Knob
 
 if TYPE_CHECKING:
     from tests.operator.conftest import ContractEngine
@@ -39,6 +39,7 @@ async def test_the_configuration_is_read_with_what_may_be_changed(client: Engine
         Knob.MAX_NUM_SEQS: 32,
         Knob.MAX_NUM_BATCHED_TOKENS: 512,
         Knob.GPU_MEMORY_UTILIZATION: 0.74,
+        Knob.WATERMARK: 0.0,
     }
     assert seen.fields[Knob.MAX_NUM_SEQS] == FieldRange(True, 1, 64)
     assert seen.max_model_len == 1024

@@ -16,7 +16,7 @@ from trimtab_operator.edge import metrics
 from trimtab_operator.edge.engine_client import OutOfBounds, Patched
 from trimtab_operator.edge.engines import REFUSED_SECONDS, Engines, PatchAnswer
 from trimtab_operator.observed.engines import Target
-from trimtab_operator.tuner import Knob
+from trimtab_operator.tuner.knobs import Knob
 
 if TYPE_CHECKING:
     from tests.operator.conftest import ContractEngine
@@ -32,6 +32,12 @@ def engines_at(http: httpx.AsyncClient, patience_seconds: float = 5.0) -> Engine
     return Engines(http, patience_seconds=patience_seconds)
 
 
+def engines_in_time(engines: Engines) -> Engines:
+    """The same engines, waited for until they answer."""
+    engines.patience_seconds = 5.0
+    return engines
+
+
 async def test_every_engine_is_heard_and_one_that_fails_spoils_nobody_elses_reading(
     engine: ContractEngine, other_engine: ContractEngine, http: httpx.AsyncClient
 ) -> None:
@@ -39,9 +45,9 @@ async def test_every_engine_is_heard_and_one_that_fails_spoils_nobody_elses_read
     unplaced = Target("d", None, False)
     engines = engines_at(http)
     said = await engines.look([a_target(engine, "a"), a_target(other_engine, "b"), unplaced], TOKEN)
-    assert said["a"].reading.load is not None
-    assert said["b"].reading.load is None
-    assert said["d"].reading.problem == "the pod has no address yet"
+    assert said["a"].sample is not None
+    assert said["b"].sample is None
+    assert said["d"].problem == "the pod has no address yet"
 
 
 async def test_a_hung_engine_is_waited_for_once_and_hides_nobody_else(
@@ -53,8 +59,8 @@ async def test_a_hung_engine_is_waited_for_once_and_hides_nobody_else(
         since = time.monotonic()
         said = await engines.look([a_target(engine, "a"), a_target(other_engine, "b")], TOKEN)
         assert (time.monotonic() - since >= 0.5) is waited
-        assert said["a"].reading.load is not None
-        assert said["b"].reading.problem == "no answer within 0.5 s; it is still waited for"
+        assert said["a"].sample is not None
+        assert said["b"].problem == "no answer within 0.5 s; it is still waited for"
     assert len([call for call in other_engine.calls if call == "GET /metrics"]) == 1
     engines.close()
 
@@ -64,14 +70,31 @@ async def test_an_answer_that_comes_late_is_taken_up_by_the_next_look(
 ) -> None:
     engine.hangs = True
     engines = engines_at(http, patience_seconds=0.05)
-    assert (await engines.look([a_target(engine)], TOKEN))["u"].reading.load is None
+    assert (await engines.look([a_target(engine)], TOKEN))["u"].sample is None
     engine.released.set()
     for _ in range(1000):
         said = await engines.look([a_target(engine)], TOKEN)
-        if said["u"].reading.load is not None:
+        if said["u"].sample is not None:
             break
         await asyncio.sleep(0.01)
-    assert said["u"].reading.load is not None
+    assert said["u"].sample is not None
+    engines.close()
+
+
+async def test_each_finished_request_is_told_once_however_late_its_answer_comes(
+    engine: ContractEngine, http: httpx.AsyncClient
+) -> None:
+    engines = engines_at(http, patience_seconds=0.0)
+    told: list[int] = []
+    for finished in (2, 5, 5, 9):
+        engine.finished = finished
+        engines.patience_seconds = 0.0
+        said = (await engines.look([a_target(engine)], TOKEN))["u"]
+        await asyncio.sleep(0.1)  # the answer is there by now, and waits to be taken up
+        for seen in (said, (await engines_in_time(engines).look([a_target(engine)], TOKEN))["u"]):
+            if seen.sample is not None and seen.sample.requests is not None:
+                told += [row.prompt_tokens - 64 for row in seen.sample.requests.finished]
+    assert told == list(range(9))
     engines.close()
 
 
@@ -84,7 +107,7 @@ async def test_a_late_answer_of_a_pod_that_is_ready_by_now_is_not_taken_for_its_
     engine.released.set()
     await asyncio.sleep(0.1)
     said = await engines.look([a_target(engine)], TOKEN)
-    assert said["u"].reading.ready
+    assert said["u"].ready
     engines.close()
 
 
@@ -96,7 +119,7 @@ async def test_a_bug_in_reading_an_answer_ends_nobodys_loop(
 
     monkeypatch.setattr(metrics, "ask", fails)
     said = await engines_at(http).look([a_target(engine)], TOKEN)
-    assert said["u"].reading.problem == "its answer could not be dealt with: ZeroDivisionError"
+    assert said["u"].problem == "its answer could not be dealt with: ZeroDivisionError"
 
 
 class Heard(list[PatchAnswer]):
@@ -164,9 +187,9 @@ async def test_what_an_engine_said_before_a_change_is_not_taken_for_its_values_a
     engines.patience_seconds = 5.0
     await engines.patch([Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 16}, 1)], TOKEN, heard.hear)
     engine.released.set()
-    reading = (await engines.look([a_target(engine)], TOKEN))["u"].reading
-    assert reading.config is not None
-    assert reading.config.applied[Knob.MAX_NUM_SEQS] == 16
+    said = (await engines.look([a_target(engine)], TOKEN))["u"]
+    assert said.config is not None
+    assert said.config.applied[Knob.MAX_NUM_SEQS] == 16
 
 
 async def test_engines_that_are_gone_are_let_go_of(engine: ContractEngine, http: httpx.AsyncClient) -> None:

@@ -113,7 +113,7 @@ async def test_engines_that_hang_take_no_connection_from_the_others(
         try:
             for _ in range(10):
                 said = await healthy.look([target], Tokens("right"))
-                assert said["m-g0"].reading.problem is None
+                assert said["m-g0"].problem is None
         finally:
             for engines in (*hostile, healthy):
                 engines.close()

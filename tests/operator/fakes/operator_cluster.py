@@ -39,7 +39,8 @@ from trimtab_operator.report.status import status_of
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import timestamp
-from trimtab_operator.tuner import EngineConfig, EngineLoad, FieldRange, GroupReading, Knob, Value
+from trimtab_operator.tuner.knobs import FieldRange, Knob, Value
+from trimtab_operator.tuner.looks import Config, Counters, Gauges, Ledger, Sample
 
 TICK_SECONDS = 5.0
 SECRET = b"s"
@@ -50,11 +51,13 @@ STARTS: Mapping[Knob, Value] = {
     Knob.GPU_MEMORY_UTILIZATION: 0.74,
     Knob.MAX_NUM_SEQS: 32,
     Knob.MAX_NUM_BATCHED_TOKENS: 512,
+    Knob.WATERMARK: 0.0,
 }
 LIMITS = {
     Knob.GPU_MEMORY_UTILIZATION: (0.5, 0.95),
     Knob.MAX_NUM_SEQS: (1, 64),
     Knob.MAX_NUM_BATCHED_TOKENS: (32, 1024),
+    Knob.WATERMARK: (0.0, 0.9),
 }
 
 
@@ -417,16 +420,19 @@ class FakeCluster:
         """What an engine says now; one that does not answer, or that nobody can reach, says nothing."""
         engine = self.engines.get(target.instance)
         if target.address is None or engine is None or not self.is_answering:
-            return EngineSeen(GroupReading(target.group, target.ready, problem="no answer", instance=target.instance))
-        fields = {knob: FieldRange(True, *LIMITS[knob]) for knob in Knob if knob in LIMITS}
-        config = EngineConfig(engine.generation, dict(engine.values), fields, 1024)
+            return EngineSeen(target.ready, "no answer")
+        fields = {knob: FieldRange(True, *LIMITS[knob]) for knob in Knob}
+        config = Config(engine.generation, dict(engine.values), fields, 1024)
         if not target.ready:
-            reading = GroupReading(target.group, False, config, problem="not ready", instance=target.instance)
-            return EngineSeen(reading, ("weights", 40))
-        load = EngineLoad(self.now, engine.generation, 0, 0, 0, 0, 0.0, 151, 0, 16, 737_280, 1_572_864_000)
-        reading = GroupReading(target.group, True, config, load, instance=target.instance)
-        applied = {str(knob.value): value for knob, value in engine.values.items()}
-        return EngineSeen(reading, None, applied, self._layout(target) if target.asks_layout else None)
+            return EngineSeen(False, "not ready", config=config, load=("weights", 40))
+        return EngineSeen(
+            True,
+            sample=Sample(self.now, Counters(0.0, 0.0, 0.0, {}), Gauges(0.0, 0.0, 0.0, engine.generation)),
+            config=config,
+            ledger=Ledger(1_572_864_000, 151, 16, 737_280),
+            applied={str(knob.value): value for knob, value in engine.values.items()},
+            layout=self._layout(target) if target.asks_layout else None,
+        )
 
     def _layout(self, target: Target) -> Degrees:
         """As the flags of the engine's pod ask for."""

@@ -17,15 +17,17 @@ from operator_builders import a_spec
 from operator_cluster import BROKEN, TICK_SECONDS, TOKEN, FakeCluster, Killed, a_loop, a_reconciler
 from trimtab_operator.builders.config_map import tuning_config_map
 from trimtab_operator.decisions.rollback import from_text
+from trimtab_operator.decisions.tuning import remembered_text
 from trimtab_operator.loop.reconciler import Loop, Reconciler
-from trimtab_operator.tuner import Knob, TunerState
+from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.state import Memory
 
 WORLDS = 2000
 BATCHES = 20
 QUICK = {"startTimeout": "20s", "drainTimeout": "1s"}
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {}, {"pipeline": 2, "gpusPerNode": 1})
 OF_HISTORY = ("conditions", "tuning", "groups")
-APPLIED = TunerState(applied={Knob.MAX_NUM_SEQS: 16})
+APPLIED = Memory(applied={Knob.MAX_NUM_SEQS: 16})
 
 
 def a_runtime(*args: str) -> dict[str, Any]:
@@ -37,7 +39,9 @@ def a_settled_cluster(replicas: int, layout: int, mode: str) -> bytes:
     """A cluster at rest, to be copied."""
     spec = a_spec(runtime=a_runtime(), rollout=QUICK, tuning={"mode": mode}, parallelism=LAYOUTS[layout])
     cluster = FakeCluster(replicas=replicas, **spec)
-    cluster.objects["ConfigMap", "m-tuning"] = tuning_config_map(cluster.deployment, APPLIED.to_json())
+    cluster.objects["ConfigMap", "m-tuning"] = tuning_config_map(
+        cluster.deployment, remembered_text(APPLIED, key=TOKEN)
+    )
     cluster.objects["ConfigMap", "m-tuning"]["metadata"] |= {"uid": "o-0", "creationTimestamp": "2026-01-01T12:00:00Z"}
     cluster.settle()
     return pickle.dumps(cluster)

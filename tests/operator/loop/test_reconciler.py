@@ -13,7 +13,9 @@ from trimtab_operator.decisions.actions import Apply
 from trimtab_operator.errors import Gone, NameTaken
 from trimtab_operator.loop.reconciler import BUSY_TICK_SECONDS
 from trimtab_operator.loop.wake_ups import WakeUps
-from trimtab_operator.tuner import Decision, Reason, TickResult, TunerState, Verdict
+from trimtab_operator.tuner.decide import Condition, Outcome
+from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount
+from trimtab_operator.tuner.state import Memory
 
 
 async def test_the_first_tick_creates_and_when_all_runs_a_tick_writes_nothing() -> None:
@@ -178,16 +180,16 @@ def test_a_namesake_keeps_its_alarm_when_the_old_loop_ends() -> None:
 async def test_a_decision_whose_memory_could_not_be_written_is_told_on_the_next_tick(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def decides_once(state: TunerState, *_: object) -> TickResult:
-        made = Decision("id", 1.0, Reason.SATURATED, None, None, None, "Every knob is at its bound.", {})
-        decisions = () if state.history else (made,)
-        ok = Verdict(True, "Tuning", "")
-        return TickResult(state if state.history else state.with_decision(made), ok, ok, (), decisions)
+    def decides_once(_: object, memory: Memory, *__: object) -> Outcome:
+        made = Decision("id", 1.0, Move(Reason.SATURATED, ReplicaCount(), 1, None), "Every knob is at its bound.")
+        decisions = () if memory.history else (made,)
+        ok = Condition(True, "Tuning", "")
+        return Outcome(memory if memory.history else memory.with_decision(made), ok, ok, decisions=decisions)
 
     cluster = RefusingCluster()
     cluster.refuses, cluster.error = ("ConfigMap",), OSError("no route")
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
-    monkeypatch.setattr("trimtab_operator.decisions.turn.tick", decides_once)
+    monkeypatch.setattr("trimtab_operator.decisions.turn.decide", decides_once)
     await reconciler.guarded_tick(loop)
     assert cluster.events == []
     assert [kind for kind, _ in cluster.objects] == ["ConfigMap"]  # what is not remembered is not acted upon

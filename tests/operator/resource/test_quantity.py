@@ -36,7 +36,9 @@ def test_one_quantity_may_be_written_twice() -> None:
     assert not is_same_quantity("x", "x")
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("1m30s", 90), ("2h", 7200), ("500ms", 0.5)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30s", 30), ("1m30s", 90), ("2h", 7200), ("500ms", 0.5), ("125us", 0.000125)]
+)
 def test_durations(text: str, seconds: float) -> None:
     assert parse_seconds(text) == seconds
 

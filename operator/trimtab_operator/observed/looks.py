@@ -1,0 +1,54 @@
+"""One replica as the tuner looks at it: what Kubernetes says of its pods, joined with what its engine said. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trimtab_operator.builders.pod import CONTAINER
+from trimtab_operator.observed.engines import EngineSeen
+from trimtab_operator.observed.groups import Group
+from trimtab_operator.observed.pods import node_of, readiness_since
+from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.tuner.looks import Look, Phase
+
+OUT_OF_MEMORY = "OOMKilled"  # the reason that the kubelet gives
+
+
+def look_of(group: Group, seen: EngineSeen | None) -> Look:
+    """A look at a replica. An engine that was asked before its pod became Ready, or not at all, has said nothing."""
+    leader = group.leader
+    since = None if leader is None else readiness_since(leader)
+    answer = seen if seen is not None else EngineSeen(group.is_ready, "its engine was not asked")
+    return Look(
+        replica=group.name,
+        phase=phase_for_tuning(group),
+        instance="" if leader is None else str(leader["metadata"]["uid"]),
+        since=0.0 if since is None else since.timestamp(),
+        sample=answer.sample,
+        config=answer.config,
+        ledger=answer.ledger,
+        problem=answer.problem,
+        was_oom_killed=any(_was_oom_killed(status) for pod in group.pods for status in _statuses(pod)),
+        restarts=0 if leader is None else sum(int(status.get("restartCount", 0)) for status in _statuses(leader)),
+    )
+
+
+def phase_for_tuning(group: Group) -> Phase:
+    """How far a replica is in its life. One whose pods are being replaced is on its way."""
+    if group.is_ready:
+        return Phase.READY
+    is_placed = group.leader is not None and node_of(group.leader) is not None
+    return Phase.STARTING if is_placed else Phase.PENDING
+
+
+def _statuses(pod: Manifest) -> Iterator[Mapping[str, Any]]:
+    """Of the container with the engine."""
+    for status in (pod.get("status") or {}).get("containerStatuses") or []:
+        if status.get("name", CONTAINER) == CONTAINER:
+            yield status
+
+
+def _was_oom_killed(status: Mapping[str, Any]) -> bool:
+    ends = ((status.get(name) or {}).get("terminated") or {} for name in ("state", "lastState"))
+    return any(end.get("reason") == OUT_OF_MEMORY for end in ends)

@@ -1,1 +1,0 @@
-"""The first law: it sees preemptions alone, and moves knobs one way. It steers until `decide` does."""

@@ -1,0 +1,48 @@
+"""A replica as the tuner looks at it: its phase, since when, its instance, and how its engine ended before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from operator_builders import NOW, READY, RUNNING, a_group, a_pod, at, not_ready
+from trimtab_operator.observed.engines import EngineSeen
+from trimtab_operator.observed.looks import look_of
+from trimtab_operator.tuner.looks import Phase
+
+
+def a_pod_ready_since(seconds: float, ready: str = "True") -> dict[str, Any]:
+    condition = {"type": "Ready", "status": ready, "lastTransitionTime": at(seconds)}
+    return a_pod(status={**READY, "conditions": [condition]}, created=-900.0)
+
+
+@pytest.mark.parametrize(
+    ("pod", "phase", "since"),
+    [
+        (a_pod_ready_since(-60.0), Phase.READY, -60.0),
+        (a_pod_ready_since(-5.0, "False"), Phase.STARTING, -5.0),  # it was ready, and its engine ended
+        (a_pod(status=RUNNING, created=-900.0), Phase.STARTING, -900.0),
+        (not_ready(a_pod(node=None, created=-30.0)), Phase.PENDING, -30.0),
+    ],
+)
+def test_a_replica_is_in_its_phase_since_kubernetes_says_so(pod: dict[str, Any], phase: Phase, since: float) -> None:
+    look = look_of(a_group(pod), None)
+    assert (look.phase, look.since) == (phase, NOW + since)
+    assert look.problem == "its engine was not asked"
+
+
+def test_a_replica_without_pods_waits() -> None:
+    look = look_of(a_group(), None)
+    assert (look.phase, look.instance, look.since) == (Phase.PENDING, "", 0.0)
+
+
+def test_restarts_and_their_cause_are_those_of_the_engines_container() -> None:
+    ended = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
+    sidecar = {"name": "other", "restartCount": 7, "lastState": ended}
+    main: dict[str, Any] = {"name": "main", "restartCount": 2, "state": {"running": {}}}
+    pod = a_pod(status={**READY, "containerStatuses": [sidecar, main]})
+    look = look_of(a_group(pod), EngineSeen(True))
+    assert (look.restarts, look.was_oom_killed) == (2, False)
+    pod = a_pod(status={**READY, "containerStatuses": [sidecar, {**main, "lastState": ended}]})
+    assert look_of(a_group(pod), EngineSeen(True)).was_oom_killed
+    assert look.instance == "u-m-g0-0"

@@ -1,0 +1,53 @@
+"""A trial answers for what happens under it, not for what it found: victims from before are computed again after it."""
+
+from __future__ import annotations
+
+import pytest
+from trimtab_operator.tuner.decide import decide
+from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.moves import Reason
+from trimtab_operator.tuner.settings import Mode, Settings
+from trimtab_operator.tuner.state import Memory
+from tuner_looks import KNOBS, a_look, a_sample
+
+TICK = 15.0
+
+
+def reasons_of_decisions(preemptions_after: float, *, ticks_after: int) -> list[Reason]:
+    """An engine under pressure, whose memory is raised; from then on so many requests are preempted a second, and
+    three times as many tokens are computed again as before."""
+    settings, memory = Settings(Mode.AUTO, starts=KNOBS), Memory(starts=KNOBS)
+    values: dict[Knob, Value] = dict(KNOBS)
+    generation, preempted, recomputed, left = 1, 0.0, 0.0, ticks_after
+    decisions: list[Reason] = []
+    now = 1000.0
+    while left:
+        is_tried = bool(decisions)
+        preempted += TICK * (preemptions_after if is_tried else 1.0)
+        recomputed += TICK * (60.0 if is_tried else 20.0)
+        sample = a_sample(
+            now,
+            generation=generation,
+            kv_usage=0.99,
+            preemptions={"capacity": preempted},
+            recomputed_tokens=recomputed,
+        )
+        outcome = decide([a_look(sample=sample, values=values)], memory, settings, now)
+        memory = outcome.memory
+        decisions += [decision.reason for decision in outcome.decisions]
+        for patch in outcome.patches.values():
+            values.update(patch)
+            generation += 1
+        left -= is_tried
+        now += TICK
+    return decisions
+
+
+@pytest.mark.parametrize("ticks", [3, 8, 16])
+def test_more_memory_is_not_blamed_for_those_that_lost_their_blocks_before(ticks: int) -> None:
+    assert reasons_of_decisions(0.0, ticks_after=ticks) == [Reason.KV_CACHE_TOO_SMALL]
+
+
+def test_what_is_preempted_under_the_trial_counts_against_it_after_a_minute() -> None:
+    assert reasons_of_decisions(3.0, ticks_after=3) == [Reason.KV_CACHE_TOO_SMALL]
+    assert Reason.MADE_WORSE in reasons_of_decisions(3.0, ticks_after=8)
