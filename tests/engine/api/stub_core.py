@@ -38,7 +38,7 @@ from trimtab_engine.scheduling.sampling import TokenLogprobs
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 258
 END_TOKEN = 256
-STEP_MILLISECONDS = 10
+STEP_MILLISECONDS = int(os.environ.get("STUB_STEP_MILLISECONDS", "10"))
 STATE_FIELDS = ("max_num_seqs", "max_num_queued_reqs", "max_num_queued_tokens", "disable_log_stats")
 PAUSED: dict[int, PauseMode] = {888: "wait", 889: "keep"}  # seeds of cores that are paused from the start
 COMMANDS = ("!eos", "!slow", "!die", "!fail")
