@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from conftest import Apply
 from harness.deployment import Deployment
@@ -146,9 +150,21 @@ def _recommendation(deployment: Deployment, knob: str) -> dict[str, str]:
 def _is_told_everywhere(
     decision: dict[str, str], deployment: Deployment, installation: Installation, kube: Kube
 ) -> None:
-    """One decision, one id: in status (where it came from), as an Event, and in the operator's log."""
+    """One decision, one id: in status (where it came from), as an Event, in the operator's log, and by `why`."""
     events = [e for e in kube.events(deployment.namespace, deployment.name) if decision["id"] in str(e["message"])]
     assert len(events) == 1, f"{len(events)} Events carry decision {decision['id']}"
     assert decision["message"] in events[0]["message"]
     lines = [line for line in installation.log(tail=5000).splitlines() if decision["id"] in line]
     assert len(lines) == 1, f"{len(lines)} log lines carry decision {decision['id']}"
+    command = [str(Path(sys.executable).with_name("kubectl-trimtab")), "why", deployment.name]
+    why = subprocess.run(
+        [*command, "--namespace", deployment.namespace],
+        env=kube.full_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert why.returncode == 0, why.stderr
+    told = why.stdout.partition(f"[{decision['id']}] ")[2]
+    assert told.startswith(f"{decision['reason']}: {decision['message']}"), why.stdout
+    assert "    evidence: preemptions " in told

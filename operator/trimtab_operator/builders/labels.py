@@ -87,4 +87,9 @@ def rollout_config_map_name(deployment: InferenceDeployment) -> str:
 
 def tuning_config_map_name(deployment: InferenceDeployment) -> str:
     """Name of the ConfigMap with what tuning remembers."""
-    return f"{deployment.name}-tuning"
+    return tuning_name_of(deployment.name)
+
+
+def tuning_name_of(name: str) -> str:
+    """The same, by the resource's name."""
+    return f"{name}-tuning"

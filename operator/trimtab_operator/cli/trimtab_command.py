@@ -1,6 +1,6 @@
 """The command line for users: what they plan, check, serve and measure with.
 
-It needs no cluster and no GPU, and an engine only for what is the engine's.
+It needs no GPU, a cluster only to tell `why`, and an engine only for what is the engine's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from trimtab_operator.cli.operator_command import render, validate
 from trimtab_operator.cli.plan_report import Planned, heading, legend, reasons, refused_table, rows_table, to_json
 from trimtab_operator.cli.shared import given_gpu, refuse, version_of
 from trimtab_operator.cli.simulate_command import simulate
+from trimtab_operator.cli.why_command import why
 from trimtab_operator.layout.check import longer_than_positions, no_such_arithmetic
 from trimtab_operator.layout.cost import NETWORK_GIGABITS, Hardware
 from trimtab_operator.layout.facts import ModelFacts
@@ -43,7 +44,9 @@ trimtab plan MODEL --gpu H100
 
 trimtab validate -f deployment.yaml
 
-trimtab bench serve --model MODEL"""
+trimtab bench serve --model MODEL
+
+trimtab why NAME -n NAMESPACE"""
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=ABOUT, epilog=EXAMPLES)
 for engine_command in (engine_commands.serve, engine_commands.bench, engine_commands.inspect):
@@ -56,6 +59,7 @@ for engine_command in (engine_commands.serve, engine_commands.bench, engine_comm
 app.command(rich_help_panel=RESOURCES)(validate)
 app.command(rich_help_panel=RESOURCES)(render)
 app.command(rich_help_panel=PLANNING)(simulate)
+app.command(rich_help_panel="In a cluster")(why)
 
 
 class Output(StrEnum):

@@ -1,0 +1,154 @@
+"""`trimtab why NAME`, and `kubectl trimtab why NAME`: what the tuner decided, on which evidence, and what came of it.
+
+It reads the resource and the ConfigMap NAME-tuning with the user's own rights, and changes nothing. What the ConfigMap
+says is shown as it stands there: only the operator has the key that would tell whether somebody else wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from trimtab_operator.builders.config_map import STATE_KEY
+from trimtab_operator.builders.labels import tuning_name_of
+from trimtab_operator.cli.shared import refuse
+from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION
+from trimtab_operator.tuner.explanation import why as words_of
+from trimtab_operator.tuner.state import Memory
+from trimtab_operator.tuner.stored import decision_to_json, from_json
+
+REQUEST_SECONDS = 15.0
+NOT_FOUND = 404
+
+
+class Output(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the cluster says: the resource, and the text that NAME-tuning holds; None where there is no such ConfigMap,
+    as before the first turn."""
+
+    namespace: str
+    resource: Mapping[str, Any]
+    kept: str | None
+
+
+def why(
+    name: Annotated[str, typer.Argument(help="The InferenceDeployment.")],
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", "-n", help="Its namespace. Default: the context's.")
+    ] = None,
+    context: Annotated[str | None, typer.Option(help="A context of the kubeconfig. Default: the current one.")] = None,
+    output: Annotated[Output, typer.Option("--output", "-o", help="text or json.")] = Output.TEXT,
+) -> None:
+    """Tell why the operator tuned a deployment as it did, newest decision first.
+
+    Each with its id (that of the Event, the log and the metric), its evidence, what was predicted, the guide's
+    sentence behind the rule, and what came of it. Exit code 2 when the cluster or the deployment cannot be read.
+    """
+    found = _read(name, namespace, context)
+    memory = memory_of(found.kept)
+    typer.echo(as_json(found, memory) if output is Output.JSON else as_text(found, memory))
+
+
+def memory_of(kept: str | None) -> Memory:
+    """What the tuner remembers: nothing where it has written nothing yet, or what stands there is not its text."""
+    try:
+        body = json.loads(kept or "")["state"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return Memory()
+    return from_json(body) or Memory() if isinstance(body, str) else Memory()
+
+
+def as_text(found: Found, memory: Memory) -> str:
+    """A line on how it is tuned now, and the decisions."""
+    name = found.resource["metadata"]["name"]
+    tuning = (found.resource.get("status") or {}).get("tuning") or {}
+    mode = tuning.get("mode") or ((found.resource.get("spec") or {}).get("tuning") or {}).get("mode") or "Off"
+    lines = [f"{name} in {found.namespace}: mode {mode}"]
+    lines += [f"  promised: {_promises(tuning['objectives'])}"] if tuning.get("objectives") else []
+    applied = ", ".join(f"{knob} {value}" for knob, value in sorted((tuning.get("applied") or {}).items()))
+    lines += [f"  tuned to: {applied}"] if applied else []
+    if mode == "Off" and not memory.history:
+        return "\n".join([*lines, "", "Nothing is decided while spec.tuning.mode is Off; Recommend only tells."])
+    return "\n".join([*lines, "", words_of(memory.history, memory.recommendation)])
+
+
+def as_json(found: Found, memory: Memory) -> str:
+    """The same for programs: newest first."""
+    recommendation = memory.recommendation
+    return json.dumps(
+        {
+            "name": found.resource["metadata"]["name"],
+            "namespace": found.namespace,
+            "tuning": (found.resource.get("status") or {}).get("tuning") or {},
+            "recommendation": None if recommendation is None else decision_to_json(recommendation),
+            "decisions": [decision_to_json(decision) for decision in reversed(memory.history)],
+        },
+        indent=2,
+    )
+
+
+def _promises(objectives: Mapping[str, Any]) -> str:
+    """`{"ttft": {"target": "2s", "percentile": 95}}` in words."""
+    said = []
+    for latency in ("ttft", "itl"):
+        promise = objectives.get(latency)
+        if promise:
+            more = f" + {promise['perPromptToken']} per prompt token" if promise.get("perPromptToken") else ""
+            share = f" for {promise['percentile']} %" if promise.get("percentile") else ""
+            said.append(f"{latency} {promise.get('target')}{more}{share}")
+    source = " (the defaults)" if objectives.get("source") == "Default" else ""
+    return ", ".join(said) + source
+
+
+def _read(name: str, namespace: str | None, context: str | None) -> Found:
+    """Ask the cluster. Ends the program with a sentence when it cannot be asked."""
+    import kubernetes.client  # here, so that commands without a cluster do not wait for it
+    import kubernetes.config
+    import urllib3.exceptions
+
+    config: Any = kubernetes.config  # its functions have no types
+    configuration = kubernetes.client.Configuration()
+    configuration.retries = 0
+    path = os.environ.get("KUBECONFIG")
+    try:
+        _, current = config.list_kube_config_contexts(config_file=path)
+        config.load_kube_config(config_file=path, context=context, client_configuration=configuration)
+    except (kubernetes.config.ConfigException, OSError) as error:
+        refuse(f"why: there is no cluster to ask: {error}; set KUBECONFIG, or --context")
+    client = kubernetes.client.ApiClient(configuration)
+    chosen = namespace or (current["context"].get("namespace") if context is None else None) or "default"
+    try:
+        resource: Any = kubernetes.client.CustomObjectsApi(client).get_namespaced_custom_object(
+            GROUP, VERSION, chosen, PLURAL, name, _request_timeout=REQUEST_SECONDS
+        )
+        kept = _kept(kubernetes.client.CoreV1Api(client), name, chosen)
+    except kubernetes.client.ApiException as error:
+        if error.status == NOT_FOUND:
+            refuse(f"why: there is no {KIND} {name} in namespace {chosen}; kubectl get {PLURAL} -A lists them")
+        refuse(f"why: the cluster refuses: {error.status} {error.reason}")
+    except urllib3.exceptions.HTTPError as error:
+        refuse(f"why: the cluster does not answer at {configuration.host}: {type(error).__name__}")
+    return Found(chosen, resource, kept)
+
+
+def _kept(core: Any, name: str, namespace: str) -> str | None:
+    import kubernetes.client
+
+    try:
+        found = core.read_namespaced_config_map(tuning_name_of(name), namespace, _request_timeout=REQUEST_SECONDS)
+    except kubernetes.client.ApiException as error:
+        if error.status == NOT_FOUND:
+            return None
+        raise
+    return (found.data or {}).get(STATE_KEY)

@@ -1,0 +1,170 @@
+"""`trimtab why`: what it asks of a cluster, what it tells, how it ends where it cannot ask."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from trimtab_operator.cli.trimtab_command import app
+from trimtab_operator.decisions.sealed import sealed
+from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.moves import Decision, Expectation, Measure, Move, Reason, decision_id
+from trimtab_operator.tuner.state import Memory
+from trimtab_operator.tuner.stored import to_json
+from typer.testing import CliRunner, Result
+
+MOVE = Move(
+    Reason.KV_CACHE_TOO_SMALL,
+    Knob.GPU_MEMORY_UTILIZATION,
+    0.77,
+    0.87,
+    {"recomputed_share": 0.203, "preemptions": 8.0, "headroom_bytes": 235929600.0, "kv_tokens_gained": 2832.0},
+    (Expectation(Measure.RECOMPUTED, 0.203, 0.0, 0.0, 0.01),),
+    "less than 1% of the tokens computed twice",
+)
+DECISION = Decision(
+    decision_id(1_790_000_000.0, MOVE), 1_790_000_000.0, MOVE, "Raised it.", "kept: predicted 0.0%, seen 0.0%"
+)
+RESOURCE = "/apis/trimtab.dev/v1alpha1/namespaces/{}/inferencedeployments/{}"
+CONFIG_MAP = "/api/v1/namespaces/{}/configmaps/{}-tuning"
+
+
+class Cluster:
+    """An API server that knows some paths, and the kubeconfig of a user of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.answers: dict[str, Any] = {}
+        self.asked: list[str] = []
+        cluster = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                cluster.asked.append(self.path)
+                found = cluster.answers.get(self.path)
+                status = found if isinstance(found, int) else 200 if found is not None else 404
+                body = json.dumps({} if isinstance(found, int | None) else found).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                """A test's output is its own."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.kubeconfig = folder / "kubeconfig"
+        self.kubeconfig.write_text(
+            yaml.safe_dump(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "current-context": "mine",
+                    "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{self._server.server_port}"}}],
+                    "users": [{"name": "u", "user": {}}],
+                    "contexts": [{"name": "mine", "context": {"cluster": "c", "user": "u", "namespace": "team-a"}}],
+                }
+            )
+        )
+
+    def has(self, name: str, namespace: str, memory: Memory | None, **status: Any) -> None:
+        """One resource, and what its tuner remembers."""
+        self.answers[RESOURCE.format(namespace, name)] = {
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {},
+            "status": {"tuning": {"mode": "Auto", **status}},
+        }
+        if memory is not None:
+            text = sealed(to_json(memory), key="the operator's", kind="tuning")
+            self.answers[CONFIG_MAP.format(namespace, name)] = {"data": {"state.json": text}}
+
+    def end(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    monkeypatch.setenv("COLUMNS", "200")
+    yield cluster
+    cluster.end()
+
+
+def why(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["why", *arguments])
+
+
+def test_decisions_are_told_with_evidence_prediction_advice_and_what_came_of_them(cluster: Cluster) -> None:
+    promises = {"source": "Default", "ttft": {"target": "300ms", "percentile": 95, "perPromptToken": "125us"}}
+    applied = {"gpu_memory_utilization": "0.87"}
+    cluster.has("chat", "team-a", Memory(history=(DECISION,)), objectives=promises, applied=applied)
+    result = why("chat")
+    assert result.exit_code == 0
+    for told in (
+        "chat in team-a: mode Auto",
+        "promised: ttft 300ms + 125us per prompt token for 95 % (the defaults)",
+        "tuned to: gpu_memory_utilization 0.87",
+        f"[{DECISION.id}] {MOVE.reason.value}: Raised it.",
+        "evidence: preemptions 8",
+        "predicted: recomputed share from 20.3% to 0.0%",
+        'the guide: "Increase gpu_memory_utilization.',
+        "what came of it: kept: predicted 0.0%, seen 0.0%",
+    ):
+        assert told in result.output
+
+
+def test_programs_get_the_same_as_json(cluster: Cluster) -> None:
+    cluster.has("chat", "team-b", Memory(history=(DECISION,)))
+    answer = json.loads(why("chat", "-n", "team-b", "-o", "json").stdout)
+    assert (answer["name"], answer["namespace"], answer["recommendation"]) == ("chat", "team-b", None)
+    assert answer["decisions"][0]["id"] == DECISION.id
+    assert answer["decisions"][0]["evidence"]["preemptions"] == 8.0
+
+
+@pytest.mark.parametrize("kept", [None, "", "{", '{"state": 7}', '{"state": "{}"}', "[" * 100_000])
+def test_nothing_decided_and_nothing_readable_are_no_error(cluster: Cluster, kept: str | None) -> None:
+    cluster.has("chat", "team-a", None)
+    if kept is not None:
+        cluster.answers[CONFIG_MAP.format("team-a", "chat")] = {"data": {"state.json": kept}}
+    result = why("chat")
+    assert result.exit_code == 0
+    assert "Nothing was decided yet" in result.output
+
+
+def test_mode_off_says_that_nothing_is_decided(cluster: Cluster) -> None:
+    cluster.has("chat", "team-a", None, mode="Off")
+    assert "Nothing is decided while spec.tuning.mode is Off" in why("chat").output
+
+
+def test_what_cannot_be_read_is_one_line_and_exit_code_2(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = why("nobody")
+    assert absent.exit_code == 2
+    assert "there is no InferenceDeployment nobody in namespace team-a; kubectl get" in absent.output
+    cluster.answers[RESOURCE.format("team-a", "secret")] = 403
+    forbidden = why("secret")
+    assert (forbidden.exit_code, "the cluster refuses: 403" in forbidden.output) == (2, True)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    nowhere = why("chat")
+    assert (nowhere.exit_code, "why: there is no cluster to ask" in nowhere.output) == (2, True)
+
+
+def test_a_cluster_that_does_not_answer_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    config = yaml.safe_load(cluster.kubeconfig.read_text())
+    config["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
+    cluster.kubeconfig.write_text(yaml.safe_dump(config))
+    result = why("chat")
+    assert result.exit_code == 2
+    assert "the cluster does not answer at http://127.0.0.1:9" in result.output
