@@ -297,7 +297,7 @@ class ExpertBalance(msgspec.Struct, array_like=True):
     """Mean over maximum of the ranks' loads in the newest steps that were measured; None: not measured anew."""
     num_rearrangements: int = 0
     moved_bytes: int = 0
-    """Of experts' weights that came from other ranks."""
+    """Bytes of experts' weights that came from other ranks."""
     seconds: float = 0.0
     """In which experts were rearranged."""
 
@@ -370,7 +370,7 @@ class StepStats(msgspec.Struct, array_like=True):
     memory_bytes: dict[str, int] | None = None
     """The ledger by kind; sent when it changed and about once a second."""
     num_cached_prompt_tokens: int = 0
-    """Of num_prompt_tokens, those that the prefix cache had."""
+    """How many of num_prompt_tokens the prefix cache had."""
     prefix_cache_queries: int = 0
     """Tokens of the requests admitted for the first time that were looked up."""
     prefix_cache_hits: int = 0
@@ -400,7 +400,7 @@ class StepStats(msgspec.Struct, array_like=True):
     """Requests whose drafts this step verified."""
     num_draft_tokens: int = 0
     accepted_per_position: list[int] = []
-    """Of those requests, how many accepted their first draft, their second, …; as long as the longest draft."""
+    """How many of the requests with drafts accepted their first one, their second, …; as long as the longest draft."""
     graph_steps: dict[str, int] = {}
     """Steps that replayed CUDA graphs, by kind (full, piecewise)."""
     eager_steps: dict[str, int] = {}

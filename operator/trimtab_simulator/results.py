@@ -29,7 +29,7 @@ class Result:
     outcome: Outcome
     start_replicas: int
     target: float | None = None
-    """Of a rival that follows one: as given, or the best in hindsight."""
+    """The target of a rival that follows one: as given, or the best in hindsight."""
 
     def to_json(self) -> dict[str, Any]:
         """Its score, with what it was set to."""

@@ -38,7 +38,7 @@ class Score:
     preempted_token_share: float
     decisions: int
     reversals_per_knob_per_10min: dict[str, int]
-    """By knob, and `replicas`: the most turns from up to down or back within any 10 minutes."""
+    """The most turns from up to down or back within any 10 minutes, by knob, and `replicas`."""
     max_replicas: int
     itl_token_p50: float | None = None
     itl_token_p95: float | None = None
@@ -46,9 +46,9 @@ class Score:
     throughput_tokens_per_s: float = 0.0
     preemptions: int = 0
     prefix_hit_share: float = 0.0
-    """Of all prompt tokens, those that the prefix cache had."""
+    """Share of all prompt tokens that the prefix cache had."""
     knobs: dict[str, float] = field(default_factory=dict)
-    """Those in force at the end."""
+    """The values in force at the end, by knob."""
 
     def to_json(self) -> dict[str, object]:
         """As `trimtab simulate -o json` prints it."""

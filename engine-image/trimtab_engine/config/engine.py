@@ -98,7 +98,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size_cap: int | None = None
     """How many cores there may be, live. None: as many as at the start."""
     data_parallel_first_rank: int = 0
-    """Of this API's cores among those of a world in which others have APIs of their own, and a balancer of theirs."""
+    """Rank of this API's first core in a world in which other cores have APIs of their own, and a balancer of
+    theirs."""
     data_parallel_world_size: int | None = None
     """Cores of that world. None: this API's are all."""
     data_parallel_rank: int = 0
@@ -146,12 +147,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranks_per_node(self) -> int:
-        """Of one engine core."""
+        """How many ranks one engine core has on each node."""
         return self.tensor_parallel_size * self.pipeline_parallel_size // self.nodes_per_core
 
     @property
     def num_local_ranks(self) -> int:
-        """Of all engine cores that there may be on one node: its device is divided among so many."""
+        """How many ranks all engine cores may have on one node together: its device is divided among so many."""
         return self.max_cores // (self.nnodes // self.nodes_per_core) * self.ranks_per_node
 
     @property

@@ -180,7 +180,7 @@ def _number(name: str, text: str, names: type[IntEnum]) -> int:
 
 
 def _graph_mode(value: object) -> CUDAGraphMode:
-    """By its name in any case, as vLLM takes it."""
+    """The mode of this name, in any case, as vLLM takes it."""
     if isinstance(value, CUDAGraphMode):
         return value
     try:

@@ -20,7 +20,7 @@ class RopeConfig:
     truncate: bool = True
     """Whether yarn's range of frequencies is rounded to whole ones."""
     attention_factor: float = 1.0
-    """By which both rotated queries and keys are multiplied."""
+    """Factor that rotated queries and keys are both multiplied by."""
 
 
 @dataclass(frozen=True, slots=True)

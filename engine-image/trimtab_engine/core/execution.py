@@ -42,7 +42,7 @@ class StepResult:
     """For each entry of step.scoring as many as it says."""
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     failed: dict[int, Failure] = field(default_factory=dict)
-    """By place in batch.sampling: requests that no token could be chosen for. Their token_ids mean nothing."""
+    """Requests that no token could be chosen for, by their place in batch.sampling. Their token_ids mean nothing."""
 
 
 @dataclass(slots=True)

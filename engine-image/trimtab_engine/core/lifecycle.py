@@ -154,9 +154,9 @@ class RemainingWork:
     num_waiting: int
     output_tokens: int
     longest_output: int
-    """Of one request."""
+    """Tokens that the longest running request may still generate."""
     prompt_tokens: int
-    """Of the requests that wait."""
+    """Prompt tokens of the requests that wait."""
 
     def eta_seconds(self, tokens_per_second: float, prompt_seconds_per_token: float) -> float | None:
         """How long it takes at the present pace; None: there is none yet.

@@ -292,7 +292,8 @@ def _ready(
 
 
 def _warn_of_little_room(config: EngineConfig, formula: MemoryFormula, size: KVSize) -> None:
-    """Of a node's engine cores the first one does, for all."""
+    """Warn where others leave less than the engine may come to use; a node's first engine core does so for all of
+    them."""
     if config.device == "cpu" and config.first_local_rank == 0:
         first_process = os.getppid() if config.api_server_count else os.getpid()
         warning = what_is_too_much(config, formula, size, room_bytes(family_bytes(first_process)))

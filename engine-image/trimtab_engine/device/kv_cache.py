@@ -115,7 +115,7 @@ class KVCache:
 
     @property
     def bytes_per_block(self) -> int:
-        """Of one block over all layers: keys and values."""
+        """Bytes of one block over all layers: keys and values."""
         return sum(region.block_bytes for region in self._regions)
 
     @property

@@ -102,7 +102,7 @@ class CoreClient:
         self._on_ready, self._on_step, self._on_state, self._on_gone = on_ready, on_step, on_state, on_gone
         self._states: dict[int, EngineState] = {}
         self.state = EngineState()
-        """Of all cores together."""
+        """The state of all cores together."""
         self._context = zmq.asyncio.Context()
         self._inboxes = [self._context.socket(zmq.PULL) for _ in addresses]
         self._outboxes = [self._context.socket(zmq.PUSH) for _ in addresses]
@@ -119,7 +119,7 @@ class CoreClient:
         self._progress = [LoadProgress("starting", 0.0) for _ in addresses]
         self._facts: CoreReady | None = None
         self.ready: CoreReady | None = None
-        """Of the first core, once all are ready."""
+        """What the first core said when it was ready, once all are."""
         self.failure: CoreFailed | None = None
         self.loaded = asyncio.Event()
         """Set when all cores are ready, or one has failed."""
@@ -149,7 +149,7 @@ class CoreClient:
 
     @property
     def progress(self) -> LoadProgress:
-        """Of the core that is furthest behind, of those that start with the engine."""
+        """How far the core has come that is furthest behind, among those that start with the engine."""
         needed = [self._progress[core] for core in self.roster.cores("loading", "serving")]
         return min(needed, key=lambda progress: progress.percent)
 
@@ -162,11 +162,11 @@ class CoreClient:
 
     @property
     def silence(self) -> Silence | None:
-        """Of a core that has said nothing for too long."""
+        """The words on a core that has said nothing for too long."""
         return self._vital_signs.silence(time.monotonic())
 
     def silent_seconds(self) -> dict[int, float]:
-        """By data-parallel rank: how long nothing has been heard of a core that serves."""
+        """Seconds since anything was heard of each core that serves, by data-parallel rank."""
         return {self.first_rank + core: s for core, s in self._vital_signs.seconds(time.monotonic()).items()}
 
     @property

@@ -38,7 +38,7 @@ class CoreLauncher:
             [self._address(client, core) for core in range(len(self._configs))] for client in range(num_clients)
         ]
         self._cores: dict[int, StartedCore] = {}
-        """Those of this node, by data-parallel rank."""
+        """The cores of this node, by data-parallel rank."""
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._hub: Hub | None = None
         self._closing = False
@@ -58,12 +58,12 @@ class CoreLauncher:
 
     @property
     def processes(self) -> list[asyncio.subprocess.Process]:
-        """Of this node's cores, once they were started."""
+        """The processes of this node's cores, once they were started."""
         return [core.process for core in self._cores.values()]
 
     @property
     def process(self) -> asyncio.subprocess.Process | None:
-        """Of the first core, once it was started."""
+        """The first core's process, once it was started."""
         return self.processes[0] if self._cores else None
 
     async def start(self, client: CoreClient, on_stop: Callable[[], None] = lambda: None) -> None:

@@ -14,7 +14,7 @@ Phase = Literal["absent", "loading", "joining", "serving", "retiring"]
 
 
 class CoreRoster:
-    """Of `num_cores` places the first `num_initial` are taken when the engine starts."""
+    """Which cores take requests. The first `num_initial` of `num_cores` places are taken when the engine starts."""
 
     def __init__(self, num_cores: int, num_initial: int) -> None:
         self._phases: list[Phase] = ["loading" if core < num_initial else "absent" for core in range(num_cores)]
@@ -27,12 +27,12 @@ class CoreRoster:
 
     @property
     def serving(self) -> list[int]:
-        """Those that take requests."""
+        """The cores that take requests."""
         return self.cores("serving")
 
     @property
     def present(self) -> list[int]:
-        """Those that have a process."""
+        """The cores that have a process."""
         return [core for core, phase in enumerate(self._phases) if phase != "absent"]
 
     @property

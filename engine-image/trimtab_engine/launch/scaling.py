@@ -29,7 +29,7 @@ class CoreScaling:
         self._desired = config.data_parallel_size
         self._changes = asyncio.Lock()  # of the configuration: a core that joins must miss none
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """Of the cores that join or retire."""
+        """The tasks of the cores that join or retire, by core."""
 
     async def call(self, call: Call) -> AdminReply:
         """One admin call to the engine."""

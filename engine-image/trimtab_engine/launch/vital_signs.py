@@ -54,7 +54,7 @@ class VitalSigns:
             known.pop(core, None)
 
     def seconds(self, now: float) -> dict[int, float]:
-        """By core: how long it has been silent."""
+        """Seconds for which each core has been silent, by core."""
         return {core: max(0.0, now - heard) for core, heard in self._heard.items()}
 
     def silence(self, now: float) -> Silence | None:

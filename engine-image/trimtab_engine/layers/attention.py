@@ -13,7 +13,7 @@ from trimtab_engine.layers.quantized import Projection
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """By which keys and values are divided before a float8 KV cache keeps them."""
+    """What keys and values are divided by before a float8 KV cache keeps them."""
 
     key: float = 1.0
     value: float = 1.0

@@ -44,7 +44,7 @@ class MemoryFormula:
     """Keys and values of one token in all layers of a draft model, which lie in every block."""
 
     other_ranks: tuple["MemoryFormula", ...] = ()
-    """Those of the engine's other ranks. All ranks have as many blocks as the tightest."""
+    """The formulas of the engine's other ranks. All ranks have as many blocks as the tightest."""
 
     def at(self, gpu_memory_utilization: str) -> "MemoryFormula":
         """The same at another utilisation."""
@@ -78,17 +78,17 @@ class MemoryFormula:
 
     @property
     def widest_block_bytes(self) -> int:
-        """Of one block on the rank where it is largest: what sizes a number of blocks that all ranks share."""
+        """Bytes of one block on the rank where it is largest: what sizes a number of blocks that all ranks share."""
         return max(rank.bytes_per_block for rank in (self, *self.other_ranks))
 
     @property
     def block_bytes_of_all_ranks(self) -> int:
-        """Of one block on all ranks together."""
+        """Bytes of one block on all ranks together."""
         return sum(rank.bytes_per_block for rank in (self, *self.other_ranks))
 
     @property
     def num_blocks(self) -> int:
-        """Of every rank."""
+        """How many blocks every rank has."""
         own = self.kv_bytes // self.bytes_per_block
         return min([own, *(other.at(self.gpu_memory_utilization).num_blocks for other in self.other_ranks)])
 
@@ -247,7 +247,7 @@ class Ledger:
     """What the driver, on the CPU the container's memory accounting, counts as used."""
     kinds: Mapping[str, int]
     untouched_bytes: int
-    """Of the owners' bytes, those that the driver does not count yet: mapped KV pages that nobody has written."""
+    """Bytes of owners that the driver does not count yet: mapped KV pages that nobody has written."""
     block_size: int
     bytes_per_block: int
     blocks_total: int

@@ -11,17 +11,18 @@ from fractions import Fraction
 
 MIB = 1 << 20
 RANK_BYTES = 176 * MIB
-"""Of every rank's process: the interpreter, torch, the scheduler, the sockets' buffers."""
+"""What every rank's process holds: the interpreter, torch, the scheduler, the sockets' buffers."""
 API_SERVER_BYTES = 80 * MIB
-"""Of every API server: the interpreter, the HTTP server, requests on their way, the process that renders chats."""
+"""What every API server holds: the interpreter, the HTTP server, requests on their way, the process that renders
+chats."""
 TOKENIZER_BYTES_PER_TOKEN = 1024
-"""Of every API server: the vocabulary, as the tokenizer has it."""
+"""What the tokenizer of every API server holds for each token of the vocabulary."""
 FIRST_PROCESS_BYTES = 48 * MIB
-"""Of the first process of a node where it serves no requests itself: it starts the others and has the admin API."""
+"""What a node's first process holds where it serves no requests itself: it starts the others and has the admin API."""
 ACTIVATION_MARGIN = Fraction(5, 4)
 """What a step holds of the heap for each byte that it asks for: what is free lies in pieces."""
 ROW_SIZE_BYTES = 4 * MIB
-"""Of the code that oneDNN compiles for each number of rows of a product, where products are its own."""
+"""Code that oneDNN compiles for each number of rows of a product, where products are its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,7 +197,7 @@ class Decoder:
 
     @property
     def mixtures(self) -> list[MixtureOfExperts]:
-        """Of this rank's layers, those that have experts."""
+        """This rank's layers that have experts."""
         return [layer.feed_forward for layer in self._layers if isinstance(layer.feed_forward, MixtureOfExperts)]
 
     def forward(

@@ -33,7 +33,7 @@ class StoredTensor:
 
 
 Tensors = Mapping[str, StoredTensor]
-"""By their transformers names."""
+"""Stored tensors under their transformers names."""
 
 
 def decoder_tensors(config: ModelConfig) -> dict[str, StoredTensor]:

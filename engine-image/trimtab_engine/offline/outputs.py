@@ -146,7 +146,7 @@ class Choice:
         )
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """Of the prompt's tokens: None for the first one, which follows nothing."""
+        """One entry for each of the prompt's tokens: None for the first one, which follows nothing."""
         if self._prompt_positions is None:
             return None
         return [None, *(self._logprobs(position) for position in self._prompt_positions)]

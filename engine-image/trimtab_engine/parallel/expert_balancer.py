@@ -46,7 +46,7 @@ class _Part:
 
 
 class ExpertBalancer:
-    """Of this rank's layers, whose experts the ranks of `group` share."""
+    """Balances the experts of this rank's layers, which the ranks of `group` share."""
 
     def __init__(self, config: EplbConfig, layers: Sequence[BalancedLayer], num_experts: int, group: RankGroup) -> None:
         self._config, self._layers, self._group = config, layers, group
@@ -54,7 +54,7 @@ class ExpertBalancer:
         self._part_steps = config.log_balancedness_interval if config.log_balancedness else own_steps
         self._window: deque[_Part] = deque()
         self._loads = torch.zeros(len(layers), num_experts, dtype=torch.int64)
-        """Of the whole window."""
+        """Tokens for each layer and expert over the whole window."""
         self._window_steps = 0
         self._num_steps = 0
         self._steps_of_part = 0
@@ -134,7 +134,7 @@ class ExpertBalancer:
             logger.info("Rearranged experts in %.2f seconds: %d of them moved", seconds, num_moved)
 
     def _agreed_loads(self) -> list[list[int]]:
-        """By layer and expert: the sum over the ranks, so that all decide from one and the same."""
+        """[layers, experts]: the sum over the ranks, so that all decide from one and the same."""
         gathered = self._group.all_gather(self._loads.flatten().to(self._group.device))
         summed: list[list[int]] = gathered.view(self._group.size, *self._loads.shape).sum(dim=0).tolist()
         return summed

@@ -156,7 +156,7 @@ class RankGroups:
     expert: RankGroup | None = None
     """Ranks that share whole experts: all data x tensor ranks of a stage, with expert parallelism."""
     lockstep: RankGroup | None = None
-    """Those of `data` through host memory: what their cores agree on before a step must not wait for a device."""
+    """The ranks of `data` through host memory: what their cores agree on before a step must not wait for a device."""
     meter: WireMeter = field(default_factory=WireMeter)
     """Counts for all of them."""
 

@@ -59,7 +59,7 @@ class Wave:
 
 
 def agreed_shape(said: list[list[int]]) -> StepShape:
-    """Of every core's tokens and tokens per sequence, ANY or MIXED."""
+    """The shape that all cores take, from every core's tokens and tokens per sequence, ANY or MIXED."""
     kinds = {per_sequence for _, per_sequence in said} - {ANY}
     is_uniform = len(kinds) == 1 and MIXED not in kinds
     return StepShape(max(rows for rows, _ in said), kinds.pop() if is_uniform else None)

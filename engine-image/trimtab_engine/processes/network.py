@@ -16,7 +16,7 @@ ANY_IPV4, ANY = "0.0.0.0", "::"
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """Of a numeric address."""
+    """The socket family of a numeric address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 

@@ -10,7 +10,7 @@ ORPHANED_EXIT_CODE = 1
 
 
 def tied_environment(environment: dict[str, str]) -> dict[str, str]:
-    """Of a process that calls `end_with_parent`: who started it is in there."""
+    """The environment of a process that calls `end_with_parent`: who started it is in there."""
     return {**environment, PARENT_VARIABLE: str(os.getpid())}
 
 

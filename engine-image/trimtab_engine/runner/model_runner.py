@@ -113,7 +113,7 @@ class ModelRunner:
         self._scores: ScoresInFlight | None = None
         self._eplb = eplb
         self.balancer = self._new_balancer()
-        """Of the experts' load; None: they do not move."""
+        """Balances the experts' load; None: they do not move."""
 
     @classmethod
     def load(
@@ -190,7 +190,7 @@ class ModelRunner:
         return cls(model, rebuild, facts, shard, groups, device, config.block_size, dtype, kv_dtype, config.eplb)
 
     def _new_balancer(self) -> ExpertBalancer | None:
-        """Of experts that are where they were loaded."""
+        """A balancer of experts that are where they were loaded."""
         moe, group, mixtures = self.facts.whole.moe, self.groups.expert, self._model.mixtures
         if self._eplb is None or moe is None or group is None or not mixtures:
             return None
@@ -323,12 +323,13 @@ class ModelRunner:
         return logits
 
     def take_scores(self) -> ScoresInFlight | None:
-        """Of the prompt tokens that the last step was to judge, in the order of StepInputs.scored; None without any."""
+        """The scores of the prompt tokens that the last step was to judge, in the order of StepInputs.scored; None
+        without any."""
         scores, self._scores = self._scores, None
         return scores
 
     def ledgers(self, own: Ledger) -> dict[int, Ledger]:
-        """Of every rank that this one drives and of itself, by rank: alone it has only its own."""
+        """The ledgers of this rank and of every one that it drives, by rank: alone it has only its own."""
         return {0: own}
 
     def take_wire_bytes(self) -> dict[str, int]:
@@ -405,7 +406,7 @@ class ModelRunner:
         return self._logits(hidden, wanted, inputs)
 
     def _logits(self, hidden: torch.Tensor, wanted: torch.Tensor, inputs: StepInputs) -> torch.Tensor | None:
-        """Of the rows that are sampled. `wanted` may go on with rows of padding."""
+        """Logits of the rows that are sampled. `wanted` may go on with rows of padding."""
         if not self.shard.is_last_stage:
             return None
         if inputs.scored:

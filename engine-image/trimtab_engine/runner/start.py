@@ -18,7 +18,7 @@ from trimtab_engine.runner.graphs.recorder import CudaRecorder, Recorder
 from trimtab_engine.runner.model_runner import ModelRunner
 
 GRAPHS_STAGE = "graphs"
-"""Of /startupz."""
+"""The stage's name at /startupz."""
 MEASURED_FIRST = 2  # graphs from which the memory of the others is estimated
 LEAST_GRAPH_BYTES = 1 << 20  # of a further graph, however small what it recorded; vLLM's
 Report = Callable[[float], None]

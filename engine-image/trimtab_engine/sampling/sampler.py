@@ -40,7 +40,7 @@ class SampledTokens:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     failed: dict[int, Failure] = field(default_factory=dict)
-    """By row: those that no token could be chosen from. What stands for it in token_ids means nothing."""
+    """Rows that no token could be chosen from. What stands for them in token_ids means nothing."""
 
 
 class Chooser(Protocol):

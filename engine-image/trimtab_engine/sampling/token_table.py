@@ -18,7 +18,7 @@ from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
 
 TABLE_BYTES = 128 << 20
-"""Of all rows: 256 of a vocabulary of 128k. Steps of requests that need more wait for the host."""
+"""Bytes of all rows: 256 of a vocabulary of 128k. Steps of requests that need more wait for the host."""
 ROW_MULTIPLE = 4  # tokens: rows start on 16 bytes
 IN_OUTPUT, IN_PROMPT = 2, 1
 """What a token of the output, and being in the prompt at all, add to a count."""

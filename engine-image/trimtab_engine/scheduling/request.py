@@ -91,7 +91,7 @@ class Request:
     host_block_ids: list[int] = field(default_factory=list)
     """Likewise in the swap space, while it is swapped out; num_computed_tokens then counts what lies there."""
     block_hashes: list[bytes] = field(default_factory=list)
-    """Of its full blocks, as far as they were needed; empty without prefix caching."""
+    """Hashes of its full blocks, as far as they were needed; empty without prefix caching."""
     num_offered_blocks: int = 0
     """Leading blocks of its table that the prefix cache has been told of."""
     num_cached_tokens: int = 0
@@ -107,7 +107,8 @@ class Request:
     error: str = ""
     """Why it ended with finish_reason error, for its client."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of its prompt's tokens from the second on, as far as they are computed; where they were asked for."""
+    """Log-probabilities of its prompt's tokens from the second on, as far as they are computed; where they were asked
+    for."""
     num_ever_computed_tokens: int = 0
     """High-water mark of num_computed_tokens over preemptions: what is computed below it is computed again."""
 

@@ -30,11 +30,11 @@ class SchedulerStats:
     preempt_stall_seconds: list[float] = field(default_factory=list)
     """One entry per request that runs again: how long it was off the device."""
     blocked_seconds: dict[str, float] = field(default_factory=dict)
-    """By BlockedReason: how long the head of the queue has waited."""
+    """How long the head of the queue has waited, by BlockedReason."""
     num_prompt_tokens: int = 0
     """Prompt tokens of requests whose prefill ended."""
     num_cached_prompt_tokens: int = 0
-    """Of those, the ones that the prefix cache had."""
+    """How many of the prompt tokens the prefix cache had."""
     num_generation_tokens: int = 0
     num_arrived: int = 0
     """Requests that were queued for the first time."""
@@ -42,7 +42,7 @@ class SchedulerStats:
     prefix_cache_queries: int = 0
     """Tokens of new requests that were looked up; preempted ones that come back do not count."""
     prefix_cache_hits: int = 0
-    """Of those, the ones found."""
+    """How many of the tokens that were looked up were found."""
 
     def note_arrived(self, num_prompt_tokens: int) -> None:
         self.num_arrived += 1

@@ -40,7 +40,7 @@ class WaitingQueue:
         self.num_tokens = 0
         """Tokens of these requests that are still to be computed before they answer."""
         self._counted: dict[int, int] = {}
-        """By order, which no two requests share: what each adds to num_tokens."""
+        """What each request adds to num_tokens, by its order, which no two share."""
         self._arrivals: list[tuple[float, int]] = []
         """A heap of (arrival, order), also of requests that wait no longer."""
 

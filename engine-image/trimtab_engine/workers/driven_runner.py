@@ -41,7 +41,7 @@ class DrivenRunner(ModelRunner):
         return self._meter.take()
 
     def ledgers(self, own: Ledger) -> dict[int, Ledger]:
-        """Of every rank of this core, by rank. Each answers when it has done what it was sent before."""
+        """The ledgers of every rank of this core, by rank. Each answers when it has done what it was sent before."""
         self.workers.send(AskLedger(own.blocks_used))
         told = {answer.rank: answer.ledger for answer in self.workers.answers(ToldLedger)}
         return {self.workers.rank: own} | told

@@ -37,7 +37,7 @@ class BeforeWeights:
 
     other_bytes: int = 0
     communicator_bytes: int = 0
-    """Of the connections between GPUs."""
+    """Bytes of the connections between GPUs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,7 +248,7 @@ def _words(group: Group, layouts: Mapping[str, Degrees]) -> str:
 
 
 def _own_pods(group: Group) -> tuple[Manifest, ...]:
-    """Those of the group's revision; what others do says nothing of it."""
+    """The pods of the group's revision; what others do says nothing of it."""
     return tuple(pod for pod in group.pods if revision_label(pod) == group.revision)
 
 

@@ -65,7 +65,7 @@ class Turn:
     decisions: tuple[Decision, ...] = ()
     notes: tuple[Note, ...] = ()
     futile: Mapping[str, Futile] = field(default_factory=dict)
-    """Of the memory, what may be adopted only once the children were applied."""
+    """The part of the memory that may be adopted only once the children were applied."""
 
     @property
     def is_idle(self) -> bool:

@@ -43,7 +43,7 @@ def phase_for_tuning(group: Group) -> Phase:
 
 
 def _statuses(pod: Manifest) -> Iterator[Mapping[str, Any]]:
-    """Of the container with the engine."""
+    """The statuses of the container with the engine."""
     for status in (pod.get("status") or {}).get("containerStatuses") or []:
         if status.get("name", CONTAINER) == CONTAINER:
             yield status

@@ -51,7 +51,7 @@ class Situation:
     """What the believed replicas did in the last minute, together: its seconds are replica-seconds."""
     ranges: Mapping[Knob, Range]
     ledger: Ledger
-    """Of the replica with the least KV."""
+    """The ledger of the replica with the least KV."""
     objectives: Objectives
     cost: StepCost
     foresight: Foresight | None

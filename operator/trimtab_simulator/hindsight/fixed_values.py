@@ -71,7 +71,7 @@ def fewest_replicas(contest: Contest) -> tuple[Contest, Outcome]:
 
 
 def _fewest(contest: Contest, most: int) -> tuple[Contest, Score]:
-    """By bisection: more replicas never serve fewer requests in time, but for noise."""
+    """The fewest replicas that suffice, by bisection: more never serve fewer requests in time, but for noise."""
     low, high = contest.settings.min_replicas, most
     top = contest.with_replicas(high)
     judged = top.judge("static-n", top.play_fixed("static-n"))

@@ -36,7 +36,7 @@ class SharedBlocks:
         """Freed blocks that can be found, the next to be evicted first; of a request's own ones, [how many]."""
         self._num_own = 0
         self._names: dict[Sequence, list[int]] = {}
-        """Of the full blocks of each request's named beginning."""
+        """Names of the full blocks of each request's named beginning."""
         self._held: dict[Sequence, list[int]] = {}
         """Names of those that it has computed or found, DUPLICATE where another block goes by the name."""
 

@@ -48,7 +48,7 @@ class EngineExporter:
         self.metrics: EngineMetrics | None = None
         self.requests = RequestLog()
         self.silences: Callable[[], Mapping[int, float]] = dict
-        """By core: for how long nothing has been heard of it."""
+        """Tells for how long nothing has been heard of each core, by its index."""
         self._of_cores: dict[int, EngineMetrics] = {}
         self._lines: dict[int, StatisticsLine] = {}
         self._facts: CoreReady | None = None

@@ -23,7 +23,7 @@ class FinishedSequence(msgspec.Struct, frozen=True, array_like=True, kw_only=Tru
     max_tokens: int
     num_preemptions: int
     num_cached_tokens: int = 0
-    """Of the prompt, found in the prefix cache."""
+    """Prompt tokens that the prefix cache had."""
     engine: int = 0
     """The data-parallel core that served it."""
 
@@ -53,7 +53,7 @@ class Observations(msgspec.Struct, tag="observations"):
 
     num_http_requests: int = 0
     first_token_seconds: dict[int, list[float]] = {}
-    """By core; likewise the next."""
+    """Seconds to the first token of each request, by core; the next two likewise."""
     next_token_seconds: dict[int, list[float]] = {}
     sequences: list[FinishedSequence] = []
     requests: list[tuple[int, int, int]] = []

@@ -69,7 +69,7 @@ class Piece:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
-    """Of the choice's prompt; with its first piece."""
+    """Tokens of the choice's prompt that the prefix cache had; told with its first piece."""
     engine: int = 0
     """The data-parallel core that computed it."""
     prompt_logprobs: list[TokenLogprobs] | None = None

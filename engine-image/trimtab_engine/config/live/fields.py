@@ -39,7 +39,7 @@ class Field:
     aliases: tuple[str, ...] = ()
     is_live: Callable[[Envelope], bool] = lambda _: True
     is_drained: bool = False
-    """Of class drain: what runs under the old value finishes first."""
+    """Whether what runs under the old value finishes first (class drain)."""
     kept_as_decimal: bool = False
     """Kept as the decimal text that was written, shown as a number."""
 

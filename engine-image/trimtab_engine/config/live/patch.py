@@ -41,11 +41,11 @@ class LiveConfig:
         return _shown(self.envelope, self.values)
 
     def numbers(self) -> dict[str, float]:
-        """Those that are numbers or switches (1 is on): the values of trimtab_config_value."""
+        """The fields that are numbers or switches (1 is on): the values of trimtab_config_value."""
         return {name: float(value) for name, value in self.shown().items() if not isinstance(value, str)}
 
     def texts(self) -> dict[str, str]:
-        """Those that are choices."""
+        """The fields that are choices, as text."""
         return {name: value for name, value in self.shown().items() if isinstance(value, str)}
 
     def describe(self) -> Json:

@@ -11,7 +11,7 @@ from trimtab_engine.config.live.reading import Json
 from trimtab_engine.scheduling.policy import PreemptionMode, QueueOrder, SchedulingPolicy
 
 FACTS = ("num_blocks_cap", "kv_fixed_by", "kv_memory")
-"""Of the envelope, what no flag sets."""
+"""Fields of the envelope that no flag sets."""
 
 
 @dataclass(frozen=True, slots=True)

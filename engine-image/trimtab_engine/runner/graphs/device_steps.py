@@ -57,12 +57,12 @@ class StepLimits:
     max_num_batched_tokens: int
     max_num_seqs: int
     max_num_rows: int
-    """Of logits."""
+    """Rows of logits at most."""
     max_model_len: int
     block_size: int
 
     def capacity(self, max_tokens: int) -> Capacity:
-        """Of buffers for steps of up to so many tokens."""
+        """How large buffers are for steps of up to so many tokens."""
         return Capacity(
             max_tokens=max_tokens,
             max_seqs=min(self.max_num_seqs, max_tokens),
@@ -141,7 +141,7 @@ class DeviceSteps:
         most = plan.max_tokens
         self._small = StepBuffers(limits.capacity(most), device) if most else self._large
         self._batch = self._small.uniform_batch(0, 1, 0)
-        """Of the step at hand: what attention outside of graphs reads."""
+        """The batch of the step at hand: what attention outside of graphs reads."""
         heads = (max(plan.piecewise, default=0), shape.num_heads, shape.head_size)
         self._query = torch.zeros(heads, dtype=shape.dtype, device=device)
         self._attended = torch.zeros_like(self._query)
@@ -149,14 +149,14 @@ class DeviceSteps:
         self._before = None if is_first_stage else torch.zeros_like(self._hidden)
         """Hidden states of the stage before, for graphs."""
         self.last_tokens = torch.zeros(limits.max_num_rows, dtype=torch.int64, device=device)
-        """Of the step that was sampled last."""
+        """Tokens of the step that was sampled last."""
         self._arrivals = [Arrival.of(limits.max_num_rows, device) for _ in range(NUM_TOKEN_BUFFERS)]
         self._turn = 0
         self._num_compilations = num_compilations()
 
     @property
     def num_bytes(self) -> int:
-        """Of the fixed buffers, on the device; graphs not included."""
+        """Bytes of the fixed buffers on the device; graphs are not included."""
         own = [self._query, self._attended, self._hidden, self.last_tokens]
         own += [] if self._before is None else [self._before]
         buffers = {id(b): b.num_bytes for b in (self._large, self._small)}

@@ -50,7 +50,7 @@ class Foresight:
     runs: int = 0
     """Predictions that were computed, for those who watch the time."""
     runs_left: int = RUNS_PER_TURN
-    """Of this turn's predictions that may be put off."""
+    """How many more predictions that may be put off this turn makes."""
     _loads: dict[int, Load] = field(default_factory=dict)
     _predictions: dict[tuple[Candidate, int], Prediction] = field(default_factory=dict)
     _capacities: dict[Candidate, float] = field(default_factory=dict)

@@ -63,7 +63,7 @@ class Prediction:
     ttft_p50: float
     ttft_p95: float
     itl_p50: float
-    """Of the requests' mean gaps."""
+    """The median of the requests' mean gaps, in seconds."""
     itl_p95: float
     recomputed_share: float
     tokens_per_second: float
@@ -188,5 +188,5 @@ def _judged(
 
 
 def _quantile(ordered: list[float], share: float) -> float:
-    """Of sorted values; 0 without any."""
+    """A quantile of sorted values; 0 without any."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -142,7 +142,7 @@ class Growth:
 
 
 def _normal_quantile(share: float) -> float:
-    """Of the standard normal distribution (Abramowitz and Stegun 26.2.23, within 5e-4)."""
+    """A quantile of the standard normal distribution (Abramowitz and Stegun 26.2.23, within 5e-4)."""
     tail = min(share, 1 - share)
     t = math.sqrt(-2 * math.log(max(tail, 1e-9)))
     value = t - (2.515517 + 0.802853 * t + 0.010328 * t * t) / (

@@ -77,7 +77,7 @@ class Counters:
     prompt_tokens: float
     finished: float
     preemptions: Mapping[str, float]
-    """By reason: capacity, resize, reset; vLLM's, which has no reasons, as `capacity`."""
+    """Preemptions by reason: capacity, resize, reset; vLLM's, which have no reasons, as `capacity`."""
     arrived: float | None = None
     arrived_prompt_tokens: float | None = None
     cached_prompt_tokens: float = 0.0
@@ -86,7 +86,7 @@ class Counters:
     """Requests refused because the queue was full."""
     aborted: float = 0.0
     blocked_seconds: Mapping[str, float] = field(default_factory=dict)
-    """By what kept the head of the queue waiting: kv, seqs, tokens."""
+    """Seconds by what kept the head of the queue waiting: kv, seqs, tokens."""
     decode: Work | None = None
     """Steps in which every sequence only decoded."""
     prefill: Work | None = None
@@ -100,7 +100,7 @@ class Gauges:
     running: float
     waiting: float
     kv_usage: float
-    """Of the fullest rank, 0..1."""
+    """KV usage of the fullest rank, 0..1."""
     config_generation: int | None = None
     """None: not our engine."""
     waiting_tokens: float | None = None

@@ -60,17 +60,17 @@ class Observation:
 
     @property
     def ready(self) -> tuple[Seen, ...]:
-        """Those that serve."""
+        """The replicas that serve."""
         return tuple(seen for seen in self.replicas if seen.is_ready)
 
     @property
     def trusted(self) -> tuple[Seen, ...]:
-        """Those that serve and can be believed."""
+        """The replicas that serve and can be believed."""
         return tuple(seen for seen in self.replicas if seen.is_trusted)
 
     @property
     def coming(self) -> tuple[Seen, ...]:
-        """Those that are placed or load, and will serve."""
+        """The replicas that are placed or load, and will serve."""
         return tuple(seen for seen in self.replicas if seen.phase in (Phase.PENDING, Phase.STARTING))
 
     @property

@@ -38,7 +38,7 @@ class Caution:
     """The same once more requests were missed than the promise allows. There is no lower share for who has missed
     none: one jump of the load that was not provided for costs more misses than an hour may have."""
     prior_sd: float = 0.16
-    """Of the logarithm of that growth, before any was seen."""
+    """Standard deviation of the logarithm of that growth, before any was seen."""
     beyond_highest: float = 1.25
     """Times the highest rate of the last hours: no more is provided for, however much the last burst grew."""
     jump_deviations: float = 0.5
@@ -71,7 +71,7 @@ class Need:
     growth: float
     """The factor between both that growth within a start-up is given."""
     for_queue: int = 0
-    """Of the replicas, those that the queue asks for."""
+    """How many of the replicas the queue asks for."""
 
 
 def confidence(caution: Caution, spent: float | None) -> float:

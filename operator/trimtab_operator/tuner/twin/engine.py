@@ -50,19 +50,19 @@ class Counters:
     sums: dict[str, StepSums] = field(
         default_factory=lambda: {"prefill": StepSums(), "decode": StepSums(), "mixed": StepSums()}
     )
-    """By kind of step."""
+    """The sums of steps, by their kind."""
     arrived: int = 0
     arrived_prompt_tokens: int = 0
     finished: int = 0
     prompt_tokens: int = 0
-    """Of sequences whose prompt is computed, cached tokens included."""
+    """Tokens of prompts that were computed, cached tokens included."""
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     recomputed_tokens: int = 0
     preempted: dict[str, int] = field(default_factory=lambda: {CAPACITY: 0, RESIZE: 0})
-    """By reason."""
+    """Preemptions by reason."""
     blocked_seconds: dict[str, float] = field(default_factory=lambda: {KV: 0.0, SEQS: 0.0, TOKENS: 0.0})
-    """By what kept the head of the queue waiting."""
+    """Seconds by what kept the head of the queue waiting."""
 
 
 class TwinEngine:
@@ -555,7 +555,8 @@ class TwinEngine:
     # --- preemption -----------------------------------------------------------------------------------------------
 
     def _choose_victim(self, running: list[Sequence], index: int, victims: set[Sequence]) -> Sequence:
-        """Of those last in line behind `index`, the one that is cheapest to compute again for each block it frees."""
+        """The victim: among the last in line behind `index` the one that is cheapest to compute again for each block it
+        frees."""
         candidates = [s for s in running[index + 1 :] if s not in victims][-VICTIM_CANDIDATES:] or [running[index]]
         size, blocks = self._block_size, self._blocks
         best, best_cost = candidates[-1], math.inf

@@ -7,6 +7,6 @@ from trimtab_engine.api.openai.tool_parsers.llama3_json import Llama3JsonParser
 from trimtab_engine.api.openai.tool_parsers.parsed import ToolParser
 
 PARSERS: dict[str, Callable[[], ToolParser]] = {"hermes": HermesParser, "llama3_json": Llama3JsonParser}
-"""By vLLM's names, for --tool-call-parser."""
+"""The parsers under vLLM's names, as --tool-call-parser takes them."""
 
 __all__ = ["PARSERS", "ToolParser"]
