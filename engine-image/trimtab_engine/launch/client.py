@@ -328,7 +328,7 @@ class CoreClient:
         joining = self._joining.pop(core, None)
         if joining is not None and not joining.done():
             joining.set_exception(EngineDead("it was ended" if failure is None else failure.message))
-        self.roster.is_gone(core)
+        self.roster.leaves(core)
         self._vital_signs.ends(core)
         self._on_gone(self.first_rank + core)
         self._balancer.forget(core)
@@ -406,11 +406,11 @@ class CoreClient:
                 if joining is not None and not joining.done():
                     joining.set_result(None)
             case CoreBusy(seconds):
-                self._vital_signs.is_busy(core, time.monotonic() + seconds)
+                self._vital_signs.excuse_until(core, time.monotonic() + seconds)
             case CoreReady():
                 self._vital_signs.begins(core, time.monotonic())
                 self._progress[core] = LoadProgress("ready", 100.0)
-                self.roster.is_ready(core)
+                self.roster.serves(core)
                 self._facts = message if core == 0 else self._facts
                 if self.ready is None and self.roster.has_loaded:
                     self._all_ready()

@@ -53,12 +53,14 @@ class CoreRoster:
         if self._phases[core] in ("absent", "retiring"):
             self._phases[core] = "joining"
 
-    def is_ready(self, core: int) -> None:
+    def serves(self, core: int) -> None:
+        """It takes requests from now on."""
         self._phases[core] = "serving"
 
     def retires(self, core: int) -> None:
         """It takes nothing new."""
         self._phases[core] = "retiring"
 
-    def is_gone(self, core: int) -> None:
+    def leaves(self, core: int) -> None:
+        """It has no process any more."""
         self._phases[core] = "absent"

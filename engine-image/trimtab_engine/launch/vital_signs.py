@@ -41,7 +41,7 @@ class VitalSigns:
             self._heard[core] = now
             self._excused.pop(core, None)
 
-    def is_busy(self, core: int, until: float) -> None:
+    def excuse_until(self, core: int, until: float) -> None:
         """Nothing need come from it before then, unless something does."""
         self._excused[core] = until
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_operator.resource.canonical_json import compact
+from trimtab_operator.resource.knobs import knobs
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 
@@ -44,9 +45,10 @@ def asked_of(deployment: InferenceDeployment) -> str:
     spec = deployment.spec
     written = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     asked = {name: value for name, value in written.items() if name not in NOT_RENDERED}
-    bounds = spec.tuning.bounds.model_dump(mode="json", by_alias=True, exclude_none=True)
-    asked["caps"] = {name: bound["max"] for name, bound in bounds.items() if "max" in bound}
-    asked["tunes"] = spec.tuning.mode != "Off"
+    limits = [getattr(spec.tuning.bounds, knob.field) for knob in knobs(spec)]
+    caps = [None if limit is None or limit.max is None else str(limit.max) for limit in limits]
+    asked["caps"] = caps
+    asked["tunes"] = None in caps and spec.tuning.mode != "Off"  # where no cap is given, the mode decides on it
     asked["drainTimeout"] = spec.rollout.drain_timeout
     asked["restartedAt"] = deployment.restarted_at
     return hashlib.sha256(compact(asked).encode()).hexdigest()[:ASKED_LENGTH]

@@ -34,7 +34,7 @@ def test_steps_that_take_long_make_the_limit_longer() -> None:
 
 def test_a_core_that_said_it_would_be_busy_is_excused_until_then_or_until_it_is_heard() -> None:
     vital = signs()
-    vital.is_busy(0, until=700.0)
+    vital.excuse_until(0, until=700.0)
     assert vital.silence(699.0) is None
     assert vital.silence(700.0) == Silence(0, 600.0, True)
     vital.heard(0, 200.0)

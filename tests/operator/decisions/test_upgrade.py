@@ -41,6 +41,14 @@ def images(cluster: FakeCluster) -> set[str]:
     return {found["spec"]["containers"][0]["image"] for found in cluster.pods.values()}
 
 
+def recorded(cluster: FakeCluster) -> list[str]:
+    return [
+        found["metadata"]["annotations"][RECORD_ANNOTATION]
+        for (kind, _), found in cluster.objects.items()
+        if kind == "StatefulSet"
+    ]
+
+
 def restart(cluster: FakeCluster, text: str) -> None:
     assert cluster.body is not None
     cluster.body["metadata"]["annotations"] = {RESTARTED_AT: text}
@@ -224,3 +232,37 @@ def test_what_is_added_for_a_group_of_several_pods_stays_as_it_is() -> None:
             "trimtab.dev/role",
             "trimtab.dev/revision",
         }
+
+
+def test_a_secret_that_is_rotated_under_a_running_operator_changes_nothing_that_runs() -> None:
+    cluster = a_settled_cluster()
+    before, records = uids(cluster), recorded(cluster)
+    cluster.secret = b"another"
+    cluster.settle()
+    assert uids(cluster) == before
+    assert recorded(cluster) == records
+    assert RESTARTED_AT in cluster.condition("Progressing")["message"]
+
+
+BOUNDED = {"gpuMemoryUtilization": {"max": "0.95"}, "maxNumSeqs": {"max": 256}, "maxNumBatchedTokens": {"max": 4096}}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "edit", "restarts"),
+    [
+        (BOUNDED, {"mode": "Off", "bounds": BOUNDED}, False),
+        (BOUNDED, {"mode": "Auto", "bounds": {**BOUNDED, "watermark": {"max": "0.2"}}}, False),
+        ({}, {"mode": "Off", "bounds": {}}, True),
+    ],
+    ids=["caps that are given do not depend on the mode", "what no pod is rendered from", "caps that mode Off lowers"],
+)
+def test_after_an_upgrade_only_what_changes_pods_makes_new_ones(
+    bounds: dict[str, Any], edit: dict[str, Any], restarts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = a_settled_cluster(tuning={"mode": "Auto", "bounds": bounds})
+    before = uids(cluster)
+    upgrade(cluster, monkeypatch)
+    cluster.settle()
+    cluster.edit(tuning=edit)
+    cluster.settle()
+    assert (uids(cluster) != before) is restarts
