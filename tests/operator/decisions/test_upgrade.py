@@ -266,3 +266,15 @@ def test_after_an_upgrade_only_what_changes_pods_makes_new_ones(
     cluster.edit(tuning=edit)
     cluster.settle()
     assert (uids(cluster) != before) is restarts
+
+
+@pytest.mark.parametrize("ticks", range(1, 16))
+def test_a_secret_that_is_rotated_while_replicas_come_up_replaces_none_of_them(ticks: int) -> None:
+    cluster = FakeCluster(replicas=2, **DEFAULTED)
+    for _ in range(ticks):
+        cluster.tick()
+    before = uids(cluster)
+    cluster.secret, cluster.former_secret = b"another", SECRET
+    cluster.settle()
+    assert before.items() <= uids(cluster).items()
+    assert cluster.condition("Ready")["status"] == "True"
