@@ -1,7 +1,7 @@
 """`make demo`: from nothing to tokens to trim, told on the terminal, on a real Kubernetes node.
 
 Two scenes with one real model under one load. With headroom on the device, the operator sees preemptions and raises
-`gpu_memory_utilization`; without headroom it lowers `max_num_seqs`. What was read of the engine becomes a picture.
+`gpu_memory_utilization`; without headroom it raises `watermark`. What was read of the engine becomes a picture.
 Exit code 0 only when everything was seen.
 """
 

@@ -50,6 +50,7 @@ class Checkout:
         return subprocess.Popen(
             ["bash", self.folder / ".ci" / "run"],
             env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - behind a shell it is ignored
         )  # fmt: skip
 
     def run(self, **variables: str) -> tuple[int, str]:

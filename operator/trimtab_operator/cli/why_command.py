@@ -18,12 +18,14 @@ import typer
 from trimtab_operator.builders.config_map import STATE_KEY
 from trimtab_operator.builders.labels import tuning_name_of
 from trimtab_operator.cli.shared import refuse
-from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION
+from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, Tuning
 from trimtab_operator.tuner.explanation import why as words_of
 from trimtab_operator.tuner.state import Memory
 from trimtab_operator.tuner.stored import decision_to_json, from_json
 
 REQUEST_SECONDS = 15.0
+MAX_SAID = 300  # characters of somebody else's error
+DEFAULT_MODE = str(Tuning().mode)  # of a resource whose status says nothing yet
 NOT_FOUND = 404
 
 
@@ -73,7 +75,7 @@ def as_text(found: Found, memory: Memory) -> str:
     """A line on how it is tuned now, and the decisions."""
     name = found.resource["metadata"]["name"]
     tuning = (found.resource.get("status") or {}).get("tuning") or {}
-    mode = tuning.get("mode") or ((found.resource.get("spec") or {}).get("tuning") or {}).get("mode") or "Off"
+    mode = tuning.get("mode") or ((found.resource.get("spec") or {}).get("tuning") or {}).get("mode") or DEFAULT_MODE
     lines = [f"{name} in {found.namespace}: mode {mode}"]
     lines += [f"  promised: {_promises(tuning['objectives'])}"] if tuning.get("objectives") else []
     applied = ", ".join(f"{knob} {value}" for knob, value in sorted((tuning.get("applied") or {}).items()))
@@ -116,6 +118,7 @@ def _read(name: str, namespace: str | None, context: str | None) -> Found:
     import kubernetes.client  # here, so that commands without a cluster do not wait for it
     import kubernetes.config
     import urllib3.exceptions
+    import yaml
 
     config: Any = kubernetes.config  # its functions have no types
     configuration = kubernetes.client.Configuration()
@@ -124,22 +127,31 @@ def _read(name: str, namespace: str | None, context: str | None) -> Found:
     try:
         _, current = config.list_kube_config_contexts(config_file=path)
         config.load_kube_config(config_file=path, context=context, client_configuration=configuration)
-    except (kubernetes.config.ConfigException, OSError) as error:
-        refuse(f"why: there is no cluster to ask: {error}; set KUBECONFIG, or --context")
+    except (kubernetes.config.ConfigException, OSError, yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
+        said = " ".join(str(error).split())[:MAX_SAID]
+        refuse(f"why: there is no cluster to ask: {said}; set KUBECONFIG, or --context")
     client = kubernetes.client.ApiClient(configuration)
     chosen = namespace or (current["context"].get("namespace") if context is None else None) or "default"
     try:
         resource: Any = kubernetes.client.CustomObjectsApi(client).get_namespaced_custom_object(
             GROUP, VERSION, chosen, PLURAL, name, _request_timeout=REQUEST_SECONDS
         )
+        if not isinstance(resource, dict) or "metadata" not in resource:
+            refuse(f"why: what answers at {configuration.host} is no Kubernetes API server")
         kept = _kept(kubernetes.client.CoreV1Api(client), name, chosen)
     except kubernetes.client.ApiException as error:
         if error.status == NOT_FOUND:
             refuse(f"why: there is no {KIND} {name} in namespace {chosen}; kubectl get {PLURAL} -A lists them")
         refuse(f"why: the cluster refuses: {error.status} {error.reason}")
     except urllib3.exceptions.HTTPError as error:
-        refuse(f"why: the cluster does not answer at {configuration.host}: {type(error).__name__}")
+        refuse(f"why: the cluster does not answer at {configuration.host}: {_reason(error)}")
     return Found(chosen, resource, kept)
+
+
+def _reason(error: Exception) -> str:
+    """The cause behind urllib3's `MaxRetryError`, in its own words."""
+    cause = getattr(error, "reason", None) or error
+    return " ".join(str(cause).rpartition(": ")[2].split())[:MAX_SAID] or type(cause).__name__
 
 
 def _kept(core: Any, name: str, namespace: str) -> str | None:

@@ -566,5 +566,14 @@ def schema_errors(error: ValidationError) -> list[tuple[str, str]]:
         if entry["type"] == "extra_forbidden":
             found.append((path, "there is no such field: `kubectl explain infd.spec --recursive` lists them"))
         else:
-            found.append((path, entry["msg"]))
+            found.append((path, entry["msg"] + _about_quotes(entry["type"], entry.get("input"))))
     return found
+
+
+def _about_quotes(kind: str, given: object) -> str:
+    """What YAML did to a text that was written without quotes: it made it a number, or a switch."""
+    if kind not in ("string_type", "literal_error", "enum") or not isinstance(given, bool | int | float):
+        return ""
+    if isinstance(given, bool):
+        return f": YAML reads On, Off, Yes and No without quotes as true or false; write {'On' if given else 'Off'!r}"
+    return f": YAML reads it as a number; write '{given}' in quotes"

@@ -161,10 +161,30 @@ def test_what_cannot_be_read_is_one_line_and_exit_code_2(
     assert (nowhere.exit_code, "why: there is no cluster to ask" in nowhere.output) == (2, True)
 
 
+@pytest.mark.parametrize("text", ["{", "a: [", "just words", "- 1", ""])
+def test_a_broken_kubeconfig_is_one_line(cluster: Cluster, text: str) -> None:
+    cluster.kubeconfig.write_text(text)
+    result = why("chat")
+    assert (result.exit_code, result.output.count("\n")) == (2, 1)
+    assert result.output.startswith("why: there is no cluster to ask: ")
+
+
+def test_a_proxy_that_answers_in_the_cluster_s_place_is_told(cluster: Cluster) -> None:
+    cluster.answers[RESOURCE.format("team-a", "chat")] = ["<html>"]
+    result = why("chat")
+    assert (result.exit_code, "is no Kubernetes API server" in result.output) == (2, True)
+
+
+def test_a_resource_without_a_word_on_tuning_has_the_default_mode(cluster: Cluster) -> None:
+    cluster.answers[RESOURCE.format("team-a", "chat")] = {"metadata": {"name": "chat"}}
+    assert "chat in team-a: mode Recommend" in why("chat").output
+
+
 def test_a_cluster_that_does_not_answer_is_named(cluster: Cluster, tmp_path: Path) -> None:
     config = yaml.safe_load(cluster.kubeconfig.read_text())
     config["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
     cluster.kubeconfig.write_text(yaml.safe_dump(config))
     result = why("chat")
     assert result.exit_code == 2
-    assert "the cluster does not answer at http://127.0.0.1:9" in result.output
+    assert "the cluster does not answer at http://127.0.0.1:9: " in result.output
+    assert "refused" in result.output
