@@ -12,6 +12,7 @@ p is what the sampler draws from at that position: penalties, masks, temperature
 first, with the drafts before the position counted as output.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -110,13 +111,24 @@ def _compare(
     results, first = [], 0
     for own, guesses in zip(rows, drafts, strict=True):
         token_ids = sampled.token_ids[first : first + len(own)]
-        count = 1 + _num_equal(token_ids, guesses)
-        positions = sampled.logprobs[first : first + count]
+        tokens, failure = _until_failure(token_ids[: 1 + _num_equal(token_ids, guesses)], sampled.failed, first)
+        positions = sampled.logprobs[first : first + len(tokens)]
         logprobs = [entry for entry in positions if entry is not None]
-        failure = next((sampled.failed[row] for row in range(first, first + count) if row in sampled.failed), None)
-        results.append(Verified(token_ids[:count], logprobs if len(logprobs) == count else None, failure))
+        results.append(Verified(tokens, logprobs if len(logprobs) == len(tokens) else None, failure))
         first += len(own)
     return results
+
+
+def _until_failure(tokens: list[int], failed: Mapping[int, Failure], first: int) -> tuple[list[int], Failure | None]:
+    """The tokens before the first row, counted from `first`, that none could be chosen from.
+
+    Behind the end of a grammar there is no token, where its end is banned as well: a request whose drafts reach it has
+    ended with what stands before it. One that has not fails in its next step, where that row is its first.
+    """
+    place = next((n for n in range(len(tokens)) if first + n in failed), None)
+    if place is None:
+        return tokens, None
+    return (tokens[:1], failed[first]) if place == 0 else (tokens[:place], None)
 
 
 def _num_equal(token_ids: list[int], drafts: list[int]) -> int:
@@ -138,13 +150,13 @@ def _reject(
     failed = failures_of(logits.amax(dim=-1).cpu())
     token_ids = reject(target, drafts, torch.stack([q for own in draft_rows for q in own]).double())
     results, first = [], 0
-    for own, tokens in zip(rows, token_ids, strict=True):
+    for own, drawn in zip(rows, token_ids, strict=True):
+        tokens, failure = _until_failure(drawn, failed, first)
         wanted = own[0].sampling.logprobs
         logprobs = None
         if raw is not None and wanted is not None:
             chosen = torch.tensor(tokens, dtype=torch.int64, device=raw.device)
             logprobs = report_logprobs(raw[first : first + len(tokens)], chosen, wanted)
-        failure = next((failed[row] for row in range(first, first + len(tokens)) if row in failed), None)
         results.append(Verified(tokens, logprobs, failure))
         first += len(own)
     return results

@@ -10,6 +10,7 @@ from trimtab_engine.config.experts import EplbConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 
+MOST_ROUNDS = 10
 NUM_REQUESTS, OUTPUT = 12, 12
 TP2, PP2, EP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True}
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
@@ -56,6 +57,10 @@ async def test_tokens_equal_those_of_one_rank(
         assert min(served) >= 3 * OUTPUT, "both cores are to serve"
         few = asked[3:4]
         assert await cores.serve(few) == {r.request_id: expected[model][r.request_id] for r in few}, "one alone, again"
+        for _ in range(MOST_ROUNDS):  # on a busy machine requests may come too far apart to be in each other's way
+            if any(stats.preempted for stats in cores.steps):
+                break
+            assert await cores.serve(asked) == expected[model]
     check_disturbed(cores.steps, asked)
     assert (sum(stats.swapped_in_bytes for stats in cores.steps) > 0) == ("preemption_mode" in layout)
     assert (sum(stats.num_drafts for stats in cores.steps) > 0) == ("speculative" in layout)

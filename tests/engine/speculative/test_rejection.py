@@ -219,3 +219,17 @@ def test_a_sequence_has_a_row_for_each_number_of_drafts() -> None:
     sequence = a_sequence([5, 6])
     assert [row.num_output_tokens for row in drafted_rows(sequence)] == [0, 1, 2]
     assert [row.token_ids for row in drafted_rows(sequence)] == [[1, 2, 3], [1, 2, 3, 5], [1, 2, 3, 5, 6]]
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_drafts_that_reach_a_row_without_a_token_end_before_it(is_drawn: bool) -> None:
+    """As behind the end of a grammar where the end is banned too: what stands before it is the request's last word."""
+    logits = torch.full((3, VOCABULARY), float("-inf"))
+    logits[0, 1] = logits[1, 2] = 0.0
+    sequence = a_sequence([1, 2])
+    own = torch.nn.functional.one_hot(torch.tensor([1, 2]), VOCABULARY).float()
+    proposals = Proposals({sequence.request: [own[0], own[1]]}) if is_drawn else Proposals()
+    (verified,) = verify(logits, [sequence], proposals)
+    assert (verified.token_ids, verified.failure) == ([1, 2], None)
+    (next_step,) = verify(logits[2:].clone(), [a_sequence([])], Proposals())
+    assert next_step.failure is not None
