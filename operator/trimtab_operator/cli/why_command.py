@@ -18,6 +18,7 @@ import typer
 from trimtab_operator.builders.config_map import STATE_KEY
 from trimtab_operator.builders.labels import tuning_name_of
 from trimtab_operator.cli.shared import refuse
+from trimtab_operator.decisions.sealed import unverified
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, Tuning
 from trimtab_operator.tuner.explanation import why as words_of
 from trimtab_operator.tuner.state import Memory
@@ -64,11 +65,8 @@ def why(
 
 def memory_of(kept: str | None) -> Memory:
     """What the tuner remembers: nothing where it has written nothing yet, or what stands there is not its text."""
-    try:
-        body = json.loads(kept or "")["state"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return Memory()
-    return from_json(body) or Memory() if isinstance(body, str) else Memory()
+    body = unverified(kept)
+    return (None if body is None else from_json(body)) or Memory()
 
 
 def as_text(found: Found, memory: Memory) -> str:

@@ -273,8 +273,7 @@ def stored_rollout(
     name = rollout_config_map_name(deployment)
     found = next((m for m in observed.config_maps if m["metadata"]["name"] == name), None)
     text = None if found is None else (found.get("data") or {}).get(ROLLOUT_KEY)
-    state = from_text(text, key=key)
-    return state if state != RolloutState() or former_key is None else from_text(text, key=former_key)
+    return from_text(text, key=key, former_key=former_key)
 
 
 def plan_rollout_state(
@@ -291,9 +290,9 @@ def to_text(state: RolloutState, *, key: str) -> str:
     return sealed(json.dumps(asdict(state), sort_keys=True), key=key, kind=SEAL)
 
 
-def from_text(text: str | None, *, key: str) -> RolloutState:
+def from_text(text: str | None, *, key: str, former_key: str | None = None) -> RolloutState:
     """What `to_text` wrote; nothing is remembered when it is missing, damaged or not ours."""
-    body = opened(text, key=key, kind=SEAL)
+    body = opened(text, key=key, kind=SEAL, former_key=former_key)
     if body is None:
         return RolloutState()
     try:

@@ -71,9 +71,7 @@ def stored_memory(
     """What the ConfigMap remembers; rebuilt from status when it is lost, damaged or signed with neither key."""
     for config_map in config_maps:
         text = (config_map.get("data") or {}).get(STATE_KEY)
-        body = opened(text, key=key, kind=SEAL)
-        if body is None and former_key is not None:
-            body = opened(text, key=former_key, kind=SEAL)
+        body = opened(text, key=key, kind=SEAL, former_key=former_key)
         memory = None if body is None else from_json(body)
         if memory is not None:
             return memory
