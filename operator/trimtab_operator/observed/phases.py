@@ -15,6 +15,8 @@ from trimtab_operator.observed.pods import unschedulable
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.tuner.knobs import Value
 
+CRASH_LOOP = "CrashLoopBackOff"  # the kubelet waits before it starts a container again that keeps ending
+
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
@@ -66,7 +68,7 @@ def failure_of(pod: Manifest) -> str | None:
     for container in _container_statuses(pod):
         waiting = (container.get("state") or {}).get("waiting") or {}
         reason = str(waiting.get("reason", ""))
-        if reason == "CrashLoopBackOff":
+        if reason == CRASH_LOOP:
             return f"the engine crashes again and again: {_last_words(container)}"
         if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError"):
             return f"{reason}: {waiting.get('message', '')}".rstrip(": ")

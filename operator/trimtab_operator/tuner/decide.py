@@ -23,7 +23,15 @@ from trimtab_operator.tuner.observation.track import Patience
 from trimtab_operator.tuner.rules import HOT
 from trimtab_operator.tuner.rules.replicas import wanted_replicas
 from trimtab_operator.tuner.rules.restart import restart_move
-from trimtab_operator.tuner.safety import crashed, memory_taken, out_of_bounds, possible
+from trimtab_operator.tuner.safety import (
+    crashed,
+    engines_raised,
+    is_budget_spent,
+    memory_taken,
+    out_of_bounds,
+    possible,
+    standing_pins,
+)
 from trimtab_operator.tuner.settings import Mode, Settings
 from trimtab_operator.tuner.situation import Situation, ranges_of
 from trimtab_operator.tuner.state import Memory, Pin, Trial
@@ -87,7 +95,8 @@ def _off(memory: Memory, observation: Observation, settings: Settings) -> Outcom
 
 
 def _with_owners_word(memory: Memory, settings: Settings, observation: Observation, now: float) -> Memory:
-    """A new start value is the owner's word: the tuned value of that knob is forgotten. Expired pins go too."""
+    """A new start value is the owner's word: the tuned value of that knob, and crashes above the start before it, are
+    forgotten. So is a tuned value whose start is not known any more. Expired pins go too."""
     known = dict(memory.starts)
     for seen in observation.trusted:
         assert seen.config is not None
@@ -96,15 +105,18 @@ def _with_owners_word(memory: Memory, settings: Settings, observation: Observati
                 known.setdefault(knob, value)  # where the engine itself began
     fresh = {knob for knob, start in settings.starts.items() if knob in known and known[knob] != start}
     in_auto = settings.mode is Mode.AUTO
-    applied = {knob: value for knob, value in memory.applied.items() if in_auto and knob not in fresh}
+    starts = {**known, **settings.starts}
+    applied = {
+        knob: value for knob, value in memory.applied.items() if in_auto and knob not in fresh and knob in starts
+    }
     trial = memory.trial if memory.trial is not None and memory.trial.knob in applied else None
     return replace(
         memory,
-        starts={**known, **settings.starts},
+        starts=starts,
         applied=applied,
         trial=trial,
         pins=tuple(pin for pin in memory.pins if pin.until > now and pin.knob not in fresh),
-        crashes=() if Knob.GPU_MEMORY_UTILIZATION in fresh else memory.crashes,
+        crashes=() if fresh else memory.crashes,
     )
 
 
@@ -210,12 +222,14 @@ class _Turn:
             self.memory = replace(self.memory, recommendation=decision)
 
     def outcome(self) -> Outcome:
-        """What is to be done."""
+        """What is to be done. Which engines get values above the start ones is remembered before they do."""
+        patches = self._patches()
+        raised = engines_raised(self.memory, self.observation, patches)
         return Outcome(
-            memory=self.memory,
+            memory=replace(self.memory, raised=raised),
             metrics_available=metrics_condition(self.observation),
             tuning_active=self._tuning_condition(),
-            patches=self._patches(),
+            patches=patches,
             replicas=self.replicas,
             decisions=tuple(self.decisions),
             objectives=self.objectives,
@@ -248,7 +262,9 @@ class _Turn:
             memory=self.memory,
             observation=self.observation,
             window=window,
-            ranges=ranges_of(self.observation, self.settings, applied=applied, pins=self.memory.pins),
+            ranges=ranges_of(
+                self.observation, self.settings, applied=applied, pins=standing_pins(self.memory, self.settings)
+            ),
             ledger=min(ledgers, key=lambda ledger: ledger.kv_tokens),
             objectives=self.objectives,
             cost=model.cost,
@@ -348,6 +364,9 @@ class _Turn:
         standing = self.memory.recommendation
         if standing is not None and isinstance(standing.move.target, ReplicaCount | Restart):
             return Condition(True, standing.reason.value, "see the recommendation")
+        if is_budget_spent(self.memory, self.settings):
+            said = f"engines crashed {len(self.memory.crashes)} times above the start values: no knob is raised above "
+            return Condition(True, "CrashBudgetSpent", said + "its start until spec.engine has another one")
         if self.settings.mode is Mode.RECOMMEND:
             return Condition(True, "Recommending", "recommendations are written to status; nothing is changed")
         return Condition(True, "Tuning", "knobs move within their bounds where that keeps more promises")

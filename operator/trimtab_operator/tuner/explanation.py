@@ -163,10 +163,10 @@ def _rolled_back(move: Move, _: Mode) -> str:
 
 def _restarted(move: Move, _: Mode) -> str:
     cause = "ran out of memory" if move.evidence["out_of_memory"] else "crashed"
+    code = f" (exit code {int(move.evidence['exit_code'])})" if "exit_code" in move.evidence else ""
     return (
-        f"Lowered {move.target.value} from {show(move.before)} to its start {show(move.after)}: an engine {cause} "
-        f"above "
-        f"the start values (crash {int(move.evidence['crashes'])})"
+        f"Lowered {move.target.value} from {show(move.before)} to its start {show(move.after)}: an engine {cause}"
+        f"{code} above the start values (crash {int(move.evidence['crashes'])})"
     )
 
 

@@ -5,6 +5,8 @@ They act at once, need no window of evidence and wait for no trial. Whatever rai
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from trimtab_operator.tuner.knobs import Knob, Value, Values, is_same, typed
@@ -52,29 +54,60 @@ def _of_engines(observation: Observation, knob: Knob) -> tuple[float | None, flo
 def crashed(memory: Memory, observation: Observation, *, now: float, pin_seconds: float) -> tuple[Memory, list[Move]]:
     """An engine that ran out of memory, or crashed, while values were above their starts: all of them go back at once.
 
-    Raising memory is avoided for `pin_seconds`, and altogether once the crash budget is spent.
+    Raising is avoided for `pin_seconds`, and altogether once the crash budget is spent. It does not matter who was
+    there to see the crash, nor how long ago the raise was: which engines were told the values is remembered.
     """
-    victims = [seen for seen in observation.replicas if seen.has_crashed]
-    raised = {knob: value for knob, value in memory.applied.items() if _is_above_start(memory, knob, value)}
+    victims = [seen for seen in observation.replicas if seen.has_crashed or _has_ended_since(memory, seen)]
+    raised = {knob: value for knob, value in memory.applied.items() if is_above_start(memory, knob, value)}
     if not victims or not raised:
         return memory, []
-    oom = any(seen.was_oom_killed for seen in victims)
-    moves = [
-        Move(
-            Reason.RESTARTED_AFTER,
-            knob,
-            value,
-            memory.starts[knob],
-            {"crashes": len(memory.crashes) + 1, "out_of_memory": float(oom)},
-        )
-        for knob, value in raised.items()
-    ]
+    evidence = {"crashes": len(memory.crashes) + 1, "out_of_memory": float(any(s.was_oom_killed for s in victims))}
+    codes = [s.exit_code for s in victims if s.exit_code is not None and not s.was_oom_killed]
+    evidence |= {"exit_code": codes[0]} if codes else {}
+    moves = [Move(Reason.RESTARTED_AFTER, knob, value, memory.starts[knob], evidence) for knob, value in raised.items()]
     pins = tuple(Pin(knob, value, memory.starts[knob], now + pin_seconds) for knob, value in raised.items())
     crashes = (*memory.crashes, now)[-KEEP_CRASHES:]
     return replace(memory, crashes=crashes, pins=(*memory.pins, *pins), trial=None), moves
 
 
-def _is_above_start(memory: Memory, knob: Knob, value: Value) -> bool:
+def _has_ended_since(memory: Memory, seen: Seen) -> bool:
+    """Whether it ended after it was told values above the start ones."""
+    return seen.restarts > memory.raised.get(seen.instance, seen.restarts)
+
+
+def engines_raised(memory: Memory, observation: Observation, patches: Mapping[str, Values]) -> dict[str, int]:
+    """Engines that run values above the start ones, or are about to be told to, by instance: how often each has ended.
+
+    One that cannot be read now is what it was.
+    """
+    found = {}
+    for seen in observation.replicas:
+        if seen.config is None:
+            known = memory.raised.get(seen.instance)
+            is_same_engine = known == seen.restarts
+        else:
+            runs = {**seen.config.applied, **patches.get(seen.replica, {})}
+            is_same_engine = any(is_above_start(memory, knob, value) for knob, value in runs.items())
+        if seen.instance and is_same_engine:
+            found[seen.instance] = seen.restarts
+    return found
+
+
+def is_budget_spent(memory: Memory, settings: Settings) -> bool:
+    """Whether engines have crashed above the start values so often that nothing is raised above them any more."""
+    return len(memory.crashes) >= settings.pace.crash_budget
+
+
+def standing_pins(memory: Memory, settings: Settings) -> tuple[Pin, ...]:
+    """What is avoided now: what did harm, for its time, and everything above the starts once the budget is spent."""
+    if not is_budget_spent(memory, settings):
+        return memory.pins
+    starts = {knob: start for knob, start in memory.starts.items() if knob is not Knob.WATERMARK}
+    return (*memory.pins, *(Pin(knob, start + 1, start, math.inf) for knob, start in starts.items()))
+
+
+def is_above_start(memory: Memory, knob: Knob, value: Value) -> bool:
+    """Whether a value is above the one that its owner, or the engine itself, starts with, and so may cost memory."""
     start = memory.starts.get(knob)
     return knob is not Knob.WATERMARK and start is not None and value > start and not is_same(value, start)
 

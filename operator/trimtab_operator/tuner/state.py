@@ -96,7 +96,9 @@ class Memory:
     trial: Trial | None = None
     pins: tuple[Pin, ...] = ()
     crashes: tuple[float, ...] = ()
-    """When engines crashed above the start values of their memory."""
+    """When engines crashed above the start values."""
+    raised: Mapping[str, int] = field(default_factory=dict)
+    """Engines that were told values above the start ones, by their instance: how often each had ended until then."""
     recommendation: Decision | None = None
     history: tuple[Decision, ...] = ()
     """Newest last."""

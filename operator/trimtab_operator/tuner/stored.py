@@ -35,6 +35,7 @@ def to_json(memory: Memory) -> str:
             "trial": None if memory.trial is None else _plain_trial(memory.trial),
             "pins": [{"knob": p.knob.value, "value": p.value, "limit": p.limit, "until": p.until} for p in memory.pins],
             "crashes": list(memory.crashes),
+            "raised": dict(memory.raised),
             "scaling": {
                 "desired": scaling.desired,
                 "events": [[event.at, event.change] for event in scaling.events[-MAX_ENTRIES:]],
@@ -67,6 +68,7 @@ def from_json(text: str) -> Memory | None:
             trial=None if data["trial"] is None else _trial(data["trial"]),
             pins=tuple(_pin(entry) for entry in data["pins"][:MAX_ENTRIES]),
             crashes=tuple(_number(at) for at in data["crashes"][:MAX_ENTRIES]),
+            raised={str(name): _count(ends) for name, ends in data.get("raised", {}).items()},
             scaling=ScalingMemory(
                 desired=None if scaling["desired"] is None else _count(scaling["desired"]),
                 events=tuple(ScaleEvent(_number(at), int(_number(change))) for at, change in scaling["events"]),

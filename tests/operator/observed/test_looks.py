@@ -46,3 +46,20 @@ def test_restarts_and_their_cause_are_those_of_the_engines_container() -> None:
     pod = a_pod(status={**READY, "containerStatuses": [sidecar, {**main, "lastState": ended}]})
     assert look_of(a_group(pod), EngineSeen(True)).was_oom_killed
     assert look.instance == "u-m-g0-0"
+
+
+def test_the_exit_code_of_an_engines_last_end_is_read() -> None:
+    main: dict[str, Any] = {"name": "main", "restartCount": 2, "state": {"running": {}}}
+    assert look_of(a_group(a_pod(status={**READY, "containerStatuses": [main]})), None).exit_code is None
+    main |= {"lastState": {"terminated": {"reason": "Error", "exitCode": 1}}}
+    assert look_of(a_group(a_pod(status={**READY, "containerStatuses": [main]})), None).exit_code == 1
+    main |= {"state": {"terminated": {"reason": "OOMKilled", "exitCode": 137}}}  # the newer one
+    look = look_of(a_group(a_pod(status={"containerStatuses": [main]})), None)
+    assert (look.exit_code, look.was_oom_killed, look.restarts) == (137, True, 3)
+
+
+@pytest.mark.parametrize(("words", "is_oom"), [("The node was low on resource: memory.", True), ("disk", False)])
+def test_a_pod_that_its_node_evicted_has_ended_once_more(words: str, is_oom: bool) -> None:
+    evicted = {"phase": "Failed", "reason": "Evicted", "message": words, "containerStatuses": []}
+    look = look_of(a_group(a_pod(status=evicted)), None)
+    assert (look.restarts, look.was_oom_killed) == (1, is_oom)

@@ -9,6 +9,7 @@ from trimtab_operator.tuner.looks import Config, Look, Phase
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.settings import Bounds, Mode, Scaling, Settings
 from trimtab_operator.tuner.state import Memory
+from trimtab_operator.tuner.stored import from_json, rebuilt, to_json
 from tuner_looks import FIELDS, KNOBS, a_look, a_sample
 
 UTILIZATION = Knob.GPU_MEMORY_UTILIZATION
@@ -55,6 +56,65 @@ def test_a_crash_is_seen_while_the_engine_still_loads() -> None:
     loading = a_look(phase=Phase.STARTING, restarts=1, was_oom_killed=True, problem="not ready")
     _, after = turned(RAISED, AUTO, [serving(100.0)], [loading])
     assert after.memory.applied[UTILIZATION] == 0.8
+
+
+def restarted(memory: Memory) -> Memory:
+    """What a new operator knows of it."""
+    known = from_json(to_json(memory))
+    assert known is not None
+    return known
+
+
+def test_a_crash_that_no_operator_saw_is_seen_by_the_next_one() -> None:
+    (before,) = turned(RAISED, AUTO, [serving(100.0)])
+    (after,) = turned(restarted(before.memory), AUTO, [crash(9000.0)], start=9000.0)
+    assert [decision.reason for decision in after.decisions] == [Reason.RESTARTED_AFTER]
+    assert after.memory.applied[UTILIZATION] == 0.8
+    (later,) = turned(restarted(after.memory), AUTO, [crash(9015.0)], start=9015.0)
+    assert (later.decisions, len(later.memory.crashes)) == ((), 1)  # told once
+
+
+def test_an_engine_that_dies_of_the_raised_values_before_it_ever_serves_is_one_of_their_victims() -> None:
+    """A replica on another node, where less is free: it gets the values while it loads."""
+    readable = a_look("m-0", a_sample(100.0))
+    loading = replace(readable, phase=Phase.STARTING, instance="uid-2", sample=None, ledger=None)
+    again = replace(loading, restarts=1, was_oom_killed=True)
+    first, second = turned(RAISED, AUTO, [loading], [again])
+    assert first.patches == {"m-0": {UTILIZATION: 0.9}}
+    assert [decision.reason for decision in second.decisions] == [Reason.RESTARTED_AFTER]
+    assert second.patches == {}
+
+
+def test_an_engine_that_crashes_at_its_own_start_values_blames_nothing() -> None:
+    """What an image that cannot start does says nothing of values that it never had."""
+    crashing = a_look(phase=Phase.STARTING, instance="uid-2", restarts=1, problem="no answer")
+    outcomes = turned(RAISED, AUTO, [serving(100.0)], *([replace(crashing, restarts=n)] for n in range(1, 5)))
+    assert not [decision for outcome in outcomes for decision in outcome.decisions]
+
+
+def test_the_exit_code_of_what_crashed_is_told() -> None:
+    _, after = turned(RAISED, AUTO, [serving(100.0)], [serving(115.0, restarts=1, exit_code=1)])
+    assert "an engine crashed (exit code 1) above the start values (crash 1)" in after.decisions[0].sentence
+
+
+def test_when_the_crash_budget_is_spent_no_knob_rises_above_its_start_until_the_owner_writes_another() -> None:
+    spent, values = replace(RAISED, applied={}, crashes=(1.0, 2.0)), dict(KNOBS)
+    for at in range(1000, 1600, 15):
+        sample = a_sample(float(at), kv_usage=0.99, preemptions={"capacity": 2.0 * at}, recomputed_tokens=80.0 * at)
+        (outcome,) = turned(spent, AUTO, [a_look(sample=sample, values=values)], start=float(at))
+        spent = outcome.memory
+        values |= outcome.patches.get("m-0", {})
+        assert all(value <= KNOBS[knob] for knob, value in spent.applied.items() if knob is not Knob.WATERMARK)
+    assert outcome.tuning_active.reason == "CrashBudgetSpent"
+    (outcome,) = turned(spent, replace(AUTO, starts={**KNOBS, Knob.MAX_NUM_SEQS: 32}), [a_look()])
+    assert outcome.memory.crashes == ()
+
+
+def test_a_value_whose_start_nobody_knows_any_more_is_given_to_no_engine() -> None:
+    """Its memory was lost, and the owner wrote no start: nobody could tell whether it had been raised."""
+    lost = rebuilt({"max_num_seqs": 200}, starts={})
+    (outcome,) = turned(lost, replace(AUTO, starts={}), [a_look(sample=a_sample(100.0))])
+    assert (outcome.memory.applied, outcome.patches) == ({}, {})
 
 
 @pytest.mark.parametrize(

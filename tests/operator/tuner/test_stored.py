@@ -20,6 +20,7 @@ WHOLE = Memory(
     trial=Trial("abc", Knob.WATERMARK, 0.0, 0.05, 10.0, EXPECTED, 0.98, 0.02, 3.0),
     pins=(Pin(Knob.MAX_NUM_SEQS, 9, 32, 100.0),),
     crashes=(7.0,),
+    raised={"uid": 2},
     recommendation=Decision("r", 1.0, Move(Reason.SATURATED, Restart("parallelism.tensor"), None, None), "Saturated."),
     history=(
         Decision("d", 2.0, MOVE, "Raised.", "kept"),

@@ -60,6 +60,7 @@ def _look(data: Mapping[str, Any]) -> Look:
         problem=data["problem"],
         was_oom_killed=bool(data["was_oom_killed"]),
         restarts=int(data["restarts"]),
+        exit_code=data.get("exit_code"),
     )
 
 

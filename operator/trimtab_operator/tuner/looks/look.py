@@ -216,4 +216,6 @@ class Look:
     was_oom_killed: bool = False
     """Its engine's last end was for want of memory."""
     restarts: int = 0
-    """How often its engine ended and was started again in the same pod."""
+    """How often its engine has ended in the same pod."""
+    exit_code: int | None = None
+    """With which its engine ended last; None: it never did."""

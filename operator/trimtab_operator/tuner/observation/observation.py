@@ -32,6 +32,10 @@ class Seen:
     has_crashed: bool = False
     """Its engine has ended and begun again since the look before."""
     was_oom_killed: bool = False
+    restarts: int = 0
+    """How often its engine has ended in its pod."""
+    exit_code: int | None = None
+    """With which it ended last."""
     start_seconds: float | None = None
     """How long it took to start; told once, when it begins to serve."""
 
@@ -119,6 +123,8 @@ def observe(
                 has_new_interval=is_new and is_believed,
                 has_crashed=before.instance == look.instance and look.restarts > before.restarts and before.served,
                 was_oom_killed=look.was_oom_killed,
+                restarts=look.restarts,
+                exit_code=look.exit_code,
                 start_seconds=track.start_seconds if track.served and not before.served else None,
             )
         )

@@ -24,7 +24,7 @@ RETURN_ROOM = 0.7  # of the KV cache at the start value: when no more than this 
 def grow_kv(s: Situation) -> Move | None:
     """Preemptions, and the device has headroom: the KV cache is too small."""
     found = s.ranges.get(Knob.GPU_MEMORY_UTILIZATION)
-    if found is None or not is_pressed(s) or len(s.memory.crashes) >= s.settings.pace.crash_budget:
+    if found is None or not is_pressed(s):
         return None
     room = _headroom(s, found)
     if room < SMALLEST_STEP or room * s.ledger.device_bytes < s.ledger.bytes_per_block:

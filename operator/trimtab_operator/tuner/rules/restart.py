@@ -16,6 +16,7 @@ from trimtab_operator.tuner.situation import Situation
 from trimtab_operator.tuner.state import Memory
 
 MISSED_SECONDS = 600.0  # that promises must have been missed before the owner is asked for more
+RESTARTED_SECONDS = 600.0  # in which an engine that crashed above its start values has served again
 START_ORDER = ("engine.maxModelLen", "tuning.bounds", "engine.cudagraphCaptureSizes", "engine.enforceEager",
                "engine.limitMmPerPrompt")  # fmt: skip
 """What to lower when an engine runs out of memory while it starts, first first."""
@@ -25,13 +26,14 @@ def restart_move(
     memory: Memory, observation: Observation, settings: Settings, s: Situation | None, *, now: float
 ) -> Move | None:
     """What the owner should know: an envelope too large to start, or a deployment that no knob can help."""
-    return _start_too_large(observation) or _saturated(memory, settings, s, now)
+    return _start_too_large(memory, observation, now) or _saturated(memory, settings, s, now)
 
 
-def _start_too_large(observation: Observation) -> Move | None:
-    """An engine that was killed for want of memory before it ever served: its envelope does not fit."""
+def _start_too_large(memory: Memory, observation: Observation, now: float) -> Move | None:
+    """An engine that was killed for want of memory before it ever served: its envelope does not fit. What values above
+    the starts have just brought down says nothing of it."""
     victims = [seen for seen in observation.coming if seen.was_oom_killed]
-    if not victims:
+    if not victims or any(now - at < RESTARTED_SECONDS for at in memory.crashes):
         return None
     return Move(Reason.START_TOO_LARGE, Restart(START_ORDER[0]), None, None, {"replicas": len(victims)})
 
