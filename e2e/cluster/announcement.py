@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .host_settings import KUBELET_SYSCTLS
 from .journey import duration
+from .shape import Found, Wanted, difference
 
 # Seconds of each part on two idle cores; parts that run at once share the cores, so an estimate adds them all.
 PYTHON_SECONDS = 100.0
@@ -31,7 +32,8 @@ class Machine:
     has_kubernetes: bool  # its binaries
     has_node_image: bool
     has_images: bool  # of operator, engine and model
-    cluster: str | None  # the shape of one that is up
+    cluster: Found | None  # the nodes of one that is up
+    node_images: tuple[str, ...]  # those that will do, where one is up
     cache: str
 
 
@@ -53,11 +55,20 @@ def needs_cluster(journey: Journey) -> bool:
     return "cluster" in journey.parts and not journey.current
 
 
+def why_anew(machine: Machine, journey: Journey) -> str | None:
+    """What the cluster that is up has otherwise than asked for, so that it will be deleted first; None: it will do."""
+    if machine.cluster is None or not needs_cluster(journey):
+        return None
+    return difference(machine.cluster, Wanted(journey.workers, machine.node_images))
+
+
 def first_line(machine: Machine, journey: Journey) -> str:
     """One sentence: what it installs on this machine, what else it changes, where things go, how long it takes."""
     clauses = []
     if needs_cluster(journey):
         clauses.append(_apt(machine))
+        if why_anew(machine, journey) is not None:
+            clauses.append("deletes the cluster that is up, which has another shape")
         if machine.docker is None:
             clauses.append("starts a Docker daemon of its own")
         clauses.append(f"sets {len(KUBELET_SYSCTLS)} sysctls until the cluster is gone")
@@ -85,6 +96,7 @@ def missing(machine: Machine, journey: Journey) -> list[tuple[str, float]]:
     """What has to be made first, each with its seconds."""
     parts = journey.parts
     own = needs_cluster(journey)
+    anew = machine.cluster is None or why_anew(machine, journey) is not None
     found = [
         ("Python packages", PYTHON_SECONDS, not machine.has_python_packages),
         ("model", MODEL_SECONDS, "model" in parts and not machine.has_model),
@@ -92,8 +104,8 @@ def missing(machine: Machine, journey: Journey) -> list[tuple[str, float]]:
         ("Kubernetes", KUBERNETES_SECONDS, own and not machine.has_node_image and not machine.has_kubernetes),
         ("node image", NODE_IMAGE_SECONDS, own and not machine.has_node_image),
         ("images", IMAGES_SECONDS, "images" in parts and not machine.has_images),
-        ("cluster", CLUSTER_SECONDS, own and machine.cluster is None),
-        ("images into the cluster", LOAD_SECONDS, own and "images" in parts and machine.cluster is None),
+        ("cluster", CLUSTER_SECONDS, own and anew),
+        ("images into the cluster", LOAD_SECONDS, own and "images" in parts and anew),
     ]
     return [(name, seconds) for name, seconds, is_missing in found if is_missing]
 
@@ -138,5 +150,7 @@ def _cluster_rows(machine: Machine, journey: Journey) -> list[tuple[str, str]]:
         rows.append(("", "its daemon turns packet forwarding on and adds firewall rules, put back likewise"))
     rows.append(("cluster", f"{nodes} of Kubernetes, named trimtab, {end}"))
     if machine.cluster is not None:
-        rows.append(("", f"one is up already: {machine.cluster}"))
+        other = why_anew(machine, journey)
+        fate = "is used" if other is None else f"is deleted first, with all that runs in it ({other})"
+        rows.append(("", f"the one that is up already, of {len(machine.cluster.nodes)} node(s), {fate}"))
     return rows

@@ -25,6 +25,12 @@ def bring_up(name: str, workers: int) -> Cluster | None:
     return cluster
 
 
+def node_images() -> tuple[str, ...]:
+    """The images that the nodes of a cluster may run: the one that KIND_NODE_IMAGE names, else kind's or our own."""
+    chosen = os.environ.get("KIND_NODE_IMAGE", "")
+    return (chosen,) if chosen else (shape.KIND_REPOSITORY, node_image.image_name())
+
+
 def _up(name: str, workers: int) -> Cluster:
     docker: dict[str, str] = {}
     in_parallel(
@@ -45,9 +51,7 @@ def _up(name: str, workers: int) -> Cluster:
 
 def _why_anew(cluster: Cluster, workers: int) -> str | None:
     """What speaks against the cluster that is there; None when it is of the shape asked for, and healthy."""
-    chosen = os.environ.get("KIND_NODE_IMAGE", "")
-    wanted = shape.Wanted(workers, (chosen,) if chosen else (shape.KIND_REPOSITORY, node_image.image_name()))
-    other = shape.difference(kind_cluster.shape_of(cluster), wanted)
+    other = shape.difference(kind_cluster.shape_of(cluster), shape.Wanted(workers, node_images()))
     if other is not None:
         return other
     # A busy machine may answer late: a cluster with somebody's work in it is not thrown away for that.

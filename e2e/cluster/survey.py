@@ -8,12 +8,13 @@ import os
 import shutil
 from pathlib import Path
 
-from . import debian, docker_daemon, kind_cluster, kubernetes_build, model, node_image, python_environment
+from . import bring_up, debian, docker_daemon, kind_cluster, kubernetes_build, model, node_image, python_environment
 from .announcement import Machine
 from .errors import ClusterError
 from .kind_cluster import Cluster
 from .process import output_of
 from .root import cache_root
+from .shape import Found
 
 DOCKER_PACKAGES = ("docker.io", "iptables")
 PACKAGES_IMAGES = ("trimtab-engine-packages", "trimtab-operator-packages", "trimtab-model")
@@ -44,6 +45,7 @@ def look(name: str) -> Machine:
         has_node_image=has_node_image,
         has_images=has_images,
         cluster=_cluster(docker, name),
+        node_images=bring_up.node_images(),
         cache=_short(cache_root()),
     )
 
@@ -79,14 +81,14 @@ def _images(docker: dict[str, str] | None) -> set[str]:
     return names
 
 
-def _cluster(docker: dict[str, str] | None, name: str) -> str | None:
+def _cluster(docker: dict[str, str] | None, name: str) -> Found | None:
     if docker is None:
         return None
     try:
         found = kind_cluster.shape_of(Cluster(name, {**docker, "PATH": os.environ.get("PATH", os.defpath)}))
     except ClusterError:
         return None
-    return f"{len(found.nodes)} node(s)" if found.nodes else None
+    return found if found.nodes else None
 
 
 def _short(path: Path) -> str:

@@ -61,6 +61,18 @@ class Objectives:
             return False
         return self.itl_token is None or sequence.num_slow_gaps <= SLOW_GAPS_ALLOWED * num_gaps
 
+    def in_words(self) -> str:
+        """For people, with units: a bare 80 is 80 seconds, which shows here."""
+        said = []
+        if math.isfinite(self.ttft):
+            more = f" + {_time(self.per_prompt_token)} per prompt token" if self.per_prompt_token else ""
+            said.append(f"first token within {_time(self.ttft)}{more}")
+        if self.itl_mean is not None:
+            said.append(f"mean gap between tokens within {_time(self.itl_mean)}")
+        if self.itl_token is not None:
+            said.append(f"95 % of gaps within {_time(self.itl_token)}")
+        return f"{', '.join(said)}, for {100 * self.attain:g} % of requests"
+
     def to_json(self) -> dict[str, float | None]:
         """As the report shows it; None is no target."""
         return {
@@ -70,6 +82,12 @@ class Objectives:
             "itl_token": self.itl_token,
             "attain": self.attain,
         }
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:g} s"
+    return f"{1e3 * seconds:g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:g} us"
 
 
 def parse_duration(text: str, flag: str) -> float:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from cluster.announcement import Journey, Machine, details, first_line, missing, seconds
+from cluster.shape import Found
 
 EMPTY = Machine(
     packages=("docker.io", "iptables"),
@@ -17,6 +18,7 @@ EMPTY = Machine(
     has_node_image=False,
     has_images=False,
     cluster=None,
+    node_images=(),
     cache="~/.cache/trimtab",
 )
 FULL = Machine(
@@ -28,7 +30,8 @@ FULL = Machine(
     has_kubernetes=True,
     has_node_image=True,
     has_images=True,
-    cluster="1 node(s)",
+    cluster=Found((("control-plane", "kindest/node:v1.36.0"),)),
+    node_images=("kindest/node",),
     cache="~/.cache/trimtab",
 )
 DEMO = Journey(
@@ -102,3 +105,18 @@ def test_a_dry_run_on_a_cluster_of_one_s_own_says_that_none_is_made() -> None:
     (line,) = [line for line in details(EMPTY, replace(DEMO, current=True)) if line.split()[0] == "cluster"]
     assert "KUBECONFIG" in line
     assert "none is made" in line
+
+
+def test_a_cluster_of_another_shape_is_said_to_be_deleted_before_it_is() -> None:
+    three = replace(DEMO, workers=2)
+    assert "deletes the cluster that is up, which has another shape" in first_line(FULL, three)
+    assert {name for name, _ in missing(FULL, three)} == {"cluster", "images into the cluster"}
+    assert any(
+        "is deleted first, with all that runs in it (it has no worker, 2 asked for)" in line
+        for line in details(FULL, three)
+    )
+
+
+def test_a_cluster_of_that_shape_is_said_to_be_used() -> None:
+    assert any("the one that is up already, of 1 node(s), is used" in line for line in details(FULL, DEMO))
+    assert "deletes" not in first_line(FULL, DEMO)

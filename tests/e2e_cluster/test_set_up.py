@@ -21,6 +21,7 @@ EMPTY = Machine(
     has_node_image=False,
     has_images=False,
     cluster=None,
+    node_images=(),
     cache="~/.cache/trimtab",
 )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -144,6 +145,9 @@ def simulate(
         contest = Contest(loaded, settings, loop, objectives, told)
         if report is None:
             contest = without_plots(contest)
+        else:
+            _check_folder(report)
+        typer.echo(f"objectives: {objectives.in_words()}", err=True)
         for note in loaded.notes:
             typer.echo(f"{trace}: {note}", err=True)
         results = []
@@ -195,16 +199,26 @@ def _seconds(value: float | None) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"
 
 
+def _check_folder(path: Path) -> None:
+    """Refuse a report that could not be written before anything is replayed: replays take minutes."""
+    if path.is_dir():
+        _not_written(path, "is a folder")
+    if not os.access(path.parent, os.W_OK):
+        _not_written(path, "cannot be written" if path.parent.is_dir() else f"has no folder {path.parent}")
+
+
+def _not_written(path: Path, why: str) -> NoReturn:
+    typer.echo(f"--report {path} {why}; name a file in a folder that exists and is yours", err=True)
+    raise typer.Exit(EXIT_NOT_WRITTEN)
+
+
 def _write(path: Path, contest: Contest, results: list[Result]) -> None:
     from trimtab_simulator.report import html_report
 
     try:
         path.write_text(html_report(contest, results))
     except OSError as error:
-        typer.echo(
-            f"--report {path} cannot be written: {error.strerror}; name a file in a folder that exists", err=True
-        )
-        raise typer.Exit(EXIT_NOT_WRITTEN) from None
+        _not_written(path, f"cannot be written: {error.strerror}")
 
 
 class _Progress:

@@ -84,6 +84,15 @@ def test_a_report_that_cannot_be_written_ends_with_1(log: Path, tmp_path: Path) 
     done = simulate("--trace", log, *PROMISES, "--policy", "aimd", "--report", tmp_path / "none" / "r.html")
     assert done.exit_code == 1
     assert "--report" in done.stderr
+    assert "aimd" not in done.stderr  # before anything was replayed
+
+
+def test_what_was_asked_for_is_said_with_units(log: Path) -> None:
+    done = simulate("--trace", log, "--ttft", "2s+1/8000", "--itl-mean", "80", "--policy", "static-default")
+    assert (
+        "objectives: first token within 2 s + 125 us per prompt token, mean gap between tokens within 80 s, for 99 %"
+        in done.stderr
+    )
 
 
 def test_equal_seeds_print_equal_figures(log: Path) -> None:
