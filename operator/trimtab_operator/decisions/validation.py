@@ -31,7 +31,7 @@ from trimtab_operator.resource.spec import (
 
 MAX_DRAIN_SECONDS = 3600.0  # a pod that takes longer to stop holds its node for ever
 MAX_START_SECONDS = 7200.0  # the startup probe ends an engine that loads for longer
-
+NAME_IS_MADE_OF = "begin with a lower-case letter; then lower-case letters, digits and dashes, no dots"
 
 Rule = Callable[[InferenceDeployment], Iterable[Refusal]]
 
@@ -57,12 +57,10 @@ def name_leaves_room_for_child_names(deployment: InferenceDeployment) -> Iterato
             f"has {len(deployment.name)} characters; use at most {MAX_NAME_LENGTH}: "
             "names of pods and Services are made from it",
         )
-    elif deployment.name and not re.match(r"^[a-z]", deployment.name):
-        yield Refusal("metadata.name", "must begin with a letter: Services are named after it")
-    elif deployment.name and not re.fullmatch(DNS_LABEL, deployment.name):
+    elif deployment.name and not re.fullmatch(r"(?=[a-z])" + DNS_LABEL.strip("^$"), deployment.name):
         yield Refusal(
             "metadata.name",
-            f"is {deployment.name!r}: Services are named after it; use lower-case letters, digits and dashes, no dots",
+            f"is {deployment.name!r}: Services are named after it; {NAME_IS_MADE_OF}",
         )
 
 

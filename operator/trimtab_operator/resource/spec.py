@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from trimtab_operator.errors import InvalidSpec
+from trimtab_operator.resource.schema_errors import schema_errors
 
 GROUP = "trimtab.dev"
 VERSION = "v1alpha1"
@@ -542,7 +543,9 @@ class InferenceDeployment:
                 json.dumps(body.get("spec") or {}), strict=True, by_alias=True, by_name=False
             )
         except ValidationError as error:
-            raise InvalidSpec("; ".join(f"{field}: {message}" for field, message in schema_errors(error))) from error
+            raise InvalidSpec(
+                "; ".join(f"{field}: {message}" for field, message in schema_errors(error, Spec))
+            ) from error
         return cls(
             namespace=str(metadata.get("namespace") or "default"),
             name=str(metadata.get("name") or ""),
@@ -554,26 +557,3 @@ class InferenceDeployment:
             restarted_at=annotations.get(RESTARTED_AT),
             is_paused=annotations.get(PAUSED, "false") != "false",
         )
-
-
-def schema_errors(error: ValidationError) -> list[tuple[str, str]]:
-    """Fields, as a user writes them, and what is wrong with each."""
-    found = []
-    for entry in error.errors(include_url=False):
-        path = "spec"
-        for part in entry["loc"]:
-            path += f"[{part}]" if isinstance(part, int) else f".{part}"
-        if entry["type"] == "extra_forbidden":
-            found.append((path, "there is no such field: `kubectl explain infd.spec --recursive` lists them"))
-        else:
-            found.append((path, entry["msg"] + _about_quotes(entry["type"], entry.get("input"))))
-    return found
-
-
-def _about_quotes(kind: str, given: object) -> str:
-    """What YAML did to a text that was written without quotes: it made it a number, or a switch."""
-    if kind not in ("string_type", "literal_error", "enum") or not isinstance(given, bool | int | float):
-        return ""
-    if isinstance(given, bool):
-        return f": YAML reads On, Off, Yes and No without quotes as true or false; write {'On' if given else 'Off'!r}"
-    return f": YAML reads it as a number; write '{given}' in quotes"

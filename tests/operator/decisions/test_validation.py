@@ -41,7 +41,7 @@ MAIN = "spec.template.spec.containers"
 
 REFUSED: list[tuple[str, Any, str, str]] = [
     ("metadata.name", "x" * 41, "metadata.name", "at most 40"),
-    ("metadata.name", "1st", "metadata.name", "begin with a letter"),
+    ("metadata.name", "1st", "metadata.name", "begin with a lower-case letter"),
     ("metadata.name", "a.b", "metadata.name", "dots"),
     ("spec.scaling", {"maxReplicas": 3}, "spec.scaling", "not built yet"),
     ("spec.scaling", {"maxReplicas": 3}, "spec.scaling", "not built yet"),

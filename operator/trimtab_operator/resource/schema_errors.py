@@ -1,0 +1,71 @@
+"""What the schema refuses, told so that whoever wrote it knows what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from types import UnionType
+from typing import get_args
+
+from pydantic import BaseModel, ValidationError
+
+
+def schema_errors(error: ValidationError, root: type[BaseModel]) -> list[tuple[str, str]]:
+    """Fields, as a user writes them below `spec`, and what is wrong with each; `root` is the model that refused."""
+    found = []
+    for entry in error.errors(include_url=False):
+        path = "spec"
+        for part in entry["loc"]:
+            path += f"[{part}]" if isinstance(part, int) else f".{part}"
+        if entry["type"] == "extra_forbidden":
+            meant = _meant(path, root)
+            hint = f"did you mean {meant}? " if meant else ""
+            found.append((path, f"there is no such field: {hint}`kubectl explain infd.spec --recursive` lists them"))
+        else:
+            found.append((path, entry["msg"] + _about_quotes(entry["type"], entry.get("input"))))
+    return found
+
+
+def _meant(unknown: str, root: type[BaseModel]) -> str | None:
+    """The field that a misspelt one was meant to be: a name like it in the same place, else one in another place."""
+    parent, _, name = unknown.rpartition(".")
+    places = _places(root)
+    beside = [place.rpartition(".")[2] for place in places if place.rpartition(".")[0] == parent]
+    close = difflib.get_close_matches(_plain(name), [_plain(each) for each in beside], n=1, cutoff=0.7)
+    for each in beside:
+        if close and _plain(each) == close[0]:
+            return each
+    return next((place for place in places if _plain(place.rpartition(".")[2]) == _plain(name)), None)
+
+
+def _plain(name: str) -> str:
+    """`gpu_memory-utilization` and `gpuMemoryUtilization` are spelt alike."""
+    return name.lower().replace("_", "").replace("-", "")
+
+
+@cache
+def _places(root: type[BaseModel]) -> tuple[str, ...]:
+    """The paths of all fields, outer ones first."""
+    found: list[str] = []
+    waiting: list[tuple[str, type[BaseModel]]] = [("spec", root)]
+    for path, model in waiting:
+        for name, field in model.model_fields.items():
+            place = f"{path}.{field.alias or name}"
+            found.append(place)
+            waiting += [(place, inner) for inner in _models_in(field.annotation)]
+    return tuple(found)
+
+
+def _models_in(annotation: object) -> list[type[BaseModel]]:
+    """The models of `Model | None`: lists and maps are left out, since their paths hold numbers and names."""
+    parts = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+
+
+def _about_quotes(kind: str, given: object) -> str:
+    """What YAML did to a text that was written without quotes: it made it a number, or a switch."""
+    if kind not in ("string_type", "literal_error", "enum") or not isinstance(given, bool | int | float):
+        return ""
+    if isinstance(given, bool):
+        return f": YAML reads On, Off, Yes and No without quotes as true or false; write {'On' if given else 'Off'!r}"
+    return f": YAML reads it as a number; write '{given}' in quotes"
