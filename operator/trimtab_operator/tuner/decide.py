@@ -45,7 +45,7 @@ class Condition:
     """A condition's status, reason and message; equal as long as its cause is."""
 
     ok: bool
-    reason: str
+    reason: Reason
     message: str
 
 
@@ -90,7 +90,7 @@ def decide(looks: Iterable[Look], memory: Memory, settings: Settings, now: float
 def _off(memory: Memory, observation: Observation, settings: Settings) -> Outcome:
     """Off: nothing is applied, tried or recommended; what was learned is kept for the day it is switched on."""
     kept = replace(memory, applied={}, trial=None, recommendation=None)
-    off = Condition(False, "Off", "spec.tuning.mode is Off")
+    off = Condition(False, Reason.OFF, "spec.tuning.mode is Off")
     return Outcome(kept, metrics_condition(observation), off, objectives=settings.objectives)
 
 
@@ -124,18 +124,18 @@ def metrics_condition(observation: Observation) -> Condition:
     """Whether there are numbers to act on, and what is wrong with those that cannot be believed."""
     findings = observation.findings
     if not observation.ready:
-        return Condition(False, "NoReadyReplica", "no replica is ready; nothing is measured")
+        return Condition(False, Reason.NO_READY_REPLICA, "no replica is ready; nothing is measured")
     if not findings:
-        return Condition(True, "Scraped", "the metrics of every ready replica are fresh and consistent")
+        return Condition(True, Reason.SCRAPED, "the metrics of every ready replica are fresh and consistent")
     name, first = min(findings.items())
     said = f"{name}: {first.message}" if len(findings) == 1 else f"{', '.join(sorted(findings))}: {first.message}"
     if len(findings) < len(observation.ready):
         return Condition(
             False,
-            "MetricsPartial",
+            Reason.METRICS_PARTIAL,
             f"metrics of {len(observation.trusted)} of {len(observation.ready)} replicas; {said}",
         )
-    return Condition(False, first.fault.value, said)
+    return Condition(False, first.fault, said)
 
 
 class _Turn:
@@ -185,7 +185,7 @@ class _Turn:
             return
         if self.memory.trial is not None:
             self._judge(self.memory.trial, situation)
-        if self.memory.trial is not None or self.decisions or self.settings.is_paused:
+        if self.memory.trial is not None or self.decisions:
             return
         self.found = next((move for rule in HOT if (move := rule(situation)) is not None), None)
         if self.found is None or self.settings.mode is not Mode.AUTO:
@@ -203,7 +203,7 @@ class _Turn:
         )
         self.memory = replace(self.memory, scaling=chosen.memory)
         self.replicas = chosen.replicas
-        if chosen.move is not None and self.settings.mode is Mode.AUTO and not self.settings.is_paused:
+        if chosen.move is not None and self.settings.mode is Mode.AUTO:
             self.memory = replace(self.memory, moved_at={**self.memory.moved_at, "replicas": self.now})
             self._record(chosen.move)
         elif chosen.move is not None:
@@ -355,18 +355,18 @@ class _Turn:
 
     def _tuning_condition(self) -> Condition:
         if not self.observation.trusted:
-            return Condition(False, "MetricsUnavailable", "every knob is held: no replica's numbers can be believed")
-        if self.settings.is_paused:
-            return Condition(False, "Paused", "the pause annotation is set; nothing moves but for safety")
+            return Condition(
+                False, Reason.METRICS_UNAVAILABLE, "every knob is held: no replica's numbers can be believed"
+            )
         behind = self._behind()
         if behind:
-            return Condition(False, "NotYetApplied", f"{', '.join(behind)}: does not run the applied values yet")
+            return Condition(False, Reason.NOT_YET_APPLIED, f"{', '.join(behind)}: does not run the applied values yet")
         standing = self.memory.recommendation
         if standing is not None and isinstance(standing.move.target, ReplicaCount | Restart):
-            return Condition(True, standing.reason.value, "see the recommendation")
+            return Condition(True, standing.reason, "see the recommendation")
         if is_budget_spent(self.memory, self.settings):
             said = f"engines crashed {len(self.memory.crashes)} times above the start values: no knob is raised above "
-            return Condition(True, "CrashBudgetSpent", said + "its start until spec.engine has another one")
+            return Condition(True, Reason.CRASH_BUDGET_SPENT, said + "its start until spec.engine has another one")
         if self.settings.mode is Mode.RECOMMEND:
-            return Condition(True, "Recommending", "recommendations are written to status; nothing is changed")
-        return Condition(True, "Tuning", "knobs move within their bounds where that keeps more promises")
+            return Condition(True, Reason.RECOMMENDING, "recommendations are written to status; nothing is changed")
+        return Condition(True, Reason.TUNING, "knobs move within their bounds where that keeps more promises")

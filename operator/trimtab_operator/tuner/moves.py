@@ -11,8 +11,10 @@ from trimtab_operator.tuner.knobs import Knob, Value
 
 
 class Reason(StrEnum):
-    """Why something was moved; the reason of the history entry and the Event, and the label of the metric."""
+    """Every reason that the tuner gives: of a decision (its history entry, its Event and the metric's label), and of
+    the conditions MetricsAvailable and TuningActive. docs/tuning.md tells what each means."""
 
+    # of decisions
     KV_CACHE_TOO_SMALL = "KVCacheTooSmall"  # preemptions, and the device has headroom: more KV memory
     KV_CACHE_LARGER_THAN_NEEDED = "KVCacheLargerThanNeeded"  # the way back
     ADMITTED_TOO_EARLY = "AdmittedTooEarly"  # preemptions, no headroom: keep KV free at admission
@@ -29,6 +31,24 @@ class Reason(StrEnum):
     MEMORY_TAKEN = "MemoryTakenByOthers"  # somebody else's memory on the device grew
     BOUNDS_CHANGED = "BoundsChanged"  # the owner's bounds, or the engine's, no longer hold the value
     START_TOO_LARGE = "StartTooLarge"  # an engine runs out of memory while it starts
+
+    # of MetricsAvailable: what can be believed
+    SCRAPED = "Scraped"  # the metrics of every ready replica are fresh and consistent
+    NO_READY_REPLICA = "NoReadyReplica"  # there is nothing to measure
+    METRICS_PARTIAL = "MetricsPartial"  # those of some ready replicas cannot be believed
+    METRICS_MISSING = "MetricsMissing"  # metrics, configuration or ledger could not be read
+    METRICS_STALE = "MetricsStale"  # the newest sample is older than three scrapes
+    METRICS_FROZEN = "MetricsFrozen"  # requests are there, and no counter has moved for three scrapes
+    METRICS_INCONSISTENT = "MetricsInconsistent"  # a sample contradicts itself, the ledger or the clock
+    METRICS_OUT_OF_STEP = "MetricsOutOfStep"  # metrics and configuration of different generations for long
+
+    # of TuningActive, beside Saturated and StartTooLarge
+    TUNING = "Tuning"  # knobs move within their bounds
+    CRASH_BUDGET_SPENT = "CrashBudgetSpent"  # engines crashed twice above the start values: none is raised above them
+    RECOMMENDING = "Recommending"  # what would be done is said, and nothing is changed
+    OFF = "Off"  # as its owner asks
+    METRICS_UNAVAILABLE = "MetricsUnavailable"  # no ready replica can be believed: every knob is held
+    NOT_YET_APPLIED = "NotYetApplied"  # a replica does not run the applied values yet
 
 
 @dataclass(frozen=True, slots=True)

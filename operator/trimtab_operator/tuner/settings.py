@@ -68,4 +68,3 @@ class Settings:
     """Until replicas have been seen to start."""
     pace: Pace = field(default_factory=Pace)
     caution: Caution = field(default_factory=Caution)
-    is_paused: bool = False

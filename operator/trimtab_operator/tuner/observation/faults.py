@@ -5,28 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 
 from trimtab_operator.tuner.looks import Config, Ledger, Sample, Work
+from trimtab_operator.tuner.moves import Reason
 
 MAX_CLOCK_AHEAD_SECONDS = 5.0  # a sample further in the future than this was stamped by a clock that jumped
-
-
-class Fault(StrEnum):
-    """Why a replica's numbers are not acted upon; also reasons of the condition MetricsAvailable."""
-
-    MISSING = "MetricsMissing"  # its metrics, configuration or ledger could not be read
-    STALE = "MetricsStale"  # its newest sample is older than three scrapes
-    FROZEN = "MetricsFrozen"  # it has requests, and no counter has moved for three scrapes
-    INCONSISTENT = "MetricsInconsistent"  # a sample contradicts itself, the ledger or the clock
-    OUT_OF_STEP = "MetricsOutOfStep"  # metrics and configuration have been of different generations for long
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A fault of one replica, in words that stay the same while the cause does."""
 
-    fault: Fault
+    fault: Reason
+    """One of those that begin with Metrics."""
     message: str
 
 

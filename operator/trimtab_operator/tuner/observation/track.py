@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trimtab_operator.tuner.looks import Counters, Look, Phase, Sample
-from trimtab_operator.tuner.observation.faults import Fault, Finding, contradiction, is_out_of_step
+from trimtab_operator.tuner.moves import Reason
+from trimtab_operator.tuner.observation.faults import Finding, contradiction, is_out_of_step
 from trimtab_operator.tuner.observation.interval import Interval, between, nothing_yet
 
 KEEP_SECONDS = 600.0  # of intervals: the longest window that anything is judged on
@@ -57,25 +58,25 @@ class Track:
             track = replace(track, start_seconds=max(0.0, (look.since or now) - track.coming_since))
         track = replace(track, served=True)
         if look.sample is None or look.config is None or look.ledger is None:
-            return track, Finding(Fault.MISSING, look.problem or "could not be read"), False
+            return track, Finding(Reason.METRICS_MISSING, look.problem or "could not be read"), False
         sample = look.sample
         wrong = contradiction(sample, look.ledger, now=now)
         if wrong is not None:
-            return track, Finding(Fault.INCONSISTENT, wrong), False
+            return track, Finding(Reason.METRICS_INCONSISTENT, wrong), False
         track, is_new = track._begun(look, now)._extended(sample, now)
         if now - sample.at > patience.stale_seconds:
-            return track, Finding(Fault.STALE, f"metrics are older than {patience.stale_seconds:g} s"), False
+            return track, Finding(Reason.METRICS_STALE, f"metrics are older than {patience.stale_seconds:g} s"), False
         moved = track.moved_at if track.moved_at is not None else now
         if now - moved > patience.frozen_seconds:
             said = f"requests are there, and no counter has moved for {patience.frozen_seconds:g} s"
-            return track, Finding(Fault.FROZEN, said), False
+            return track, Finding(Reason.METRICS_FROZEN, said), False
         if not is_out_of_step(sample, look.config):
             return replace(track, out_of_step_since=None), None, is_new
         since = now if track.out_of_step_since is None else track.out_of_step_since
         track = replace(track, out_of_step_since=since)
         if now - since > patience.out_of_step_seconds:
             said = f"metrics and configuration differ in generation for over {patience.out_of_step_seconds:g} s"
-            return track, Finding(Fault.OUT_OF_STEP, said), False
+            return track, Finding(Reason.METRICS_OUT_OF_STEP, said), False
         return track, None, is_new
 
     def _begun(self, look: Look, now: float) -> Track:

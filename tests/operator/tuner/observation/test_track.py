@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 from trimtab_operator.tuner.looks import Look, Phase
-from trimtab_operator.tuner.observation import Fault, Observation, Seen, Track, observe
+from trimtab_operator.tuner.moves import Reason
+from trimtab_operator.tuner.observation import Observation, Seen, Track, observe
 from trimtab_operator.tuner.observation.track import Patience
 from tuner_looks import a_look, a_sample
 
@@ -91,7 +92,7 @@ def test_another_pod_is_no_crash() -> None:
 def test_what_cannot_be_is_inconsistent(changes: dict[str, Any], said: str) -> None:
     seen = watched(*looked(100.0), (115.0, a_look(sample=a_sample(115.0, **changes))))
     assert seen.finding is not None
-    assert seen.finding.fault is Fault.INCONSISTENT
+    assert seen.finding.fault is Reason.METRICS_INCONSISTENT
     assert said in seen.finding.message
     assert seen.intervals == ()
 
@@ -114,7 +115,7 @@ def test_metrics_that_lag_are_stale_after_three_looks() -> None:
     late = (160.0, a_look(sample=a_sample(100.0)))
     finding = watched(*looked(100.0), *stuck, late).finding
     assert finding is not None
-    assert finding.fault is Fault.STALE
+    assert finding.fault is Reason.METRICS_STALE
 
 
 def frozen(at: float) -> tuple[float, Look]:
@@ -126,7 +127,7 @@ def frozen(at: float) -> tuple[float, Look]:
 def test_requests_without_progress_are_a_frozen_engine() -> None:
     seen = watched(*[frozen(at) for at in (100.0, 115.0, 130.0, 145.0, 160.0)])
     assert seen.finding is not None
-    assert seen.finding.fault is Fault.FROZEN
+    assert seen.finding.fault is Reason.METRICS_FROZEN
 
 
 def test_an_idle_engine_is_not_frozen() -> None:
@@ -140,7 +141,7 @@ def test_an_idle_engine_is_not_frozen() -> None:
 def test_what_could_not_be_read_is_missing_and_says_why() -> None:
     seen = watched(*looked(100.0), (115.0, a_look(problem="connection refused")))
     assert seen.finding is not None
-    assert (seen.finding.fault, seen.finding.message) == (Fault.MISSING, "connection refused")
+    assert (seen.finding.fault, seen.finding.message) == (Reason.METRICS_MISSING, "connection refused")
 
 
 def test_a_replica_that_loads_is_no_fault() -> None:
@@ -165,7 +166,7 @@ def test_metrics_of_another_generation_than_the_configuration_are_a_fault_only_f
     assert watched(*[behind(at) for at in (100.0, 115.0, 130.0)]).finding is None
     finding = watched(*[behind(at) for at in (100.0, 115.0, 130.0, 145.0, 160.0)]).finding
     assert finding is not None
-    assert finding.fault is Fault.OUT_OF_STEP
+    assert finding.fault is Reason.METRICS_OUT_OF_STEP
 
 
 def test_one_dead_replica_leaves_the_others_believed_and_the_whole_incomplete() -> None:

@@ -1,0 +1,37 @@
+"""Whoever meets a reason in status, Event or metric finds it in the page on tuning, and what the page lists exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from trimtab_operator.tuner.explanation import sentence_of
+from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.moves import Move, Reason
+from trimtab_operator.tuner.settings import Mode
+
+PAGE = Path(__file__).parents[3] / "docs" / "tuning.md"
+FIRST_CELLS = re.compile(r"^\| (`[A-Z][^|]*) \|", re.MULTILINE)
+NAMES = re.compile(r"`([A-Z][a-zA-Z]+)`")
+
+
+class AnyNumber(dict[str, float]):
+    """Evidence that has every number."""
+
+    def __missing__(self, _: str) -> float:
+        return 1.0
+
+
+def test_the_page_lists_every_reason_and_no_other() -> None:
+    listed = {name for cell in FIRST_CELLS.findall(PAGE.read_text()) for name in NAMES.findall(cell)}
+    assert listed == {reason.value for reason in Reason}
+
+
+def test_every_reason_that_no_condition_has_alone_tells_a_decision() -> None:
+    of_conditions = {
+        *(reason for reason in Reason if reason.value.startswith("Metrics")),
+        Reason.SCRAPED, Reason.NO_READY_REPLICA,
+        Reason.TUNING, Reason.RECOMMENDING, Reason.OFF, Reason.CRASH_BUDGET_SPENT, Reason.NOT_YET_APPLIED,
+    }  # fmt: skip
+    for reason in set(Reason) - of_conditions:
+        assert sentence_of(Move(reason, Knob.MAX_NUM_SEQS, 8, 9, AnyNumber()), Mode.AUTO).endswith(".")
