@@ -59,3 +59,16 @@ def test_every_path_with_a_folder_exists() -> None:
     assert len(named) > 60
     missing = [name for name in sorted(named) if not any((root / name).exists() for root in ROOTS)]
     assert [name for name in missing if "FAMILY" not in name] == []
+
+
+@pytest.mark.parametrize("what", ["the engine", "the operator"])
+def test_every_file_that_a_room_is_said_to_have_is_there(what: str) -> None:
+    items = re.findall(r"^- (.+?)(?=^- |^$)", section(f"Where things are: {what}"), flags=re.MULTILINE | re.DOTALL)
+    assert len(items) >= 5
+    missing = []
+    for item in items:
+        folders = [PACKAGES[what] / room for room in re.findall(r"`([\w/]+)/`", item)] + [PACKAGES[what]]
+        folders += [inner for folder in folders[:-1] for inner in folder.iterdir() if inner.is_dir()]
+        names = re.findall(r"`([\w/]+\.py)`", item)
+        missing += [name for name in names if not any((folder / name).is_file() for folder in folders)]
+    assert missing == []
