@@ -68,7 +68,7 @@ def test_every_file_that_a_room_is_said_to_have_is_there(what: str) -> None:
     missing = []
     for item in items:
         folders = [PACKAGES[what] / room for room in re.findall(r"`([\w/]+)/`", item)] + [PACKAGES[what]]
-        folders += [inner for folder in folders[:-1] for inner in folder.iterdir() if inner.is_dir()]
+        folders += [inner for folder in folders[:-1] for inner in folder.glob("*/")]
         names = re.findall(r"`([\w/]+\.py)`", item)
         missing += [name for name in names if not any((folder / name).is_file() for folder in folders)]
     assert missing == []
