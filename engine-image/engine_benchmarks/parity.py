@@ -148,7 +148,7 @@ def _requests(prompts: list[list[int]], num_tokens: int, block_size: int) -> lis
     for index, prompt in enumerate(prompts):
         request = Request.of(str(index), prompt, Sampling(temperature=0.0), arrival_time=0.0)
         count = -(-(len(prompt) + num_tokens) // block_size)
-        request.block_ids = [index + block * len(prompts) for block in range(count)]
+        request.block_tables[0] = [index + block * len(prompts) for block in range(count)]
         requests.append(request)
     return requests
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from trimtab_engine.parallel.partition import Span
+from trimtab_engine.scheduling.sight import Sight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,21 +57,19 @@ class KVGroup:
         """One token in all layers of the group."""
         return self.num_layers * self.each.num_elements
 
+    @property
+    def sight(self) -> Sight:
+        """How far back its tokens see."""
+        return Sight(self.each.window)
+
     def on_rank(self, stage: Span, tensor: int) -> "KVGroup":
         """The part of a rank that holds the layers of `stage`, as one of `tensor` ranks that divide them."""
         clipped = ((max(first, stage[0]), min(last, stage[1])) for first, last in self.layers)
         return KVGroup(tuple(span for span in clipped if span[0] < span[1]), self.each.on_rank(tensor))
 
     def num_blocks(self, num_tokens: int, *, block_size: int, max_num_batched_tokens: int) -> int:
-        """The most blocks that a request holds while it grows to so many tokens.
-
-        Of a window: what the tokens of one step see and write, wherever it begins within a block.
-        """
-        blocks = -(-num_tokens // block_size)
-        if self.each.window is None:
-            return blocks
-        in_sight = self.each.window - 1 + max_num_batched_tokens
-        return min(blocks, -(-(in_sight - 1) // block_size) + 1)
+        """The most blocks that a request holds while it grows to so many tokens."""
+        return self.sight.num_blocks(num_tokens, block_size, max_num_batched_tokens)
 
 
 def uniform_group(num_layers: int, num_kv_heads: int, head_size: int) -> KVGroup:

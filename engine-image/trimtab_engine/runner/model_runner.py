@@ -456,7 +456,7 @@ class ModelRunner:
         sequences = []
         for index, (before, now) in enumerate(spans):
             request = Request.of(f"profile-{index}", [0] * (before + now), sampling, arrival_time=0.0)
-            request.block_ids = [0] * -(-longest // self._block_size)
+            request.block_tables[0] = [0] * -(-longest // self._block_size)
             sequences.append(ScheduledSequence(request, before, now, samples=True))
         one_layer = KVLayers(replace(self.facts.kv_groups[0], layers=((0, 1),)), self._kv_dtype)
         scratch = self._new_kv_cache(1, layers=one_layer, memory=self._device.scratch)

@@ -1,5 +1,9 @@
 """Which KV block belongs to which requests, and what freed blocks still hold. Ids only: bytes are the caller's.
 
+A model's layers are one KV group or several, each with a block table of its own (memory/kv_groups.py). Any block
+serves any group. All tables of a request reach over the same blocks of tokens; a group that sees a window lets go of
+the first ones.
+
 ```
 block ids   0 ............ num_total ............ cap
             |-- mapped: used or free ---|-- reserved, not mapped --|
@@ -9,15 +13,19 @@ free        empty:  a stack that hands out low ids first, so what is in use stay
                     the least recently used first, and of one request its last block first
 ```
 Growing appends ids; shrinking evicts the top ones, after what is used there has moved below.
+
+A beginning of a request is found only where all groups have what they need to go on from there: those that see all have
+every block of it, those with a window the blocks in sight of the next token.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from trimtab_engine.errors import IntegrityError
 from trimtab_engine.scheduling.prefix_hash import extend_block_hashes
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sight import SEES_ALL, Sight
 from trimtab_engine.scheduling.swap_space import SwapSpace
 
 Copies = list[tuple[int, int]]
@@ -43,16 +51,51 @@ class BlocksShort:
     num_blocks: int
 
 
-class BlockManager:
-    """Hands out KV blocks of `block_size` tokens. `cap_blocks` is how far it may ever grow."""
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """Blocks that hold the first `num_blocks` blocks of a request's tokens: per group those that it still sees, after
+    `num_gone` that it does not."""
 
-    def __init__(self, num_blocks: int, cap_blocks: int, block_size: int, swap_space: SwapSpace | None = None) -> None:
+    num_blocks: int
+    tables: list[list[int]]
+    num_gone: list[int]
+
+    @property
+    def blocks(self) -> list[int]:
+        return [block for table in self.tables for block in table]
+
+
+class BlockManager:
+    """Hands out KV blocks of `block_size` tokens. `cap_blocks` is how far it may ever grow.
+
+    `sights` has an entry per KV group. `max_num_batched_tokens` bounds what a step adds to what a window holds; None: a
+    window is counted as if nothing left it.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        cap_blocks: int,
+        block_size: int,
+        swap_space: SwapSpace | None = None,
+        *,
+        sights: Sequence[Sight] = (SEES_ALL,),
+        max_num_batched_tokens: int | None = None,
+    ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}; it must be 1 or more")
         if not 0 < num_blocks <= cap_blocks:
             raise ValueError(f"num_blocks is {num_blocks}; it must be above 0 and at most cap_blocks {cap_blocks}")
         self.block_size = block_size
+        self.sights = tuple(sights)
         self.swap_space = swap_space or SwapSpace(0, 0)
+        self._max_num_batched_tokens = max_num_batched_tokens
+        groups = tuple(enumerate(self.sights))
+        self._full = tuple(group for group, sight in groups if sight.window is None)
+        self._windowed = tuple((group, sight) for group, sight in groups if sight.window is not None)
+        self._widest = self._full[0] if self._full else 0
+        self._suffixes = tuple(group.to_bytes(2, "big") if group else b"" for group, _ in groups)
+        """Per group: what follows the hash of a block's content in the key by which it is found."""
         self._num_evicted = 0
         self._cap = cap_blocks
         self._num_total = num_blocks
@@ -88,29 +131,54 @@ class BlockManager:
         evicted, self._num_evicted = self._num_evicted, 0
         return evicted
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold that many tokens."""
-        return -(-num_tokens // self.block_size)
+    def blocks_for(self, num_tokens: int, num_requests: int = 1) -> int:
+        """The most blocks of all groups that so many requests hold while they grow to so many tokens together."""
+        spans = -(-num_tokens // self.block_size) + num_requests - 1  # at most: each begins a block of its own
+        blocks = spans * len(self._full)
+        for _, sight in self._windowed:
+            each = spans
+            if self._max_num_batched_tokens is not None:
+                each = sight.num_blocks(num_tokens, self.block_size, self._max_num_batched_tokens)
+            blocks += min(spans, num_requests * each)
+        return blocks
 
     # --- tables ---------------------------------------------------------------------------------------------------
+
+    def new_tables(self) -> list[list[int]]:
+        """The tables of a request without blocks."""
+        return [[] for _ in self.sights]
 
     def can_allocate(self, num_tokens: int, cached: Sequence[int] = (), *, spare: int = 0) -> bool:
         """Whether a request without blocks could be given room for that many tokens now, `cached` of them being there
         already, and `spare` blocks would still be free."""
         taken = sum(1 for block in cached if not self._num_users[block])
-        return -(-num_tokens // self.block_size) - len(cached) + taken + spare <= len(self._empty) + len(self._cached)
+        return self.blocks_for(num_tokens) - len(cached) + taken + spare <= len(self._empty) + len(self._cached)
 
     def allocate(self, request: Request, num_tokens_total: int) -> bool:
-        """Grow the request's table until it holds `num_tokens_total` tokens. False: not enough, and nothing changed."""
-        block_ids = request.block_ids
-        num_new = -(-num_tokens_total // self.block_size) - len(block_ids)
+        """Grow the request's tables until they hold `num_tokens_total` tokens. False: not enough, and nothing
+        changed."""
+        num_blocks = -(-num_tokens_total // self.block_size)
+        num_new = num_blocks - request.num_blocks
         if num_new <= 0:
             return True
-        if num_new > len(self._empty) + len(self._cached):
+        if num_new * len(request.block_tables) > len(self._empty) + len(self._cached):
             return False
-        for _ in range(num_new):
-            block_ids.append(self._take())
+        for table in request.block_tables:
+            for _ in range(num_new):
+                table.append(self._take())
+        request.num_blocks = num_blocks
         return True
+
+    def let_go(self, request: Request, position: int) -> None:
+        """Take back the blocks that no token from `position` on sees: where all groups see all, none."""
+        for group, sight in self._windowed:
+            num_gone = sight.first_seen(position) // self.block_size
+            count = num_gone - request.num_gone[group]
+            if count > 0:
+                table = request.block_tables[group]
+                self._release(table[:count])
+                request.block_tables[group] = table[count:]  # another list: a step in flight may still read this one
+                request.num_gone[group] = num_gone
 
     def _take(self) -> int:
         if self._empty:
@@ -122,12 +190,14 @@ class BlockManager:
         self._num_users[block] = 1
         return block
 
-    def share(self, request: Request, cached: Sequence[int]) -> None:
-        """Start the request's empty table with these cached blocks (of find_cached)."""
-        for block in cached:
-            self._use(block)
-        request.block_ids.extend(cached)
-        request.num_offered_blocks = len(cached)
+    def share(self, request: Request, cached: CachedPrefix) -> None:
+        """Start the request's empty tables with these cached blocks (of find_cached)."""
+        for table, own in zip(cached.tables, request.block_tables, strict=True):
+            for block in table:
+                self._use(block)
+            own.extend(table)
+        request.num_gone = list(cached.num_gone)
+        request.num_blocks = request.num_offered_blocks = cached.num_blocks
 
     def _use(self, block: int) -> None:
         if not self._num_users[block]:
@@ -135,18 +205,22 @@ class BlockManager:
         self._num_users[block] += 1
 
     def free(self, request: Request) -> None:
-        """Take back all blocks of the request; its table is empty afterwards. Its last block is evicted first."""
-        self._release(reversed(request.block_ids))
-        request.block_ids = []  # not cleared: a step in flight may still read the list
-        request.num_offered_blocks = 0
+        """Take back all blocks of the request; its tables are empty afterwards. Its last block is evicted first."""
+        for table in request.block_tables:
+            self._release(reversed(table))
+        request.block_tables = self.new_tables()  # not cleared: a step in flight may still read the lists
+        request.num_gone = [0] * len(self.sights)
+        request.num_blocks = request.num_offered_blocks = 0
 
     def truncate(self, request: Request, num_tokens: int) -> None:
-        """Take back the blocks at the end of the table that `num_tokens` tokens do not need."""
+        """Take back the blocks at the end of the tables that `num_tokens` tokens do not need."""
         keep = -(-num_tokens // self.block_size)
-        block_ids = request.block_ids
-        if len(block_ids) > keep:
-            self._release(reversed(block_ids[keep:]))
-            del block_ids[keep:]
+        if request.num_blocks <= keep:
+            return
+        for table, num_gone in zip(request.block_tables, request.num_gone, strict=True):
+            self._release(reversed(table[keep - num_gone :]))
+            del table[keep - num_gone :]
+        request.num_blocks = keep
 
     def _release(self, blocks: Iterable[int]) -> None:
         num_users, hashes = self._num_users, self._hashes
@@ -162,43 +236,86 @@ class BlockManager:
     def num_exclusive(self, request: Request) -> int:
         """Blocks that would become free with this request."""
         num_users = self._num_users
-        return sum(1 for block in request.block_ids if num_users[block] == 1)
+        return sum(1 for table in request.block_tables for block in table if num_users[block] == 1)
+
+    def num_shared_tokens(self, request: Request) -> int:
+        """Tokens of the request that others hold as well."""
+        num_users = self._num_users
+        shared = sum(1 for block in request.block_tables[self._widest] if num_users[block] > 1)
+        return shared * self.block_size
 
     # --- prefix cache ---------------------------------------------------------------------------------------------
 
-    def find_cached(self, request: Request) -> list[int]:
-        """The blocks that hold the longest known beginning of the request's tokens: full blocks, all but its last
-        token at most, since that one must be computed to sample from."""
+    def find_cached(self, request: Request) -> CachedPrefix:
+        """What holds the longest known beginning of the request's tokens: full blocks, all but its last token at most,
+        since that one must be computed to sample from."""
         num_tokens = len(request.token_ids) - 1
         self._extend_hashes(request, num_tokens)
+        hashes = request.block_hashes[: num_tokens // self.block_size]
+        tables = self.new_tables()
+        for group in self._full:
+            tables[group] = table = self._run_of(hashes, group)
+            hashes = hashes[: len(table)]
+        num_blocks = self._longest_in_sight(hashes) if self._windowed else len(hashes)
+        for group in self._full:
+            del tables[group][num_blocks:]
+        num_gone = [0] * len(tables)
+        for group, sight in self._windowed:
+            num_gone[group] = first = sight.first_seen(num_blocks * self.block_size) // self.block_size
+            suffix = self._suffixes[group]
+            tables[group] = [self._by_hash[block_hash + suffix] for block_hash in hashes[first:num_blocks]]
+        return CachedPrefix(num_blocks, tables, num_gone)
+
+    def _run_of(self, hashes: Sequence[bytes], group: int) -> list[int]:
+        """The group's blocks of these hashes, up to the first that is not there."""
+        suffix = self._suffixes[group]
         found: list[int] = []
-        for block_hash in request.block_hashes[: num_tokens // self.block_size]:
-            block = self._by_hash.get(block_hash)
+        for block_hash in hashes:
+            block = self._by_hash.get(block_hash + suffix)
             if block is None:
                 break
             found.append(block)
         return found
+
+    def _longest_in_sight(self, hashes: Sequence[bytes]) -> int:
+        """The most of these blocks after which every group with a window has all that the next token sees."""
+        num_blocks, agreed = len(hashes), 0
+        while num_blocks and agreed < len(self._windowed):
+            agreed = 0
+            for group, sight in self._windowed:
+                first = sight.first_seen(num_blocks * self.block_size) // self.block_size
+                suffix = self._suffixes[group]
+                missing = (i for i in range(num_blocks - 1, first - 1, -1) if hashes[i] + suffix not in self._by_hash)
+                shorter = next(missing, None)  # it is in sight from each of the numbers of blocks between, too
+                if shorter is None:
+                    agreed += 1
+                else:
+                    num_blocks = shorter
+        return num_blocks
 
     def offer(self, request: Request, num_tokens: int) -> None:
         """Let others find the full blocks of the request's first `num_tokens` tokens, which are computed and known.
 
         When a block of the same content is known already, that one stays the one to be found.
         """
-        last = min(num_tokens // self.block_size, len(request.block_ids))
-        if last <= request.num_offered_blocks:
+        last = min(num_tokens // self.block_size, request.num_blocks)
+        first = request.num_offered_blocks
+        if last <= first:
             return
         self._extend_hashes(request, num_tokens)
-        for index in range(request.num_offered_blocks, last):
-            block, block_hash = request.block_ids[index], request.block_hashes[index]
-            if self._hashes[block] is None and block_hash not in self._by_hash:
-                self._hashes[block] = block_hash
-                self._by_hash[block_hash] = block
+        for table, num_gone, suffix in zip(request.block_tables, request.num_gone, self._suffixes, strict=True):
+            for index in range(max(first, num_gone), last):
+                block, key = table[index - num_gone], request.block_hashes[index] + suffix
+                if self._hashes[block] is None and key not in self._by_hash:
+                    self._hashes[block] = key
+                    self._by_hash[key] = block
         request.num_offered_blocks = last
 
     def disown(self, request: Request) -> None:
-        """Forget the content of all blocks of the request's table. Others that share them keep what they have."""
-        for block in request.block_ids:
-            self._forget(block)
+        """Forget the content of all blocks of the request's tables. Others that share them keep what they have."""
+        for table in request.block_tables:
+            for block in table:
+                self._forget(block)
 
     def _extend_hashes(self, request: Request, num_tokens: int) -> None:
         extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, num_tokens, request.cache_salt)
@@ -223,16 +340,19 @@ class BlockManager:
 
         The device blocks are free at once: copy before the next step writes.
         """
-        hashes = [self._hashes[block] for block in request.block_ids]
+        blocks = [block for table in request.block_tables for block in table]
+        hashes = [self._hashes[block] for block in blocks]
         if self.swap_space.missing(hashes) > self.swap_space.num_free:
             return None
         copies: Copies = []
-        for block, block_hash in zip(request.block_ids, hashes, strict=True):
+        for block, block_hash in zip(blocks, hashes, strict=True):
             host, is_new = self.swap_space.keep(block_hash)
             request.host_block_ids.append(host)
             if is_new:
                 copies.append((block, host))
+        num_gone = request.num_gone
         self.free(request)
+        request.num_gone = num_gone
         return copies
 
     def find_swapped(self, request: Request) -> list[int]:
@@ -241,18 +361,25 @@ class BlockManager:
         return [block for h in hashes if h is not None and (block := self._by_hash.get(h)) is not None]
 
     def swap_in(self, request: Request) -> Copies:
-        """Give a swapped-out request its table back: what must be copied (host, device). Ask can_allocate first."""
+        """Give a swapped-out request its tables back: what must be copied (host, device). Ask can_allocate first."""
         copies: Copies = []
+        num_groups = len(self.sights)
+        request.num_blocks = (len(request.host_block_ids) + sum(request.num_gone)) // num_groups
+        owners = (
+            table
+            for table, num_gone in zip(request.block_tables, request.num_gone, strict=True)
+            for _ in range(request.num_blocks - num_gone)
+        )
         hashes = [self.swap_space.hash_of(host) for host in request.host_block_ids]
         on_device = [None if block_hash is None else self._by_hash.get(block_hash) for block_hash in hashes]
         for block in on_device:
             if block is not None:
                 self._use(block)  # before any eviction below
-        for host, there in zip(request.host_block_ids, on_device, strict=True):
+        for host, there, table in zip(request.host_block_ids, on_device, owners, strict=True):
             block = self._take() if there is None else there
             if there is None:
                 copies.append((host, block))
-            request.block_ids.append(block)
+            table.append(block)
         self.swap_space.release(request.host_block_ids)
         request.num_offered_blocks = 0  # the copies are found again once they are offered
         return copies
@@ -273,7 +400,8 @@ class BlockManager:
             raise ValueError(f"cannot shrink from {self._num_total} to {num_blocks} blocks")
         if self.num_used > num_blocks:
             return BlocksShort(self.num_used - num_blocks)
-        sources = sorted({block for request in running for block in request.block_ids if block >= num_blocks})
+        used = {block for request in running for table in request.block_tables for block in table}
+        sources = sorted(block for block in used if block >= num_blocks)
         empty = sorted(block for block in self._empty if block < num_blocks)
         evictable = [block for block in self._cached if block < num_blocks]
         return ShrinkPlan(num_blocks, tuple(zip(sources, empty + evictable, strict=False)))
@@ -283,7 +411,8 @@ class BlockManager:
         moved = dict(plan.moves)
         if moved:
             for request in requests:
-                request.block_ids[:] = [moved.get(block, block) for block in request.block_ids]
+                for table in request.block_tables:
+                    table[:] = [moved.get(block, block) for block in table]
         for source, destination in plan.moves:
             if destination in self._cached:
                 del self._cached[destination]
@@ -307,25 +436,25 @@ class BlockManager:
     def check_integrity(self, requests: Sequence[Request]) -> None:
         """Raise IntegrityError unless tables and free blocks account for all blocks, users and hashes.
 
-        `requests` are all that live. A table is exactly as long as its computed tokens need.
+        `requests` are all that live. Tables reach exactly as far as their computed tokens need.
         """
-        owners: dict[int, list[Request]] = {block: [] for block in (*self._empty, *self._cached)}
+        owners: dict[int, list[_Holder]] = {block: [] for block in (*self._empty, *self._cached)}
         if len(owners) != self.num_free:
             raise IntegrityError("a block is free twice")
         for request in requests:
-            for index, block in enumerate(request.block_ids):
+            for holder, block in _holders(request):
                 if owners.get(block) == []:
                     raise IntegrityError(f"block {block} belongs to request {request.request_id}, and is free")
-                owners.setdefault(block, []).append(request)
-                self._check_shared(block, index, owners[block][0], request)
+                owners.setdefault(block, []).append(holder)
+                self._check_shared(block, owners[block][0], holder)
         for block, users in owners.items():
             if not 0 <= block < self._num_total:
-                owner = f"request {users[0].request_id}" if users else "the free blocks"
+                owner = f"request {users[0].request.request_id}" if users else "the free blocks"
                 raise IntegrityError(f"block {block} of {owner} is outside the {self._num_total} blocks that exist")
             if len(users) != self._num_users[block]:
                 raise IntegrityError(f"block {block} counts {self._num_users[block]} users, but has {len(users)}")
         for request in requests:
-            self._check_table(request)
+            self._check_tables(request)
         if len(owners) != self._num_total:
             missing = sorted(set(range(self._num_total)) - owners.keys())
             raise IntegrityError(
@@ -334,26 +463,38 @@ class BlockManager:
         self._check_hashes()
         self.swap_space.check_integrity([request.host_block_ids for request in requests])
 
-    def _check_shared(self, block: int, index: int, first: Request, other: Request) -> None:
-        """Two requests share a block only as the same block of equal beginnings, and when it is full."""
-        end = (index + 1) * self.block_size
-        alike = first.token_ids[:end] == other.token_ids[:end] and len(first.token_ids) >= end
-        if first is not other and not (alike and first.block_ids[index] == block and first.num_computed_tokens >= end):
+    def _check_shared(self, block: int, first: "_Holder", other: "_Holder") -> None:
+        """Two requests share a block only as the same block of equal beginnings in one group, and when it is full."""
+        if first == other:
+            return
+        end = (other.index + 1) * self.block_size
+        one, two = first.request, other.request
+        alike = one.token_ids[:end] == two.token_ids[:end] and len(one.token_ids) >= end
+        same_place = (first.group, first.index) == (other.group, other.index)
+        if one is two or not (alike and same_place and one.num_computed_tokens >= end):
             raise IntegrityError(
-                f"block {block} belongs to request {first.request_id} and to request {other.request_id}, which do not "
+                f"block {block} belongs to request {one.request_id} and to request {two.request_id}, which do not "
                 f"begin alike"
             )
 
-    def _check_table(self, request: Request) -> None:
-        table = request.host_block_ids or request.block_ids
-        if request.host_block_ids and request.block_ids:
+    def _check_tables(self, request: Request) -> None:
+        if request.host_block_ids and any(request.block_tables):
             raise IntegrityError(f"request {request.request_id} has blocks on the device and in the swap space")
-        needed = self.blocks_for(request.num_computed_tokens)
-        if len(table) != needed:
-            raise IntegrityError(
-                f"request {request.request_id} has {len(table)} blocks, but its {request.num_computed_tokens} "
-                f"computed tokens need {needed}"
-            )
+        needed = -(-request.num_computed_tokens // self.block_size)
+        in_sight = [needed - num_gone for num_gone in request.num_gone]
+        held = [len(table) for table in request.block_tables]
+        if request.host_block_ids:
+            held, in_sight = [len(request.host_block_ids)], [sum(in_sight)]
+        elif request.num_blocks != needed:
+            held = [request.num_blocks - num_gone for num_gone in request.num_gone]
+        for own, least, sight, num_gone in zip(held, in_sight, self.sights, request.num_gone, strict=False):
+            if own != least:
+                raise IntegrityError(
+                    f"request {request.request_id} has {own} blocks, but its {request.num_computed_tokens} computed "
+                    f"tokens need {least}"
+                )
+            if num_gone > sight.first_seen(request.num_computed_tokens) // self.block_size:
+                raise IntegrityError(f"request {request.request_id} let go of {num_gone} blocks, and still sees them")
 
     def _check_hashes(self) -> None:
         hashed = {block: h for block, h in enumerate(self._hashes) if h is not None}
@@ -361,3 +502,19 @@ class BlockManager:
             raise IntegrityError("the prefix cache does not find the blocks that have a hash")
         if any(block not in hashed for block in self._cached) or any(block in hashed for block in self._empty):
             raise IntegrityError("a free block is cached without a hash, or empty with one")
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """A request that has a block at `index` of the table of `group`, counted from its first token on."""
+
+    request: Request
+    group: int
+    index: int
+
+
+def _holders(request: Request) -> Iterator[tuple[_Holder, int]]:
+    """Every place in the request's tables, with its block."""
+    for group, (table, num_gone) in enumerate(zip(request.block_tables, request.num_gone, strict=True)):
+        for index, block in enumerate(table, num_gone):
+            yield _Holder(request, group, index), block

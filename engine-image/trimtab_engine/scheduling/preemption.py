@@ -26,8 +26,7 @@ class PreemptionCosts:
 
 def recompute_seconds(request: Request, blocks: BlockManager, costs: PreemptionCosts) -> float:
     """To compute again what would be lost."""
-    num_shared = len(request.block_ids) - blocks.num_exclusive(request)
-    num_tokens = max(0, request.num_computed_tokens - num_shared * blocks.block_size)
+    num_tokens = max(0, request.num_computed_tokens - blocks.num_shared_tokens(request))
     return num_tokens * costs.recompute_seconds_per_token
 
 

@@ -86,14 +86,19 @@ class Request:
     preempted_at: float | None = None
     """When it was last preempted; None while it runs or before it ever ran."""
     first_scheduled_time: float | None = None
-    block_ids: list[int] = field(default_factory=list)
-    """The block table: KV block i holds tokens [i*block_size, (i+1)*block_size)."""
+    block_tables: list[list[int]] = field(default_factory=lambda: [[]])
+    """The block table of each KV group. Block i of all, in a table at i - num_gone, holds tokens
+    [i*block_size, (i+1)*block_size). Set, as num_gone is, when the scheduler takes the request."""
+    num_gone: list[int] = field(default_factory=lambda: [0])
+    """Per KV group: leading blocks that its tokens do not see any more, and that it has let go of."""
+    num_blocks: int = 0
+    """Over how many blocks of tokens its tables reach, those that are gone included."""
     host_block_ids: list[int] = field(default_factory=list)
-    """Likewise in the swap space, while it is swapped out; num_computed_tokens then counts what lies there."""
+    """What its tables held, in the swap space, while it is swapped out; num_computed_tokens then counts that too."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hashes of its full blocks, as far as they were needed; empty without prefix caching."""
     num_offered_blocks: int = 0
-    """Leading blocks of its table that the prefix cache has been told of."""
+    """Leading blocks of its tables that the prefix cache has been told of."""
     num_cached_tokens: int = 0
     """Prompt tokens that it found in the prefix cache when it was first admitted."""
     max_num_tokens: int = 0

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.scheduling.batch import Batch, Preempted, ScheduledSequence
-from trimtab_engine.scheduling.block_manager import BlockManager, Copies, ShrinkPlan
+from trimtab_engine.scheduling.block_manager import BlockManager, CachedPrefix, Copies, ShrinkPlan
 from trimtab_engine.scheduling.policy import SchedulingPolicy
 from trimtab_engine.scheduling.preemption import VICTIM_CANDIDATES, PreemptionCosts, cheaper_mode, choose_victim
 from trimtab_engine.scheduling.request import Request, RequestStatus
@@ -92,7 +92,7 @@ class Scheduler:
             return False
         if waiting and waiting.head.preempted_at is not None:
             return False
-        ahead = self._blocks.blocks_for(waiting.num_tokens) + len(waiting)  # at most: each begins a block of its own
+        ahead = self._blocks.blocks_for(waiting.num_tokens, len(waiting)) if waiting else 0
         spare = int(policy.watermark * self._blocks.num_total) if self._running or waiting else 0
         return self._blocks.can_allocate(num_tokens, spare=ahead + spare)
 
@@ -113,6 +113,8 @@ class Scheduler:
         request.max_num_tokens = min(request.num_prompt_tokens + sampling.max_tokens, self._max_model_len)
         ends = frozenset() if sampling.ignore_eos else self._eos_token_ids
         request.end_token_ids = ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
+        request.block_tables = self._blocks.new_tables()
+        request.num_gone = [0] * len(request.block_tables)
         request.order = self._num_added
         self._num_added += 1
         self._requests[request.request_id] = request
@@ -310,7 +312,7 @@ class Scheduler:
                     continue
                 end = start + self._chunk_of(num_left, budget - owed)
                 samples = end == num_known
-            if end > len(request.block_ids) * block_size:
+            if end > request.num_blocks * block_size:
                 if not self._make_room(index, end, preempted, now):
                     break
                 owed = None if preempted else owed  # fewer may be behind it now
@@ -372,15 +374,16 @@ class Scheduler:
         room = min(self._policy.num_speculative_tokens, budget, request.max_num_tokens - request.num_tokens - 1)
         num_drafts = max(0, min(len(request.draft_token_ids), room)) if end == request.num_tokens else 0
         if num_drafts and not self._blocks.allocate(request, end + num_drafts):
-            num_drafts = min(num_drafts, len(request.block_ids) * self._blocks.block_size - end)
+            num_drafts = min(num_drafts, request.num_blocks * self._blocks.block_size - end)
         request.draft_token_ids = request.draft_token_ids[:num_drafts]
         sequence.draft_token_ids = request.draft_token_ids
         sequence.num_tokens += num_drafts
         request.num_computed_tokens += num_drafts
 
     def _make_room(self, index: int, num_tokens: int, preempted: list[Preempted], now: float) -> bool:
-        """Grow the table of the running request at `index`, preempting from there on. False: it had to go itself."""
+        """Grow the tables of the running request at `index`, preempting from there on. False: it had to go itself."""
         request = self._running[index].request
+        self._blocks.let_go(request, request.num_computed_tokens)
         while not self._blocks.allocate(request, num_tokens):
             victim = self._preempt_one_of(index, now, PreemptionReason.CAPACITY)
             preempted.append(victim)
@@ -408,12 +411,13 @@ class Scheduler:
                 self._blocked = BlockedReason.TOKENS
                 break
             cached = self._find_cached(request)
-            start = request.num_computed_tokens if request.is_swapped_out else len(cached) * blocks.block_size
+            held = blocks.find_swapped(request) if request.is_swapped_out else [] if cached is None else cached.blocks
+            start = request.num_computed_tokens if cached is None else cached.num_blocks * blocks.block_size
             if num_tokens - start > budget and not self._chunked_prefill:
                 self._blocked = BlockedReason.TOKENS
                 break
             spare = int(policy.watermark * blocks.num_total) if running else 0
-            if not blocks.can_allocate(num_tokens, cached, spare=spare):
+            if not blocks.can_allocate(num_tokens, held, spare=spare):
                 self._blocked = BlockedReason.KV
                 break
             waiting.pop_head()
@@ -429,25 +433,24 @@ class Scheduler:
             self._stats.note_prefill(sequence)
         return budget
 
-    def _find_cached(self, request: Request) -> list[int]:
-        """Blocks on the device that the waiting request need not be given."""
-        if request.is_swapped_out:
-            return self._blocks.find_swapped(request)
-        return self._blocks.find_cached(request) if self._looks_up(request) else []
+    def _find_cached(self, request: Request) -> CachedPrefix | None:
+        """The beginning of the waiting request that it need not compute; None: it looks up none."""
+        return self._blocks.find_cached(request) if not request.is_swapped_out and self._looks_up(request) else None
 
     def _looks_up(self, request: Request) -> bool:
         """Whether it takes cached blocks. Not where its prompt is judged: that needs every token to be computed."""
         return self._policy.enable_prefix_caching and request.sampling.prompt_logprobs is None
 
-    def _take_on(self, request: Request, cached: list[int], start: int, end: int, now: float) -> None:
+    def _take_on(self, request: Request, cached: CachedPrefix | None, start: int, end: int, now: float) -> None:
         """Make a waiting request run: its blocks up to `end`, and what is counted at admission."""
         blocks = self._blocks
         is_new = request.first_scheduled_time is None
         if request.is_swapped_out:
             self._swap_in += blocks.swap_in(request)
-        else:
+            blocks.let_go(request, start)
+        elif cached is not None:
             blocks.share(request, cached)
-            if is_new and self._looks_up(request):
+            if is_new:
                 request.num_cached_tokens = start
                 self._stats.prefix_cache_queries += request.num_tokens
                 self._stats.prefix_cache_hits += start
@@ -649,7 +652,7 @@ class Scheduler:
         for request in self._waiting:
             if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 raise IntegrityError(f"request {request.request_id} waits, but its status is {request.status.name}")
-            if request.block_ids or (request.num_computed_tokens and not request.is_swapped_out):
+            if any(request.block_tables) or (request.num_computed_tokens and not request.is_swapped_out):
                 raise IntegrityError(f"request {request.request_id} waits, but holds computed tokens or blocks")
         self._waiting.check_integrity()
         if self._running != sorted(self._running, key=self._key):

@@ -79,7 +79,7 @@ def flatten(
     first_index: dict[int, int] = {}
     for sequence, first_row, own_rows in (*decodes, *chunks):
         request, start, count = sequence.request, sequence.start, sequence.num_tokens
-        blocks = request.block_ids
+        blocks = request.block_tables[0]
         if request.sampling.prompt_logprobs is not None:
             first_index[id(sequence)] = len(token_ids)
         if sequence.draft_token_ids:
@@ -103,8 +103,8 @@ def flatten(
         positions,
         slots,
         sampled,
-        [(sequence.request.block_ids, sequence.start + 1) for sequence, *_ in decodes],
-        [(sequence.request.block_ids, sequence.start, sequence.num_tokens) for sequence, *_ in chunks],
+        [(sequence.request.block_tables[0], sequence.start + 1) for sequence, *_ in decodes],
+        [(sequence.request.block_tables[0], sequence.start, sequence.num_tokens) for sequence, *_ in chunks],
     )
     if first_index:
         inputs.scored = [entry for s in sequences if id(s) in first_index for entry in _scored(s, first_index[id(s)])]

@@ -89,7 +89,7 @@ def test_logits_equal_transformers_at_every_position(tmp_path: Path) -> None:
     prompt = prompts()[-1]
     runner = load_runner(str(tmp_path), block_size=8, num_blocks=8)
     request = Request.of("r", prompt, Sampling(), arrival_time=0.0)
-    request.block_ids = [7, 2, 5, 0, 1]
+    request.block_tables[0] = [7, 2, 5, 0, 1]
     rows = [runner.execute([ScheduledSequence(request, i, 1, samples=True)]) for i in range(len(prompt))]
     with torch.no_grad():
         expected = reference(torch.tensor([prompt])).logits[0]
@@ -110,7 +110,7 @@ def test_half_precision_is_close(dtype: str, tmp_path: Path) -> None:
     runner = ModelRunner.load(config, Device("cpu"), lambda stage, percent: None)
     runner.init_kv_cache(4)
     request = Request.of("r", prompts()[-1], Sampling(), arrival_time=0.0)
-    request.block_ids = [2, 0, 1]
+    request.block_tables[0] = [2, 0, 1]
     logits = runner.execute([ScheduledSequence(request, 0, 40, samples=True)])
     with torch.no_grad():
         expected = reference(torch.tensor([request.token_ids])).logits[0, -1:]

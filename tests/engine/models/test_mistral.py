@@ -58,7 +58,7 @@ def test_logits_equal_transformers_at_every_position(tmp_path: Path) -> None:
     reference = a_checkpoint(tmp_path)
     runner = load_runner(str(tmp_path), block_size=8, num_blocks=8)
     request = Request.of("r", PROMPTS[-1], Sampling(), arrival_time=0.0)
-    request.block_ids = [7, 2, 5, 0, 1]
+    request.block_tables[0] = [7, 2, 5, 0, 1]
     steps = [ScheduledSequence(request, i, 1, samples=True) for i in range(len(PROMPTS[-1]))]
     logits = torch.cat([runner.execute([step]) for step in steps])
     with torch.no_grad():

@@ -52,7 +52,7 @@ def a_sequence(
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 301, (length,), generator=generator).tolist()
     request = Request.of("r", tokens, Sampling(), arrival_time=0.0)
-    request.block_ids = blocks
+    request.block_tables[0] = blocks
     return ScheduledSequence(request, start, length - start, samples)
 
 
@@ -116,7 +116,7 @@ def test_moved_blocks_give_the_same_logits(tmp_path: Path) -> None:
     prefix = ScheduledSequence(whole.request, 0, 39, samples=False)
     runner.execute([prefix])
     runner.kv_cache.copy_blocks([(60, 5), (61, 9), (62, 1)])
-    whole.request.block_ids = [5, 9, 1]
+    whole.request.block_tables[0] = [5, 9, 1]
     runner.kv_cache.unmap_above(10)
     last = runner.execute([ScheduledSequence(whole.request, 39, 1, samples=True)])
     torch.testing.assert_close(last, expected, rtol=1e-4, atol=1e-5)

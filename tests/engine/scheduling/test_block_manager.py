@@ -22,7 +22,8 @@ def a_request(request_id: str = "a", blocks: list[int] | None = None) -> Request
         Sampling(),
         arrival_time=0.0,
     )
-    request.block_ids = blocks or []
+    request.block_tables[0] = blocks or []
+    request.num_blocks = len(request.block_tables[0])
     return request
 
 
@@ -46,7 +47,7 @@ def hold(manager: BlockManager, request: Request, tokens: int) -> bool:
 def test_a_table_is_as_long_as_its_tokens_need(tokens: int, blocks: int) -> None:
     manager, request = a_manager(), a_request()
     assert hold(manager, request, tokens)
-    assert len(request.block_ids) == blocks
+    assert len(request.block_tables[0]) == blocks
     assert (manager.num_used, manager.num_free, manager.num_total) == (blocks, 8 - blocks, 8)
     manager.check_integrity([request])
 
@@ -56,7 +57,7 @@ def test_allocation_is_all_or_nothing() -> None:
     assert hold(manager, first, 24)
     assert not manager.can_allocate(9)
     assert not hold(manager, second, 9)
-    assert second.block_ids == []
+    assert second.block_tables[0] == []
     assert manager.num_free == 2
     assert manager.can_allocate(8)
     manager.check_integrity([first, second])
@@ -65,23 +66,23 @@ def test_allocation_is_all_or_nothing() -> None:
 def test_a_table_grows_where_it_ends() -> None:
     manager, request = a_manager(), a_request()
     manager.allocate(request, 5)
-    before = list(request.block_ids)
+    before = list(request.block_tables[0])
     manager.allocate(request, 8)
-    assert request.block_ids == before
+    assert request.block_tables[0] == before
     manager.allocate(request, 17)
-    assert request.block_ids[:2] == before
-    assert len(request.block_ids) == 5
+    assert request.block_tables[0][:2] == before
+    assert len(request.block_tables[0]) == 5
 
 
 def test_low_ids_are_handed_out_first_and_again_after_they_were_freed() -> None:
     manager, first, second = a_manager(), a_request("first"), a_request("second")
     manager.allocate(first, 8)
     manager.allocate(second, 8)
-    assert (first.block_ids, second.block_ids) == ([0, 1], [2, 3])
+    assert (first.block_tables[0], second.block_tables[0]) == ([0, 1], [2, 3])
     manager.free(first)
     third = a_request("third")
     manager.allocate(third, 12)
-    assert third.block_ids == [0, 1, 4]
+    assert third.block_tables[0] == [0, 1, 4]
 
 
 def test_free_empties_the_table_and_may_be_repeated() -> None:
@@ -89,7 +90,7 @@ def test_free_empties_the_table_and_may_be_repeated() -> None:
     manager.allocate(request, 20)
     manager.free(request)
     manager.free(request)
-    assert request.block_ids == []
+    assert request.block_tables[0] == []
     assert manager.num_free == 8
     manager.check_integrity([request])
 
@@ -98,7 +99,7 @@ def test_grown_blocks_are_used_after_all_others() -> None:
     manager, request = a_manager(2, 4), a_request()
     manager.grow(4)
     hold(manager, request, 16)
-    assert request.block_ids == [0, 1, 2, 3]
+    assert request.block_tables[0] == [0, 1, 2, 3]
     assert manager.num_total == 4
     manager.check_integrity([request])
 
@@ -127,7 +128,7 @@ def test_a_shrink_above_what_is_used_moves_nothing() -> None:
     plan = manager.plan_shrink(2, [request])
     assert plan == ShrinkPlan(2, ())
     manager.apply_shrink(plan, [request])
-    assert request.block_ids == [0, 1]
+    assert request.block_tables[0] == [0, 1]
     assert (manager.num_total, manager.num_free) == (2, 0)
     manager.check_integrity([request])
 
@@ -136,18 +137,18 @@ def test_a_shrink_moves_used_blocks_from_the_top_to_free_places_below() -> None:
     manager, low, high = a_manager(), a_request("low"), a_request("high")
     hold(manager, low, 16)
     hold(manager, high, 12)
-    assert high.block_ids == [4, 5, 6]
+    assert high.block_tables[0] == [4, 5, 6]
     manager.free(low)
     low.num_computed_tokens = 0
     plan = manager.plan_shrink(5, [high])
     assert plan == ShrinkPlan(5, ((5, 0), (6, 1)))
-    assert high.block_ids == [4, 5, 6]  # a plan changes nothing
+    assert high.block_tables[0] == [4, 5, 6]  # a plan changes nothing
     manager.apply_shrink(plan, [high])
-    assert high.block_ids == [4, 0, 1]
+    assert high.block_tables[0] == [4, 0, 1]
     assert (manager.num_total, manager.num_free) == (5, 2)
     manager.check_integrity([low, high])
     hold(manager, low, 8)
-    assert low.block_ids == [2, 3]
+    assert low.block_tables[0] == [2, 3]
 
 
 def test_a_shrink_below_what_is_used_says_how_many_blocks_are_short() -> None:

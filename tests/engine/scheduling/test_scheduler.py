@@ -373,7 +373,12 @@ def test_the_request_admitted_last_is_preempted_and_computed_again_later() -> No
     batch = scheduler.schedule(3.0)
     assert [s.request.request_id for s in batch.sequences] == ["a", "b"]
     assert [(p.request, p.mode, p.reason) for p in batch.preempted] == [(c, "recompute", "capacity")]
-    assert (c.status, c.num_computed_tokens, c.block_ids, c.num_preemptions) == (RequestStatus.PREEMPTED, 0, [], 1)
+    assert (c.status, c.num_computed_tokens, c.block_tables[0], c.num_preemptions) == (
+        RequestStatus.PREEMPTED,
+        0,
+        [],
+        1,
+    )
     assert c.token_ids == [1] * 8 + [WORD]  # it keeps what was sampled
     finish_step(scheduler, batch)
     scheduler.check_integrity()
@@ -519,11 +524,11 @@ def test_shrinking_to_what_is_used_moves_blocks_and_preempts_nobody() -> None:
     first, second = a_request("first", 20), a_request("second", 20)
     add(scheduler, first, second)
     step(scheduler)
-    assert (first.block_ids, second.block_ids) == ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9])
+    assert (first.block_tables[0], second.block_tables[0]) == ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9])
     scheduler.abort(["first"])
     result = scheduler.resize_kv(8, 0.0)
     assert (result.moves, result.preempted) == (((8, 0), (9, 1)), [])
-    assert second.block_ids == [5, 6, 7, 0, 1]
+    assert second.block_tables[0] == [5, 6, 7, 0, 1]
     scheduler.check_integrity()
     assert step(scheduler) == [("second", 1)]
 

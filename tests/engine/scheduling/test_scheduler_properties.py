@@ -1,9 +1,9 @@
 """Whole random lives of a scheduler: whatever is added, aborted, steered, swapped, shared, guessed, scheduled ahead and
 resized, each request ends with the tokens that it would have had undisturbed.
 
-The executor here is a stub without arithmetic but with a real KV cache: it writes each scheduled token into the slot
-that the block table names, and the next token is a function of what it reads back. A wrong table, a missed copy or a
-skipped token gives wrong tokens.
+The executor here is a stub without arithmetic but with a real KV cache: it writes each scheduled token into the slots
+that the block tables of all groups name, and the next token is a function of what it reads back. A wrong table, a
+missed copy, a block that a window let go of too early or a skipped token gives wrong tokens.
 """
 
 import random
@@ -25,6 +25,7 @@ from trimtab_engine.scheduling.policy import PreemptionMode, SchedulingPolicy
 from trimtab_engine.scheduling.request import Request, RequestStatus
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
+from trimtab_engine.scheduling.sight import SEES_ALL, Sight
 from trimtab_engine.scheduling.swap_space import SwapSpace
 
 BLOCK_SIZE = 4
@@ -59,7 +60,8 @@ class Work:
     """What a model runner keeps of a scheduled sequence: the scheduler uses its own again for the next step."""
 
     request: Request
-    table: list[int]
+    tables: list[tuple[list[int], int]]
+    """Per group: its blocks, and how many before them are gone."""
     start: int
     end: int
     samples: bool
@@ -74,20 +76,29 @@ class Prepared:
     @classmethod
     def of(cls, batch: Batch) -> "Prepared":
         work = [
-            Work(s.request, list(s.request.block_ids), s.start, s.start + s.num_tokens, s.samples, s.draft_token_ids)
+            Work(
+                s.request,
+                [(list(table), gone) for table, gone in zip(s.request.block_tables, s.request.num_gone, strict=True)],
+                s.start,
+                s.start + s.num_tokens,
+                s.samples,
+                s.draft_token_ids,
+            )
             for s in batch.sequences
         ]
         assert [w.request for w in work if w.samples] == batch.sampling
         return cls(batch, work)
 
 
-Block = list[int | None]
+Block = list[tuple[int, int] | None]
+"""(group, token) of each slot."""
 
 
 @dataclass
 class StubExecutor:
     """A KV cache of token ids, one list per mapped block, and a swap space like it."""
 
+    sights: tuple[Sight, ...]
     blocks: dict[int, Block] = field(default_factory=dict)
     host: dict[int, Block] = field(default_factory=dict)
 
@@ -110,8 +121,10 @@ class StubExecutor:
             tokens = work.request.token_ids + work.drafts
             if work.request.status.is_finished:
                 tokens.append(0)  # it ended while its newest token was in flight: that one was dropped
-            for position in range(work.start, work.end):
-                self.blocks[work.table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = tokens[position]
+            for group, (table, num_gone) in enumerate(work.tables):
+                for position in range(work.start, work.end):
+                    block = self.blocks[table[position // BLOCK_SIZE - num_gone]]
+                    block[position % BLOCK_SIZE] = (group, tokens[position])
         return [self.sample(work) for work in prepared.work if work.samples]
 
     def sample(self, work: Work) -> int | list[int]:
@@ -127,9 +140,21 @@ class StubExecutor:
         return accepted
 
     def read(self, work: Work, end: int) -> list[int]:
-        tokens = [self.blocks[work.table[p // BLOCK_SIZE]][p % BLOCK_SIZE] for p in range(end)]
-        assert None not in tokens, f"{work.request.request_id} reads what was never computed"
-        return [token for token in tokens if token is not None]
+        """All tokens up to `end`, from a group that sees all. What the step sees of other groups must be the same."""
+        seen = [self.read_group(work, group, end) for group in range(len(self.sights))]
+        whole = next(tokens for tokens, sight in zip(seen, self.sights, strict=True) if sight.window is None)
+        for tokens in seen:
+            assert tokens == whole[end - len(tokens) :]
+        return whole
+
+    def read_group(self, work: Work, group: int, end: int) -> list[int]:
+        table, num_gone = work.tables[group]
+        first = self.sights[group].first_seen(work.start)
+        assert first >= num_gone * BLOCK_SIZE, f"{work.request.request_id} let go of what it still sees"
+        held = [self.blocks[table[p // BLOCK_SIZE - num_gone]][p % BLOCK_SIZE] for p in range(first, end)]
+        tokens = [slot[1] for slot in held if slot is not None and slot[0] == group]
+        assert len(tokens) == len(held), f"{work.request.request_id} reads what was never computed"
+        return tokens
 
 
 @dataclass
@@ -213,6 +238,9 @@ POLICIES = st.builds(
 class SchedulerLives(RuleBasedStateMachine):
     """Rules are what the engine may do between two steps, and a step itself; teardown runs everything to its end."""
 
+    sights: tuple[Sight, ...] = (SEES_ALL,)
+    max_step_tokens = 2 * MAX_MODEL_LEN
+
     @initialize(
         blocks=st.integers(BLOCKS_PER_REQUEST, CAP_BLOCKS),
         policy=POLICIES,
@@ -222,17 +250,24 @@ class SchedulerLives(RuleBasedStateMachine):
     def start(
         self, blocks: int, policy: SchedulingPolicy, chunked: bool, host_blocks: int, cap: int = CAP_BLOCKS
     ) -> None:
-        self.chunked = chunked
-        self.manager = BlockManager(blocks, cap, BLOCK_SIZE, SwapSpace(host_blocks, host_blocks))
+        self.chunked = chunked or self.max_step_tokens < MAX_MODEL_LEN
+        self.manager = BlockManager(
+            self.in_all_groups(blocks),
+            self.in_all_groups(cap),
+            BLOCK_SIZE,
+            SwapSpace(host_blocks, host_blocks),
+            sights=self.sights,
+            max_num_batched_tokens=self.max_step_tokens,
+        )
         self.scheduler = Scheduler(
             self.manager,
             self.possible(policy),
             max_model_len=MAX_MODEL_LEN,
-            enable_chunked_prefill=chunked,
+            enable_chunked_prefill=self.chunked,
             eos_token_ids=[EOS],
         )
-        self.executor = StubExecutor()
-        self.executor.resize(blocks)
+        self.executor = StubExecutor(self.sights)
+        self.executor.resize(self.manager.num_total)
         self.now = 0.0
         self.alive: dict[str, tuple[Request, list[int]]] = {}
         self.delivered: dict[str, list[int]] = {}
@@ -240,10 +275,17 @@ class SchedulerLives(RuleBasedStateMachine):
         self.num_accepted_drafts = 0
         self.turns = Turns()
 
+    def in_all_groups(self, blocks: int) -> int:
+        """So many blocks of one group that sees all as a number of blocks of these groups: what one request needs, and
+        as much beyond that for each group."""
+        needed = sum(sight.num_blocks(MAX_MODEL_LEN, BLOCK_SIZE, self.max_step_tokens) for sight in self.sights)
+        return needed + (blocks - BLOCKS_PER_REQUEST) * len(self.sights)
+
     def possible(self, policy: SchedulingPolicy) -> SchedulingPolicy:
         """With budgets that the rest allows."""
         least = policy.max_num_seqs if self.chunked else max(policy.max_num_seqs, MAX_MODEL_LEN)
-        return replace(policy, max_num_batched_tokens=max(policy.max_num_batched_tokens, least))
+        most = min(policy.max_num_batched_tokens, self.max_step_tokens)
+        return replace(policy, max_num_batched_tokens=max(most, least))
 
     @rule(prompt=PROMPTS, sampling=SAMPLING, priority=st.integers(0, 2), salt=st.sampled_from(["", "", "a tenant"]))
     def add(self, prompt: list[int], sampling: Sampling, priority: int = 0, salt: str = "") -> None:
@@ -279,6 +321,7 @@ class SchedulerLives(RuleBasedStateMachine):
 
     @rule(blocks=st.integers(BLOCKS_PER_REQUEST, CAP_BLOCKS))
     def resize(self, blocks: int) -> None:
+        blocks = self.in_all_groups(blocks)
         if blocks > self.manager.num_total:
             self.executor.resize(blocks)
         result = self.scheduler.resize_kv(blocks, self.now)
@@ -387,18 +430,34 @@ class SchedulerLives(RuleBasedStateMachine):
         assert self.manager.swap_space.num_used == 0
 
 
+class LivesOverGroups(SchedulerLives):
+    """Layers of two kinds: two groups see a window that is no multiple of a block, one sees all."""
+
+    sights = (Sight(6), SEES_ALL, Sight(6))
+
+
+class LivesOfShortSteps(LivesOverGroups):
+    """Steps that are short enough for windows to hold less than a request: the KV cache counts on that."""
+
+    max_step_tokens = 8
+
+
+LIVES = settings(max_examples=300, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TestSchedulerLives = SchedulerLives.TestCase
-TestSchedulerLives.settings = settings(
-    max_examples=300, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestSchedulerLives.settings = LIVES
+TestLivesOverGroups = LivesOverGroups.TestCase
+TestLivesOverGroups.settings = settings(LIVES, max_examples=150)
+TestLivesOfShortSteps = LivesOfShortSteps.TestCase
+TestLivesOfShortSteps.settings = settings(LIVES, max_examples=150)
 
 
+@pytest.mark.parametrize("kind", [SchedulerLives, LivesOverGroups, LivesOfShortSteps])
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize(("mode", "host_blocks"), [("recompute", 0), ("swap", 40), ("swap", 3), ("auto", 40)])
 def test_a_kv_cache_of_one_request_preempts_often_and_still_yields_the_same_tokens(
-    mode: PreemptionMode, host_blocks: int, chunked: bool
+    mode: PreemptionMode, host_blocks: int, chunked: bool, kind: type[SchedulerLives]
 ) -> None:
-    lives = SchedulerLives()
+    lives = kind()
     policy = SchedulingPolicy(max_num_seqs=6, max_num_batched_tokens=MAX_MODEL_LEN, preemption_mode=mode)
     lives.start(BLOCKS_PER_REQUEST, policy, chunked, host_blocks)
     for index in range(12):

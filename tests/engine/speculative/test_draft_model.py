@@ -27,7 +27,7 @@ def a_request(number: int = 0, *, prompt: int = 13, room: int = 200, **sampling:
     params = Sampling(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
     request = Request.of(f"r{number}", tokens, params, arrival_time=0.0)
     request.max_num_tokens = prompt + room
-    request.block_ids = list(range(number * 8, number * 8 + 8))
+    request.block_tables[0] = list(range(number * 8, number * 8 + 8))
     return request
 
 
@@ -97,7 +97,7 @@ def test_a_preempted_request_is_read_again_from_its_start(model: Path, runner: M
     draft, request = a_draft(model), a_request()
     step(draft, [request])
     accept(request, [7, 8, 9])
-    request.num_computed_tokens, request.block_ids = 0, list(range(40, 48))
+    request.num_computed_tokens, request.block_tables[0] = 0, list(range(40, 48))
     step(draft, [request], depth=DEPTH)
     accept(request, [5])
     assert step(draft, [request]) == [greedy(runner, request.token_ids)]
@@ -119,7 +119,7 @@ def test_after_depth_0_it_catches_up_in_bounded_pieces_before_it_proposes(model:
 
 def test_depth_the_end_of_the_request_and_the_models_own_length_limit_the_drafts(model: Path) -> None:
     short, near_its_end = a_request(0, room=3), a_request(1, prompt=MAX_MODEL_LEN - 4)
-    near_its_end.block_ids = list(range(16, 16 + 32))
+    near_its_end.block_tables[0] = list(range(16, 16 + 32))
     draft = a_draft(model)
     step(draft, [short, near_its_end])
     accept(short, [7])

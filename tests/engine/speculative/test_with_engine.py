@@ -252,7 +252,7 @@ def reference_distribution(model: Path, prompt: list[int], params: Sampling) -> 
         for tokens, p in joint.items():
             request = Request.of("r", prompt, params, arrival_time=0.0)
             request.token_ids += tokens
-            request.block_ids = list(range(8))
+            request.block_tables[0] = list(range(8))
             logits = runner.execute([ScheduledSequence(request, 0, request.num_tokens, samples=True)])
             for token, q in enumerate(target_probabilities(logits.clone(), [request])[0].tolist()):
                 if q > 0:

@@ -158,7 +158,7 @@ def sequences(*spans: tuple[int, int]) -> list[ScheduledSequence]:
     made = []
     for number, (before, now) in enumerate(spans):
         request = Request.of(str(number), [1] * (before + now), Sampling(), arrival_time=0.0)
-        request.block_ids = list(range(1 + 4 * number, 5 + 4 * number))
+        request.block_tables[0] = list(range(1 + 4 * number, 5 + 4 * number))
         made.append(ScheduledSequence(request, before, now, samples=True))
     return made
 
@@ -308,7 +308,7 @@ def a_random_batch(dice: random.Random) -> list[ScheduledSequence]:
         left -= now
     batch = sequences(*spans)
     for number, sequence in enumerate(batch):
-        sequence.request.block_ids = list(range(1, 1 + MAX_LEN // BLOCK_SIZE))
+        sequence.request.block_tables[0] = list(range(1, 1 + MAX_LEN // BLOCK_SIZE))
         sequence.samples = number == 0 or dice.random() < 0.8
     return batch
 
