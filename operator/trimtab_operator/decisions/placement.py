@@ -21,6 +21,7 @@ from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION, Held
 from trimtab_operator.observed.groups import Group, Observed, groups_of
 from trimtab_operator.observed.hold import MAX_BACKOFF_SECONDS, Hold, hold_of
 from trimtab_operator.observed.missing_pods import missing_sentence
+from trimtab_operator.observed.phases import is_placed
 from trimtab_operator.observed.pods import node_of, placed_since, unschedulable, unschedulable_since
 from trimtab_operator.resource.manifest import Manifest
 
@@ -47,10 +48,6 @@ def partly_placed_since(group: Group) -> datetime | None:
     if group.missing is not None and group.pods:
         since.append(datetime.fromtimestamp(group.missing.since, UTC))
     return min(since, default=None)
-
-
-def is_placed(group: Group) -> bool:
-    return len(group.pods) == group.num_pods > 0 and all(node_of(pod) for pod in group.pods)
 
 
 def age_of(group: Group) -> Age:

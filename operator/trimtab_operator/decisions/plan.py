@@ -1,12 +1,13 @@
 """From what is wanted and what is there to what must be done. Pure: no clock, no cluster.
 
-Groups take the lowest free ordinal. Scale-in takes the group that is worth least: not ready first, then the highest
-ordinal. A new revision reaches the groups one after another within rollout.maxUnavailable. What is as wanted is left
-alone, so an idle tick writes nothing.
+Groups take the lowest free ordinal. Scale-in takes the group that is worth least (`choose_victims`). A new revision
+reaches the groups one after another within rollout.maxUnavailable. What is as wanted is left alone, so an idle tick
+writes nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ from trimtab_operator.builders.stateful_set import Held, Rendered, leader_statef
 from trimtab_operator.decisions.actions import Action, Apply, Delete, delete_of
 from trimtab_operator.layout import layout_of
 from trimtab_operator.observed.groups import Group, Observed, groups_of, is_terminating, is_worker, ordinal_of
-from trimtab_operator.observed.phases import has_started
+from trimtab_operator.observed.phases import has_started, is_placed
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 
@@ -32,14 +33,16 @@ def plan(
     replicas: int,
     held: Mapping[int, Held] | None = None,
     unproven: frozenset[str] = frozenset(),
+    loads: Mapping[str, float] | None = None,
 ) -> tuple[Action, ...]:
     """Everything to do now for so many `replicas`, in order: Services before the pods that they select, removals last.
 
     `held`: by ordinal, groups that hold no pods, or did (decisions/placement.py). `unproven` names groups whose pods
-    are Ready and that still count as down for a rollout.
+    are Ready and that still count as down for a rollout. `loads`: by name, how many requests a group has; one that did
+    not say is left out.
     """
     deployment = wanted.deployment
-    staying, leaving = choose_victims(groups_of(observed), replicas)
+    staying, leaving = choose_victims(groups_of(observed), replicas, revision=wanted.revision, loads=loads or {})
     allowed = allowed_down(deployment, replicas) - sum(group.is_ready and group.name in unproven for group in staying)
     behind = frozenset(
         g.ordinal for g in staying if g.revision != wanted.revision or _has_moved(g, deployment, observed)
@@ -124,9 +127,22 @@ def plan_meeting_secret(wanted: InferenceDeployment, observed: Observed, *, toke
     return differing([made], observed)
 
 
-def choose_victims(groups: tuple[Group, ...], wanted: int) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
-    """Split groups into those that stay and those that go: not ready first, then the highest ordinal."""
-    by_worth = sorted(groups, key=lambda group: (not group.is_ready, group.ordinal))
+def choose_victims(
+    groups: tuple[Group, ...], wanted: int, *, revision: str, loads: Mapping[str, float]
+) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
+    """Split groups into those that stay and those that go, the ones that are worth least.
+
+    First go those without a place, then those that load or are down: nobody loses an answer by it. Of those that serve
+    the outdated ones go first, then those with the fewest requests, so that they drain soon (one that did not say
+    counts as the busiest), then the highest ordinals.
+    """
+
+    def worth(group: Group) -> tuple[bool, bool, bool, float, int]:
+        is_current = group.revision == revision and not group.is_outdated
+        load = loads.get(group.name, math.inf)
+        return group.is_ready, is_placed(group), is_current, load if group.is_ready else 0.0, -group.ordinal
+
+    by_worth = sorted(groups, key=worth, reverse=True)
     stay = sorted(by_worth[:wanted], key=lambda group: group.ordinal)
     go = sorted(by_worth[wanted:], key=lambda group: group.ordinal, reverse=True)
     return tuple(stay), tuple(go)

@@ -158,7 +158,14 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
     if course.target is not None:
         children = (
             *plan_meeting_secret(target, known.observed, token=world.token),
-            *plan(course.target, known.observed, replicas=count, held=care.held, unproven=course.unproven),
+            *plan(
+                course.target,
+                known.observed,
+                replicas=count,
+                held=care.held,
+                unproven=course.unproven,
+                loads=_loads(world),
+            ),
         )
     sifted = sift(children, known.memory.futile, now=world.at)
     return Turn(
@@ -259,6 +266,12 @@ def _patches(world: World, known: Recalled, tuned: Outcome) -> tuple[Patch, ...]
         if target.address is not None and config is not None:
             found.append(Patch(target, fields, config.generation))
     return tuple(found)
+
+
+def _loads(world: World) -> dict[str, float]:
+    """How many requests each engine that answers has, running and waiting."""
+    gauges = {name: seen.sample.gauges for name, seen in world.engines.items() if seen.sample is not None}
+    return {name: now.running + now.waiting for name, now in gauges.items()}
 
 
 def _views(world: World, known: Recalled) -> dict[str, EngineView]:

@@ -8,8 +8,8 @@ from typing import Any
 from trimtab_operator.builders.pod import CONTAINER
 from trimtab_operator.observed.engines import EngineSeen
 from trimtab_operator.observed.groups import Group
-from trimtab_operator.observed.phases import CRASH_LOOP
-from trimtab_operator.observed.pods import node_of, readiness_since
+from trimtab_operator.observed.phases import CRASH_LOOP, is_placed
+from trimtab_operator.observed.pods import readiness_since
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.tuner.looks import Look, Phase
 
@@ -20,13 +20,12 @@ EVICTED = "Evicted"  # likewise, where a node runs short of something; its messa
 def look_of(group: Group, seen: EngineSeen | None) -> Look:
     """A look at a replica. An engine that was asked before its pod became Ready, or not at all, has said nothing."""
     leader = group.leader
-    since = None if leader is None else readiness_since(leader)
     answer = seen if seen is not None else EngineSeen(group.is_ready, "its engine was not asked")
     return Look(
         replica=group.name,
         phase=phase_for_tuning(group),
         instance="" if leader is None else str(leader["metadata"]["uid"]),
-        since=0.0 if since is None else since.timestamp(),
+        since=_since(group),
         sample=answer.sample,
         config=answer.config,
         ledger=answer.ledger,
@@ -38,11 +37,19 @@ def look_of(group: Group, seen: EngineSeen | None) -> Look:
 
 
 def phase_for_tuning(group: Group) -> Phase:
-    """How far a replica is in its life. One whose pods are being replaced is on its way."""
+    """How far a replica is in its life. One whose pods are being replaced is on its way; one of whose pods a single one
+    finds no node waits as a whole."""
     if group.is_ready:
         return Phase.READY
-    is_placed = group.leader is not None and node_of(group.leader) is not None
-    return Phase.STARTING if is_placed else Phase.PENDING
+    return Phase.STARTING if is_placed(group) else Phase.PENDING
+
+
+def _since(group: Group) -> float:
+    """Since when it is in its phase; 0 where nothing says."""
+    if group.leader is None:
+        return 0.0 if group.missing is None else group.missing.since
+    since = readiness_since(group.leader)
+    return 0.0 if since is None else since.timestamp()
 
 
 def _statuses(pod: Manifest) -> Iterator[Mapping[str, Any]]:

@@ -11,7 +11,7 @@ from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.groups import Group
 from trimtab_operator.observed.hold import hold_of
 from trimtab_operator.observed.missing_pods import missing_sentence
-from trimtab_operator.observed.pods import unschedulable
+from trimtab_operator.observed.pods import node_of, unschedulable
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.tuner.knobs import Value
 
@@ -90,6 +90,11 @@ def _last_words(container: Mapping[str, Any]) -> str:
 
 def is_container_running(pod: Manifest) -> bool:
     return any("running" in (c.get("state") or {}) for c in _container_statuses(pod))
+
+
+def is_placed(group: Group) -> bool:
+    """Whether all pods that a group asks for are there and have their nodes."""
+    return len(group.pods) == group.num_pods > 0 and all(node_of(pod) for pod in group.pods)
 
 
 def has_started(group: Group) -> bool:

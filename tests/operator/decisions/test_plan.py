@@ -84,6 +84,44 @@ def test_scale_in_takes_the_one_that_is_not_ready_then_the_highest() -> None:
     assert deleted(cluster) == ["m-g3", "m-g1"]
 
 
+def test_scale_in_takes_the_least_loaded_of_those_that_serve() -> None:
+    cluster = a_settled_cluster(replicas=4)
+    for ordinal, running in enumerate((3.0, 1.0, 9.0, 2.0)):
+        cluster.engine(ordinal).running = running
+    cluster.edit(replicas=2)
+    assert deleted(cluster) == ["m-g3", "m-g1"]
+
+
+def test_a_replica_that_does_not_say_how_busy_it_is_stays_longer_than_those_that_do() -> None:
+    cluster = a_settled_cluster(replicas=3)
+    cluster.engine(0).running = 5.0
+    cluster.engine(1).running = 6.0
+    del cluster.engines[cluster.pods["m-g2-0"]["metadata"]["uid"]]
+    cluster.edit(replicas=2)
+    assert deleted(cluster) == ["m-g0"]
+
+
+def test_scale_in_takes_an_outdated_replica_before_one_that_is_up_to_date_and_idle() -> None:
+    cluster = a_settled_cluster(replicas=3)
+    cluster.edit(engine={"maxNumSeqs": 16})
+    for _ in range(3):
+        cluster.tick()  # the first one of three is brought up to date, and is Ready
+    assert len(set(cluster.revisions)) == 2
+    for ordinal in (1, 2):
+        cluster.engine(ordinal).running = 8.0
+    cluster.edit(replicas=1)
+    assert deleted(cluster) == ["m-g2", "m-g1"]
+
+
+def test_scale_in_takes_what_finds_no_node_before_what_loads() -> None:
+    cluster = FakeCluster(start_seconds=600.0, nodes=2, replicas=3)
+    for _ in range(3):
+        cluster.tick()
+    unplaced = [name for name, pod in cluster.pods.items() if "nodeName" not in pod["spec"]]
+    cluster.edit(replicas=2)
+    assert [f"{name}-0" for name in deleted(cluster)] == unplaced
+
+
 def test_scale_in_leaves_nothing_of_the_group() -> None:
     cluster = a_settled_cluster(replicas=3)
     cluster.edit(replicas=1)

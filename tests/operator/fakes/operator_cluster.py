@@ -71,6 +71,8 @@ class FakeEngine:
 
     values: dict[Knob, Value] = field(default_factory=lambda: dict(STARTS))
     generation: int = 1
+    running: float = 0.0
+    """Requests that it serves."""
 
 
 class FakeCluster:
@@ -165,6 +167,10 @@ class FakeCluster:
     def condition(self, kind: str) -> dict[str, Any]:
         """One condition of the status."""
         return next(dict(c) for c in self.status["conditions"] if c["type"] == kind)
+
+    def engine(self, ordinal: int) -> FakeEngine:
+        """The engine of a replica of one pod."""
+        return self.engines[self.pods[f"m-g{ordinal}-0"]["metadata"]["uid"]]
 
     # --- looking and acting without I/O -------------------------------------------------------------------------------
 
@@ -427,7 +433,7 @@ class FakeCluster:
             return EngineSeen(False, "not ready", config=config, load=("weights", 40))
         return EngineSeen(
             True,
-            sample=Sample(self.now, Counters(0.0, 0.0, 0.0, {}), Gauges(0.0, 0.0, 0.0, engine.generation)),
+            sample=Sample(self.now, Counters(0.0, 0.0, 0.0, {}), Gauges(engine.running, 0.0, 0.0, engine.generation)),
             config=config,
             ledger=Ledger(1_572_864_000, 151, 16, 737_280),
             applied={str(knob.value): value for knob, value in engine.values.items()},

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 from operator_builders import NOW, READY, RUNNING, a_group, a_pod, at, not_ready
+from trimtab_operator.builders.labels import WORKER
 from trimtab_operator.observed.engines import EngineSeen
+from trimtab_operator.observed.groups import Missing
 from trimtab_operator.observed.looks import look_of
 from trimtab_operator.tuner.looks import Phase
 
@@ -34,6 +36,18 @@ def test_a_replica_is_in_its_phase_since_kubernetes_says_so(pod: dict[str, Any],
 def test_a_replica_without_pods_waits() -> None:
     look = look_of(a_group(), None)
     assert (look.phase, look.instance, look.since) == (Phase.PENDING, "", 0.0)
+
+
+def test_a_replica_that_lacks_pods_waits_since_they_were_missed() -> None:
+    assert look_of(a_group(missing=Missing(NOW - 70.0, 0)), None).since == NOW - 70.0
+
+
+def test_a_replica_waits_as_a_whole_while_one_of_its_pods_finds_no_node() -> None:
+    leader = not_ready(a_pod(created=-30.0))
+    placed = not_ready(a_pod(WORKER, created=-30.0))
+    assert look_of(a_group(leader, placed, workers=1), None).phase is Phase.STARTING
+    stuck = not_ready(a_pod(WORKER, node=None, created=-30.0))
+    assert look_of(a_group(leader, stuck, workers=1), None).phase is Phase.PENDING
 
 
 def test_restarts_and_their_cause_are_those_of_the_engines_container() -> None:
