@@ -21,7 +21,7 @@ from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.observation import Observation, observe
 from trimtab_operator.tuner.observation.track import Patience
 from trimtab_operator.tuner.rules import HOT
-from trimtab_operator.tuner.rules.replicas import wanted_replicas
+from trimtab_operator.tuner.rules.replicas import count_in_bounds, wanted_replicas
 from trimtab_operator.tuner.rules.restart import restart_move
 from trimtab_operator.tuner.safety import (
     crashed,
@@ -75,10 +75,12 @@ def decide(looks: Iterable[Look], memory: Memory, settings: Settings, now: float
     patience = Patience.for_tick(settings.pace.tick_seconds)
     observation, tracks = observe(memory.tracks, looks, now=now, patience=patience)
     memory = replace(_with_owners_word(memory, settings, observation, now), tracks=tracks)
+    memory, told = _with_count_in_bounds(memory, settings, observation, now)
     if settings.mode is Mode.OFF:
-        return _off(memory, observation, settings)
+        return _off(memory, observation, settings, told)
     memory = learned(memory, observation, settings)
     turn = _Turn(memory, observation, settings, now)
+    turn.decisions.extend(told)
     turn.keep_safe()
     turn.note_what_is_missed()
     turn.tune()
@@ -87,11 +89,37 @@ def decide(looks: Iterable[Look], memory: Memory, settings: Settings, now: float
     return turn.outcome()
 
 
-def _off(memory: Memory, observation: Observation, settings: Settings) -> Outcome:
+def _with_count_in_bounds(
+    memory: Memory, settings: Settings, observation: Observation, now: float
+) -> tuple[Memory, tuple[Decision, ...]]:
+    """Hold the count within the owner's bounds, whatever the mode: they say how many there may be. Where none was asked
+    for before, it begins with what is there, and nothing is decided."""
+    if settings.scaling is None:
+        return replace(memory, scaling=replace(memory.scaling, desired=None)), ()
+    before, count = memory.scaling.desired, count_in_bounds(memory, observation, settings.scaling)
+    memory = replace(memory, scaling=replace(memory.scaling, desired=count))
+    if before is None or before == count:
+        return memory, ()
+    move = Move(Reason.BOUNDS_CHANGED, ReplicaCount(), before, count)
+    decision = Decision(decision_id(now, move), now, move, sentence_of(move, settings.mode))
+    moved = replace(memory, moved_at={**memory.moved_at, move.target.value: now})
+    return moved.with_decision(decision), (decision,)
+
+
+def _off(
+    memory: Memory, observation: Observation, settings: Settings, decisions: tuple[Decision, ...]
+) -> Outcome:
     """Off: nothing is applied, tried or recommended; what was learned is kept for the day it is switched on."""
     kept = replace(memory, applied={}, trial=None, recommendation=None)
     off = Condition(False, Reason.OFF, "spec.tuning.mode is Off")
-    return Outcome(kept, metrics_condition(observation), off, objectives=settings.objectives)
+    return Outcome(
+        kept,
+        metrics_condition(observation),
+        off,
+        replicas=kept.scaling.desired,
+        decisions=decisions,
+        objectives=settings.objectives,
+    )
 
 
 def _with_owners_word(memory: Memory, settings: Settings, observation: Observation, now: float) -> Memory:
@@ -195,20 +223,23 @@ class _Turn:
             self.found = None
 
     def scale(self) -> None:
-        """Choose the replica count, where it is ours."""
+        """Choose the replica count, where it is ours. Where it may only be recommended it stays as it is."""
         if self.settings.scaling is None:
             return
         chosen = wanted_replicas(
             self.memory, self.observation, self.settings, self.objectives, self.situation(), now=self.now
         )
-        self.memory = replace(self.memory, scaling=chosen.memory)
-        self.replicas = chosen.replicas
-        if chosen.move is not None and self.settings.mode is Mode.AUTO:
-            self.memory = replace(self.memory, moved_at={**self.memory.moved_at, "replicas": self.now})
-            self._record(chosen.move)
-        elif chosen.move is not None:
+        if self.settings.mode is Mode.AUTO:
+            self.memory = replace(self.memory, scaling=chosen.memory)
+            if chosen.move is not None:
+                self.memory = replace(self.memory, moved_at={**self.memory.moved_at, "replicas": self.now})
+                self._record(chosen.move)
+        else:
+            seen = chosen.memory
+            looked = replace(self.memory.scaling, wanted=seen.wanted, began_at=seen.began_at)
+            self.memory = replace(self.memory, scaling=looked)
             self.found = self.found or chosen.move
-            self.replicas = None
+        self.replicas = self.memory.scaling.desired
 
     def say_what_only_a_restart_helps(self) -> None:
         """Keep the standing recommendation true: what may not be done, or what only the owner can do."""
@@ -217,7 +248,7 @@ class _Turn:
         standing = self.memory.recommendation
         if move is None:
             self.memory = replace(self.memory, recommendation=None)
-        elif standing is None or (standing.move.target, standing.reason) != (move.target, move.reason):
+        elif standing is None or self._is_another(move, standing):
             decision = self._record(move)
             self.memory = replace(self.memory, recommendation=decision)
 
@@ -234,6 +265,13 @@ class _Turn:
             decisions=tuple(self.decisions),
             objectives=self.objectives,
         )
+
+    def _is_another(self, move: Move, standing: Decision) -> bool:
+        """Whether it says something new. How many replicas would be needed moves all the time: told once a while."""
+        if (standing.move.target, standing.reason) != (move.target, move.reason):
+            return True
+        is_old = self.now - standing.at >= FELT_SECONDS
+        return isinstance(move.target, ReplicaCount) and standing.move.after != move.after and is_old
 
     # --- parts ----------------------------------------------------------------------------------------------------
 

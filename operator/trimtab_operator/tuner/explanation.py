@@ -138,6 +138,8 @@ def _too_few_seats(move: Move, mode: Mode) -> str:
 
 
 def _replicas(move: Move, mode: Mode) -> str:
+    if "capacity_per_replica" not in move.evidence:
+        return f"{_change(move, mode)}: no request has come for a minute, and none is there"
     rate, foreseen = move.evidence["requests_per_second"], move.evidence["foreseen_per_second"]
     queue = int(move.evidence.get("replicas_for_queue", 0))
     waits = f", {queue} of them for what waits already" if queue else ""

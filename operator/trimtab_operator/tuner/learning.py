@@ -22,6 +22,7 @@ from trimtab_operator.tuner.twin import StepCost
 
 WARM_AFTER_SECONDS = 60.0  # a replica's caches and clocks are cold before: nothing is fitted from that
 KEEP_COLD_STARTS = 5
+MOST_COLD_START_SECONDS = 1800.0  # who took longer waited for something else: a node, a quota
 COST_CHANGE = 0.04  # of a typical step, from which on predictions are made anew
 UNEVENNESS_CHANGE = 1.35  # factor of the variation of arrivals, likewise
 MORE_PAIRS = 2.0  # times as many pairs, likewise
@@ -114,7 +115,8 @@ def cold_start(memory: Memory, settings: Settings) -> float:
 
 
 def _with_starts(memory: Memory, observation: Observation) -> Memory:
-    new = [seen.start_seconds for seen in observation.replicas if seen.start_seconds]
+    told = [seen.start_seconds for seen in observation.replicas if seen.start_seconds]
+    new = [seconds for seconds in told if seconds <= MOST_COLD_START_SECONDS]
     return replace(memory, cold_starts=(*memory.cold_starts, *new)[-KEEP_COLD_STARTS:]) if new else memory
 
 

@@ -103,6 +103,8 @@ class Memory:
     history: tuple[Decision, ...] = ()
     """Newest last."""
     scaling: ScalingMemory = field(default_factory=ScalingMemory)
+    cold_starts: tuple[float, ...] = ()
+    """Seconds that the last replicas took to start."""
     model: StepTime | None = None
     # what is learned anew within minutes
     tracks: Mapping[str, Track] = field(default_factory=dict)
@@ -114,8 +116,6 @@ class Memory:
     kept_at: float | None = None
     foresight: Foresight | None = None
     foresight_key: tuple[object, ...] = ()
-    cold_starts: tuple[float, ...] = ()
-    """Seconds that the last replicas took to start."""
     quiet_since: float | None = None
     """No request was preempted for room since then."""
     kv_peak: float = 0.0

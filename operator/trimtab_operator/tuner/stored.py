@@ -36,6 +36,7 @@ def to_json(memory: Memory) -> str:
             "pins": [{"knob": p.knob.value, "value": p.value, "limit": p.limit, "until": p.until} for p in memory.pins],
             "crashes": list(memory.crashes),
             "raised": dict(memory.raised),
+            "coldStarts": [round(seconds, 1) for seconds in memory.cold_starts],
             "scaling": {
                 "desired": scaling.desired,
                 "events": [[event.at, event.change] for event in scaling.events[-MAX_ENTRIES:]],
@@ -69,6 +70,7 @@ def from_json(text: str) -> Memory | None:
             pins=tuple(_pin(entry) for entry in data["pins"][:MAX_ENTRIES]),
             crashes=tuple(_number(at) for at in data["crashes"][:MAX_ENTRIES]),
             raised={str(name): _count(ends) for name, ends in data.get("raised", {}).items()},
+            cold_starts=tuple(_number(seconds) for seconds in data.get("coldStarts", [])[:MAX_ENTRIES]),
             scaling=ScalingMemory(
                 desired=None if scaling["desired"] is None else _count(scaling["desired"]),
                 events=tuple(ScaleEvent(_number(at), int(_number(change))) for at, change in scaling["events"]),

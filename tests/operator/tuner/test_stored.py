@@ -27,6 +27,7 @@ WHOLE = Memory(
         Decision("e", 3.0, Move(Reason.TOO_FEW_REPLICAS, ReplicaCount(), 1, 2), "Raised."),
     ),
     scaling=ScalingMemory(3, (), (ScaleEvent(4.0, 1),), 180.0, 2.0, None),
+    cold_starts=(42.5, 61.0),
 )
 
 

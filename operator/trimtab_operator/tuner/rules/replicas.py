@@ -2,7 +2,7 @@
 
 The guide: data parallelism "when you have enough GPUs to replicate the entire model" and "need to scale throughput
 rather than model size". Scaling out needs no more than some replicas that can be believed; scaling in needs all of
-them, none that starts, and a prediction that fewer hold it.
+them, none that starts, and a prediction that fewer hold it. While a replica finds no place no more are asked for.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from trimtab_operator.tuner.learning import cold_start
 from trimtab_operator.tuner.looks import Phase
 from trimtab_operator.tuner.moves import Expectation, Measure, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.objectives import Objectives
-from trimtab_operator.tuner.observation import Observation
+from trimtab_operator.tuner.observation import Observation, Seen
 from trimtab_operator.tuner.scaling.law import (
+    LEVEL_SECONDS,
     Need,
     ScalingMemory,
     bound,
@@ -25,12 +26,15 @@ from trimtab_operator.tuner.scaling.law import (
     needed,
     replicas_for_queue,
 )
-from trimtab_operator.tuner.settings import Settings
+from trimtab_operator.tuner.settings import Scaling, Settings
 from trimtab_operator.tuner.situation import Situation
 from trimtab_operator.tuner.state import Memory
 
 UNSURE = 0.1  # of a capacity
 MOST_UNSURE = 0.5  # of a capacity, that few known lengths may take off it
+UNPLACED_SECONDS = 30.0  # by then the scheduler has looked at a pod several times: there is no room for it
+LOST_COLD_STARTS = 4.0  # a replica that has been starting for so many times as long as usual is not waited for
+LEAST_LOST_SECONDS = 600.0
 
 Capacity = Callable[[int], float]
 """Requests a second that so many replicas hold."""
@@ -45,6 +49,14 @@ class Chosen:
     move: Move | None = None
 
 
+def count_in_bounds(memory: Memory, observation: Observation, scaling: Scaling) -> int:
+    """The count that is asked for, brought within the owner's bounds; as many as there are, before any was."""
+    asked = memory.scaling.desired
+    present = [seen for seen in observation.replicas if seen.phase is not Phase.DRAINING]
+    count = len(present) if asked is None else asked
+    return max(scaling.min_replicas, min(scaling.max_replicas, count))
+
+
 def wanted_replicas(
     memory: Memory,
     observation: Observation,
@@ -57,52 +69,82 @@ def wanted_replicas(
     """Choose the count. Where nothing can be predicted the present one stays, within its bounds."""
     scaling = settings.scaling
     assert scaling is not None
-    present = [seen for seen in observation.replicas if seen.phase is not Phase.DRAINING]
-    asked = memory.scaling.desired
-    current = len(present) if asked is None else asked
-    inside = max(scaling.min_replicas, min(scaling.max_replicas, current))
-    if situation is None or situation.foresight is None or situation.rate <= 0:
-        return Chosen(inside, replace(memory.scaling, desired=inside))
-    foresight = situation.foresight
+    current = count_in_bounds(memory, observation, scaling)
+    most = current if any(_finds_no_place(seen) for seen in observation.coming) else scaling.max_replicas
+    least = max(1, scaling.min_replicas)
+    found = None if situation is None else _need(memory, settings, objectives, situation, current, (least, most))
+    if found is None:
+        return Chosen(current, replace(memory.scaling, desired=current))
+    need, capacity = found
     start = cold_start(memory, settings)
+    may_lower = observation.is_complete and all(
+        _finds_no_place(seen) or _is_lost(seen, start) for seen in observation.coming
+    )
+    target, kept = decided(
+        memory.scaling,
+        need.replicas,
+        current,
+        now=now,
+        cold_start=start,
+        may_lower=may_lower,
+        behavior=scaling.behavior,
+        spent=memory.kept.spent(objectives.share),
+    )
+    if target == current:
+        return Chosen(target, kept)
+    return Chosen(target, kept, _move(current, target, need, capacity, observation))
+
+
+def _finds_no_place(seen: Seen) -> bool:
+    """Whether its pods have been without a node for longer than a scheduler takes: it neither serves nor will soon."""
+    return seen.phase is Phase.PENDING and seen.age_seconds >= UNPLACED_SECONDS
+
+
+def _is_lost(seen: Seen, start: float) -> bool:
+    """Whether it takes so much longer to start than others do that nobody should wait for it."""
+    return seen.phase is Phase.STARTING and seen.age_seconds >= max(LEAST_LOST_SECONDS, LOST_COLD_STARTS * start)
+
+
+def _need(
+    memory: Memory, settings: Settings, objectives: Objectives, s: Situation, current: int, bounds: tuple[int, int]
+) -> tuple[Need, Capacity | None] | None:
+    """How many are needed within `bounds`, and what so many hold; None where that cannot be told.
+
+    Without foresight only one thing is sure: nobody needs more than the fewest when no request comes.
+    """
+    least, most = bounds
+    if s.foresight is None:
+        return (Need(least, 0.0, 0.0, 1.0), None) if _is_idle(memory, s) else None
+    foresight, one = s.foresight, s.candidate
     spent = memory.kept.spent(objectives.share)
     found = bound(memory.demand, memory.growth, settings.caution, confidence(settings.caution, spent))
     if found is None:
-        return Chosen(inside, replace(memory.scaling, desired=inside))
+        return None
     up, factor = found
-    waiting = _waiting_seconds(situation)
     promise = None if objectives.ttft is None else objectives.ttft.seconds
-    extra = replicas_for_queue(waiting, replicas=max(1, situation.replicas), promise=promise, cold_start=start)
-    one = situation.candidate
-
+    extra = replicas_for_queue(
+        _waiting_seconds(s),
+        replicas=max(1, s.replicas),
+        promise=promise,
+        cold_start=cold_start(memory, settings),
+    )
     sure = 1.0 - min(MOST_UNSURE, foresight.sampling_error)
 
     def capacity(count: int) -> float:
         return sure * foresight.capacity(replace(one, replicas=count))
 
-    need = needed(
-        up,
-        situation.rate,
-        factor,
-        capacity,
-        least=max(1, scaling.min_replicas),
-        most=scaling.max_replicas,
-        queue_replicas=extra,
-    )
-    may_lower = observation.is_complete and not observation.coming
-    target, kept = decided(
-        memory.scaling,
-        need.replicas,
-        inside,
-        now=now,
-        cold_start=start,
-        may_lower=may_lower,
-        behavior=scaling.behavior,
-        spent=spent,
-    )
-    if target == current:
-        return Chosen(target, kept)
-    return Chosen(target, kept, _move(current, target, need, capacity))
+    need = needed(up, s.rate, factor, capacity, least=least, most=most, queue_replicas=extra)
+    if need.replicas == most > current and capacity(most) <= 0:
+        # No number of them keeps the promises: more of them help only with what waits.
+        return replace(need, replicas=min(most, current + extra)), capacity
+    return need, capacity
+
+
+def _is_idle(memory: Memory, s: Situation) -> bool:
+    """Whether no request came in the last minute, and none is there."""
+    gauges = [seen.gauges for seen in s.observation.trusted]
+    is_empty = all(now is not None and now.running == now.waiting == 0 for now in gauges)
+    return is_empty and s.rate <= 0 and memory.demand.seen_seconds(LEVEL_SECONDS) >= LEVEL_SECONDS / 2
 
 
 def _waiting_seconds(s: Situation) -> float:
@@ -111,20 +153,26 @@ def _waiting_seconds(s: Situation) -> float:
     return tokens * s.cost.per_token
 
 
-def _move(current: int, target: int, need: Need, capacity: Capacity) -> Move:
-    before, after = capacity(max(1, current)), capacity(max(1, target))
+def _move(current: int, target: int, need: Need, capacity: Capacity | None, observation: Observation) -> Move:
+    evidence = {
+        "requests_per_second": round(need.rate, 4),
+        "foreseen_per_second": round(need.foreseen, 4),
+        "growth_factor": round(need.growth, 4),
+        "replicas_for_queue": need.for_queue,
+        "replicas_serving": len(observation.ready),
+        "replicas_coming": len(observation.coming),
+    }
+    expected: tuple[Expectation, ...] = ()
+    if capacity is not None:
+        before, after = capacity(max(1, current)), capacity(max(1, target))
+        evidence["capacity_per_replica"] = round(after / max(1, target), 4)
+        expected = (Expectation(Measure.CAPACITY, before, after, (1 - UNSURE) * after, (1 + UNSURE) * after),)
     return Move(
         Reason.TOO_FEW_REPLICAS if target > current else Reason.TOO_MANY_REPLICAS,
         ReplicaCount(),
         current,
         target,
-        {
-            "requests_per_second": round(need.rate, 4),
-            "foreseen_per_second": round(need.foreseen, 4),
-            "growth_factor": round(need.growth, 4),
-            "capacity_per_replica": round(after / max(1, target), 4),
-            "replicas_for_queue": need.for_queue,
-        },
-        (Expectation(Measure.CAPACITY, before, after, (1 - UNSURE) * after, (1 + UNSURE) * after),),
+        evidence,
+        expected,
         "a lower rate" if target > current else "a higher rate within the hold",
     )

@@ -135,7 +135,8 @@ def decided(
     """The replica count to ask for, and what to remember. `current` counts those that start. `spent` is how much of the
     misses that are allowed was used: who has used all of them scales in to the highest need of an hour, no lower."""
     memory = replace(_with_hold(memory, now, cold_start), began_at=now if memory.began_at is None else memory.began_at)
-    wanted = (*(entry for entry in memory.wanted if entry[0] > now - KEEP_WANTED_SECONDS), (now, need))
+    before = memory.wanted or ((now - 1.0, current),)  # windows begin with what is there, after a restart too
+    wanted = (*(entry for entry in before if entry[0] > now - KEEP_WANTED_SECONDS), (now, need))
     memory = replace(memory, wanted=wanted)
     hold = KEEP_WANTED_SECONDS if spent is not None and spent > 1.0 else memory.hold_seconds
     target = stabilized(behavior, current, wanted, now=now, own_hold=hold)

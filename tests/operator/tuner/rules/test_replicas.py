@@ -1,0 +1,231 @@
+"""The replica count: what it takes to raise it, what it takes to lower it, and when it stays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import cast
+
+import pytest
+from trimtab_operator.tuner.decide import Outcome, decide
+from trimtab_operator.tuner.explanation import sentence_of
+from trimtab_operator.tuner.foresight import Candidate, Foresight
+from trimtab_operator.tuner.load.demand import Demand, Growth, Point
+from trimtab_operator.tuner.looks import Look, Phase
+from trimtab_operator.tuner.moves import Reason
+from trimtab_operator.tuner.objectives import Objectives, Ttft
+from trimtab_operator.tuner.observation import Observation, observe
+from trimtab_operator.tuner.observation.track import Patience
+from trimtab_operator.tuner.rules import replicas as rule
+from trimtab_operator.tuner.rules.replicas import Chosen, wanted_replicas
+from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, ScaleEvent, Unit
+from trimtab_operator.tuner.scaling.law import Need, ScalingMemory
+from trimtab_operator.tuner.settings import Mode, Scaling, Settings
+from trimtab_operator.tuner.situation import Situation
+from trimtab_operator.tuner.state import Memory
+from trimtab_operator.tuner.twin import StepCost
+from tuner_looks import KNOBS, a_look, a_sample
+
+NOW = 10_000.0
+COST = StepCost(8e-3, 6e-5, 3e-5, 4e-9)
+AT_ONCE = Behavior(down=Rules(stabilization_seconds=0.0))
+PROMISED = Objectives(Ttft(2.0, share=0.95))
+
+
+@dataclass
+class EachHolds:
+    """Foresight that is told what one replica holds."""
+
+    rate: float
+    sampling_error: float = 0.0
+
+    def capacity(self, candidate: Candidate) -> float:
+        return self.rate * candidate.replicas
+
+
+def serving(name: str, **changes: float) -> list[Look]:
+    return [a_look(name, a_sample(at, **changes), since=1.0) for at in (NOW - 30, NOW - 15, NOW)]
+
+
+def seen(*replicas: list[Look]) -> Observation:
+    """The last of three looks at each of these replicas."""
+    tracks: dict[str, object] = {}
+    for index, now in enumerate((NOW - 30, NOW - 15, NOW)):
+        observation, tracks = observe(  # type: ignore[assignment]
+            tracks,  # type: ignore[arg-type]
+            [looks[min(index, len(looks) - 1)] for looks in replicas],
+            now=now,
+            patience=Patience(),
+        )
+    return observation
+
+
+def chosen(
+    observation: Observation,
+    *,
+    asked: int,
+    rate: float,
+    each: float | None = 5.0,
+    scaling: Scaling = Scaling(1, 8, AT_ONCE),
+    began_at: float | None = 0.0,
+) -> Chosen:
+    """What is chosen while `rate` requests a second come, one replica holds `each` of them, and `asked` are asked for."""
+    points = tuple(Point(NOW - 15.0 * i, 15.0, 15.0 * rate) for i in range(20))
+    memory = Memory(
+        demand=Demand(points[::-1]),
+        growth=Growth(errors=tuple((NOW, 0.0) for _ in range(200))),
+        scaling=ScalingMemory(asked, began_at=began_at, wanted=((NOW - 15.0, 1),)),
+    )
+    settings = Settings(Mode.AUTO, PROMISED, starts=KNOBS, scaling=scaling)
+    window = observation.total(seconds=60.0)
+    assert window is not None
+    ledger = observation.trusted[0].ledger
+    assert ledger is not None
+    situation = Situation(
+        now=NOW,
+        settings=settings,
+        memory=memory,
+        observation=observation,
+        window=window,
+        ranges={},
+        ledger=ledger,
+        objectives=PROMISED,
+        cost=COST,
+        foresight=None if each is None else cast("Foresight", EachHolds(each)),
+        rate=rate,
+        replicas=len(observation.ready),
+        coming=len(observation.coming),
+        attained=None,
+    )
+    return wanted_replicas(memory, observation, settings, PROMISED, situation, now=NOW)
+
+
+TWO = seen(serving("m-0"), serving("m-1"))
+
+
+def test_more_load_than_they_hold_asks_for_more_at_once() -> None:
+    found = chosen(TWO, asked=2, rate=14.0)
+    assert found.replicas == 3
+    assert found.move is not None
+    assert (found.move.reason, found.move.before, found.move.after) == (Reason.TOO_FEW_REPLICAS, 2, 3)
+    assert (found.move.evidence["replicas_serving"], found.move.evidence["replicas_coming"]) == (2, 0)
+
+
+def test_those_that_start_are_counted() -> None:
+    starting = [a_look("m-2", phase=Phase.STARTING, since=NOW - 20)]
+    assert chosen(seen(serving("m-0"), serving("m-1"), starting), asked=3, rate=14.0).replicas == 3
+
+
+def test_less_load_asks_for_fewer_when_all_are_known() -> None:
+    assert chosen(TWO, asked=2, rate=3.0).replicas == 1
+
+
+def test_nothing_is_given_back_while_one_starts_or_cannot_be_read() -> None:
+    starting = [a_look("m-2", phase=Phase.STARTING, since=NOW - 20)]
+    assert chosen(seen(serving("m-0"), serving("m-1"), starting), asked=3, rate=3.0).replicas == 3
+    silent = [a_look("m-2", problem="no answer", since=1.0)]
+    assert chosen(seen(serving("m-0"), serving("m-1"), silent), asked=3, rate=3.0).replicas == 3
+
+
+def test_one_that_is_asked_for_and_not_seen_yet_keeps_the_count() -> None:
+    assert chosen(TWO, asked=3, rate=14.0).replicas == 3
+
+
+@pytest.mark.parametrize(("since", "target"), [(NOW - 10, 8), (NOW - 40, 3)])
+def test_while_a_replica_finds_no_place_no_more_are_asked_for(since: float, target: int) -> None:
+    unplaced = [a_look("m-2", phase=Phase.PENDING, since=since)]
+    assert chosen(seen(serving("m-0"), serving("m-1"), unplaced), asked=3, rate=99.0).replicas == target
+
+
+def test_a_replica_without_a_place_is_given_back_as_soon_as_it_is_not_needed() -> None:
+    unplaced = [a_look("m-2", phase=Phase.PENDING, since=NOW - 40)]
+    assert chosen(seen(serving("m-0"), serving("m-1"), unplaced), asked=3, rate=7.0).replicas == 2
+
+
+def test_a_replica_that_never_comes_up_keeps_nobody_from_going() -> None:
+    lost = [a_look("m-2", phase=Phase.STARTING, since=NOW - 700)]
+    assert chosen(seen(serving("m-0"), serving("m-1"), lost), asked=3, rate=7.0).replicas == 2
+
+
+def test_no_load_asks_for_the_fewest_and_never_for_none() -> None:
+    idle = seen(serving("m-0", running=0.0), serving("m-1", running=0.0))
+    assert chosen(idle, asked=2, rate=0.0).replicas == 1
+    assert chosen(idle, asked=4, rate=0.0, scaling=Scaling(3, 8, AT_ONCE)).replicas == 3
+
+
+def test_an_idle_deployment_of_which_nothing_was_learned_asks_for_the_fewest_and_says_so() -> None:
+    """As after a restart of the operator at night."""
+    idle = seen(serving("m-0", running=0.0), serving("m-1", running=0.0))
+    found = chosen(idle, asked=2, rate=0.0, each=None)
+    assert found.replicas == 1
+    assert found.move is not None
+    assert "no request has come for a minute" in sentence_of(found.move, Mode.AUTO)
+    assert chosen(TWO, asked=2, rate=0.0, each=None).replicas == 2  # something runs
+    assert chosen(idle, asked=2, rate=1.0, each=None).replicas == 2  # something came
+
+
+def test_where_no_number_of_replicas_keeps_the_promises_no_more_are_asked_for() -> None:
+    assert chosen(TWO, asked=2, rate=14.0, each=0.0).replicas == 2
+
+
+def test_the_owners_pace_holds() -> None:
+    slow = Behavior(up=Rules(policies=(Policy(Unit.PODS, 2, 60.0),)))
+    assert chosen(TWO, asked=2, rate=99.0, scaling=Scaling(1, 8, slow)).replicas == 4
+
+
+# --- in the turn ------------------------------------------------------------------------------------------------------
+
+
+def needing(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Whatever is seen, so many are needed."""
+    monkeypatch.setattr(rule, "_need", lambda *_: (Need(count, 3.0, 3.0, 1.0), lambda n: 2.0 * n))
+
+
+def turned(memory: Memory, settings: Settings, ticks: int = 3) -> list[Outcome]:
+    outcomes = []
+    for index in range(ticks):
+        now = NOW + 15.0 * index
+        outcomes.append(decide([a_look(sample=a_sample(now), since=1.0)], memory, settings, now))
+        memory = outcomes[-1].memory
+    return outcomes
+
+
+SCALED = Settings(Mode.AUTO, PROMISED, starts=KNOBS, scaling=Scaling(1, 4, AT_ONCE))
+
+
+def test_in_mode_auto_the_count_moves_once_and_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    needing(monkeypatch, 3)
+    outcomes = turned(Memory(starts=KNOBS), SCALED, ticks=4)
+    assert [outcome.replicas for outcome in outcomes] == [1, 1, 3, 3]
+    (decision,) = (decision for outcome in outcomes for decision in outcome.decisions)
+    assert (decision.reason, decision.move.before, decision.move.after) == (Reason.TOO_FEW_REPLICAS, 1, 3)
+    assert outcomes[-1].memory.scaling.desired == 3
+    assert outcomes[-1].memory.scaling.events == (ScaleEvent(NOW + 30.0, 2),)
+    assert outcomes[-1].memory.moved_at["replicas"] == NOW + 30.0
+
+
+def test_in_mode_recommend_the_count_stays_and_the_recommendation_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    needing(monkeypatch, 3)
+    outcomes = turned(Memory(starts=KNOBS), replace(SCALED, mode=Mode.RECOMMEND), ticks=6)
+    assert {outcome.replicas for outcome in outcomes} == {1}
+    assert sum(len(outcome.decisions) for outcome in outcomes) == 1
+    standing = outcomes[-1].recommendation
+    assert standing is not None
+    assert standing.sentence.startswith("Raise replicas from 1 to 3: ")
+    assert outcomes[-1].memory.scaling.events == ()
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_the_owners_bounds_hold_in_every_mode_and_moving_into_them_is_a_decision(mode: Mode) -> None:
+    memory = Memory(starts=KNOBS, scaling=ScalingMemory(5))
+    first, second, _ = turned(memory, replace(SCALED, mode=mode))
+    assert (first.replicas, second.replicas) == (4, 4)
+    (decision,) = first.decisions
+    assert (decision.reason, decision.move.before, decision.move.after) == (Reason.BOUNDS_CHANGED, 5, 4)
+    assert second.decisions == ()
+
+
+def test_a_count_that_is_the_owners_is_forgotten() -> None:
+    memory = Memory(starts=KNOBS, scaling=ScalingMemory(5))
+    outcome = turned(memory, replace(SCALED, scaling=None))[-1]
+    assert outcome.replicas is None
+    assert outcome.memory.scaling.desired is None
