@@ -106,9 +106,7 @@ def _with_count_in_bounds(
     return moved.with_decision(decision), (decision,)
 
 
-def _off(
-    memory: Memory, observation: Observation, settings: Settings, decisions: tuple[Decision, ...]
-) -> Outcome:
+def _off(memory: Memory, observation: Observation, settings: Settings, decisions: tuple[Decision, ...]) -> Outcome:
     """Off: nothing is applied, tried or recommended; what was learned is kept for the day it is switched on."""
     kept = replace(memory, applied={}, trial=None, recommendation=None)
     off = Condition(False, Reason.OFF, "spec.tuning.mode is Off")

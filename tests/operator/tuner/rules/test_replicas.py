@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from trimtab_operator.tuner.decide import Outcome, decide
@@ -14,7 +14,7 @@ from trimtab_operator.tuner.looks import Look, Phase
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.objectives import Objectives, Ttft
 from trimtab_operator.tuner.observation import Observation, observe
-from trimtab_operator.tuner.observation.track import Patience
+from trimtab_operator.tuner.observation.track import Patience, Track
 from trimtab_operator.tuner.rules import replicas as rule
 from trimtab_operator.tuner.rules.replicas import Chosen, wanted_replicas
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, ScaleEvent, Unit
@@ -29,6 +29,7 @@ NOW = 10_000.0
 COST = StepCost(8e-3, 6e-5, 3e-5, 4e-9)
 AT_ONCE = Behavior(down=Rules(stabilization_seconds=0.0))
 PROMISED = Objectives(Ttft(2.0, share=0.95))
+UP_TO_EIGHT = Scaling(1, 8, AT_ONCE)
 
 
 @dataclass
@@ -42,16 +43,16 @@ class EachHolds:
         return self.rate * candidate.replicas
 
 
-def serving(name: str, **changes: float) -> list[Look]:
+def serving(name: str, **changes: Any) -> list[Look]:
     return [a_look(name, a_sample(at, **changes), since=1.0) for at in (NOW - 30, NOW - 15, NOW)]
 
 
 def seen(*replicas: list[Look]) -> Observation:
     """The last of three looks at each of these replicas."""
-    tracks: dict[str, object] = {}
+    tracks: dict[str, Track] = {}
     for index, now in enumerate((NOW - 30, NOW - 15, NOW)):
-        observation, tracks = observe(  # type: ignore[assignment]
-            tracks,  # type: ignore[arg-type]
+        observation, tracks = observe(
+            tracks,
             [looks[min(index, len(looks) - 1)] for looks in replicas],
             now=now,
             patience=Patience(),
@@ -65,10 +66,10 @@ def chosen(
     asked: int,
     rate: float,
     each: float | None = 5.0,
-    scaling: Scaling = Scaling(1, 8, AT_ONCE),
+    scaling: Scaling = UP_TO_EIGHT,
     began_at: float | None = 0.0,
 ) -> Chosen:
-    """What is chosen while `rate` requests a second come, one replica holds `each` of them, and `asked` are asked for."""
+    """What is chosen while so many requests come a second, one replica holds `each` of them, and `asked` are wanted."""
     points = tuple(Point(NOW - 15.0 * i, 15.0, 15.0 * rate) for i in range(20))
     memory = Memory(
         demand=Demand(points[::-1]),
@@ -195,12 +196,12 @@ SCALED = Settings(Mode.AUTO, PROMISED, starts=KNOBS, scaling=Scaling(1, 4, AT_ON
 def test_in_mode_auto_the_count_moves_once_and_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     needing(monkeypatch, 3)
     outcomes = turned(Memory(starts=KNOBS), SCALED, ticks=4)
-    assert [outcome.replicas for outcome in outcomes] == [1, 1, 3, 3]
+    assert [outcome.replicas for outcome in outcomes] == [1, 3, 3, 3]
     (decision,) = (decision for outcome in outcomes for decision in outcome.decisions)
     assert (decision.reason, decision.move.before, decision.move.after) == (Reason.TOO_FEW_REPLICAS, 1, 3)
     assert outcomes[-1].memory.scaling.desired == 3
-    assert outcomes[-1].memory.scaling.events == (ScaleEvent(NOW + 30.0, 2),)
-    assert outcomes[-1].memory.moved_at["replicas"] == NOW + 30.0
+    assert outcomes[-1].memory.scaling.events == (ScaleEvent(NOW + 15.0, 2),)
+    assert outcomes[-1].memory.moved_at["replicas"] == NOW + 15.0
 
 
 def test_in_mode_recommend_the_count_stays_and_the_recommendation_stands(monkeypatch: pytest.MonkeyPatch) -> None:
