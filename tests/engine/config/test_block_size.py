@@ -2,14 +2,14 @@
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import engine_builders
 import pytest
 from trimtab_engine.cli import _parser
-from trimtab_engine.config.engine import BLOCK_SIZES, EngineConfig
+from trimtab_engine.config.engine import BLOCK_SIZES
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ModelError
 from trimtab_engine.flags.engine import engine_config
 from trimtab_engine.messages import AddRequest
@@ -21,18 +21,7 @@ def model(model_of: Callable[..., Path]) -> Path:
     return model_of(vocab_size=128, max_position_embeddings=600)
 
 
-def an_engine(model: Path, **changes: Any) -> Engine:
-    values: dict[str, Any] = {
-        "model": str(model),
-        "load_format": "dummy",
-        "device_memory_bytes": 8 << 30,
-        "cpu_threads": 1,
-        "max_num_seqs": 4,
-        "max_num_seqs_cap": 4,
-        "max_num_batched_tokens": 48,
-        "max_num_batched_tokens_cap": 48,
-    }
-    return start_engine(EngineConfig(**values | changes), lambda stage, percent: None, lambda: 0.0)[0]
+an_engine = partial(engine_builders.an_engine, block_size=16, max_num_seqs=4, max_num_batched_tokens=48)
 
 
 def run(engine: Engine) -> dict[str, list[int]]:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from trimtab_engine.config.engine import EngineConfig
+from engine_builders import a_config, a_new_request
 from trimtab_engine.core import execution
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
@@ -47,20 +47,14 @@ def model(model_of: Callable[..., Path]) -> Path:
 
 
 def an_engine(model: Path, **changes: Any) -> tuple[Engine, CoreReady]:
-    values: dict[str, Any] = {
-        "model": str(model),
-        "load_format": "dummy",
+    settings: dict[str, Any] = {
         "device_memory_bytes": DEVICE_BYTES,
-        "cpu_threads": 1,
         "max_model_len": MAX_MODEL_LEN,
-        "block_size": 8,
         "num_gpu_blocks_override": 4 * BLOCKS_FOR_ONE,
-        "max_num_seqs": 8,
         "max_num_seqs_cap": 16,
-        "max_num_batched_tokens": 64,
         "max_num_batched_tokens_cap": 256,
     }
-    return start_engine(EngineConfig(**values | changes), lambda stage, percent: None, Clock())
+    return start_engine(a_config(model, **settings | changes), lambda stage, percent: None, Clock())
 
 
 def utilization(steps_above_the_reserve: int) -> str:
@@ -70,9 +64,7 @@ def utilization(steps_above_the_reserve: int) -> str:
 
 def a_request(number: int, *, prompt: int, output: int, shared: bool = False, **sampling: Any) -> AddRequest:
     tokens = [random.Random(number * 7 + i).randrange(VOCABULARY - 1) for i in range(prompt)]
-    tokens = SHARED + tokens if shared else tokens
-    params = Sampling(**{"max_tokens": output, "temperature": 0.0, "ignore_eos": True, **sampling})
-    return AddRequest(f"r{number}", tokens, params, arrival_time=0.0)
+    return a_new_request(f"r{number}", SHARED + tokens if shared else tokens, **{"max_tokens": output, **sampling})
 
 
 def run(engine: Engine, requests: list[AddRequest], between_steps: Any = lambda step: None) -> dict[str, list[int]]:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import engine_builders
 import pytest
-from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.core.startup import start_engine
 from trimtab_engine.memory.reserved import RANK_BYTES
 from trimtab_engine.messages import AddRequest, PatchConfig, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
@@ -54,10 +53,10 @@ def model(model_of: Callable[..., Path]) -> Path:
 
 
 def an_engine(model: Path, **changes: Any) -> Engine:
-    values: dict[str, Any] = {
-        "load_format": "dummy",
+    if changes.get("speculative") == "the model itself":
+        changes["speculative"] = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model=str(model))
+    settings: dict[str, Any] = {
         "device_memory_bytes": DEVICE_BYTES,
-        "cpu_threads": 1,
         "max_model_len": MAX_MODEL_LEN,
         "block_size": BLOCK_SIZE,
         "max_num_seqs": 6,
@@ -65,10 +64,7 @@ def an_engine(model: Path, **changes: Any) -> Engine:
         "max_num_batched_tokens": 48,
         "max_num_batched_tokens_cap": 128,
     }
-    if changes.get("speculative") == "the model itself":
-        changes["speculative"] = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model=str(model))
-    config = EngineConfig(model=str(model), **values | changes)
-    return start_engine(config, lambda stage, percent: None, time.monotonic)[0]
+    return engine_builders.an_engine(model, time.monotonic, **settings | changes)
 
 
 @pytest.fixture(scope="module")

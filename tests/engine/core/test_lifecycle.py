@@ -1,48 +1,36 @@
 """Pausing and sleeping: what happens to requests, to memory, and that a frozen request yields what it would have."""
 
-import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import engine_builders
 import pytest
-from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.lifecycle import RemainingWork
-from trimtab_engine.core.startup import start_engine
 from trimtab_engine.memory.reserved import RANK_BYTES
 from trimtab_engine.messages import AddRequest, GetLifecycle, LifecycleCall, PatchConfig, Pause, Resume, Sleep, WakeUp
-from trimtab_engine.scheduling.sampling import Sampling
 
 NUM_BLOCKS = 64
 OUTPUT = 24
 DEVICE_BYTES = 4 << 30  # 0.0001 of it is some 52 blocks
 
 
-def an_engine(model: Path, **changes: Any) -> Engine:
-    values: dict[str, Any] = {
-        "model": str(model),
-        "load_format": "dummy",
-        "device_memory_bytes": DEVICE_BYTES,
-        "cpu_threads": 1,
-        "max_model_len": 128,
-        "block_size": 8,
-        "num_gpu_blocks_override": NUM_BLOCKS,
-        "max_num_seqs": 4,
-        "max_num_seqs_cap": 4,
-        "max_num_batched_tokens": 32,
-        "max_num_batched_tokens_cap": 32,
-    }
-    ticks = itertools.count()
-    engine, _ = start_engine(EngineConfig(**values | changes), lambda stage, percent: None, lambda: next(ticks) * 0.001)
-    return engine
+an_engine = partial(
+    engine_builders.an_engine,
+    device_memory_bytes=DEVICE_BYTES,
+    max_model_len=128,
+    num_gpu_blocks_override=NUM_BLOCKS,
+    max_num_seqs=4,
+    max_num_batched_tokens=32,
+)
 
 
 def a_request(number: int) -> AddRequest:
     prompt = [(7 * number + 3 * i) % 250 for i in range(10 + 9 * number)]
-    sampling = Sampling(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
-    return AddRequest(f"r{number}", prompt, sampling, arrival_time=0.0)
+    return engine_builders.a_new_request(f"r{number}", prompt, max_tokens=OUTPUT)
 
 
 class Run:

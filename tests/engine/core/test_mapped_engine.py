@@ -4,14 +4,14 @@ there, so a block that is used without being mapped would show in the tokens."""
 import gc
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import engine_builders
 import pytest
 from fake_cuda import PAGE, FakeCuda, FakeMemory
-from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.core.startup import start_engine
 from trimtab_engine.device import device as device_module
 from trimtab_engine.memory.reserved import RANK_BYTES
 from trimtab_engine.messages import AddRequest, PatchConfig, Sleep, WakeUp
@@ -37,21 +37,12 @@ def utilization(steps_above_the_reserve: int) -> float:
     return (RANK_BYTES * 10_000 // DEVICE_BYTES + steps_above_the_reserve) / 10_000
 
 
-def an_engine(model: Path, **changes: Any) -> Engine:
-    values: dict[str, Any] = {
-        "model": str(model),
-        "load_format": "dummy",
-        "device_memory_bytes": DEVICE_BYTES,
-        "cpu_threads": 1,
-        "block_size": 8,
-        "max_num_seqs": 8,
-        "max_num_seqs_cap": 8,
-        "max_num_batched_tokens": 64,
-        "max_num_batched_tokens_cap": 64,
-        "gpu_memory_utilization": str(utilization(260)),
-        "gpu_memory_utilization_cap": str(utilization(300)),
-    }
-    return start_engine(EngineConfig(**values | changes), lambda stage, percent: None, lambda: 0.0)[0]
+an_engine = partial(
+    engine_builders.an_engine,
+    device_memory_bytes=DEVICE_BYTES,
+    gpu_memory_utilization=str(utilization(260)),
+    gpu_memory_utilization_cap=str(utilization(300)),
+)
 
 
 def requests() -> list[AddRequest]:

@@ -1,17 +1,17 @@
 """Log-probabilities of a prompt's own tokens are the same however the prompt is computed."""
 
 import random
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import engine_builders
 import pytest
-from trimtab_engine.config.engine import EngineConfig
+from engine_builders import a_new_request as a_request
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.core.startup import start_engine
 from trimtab_engine.messages import AddRequest, SequenceOutput
-from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
+from trimtab_engine.scheduling.sampling import TokenLogprobs
 
 VOCABULARY = 97
 BLOCKS_FOR_ONE = 128 // 8
@@ -22,29 +22,13 @@ def model(model_of: Callable[..., Path]) -> Path:
     return model_of()
 
 
-def an_engine(model: Path, **changes: Any) -> Engine:
-    values: dict[str, Any] = {
-        "model": str(model),
-        "load_format": "dummy",
-        "device_memory_bytes": 4 << 30,
-        "cpu_threads": 1,
-        "max_model_len": 128,
-        "block_size": 8,
-        "num_gpu_blocks_override": 4 * BLOCKS_FOR_ONE,
-        "max_num_seqs": 8,
-        "max_num_seqs_cap": 8,
-        "max_num_batched_tokens": 256,
-        "max_num_batched_tokens_cap": 256,
-    }
-    return start_engine(EngineConfig(**values | changes), lambda stage, percent: None, time.monotonic)[0]
+an_engine = partial(
+    engine_builders.an_engine, max_model_len=128, num_gpu_blocks_override=4 * BLOCKS_FOR_ONE, max_num_batched_tokens=256
+)
 
 
 def a_prompt(seed: int, length: int) -> list[int]:
     return [random.Random(seed * 1000 + i).randrange(VOCABULARY - 1) for i in range(length)]
-
-
-def a_request(name: str, prompt: list[int], **sampling: Any) -> AddRequest:
-    return AddRequest(name, prompt, Sampling(temperature=0.0, ignore_eos=True, **sampling), 0.0)
 
 
 def serve(engine: Engine, requests: list[AddRequest]) -> dict[str, list[SequenceOutput]]:

@@ -3,15 +3,15 @@
 import gc
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import engine_builders
 import pytest
 import torch
-from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.core.startup import start_engine
 from trimtab_engine.messages import AddRequest, PatchConfig, Sleep, WakeUp
 from trimtab_engine.sampling.device_sampler import DeviceSampler
 from trimtab_engine.scheduling.sampling import Sampling
@@ -50,20 +50,16 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def an_engine(model: Path, **changes: Any) -> Engine:
-    values: dict[str, Any] = {
-        "load_format": "dummy",
-        "device": "cuda",
-        "dtype": "float32",
-        "num_gpu_blocks_override": 512,
-        "max_model_len": 512,
-        "max_num_seqs": 24,
-        "max_num_seqs_cap": 24,
-        "max_num_batched_tokens": 256,
-        "max_num_batched_tokens_cap": 256,
-    }
-    config = EngineConfig(model=str(model), **{**values, **changes})
-    return start_engine(config, lambda stage, percent: None, lambda: 0.0)[0]
+an_engine = partial(
+    engine_builders.an_engine,
+    device="cuda",
+    dtype="float32",
+    block_size=16,
+    num_gpu_blocks_override=512,
+    max_model_len=512,
+    max_num_seqs=24,
+    max_num_batched_tokens=256,
+)
 
 
 def some_requests(count: int, **sampling: Any) -> Requests:

@@ -5,12 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import engine_builders
 import pytest
 import torch
 from safetensors.torch import save_file
-from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ModelError
 from trimtab_engine.messages import AddRequest
 from trimtab_engine.models.checkpoint import expected_shapes
@@ -43,20 +42,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def an_engine(model: Path, kv_cache_dtype: str, **changes: Any) -> Engine:
-    values: dict[str, Any] = {
-        "model": str(model),
-        "load_format": "dummy",
-        "kv_cache_dtype": kv_cache_dtype,
-        "device_memory_bytes": 8 << 30,
-        "cpu_threads": 1,
-        "block_size": 8,
-        "num_gpu_blocks_override": 200,
-        "max_num_seqs": 8,
-        "max_num_seqs_cap": 8,
-        "max_num_batched_tokens": 64,
-        "max_num_batched_tokens_cap": 256,
-    }
-    return start_engine(EngineConfig(**values | changes), lambda stage, percent: None, lambda: 0.0)[0]
+    settings = {"num_gpu_blocks_override": 200, "max_num_batched_tokens_cap": 256, **changes}
+    return engine_builders.an_engine(model, kv_cache_dtype=kv_cache_dtype, **settings)
 
 
 def requests(num_tokens: int = 16) -> list[AddRequest]:

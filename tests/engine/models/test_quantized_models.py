@@ -1,16 +1,15 @@
 """Block-fp8 checkpoints that the test quantises itself, and weights quantised as they load."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import engine_builders
 import pytest
 import torch
 from safetensors.torch import save_file
-from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.quantization import Quantization
-from trimtab_engine.core.engine import Engine
-from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ConfigError, ModelError
 from trimtab_engine.messages import AddRequest
 from trimtab_engine.models import loading
@@ -63,18 +62,9 @@ def a_model(folder: Path, config: dict[str, Any], *, form: str) -> Path:
     return folder
 
 
-def an_engine(model: Path, **changes: Any) -> Engine:
-    values: dict[str, Any] = {
-        "model": str(model),
-        "device_memory_bytes": 8 << 30,
-        "cpu_threads": 1,
-        "num_gpu_blocks_override": 40,
-        "max_num_seqs": 4,
-        "max_num_seqs_cap": 4,
-        "max_num_batched_tokens": 64,
-        "max_num_batched_tokens_cap": 64,
-    }
-    return start_engine(EngineConfig(**values | changes), lambda stage, percent: None, lambda: 0.0)[0]
+an_engine = partial(
+    engine_builders.an_engine, load_format="auto", block_size=16, num_gpu_blocks_override=40, max_num_seqs=4
+)
 
 
 def logprobs(model: Path, **changes: Any) -> torch.Tensor:

@@ -1,12 +1,12 @@
 """What is sampled on a device, and what is left to the host."""
 
+from functools import partial
 from typing import Any
 
+import engine_builders
 import torch
 from trimtab_engine.sampling.device_sampler import DeviceSampler
 from trimtab_engine.sampling.token_table import DeviceRow
-from trimtab_engine.scheduling.request import Request
-from trimtab_engine.scheduling.sampling import Sampling
 
 VOCABULARY = 40
 
@@ -15,8 +15,7 @@ def a_sampler() -> DeviceSampler:
     return DeviceSampler(VOCABULARY, (2,), max_num_seqs=64, device=torch.device("cpu"))
 
 
-def a_request(**params: Any) -> Request:
-    return Request.of("r", [1], Sampling(**{"temperature": 0.0, **params}), arrival_time=0.0)
+a_request = partial(engine_builders.a_request, temperature=0.0)
 
 
 def test_a_grammar_is_the_hosts() -> None:

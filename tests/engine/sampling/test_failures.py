@@ -5,18 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from engine_builders import a_request
 from trimtab_engine.sampling.device_sampler import DeviceSampler
 from trimtab_engine.sampling.failures import Failure, failures_of
 from trimtab_engine.sampling.sampler import sample
 from trimtab_engine.sampling.token_table import DeviceRow
-from trimtab_engine.scheduling.request import Request
-from trimtab_engine.scheduling.sampling import Sampling
 
 VOCABULARY = 50
-
-
-def a_request(**params: Any) -> Request:
-    return Request.of("r", [1], Sampling(**params), arrival_time=0.0)
 
 
 def test_the_largest_logit_of_a_row_tells_whether_it_has_failed() -> None:

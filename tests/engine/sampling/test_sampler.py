@@ -5,17 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from engine_builders import a_request
 from trimtab_engine.sampling.sampler import TokenMasks, _draw_by_kernel, sample
-from trimtab_engine.scheduling.request import Request
-from trimtab_engine.scheduling.sampling import Sampling
 
 VOCABULARY = 50
-
-
-def a_request(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), **params: Any) -> Request:
-    request = Request.of("r", list(prompt), Sampling(**params), arrival_time=0.0)
-    request.token_ids += output
-    return request
 
 
 def logits_with(*best: int, rows: int = 1) -> torch.Tensor:

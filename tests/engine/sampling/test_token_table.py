@@ -1,14 +1,12 @@
 """The rows of counts and biases: written when they are lent, moved on by what is chosen, taken back from who needs them
 least."""
 
-from typing import Any
-
 import pytest
 import torch
+from engine_builders import a_request
 from trimtab_engine.sampling import token_table
 from trimtab_engine.sampling.token_table import DeviceRow, TokenTable, biases_of, counts_of
 from trimtab_engine.scheduling.request import Request, RequestStatus
-from trimtab_engine.scheduling.sampling import Sampling
 
 CPU = torch.device("cpu")
 VOCABULARY = 10
@@ -19,12 +17,6 @@ def table(monkeypatch: pytest.MonkeyPatch) -> TokenTable:
     """Of three rows."""
     monkeypatch.setattr(token_table, "TABLE_BYTES", 3 * 4 * 12)
     return TokenTable(VOCABULARY, 8, CPU)
-
-
-def a_request(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), **params: Any) -> Request:
-    request = Request.of("r", list(prompt), Sampling(**params), arrival_time=0.0)
-    request.token_ids += output
-    return request
 
 
 def penalised(*output: int) -> Request:

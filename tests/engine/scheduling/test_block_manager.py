@@ -2,11 +2,11 @@
 
 import hashlib
 
+import engine_builders
 import pytest
 from trimtab_engine.errors import IntegrityError
 from trimtab_engine.scheduling.block_manager import BlockManager, BlocksShort, ShrinkPlan
 from trimtab_engine.scheduling.request import Request
-from trimtab_engine.scheduling.sampling import Sampling
 
 BLOCK_SIZE = 4
 
@@ -16,12 +16,7 @@ def a_manager(blocks: int = 8, cap: int = 16) -> BlockManager:
 
 
 def a_request(request_id: str = "a", blocks: list[int] | None = None) -> Request:
-    request = Request.of(
-        request_id,
-        list(hashlib.sha512(request_id.encode()).digest()),
-        Sampling(),
-        arrival_time=0.0,
-    )
+    request = engine_builders.a_request(hashlib.sha512(request_id.encode()).digest(), request_id=request_id)
     request.block_tables[0] = blocks or []
     request.num_blocks = len(request.block_tables[0])
     return request

@@ -8,13 +8,13 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+import engine_builders
 import pytest
 from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager
 from trimtab_engine.scheduling.policy import SchedulingPolicy
 from trimtab_engine.scheduling.request import Request, RequestStatus
-from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
 from trimtab_engine.scheduling.swap_space import SwapSpace
 
@@ -47,19 +47,9 @@ def a_scheduler(
     )
 
 
-def a_request(
-    request_id: str = "a",
-    prompt: int = 5,
-    *,
-    max_tokens: int = 16,
-    min_tokens: int = 0,
-    stop: tuple[int, ...] = (),
-    ignore_eos: bool = False,
-) -> Request:
-    sampling = Sampling(
-        max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop, ignore_eos=ignore_eos, temperature=0.0
-    )
-    return Request.of(request_id, [1] * prompt, sampling, arrival_time=0.0)
+def a_request(request_id: str = "a", prompt: int = 5, *, stop: tuple[int, ...] = (), **sampling: Any) -> Request:
+    asked = {"temperature": 0.0, "stop_token_ids": stop, **sampling}
+    return engine_builders.a_request([1] * prompt, request_id=request_id, **asked)
 
 
 def steer(scheduler: Scheduler, **changes: Any) -> None:

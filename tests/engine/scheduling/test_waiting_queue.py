@@ -2,12 +2,12 @@
 
 from typing import Literal
 
+import engine_builders
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trimtab_engine.errors import IntegrityError
 from trimtab_engine.scheduling.request import Request, RequestStatus
-from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.waiting_queue import MAX_STALE_ARRIVALS, WaitingQueue
 
 ARRIVALS = st.floats(0, 1000)
@@ -15,7 +15,7 @@ ACTIONS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), ARRIVALS), ma
 
 
 def a_request(order: int, tokens: int = 3, arrival: float = 0.0, priority: int = 0) -> Request:
-    request = Request.of(f"r{order}", [1] * tokens, Sampling(), arrival_time=arrival, priority=priority)
+    request = engine_builders.a_request([1] * tokens, request_id=f"r{order}", arrival_time=arrival, priority=priority)
     request.order = order
     return request
 

@@ -1,14 +1,15 @@
 """The draft model: what it proposes, and that it reads along with the target whatever happens to a request."""
 
 from pathlib import Path
+from typing import Any
 
+import engine_builders
 import pytest
 import torch
 from engine_benchmarks.parity import greedy_generator, load_runner
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.request import Request, RequestStatus
-from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.speculative.draft_model import DraftModel
 
 VOCABULARY, MAX_MODEL_LEN = 97, 256  # the model's
@@ -21,11 +22,10 @@ def runner(model: Path) -> ModelRunner:
     return load_runner(str(model), block_size=BLOCK_SIZE, num_blocks=64)
 
 
-def a_request(number: int = 0, *, prompt: int = 13, room: int = 200, **sampling: object) -> Request:
+def a_request(number: int = 0, *, prompt: int = 13, room: int = 200, **sampling: Any) -> Request:
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, VOCABULARY, (prompt,), generator=generator).tolist()
-    params = Sampling(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
-    request = Request.of(f"r{number}", tokens, params, arrival_time=0.0)
+    request = engine_builders.a_request(tokens, request_id=f"r{number}", **{"temperature": 0.0, **sampling})
     request.max_num_tokens = prompt + room
     request.block_tables[0] = list(range(number * 8, number * 8 + 8))
     return request

@@ -1,12 +1,12 @@
 """Prompt lookup: the longest end of the text that occurs earlier, its earliest place, what followed there."""
 
+import engine_builders
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.scheduling.request import Request
-from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.speculative.ngram import NgramProposer, propose_ngram
 
 
@@ -57,7 +57,7 @@ def test_it_is_what_the_definition_says(text: list[int], min_n: int, more: int, 
 
 
 def a_request(tokens: list[int], *, max_num_tokens: int = 100) -> Request:
-    request = Request.of("r", tokens, Sampling(), arrival_time=0.0)
+    request = engine_builders.a_request(tokens)
     request.max_num_tokens = max_num_tokens
     return request
 

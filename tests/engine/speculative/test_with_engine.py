@@ -1,18 +1,16 @@
 """The engine with speculation: the same answers as without it, whatever happens to a request on the way."""
 
-import itertools
 import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import engine_builders
 import pytest
 import torch
 from engine_benchmarks.parity import load_runner
-from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.messages import AddRequest, PatchConfig, SequenceOutput, Sleep, SpeculationCounts, WakeUp
 from trimtab_engine.sampling.sampler import target_probabilities
@@ -32,24 +30,16 @@ def drafts_of(model: Path) -> SpeculativeConfig:
 
 def an_engine(model: Path, speculative: SpeculativeConfig | None = None, **changes: Any) -> Engine:
     depth = 0 if speculative is None else speculative.num_speculative_tokens
-    values: dict[str, Any] = {
-        "model": str(model),
-        "device_memory_bytes": 4 << 30,
-        "cpu_threads": 1,
+    settings: dict[str, Any] = {
+        "load_format": "auto",
         "max_model_len": MAX_MODEL_LEN,
-        "block_size": 8,
         "num_gpu_blocks_override": 8 * BLOCKS_FOR_ONE,
-        "max_num_seqs": 8,
-        "max_num_seqs_cap": 8,
-        "max_num_batched_tokens": 64,
         "max_num_batched_tokens_cap": 256,
         "speculative": speculative,
         "num_speculative_tokens": depth,
         "num_speculative_tokens_cap": depth,
     }
-    ticks = itertools.count()
-    config = EngineConfig(**values | changes)
-    return start_engine(config, lambda stage, percent: None, lambda: next(ticks) * 0.001)[0]
+    return engine_builders.an_engine(model, **settings | changes)
 
 
 def a_request(number: int, *, prompt: int = 20, output: int = 40, **sampling: Any) -> AddRequest:
@@ -57,8 +47,7 @@ def a_request(number: int, *, prompt: int = 20, output: int = 40, **sampling: An
     dice = random.Random(number)
     tokens = [dice.randrange(VOCABULARY - 1) for _ in range(prompt)]
     tokens[prompt // 2 :] = tokens[: prompt - prompt // 2]
-    params = Sampling(**{"max_tokens": output, "temperature": 0.0, "ignore_eos": True, **sampling})
-    return AddRequest(f"r{number}", tokens, params, arrival_time=0.0)
+    return engine_builders.a_new_request(f"r{number}", tokens, **{"max_tokens": output, **sampling})
 
 
 class Served:

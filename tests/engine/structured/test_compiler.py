@@ -3,11 +3,11 @@
 import threading
 from pathlib import Path
 
+import engine_builders
 import pytest
 from llguidance import LLMatcher
 from trimtab_engine.errors import ModelError
 from trimtab_engine.scheduling.request import Request
-from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.structured import compiler as under_test
 from trimtab_engine.structured.compiler import GrammarCompiler
 from trimtab_engine.structured.matcher import Vocabulary
@@ -17,8 +17,7 @@ DEADLINE_SECONDS = 30.0
 
 
 def a_request(name: str, regex: str = "a+") -> Request:
-    sampling = Sampling(grammar=LLMatcher.grammar_from_regex(regex))
-    return Request.of(name, [1], sampling, arrival_time=0.0)
+    return engine_builders.a_request(request_id=name, grammar=LLMatcher.grammar_from_regex(regex))
 
 
 @pytest.fixture

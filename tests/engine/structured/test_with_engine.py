@@ -1,17 +1,16 @@
 """Grammars in the whole engine, on a tiny random model: what comes out matches, however the request is disturbed."""
 
-import itertools
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import engine_builders
 import pytest
 from llguidance import LLMatcher
-from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.core.startup import start_engine
 from trimtab_engine.messages import AddRequest, SequenceOutput
 from trimtab_engine.scheduling.sampling import Sampling
 
@@ -31,29 +30,12 @@ SCHEMA: dict[str, Any] = {
 JSON_GRAMMAR = LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False})
 
 
-def an_engine(model: Path, seed: int = 0, **changes: Any) -> Engine:
-    values: dict[str, Any] = {
-        "model": str(model),
-        "load_format": "dummy",
-        "seed": seed,
-        "device_memory_bytes": 4 << 30,
-        "cpu_threads": 1,
-        "max_model_len": 256,
-        "block_size": 8,
-        "num_gpu_blocks_override": 256,
-        "max_num_seqs": 8,
-        "max_num_seqs_cap": 8,
-        "max_num_batched_tokens": 64,
-        "max_num_batched_tokens_cap": 64,
-    }
-    counter = itertools.count()
-    config = EngineConfig(**values | changes)
-    return start_engine(config, lambda stage, percent: None, lambda: next(counter) * 0.001)[0]
+an_engine = partial(engine_builders.an_engine, max_model_len=256, num_gpu_blocks_override=256)
 
 
 def a_request(name: str, grammar: str, **sampling: Any) -> AddRequest:
-    params = {"max_tokens": 200, "grammar": grammar, **sampling}
-    return AddRequest(name, list(b"what"), Sampling(**params), arrival_time=0.0)
+    asked = {"max_tokens": 200, "grammar": grammar, "temperature": 1.0, "ignore_eos": False, **sampling}
+    return engine_builders.a_new_request(name, b"what", **asked)
 
 
 def serve(engine: Engine, *requests: AddRequest) -> dict[str, list[SequenceOutput]]:
@@ -92,7 +74,7 @@ def conforms(document: str) -> bool:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_model_writes_json_of_the_schema(tiny_model: Path, seed: int) -> None:
-    engine = an_engine(tiny_model, seed)
+    engine = an_engine(tiny_model, seed=seed)
     requests = [a_request(f"r{n}", JSON_GRAMMAR, seed=n, temperature=1.5) for n in range(8)]
     for outputs in serve(engine, *requests).values():
         assert outputs[-1].finish_reason == "stop"

@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import engine_builders
 import msgspec
 import pytest
 from calling_recorder import steps_of_a_device
-from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core import startup
@@ -107,27 +108,14 @@ def no_totals() -> StepStats:
     return StepStats(0, 0.0, 0.0, "idle", 0, 0, 0, 0, 0, graph_steps={}, eager_steps={})
 
 
-def an_engine_config(model: Path, **changes: Any) -> EngineConfig:
-    """On the CPU, with random weights in float32."""
-    values: dict[str, Any] = {
-        "load_format": "dummy",
-        "device_memory_bytes": 4 << 30,
-        "block_size": 8,
-        "num_gpu_blocks_override": 96,
-        "max_model_len": 128,
-        "max_num_seqs": 6,
-        "max_num_seqs_cap": 6,
-        "max_num_batched_tokens": 48,
-        "max_num_batched_tokens_cap": 48,
-        "cpu_threads": 1,
-    }
-    return EngineConfig(model=str(model), **{**values, **changes})
+an_engine_config = partial(
+    engine_builders.a_config, num_gpu_blocks_override=96, max_model_len=128, max_num_seqs=6, max_num_batched_tokens=48
+)
 
 
 def an_engine(model: Path, **changes: Any) -> Engine:
-    ticks = iter(range(1 << 30))
     config = an_engine_config(model, **changes)
-    return startup.start_engine(config, lambda stage, percent: None, lambda: next(ticks) * 0.001)[0]
+    return startup.start_engine(config, lambda stage, percent: None, engine_builders.ticking())[0]
 
 
 def random_requests(number: int, count: int = 9, **sampling: Any) -> list[tuple[list[int], Sampling]]:

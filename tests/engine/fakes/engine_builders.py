@@ -1,0 +1,65 @@
+"""The requests, configurations and engines that tests of the engine begin with. Each test says what is its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.core.engine import Engine
+from trimtab_engine.core.startup import start_engine
+from trimtab_engine.messages import AddRequest
+from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import Sampling
+
+
+def a_config(model: Path, **changes: Any) -> EngineConfig:
+    """A small engine on the CPU with one thread and random weights; caps are where the knobs start, unless given."""
+    values: dict[str, Any] = {
+        "model": str(model),
+        "load_format": "dummy",
+        "device_memory_bytes": 4 << 30,
+        "cpu_threads": 1,
+        "block_size": 8,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        **changes,
+    }
+    for knob in ("max_num_seqs", "max_num_batched_tokens"):
+        values.setdefault(f"{knob}_cap", values[knob])
+    return EngineConfig(**values)
+
+
+def ticking() -> Callable[[], float]:
+    """A clock that is a millisecond later each time it is read."""
+    ticks = itertools.count()
+    return lambda: next(ticks) * 0.001
+
+
+def an_engine(model: Path, clock: Callable[[], float] | None = None, /, **changes: Any) -> Engine:
+    """The engine of `a_config`, started, with a clock that ticks unless another is given."""
+    engine, _ = start_engine(a_config(model, **changes), lambda stage, percent: None, clock or ticking())
+    return engine
+
+
+def a_request(
+    prompt: Iterable[int] = (1,),
+    output: Iterable[int] = (),
+    *,
+    request_id: str = "r",
+    arrival_time: float = 0.0,
+    priority: int = 0,
+    **sampling: Any,
+) -> Request:
+    """A request as the scheduler and the sampler see it, which has generated `output` already."""
+    request = Request.of(request_id, list(prompt), Sampling(**sampling), arrival_time=arrival_time, priority=priority)
+    request.token_ids += output
+    return request
+
+
+def a_new_request(request_id: str, prompt: Iterable[int], **sampling: Any) -> AddRequest:
+    """A request on its way to the engine core: greedy, and it goes on to `max_tokens`, unless said otherwise."""
+    params = Sampling(**{"temperature": 0.0, "ignore_eos": True, **sampling})
+    return AddRequest(request_id, list(prompt), params, arrival_time=0.0)
