@@ -146,7 +146,7 @@ def test_a_single_replica_that_finds_no_node_returns_though_the_operator_was_kil
             raise NotYet("the replica has the old revision")
 
     deployment.waiter.until("the change reaches the replica", is_under_way, deadline_seconds=30.0)
-    kube.delete("pod", installation.pods()[0]["metadata"]["name"], NAMESPACE, grace=0)
+    kube.delete("pod", installation.leader()["metadata"]["name"], NAMESPACE, grace=0)
     say("operator killed while the change is tried")
     installation.ready()
     told = deployment.waiter.until(

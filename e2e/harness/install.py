@@ -13,6 +13,7 @@ from harness.wait import NotYet, Waiter
 CHART = REPOSITORY / "charts" / "trimtab"
 NAMESPACE = "trimtab-system"
 RELEASE = "trimtab"
+LEASE = "trimtab-operator"
 SAMPLE = REPOSITORY / "config" / "samples" / "smollm2-cpu.yaml"
 OPERATOR_SECONDS = 120.0
 
@@ -67,6 +68,25 @@ class Installation:
     def pods(self) -> list[Manifest]:
         found = self.kube.items("pods", NAMESPACE, f"app.kubernetes.io/instance={RELEASE}")
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def holder(self) -> str:
+        """Who holds the Lease now, by the identity that stands in it."""
+        lease = self.kube.get("lease", LEASE, NAMESPACE)
+        holder = ((lease or {}).get("spec") or {}).get("holderIdentity")
+        if not holder:
+            raise NotYet("nobody holds the Lease")
+        return str(holder)
+
+    def leader(self) -> Manifest:
+        """The operator's pod that leads."""
+        return self.waiter.until("an operator leads", self._leader, deadline_seconds=OPERATOR_SECONDS)
+
+    def _leader(self) -> Manifest:
+        holder = self.holder()
+        found = next((pod for pod in self.pods() if holder == pod["metadata"]["name"]), None)
+        if found is None:
+            raise NotYet(f"{holder} holds the Lease, and is no pod that runs")
+        return found
 
     def log(self, *, tail: int = 2000) -> str:
         return "\n".join(self.kube.logs(NAMESPACE, pod["metadata"]["name"], tail=tail) for pod in self.pods())

@@ -2,68 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
+import json
+import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pod_security import violations
+from prometheus_client import generate_latest
+from rendered_chart import CHART, HELM, NAMESPACE, NO_HELM, REPOSITORY, helm, one, render, rights
+from trimtab_operator.resource.installation import Alerts, NetworkAccess, PodMonitoring
 
-REPOSITORY = Path(__file__).parents[2]
-CHART = REPOSITORY / "charts" / "trimtab"
 CRD = REPOSITORY / "crds" / "trimtab.dev_inferencedeployments.yaml"
-NAMESPACE = "trimtab-system"
-Manifest = dict[str, Any]
-
-
-def find_helm() -> str | None:
-    """TRIMTAB_HELM, then PATH, then what `make demo` keeps in the cache."""
-    named = os.environ.get("TRIMTAB_HELM")
-    if named:
-        return named
-    cache = Path(os.environ.get("TRIMTAB_CACHE", "~/.cache/trimtab")).expanduser()
-    cached = sorted(path for path in cache.glob("tools/**/helm") if path.is_file() and os.access(path, os.X_OK))
-    return shutil.which("helm") or (str(cached[0]) if cached else None)
-
-
-HELM = find_helm()
-pytestmark = pytest.mark.skipif(
-    HELM is None, reason="no helm: set TRIMTAB_HELM, put helm on PATH, or run `make cluster-up` once"
-)
-
-
-def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    assert HELM is not None
-    return subprocess.run([HELM, *arguments], capture_output=True, text=True, check=False, timeout=60)
-
-
-def render(*settings: str, options: Sequence[str] = ()) -> list[Manifest]:
-    values = [word for setting in settings for word in ("--set", setting)]
-    done = helm("template", "trimtab", str(CHART), "--namespace", NAMESPACE, *values, *options)
-    assert done.returncode == 0, done.stderr
-    return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
-
-
-def one(manifests: list[Manifest], kind: str, name: str | None = None) -> Manifest:
-    found = [m for m in manifests if m["kind"] == kind and name in (None, m["metadata"]["name"])]
-    assert len(found) == 1, f"{len(found)} of {kind} {name}"
-    return found[0]
-
-
-def rights(*roles: Manifest) -> set[tuple[str, str, str, str | None]]:
-    """(group, resource, verb, the only name it holds for)."""
-    return {
-        (group, resource, verb, name)
-        for role in roles
-        for rule in role["rules"]
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
-        for name in rule.get("resourceNames", [None])
-    }
+pytestmark = pytest.mark.skipif(HELM is None, reason=NO_HELM)
 
 
 def test_lint_finds_nothing() -> None:
@@ -79,6 +31,7 @@ def test_every_supported_kubernetes_gets_the_same_kinds(version: str) -> None:
         "ClusterRoleBinding",
         "CustomResourceDefinition",
         "Deployment",
+        "PodDisruptionBudget",
         "Role",
         "RoleBinding",
         "Service",
@@ -110,7 +63,7 @@ def test_the_crd_can_be_left_out_or_go_with_the_release() -> None:
 # --- rights -----------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
-    ("trimtab.dev", "inferencedeployments", ("get", "list", "watch", "patch")),
+    ("trimtab.dev", "inferencedeployments", ("get", "list", "watch")),
     ("trimtab.dev", "inferencedeployments/status", ("patch",)),
     ("apps", "statefulsets", ("get", "list", "watch", "create", "patch", "delete")),
     ("batch", "jobs", ("get", "list", "create", "patch", "delete")),
@@ -118,7 +71,11 @@ WORKLOADS = {
     ("", "configmaps", ("get", "list", "create", "patch")),
     ("", "secrets", ("get", "create", "patch")),  # the one of each resource's groups of several pods
     ("", "pods", ("list", "watch", "delete")),
+    ("", "serviceaccounts", ("get", "list", "create", "patch")),
     ("policy", "poddisruptionbudgets", ("get", "list", "create", "patch")),
+    ("networking.k8s.io", "networkpolicies", ("get", "list", "create", "patch", "delete")),
+    ("monitoring.coreos.com", "podmonitors", ("get", "list", "create", "patch", "delete")),
+    ("monitoring.coreos.com", "prometheusrules", ("get", "list", "create", "patch", "delete")),
     ("", "events", ("get", "list", "create", "patch")),
 }
 WORKLOAD_RIGHTS = {(group, resource, verb, None) for group, resource, verbs in WORKLOADS for verb in verbs}
@@ -158,7 +115,6 @@ def test_secrets_and_leases_are_the_operators_own_by_name() -> None:
         ("leases", "update", "trimtab-operator"),
         ("secrets", "create", None),
         ("secrets", "get", "trimtab-operator"),
-        ("secrets", "patch", "trimtab-operator"),
         ("secrets", "get", "trimtab-webhook"),
         ("secrets", "patch", "trimtab-webhook"),
     }
@@ -179,9 +135,9 @@ def test_no_role_holds_a_wildcard_or_a_way_to_more_power(settings: tuple[str, ..
 
 
 def test_the_operators_pods_meet_the_restricted_standard() -> None:
-    pod = one(render(), "Deployment")["spec"]["template"]["spec"]
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    template = one(render(), "Deployment")["spec"]["template"]
+    assert violations(template) == []
+    pod = template["spec"]
     (container,) = pod["containers"]
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
@@ -232,13 +188,20 @@ def test_the_webhook_fails_closed_for_our_kind_alone_and_leaves_the_authority_to
     assert service["spec"]["selector"].items() <= labels.items()
 
 
-def test_of_several_operators_a_node_drain_leaves_one_to_answer_the_webhook() -> None:
-    kinds = [manifest["kind"] for manifest in render()]
-    assert "PodDisruptionBudget" not in kinds  # of one pod, it would keep the node from being drained
-    budget = one(render("replicas=2"), "PodDisruptionBudget")
+def test_there_are_two_operators_on_different_nodes_and_a_drain_leaves_one_to_answer_the_webhook() -> None:
+    manifests = render()
+    deployment, budget = one(manifests, "Deployment"), one(manifests, "PodDisruptionBudget")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert deployment["spec"]["replicas"] == 2
     assert budget["spec"]["maxUnavailable"] == 1
-    labels = one(render("replicas=2"), "Deployment")["spec"]["template"]["metadata"]["labels"]
     assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    (spread,) = deployment["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    assert (spread["topologyKey"], spread["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
+    assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_one_operator_alone_keeps_no_node_from_being_drained() -> None:
+    assert "PodDisruptionBudget" not in [manifest["kind"] for manifest in render("replicas=1")]
 
 
 def test_no_webhook_stands_before_scale() -> None:
@@ -254,19 +217,78 @@ def test_without_the_webhook_nothing_of_it_is_installed() -> None:
     assert [m["metadata"]["name"] for m in manifests if m["kind"] == "Service"] == ["trimtab-metrics"]
 
 
-def test_pod_monitors_need_the_flag_and_a_cluster_that_serves_them() -> None:
-    served = ["--api-versions", "monitoring.coreos.com/v1"]
+SERVES_MONITORING = ["--api-versions", "monitoring.coreos.com/v1"]
 
+
+@pytest.mark.parametrize(("kind", "value"), [("PodMonitor", "podMonitor"), ("PrometheusRule", "alerts")])
+def test_the_operator_is_watched_where_the_cluster_serves_the_kind_and_nobody_minds(kind: str, value: str) -> None:
     def count(*settings: str, options: Sequence[str] = ()) -> int:
-        return sum(m["kind"] == "PodMonitor" for m in render(*settings, options=options))
+        return sum(m["kind"] == kind for m in render(*settings, options=options))
 
-    assert count("metrics.podMonitor.enabled=true") == 0
-    assert count(options=served) == 0
-    assert count("metrics.podMonitor.enabled=true", options=served) == 2
+    assert count() == 0
+    assert count(options=SERVES_MONITORING) == 1
+    assert count(f"metrics.{value}.enabled=false", options=SERVES_MONITORING) == 0
+    (made,) = [m for m in render(f"metrics.{value}.labels.release=p", options=SERVES_MONITORING) if m["kind"] == kind]
+    assert made["metadata"]["labels"]["release"] == "p"
+
+
+def test_alerts_on_the_operator_name_metrics_that_it_has() -> None:
+    from trimtab_operator.edge.health import OperatorMetrics
+
+    text = generate_latest(OperatorMetrics().registry).decode()
+    (rules,) = [m for m in render(options=SERVES_MONITORING) if m["kind"] == "PrometheusRule"]
+    for rule in rules["spec"]["groups"][0]["rules"]:
+        for name, selector in re.findall(r"(trimtab_[a-z_]+)(\{[^}]*\})", rule["expr"]):
+            assert f"# TYPE {name} " in text
+            assert selector == '{namespace="trimtab-system",pod=~"trimtab-operator-.*"}'
+
+
+def choices(*settings: str, options: Sequence[str] = ()) -> dict[str, Any]:
+    """What the operator is told by JSON, by the flag."""
+    container = one(render(*settings, options=options), "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    told = (argument.partition("=") for argument in container["args"] if argument.partition("=")[2].startswith("{"))
+    return {flag: json.loads(value) for flag, _, value in told}
+
+
+def test_what_the_administrator_chooses_for_all_resources_reaches_the_operator() -> None:
+    told = choices(
+        "networkPolicy.clients[0].podSelector.matchLabels.app=front",
+        "metrics.podMonitor.interval=30s",
+        "metrics.alerts.labels.release=p",
+    )
+    access = NetworkAccess.model_validate(told["--network-policy"], by_alias=True, by_name=False)
+    assert access.clients == ({"podSelector": {"matchLabels": {"app": "front"}}},)
+    assert PodMonitoring.model_validate(told["--pod-monitors"]).interval == "30s"
+    assert Alerts.model_validate(told["--alerts"]).labels == {"release": "p"}
+
+
+def test_network_policies_let_the_operators_own_pods_in() -> None:
+    peer = choices()["--network-policy"]["operator"]
+    labels = one(render(), "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert peer["podSelector"]["matchLabels"].items() <= labels.items()
+    assert peer["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": NAMESPACE}}
 
 
 @pytest.mark.parametrize(
-    "setting", ["imagee.tag=1", "replicas=-1", "webhook.port=80", "watchNamespaces={Team_A}", "metrics.interval=15s"]
+    ("settings", "options"),
+    [(["networkPolicy.enabled=false"], []), ([], ["--kube-version", "1.20.2"])],  # no names on namespaces there
+)
+def test_without_the_means_to_let_the_operator_in_no_network_policy_is_made(
+    settings: list[str], options: list[str]
+) -> None:
+    assert "--network-policy" not in choices(*settings, options=options)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "imagee.tag=1",
+        "replicas=-1",
+        "webhook.port=80",
+        "watchNamespaces={Team_A}",
+        "metrics.interval=15s",
+        "networkPolicy.clients[0].port=1",
+    ],
 )
 def test_values_that_the_chart_does_not_know_are_refused(setting: str) -> None:
     done = helm("template", "trimtab", str(CHART), "--set", setting)

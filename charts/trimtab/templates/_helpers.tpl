@@ -44,6 +44,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
+{{/* The operator's pods, as a NetworkPolicyPeer. */}}
+{{- define "trimtab.operatorPeer" -}}
+{{- $labels := include "trimtab.selectorLabels" . | fromYaml -}}
+{{- $namespace := dict "kubernetes.io/metadata.name" .Release.Namespace -}}
+{{- dict "namespaceSelector" (dict "matchLabels" $namespace) "podSelector" (dict "matchLabels" $labels) | toJson -}}
+{{- end -}}
+
 {{/* A tag of digits alone arrives as a number. */}}
 {{- define "trimtab.tag" -}}
 {{- $tag := default (index . 1) (index . 0) -}}
@@ -61,8 +68,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{/* What the operator does in the namespaces it looks after. */}}
 {{- define "trimtab.workloadRules" -}}
 - apiGroups: [trimtab.dev]
-  resources: [inferencedeployments]
-  verbs: [get, list, watch, patch]
+  resources: [inferencedeployments] # never written: a resource's spec and metadata are its owner's
+  verbs: [get, list, watch]
 - apiGroups: [trimtab.dev]
   resources: [inferencedeployments/status]
   verbs: [patch]
@@ -85,9 +92,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, delete]
+- apiGroups: [""]
+  resources: [serviceaccounts]
+  verbs: [get, list, create, patch]
+# Where the cluster serves them; one that an administrator no longer wants is deleted.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, create, patch]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, create, patch, delete]
+- apiGroups: [monitoring.coreos.com]
+  resources: [podmonitors, prometheusrules]
+  verbs: [get, list, create, patch, delete]
 - apiGroups: [""]
   resources: [events]
   verbs: [get, list, create, patch]

@@ -11,6 +11,7 @@ from typing import Any
 from trimtab_operator.builders.engine_args import MODEL_MOUNT, model_claim, model_path
 from trimtab_operator.builders.labels import (
     FACTS_COMPONENT,
+    account_name,
     common_labels,
     facts_name,
     leader_selector,
@@ -61,6 +62,7 @@ def facts_job(deployment: InferenceDeployment, annotations: dict[str, str]) -> d
 def _pod(deployment: InferenceDeployment) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
+        "serviceAccountName": account_name(deployment),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {

@@ -70,6 +70,11 @@ def service_name(deployment: InferenceDeployment) -> str:
     return deployment.name
 
 
+def account_name(deployment: InferenceDeployment) -> str:
+    """Name of the ServiceAccount of its pods."""
+    return f"{deployment.name}-engine"
+
+
 def meeting_secret_name(deployment: InferenceDeployment) -> str:
     """Name of the Secret that the pods of a replica of several share."""
     return f"{deployment.name}-meeting"

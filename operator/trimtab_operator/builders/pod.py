@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab_operator.builders.engine_args import MODEL_MOUNT, engine_args, model_claim
-from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, meeting_secret_name
+from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, account_name, meeting_secret_name
 from trimtab_operator.builders.meeting_secret import MEETING_MOUNT
 from trimtab_operator.layout import layout_of
 from trimtab_operator.resource.quantity import parse_seconds
@@ -26,6 +26,7 @@ STARTUP_FAILURES = 3600  # two hours: a large model from slow storage must not b
 def pod_spec(deployment: InferenceDeployment, *, admin_token_sha256: str) -> dict[str, Any]:
     """The pod of a group's leader, before the user's overlay."""
     return {
+        "serviceAccountName": account_name(deployment),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": grace_seconds(deployment),

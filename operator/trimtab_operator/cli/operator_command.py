@@ -11,11 +11,13 @@ import socket
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 import yaml
+from pydantic import BaseModel, ValidationError
 
+from trimtab_operator.builders.account import service_account
 from trimtab_operator.builders.meeting_secret import MEETING_SECRET_KEY, meeting_secret
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered, worker_stateful_set
@@ -25,6 +27,7 @@ from trimtab_operator.decisions.admission import refusals_of
 from trimtab_operator.errors import InvalidSpec, TrimtabError
 from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.resource.installation import Alerts, Installation, NetworkAccess, PodMonitoring
 from trimtab_operator.resource.spec import GROUP, KIND, VERSION, InferenceDeployment
 
 EXIT_FAILED = 1
@@ -102,6 +105,20 @@ def run(
     ),
     liveness_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of /healthz and /readyz.")] = 8080,
     metrics_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of /metrics.")] = 8081,
+    network_policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='Make a NetworkPolicy per resource: {"operator": PEER, "clients": [PEER], "monitoring": [PEER]}.',
+        ),
+    ] = None,
+    pod_monitors: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help='Make a PodMonitor per resource: {"labels": {…}, "interval": "15s"}.'),
+    ] = None,
+    alerts: Annotated[
+        str | None, typer.Option(metavar="JSON", help='Make a PrometheusRule per resource: {"labels": {…}}.')
+    ] = None,
     log_format: Annotated[LogFormat, typer.Option(help="One JSON object a line, or text.")] = LogFormat.JSON,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
@@ -124,12 +141,31 @@ def run(
         service_name=service_name,
         liveness_port=liveness_port,
         metrics_port=metrics_port,
+        installation=Installation(
+            _choice("--network-policy", network_policy, NetworkAccess),
+            _choice("--pod-monitors", pod_monitors, PodMonitoring),
+            _choice("--alerts", alerts, Alerts),
+        ),
     )
     try:
         raise typer.Exit(asyncio.run(run_operator(options)))
     except (TrimtabError, OSError) as error:
         logging.getLogger(__name__).error("%s", error)
         raise typer.Exit(EXIT_REFUSED if isinstance(error, TrimtabError) else EXIT_FAILED) from error
+
+
+Choice = TypeVar("Choice", bound=BaseModel)
+
+
+def _choice(flag: str, text: str | None, kind: type[Choice]) -> Choice | None:
+    """What an administrator chose, from the flag's JSON; None without it. Ends with one line when it cannot be read."""
+    if text is None:
+        return None
+    try:
+        return kind.model_validate_json(text, by_alias=True, by_name=False)
+    except ValidationError as error:
+        said = "; ".join(f"{'.'.join(map(str, entry['loc'])) or 'it'}: {entry['msg']}" for entry in error.errors())
+        refuse(f"{flag}: {said}")
 
 
 @app.command()
@@ -186,7 +222,7 @@ def render(file: File, default_image: DefaultImage = None) -> None:
 
 def _manifests(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     wanted = rendered(deployment, admin_token_sha256=UNKNOWN_TOKEN_HASH)
-    found = [client_service(deployment)]
+    found = [service_account(deployment), client_service(deployment)]
     if layout_of(deployment.spec).pods > 1:
         found.append({**meeting_secret(deployment, token=""), "data": {MEETING_SECRET_KEY: UNKNOWN_SECRET}})
     for ordinal in range(deployment.replicas):

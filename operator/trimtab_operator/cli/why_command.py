@@ -19,6 +19,7 @@ from trimtab_operator.builders.config_map import STATE_KEY
 from trimtab_operator.builders.labels import tuning_name_of
 from trimtab_operator.cli.shared import refuse
 from trimtab_operator.decisions.sealed import unverified
+from trimtab_operator.edge.rights import missing_right, server_words
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, Tuning
 from trimtab_operator.tuner.explanation import why as words_of
 from trimtab_operator.tuner.state import Memory
@@ -140,7 +141,10 @@ def _read(name: str, namespace: str | None, context: str | None) -> Found:
     except kubernetes.client.ApiException as error:
         if error.status == NOT_FOUND:
             refuse(f"why: there is no {KIND} {name} in namespace {chosen}; kubectl get {PLURAL} -A lists them")
-        refuse(f"why: the cluster refuses: {error.status} {error.reason}")
+        right = missing_right(error)
+        if right is not None:
+            refuse(f"why: you have no right to {right}; ask for it whoever administers the cluster")
+        refuse(f"why: the cluster refuses: {error.status} {server_words(error) or error.reason}")
     except urllib3.exceptions.HTTPError as error:
         refuse(f"why: the cluster does not answer at {configuration.host}: {_reason(error)}")
     return Found(chosen, resource, kept)

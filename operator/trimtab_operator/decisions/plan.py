@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from trimtab_operator.builders.config_map import tuning_config_map
-from trimtab_operator.builders.disruption import disruption_budget
 from trimtab_operator.builders.drift import first_difference
 from trimtab_operator.builders.labels import ROLE_LABEL, group_name
 from trimtab_operator.builders.meeting_secret import MEETING_SECRET_KEY, meeting_secret
@@ -57,8 +56,6 @@ def plan(
     manifests += [rendezvous_service(deployment, ordinal) for ordinal in new]
     for ordinal in (*current, *new):
         manifests += group_manifests(wanted, ordinal, observed, (held or {}).get(ordinal))
-    if observed.budgets is not None:
-        manifests.append(disruption_budget(deployment, max_down=allowed_down(deployment, replicas)))
     kept = {group.name for group in staying}
     applied = map(_at_any_address, differing(manifests, observed))
     return (*applied, *_removals(deployment, staying, leaving, current, kept, manifests, observed))
@@ -219,17 +216,10 @@ def _removals(
 
 def differing(wanted: Iterable[Manifest], observed: Observed) -> tuple[Apply, ...]:
     """The manifests that are missing or that somebody changed."""
-    everything = {
-        "Service": observed.services,
-        "StatefulSet": observed.stateful_sets,
-        "ConfigMap": observed.config_maps,
-        "PodDisruptionBudget": observed.budgets or (),
-        "Secret": observed.secrets,
-    }
     actions = []
     for manifest in wanted:
         name = manifest["metadata"]["name"]
-        present = next((m for m in everything[manifest["kind"]] if m["metadata"]["name"] == name), None)
+        present = next((m for m in observed.of(manifest["kind"]) if m["metadata"]["name"] == name), None)
         if present is None:
             actions.append(Apply(manifest, True, "missing"))
         elif not is_terminating(present):

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
+from trimtab_operator.builders.account import service_account
 from trimtab_operator.builders.admin_token import token_hash
 from trimtab_operator.builders.record import Record, asked_of, records_of
 from trimtab_operator.builders.stateful_set import Rendered, pod_template, rendered
@@ -26,7 +27,8 @@ from trimtab_operator.decisions.findings import Findings
 from trimtab_operator.decisions.in_vain import Futile, sift
 from trimtab_operator.decisions.memory import Memory, Recalled, recalled, with_layouts
 from trimtab_operator.decisions.model_facts import Gate, gate_of, plan_facts, with_kept
-from trimtab_operator.decisions.plan import plan, plan_meeting_secret, plan_tuning_state
+from trimtab_operator.decisions.optional_children import plan_optional
+from trimtab_operator.decisions.plan import differing, plan, plan_meeting_secret, plan_tuning_state
 from trimtab_operator.decisions.rollback import (
     Course,
     RolloutState,
@@ -154,9 +156,10 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
     tuned = _tuned(world, known, target)
     count = desired_replicas(deployment, tuned)
     care = _care(world, known, asked=None if course.target is None else f"{deployment.generation}-{_revision(course)}")
-    children: tuple[Action, ...] = ()
+    children: tuple[Action, ...] = differing([service_account(deployment)], known.observed)
     if course.target is not None:
         children = (
+            *children,
             *plan_meeting_secret(target, known.observed, token=world.token),
             *plan(
                 course.target,
@@ -166,6 +169,7 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
                 unproven=course.unproven,
                 loads=_loads(world),
             ),
+            *plan_optional(target, known.observed, world.installation, replicas=count),
         )
     sifted = sift(children, known.memory.futile, now=world.at)
     return Turn(

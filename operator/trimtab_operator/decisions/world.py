@@ -18,6 +18,7 @@ from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.observed.engines import EngineSeen, Target, target_of
 from trimtab_operator.observed.groups import Observed
 from trimtab_operator.observed.missing_pods import wants_words
+from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import MAX_REPLICAS, InferenceDeployment, ModelSource, Spec
@@ -46,6 +47,7 @@ class World:
     refused_creations: tuple[Manifest, ...] | None = None
     """Events of StatefulSets whose pods the API server did not create; None: nobody has looked."""
     tick_seconds: float = 15.0
+    installation: Installation = field(default_factory=Installation)
     former_token: str | None = field(default=None, repr=False)
 
     @property

@@ -10,7 +10,9 @@ import asyncio
 import base64
 import hashlib
 import json
+import logging
 import re
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from datetime import datetime
@@ -24,6 +26,7 @@ from kubernetes.aio.dynamic.exceptions import ConflictError, DynamicApiError, No
 from kubernetes.aio.dynamic.resource import Resource
 
 from trimtab_operator.builders.labels import children_selector, meeting_secret_name
+from trimtab_operator.edge.rights import Right, missing_right
 from trimtab_operator.errors import MisconfiguredOperator, NameTaken, NotYet
 from trimtab_operator.layout import layout_of
 from trimtab_operator.observed.groups import Observed, is_worker
@@ -31,11 +34,12 @@ from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, InferenceDeployment
 from trimtab_operator.resource.time import timestamp
 
+logger = logging.getLogger(__name__)
+
 FIELD_MANAGER = "trimtab-operator"
 STATUS_MANAGER = "trimtab-status"
 REQUEST_SECONDS = 30.0  # no request to the API server takes longer
 
-BUDGET = "PodDisruptionBudget"  # of policy/v1, which Kubernetes serves from 1.21 on
 API_ERRORS = (DynamicApiError, ApiException)  # what the API server answered; connection trouble is an OSError
 RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, version, plural, namespaced
     KIND: (GROUP, VERSION, PLURAL, True),
@@ -44,7 +48,11 @@ RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, versi
     "ConfigMap": ("", "v1", "configmaps", True),
     "Job": ("batch", "v1", "jobs", True),
     "Pod": ("", "v1", "pods", True),
-    BUDGET: ("policy", "v1", "poddisruptionbudgets", True),
+    "ServiceAccount": ("", "v1", "serviceaccounts", True),
+    "PodDisruptionBudget": ("policy", "v1", "poddisruptionbudgets", True),
+    "NetworkPolicy": ("networking.k8s.io", "v1", "networkpolicies", True),
+    "PodMonitor": ("monitoring.coreos.com", "v1", "podmonitors", True),
+    "PrometheusRule": ("monitoring.coreos.com", "v1", "prometheusrules", True),
     "Event": ("", "v1", "events", True),
     "Secret": ("", "v1", "secrets", True),
     "Node": ("", "v1", "nodes", False),
@@ -57,7 +65,11 @@ RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, versi
     ),
 }
 
-FORBIDDEN, INVALID = 403, 422
+OPTIONAL = ("PodDisruptionBudget", "NetworkPolicy", "PodMonitor", "PrometheusRule")  # engines do without them
+OPTIONAL_FRESH_SECONDS = 60.0  # what only guards and watches engines is looked at once a minute
+SERVED_FRESH_SECONDS = 300.0  # a kind that is installed later is found within minutes
+
+FORBIDDEN, NOT_FOUND, INVALID = 403, 404, 422
 
 
 def is_forbidden(error: BaseException) -> bool:
@@ -77,7 +89,8 @@ class Cluster:
         self._stack = AsyncExitStack()
         self._client: Any = None  # the client library is untyped
         self._resources: dict[str, Any] = {}
-        self._has_budgets: bool | None = None
+        self._served: dict[str, tuple[float, bool]] = {}
+        self._optional: dict[str, tuple[float, Mapping[str, tuple[Manifest, ...]]]] = {}
 
     async def __aenter__(self) -> Cluster:
         """Connect: from inside a pod by its service account, else by KUBECONFIG. Raises MisconfiguredOperator."""
@@ -160,7 +173,17 @@ class Cluster:
                     f"{manifest['kind']} {metadata['name']} exists and belongs to somebody else; "
                     "delete it, or give the InferenceDeployment another name"
                 )
-        await self._apply({**manifest, "metadata": metadata}, FIELD_MANAGER)
+        body = {**manifest, "metadata": metadata}
+        if manifest["kind"] not in OPTIONAL:
+            await self._apply(body, FIELD_MANAGER)
+            return
+        self._optional.pop(owner.uid, None)
+        try:
+            await self._apply(body, FIELD_MANAGER)
+        except API_ERRORS as error:
+            if missing_right(error) is None:
+                raise
+            self._do_without(str(manifest["kind"]), missing_right(error))
 
     async def apply_status(self, deployment: InferenceDeployment, status: Mapping[str, Any]) -> None:
         """Replace what we said in `/status`. The uid keeps a namesake that was created meanwhile from getting it."""
@@ -180,6 +203,8 @@ class Cluster:
         body: dict[str, Any] = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
         if grace_seconds is not None:
             body["gracePeriodSeconds"] = grace_seconds
+        if kind in OPTIONAL:
+            self._optional.clear()  # an administrator has changed the installation: all are looked at again
         try:
             await self._call("delete", self._path(kind, namespace, name), body=body)
         except (NotFoundError, ConflictError):
@@ -190,7 +215,7 @@ class Cluster:
     async def observe(self, deployment: InferenceDeployment) -> Observed:
         """The children of a resource: those that it owns, and the pods of its groups."""
         selector = children_selector(deployment.name)
-        kinds = ("Service", "StatefulSet", "ConfigMap", "Pod", "Job")
+        kinds = ("Service", "StatefulSet", "ConfigMap", "Pod", "Job", "ServiceAccount")
         found = (self.list(kind, deployment.namespace, selector=selector) for kind in kinds)
         lists = dict(zip(kinds, await asyncio.gather(*found), strict=True))
         secrets = await self._meeting_secret(deployment, lists["StatefulSet"])
@@ -202,27 +227,52 @@ class Cluster:
             config_maps=owned(lists["ConfigMap"], deployment.uid),
             pods=tuple(pod for pod in lists["Pod"] if is_of_workload(pod, deployment.name, makers)),
             jobs=jobs,
-            budgets=await self._budgets(deployment),
+            accounts=owned(lists["ServiceAccount"], deployment.uid),
             secrets=owned(secrets, deployment.uid),
+            optional=await self._optional_children(deployment),
         )
 
-    async def _budgets(self, deployment: InferenceDeployment) -> tuple[Manifest, ...] | None:
-        """The budgets of a resource; None where the cluster serves none, or the operator has no right to them. What it
-        serves is asked once."""
-        if self._has_budgets is None:
-            self._has_budgets = await self._serves(BUDGET)
-        if not self._has_budgets:
+    async def _optional_children(self, deployment: InferenceDeployment) -> Mapping[str, tuple[Manifest, ...]]:
+        """The children of a resource of kinds that can be done without, as they were at most a minute ago; right after
+        one of them was written, as they are."""
+        now = time.monotonic()
+        read_at, known = self._optional.get(deployment.uid, (now, None))
+        if known is None or now - read_at > OPTIONAL_FRESH_SECONDS:
+            found = [(kind, await self._optional_of(kind, deployment)) for kind in OPTIONAL]
+            known = {kind: children for kind, children in found if children is not None}
+            stale = now - 2 * OPTIONAL_FRESH_SECONDS  # of resources that are gone
+            self._optional = {uid: seen for uid, seen in self._optional.items() if seen[0] > stale}
+            self._optional[deployment.uid] = now, known
+        return known
+
+    async def _optional_of(self, kind: str, deployment: InferenceDeployment) -> tuple[Manifest, ...] | None:
+        """None where the cluster does not serve the kind, or the operator has no right to it."""
+        if not await self._serves(kind):
             return None
         try:
-            found = await self.list(BUDGET, deployment.namespace, selector=children_selector(deployment.name))
+            found = await self.list(kind, deployment.namespace, selector=children_selector(deployment.name))
         except API_ERRORS as error:
-            if not is_forbidden(error):
+            if not is_forbidden(error) and getattr(error, "status", None) != NOT_FOUND:
                 raise
+            self._do_without(kind, missing_right(error))
             return None
         return owned(found, deployment.uid)
 
+    def _do_without(self, kind: str, right: Right | None) -> None:
+        """Make none of a kind for some minutes: engines run without it."""
+        self._served[kind] = time.monotonic(), False
+        logger.warning("no %s is made: the operator has no right to %s", kind, right)
+
     async def _serves(self, kind: str) -> bool:
         """Whether the API server knows a kind in the version that is used here."""
+        now = time.monotonic()
+        asked_at, is_served = self._served.get(kind, (now, None))
+        if is_served is None or now - asked_at > SERVED_FRESH_SECONDS:
+            is_served = await self._discovers(kind)
+            self._served[kind] = now, is_served
+        return is_served
+
+    async def _discovers(self, kind: str) -> bool:
         group, version, plural, _ = RESOURCES[kind]
         try:
             known = await self._call("get", f"/apis/{group}/{version}")

@@ -25,6 +25,7 @@ LEASE_SECONDS = 15  # as kube-controller-manager: how long a dead leader keeps o
 RENEW_SECONDS = 10.0  # a leader that has not renewed for so long stops
 RETRY_SECONDS = 2.0  # between attempts
 ATTEMPT_SECONDS = 5.0  # for one: a leader has time for a second
+PAST_THE_END_SECONDS = 0.05  # a Lease is taken once its time is over, not when it is
 CONNECTION_ERRORS = (*API_ERRORS, aiohttp.ClientError, OSError, TimeoutError)
 
 
@@ -34,6 +35,8 @@ class Sighting:
 
     version: str = ""
     at: float = 0.0
+    seconds: float = LEASE_SECONDS
+    """How long it counts from then on."""
 
     def is_expired(self, lease: Mapping[str, Any], *, now: float) -> bool:
         """Whether the holder has given up or has not renewed for the duration that the Lease states."""
@@ -41,7 +44,13 @@ class Sighting:
         if version != self.version:
             self.version, self.at = version, now
         spec = lease.get("spec") or {}
-        return not spec.get("holderIdentity") or now - self.at > int(spec.get("leaseDurationSeconds") or LEASE_SECONDS)
+        self.seconds = float(spec.get("leaseDurationSeconds") or LEASE_SECONDS)
+        return not spec.get("holderIdentity") or now - self.at > self.seconds
+
+    def pause(self, *, now: float) -> float:
+        """How long to wait until it is worth looking again: to the moment at which it may be ours, if that is near."""
+        left = self.at + self.seconds - now
+        return min(RETRY_SECONDS, left + PAST_THE_END_SECONDS) if left > 0 else RETRY_SECONDS
 
 
 class LeaderLease:
@@ -74,7 +83,7 @@ class LeaderLease:
             if holder != waiting_for:
                 logger.info("standing by", extra={"leader": holder})
                 waiting_for = holder
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(self._sighting.pause(now=_now()))
 
     async def keep(self) -> None:
         """Renew until that fails for too long or somebody else holds the Lease; then return: stop working at once."""

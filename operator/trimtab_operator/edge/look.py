@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from trimtab_operator.builders.admin_token import admin_token
 from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, GROUP_LABEL, MANAGED_BY
@@ -22,8 +22,9 @@ from trimtab_operator.edge.nodes import Nodes
 from trimtab_operator.errors import Gone
 from trimtab_operator.observed.groups import is_terminating
 from trimtab_operator.observed.missing_pods import REFUSED_CREATION
+from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
-from trimtab_operator.resource.spec import KIND
+from trimtab_operator.resource.spec import KIND, InferenceDeployment
 
 ALL_GROUPS = f"app.kubernetes.io/managed-by={MANAGED_BY},{DEPLOYMENT_LABEL},{GROUP_LABEL}"
 
@@ -51,6 +52,7 @@ class Eyes:
     tick_seconds: float
     clock: Callable[[], float] = time.time
     former_secret: bytes | None = None
+    installation: Installation = field(default_factory=Installation)
 
     async def look(self, key: Key, memory: Memory, engines: Engines) -> World:
         """See the resource, its children, its engines and what else matters now. Raises Gone."""
@@ -64,11 +66,19 @@ class Eyes:
         )
         return replace(world, at=self.clock(), engines=said, nodes=nodes, rivals=rivals, refused_creations=refused)
 
-    async def glance(self, key: Key) -> World:
-        """See the resource and its children alone. Raises Gone."""
+    async def resource(self, key: Key) -> InferenceDeployment:
+        """See the resource alone. Raises Gone."""
+        return as_read(await self._body(key), default_image=self.default_image)[0]
+
+    async def _body(self, key: Key) -> Manifest:
         body = await self.cluster.get(KIND, key.namespace, key.name)
         if body is None or body["metadata"]["uid"] != key.uid or is_terminating(body):
             raise Gone
+        return body
+
+    async def glance(self, key: Key) -> World:
+        """See the resource and its children alone. Raises Gone."""
+        body = await self._body(key)
         deployment, misread = as_read(body, default_image=self.default_image)
         children = await self.cluster.observe(deployment)
         token = admin_token(self.secret, key.uid)
@@ -81,6 +91,7 @@ class Eyes:
             misread=misread,
             tick_seconds=self.tick_seconds,
             former_token=former,
+            installation=self.installation,
         )
 
     async def _nodes(self, fresh_seconds: float | None) -> tuple[Manifest, ...] | None:

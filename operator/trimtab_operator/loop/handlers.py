@@ -21,6 +21,35 @@ WATCHED_CHILDREN = (("", "v1", "pods"), ("apps", "v1", "statefulsets"), ("", "v1
 OURS = {"app.kubernetes.io/managed-by": MANAGED_BY}
 
 
+class NothingKept(kopf.ProgressStorage):
+    """Kopf writes nothing into resources: the operator has no right to, so that their owner alone writes them."""
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        return None
+
+    def purge(self, **_: Any) -> None:
+        return None
+
+    def touch(self, **_: Any) -> None:
+        return None
+
+    def clear(self, *, essence: kopf.BodyEssence) -> kopf.BodyEssence:
+        return essence
+
+
+class NothingCompared(kopf.DiffBaseStorage):
+    """Nothing is compared with what a resource was before: a loop looks at it as it is."""
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        return None
+
+
 def build_registry(reconciler: Reconciler) -> kopf.OperatorRegistry:
     """All handlers, bound to one reconciler."""
     registry = kopf.OperatorRegistry()
@@ -68,9 +97,8 @@ def _without_finalizer(registry: kopf.OperatorRegistry) -> None:
 def build_settings() -> kopf.OperatorSettings:
     """Kopf with no state of its own in our resources, watching only what is ours, and patient with nobody."""
     settings = kopf.OperatorSettings()
-    settings.persistence.finalizer = "trimtab.dev/cleanup"  # removed where an older version left it
-    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix="trimtab.dev")
-    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix="trimtab.dev")
+    settings.persistence.progress_storage = NothingKept()
+    settings.persistence.diffbase_storage = NothingCompared()
     settings.posting.enabled = False
     settings.scanning.disabled = True  # no rights to list CRDs and namespaces are needed
     settings.watching.server_timeout = 600  # an integer: the API server parses nothing else

@@ -25,9 +25,10 @@ from trimtab_operator.edge.engine_client import Patched
 from trimtab_operator.edge.engines import Engines, PatchAnswer
 from trimtab_operator.edge.health import OperatorMetrics
 from trimtab_operator.edge.lease import CONNECTION_ERRORS
+from trimtab_operator.edge.rights import missing_right
 from trimtab_operator.errors import Gone, NameTaken, NotLeading, NotYet
 from trimtab_operator.report.conditions import changed_conditions
-from trimtab_operator.report.status import status_of
+from trimtab_operator.report.status import status_in_the_dark, status_of
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
 from trimtab_operator.tuner.moves import Decision
 
@@ -111,7 +112,16 @@ class Hands:
 
     async def write_status(self, deployment: InferenceDeployment, findings: Findings) -> Mapping[str, Any]:
         """Write the status if it says something new, and an Event for each change that matters."""
-        status = status_of(deployment, findings, now=datetime.fromtimestamp(self.clock(), UTC))
+        return await self._write_status(deployment, status_of(deployment, findings, now=self._now()))
+
+    async def write_in_the_dark(self, deployment: InferenceDeployment, problem: tuple[str, str]) -> None:
+        """Write why nothing new can be said."""
+        await self._write_status(deployment, status_in_the_dark(deployment, problem, now=self._now()))
+
+    def _now(self) -> datetime:
+        return datetime.fromtimestamp(self.clock(), UTC)
+
+    async def _write_status(self, deployment: InferenceDeployment, status: dict[str, Any]) -> Mapping[str, Any]:
         if status == deployment.status:
             return status
         self._must_lead()
@@ -130,10 +140,9 @@ class Hands:
     async def tell(self, deployment: InferenceDeployment, note: Note) -> None:
         """Record an Event. Events are told, not relied upon: one that cannot be written is logged."""
         self._must_lead()
-        now = datetime.fromtimestamp(self.clock(), UTC)
         try:
             await self.cluster.event(
-                deployment, kind=note.type, reason=note.reason, message=note.message, now=now, key=note.key
+                deployment, kind=note.type, reason=note.reason, message=note.message, now=self._now(), key=note.key
             )
         except CONNECTION_ERRORS as error:
             logger.warning("event not written", extra={"reason": note.reason, "error": one_line(error)})
@@ -174,7 +183,10 @@ class Hands:
 
 
 def one_line(error: BaseException) -> str:
-    """The API server's own words where there are some, else the error, on one line."""
+    """Which right is missing, or the API server's own words where there are some, else the error, on one line."""
+    right = missing_right(error)
+    if right is not None:
+        return f"the operator has no right to {right}: its role lacks it; the chart's roles have it (rbac.create)"
     summary = getattr(error, "summary", None)
     text = str(summary()) if callable(summary) else str(error)
     return " ".join((text or type(error).__name__).split())[:1000]

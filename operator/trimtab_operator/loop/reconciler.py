@@ -18,10 +18,12 @@ from trimtab_operator.decisions.findings import Findings
 from trimtab_operator.decisions.memory import Memory
 from trimtab_operator.decisions.turn import Turn, findings_without_a_turn, turn
 from trimtab_operator.decisions.world import World
+from trimtab_operator.edge.cluster import API_ERRORS
 from trimtab_operator.edge.engines import Engines
 from trimtab_operator.edge.health import Heartbeats
 from trimtab_operator.edge.lease import CONNECTION_ERRORS
 from trimtab_operator.edge.look import Eyes, Key
+from trimtab_operator.edge.rights import missing_right
 from trimtab_operator.errors import Gone, NameTaken, NotYet
 from trimtab_operator.loop.hands import Hands, one_line
 from trimtab_operator.loop.wake_ups import WakeUps
@@ -122,13 +124,18 @@ class Reconciler:
 
     async def _show(self, loop: Loop, error: Exception) -> None:
         """Say in the status why nothing moves: at once when the user must act, else when it keeps failing."""
-        if not isinstance(error, NameTaken) and loop.failures < FAILURES_TO_SHOW:
+        reason = _reason_of(error)
+        if reason is Reason.RECONCILE_ERROR and loop.failures < FAILURES_TO_SHOW:
             return
-        reason = Reason.NAME_TAKEN if isinstance(error, NameTaken) else Reason.RECONCILE_ERROR
+        problem = reason, one_line(error)
         try:
             async with asyncio.timeout(TICK_DEADLINE_SECONDS):
-                world, findings = await self._findings(loop, (reason, one_line(error)))
-                await self.hands.write_status(world.deployment, findings)
+                try:
+                    world, findings = await self._findings(loop, problem)
+                except API_ERRORS:
+                    await self.hands.write_in_the_dark(await self.eyes.resource(loop.key), problem)
+                else:
+                    await self.hands.write_status(world.deployment, findings)
         except Exception as second:  # whatever failed once may fail here again; the loop must go on
             logger.warning(
                 "the failure could not be shown", extra={"resource": str(loop.key), "error": one_line(second)}
@@ -141,6 +148,13 @@ class Reconciler:
             return world, replace(decided.findings, problem=problem)
         world = await self.eyes.glance(loop.key)
         return world, findings_without_a_turn(world, loop.memory, problem)
+
+
+def _reason_of(error: Exception) -> Reason:
+    """Why nothing moves. What only its owner or an administrator can mend is told at once."""
+    if isinstance(error, NameTaken):
+        return Reason.NAME_TAKEN
+    return Reason.RECONCILE_ERROR if missing_right(error) is None else Reason.MISSING_RIGHT
 
 
 def _is_moving(status: Mapping[str, Any]) -> bool:

@@ -28,6 +28,7 @@ from trimtab_operator.loop.handlers import build_registry, build_settings
 from trimtab_operator.loop.hands import Hands
 from trimtab_operator.loop.reconciler import Reconciler
 from trimtab_operator.loop.wake_ups import WakeUps
+from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.spec import KIND
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Options:
     service_name: str
     liveness_port: int
     metrics_port: int
+    installation: Installation
 
 
 async def run_operator(options: Options) -> int:
@@ -136,6 +138,7 @@ async def _lead(
             options.default_image,
             options.tick_seconds,
             former_secret=secret.get(FORMER_KEY) or None,
+            installation=options.installation,
         )
         hands = Hands(cluster, metrics, eyes.clock, lambda: lease.is_held)
         reconciler = Reconciler(eyes, hands, http, heartbeats, WakeUps())

@@ -32,14 +32,27 @@ class Observed:
     config_maps: tuple[Manifest, ...] = ()
     pods: tuple[Manifest, ...] = ()
     jobs: tuple[Manifest, ...] = ()
-    budgets: tuple[Manifest, ...] | None = None
-    """PodDisruptionBudgets; None: the cluster does not serve them, or the operator has no right to them."""
+    accounts: tuple[Manifest, ...] = ()
     secrets: tuple[Manifest, ...] = ()
     """The one that the pods of a replica of several share: no other Secret is ever read."""
+    optional: Mapping[str, tuple[Manifest, ...]] = field(default_factory=dict)
+    """Children of kinds that can be done without, by kind. Where a kind is absent the cluster does not serve it, or the
+    operator has no right to it: none is made."""
     torn: frozenset[int] = frozenset()
     """Ordinals of groups whose pods are known not to share one engine (observed/shared_engine.py)."""
     missing: Mapping[str, Missing] = field(default_factory=dict)
     """Pods that are not created, by the name of their group (observed/missing_pods.py)."""
+
+    def of(self, kind: str) -> tuple[Manifest, ...]:
+        """The children of a kind that the operator writes."""
+        required = {
+            "Service": self.services,
+            "StatefulSet": self.stateful_sets,
+            "ConfigMap": self.config_maps,
+            "Secret": self.secrets,
+            "ServiceAccount": self.accounts,
+        }
+        return required[kind] if kind in required else self.optional.get(kind, ())
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class Reason(StrEnum):
     READING_MODEL = "ReadingModel"  # a Job reads what the model is; no engine starts before
     MODEL_UNREADABLE = "ModelUnreadable"  # that Job failed; it is tried again
     NAME_TAKEN = "NameTaken"  # an object with a child's name belongs to somebody else
+    MISSING_RIGHT = "MissingRight"  # the operator's role does not allow what is to be done
     RECONCILE_ERROR = "ReconcileError"  # the API server refused, or the operator failed; it tries again
     ROLLED_BACK = "RolledBack"  # a change did not come up; replicas run the last revision that worked
     START_FAILED = "StartFailed"  # no replica of the first revision became Ready in its time
@@ -82,6 +83,17 @@ def conditions(deployment: InferenceDeployment, findings: Findings, groups: Sequ
         *tuning_claims(findings),
         scaling_claim(findings),
         degraded_claim(findings, groups),
+    ]
+
+
+def conditions_in_the_dark(reason: str, message: str) -> list[Claim]:
+    """What can be said when the children cannot be seen: replicas may take requests, but nobody looks after them."""
+    return [
+        Claim("Ready", "Unknown", reason, message),
+        Claim("Reconciling", "False", reason, message),
+        Claim("Stalled", "True", reason, message),
+        Claim("Progressing", "False", reason, message),
+        Claim("Degraded", "True", reason, message),
     ]
 
 

@@ -11,7 +11,7 @@ from trimtab_operator.builders.labels import FACTS_COMPONENT, ROLE_LABEL
 
 def a_settled_cluster(**spec: Any) -> FakeCluster:
     cluster = FakeCluster(**spec)
-    cluster.serves_budgets = True
+    cluster.serves.add("PodDisruptionBudget")
     cluster.settle()
     return cluster
 
@@ -46,7 +46,7 @@ def test_a_budget_that_somebody_edits_is_put_back() -> None:
 
 def test_engines_are_counted_and_the_reader_of_the_model_is_not() -> None:
     cluster = FakeCluster(knows_the_model=False, parallelism={"pipeline": 2, "gpusPerNode": 1})
-    cluster.serves_budgets = True
+    cluster.serves.add("PodDisruptionBudget")
     cluster.tick()
     (reader,) = (pod for name, pod in cluster.pods.items() if FACTS_COMPONENT in name or "-facts" in name)
     cluster.settle()

@@ -47,8 +47,10 @@ class Cluster:
             def do_GET(self) -> None:
                 cluster.asked.append(self.path)
                 found = cluster.answers.get(self.path)
-                status = found if isinstance(found, int) else 200 if found is not None else 404
-                body = json.dumps({} if isinstance(found, int | None) else found).encode()
+                status = 404 if found is None else 200
+                if isinstance(found, dict) and found.get("kind") == "Status":
+                    status = found["code"]
+                body = json.dumps({} if found is None else found).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
@@ -153,12 +155,27 @@ def test_what_cannot_be_read_is_one_line_and_exit_code_2(
     absent = why("nobody")
     assert absent.exit_code == 2
     assert "there is no InferenceDeployment nobody in namespace team-a; kubectl get" in absent.output
-    cluster.answers[RESOURCE.format("team-a", "secret")] = 403
-    forbidden = why("secret")
-    assert (forbidden.exit_code, "the cluster refuses: 403" in forbidden.output) == (2, True)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     nowhere = why("chat")
     assert (nowhere.exit_code, "why: there is no cluster to ask" in nowhere.output) == (2, True)
+
+
+@pytest.mark.parametrize("place", [RESOURCE, CONFIG_MAP], ids=["the resource", "what the tuner remembers"])
+def test_a_right_that_its_user_lacks_is_named(cluster: Cluster, place: str) -> None:
+    cluster.has("chat", "team-a", Memory())
+    message = 'x is forbidden: User "u" cannot get resource "things" in API group "" in the namespace "team-a"'
+    cluster.answers[place.format("team-a", "chat")] = {"kind": "Status", "code": 403, "message": message}
+    result = why("chat")
+    assert result.exit_code == 2
+    assert "you have no right to get things in namespace team-a; ask for it" in result.output
+
+
+def test_another_refusal_is_told_in_the_servers_words(cluster: Cluster) -> None:
+    refused = {"kind": "Status", "code": 429, "message": "too many requests, please try again later"}
+    cluster.answers[RESOURCE.format("team-a", "chat")] = refused
+    result = why("chat")
+    assert result.exit_code == 2
+    assert "the cluster refuses: 429 too many requests, please try again later" in result.output
 
 
 @pytest.mark.parametrize("text", ["{", "a: [", "just words", "- 1", ""])

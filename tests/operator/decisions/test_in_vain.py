@@ -29,7 +29,7 @@ def applies(cluster: FakeCluster, turns: int) -> int:
 
 def test_a_policy_that_rewrites_the_image_is_given_way_to_and_named_once() -> None:
     cluster = PolicedCluster()
-    assert applies(cluster, 20) <= MAX_TIMES + 3  # two Services and the StatefulSet are made first
+    assert applies(cluster, 20) <= MAX_TIMES + 4  # an account, two Services and the StatefulSet are made first
     assert applies(cluster, 20) == 0
     assert cluster.events.count("AppliedInVain") == 1
     assert cluster.condition("Ready")["status"] == "True"

@@ -47,6 +47,7 @@ def children_of(cluster: FakeCluster) -> list[str]:
 
 def test_a_new_resource_gets_services_before_its_replicas() -> None:
     assert applied(FakeCluster(replicas=2)) == [
+        ("ServiceAccount", "m-engine"),
         ("Service", "m"),
         ("Service", "m-g0"),
         ("Service", "m-g1"),
@@ -126,7 +127,7 @@ def test_scale_in_leaves_nothing_of_the_group() -> None:
     cluster = a_settled_cluster(replicas=3)
     cluster.edit(replicas=1)
     cluster.settle()
-    assert children_of(cluster) == ["m", "m-g0", "m-g0"]
+    assert children_of(cluster) == ["m", "m-engine", "m-g0", "m-g0"]
 
 
 def test_a_rollout_goes_group_by_group() -> None:
@@ -296,7 +297,7 @@ def delete_rendezvous_services(cluster: FakeCluster) -> dict[str, str]:
 
 def test_a_group_of_several_pods_is_made_once_its_ranks_have_a_place_to_meet() -> None:
     cluster = FakeCluster(parallelism=THREE)
-    assert [kind for kind, _ in applied(cluster)] == ["Secret", "Service", "Service"]
+    assert [kind for kind, _ in applied(cluster)] == ["ServiceAccount", "Secret", "Service", "Service"]
     cluster.turn()
     address = addresses_of(cluster)["m-g0"]
     cluster.turn()
@@ -415,7 +416,7 @@ def test_scale_in_takes_the_whole_group() -> None:
     cluster.edit(replicas=1)
     assert set(deleted(cluster)) == {"m-g1", "m-g1-w"}
     cluster.settle()
-    assert children_of(cluster) == ["m", "m-g0", "m-g0", "m-g0-w", "m-meeting"]
+    assert children_of(cluster) == ["m", "m-engine", "m-g0", "m-g0", "m-g0-w", "m-meeting"]
 
 
 @pytest.mark.parametrize(("before", "after"), [(THREE, {}), ({}, THREE), (THREE, TWO)])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import cel
 import pytest
 import yaml
+from crd_rules import cel_refusals
 from trimtab_operator.decisions.admission import refusals_of, review
 from trimtab_operator.decisions.validation import RULES
-from trimtab_operator.resource.crd import definition
 
 BASE: dict[str, Any] = yaml.safe_load("""
 apiVersion: trimtab.dev/v1alpha1
@@ -284,39 +283,6 @@ def test_on_cuda_a_bounded_count_needs_a_start() -> None:
 
 
 # --- CEL: the same verdicts where CEL can express them ----------------------------------------------------------------
-
-
-def cel_rules() -> list[tuple[str, dict[str, str]]]:
-    """Every CEL rule with the path of the object that it judges."""
-    found: list[tuple[str, dict[str, str]]] = []
-
-    def walk(node: dict[str, Any], path: str) -> None:
-        found.extend((path, entry) for entry in node.get("x-kubernetes-validations", []))
-        for name, child in node.get("properties", {}).items():
-            walk(child, f"{path}.{name}" if path else name)
-
-    walk(definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"], "")
-    return found
-
-
-def at_path(body: Any, path: str) -> Any:
-    for part in path.split(".") if path else []:
-        body = body.get(part) if isinstance(body, dict) else None
-    return body
-
-
-def cel_refusals(body: dict[str, Any], before: dict[str, Any] | None = None) -> list[str]:
-    """What the CEL rules say that do not hold. Those that speak of the object before apply to updates alone."""
-    said = []
-    for path, entry in cel_rules():
-        node, old = at_path(body, path), at_path(before, path)
-        if node is None or ("oldSelf" in entry["rule"] and old is None):
-            continue
-        values = {"self": node} | ({} if old is None else {"oldSelf": old})
-        if not cel.evaluate(entry["rule"], values):
-            expression = entry.get("messageExpression")
-            said.append(entry["message"] if expression is None else str(cel.evaluate(expression, values)))
-    return said
 
 
 def cel_verdict(body: dict[str, Any], before: dict[str, Any] | None = None) -> bool:

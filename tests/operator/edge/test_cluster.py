@@ -113,4 +113,14 @@ def test_its_own_child_is_of_no_former_namesake() -> None:
 async def test_budgets_are_looked_for_where_the_cluster_serves_them(
     answer: dict[str, Any] | Exception, budgets: tuple[()] | None
 ) -> None:
-    assert await Answers(answer)._budgets(a_deployment()) == budgets
+    found = await Answers(answer)._optional_children(a_deployment())
+    assert found.get("PodDisruptionBudget") == budgets
+
+
+async def test_what_only_guards_and_watches_engines_is_read_once_a_minute_and_after_each_write() -> None:
+    door = Answers({"resources": [{"name": "poddisruptionbudgets"}], "items": []})
+    first = await door._optional_children(a_deployment())
+    assert await door._optional_children(a_deployment()) is first
+    manifest = {"kind": "PodDisruptionBudget", "metadata": {"namespace": "n", "name": "m"}}
+    await door.apply(manifest, a_deployment(), is_new=False)
+    assert await door._optional_children(a_deployment()) is not first

@@ -171,6 +171,48 @@ def test_a_leader_that_hears_nothing_any_more_stops_before_others_may_start() ->
     assert virtual_time.run(silence()) <= RENEW_SECONDS
 
 
+FAILOVER_SECONDS = 20.0  # from the leader's end to the first turn of another
+START_SECONDS = 2.0  # of these, for the watches of the one that takes over
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_leader_that_is_killed_at_any_moment_is_followed_within_20_seconds(seed: int) -> None:
+    """By an API server that takes up to half a second for each answer."""
+
+    async def failover() -> float:
+        chance = random.Random(seed)
+        server = SlowLease(chance, longest=0.5)
+        now = asyncio.get_running_loop().time
+        first = a_candidate(server, "a")
+        await first.acquire()
+        keeping = asyncio.create_task(first.keep())
+        await asyncio.sleep(chance.uniform(0.0, 3.0))
+        second = asyncio.create_task(a_candidate(server, "b").acquire())
+        await asyncio.sleep(chance.uniform(5.0, 30.0))
+        keeping.cancel()
+        killed = now()
+        await second
+        return now() - killed
+
+    assert virtual_time.run(failover()) <= FAILOVER_SECONDS - START_SECONDS
+
+
+class SlowLease(OneLease):
+    """An API server that needs some time for every answer."""
+
+    def __init__(self, chance: random.Random, *, longest: float) -> None:
+        super().__init__()
+        self.chance, self.longest = chance, longest
+
+    async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        await asyncio.sleep(self.chance.uniform(0.0, self.longest))
+        return await super().get(kind, namespace, name)
+
+    async def replace(self, manifest: dict[str, Any]) -> None:
+        await asyncio.sleep(self.chance.uniform(0.0, self.longest))
+        await super().replace(manifest)
+
+
 def test_a_leader_that_was_stopped_for_long_knows_at_once_that_it_leads_no_more() -> None:
     """SIGSTOP: its own clock went on, and whoever asks before a write is told."""
 

@@ -36,6 +36,7 @@ from trimtab_operator.loop.wake_ups import WakeUps
 from trimtab_operator.observed.engines import EngineSeen, Target
 from trimtab_operator.observed.groups import Group, Observed, groups_of, is_terminating
 from trimtab_operator.report.status import status_of
+from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import timestamp
@@ -94,8 +95,9 @@ class FakeCluster:
         self.pods: dict[str, dict[str, Any]] = {}
         self.engines: dict[str, FakeEngine] = {}
         """By the uid of the leader's pod."""
-        self.serves_budgets = False
-        """Whether the cluster has PodDisruptionBudgets of policy/v1."""
+        self.serves: set[str] = set()
+        """The kinds that can be done without and that this cluster has, such as PodDisruptionBudget."""
+        self.installation = Installation()
         self.is_answering = True
         """Whether engines answer at all."""
         self.unready: set[str] = set()
@@ -147,8 +149,16 @@ class FakeCluster:
             return tuple(m for (k, _), m in sorted(self.objects.items()) if k == kind)
 
         pods = tuple(pod for _, pod in sorted(self.pods.items()))
-        budgets = of("PodDisruptionBudget") if self.serves_budgets else None
-        return Observed(of("Service"), of("StatefulSet"), of("ConfigMap"), pods, of("Job"), budgets, of("Secret"))
+        return Observed(
+            of("Service"),
+            of("StatefulSet"),
+            of("ConfigMap"),
+            pods,
+            of("Job"),
+            of("ServiceAccount"),
+            of("Secret"),
+            {kind: of(kind) for kind in sorted(self.serves)},
+        )
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -194,6 +204,7 @@ class FakeCluster:
             refused_creations=refused,
             tick_seconds=TICK_SECONDS,
             former_token=former,
+            installation=self.installation,
         )
 
     def decide(self, memory: Memory | None = None) -> Turn:
@@ -339,6 +350,8 @@ class FakeCluster:
         return found
 
     def _make_pod(self, name: str, owner: dict[str, Any], template: dict[str, Any]) -> None:
+        if ("ServiceAccount", template["spec"].get("serviceAccountName")) not in self.objects:
+            return  # the API server admits no pod whose account is not there
         self._made += 1
         uid = f"p-{self._made}"
         metadata = {
@@ -509,7 +522,13 @@ def a_reconciler(cluster: FakeCluster, http: httpx.AsyncClient | None = None) ->
     """The loops' shared part, at work on this cluster."""
     door = cast("Cluster", cluster)
     eyes = Eyes(
-        door, Nodes(door, lambda: cluster.now), cluster.secret, cluster.default_image, 15.0, lambda: cluster.now
+        door,
+        Nodes(door, lambda: cluster.now),
+        cluster.secret,
+        cluster.default_image,
+        15.0,
+        lambda: cluster.now,
+        installation=cluster.installation,
     )
     hands = Hands(door, OperatorMetrics(), eyes.clock)
     unused = cast("httpx.AsyncClient", http)

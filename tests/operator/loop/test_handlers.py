@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
+import kopf
 from trimtab_operator.loop.handlers import build_registry, build_settings
 
 
@@ -14,9 +15,17 @@ def test_no_handler_asks_for_a_finalizer() -> None:
     assert not any(handler.requires_finalizer for handler in handlers)
 
 
-def test_kopf_keeps_no_state_under_its_own_name_and_watches_only_what_is_ours() -> None:
+def test_kopf_writes_nothing_into_resources() -> None:
+    """The operator has no right to: a resource is its owner's."""
+    persistence, patch = build_settings().persistence, kopf.Patch()
+    body = kopf.Body({"metadata": {"name": "m"}, "spec": {"model": {}}})
+    persistence.progress_storage.touch(body=body, patch=patch, value="now")
+    persistence.diffbase_storage.store(body=body, patch=patch, essence=persistence.diffbase_storage.build(body=body))
+    assert not patch
+
+
+def test_kopf_watches_only_what_is_ours() -> None:
     settings = build_settings()
-    assert settings.persistence.finalizer.startswith("trimtab.dev/")
     assert settings.scanning.disabled
     selectors = dict(settings.watching.label_selectors)
     assert len(selectors) == 3

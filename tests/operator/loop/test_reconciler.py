@@ -23,7 +23,7 @@ async def test_the_first_tick_creates_and_when_all_runs_a_tick_writes_nothing() 
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
     assert await reconciler.tick(loop) == BUSY_TICK_SECONDS
     kinds = sorted(kind for kind, _ in cluster.objects)
-    assert kinds == ["ConfigMap", "ConfigMap", "Service", "Service", "StatefulSet"]
+    assert kinds == ["ConfigMap", "ConfigMap", "Service", "Service", "ServiceAccount", "StatefulSet"]
     assert cluster.events == ["ReplicaCreated"]
     cluster.controllers()
     await reconciler.tick(loop)
@@ -42,7 +42,7 @@ async def test_no_engine_exists_before_the_model_was_read_and_the_tick_that_lear
     assert cluster.status["phase"] == "ReadingModel"
     cluster.controllers()
     await reconciler.tick(loop)
-    assert {kind for kind, _ in cluster.objects} == {"ConfigMap", "Service", "StatefulSet"}
+    assert {kind for kind, _ in cluster.objects} == {"ConfigMap", "Service", "ServiceAccount", "StatefulSet"}
 
 
 async def test_a_model_that_cannot_be_read_starts_nothing_and_shows_the_last_words() -> None:
@@ -52,7 +52,7 @@ async def test_a_model_that_cannot_be_read_starts_nothing_and_shows_the_last_wor
     await reconciler.tick(loop)
     cluster.controllers()
     await reconciler.tick(loop)
-    assert all(kind == "ConfigMap" for kind, _ in cluster.objects)
+    assert {kind for kind, _ in cluster.objects} <= {"ConfigMap", "ServiceAccount"}
     ready = cluster.condition("Ready")
     assert (ready["status"], ready["reason"]) == ("False", "ModelUnreadable")
     assert "no such file" in cluster.condition("Degraded")["message"]

@@ -1,0 +1,131 @@
+"""How Prometheus reads a resource's engines, and what it alerts on: a PodMonitor and a PrometheusRule.
+
+The Prometheus operator's kinds (monitoring.coreos.com/v1). An alert says what its reader loses and what to look at; its
+thresholds on latency are what `spec.objectives` promises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, GROUP_LABEL, common_labels, leader_selector
+from trimtab_operator.resource.installation import Alerts, PodMonitoring
+from trimtab_operator.resource.quantity import parse_seconds
+from trimtab_operator.resource.spec import InferenceDeployment
+
+API_VERSION = "monitoring.coreos.com/v1"
+SILENT_SECONDS = 60  # no step takes so long: the core is gone, or stands still
+RECOMPUTED_SHARE = 0.2  # of the tokens that prompts bring: work that preemptions make the GPU do twice
+
+
+def pod_monitor(deployment: InferenceDeployment, monitoring: PodMonitoring) -> dict[str, Any]:
+    """Leaders alone: one series of each kind per replica."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "PodMonitor",
+        "metadata": _metadata(deployment, monitoring.labels),
+        "spec": {
+            "selector": {"matchLabels": leader_selector(deployment)},
+            "podTargetLabels": [DEPLOYMENT_LABEL, GROUP_LABEL],
+            "podMetricsEndpoints": [{"port": "http", "path": "/metrics", "interval": monitoring.interval}],
+        },
+    }
+
+
+def prometheus_rule(deployment: InferenceDeployment, alerts: Alerts) -> dict[str, Any]:
+    """The alerts of one resource."""
+    rules = [*_latency_alerts(deployment), *_health_alerts(deployment)]
+    group = {"name": f"trimtab.{deployment.namespace}.{deployment.name}", "rules": rules}
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "PrometheusRule",
+        "metadata": _metadata(deployment, alerts.labels),
+        "spec": {"groups": [group]},
+    }
+
+
+def _metadata(deployment: InferenceDeployment, labels: dict[str, str]) -> dict[str, Any]:
+    return {
+        "name": deployment.name,
+        "namespace": deployment.namespace,
+        "labels": {**labels, **common_labels(deployment)},
+    }
+
+
+def _latency_alerts(deployment: InferenceDeployment) -> list[dict[str, Any]]:
+    """One per promise that a histogram can judge: not a mean per request, nor a target that grows with the prompt."""
+    found, objectives = [], deployment.spec.objectives
+    ttft = None if objectives is None else objectives.ttft
+    itl = None if objectives is None else objectives.itl
+    if ttft is not None and ttft.per_prompt_token is None:
+        late = _late(deployment, "vllm:time_to_first_token_seconds", ttft.percentile, parse_seconds(ttft.target))
+        words = f"fewer than {ttft.percentile} percent of the requests get their first token within {ttft.target}"
+        found.append(_alert(deployment, "TrimtabFirstTokensLate", late, "10m", "warning", words))
+    if itl is not None and itl.kind == "Tokens":
+        late = _late(deployment, "vllm:inter_token_latency_seconds", itl.percentile, parse_seconds(itl.target))
+        words = f"fewer than {itl.percentile} percent of the tokens follow the one before within {itl.target}"
+        found.append(_alert(deployment, "TrimtabTokensLate", late, "10m", "warning", words))
+    return found
+
+
+def _late(deployment: InferenceDeployment, family: str, percentile: int, seconds: float) -> str:
+    rates = f"sum by (le) (rate({family}_bucket{_of(deployment)}[5m]))"
+    return f"histogram_quantile({percentile / 100:g}, {rates}) > {seconds:g}"
+
+
+def _health_alerts(deployment: InferenceDeployment) -> list[dict[str, Any]]:
+    own = _of(deployment)
+    recomputed = f"sum(rate(trimtab_recomputed_tokens_total{own}[10m]))"
+    brought = f"sum(rate(vllm:prompt_tokens_total{own}[10m]))"
+    return [
+        _alert(
+            deployment,
+            "TrimtabEngineUnreachable",
+            f"up{own} == 0",
+            "10m",
+            "warning",
+            "{{ $labels.pod }} answers no scrape: see its events and its log",
+        ),
+        _alert(
+            deployment,
+            "TrimtabEngineFrozen",
+            f"max by (pod) (trimtab_core_silence_seconds{own}) > {SILENT_SECONDS}",
+            "1m",
+            "critical",
+            "nothing has been heard of the core of {{ $labels.pod }} for {{ $value | humanizeDuration }}",
+        ),
+        _alert(
+            deployment,
+            "TrimtabRequestsFail",
+            f"sum(rate(trimtab_failed_requests_total{own}[5m])) > 0",
+            "5m",
+            "warning",
+            "requests end with an error; the label reason of trimtab_failed_requests_total says which",
+        ),
+        _alert(
+            deployment,
+            "TrimtabPreemptionsCostly",
+            f"{recomputed} > {RECOMPUTED_SHARE:g} * {brought}",
+            "15m",
+            "warning",
+            f"preemptions make the engines compute more than {RECOMPUTED_SHARE:.0%} of their prompts again: "
+            f"`kubectl trimtab why {deployment.name}` says what is done about it",
+        ),
+    ]
+
+
+def _of(deployment: InferenceDeployment) -> str:
+    """Selects the series of this resource's engines, whoever scrapes them: by labels that every such scrape has."""
+    return f'{{namespace="{deployment.namespace}",pod=~"{deployment.name}-g[0-9]+-0"}}'
+
+
+def _alert(
+    deployment: InferenceDeployment, name: str, expression: str, after: str, severity: str, words: str
+) -> dict[str, Any]:
+    return {
+        "alert": name,
+        "expr": expression,
+        "for": after,
+        "labels": {"severity": severity, "namespace": deployment.namespace, "inferencedeployment": deployment.name},
+        "annotations": {"summary": f"{deployment.namespace}/{deployment.name}: {words}"},
+    }
