@@ -24,6 +24,8 @@ from trimtab_engine.errors import InvalidRequest, ModelError
 MAX_TEMPLATE_CHARACTERS = 1 << 20  # the largest known are a tenth of it
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 """Variables that a request's own cannot take the place of."""
+END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
+"""transformers' own mark: what a template does to the end of a message it does to this."""
 TRIAL_MESSAGES = ({"role": "user", "content": "Hello"},)
 TRIAL_TOOLS = (
     {
@@ -83,10 +85,14 @@ class ChatTemplate:
         *,
         tools: Sequence[Json] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         max_characters: int | None = None,
     ) -> str:
-        """Raises InvalidRequest when the template refuses the messages or writes more than `max_characters`."""
+        """With `continue_final_message` the text ends where the last message does, without what the template writes
+        behind it. Raises InvalidRequest when the template refuses the messages or writes more than `max_characters`."""
+        if continue_final_message:
+            messages = _marked(messages)
         values = {**self._special_tokens, **{k: v for k, v in (variables or {}).items() if k not in RESERVED}}
         values |= {"messages": list(messages), "tools": None if tools is None else list(tools), "documents": None}
         parts: list[str] = []
@@ -105,7 +111,7 @@ class ChatTemplate:
                 f"the chat template writes more than {max_characters} characters, which the model's context cannot "
                 f"hold; shorten the messages"
             )
-        return "".join(parts)
+        return _up_to_mark("".join(parts)) if continue_final_message else "".join(parts)
 
     def check(self, tools: Sequence[Json] | None = None) -> None:
         """Render one short conversation. Raises ModelError when the template itself is at fault; one that refuses the
@@ -120,6 +126,22 @@ class ChatTemplate:
                 place = "" if line is None else f" line {line}:"
                 what = "one user message" if tools is None else "one user message beside a tool"
                 raise ModelError(f"{self._name} is broken:{place} it cannot write {what}: {reason}") from None
+
+
+def _marked(messages: Sequence[Message]) -> list[Message]:
+    """With END_OF_MESSAGE behind the last message's text, as transformers finds where it ends."""
+    *before, last = messages
+    if not last.get("content"):
+        raise InvalidRequest("continue_final_message needs a last message with content to go on with")
+    return [*before, {**last, "content": last["content"] + END_OF_MESSAGE}]
+
+
+def _up_to_mark(text: str) -> str:
+    """What stands before the mark; a template that trims messages has trimmed the mark, and so loses their blanks."""
+    place = text.rfind(END_OF_MESSAGE.rstrip())
+    if place < 0:
+        raise InvalidRequest("continue_final_message: the chat template does not write the last message")
+    return text[:place] if text.startswith(END_OF_MESSAGE, place) else text[:place].rstrip()
 
 
 def _line_of(error: BaseException | None) -> int | None:

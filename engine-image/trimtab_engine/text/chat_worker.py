@@ -32,6 +32,7 @@ class Rendering:
                 request["messages"],
                 tools=request["tools"],
                 add_generation_prompt=request["add_generation_prompt"],
+                continue_final_message=request["continue_final_message"],
                 variables=request["variables"],
                 max_characters=request["max_characters"],
             )

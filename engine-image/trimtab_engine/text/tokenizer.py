@@ -52,11 +52,13 @@ class Tokenizer:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
 
-    async def encode_many_async(self, texts: list[str]) -> list[list[int]]:
-        """Several texts, with special tokens, in order."""
-        if sum(len(text) for text in texts) < LONG_TEXT_CHARACTERS:
-            return [self.encode(text) for text in texts]
-        return await asyncio.to_thread(lambda: [self.encode(text) for text in texts])
+    async def encode_many_async(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Several texts, in order."""
+
+        def encoded() -> list[list[int]]:
+            return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+        return encoded() if sum(map(len, texts)) < LONG_TEXT_CHARACTERS else await asyncio.to_thread(encoded)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Text of all tokens together; bytes that are no character become U+FFFD."""

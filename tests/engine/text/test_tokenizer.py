@@ -1,16 +1,15 @@
 """Incremental text is the whole text, never half a character; and no torch is imported for it."""
 
-import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from engine_benchmarks.detokenising_bench import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
-from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 from trimtab_engine.errors import InvalidRequest, ModelError
 from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
 
@@ -168,56 +167,6 @@ def test_a_chat_template_of_absurd_size_is_refused(folder: Path, tmp_path: Path)
 async def test_long_texts_give_the_same_tokens(tokenizer: Tokenizer) -> None:
     text = "word " * 2000
     assert await tokenizer.encode_async(text) == tokenizer.encode(text)
-
-
-def sentencepiece(folder: Path, kind: str) -> Tokenizer:
-    """As Llama 2 ("llama"), and as Mistral's newer files ("metaspace"), have it: bytes, pieces with and without a blank
-    before them, a special token."""
-    words = ["the", "a", "Paris", ".", "é", "日本", "'s"]
-    pieces = [f"<0x{byte:02X}>" for byte in range(256)] + [*words, *(f"▁{word}" for word in words), "▁"]
-    fast = FastTokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], byte_fallback=True))
-    if kind == "llama":
-        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    else:
-        steps = [decoders.ByteFallback(), decoders.Metaspace("▁", prepend_scheme="first"), decoders.Fuse()]
-    fast.decoder = decoders.Sequence(steps)
-    fast.add_special_tokens(["<s>"])
-    folder.mkdir()
-    fast.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    return Tokenizer(str(folder))
-
-
-def random_tokens(tokenizer: Tokenizer, dice: random.Random, count: int) -> list[int]:
-    """Pieces, special tokens, and characters in bytes that are whole."""
-    size = tokenizer.fast.get_vocab_size()
-    tokens: list[int] = []
-    for _ in range(count):
-        is_bytes = dice.random() < 0.3
-        tokens += dice.choice("aß日😀 \n").encode() if is_bytes else [dice.randrange(256, size)]
-    return tokens
-
-
-@pytest.mark.parametrize("kind", ["llama", "metaspace", "byte level"])
-def test_the_text_behind_a_prompt_is_what_transformers_adds_to_the_prompt_s(
-    kind: str, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    known = tokenizer if kind == "byte level" else sentencepiece(tmp_path / "folder", kind)
-    reference = PreTrainedTokenizerFast(tokenizer_object=known.fast, clean_up_tokenization_spaces=False)  # type: ignore[no-untyped-call]
-    dice = random.Random(7)
-    for round_number in range(3334):
-        if kind == "byte level":
-            prompt = known.encode("".join(dice.choice("ab é日😀") for _ in range(dice.randrange(12))))
-            output = [dice.randrange(257) for _ in range(dice.randrange(1, 20))]
-        else:
-            prompt = random_tokens(known, dice, dice.randrange(24))
-            output = random_tokens(known, dice, dice.randrange(1, 16))
-        skip = dice.random() < 0.5
-        detokenizer = Detokenizer(known, skip_special_tokens=skip, prompt_token_ids=prompt)
-        text = "".join(detokenizer.push(token_id) for token_id in output) + detokenizer.flush()
-        before = reference.decode(prompt, skip_special_tokens=skip)
-        whole = reference.decode(prompt + output, skip_special_tokens=skip)
-        assert f"{before}{text}" == whole, (round_number, prompt, output)
 
 
 def test_the_blank_before_an_answer_s_first_word_stays(tmp_path: Path) -> None:

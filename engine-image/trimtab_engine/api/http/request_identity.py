@@ -29,12 +29,13 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        request_id = given.decode() if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["has_own_id"] = REQUEST_ID.fullmatch(given) is not None
+        state["request_id"] = given.decode() if state["has_own_id"] else uuid.uuid4().hex
 
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                MutableHeaders(scope=message)["X-Request-Id"] = state["request_id"]
             await send(message)
 
         await self._app(scope, receive, with_id)
@@ -66,7 +67,10 @@ def bearer_digest(header: bytes) -> bytes | None:
     return hashlib.sha256(token.strip()).digest() if scheme.lower() == b"bearer" and token.strip() else None
 
 
-def request_id_of(request: Request) -> str:
+def request_id_of(request: Request, in_body: str | None = None) -> str:
+    """The request's id. One in its body counts where the head has none."""
+    if in_body is not None and not request.state.has_own_id:
+        request.state.request_id = in_body
     request_id: str = request.state.request_id
     return request_id
 

@@ -50,6 +50,7 @@ class ChatRenderer:
         max_characters: int,
         tools: Sequence[Json] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as text. ApiError 400 when the template refuses it, or does not end."""
@@ -59,6 +60,7 @@ class ChatRenderer:
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
             "variables": variables,
             "max_characters": max_characters,
         }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_engine.api.openai.generation import Piece
-from trimtab_engine.api.openai.logprobs import chat_logprobs, completion_logprobs
+from trimtab_engine.api.openai.logprobs import by_id, chat_logprobs, completion_logprobs
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.text.tokenizer import Tokenizer
 
@@ -39,9 +39,11 @@ class AnswerForm(ABC):
     object_whole: str
     object_chunk: str
 
-    def __init__(self, model: str, tokenizer: Tokenizer, request_id: str) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, request_id: str, *, tokens_by_id: bool = False) -> None:
+        """`tokens_by_id`: log-probabilities name tokens by their ids instead of their texts."""
         self.request_id = f"{self.prefix}-{request_id}"
         self._model, self._tokenizer, self._created = model, tokenizer, int(time.time())
+        self._token_name = by_id if tokens_by_id else None
 
     def whole(self, choices: list[Json], usage: Usage) -> Json:
         return self._head(self.object_whole) | {"choices": choices, "usage": usage.to_json()}
@@ -57,6 +59,11 @@ class AnswerForm(ABC):
     def opening(self, index: int) -> list[Json]:
         """Chunks that go out before the first token."""
         return []
+
+    @abstractmethod
+    def add_prompt_ids(self, answer: Json, prompts: Sequence[list[int]]) -> None:
+        """Put in the token ids of each choice's prompt, where vLLM has them: into a whole answer, or into the chunk
+        that is a choice's first (its `prompts` are those of the chunk's choices)."""
 
     @abstractmethod
     def choice(self, last: Piece, text: str, positions: Positions) -> Json:
@@ -83,10 +90,17 @@ class CompletionForm(AnswerForm):
         return {
             "index": piece.index,
             "text": text,
-            "logprobs": None if positions is None else completion_logprobs(self._tokenizer, positions, offset),
+            "logprobs": None if positions is None else self._logprobs(positions, offset),
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
+
+    def _logprobs(self, positions: Sequence[TokenLogprobs], offset: int) -> Json:
+        return completion_logprobs(self._tokenizer, positions, offset, self._token_name)
+
+    def add_prompt_ids(self, answer: Json, prompts: Sequence[list[int]]) -> None:
+        for choice, prompt in zip(answer["choices"], prompts, strict=True):
+            choice["prompt_token_ids"] = prompt
 
 
 class ChatForm(AnswerForm):
@@ -102,6 +116,10 @@ class ChatForm(AnswerForm):
         }
         return [self._head(self.object_chunk) | {"choices": [choice]}]
 
+    def add_prompt_ids(self, answer: Json, prompts: Sequence[list[int]]) -> None:
+        """All choices have one prompt, so the answer has it once."""
+        answer["prompt_token_ids"] = prompts[0]
+
     def choice(self, last: Piece, text: str, positions: Positions) -> Json:
         message = {"role": "assistant", "content": text, "refusal": None}
         return self._entry(last, {"message": message}, positions)
@@ -113,7 +131,7 @@ class ChatForm(AnswerForm):
         return {
             "index": piece.index,
             **body,
-            "logprobs": None if positions is None else chat_logprobs(self._tokenizer, positions),
+            "logprobs": None if positions is None else chat_logprobs(self._tokenizer, positions, self._token_name),
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }

@@ -66,6 +66,8 @@ class Piece:
     text: str
     num_tokens: int
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    """Those that count: as many as `num_tokens`."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
@@ -80,6 +82,7 @@ class Piece:
         self.text += later.text
         self.num_tokens += later.num_tokens
         self.logprobs += later.logprobs
+        self.token_ids += later.token_ids
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
@@ -200,6 +203,7 @@ def piece_of(output: SequenceOutput, stream: TextStream, *, index: int) -> Piece
         taken.text,
         taken.num_tokens,
         (output.logprobs or [])[: taken.num_tokens],
+        output.token_ids[: taken.num_tokens],
         output.finish_reason,
         output.stop_token_id,
         output.num_cached_tokens,

@@ -1,28 +1,37 @@
 """Log-probabilities in OpenAI's two forms. Pure, but for looking up token texts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.text.tokenizer import Tokenizer
 
+Name = Callable[[int], str]
+"""What a token is called: its text, or its id (return_tokens_as_token_ids)."""
 LOWEST = -9999.0  # JSON has no infinity; vLLM writes this number too
 
 
-def completion_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+def by_id(token_id: int) -> str:
+    """vLLM's name for a token whose text may not tell it from others."""
+    return f"token_id:{token_id}"
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], offset: int, name: Name | None = None
+) -> dict[str, Any]:
     """/v1/completions: four parallel lists. `offset` is where the first token's text begins. A position without a
     logprob, which the first token of an echoed prompt is, has null in both."""
-    tokens = [tokenizer.token_text(position.token_ids[0]) for position in positions]
+    name = name or tokenizer.token_text
     offsets = []
-    for token in tokens:
+    for position in positions:
         offsets.append(offset)
-        offset += len(token)
+        offset += len(tokenizer.token_text(position.token_ids[0]))
     return {
-        "tokens": tokens,
+        "tokens": [name(position.token_ids[0]) for position in positions],
         "token_logprobs": [_number(position.logprobs[0]) if position.logprobs else None for position in positions],
         "top_logprobs": [
             {
-                tokenizer.token_text(token_id): _number(value)
+                name(token_id): _number(value)
                 for token_id, value in zip(position.token_ids, position.logprobs, strict=True)
             }
             if position.logprobs
@@ -33,9 +42,9 @@ def completion_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], name: Name | None = None) -> dict[str, Any]:
     """/v1/chat/completions: one entry per token, with the most likely ones inside."""
-    return {"content": [_chat_position(tokenizer, position) for position in positions]}
+    return {"content": [_chat_position(tokenizer, position, name) for position in positions]}
 
 
 def prompt_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
@@ -53,17 +62,18 @@ def _by_token_id(tokenizer: Tokenizer, position: TokenLogprobs) -> dict[str, Any
     }
 
 
-def _chat_position(tokenizer: Tokenizer, position: TokenLogprobs) -> dict[str, Any]:
+def _chat_position(tokenizer: Tokenizer, position: TokenLogprobs, name: Name | None) -> dict[str, Any]:
     entries = [
-        _chat_token(tokenizer, token_id, value)
+        _chat_token(tokenizer, token_id, value, name)
         for token_id, value in zip(position.token_ids, position.logprobs, strict=True)
     ]
     return {**entries[0], "top_logprobs": entries[1:]}
 
 
-def _chat_token(tokenizer: Tokenizer, token_id: int, value: float) -> dict[str, Any]:
+def _chat_token(tokenizer: Tokenizer, token_id: int, value: float, name: Name | None) -> dict[str, Any]:
+    """`bytes` are always those of the token's text."""
     text = tokenizer.token_text(token_id)
-    return {"token": text, "logprob": _number(value), "bytes": list(text.encode())}
+    return {"token": name(token_id) if name else text, "logprob": _number(value), "bytes": list(text.encode())}
 
 
 def _number(value: float) -> float:

@@ -1,6 +1,6 @@
 """From a checked body to a plan: prompts become token ids, and lengths are judged against the model's context."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
@@ -10,8 +10,10 @@ from trimtab_engine.api.http.request_identity import key_salt
 from trimtab_engine.api.metrics.tracing import TRACE_HEADERS
 from trimtab_engine.api.openai.forms import AnswerForm
 from trimtab_engine.api.openai.generation import GenerationPlan
+from trimtab_engine.api.openai.prompt_fields import TemplateFields
 from trimtab_engine.api.openai.protocol import (
     MAX_REPORTED,
+    MAX_RETURNED_IDS,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -24,7 +26,9 @@ MAX_RANK_CHARACTERS = 4
 MAX_CHARACTERS_PER_TOKEN = 64  # no prompt within max_model_len is longer; beyond it, tokenising would be a waste
 
 
-async def completion_prompts(serving: Serving, body: CompletionRequest) -> tuple[list[list[int]], list[str] | None]:
+async def completion_prompts(
+    serving: Serving, body: CompletionRequest, *, max_tokens: int
+) -> tuple[list[list[int]], list[str] | None]:
     """Token ids of every prompt, and their texts where they are echoed."""
     try:
         prompts = body.prompts()
@@ -39,23 +43,29 @@ async def completion_prompts(serving: Serving, body: CompletionRequest) -> tuple
         else:
             ids.append(prompt)
     if texts:
-        ids = await serving.tokenizer.encode_many_async(texts)
+        ids = await serving.tokenizer.encode_many_async(texts, add_special_tokens=body.add_special_tokens is not False)
         if not all(ids):
             raise invalid("prompt has no tokens; send at least one", "prompt")
-    for prompt_ids in ids:
+    kept = [body.kept(prompt, max_model_len=serving.facts.max_model_len, max_tokens=max_tokens) for prompt in ids]
+    for prompt_ids in kept:
         _check_known(serving, prompt_ids, "prompt")
     if not body.echo:
-        return ids, None
+        return kept, None
     decode = serving.tokenizer.decode
-    return ids, texts or [decode(prompt, skip_special_tokens=body.skip_special_tokens) for prompt in ids]
+    if texts and all(len(prompt) == len(whole) for prompt, whole in zip(kept, ids, strict=True)):
+        return kept, texts
+    return kept, [decode(prompt, skip_special_tokens=body.skip_special_tokens) for prompt in kept]
 
 
-async def chat_prompt(serving: Serving, body: ChatRequest, tools: Sequence[dict[str, Any]] | None) -> list[int]:
+async def chat_prompt(
+    serving: Serving, body: ChatRequest, tools: Sequence[dict[str, Any]] | None, *, max_tokens: int | None
+) -> list[int]:
     """Token ids of a conversation, up to where the assistant's answer begins."""
-    text = await rendered(serving, body.messages, tools=tools, variables=body.chat_template_kwargs)
-    ids = await bounded(serving, text, "messages", add_special_tokens=False)
+    text = await rendered(serving, body.messages, body, tools=tools)
+    ids = await bounded(serving, text, "messages", add_special_tokens=bool(body.add_special_tokens))
     if not ids:
         raise invalid("messages have no tokens; send at least one", "messages")
+    ids = body.kept(ids, max_model_len=serving.facts.max_model_len, max_tokens=max_tokens)
     _check_known(serving, ids, "messages")
     return ids
 
@@ -63,11 +73,11 @@ async def chat_prompt(serving: Serving, body: ChatRequest, tools: Sequence[dict[
 async def rendered(
     serving: Serving,
     messages: Sequence[ChatMessage],
+    fields: TemplateFields,
     *,
     tools: Sequence[dict[str, Any]] | None = None,
-    variables: Mapping[str, Any] | None = None,
-    add_generation_prompt: bool = True,
 ) -> str:
+    """The conversation as the model's template writes it, switched as `fields` say."""
     try:
         written = [message.for_template() for message in messages]
     except ValueError as error:
@@ -75,8 +85,9 @@ async def rendered(
     return await serving.renderer.render(
         written,
         tools=tools,
-        variables=variables,
-        add_generation_prompt=add_generation_prompt,
+        variables=fields.chat_template_kwargs,
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=fields.continue_final_message,
         max_characters=serving.facts.max_model_len * MAX_CHARACTERS_PER_TOKEN,
     )
 
@@ -110,6 +121,7 @@ def plan_of(
     outside = [token_id for token_id in body.stop_token_ids or () if token_id >= vocab_size]
     if outside:
         raise invalid(f"stop_token_ids has {outside[0]}, out of a vocabulary of {vocab_size}", "stop_token_ids")
+    check_returned_ids(body, prompts)
     _check_reported(body, prompts, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     rooms = [_room(serving, body, prompt, max_tokens) for prompt in prompts]
     sampling = [
@@ -134,7 +146,7 @@ def plan_of(
         cache_salt=key_salt(request) + (body.cache_salt or ""),
         priority=body.priority,
         data_parallel_rank=_pinned_rank(state, request),
-        stream_interval=state.options.stream_interval,
+        stream_interval=body.stream_interval or state.options.stream_interval,
         trace_headers={name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
         if state.options.otlp_traces_endpoint
         else {},
@@ -161,6 +173,19 @@ def _check_reported(
             f"{asked} log-probabilities would be reported (choices x positions x tokens at each); at most "
             f"{MAX_REPORTED} are in one answer: lower n, max_tokens, logprobs or prompt_logprobs",
             "logprobs" if prompt_logprobs is None else "prompt_logprobs",
+        )
+
+
+def check_returned_ids(body: GenerationRequest, prompts: Sequence[Sequence[int]]) -> None:
+    """Token ids of prompts that come back: a chat answer has its prompt once, a completion with each choice. ApiError
+    400 above MAX_RETURNED_IDS."""
+    times = 1 if isinstance(body, ChatRequest) else body.n
+    num_ids = times * sum(len(prompt) for prompt in prompts)
+    if body.return_token_ids and num_ids > MAX_RETURNED_IDS:
+        raise invalid(
+            f"{num_ids} token ids of prompts would come back (choices x tokens); at most {MAX_RETURNED_IDS} are in one "
+            f"answer: lower n, or send fewer prompts",
+            "return_token_ids",
         )
 
 

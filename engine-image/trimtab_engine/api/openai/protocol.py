@@ -9,22 +9,23 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trimtab_engine.api.http.errors import WrongField
+from trimtab_engine.api.http.request_identity import REQUEST_ID
+from trimtab_engine.api.openai.prompt_fields import PromptFields, TemplateFields
 from trimtab_engine.api.openai.restrictions import NO_RESTRICTIONS, RestrictionFields, Restrictions
-from trimtab_engine.api.openai.tools import ToolCalls, ToolFields
+from trimtab_engine.api.openai.tools import OfferedTools, ToolCalls, ToolFields
 from trimtab_engine.scheduling.sampling import Sampling
-from trimtab_engine.text.chat_template import RESERVED
 
 MAX_BODY_BYTES = 8 << 20  # a prompt of a million tokens fits; nothing larger is read
 MAX_N = 128  # choices per prompt
 MAX_SEQUENCES = 1024  # prompts times n: each is a request of its own to the core
 MAX_REPORTED = 100_000  # log-probabilities in one answer: half a kilobyte each while it is made
+MAX_RETURNED_IDS = 1_000_000  # of prompts in one answer: ten bytes each while it is made
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # each stop string is looked for at every token
 MAX_STOP_TOKEN_IDS = 256
 MAX_MESSAGES = 4096
 MAX_NAME_CHARACTERS = 512
 MAX_PRIORITY = 2**31 - 1
-MAX_TEMPLATE_VALUES = 16
 MAX_FIELDS = 256  # of one JSON object: each unknown one is reported, and many would hold up other requests
 MAX_INT64 = 2**63 - 1
 LEAST_REPETITION_PENALTY = 0.01  # logits divided by less overflow
@@ -35,21 +36,30 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
     "chat_template": (None,),
+    "documents": (None, []),
     "echo": (None, False),  # in chat; completions have it
     "function_call": (None, "none"),
     "functions": (None, []),
-    "length_penalty": (None, 1.0),
+    "include_reasoning": (None, True),
+    "kv_transfer_params": (None,),
+    "length_penalty": (None, 1.0, 1),
+    "logits_processors": (None, []),
+    "media_io_kwargs": (None,),
+    "mm_processor_kwargs": (None,),
     "modalities": (None, ["text"]),
     "prediction": (None,),
     "prompt_embeds": (None,),
     "reasoning_effort": (None,),
+    "repetition_detection": (None,),
     "service_tier": (None, "auto", "default"),
+    "spaces_between_special_tokens": (None, True),  # false would take out blanks between special tokens in the text
     "store": (None, False),
     "suffix": (None, ""),
+    "thinking_token_budget": (None,),
     "top_a": (None,),
-    "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
     "verbosity": (None,),
+    "vllm_xargs": (None, {}),
     "web_search_options": (None,),
 }
 # OpenAI's fields that never change the answer here.
@@ -59,7 +69,6 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 # The first wrong element is enough: a report on each of a million would take minutes and gigabytes.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-TemplateValue = str | bool | int | float | None
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
@@ -69,7 +78,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(RestrictionFields):
+class GenerationRequest(RestrictionFields, PromptFields):
     """What completions and chat completions share. Numbers are strict: true is no number, NaN is refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -93,6 +102,10 @@ class GenerationRequest(RestrictionFields):
     skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
+    stream_interval: Annotated[int, Field(ge=1, le=MAX_INT64)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern.decode()}$")] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
@@ -265,25 +278,18 @@ class ChatMessage(BaseModel):
         return message | {k: v for k, v in (("name", self.name), ("tool_call_id", self.tool_call_id)) if v}
 
 
-class ChatRequest(GenerationRequest, ToolFields):
+class ChatRequest(GenerationRequest, ToolFields, TemplateFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT64)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
-    add_generation_prompt: Literal[True] = True
-    chat_template_kwargs: Annotated[dict[str, TemplateValue], Field(max_length=MAX_TEMPLATE_VALUES)] | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise WrongField("top_logprobs", "top_logprobs needs logprobs to be true")
-        reserved = RESERVED.intersection(self.chat_template_kwargs or ())
-        if reserved:
-            raise WrongField(
-                "chat_template_kwargs", f"chat_template_kwargs has {min(reserved)!r}, which a field of its own says"
-            )
         return self
 
     @property
@@ -291,15 +297,14 @@ class ChatRequest(GenerationRequest, ToolFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeRequest(BaseModel):
-    """POST /tokenize: either prompt or messages."""
+class TokenizeRequest(TemplateFields, OfferedTools):
+    """POST /tokenize: either prompt or messages. `add_special_tokens` None: as at the routes that generate."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="before")
@@ -311,6 +316,9 @@ class TokenizeRequest(BaseModel):
     def _one_of_both(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("send either prompt or messages")
+        if self.messages is None:
+            for name in self.model_fields_set & (TemplateFields.model_fields.keys() | OfferedTools.model_fields.keys()):
+                raise WrongField(name, f"{name} belongs to messages; a prompt is tokenised as it is")
         return self
 
 

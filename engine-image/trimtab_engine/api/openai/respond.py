@@ -39,6 +39,7 @@ class ChoiceSoFar:
 
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     last: Piece | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
 
@@ -90,6 +91,8 @@ async def _whole(
                 _echo_into(piece, plan, echo, is_first=choice.last is None)
             choice.text += piece.text
             choice.logprobs += piece.logprobs
+            if body.return_token_ids:
+                choice.token_ids += piece.token_ids
             choice.last = piece
             num_reported += sum(len(position.token_ids) for position in piece.logprobs)
             if num_reported > MAX_REPORTED:
@@ -108,8 +111,13 @@ async def _whole(
             entry = form.choice(choice.last, choice.text, choice.logprobs if wants_logprobs else None)
             if body.prompt_logprobs is not None:
                 entry["prompt_logprobs"] = prompt_logprobs(serving.tokenizer, choice.prompt_logprobs or [])
+            if body.return_token_ids:
+                entry["token_ids"] = choice.token_ids
             entries.append(entry)
-        return JSONResponse(form.whole(entries, usage))
+        whole = form.whole(entries, usage)
+        if body.return_token_ids:
+            form.add_prompt_ids(whole, [plan.prompt_of(index) for index in range(len(choices))])
+        return JSONResponse(whole)
 
     num_reported += sum(len(position.token_ids) for c in choices for position in c.prompt_logprobs or ())
     return written() if num_reported <= REPORTED_AT_ONCE else await asyncio.to_thread(written)
@@ -123,18 +131,23 @@ async def _stream(
     counts_on = includes_usage and options is not None and options.continuous_usage_stats
     wants_logprobs = plan.sampling[0].logprobs is not None
     held: list[list[TokenLogprobs]] = [[] for _ in plan.sampling]
+    held_ids: list[list[int]] = [[] for _ in plan.sampling]
     offsets = [0] * len(plan.sampling)
     has_begun = [False] * len(plan.sampling)
+    owed_prompt = [bool(body.return_token_ids)] * len(plan.sampling)
     usage = Usage(plan.num_prompt_tokens)
 
-    def written(chunk: dict[str, Any]) -> str:
+    def written(chunk: dict[str, Any], index: int) -> str:
+        if owed_prompt[index]:
+            form.add_prompt_ids(chunk, [plan.prompt_of(index)])
+            owed_prompt[index] = False
         if includes_usage:
             chunk["usage"] = usage.to_json() if counts_on else None
         return event(chunk)
 
     for index in range(len(plan.sampling)):
         for chunk in form.opening(index):
-            yield written(chunk)
+            yield written(chunk, index)
     async with aclosing(_require(state).generator.run(plan)) as pieces:
         async for piece in pieces:
             index = piece.index
@@ -145,13 +158,18 @@ async def _stream(
             has_begun[index] = True
             usage.num_completion_tokens += piece.num_tokens
             held[index] += piece.logprobs
+            if body.return_token_ids:
+                held_ids[index] += piece.token_ids
             if not piece.text and piece.finish_reason is None:
                 continue  # characters or a possible stop string are held back
             positions = held[index] if wants_logprobs else None
             body_of_piece = form.chunk(piece, positions, offsets[index])
             if body_of_piece is None:
                 continue
-            yield written(body_of_piece)
+            if body.return_token_ids:
+                body_of_piece["choices"][0]["token_ids"] = held_ids[index]
+                held_ids[index] = []
+            yield written(body_of_piece, index)
             held[index] = []
             offsets[index] += len(piece.text)
     if includes_usage:
@@ -167,7 +185,7 @@ def _count_prompt(usage: Usage, plan: GenerationPlan, piece: Piece) -> None:
 def _echo_into(piece: Piece, plan: GenerationPlan, echo: Echo, *, is_first: bool) -> None:
     """Put what comes back of the prompt before the piece; take out what was generated when the prompt comes alone."""
     if echo.alone:
-        piece.text, piece.num_tokens, piece.logprobs = "", 0, []
+        piece.text, piece.num_tokens, piece.logprobs, piece.token_ids = "", 0, [], []
     if is_first:
         prompt = plan.prompt_of(piece.index)
         piece.text = echo.texts[piece.index // plan.n] + piece.text

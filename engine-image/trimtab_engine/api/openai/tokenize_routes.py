@@ -18,10 +18,12 @@ def tokenize_router(state: ServerState) -> APIRouter:
         serving = state.require_serving()
         state.check_model(body.model)
         if body.messages is not None:
-            text = await rendered(serving, body.messages, add_generation_prompt=body.add_generation_prompt)
-            ids = await bounded(serving, text, "messages", add_special_tokens=False)
+            tools = body.for_template(template_knows_tools=serving.renderer.uses_tools)
+            text = await rendered(serving, body.messages, body, tools=tools)
+            ids = await bounded(serving, text, "messages", add_special_tokens=bool(body.add_special_tokens))
         else:
-            ids = await bounded(serving, body.prompt or "", "prompt", add_special_tokens=body.add_special_tokens)
+            adds = body.add_special_tokens is not False
+            ids = await bounded(serving, body.prompt or "", "prompt", add_special_tokens=adds)
         names = [serving.tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None
         return {
             "count": len(ids),

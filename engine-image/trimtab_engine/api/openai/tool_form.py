@@ -15,9 +15,16 @@ class ToolForm(ChatForm):
     """`make_parser` gives each choice's reader. With `only_first`, calls after a choice's first are left out."""
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, request_id: str, make_parser: Callable[[], ToolParser], only_first: bool
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        request_id: str,
+        make_parser: Callable[[], ToolParser],
+        only_first: bool,
+        *,
+        tokens_by_id: bool = False,
     ) -> None:
-        super().__init__(model, tokenizer, request_id)
+        super().__init__(model, tokenizer, request_id, tokens_by_id=tokens_by_id)
         self._make_parser, self._only_first = make_parser, only_first
         self._parsers: defaultdict[int, ToolParser] = defaultdict(make_parser)
         self._with_calls: set[int] = set()

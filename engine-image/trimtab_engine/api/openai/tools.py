@@ -70,25 +70,46 @@ class ToolCall(_Strict):
 ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
 
 
-class ToolFields(BaseModel):
-    """The fields of a chat request about tools."""
+class OfferedTools(BaseModel):
+    """The functions that a conversation's template tells of."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> "OfferedTools":
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) != len(names):
+            raise WrongField("tools", "two tools have one name")
+        for tool in self.tools or ():
+            schema_constraint(tool.function.parameters or {})
+        return self
+
+    def for_template(self, *, template_knows_tools: bool) -> list[dict[str, Any]] | None:
+        """ApiError 400 when the template would not tell of them."""
+        if not self.tools:
+            return None
+        if not template_knows_tools:
+            raise invalid(
+                "this model's chat template knows no tools; serve it with one that does (--chat-template hermes)",
+                "tools",
+            )
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+
+class ToolFields(OfferedTools):
+    """The fields of a chat request about tools."""
+
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
-    def _check_tools(self) -> "ToolFields":
+    def _check_choice(self) -> "ToolFields":
         names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) != len(names):
-            raise WrongField("tools", "two tools have one name")
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
             named = self.tool_choice.function.name
             raise WrongField("tool_choice", f"tool_choice names {named!r}, which is not among the tools")
         if self.tool_choice == "required" and not names:
             raise WrongField("tool_choice", "tool_choice is required, but there are no tools")
-        for tool in self.tools or ():
-            schema_constraint(tool.function.parameters or {})
         return self
 
 
@@ -112,13 +133,9 @@ def tool_use_of(
     body: ToolFields, *, template_knows_tools: bool, auto_parser: str | None, is_constrained: bool
 ) -> ToolUse:
     """`auto_parser` is --tool-call-parser with --enable-auto-tool-choice. ApiError 400 for what cannot be."""
+    tools = body.for_template(template_knows_tools=template_knows_tools)
     if not body.tools:
         return NO_TOOLS
-    if not template_knows_tools:
-        raise invalid(
-            "this model's chat template knows no tools; serve it with one that does (--chat-template hermes)", "tools"
-        )
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
     only_first = body.parallel_tool_calls is False
     choice = body.tool_choice or "auto"
     if choice == "none":

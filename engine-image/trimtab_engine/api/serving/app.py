@@ -14,6 +14,7 @@ from trimtab_engine.api.http.loading_gate import LoadingGate
 from trimtab_engine.api.http.request_identity import ApiKeyGuard, RequestIds
 from trimtab_engine.api.openai.not_built_routes import not_built_router
 from trimtab_engine.api.openai.protocol import MAX_BODY_BYTES
+from trimtab_engine.api.openai.render_routes import render_router
 from trimtab_engine.api.openai.routes import openai_router
 from trimtab_engine.api.openai.state import RETRY_SECONDS, ServerOptions, ServerState
 from trimtab_engine.api.openai.tokenize_routes import tokenize_router
@@ -29,6 +30,7 @@ def build_app(state: ServerState) -> FastAPI:
     add_error_handlers(app)
     app.include_router(_probes(state))
     app.include_router(openai_router(state))
+    app.include_router(render_router(state))
     app.include_router(tokenize_router(state))
     app.include_router(not_built_router())
     app.add_middleware(LoadingGate, not_loaded=state.loading_reason, retry_seconds=RETRY_SECONDS)
