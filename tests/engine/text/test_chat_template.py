@@ -106,7 +106,8 @@ def test_a_template_that_refuses_the_trial_is_not_broken() -> None:
 
 def test_tools_take_the_template_for_tools_where_there_is_one() -> None:
     rendering = Rendering(ChatTemplates({"default": "plain", "tool_use": "{{ tools | length }} tools"}, {}))
-    asked = {"messages": MESSAGES, "add_generation_prompt": True, "variables": None, "max_characters": 100}
+    asked = {"messages": MESSAGES, "variables": None, "max_characters": 100}
+    asked |= {"add_generation_prompt": True, "continue_final_message": False}
     assert rendering.answer({**asked, "tools": None}) == {"text": "plain"}
     assert rendering.answer({**asked, "tools": TOOLS}) == {"text": "1 tools"}
     assert rendering.answer({"check": True}) == {"uses_tools": True}
