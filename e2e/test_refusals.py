@@ -38,7 +38,7 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("canary", {"tuning": {"restartClass": "Canary"}}, ("spec.tuning.restartClass", "set Never")),
     ("scaling", {"scaling": {"maxReplicas": 3}}, ("spec.scaling", "not built yet")),
     ("objectives", {"objectives": {"ttft": {"target": "0s"}}}, ("spec.objectives.ttft", "above zero")),
-    ("prometheus", {"metrics": {"source": "Prometheus"}}, ("spec.metrics.source", "use Auto or Pods")),
+    ("labels", {"metrics": {"labels": {"engine": "0"}}}, ("spec.metrics.labels", "a label that engines give")),
     ("container", {"template": {"spec": {"containers": [{"name": "other"}]}}}, ("spec.template", "main")),
 ]
 # Refused by the CRD's schema, whether or not anything of ours runs.

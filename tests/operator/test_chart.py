@@ -294,3 +294,40 @@ def test_values_that_the_chart_does_not_know_are_refused(setting: str) -> None:
     done = helm("template", "trimtab", str(CHART), "--set", setting)
     assert done.returncode != 0
     assert "schema" in done.stderr
+
+
+def test_prometheus_is_named_with_what_it_takes_to_be_believed() -> None:
+    settings = (
+        "prometheus.url=https://prometheus.monitoring:9090",
+        "prometheus.caConfigMap.name=prometheus-ca",
+        "prometheus.username=trimtab",
+        "prometheus.passwordSecret.name=prometheus-login",
+        "prometheus.match.cluster=eu",
+        "prometheus.aliases.vllm:num_requests_running=vllm_running",
+    )
+    pod = one(render(*settings), "Deployment")["spec"]["template"]["spec"]
+    assert {
+        "--prometheus-url=https://prometheus.monitoring:9090",
+        "--prometheus-ca-file=/etc/trimtab/prometheus/ca.crt",
+        "--prometheus-username=trimtab",
+        "--prometheus-password-file=/etc/trimtab/prometheus/password",
+        "--prometheus-match=cluster=eu",
+        "--prometheus-alias=vllm:num_requests_running=vllm_running",
+        "--prometheus-scrape-seconds=15",
+    } <= set(pod["containers"][0]["args"])
+    volume = next(volume for volume in pod["volumes"] if volume["name"] == "prometheus")
+    assert volume["projected"]["sources"] == [
+        {"configMap": {"name": "prometheus-ca", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+        {"secret": {"name": "prometheus-login", "items": [{"key": "password", "path": "password"}]}},
+    ]
+
+
+def test_without_prometheus_nothing_of_it_is_rendered() -> None:
+    pod = one(render(), "Deployment")["spec"]["template"]["spec"]
+    assert not [argument for argument in pod["containers"][0]["args"] if "prometheus" in argument]
+    assert "prometheus" not in {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize("url", ["prometheus:9090", "http://user:secret@prometheus", "http://prometheus/?x=y"])
+def test_an_address_of_prometheus_that_cannot_be_is_refused(url: str) -> None:
+    assert helm("template", "trimtab", str(CHART), "--set", f"prometheus.url={url}").returncode != 0

@@ -109,3 +109,57 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   resources: [events]
   verbs: [get, list, create, patch]
 {{- end -}}
+
+{{/* The operator's flags for the Prometheus that it reads, one to a line; nothing without an address. */}}
+{{- define "trimtab.prometheusArgs" -}}
+{{- with .Values.prometheus }}
+{{- if .url }}
+- {{ printf "--prometheus-url=%s" .url | quote }}
+- --prometheus-scrape-seconds={{ .scrapeSeconds }}
+- --prometheus-pod-label={{ .podLabel }}
+- --prometheus-namespace-label={{ .namespaceLabel }}
+{{- range $name, $value := .match }}
+- {{ printf "--prometheus-match=%s=%s" $name $value | quote }}
+{{- end }}
+{{- range $ours, $theirs := .aliases }}
+- {{ printf "--prometheus-alias=%s=%s" $ours $theirs | quote }}
+{{- end }}
+{{- if .caConfigMap.name }}
+- --prometheus-ca-file=/etc/trimtab/prometheus/ca.crt
+{{- end }}
+{{- if .tokenSecret.name }}
+- --prometheus-token-file=/etc/trimtab/prometheus/token
+{{- else if .serviceAccountToken }}
+- --prometheus-token-file=/var/run/secrets/kubernetes.io/serviceaccount/token
+{{- end }}
+{{- if .username }}
+- {{ printf "--prometheus-username=%s" .username | quote }}
+- --prometheus-password-file=/etc/trimtab/prometheus/password
+{{- end }}
+{{- if .insecure }}
+- --prometheus-insecure
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The sources of the volume with what these flags name; nothing where they name no file of it. */}}
+{{- define "trimtab.prometheusFiles" -}}
+{{- with .Values.prometheus }}
+{{- if and .url .caConfigMap.name }}
+- configMap:
+    name: {{ .caConfigMap.name }}
+    items: [{key: {{ .caConfigMap.key }}, path: ca.crt}]
+{{- end }}
+{{- if and .url .tokenSecret.name }}
+- secret:
+    name: {{ .tokenSecret.name }}
+    items: [{key: {{ .tokenSecret.key }}, path: token}]
+{{- end }}
+{{- if and .url .username }}
+- secret:
+    name: {{ required "prometheus.passwordSecret.name is missing beside prometheus.username" .passwordSecret.name }}
+    items: [{key: {{ .passwordSecret.key }}, path: password}]
+{{- end }}
+{{- end }}
+{{- end }}

@@ -21,10 +21,11 @@ from trimtab_operator.builders.account import service_account
 from trimtab_operator.builders.meeting_secret import MEETING_SECRET_KEY, meeting_secret
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered, worker_stateful_set
+from trimtab_operator.cli import prometheus_flags
 from trimtab_operator.cli.model_argument import facts_of
 from trimtab_operator.cli.shared import EXIT_REFUSED, given_gpu, refuse, version_of
 from trimtab_operator.decisions.admission import refusals_of
-from trimtab_operator.errors import InvalidSpec, TrimtabError
+from trimtab_operator.errors import InvalidSpec, MisconfiguredOperator, TrimtabError
 from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.resource.installation import Alerts, Installation, NetworkAccess, PodMonitoring
@@ -121,12 +122,46 @@ def run(
     ] = None,
     log_format: Annotated[LogFormat, typer.Option(help="One JSON object a line, or text.")] = LogFormat.JSON,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    prometheus_url: Annotated[
+        str | None,
+        typer.Option(
+            help="Read engines' metrics from this Prometheus, where they are there. Default: scrape the pods.",
+            envvar="TRIMTAB_PROMETHEUS_URL",
+            rich_help_panel=prometheus_flags.PANEL,
+        ),
+    ] = None,
+    prometheus_ca_file: prometheus_flags.CaFile = None,
+    prometheus_insecure: prometheus_flags.Insecure = False,
+    prometheus_token_file: prometheus_flags.TokenFile = None,
+    prometheus_username: prometheus_flags.Username = None,
+    prometheus_password_file: prometheus_flags.PasswordFile = None,
+    prometheus_scrape_seconds: prometheus_flags.ScrapeSeconds = prometheus_flags.SCRAPE_SECONDS,
+    prometheus_pod_label: prometheus_flags.PodLabel = "pod",
+    prometheus_namespace_label: prometheus_flags.NamespaceLabel = "namespace",
+    prometheus_match: prometheus_flags.Match = None,
+    prometheus_alias: prometheus_flags.Alias = None,
 ) -> None:
     """Serve InferenceDeployments. Several may run: one holds the Lease and works, all answer the webhook."""
     from trimtab_operator.edge.logs import configure_logging
     from trimtab_operator.loop.runner import Options, run_operator  # here, so that `validate` needs no cluster client
 
     configure_logging(log_format.value, log_level)
+    told = prometheus_flags.Flags(
+        prometheus_ca_file,
+        prometheus_insecure,
+        prometheus_token_file,
+        prometheus_username,
+        prometheus_password_file,
+        prometheus_scrape_seconds,
+        prometheus_pod_label,
+        prometheus_namespace_label,
+        tuple(prometheus_match or ()),
+        tuple(prometheus_alias or ()),
+    )
+    try:
+        prometheus = prometheus_flags.connection_of(prometheus_url, told)
+    except MisconfiguredOperator as error:
+        refuse(str(error))
     options = Options(
         namespaces=tuple(namespace or ()),
         operator_namespace=operator_namespace,
@@ -146,6 +181,7 @@ def run(
             _choice("--pod-monitors", pod_monitors, PodMonitoring),
             _choice("--alerts", alerts, Alerts),
         ),
+        prometheus=prometheus,
     )
     try:
         raise typer.Exit(asyncio.run(run_operator(options)))

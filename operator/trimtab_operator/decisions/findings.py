@@ -38,6 +38,10 @@ class Findings:
     target: InferenceDeployment | None = None
     too_few_gpus: str | None = None
     problem: tuple[str, str] | None = None
+    metrics_source: str | None = None
+    """Where the engines' metrics were read; None: they were not."""
+    metrics_detour: str | None = None
+    """Why they were read from the pods instead of from Prometheus."""
     is_paused: bool = False
     """Whether nothing is changed, as its owner asks."""
     keeps_older_pods: bool = False

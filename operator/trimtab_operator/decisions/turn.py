@@ -184,6 +184,8 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
             failed_change=course.failed,
             target=None if course.target is None else course.target.deployment,
             too_few_gpus=_too_few_gpus(world),
+            metrics_source=_metrics_source(world),
+            metrics_detour=next((said.detour for _, said in sorted(world.engines.items()) if said.detour), None),
         ),
         desired_replicas=count,
         remember=_remembered(deployment, known, course.state, tuned, key=world.token),
@@ -235,6 +237,11 @@ def _too_few_gpus(world: World) -> str | None:
     return too_few_gpus(world.deployment, world.nodes) if world.deployment.spec.runtime.device == "cuda" else None
 
 
+def _metrics_source(world: World) -> str | None:
+    """Where metrics were read: of some engines here and of others there, both are named."""
+    return ", ".join(sorted({said.source.value for said in world.engines.values() if said.source is not None})) or None
+
+
 def _tuned(world: World, known: Recalled, target: InferenceDeployment) -> Outcome:
     """Let the tuner look. Starts and bounds are those of what runs; mode and promises are the owner's latest word."""
     owners = settings_of(world.deployment.spec)
@@ -242,7 +249,7 @@ def _tuned(world: World, known: Recalled, target: InferenceDeployment) -> Outcom
         settings_of(target.spec),
         mode=owners.mode,
         objectives=owners.objectives,
-        pace=Pace(tick_seconds=world.tick_seconds),
+        pace=Pace(tick_seconds=world.tick_seconds, sample_seconds=world.sample_seconds),
     )
     memory = known.memory.tuner or stored_memory(
         world.deployment, known.observed.config_maps, key=world.token, former_key=world.former_token

@@ -28,7 +28,9 @@ from trimtab_operator.resource.spec import (
     PodOverlay,
     Spec,
 )
+from trimtab_operator.tuner.looks.prometheus import ENGINES_LABELS, LABEL_NAME
 
+MAX_LABEL_VALUE = 256
 MAX_DRAIN_SECONDS = 3600.0  # a pod that takes longer to stop holds its node for ever
 MAX_START_SECONDS = 7200.0  # the startup probe ends an engine that loads for longer
 NAME_IS_MADE_OF = "begin with a lower-case letter; then lower-case letters, digits and dashes, no dots"
@@ -357,12 +359,19 @@ def restart_class_is_not_built(deployment: InferenceDeployment) -> Iterator[Refu
 # --- metrics and rollout ----------------------------------------------------------------------------------------------
 
 
-def prometheus_is_not_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def metrics_labels_narrow(deployment: InferenceDeployment) -> Iterator[Refusal]:
     metrics = deployment.spec.metrics
-    if metrics.source == "Prometheus":
-        yield Refusal("spec.metrics.source", "Prometheus is not built yet; use Auto or Pods")
-    if metrics.prometheus is not None:
-        yield Refusal("spec.metrics.prometheus", "Prometheus is not built yet; remove it and use source Auto or Pods")
+    for name, value in metrics.labels.items():
+        if LABEL_NAME.fullmatch(name) is None or name.startswith("__"):
+            yield Refusal(
+                "spec.metrics.labels", f"{name!r} is no name of a label in Prometheus; write letters, digits, _"
+            )
+        elif name in ENGINES_LABELS:
+            yield Refusal("spec.metrics.labels", f"{name} is a label that engines give; name those that scraping gives")
+        if len(value) > MAX_LABEL_VALUE:
+            yield Refusal("spec.metrics.labels", f"the value of {name} is longer than {MAX_LABEL_VALUE} characters")
+    if metrics.labels and metrics.source == "Pods":
+        yield Refusal("spec.metrics.labels", "source is Pods, where nothing has them; remove them, or use Auto")
 
 
 def max_unavailable_moves_a_rollout(deployment: InferenceDeployment) -> Iterator[Refusal]:
@@ -585,7 +594,7 @@ RULES: tuple[Rule, ...] = (
     a_step_holds_every_running_request,
     bounds_hold_the_start,
     restart_class_is_not_built,
-    prometheus_is_not_built,
+    metrics_labels_narrow,
     max_unavailable_moves_a_rollout,
     drain_fits_the_grace_period,
     a_start_ends_in_time,

@@ -15,7 +15,7 @@ from trimtab_operator.decisions.memory import Memory, Recalled, recalled
 from trimtab_operator.decisions.node_loss import may_be_lost
 from trimtab_operator.decisions.placement import Age, is_partly_placed
 from trimtab_operator.errors import InvalidSpec
-from trimtab_operator.observed.engines import EngineSeen, Target, target_of
+from trimtab_operator.observed.engines import EngineSeen, MetricsAsked, Target, target_of
 from trimtab_operator.observed.groups import Observed
 from trimtab_operator.observed.missing_pods import wants_words
 from trimtab_operator.resource.installation import Installation
@@ -49,6 +49,8 @@ class World:
     tick_seconds: float = 15.0
     installation: Installation = field(default_factory=Installation)
     former_token: str | None = field(default=None, repr=False)
+    sample_seconds: float = 0.0
+    """How often metrics change where they are read: Prometheus scrapes at its own pace. 0: with each look."""
 
     @property
     def tokens(self) -> Tokens:
@@ -65,6 +67,7 @@ class Questions:
     rivals: bool
     refused_creations: bool
     engines: tuple[Target, ...]
+    metrics: MetricsAsked = field(default_factory=MetricsAsked)
 
 
 def questions_of(deployment: InferenceDeployment, children: Observed, memory: Memory, *, now: float) -> Questions:
@@ -75,7 +78,14 @@ def questions_of(deployment: InferenceDeployment, children: Observed, memory: Me
         rivals=any(is_partly_placed(group) for group in known.groups),
         refused_creations=any(wants_words(missing, now=now) for missing in known.memory.missing.values()),
         engines=targets_of(known),
+        metrics=metrics_asked(deployment),
     )
+
+
+def metrics_asked(deployment: InferenceDeployment) -> MetricsAsked:
+    """Where the owner has the engines' metrics read."""
+    asked = deployment.spec.metrics
+    return MetricsAsked(asked.source, deployment.namespace, asked.labels)
 
 
 def targets_of(known: Recalled) -> tuple[Target, ...]:

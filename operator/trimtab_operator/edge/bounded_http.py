@@ -1,4 +1,5 @@
-"""One HTTP request to a pod, with a deadline for all of it and a limit on what is read. No retries, no redirects.
+"""One HTTP request to a pod or to Prometheus, with a deadline for all of it and a limit on what is read. No
+retries, no redirects.
 
 What a pod answers is a stranger's word: it may be slow, endless or nonsense, and must never hold up the others.
 """
@@ -35,6 +36,16 @@ class Unreachable:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class TooSlow(Unreachable):
+    """Nothing came, or not all of it, before the deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class TooLarge(Unreachable):
+    """More came than is read."""
+
+
 def new_client() -> httpx.AsyncClient:
     """The client for pods: straight to their addresses, without a proxy from the environment."""
     return httpx.AsyncClient(
@@ -58,13 +69,17 @@ async def fetch(
     *,
     headers: Mapping[str, str] | None = None,
     json: object = None,
+    form: Mapping[str, str] | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
     max_bytes: int = MAX_BODY_BYTES,
 ) -> Reply | Unreachable:
     """Make one request. Never raises for what the other side does."""
     try:
         asked = {**(headers or {}), **AS_IT_IS}
-        async with asyncio.timeout(deadline_seconds), http.stream(method, url, headers=asked, json=json) as response:
+        async with (
+            asyncio.timeout(deadline_seconds),
+            http.stream(method, url, headers=asked, json=json, data=form) as response,
+        ):
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding != "identity":
                 return Unreachable(f"{url}: the answer is encoded as {encoding[:40]}, which was not asked for")
@@ -72,10 +87,10 @@ async def fetch(
             async for chunk in response.aiter_raw(CHUNK_BYTES):
                 body += chunk
                 if len(body) > max_bytes:
-                    return Unreachable(f"{url}: the answer is larger than {max_bytes:,} bytes")
+                    return TooLarge(f"{url}: the answer is larger than {max_bytes:,} bytes")
             return Reply(response.status_code, bytes(body))
     except (TimeoutError, httpx.TimeoutException):
-        return Unreachable(f"{url}: no answer within {deadline_seconds:g} s")
+        return TooSlow(f"{url}: no answer within {deadline_seconds:g} s")
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         return Unreachable(
             f"{url}: {type(error).__name__}: {error}" if str(error) else f"{url}: {type(error).__name__}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import httpx
@@ -21,15 +21,23 @@ from trimtab_operator.decisions.actions import Patch
 from trimtab_operator.edge import metrics
 from trimtab_operator.edge.bounded_http import pod_url
 from trimtab_operator.edge.engine_client import EngineClient, Failure, OutOfBounds, Patched, Rejected, Stale
-from trimtab_operator.observed.engines import EngineSeen, Target
+from trimtab_operator.edge.metrics import ScrapeFailure, Stored
+from trimtab_operator.edge.prometheus import Prometheus
+from trimtab_operator.observed.engines import EngineSeen, MetricsAsked, Target
 from trimtab_operator.tuner.knobs import Values
-from trimtab_operator.tuner.looks import RequestNews
+from trimtab_operator.tuner.looks import RequestNews, Sample, Source
+from trimtab_operator.tuner.moves import Reason
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 1.0  # an engine at rest answers within milliseconds; a busy CPU's may be taken up by the next look
 REFUSED_SECONDS = 300.0  # before what an engine refused is asked of it again: what may be set can have changed
 MAX_ASKED_AT_ONCE = 8  # engines of one resource, each of up to five things: its share of all connections
+
+NO_PROMETHEUS = (
+    "spec.metrics.source is Prometheus, and this operator was given none; use Auto or Pods, or have whoever installed "
+    "it set --prometheus-url"
+)
 
 PatchAnswer = Patched | Stale | OutOfBounds | Failure
 OnAnswer = Callable[[Patch, PatchAnswer], Awaitable[None]]
@@ -45,6 +53,8 @@ class _Conversation:
     """The last change that was refused: its values, the generation that it was for, and when (by `clock`)."""
     after_request: int | None = None
     """The last finished request that a look has told of."""
+    told: Sample | None = None
+    """The last sample that a look has told of."""
 
     def end(self) -> None:
         for task in (self.asking, self.patching):
@@ -59,35 +69,57 @@ class Engines:
     http: httpx.AsyncClient
     clock: Callable[[], float] = time.time
     patience_seconds: float = PATIENCE_SECONDS
+    prometheus: Prometheus | None = None
     _with: dict[str, _Conversation] = field(default_factory=dict)
     """What is under way, by the uid of the leader's pod."""
+    _reading: set[asyncio.Task[Mapping[str, Sample | ScrapeFailure]]] = field(default_factory=set)
+    """What Prometheus is being asked; no engine's end cancels it."""
     _gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_ASKED_AT_ONCE))
 
-    async def look(self, targets: Iterable[Target], tokens: Tokens) -> dict[str, EngineSeen]:
-        """Ask every engine at once; by group, what they said in time. Engines that are gone are forgotten."""
+    async def look(
+        self, targets: Iterable[Target], tokens: Tokens, asked: MetricsAsked | None = None
+    ) -> dict[str, EngineSeen]:
+        """Ask every engine at once, and Prometheus where `asked` says so; by group, what they said in time. Engines
+        that are gone are forgotten."""
         wanted = list(targets)
         reachable = {target.instance: target for target in wanted if target.address is not None}
         for gone in self._with.keys() - reachable.keys():
             self._with.pop(gone).end()
         late = {uid: said for uid, target in reachable.items() if (said := self._taken_up(target)) is not None}
-        begun = [asking for target in reachable.values() if (asking := self._begun(target, tokens)) is not None]
+        free = [target for target in reachable.values() if not self._is_asked(target)]
+        stored = self._stored(free, asked or MetricsAsked())
+        begun = [self._begin(target, tokens, stored.get(target.pod)) for target in free]
         if begun:
             await asyncio.wait(begun, timeout=self.patience_seconds)
         return {target.group: self._said(target, late.get(target.instance)) for target in wanted}
 
-    def _begun(self, target: Target, tokens: Tokens) -> asyncio.Task[EngineSeen] | None:
-        """Begin to ask an engine; None when it is being asked already."""
+    def _is_asked(self, target: Target) -> bool:
+        """Whether it is still being asked since an earlier look."""
+        conversation = self._with.get(target.instance)
+        return conversation is not None and conversation.asking is not None
+
+    def _stored(self, targets: Iterable[Target], asked: MetricsAsked) -> dict[str, Stored]:
+        """By pod, what Prometheus will say; nothing where the pods are asked themselves."""
+        pods = {target.pod: target.created_at for target in targets if target.ready}
+        if not pods or asked.source == "Pods" or (asked.source == "Auto" and self.prometheus is None):
+            return {}
+        reading = asyncio.create_task(_samples(self.prometheus, asked, pods))
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
+        return {pod: Stored(reading, pod, may_scrape=asked.source == "Auto") for pod in pods}
+
+    def _begin(self, target: Target, tokens: Tokens, stored: Stored | None) -> asyncio.Task[EngineSeen]:
         conversation = self._with.setdefault(target.instance, _Conversation())
-        if conversation.asking is not None:
-            return None
-        conversation.asking = asyncio.create_task(self._ask(target, tokens, conversation.after_request))
+        conversation.asking = asyncio.create_task(self._ask(target, tokens, conversation.after_request, stored))
         return conversation.asking
 
-    async def _ask(self, target: Target, tokens: Tokens, after: int | None) -> EngineSeen:
+    async def _ask(self, target: Target, tokens: Tokens, after: int | None, stored: Stored | None) -> EngineSeen:
         token = tokens.for_hash(target.token_sha256)
         async with self._gate:
             try:
-                return await metrics.ask(target, http=self.http, token=token, after_request=after, clock=self.clock)
+                return await metrics.ask(
+                    target, http=self.http, token=token, after_request=after, stored=stored, clock=self.clock
+                )
             except Exception as error:  # whatever an engine says must not end the loop of its resource
                 logger.exception("an engine's answer could not be dealt with", extra={"group": target.group})
                 return _unsaid(target, f"its answer could not be dealt with: {type(error).__name__}")
@@ -100,9 +132,21 @@ class Engines:
         said, conversation.asking = conversation.asking.result(), None
         if said.ready != target.ready:
             return None
+        if said.sample is None:
+            return said
+        if conversation.told is not None and self._is_old(said, conversation.told):
+            return replace(said, sample=replace(conversation.told, requests=None))
+        conversation.told = said.sample
         if said.next_request is not None:
             conversation.after_request = said.next_request
         return said
+
+    def _is_old(self, said: EngineSeen, told: Sample) -> bool:
+        """Whether Prometheus has not scraped since a look told of a sample: requests that ended since wait for it to. A
+        sample that is older than any that could be told of is another matter: a clock was set back."""
+        if said.sample is None or said.source is not Source.PROMETHEUS or self.prometheus is None:
+            return False
+        return 0 <= told.at - said.sample.at <= self.prometheus.connection.look_back_seconds
 
     def _said(self, target: Target, late: EngineSeen | None) -> EngineSeen:
         if target.address is None:
@@ -149,7 +193,17 @@ class Engines:
         """Let go of all that is under way."""
         for conversation in self._with.values():
             conversation.end()
+        for reading in self._reading:
+            reading.cancel()
         self._with.clear()
+
+
+async def _samples(
+    prometheus: Prometheus | None, asked: MetricsAsked, pods: Mapping[str, float]
+) -> Mapping[str, Sample | ScrapeFailure]:
+    if prometheus is None:
+        return dict.fromkeys(pods, ScrapeFailure(NO_PROMETHEUS, Reason.PROMETHEUS_UNAVAILABLE))
+    return await prometheus.samples(asked.namespace, pods, asked.labels)
 
 
 def _unsaid(target: Target, why: str) -> EngineSeen:
@@ -161,7 +215,7 @@ def _with_requests_of(earlier: EngineSeen, said: EngineSeen) -> EngineSeen:
     if earlier.sample is None or said.sample is None:
         return said
     old, new = earlier.sample.requests, said.sample.requests
-    if old is None or new is None:
+    if old is None:
         return said
-    both = RequestNews((*old.finished, *new.finished), new.unfinished, old.missed + new.missed)
+    both = old if new is None else RequestNews((*old.finished, *new.finished), new.unfinished, old.missed + new.missed)
     return replace(said, sample=replace(said.sample, requests=both))

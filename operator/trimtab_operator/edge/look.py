@@ -19,6 +19,7 @@ from trimtab_operator.decisions.world import World, as_read, questions_of
 from trimtab_operator.edge.cluster import API_ERRORS, Cluster, is_forbidden
 from trimtab_operator.edge.engines import Engines
 from trimtab_operator.edge.nodes import Nodes
+from trimtab_operator.edge.prometheus import Prometheus
 from trimtab_operator.errors import Gone
 from trimtab_operator.observed.groups import is_terminating
 from trimtab_operator.observed.missing_pods import REFUSED_CREATION
@@ -53,6 +54,7 @@ class Eyes:
     clock: Callable[[], float] = time.time
     former_secret: bytes | None = None
     installation: Installation = field(default_factory=Installation)
+    prometheus: Prometheus | None = None
 
     async def look(self, key: Key, memory: Memory, engines: Engines) -> World:
         """See the resource, its children, its engines and what else matters now. Raises Gone."""
@@ -62,7 +64,7 @@ class Eyes:
             self._nodes(asked.nodes_fresh_seconds),
             self._rivals() if asked.rivals else _nothing(),
             self._refused_creations(key.namespace) if asked.refused_creations else _nothing(),
-            engines.look(asked.engines, world.tokens),
+            engines.look(asked.engines, world.tokens, asked.metrics),
         )
         return replace(world, at=self.clock(), engines=said, nodes=nodes, rivals=rivals, refused_creations=refused)
 
@@ -92,7 +94,14 @@ class Eyes:
             tick_seconds=self.tick_seconds,
             former_token=former,
             installation=self.installation,
+            sample_seconds=self._sample_seconds(deployment),
         )
+
+    def _sample_seconds(self, deployment: InferenceDeployment) -> float:
+        """How often metrics change where they are read; 0: with each look."""
+        if self.prometheus is None or deployment.spec.metrics.source == "Pods":
+            return 0.0
+        return self.prometheus.connection.scrape_seconds
 
     async def _nodes(self, fresh_seconds: float | None) -> tuple[Manifest, ...] | None:
         return () if fresh_seconds is None else await self.nodes.present(fresh_seconds=fresh_seconds)

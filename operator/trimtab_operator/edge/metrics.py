@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import httpx
@@ -19,9 +19,10 @@ from trimtab_operator.edge.bounded_http import Reply, Unreachable, fetch, pod_ur
 from trimtab_operator.edge.engine_client import ConfigReport, EngineClient, Failure, Layout, MemoryLedger
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.engines import EngineSeen, Target
-from trimtab_operator.tuner.looks import RequestNews, Sample
+from trimtab_operator.tuner.looks import RequestNews, Sample, Source
 from trimtab_operator.tuner.looks.requests import request_news
 from trimtab_operator.tuner.looks.series import USED_NAMES, Labels, Unreadable, sample_of
+from trimtab_operator.tuner.moves import Reason
 
 MAX_METRICS_BYTES = 1 << 20  # about ten times what an engine exposes
 MAX_SERIES = 8000  # of those that are read: an engine of sixty data-parallel ranks has fewer
@@ -30,9 +31,29 @@ READ = tuple(sorted(name.encode() for name in USED_NAMES))
 
 @dataclass(frozen=True, slots=True)
 class ScrapeFailure:
-    """Why a page of metrics cannot be used."""
+    """Why a page of metrics cannot be used, or why there is none."""
 
     reason: str
+    kind: Reason = Reason.METRICS_MISSING
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What Prometheus will say of one pod: one answer tells of all pods of a resource. `may_scrape`: the pod is asked
+    itself where that is of no use."""
+
+    reading: asyncio.Task[Mapping[str, Sample | ScrapeFailure]]
+    pod: str
+    may_scrape: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Metrics of one engine, and where they were read."""
+
+    found: Sample | ScrapeFailure
+    source: Source
+    detour: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +70,12 @@ async def ask(
     http: httpx.AsyncClient,
     token: str,
     after_request: int | None = None,
+    stored: Stored | None = None,
     clock: Callable[[], float] = time.time,
 ) -> EngineSeen:
-    """Ask one engine all that matters now, at once: while it loads, how far it is; when it is Ready, its metrics,
-    ledger and the requests that ended after number `after_request`; its configuration in either case, and its layout
-    where that is still to be learned."""
+    """Ask one engine all that matters now, at once: while it loads, how far it is; when it is Ready, its metrics (from
+    Prometheus where `stored` says so), its ledger and the requests that ended after number `after_request`; its
+    configuration in either case, and its layout where that is still to be learned."""
     assert target.address is not None
     api = pod_url(target.address, target.api_port)
     client = EngineClient(http, pod_url(target.address, target.admin_port), token)
@@ -62,18 +84,21 @@ async def ask(
         seen = config.for_tuner() if isinstance(config, ConfigReport) else None
         load = None if progress is None else (progress.stage, round(progress.percent))
         return EngineSeen(False, "not ready", config=seen, load=load)
-    scraped, told, config, memory, layout = await asyncio.gather(
-        scrape(http, api, clock=clock),
+    read, told, config, memory, layout = await asyncio.gather(
+        _read(http, api, stored, clock=clock),
         _requests(client, after_request, clock=clock),
         client.config(),
         client.memory(),
         _layout(client, target),
     )
-    news, next_request = told
+    scraped, (news, next_request) = read.found, told
     report = config if isinstance(config, ConfigReport) else None
     return EngineSeen(
         True,
         _problem(scraped, config, memory),
+        scraped.kind if isinstance(scraped, ScrapeFailure) else Reason.METRICS_MISSING,
+        source=read.source,
+        detour=read.detour,
         sample=replace(scraped, requests=news) if isinstance(scraped, Sample) else None,
         config=None if report is None else report.for_tuner(),
         ledger=memory.for_tuner() if isinstance(memory, MemoryLedger) else None,
@@ -93,6 +118,21 @@ def _problem(
     if not isinstance(memory, MemoryLedger):
         return f"memory ledger: {memory.message}"
     return None
+
+
+async def _read(
+    http: httpx.AsyncClient, api_url: str, stored: Stored | None, *, clock: Callable[[], float]
+) -> _Reading:
+    """What Prometheus has; the pod's own page where nothing is stored, or it is of no use."""
+    if stored is None:
+        return _Reading(await scrape(http, api_url, clock=clock), Source.PODS)
+    found = (await asyncio.shield(stored.reading))[stored.pod]
+    if isinstance(found, Sample) or not stored.may_scrape:
+        return _Reading(found, Source.PROMETHEUS)
+    scraped = await scrape(http, api_url, clock=clock)
+    if isinstance(scraped, Sample):
+        return _Reading(scraped, Source.PODS, detour=found.reason)
+    return _Reading(ScrapeFailure(f"{found.reason}; and {scraped.reason}", found.kind), Source.PODS)
 
 
 async def _layout(client: EngineClient, target: Target) -> Degrees | None:

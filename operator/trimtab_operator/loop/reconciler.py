@@ -65,7 +65,7 @@ class Reconciler:
 
     def loop_of(self, key: Key) -> Loop:
         """A loop that has not ticked yet."""
-        return Loop(key, Engines(self.http, self.eyes.clock))
+        return Loop(key, Engines(self.http, self.eyes.clock, prometheus=self.eyes.prometheus))
 
     async def run(self, namespace: str, name: str, uid: str) -> None:
         """Serve one resource until it is gone."""

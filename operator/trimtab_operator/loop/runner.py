@@ -22,6 +22,7 @@ from trimtab_operator.edge.health import Heartbeats, OperatorMetrics, measure_la
 from trimtab_operator.edge.lease import CONNECTION_ERRORS, LeaderLease
 from trimtab_operator.edge.look import Eyes
 from trimtab_operator.edge.nodes import Nodes
+from trimtab_operator.edge.prometheus import Connection, Prometheus
 from trimtab_operator.edge.webhook import Webhook
 from trimtab_operator.errors import MisconfiguredOperator
 from trimtab_operator.loop.handlers import build_registry, build_settings
@@ -55,6 +56,7 @@ class Options:
     liveness_port: int
     metrics_port: int
     installation: Installation
+    prometheus: Connection | None = None
 
 
 async def run_operator(options: Options) -> int:
@@ -129,7 +131,8 @@ async def _lead(
         return 0
     logger.info("leading", extra={"identity": options.identity})
     metrics.leader.set(1)
-    async with bounded_http.new_client() as http:
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(bounded_http.new_client())
         secret = await cluster.secret(options.operator_namespace, options.secret_name, {SECRET_KEY: new_secret()})
         eyes = Eyes(
             cluster,
@@ -139,6 +142,9 @@ async def _lead(
             options.tick_seconds,
             former_secret=secret.get(FORMER_KEY) or None,
             installation=options.installation,
+            prometheus=None
+            if options.prometheus is None
+            else await stack.enter_async_context(Prometheus(options.prometheus)),
         )
         hands = Hands(cluster, metrics, eyes.clock, lambda: lease.is_held)
         reconciler = Reconciler(eyes, hands, http, heartbeats, WakeUps())

@@ -6,14 +6,17 @@ The asking itself is edge/engines.py's. What an engine did not say is absent, an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.groups import Group, token_hash_of
 from trimtab_operator.observed.phases import EngineView
+from trimtab_operator.resource.time import parse_time
 from trimtab_operator.tuner.knobs import Value
-from trimtab_operator.tuner.looks import Config, Ledger, Sample
+from trimtab_operator.tuner.looks import Config, Ledger, Sample, Source
+from trimtab_operator.tuner.moves import Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,22 @@ class Target:
     instance: str = ""
     asks_layout: bool = False
     token_sha256: str | None = None
+    pod: str = ""
+    """Name of that pod."""
+    created_at: float = 0.0
+    """When it was created: what was measured before was another pod of that name."""
     api_port: int = HTTP_PORT
     admin_port: int = ADMIN_PORT
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsAsked:
+    """Where a resource has its engines' metrics read: from Prometheus if there is one (Auto), from it alone, or from
+    the pods. `labels` are what its series have there, beside the namespace and the pod."""
+
+    source: Literal["Auto", "Prometheus", "Pods"] = "Auto"
+    namespace: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +55,12 @@ class EngineSeen:
 
     ready: bool
     problem: str | None = None
+    absence: Reason = Reason.METRICS_MISSING
+    """What kind of problem that is."""
+    source: Source | None = None
+    """Where its metrics were read; None: they were not."""
+    detour: str | None = None
+    """Why they were read there instead of from Prometheus."""
     sample: Sample | None = None
     config: Config | None = None
     ledger: Ledger | None = None
@@ -61,7 +84,17 @@ def target_of(group: Group, known_layouts: Mapping[str, Degrees]) -> Target:
         return Target(group.name, None, False)
     address, uid = (pod.get("status") or {}).get("podIP"), str(pod["metadata"]["uid"])
     asks_layout = group.is_ready and uid not in known_layouts
-    return Target(group.name, address, group.is_ready, uid, asks_layout, token_hash_of(pod))
+    created = parse_time(pod["metadata"].get("creationTimestamp"))
+    return Target(
+        group.name,
+        address,
+        group.is_ready,
+        uid,
+        asks_layout,
+        token_hash_of(pod),
+        pod=str(pod["metadata"]["name"]),
+        created_at=0.0 if created is None else created.timestamp(),
+    )
 
 
 def view_of(group: Group, seen: EngineSeen | None, layout: Degrees | None) -> EngineView:

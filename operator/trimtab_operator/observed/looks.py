@@ -30,6 +30,7 @@ def look_of(group: Group, seen: EngineSeen | None) -> Look:
         config=answer.config,
         ledger=answer.ledger,
         problem=answer.problem,
+        absence=answer.absence,
         was_oom_killed=any(map(_was_oom_killed, group.pods)),
         exit_code=None if leader is None else _exit_code(leader),
         restarts=0 if leader is None else _ends(leader),

@@ -6,7 +6,7 @@ Every reason is a member of `Reason` (or of the tuner's enums) and is documented
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
@@ -243,13 +243,20 @@ def tuning_claims(findings: Findings) -> list[Claim]:
             Claim("TuningActive", "False", Reason.STOPPED, message),
         ]
     return [
-        _from_condition("MetricsAvailable", findings.tuning.metrics_available),
+        _with_detour(_from_condition("MetricsAvailable", findings.tuning.metrics_available), findings.metrics_detour),
         _from_condition("TuningActive", findings.tuning.tuning_active),
     ]
 
 
 def _from_condition(kind: str, found: Condition) -> Claim:
     return Claim(kind, "True" if found.ok else "False", found.reason, found.message)
+
+
+def _with_detour(claim: Claim, detour: str | None) -> Claim:
+    """The same, with why the pods are asked instead of Prometheus."""
+    if detour is None:
+        return claim
+    return replace(claim, message=f"{claim.message}; read from the pods, as Prometheus is of no use: {detour}")
 
 
 def scaling_claim(findings: Findings) -> Claim:

@@ -26,6 +26,8 @@ def tuning_status(deployment: InferenceDeployment, findings: Findings) -> dict[s
         return dict(before)
     tuned = findings.tuning
     tuning: dict[str, Any] = {"mode": deployment.spec.tuning.mode}
+    if findings.metrics_source is not None:
+        tuning["source"] = findings.metrics_source
     objectives = objectives_status(deployment, tuned, before.get("objectives"))
     if objectives is not None:
         tuning["objectives"] = objectives

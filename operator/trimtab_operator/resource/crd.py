@@ -43,11 +43,6 @@ SPEC_RULES = [
         "') must be at least maxNumSeqs (' + string(self.engine.maxNumSeqs) + '): every running request needs one "
         "token per step; raise the former or lower the latter'",
     ),
-    cel(
-        "!has(self.metrics) || !has(self.metrics.source) || self.metrics.source != 'Prometheus' || "
-        "has(self.metrics.prometheus)",
-        "spec.metrics.source: Prometheus is not built yet; use Auto or Pods",
-    ),
 ]
 ROOT_RULES = [
     cel(

@@ -344,20 +344,20 @@ class Tuning(Model):
     )
 
 
-class Prometheus(Model):
-    """A Prometheus server to read metrics from."""
-
-    address: str = Field(pattern=r"^https?://.+$", max_length=512, description="URL of the server.")
-    token_secret_ref: SecretKeyRef | None = Field(default=None, description="Secret with a bearer token.")
-
-
 class Metrics(Model):
     """Where the operator reads the engines' metrics."""
 
     source: Literal["Auto", "Prometheus", "Pods"] = Field(
-        default="Auto", description="Auto: what is available. Pods: scrape the engine pods. Prometheus: ask a server."
+        default="Auto",
+        description="Auto: Prometheus where the operator was given one and it can be believed, else the pods. "
+        "Prometheus: nothing else. Pods: scrape the engine pods.",
     )
-    prometheus: Prometheus | None = Field(default=None, description="The Prometheus server.")
+    labels: dict[str, str] = Field(
+        default={},
+        description="Labels that the series of this resource have in Prometheus, beside the namespace and the pod.",
+        max_length=8,
+        json_schema_extra=schema(additionalProperties={"type": "string", "maxLength": 256}),
+    )
 
 
 class Rollout(Model):

@@ -138,6 +138,9 @@ class TuningStatus(Model):
     """What tuning found, set and did."""
 
     mode: str = Field(max_length=16, description="The mode in force.")
+    source: str | None = Field(
+        default=None, max_length=32, description="Where metrics are read: Prometheus, Pods, or of some engines each."
+    )
     objectives: ObjectivesStatus | None = Field(
         default=None, description="The promises in force; absent until defaults can be told."
     )

@@ -72,7 +72,7 @@ class Outcome:
 def decide(looks: Iterable[Look], memory: Memory, settings: Settings, now: float) -> Outcome:
     """One turn. `now` is Unix time; `looks` holds one entry per replica."""
     now = float(now)
-    patience = Patience.for_tick(settings.pace.tick_seconds)
+    patience = Patience.for_tick(max(settings.pace.tick_seconds, settings.pace.sample_seconds))
     observation, tracks = observe(memory.tracks, looks, now=now, patience=patience)
     memory = replace(_with_owners_word(memory, settings, observation, now), tracks=tracks)
     memory, told = _with_count_in_bounds(memory, settings, observation, now)

@@ -37,6 +37,8 @@ class Reason(StrEnum):
     NO_READY_REPLICA = "NoReadyReplica"  # there is nothing to measure
     METRICS_PARTIAL = "MetricsPartial"  # those of some ready replicas cannot be believed
     METRICS_MISSING = "MetricsMissing"  # metrics, configuration or ledger could not be read
+    METRICS_DUPLICATED = "MetricsDuplicated"  # Prometheus scrapes a pod as several targets
+    PROMETHEUS_UNAVAILABLE = "PrometheusUnavailable"  # it does not answer, refuses, or the operator was given none
     METRICS_STALE = "MetricsStale"  # the newest sample is older than three scrapes
     METRICS_FROZEN = "MetricsFrozen"  # requests are there, and no counter has moved for three scrapes
     METRICS_INCONSISTENT = "MetricsInconsistent"  # a sample contradicts itself, the ledger or the clock

@@ -43,6 +43,7 @@ class Pace:
     """How fast the tuner may move, and on how much evidence. Seconds, unless the name says otherwise."""
 
     tick_seconds: float = 15.0
+    sample_seconds: float = 0.0  # how often what is looked at changes: Prometheus scrapes at its own pace
     window_seconds: float = 60.0  # evidence older than this says nothing about the load now
     cool_down_seconds: float = 60.0  # between two moves of hot knobs
     pin_seconds: float = 1800.0  # how long a value that did harm is avoided

@@ -100,8 +100,11 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("spec.tuning.bounds.maxNumSeqs", {"min": 9, "max": 4}, "spec.tuning.bounds.maxNumSeqs", "min 9 exceeds max 4"),
     ("spec.tuning.bounds.maxNumSeqs", {"max": 8}, "spec.engine.maxNumSeqs", "starts at 64"),
     ("spec.tuning.restartClass", "Canary", "spec.tuning.restartClass", "not built yet"),
-    ("spec.metrics.source", "Prometheus", "spec.metrics.source", "not built yet"),
-    ("spec.metrics.prometheus", {"address": "http://p"}, "spec.metrics.prometheus", "not built yet"),
+    ("spec.metrics.prometheus", {"address": "http://p"}, "spec.metrics.prometheus", ""),
+    ("spec.metrics.labels", {"po-d": "x"}, "spec.metrics.labels", "'po-d' is no name of a label"),
+    ("spec.metrics.labels", {"__name__": "up"}, "spec.metrics.labels", "'__name__' is no name of a label"),
+    ("spec.metrics.labels", {"engine": "1"}, "spec.metrics.labels", "engine is a label that engines give"),
+    ("spec.metrics", {"source": "Pods", "labels": {"job": "x"}}, "spec.metrics.labels", "source is Pods"),
     ("spec.rollout.maxUnavailable", 0, "spec.rollout.maxUnavailable", "1 or more"),
     ("spec.rollout.maxUnavailable", "0%", "spec.rollout.maxUnavailable", "percentage"),
     ("spec.rollout.drainTimeout", "2h", "spec.rollout.drainTimeout", "at most 3600"),
@@ -323,7 +326,6 @@ CEL_REFUSED: list[tuple[str, Any]] = [
     ("spec.objectives", {"ttft": {"target": "1s", "percentile": 99}, "itl": {"target": "50ms", "percentile": 95}}),
     ("spec.engine.maxNumSeqs", 1024),
     ("spec.parallelism", {"expert": True}),
-    ("spec.metrics", {"source": "Prometheus"}),
 ]
 
 

@@ -15,7 +15,7 @@ from trimtab_operator.edge.cluster import Cluster
 from trimtab_operator.edge.engines import Engines
 from trimtab_operator.edge.look import Eyes, Key
 from trimtab_operator.edge.nodes import Nodes
-from trimtab_operator.observed.engines import EngineSeen, Target
+from trimtab_operator.observed.engines import EngineSeen, MetricsAsked, Target
 from trimtab_operator.observed.groups import Missing, Observed
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
@@ -49,7 +49,7 @@ class ListingCluster:
 class SilentEngines:
     """Nobody answers."""
 
-    async def look(self, _targets: tuple[Target, ...], _tokens: Tokens) -> dict[str, EngineSeen]:
+    async def look(self, _targets: tuple[Target, ...], _tokens: Tokens, _asked: MetricsAsked) -> dict[str, EngineSeen]:
         return {}
 
 

@@ -33,7 +33,7 @@ from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.loop.hands import Hands
 from trimtab_operator.loop.reconciler import Loop, Reconciler
 from trimtab_operator.loop.wake_ups import WakeUps
-from trimtab_operator.observed.engines import EngineSeen, Target
+from trimtab_operator.observed.engines import EngineSeen, MetricsAsked, Target
 from trimtab_operator.observed.groups import Group, Observed, groups_of, is_terminating
 from trimtab_operator.report.status import status_of
 from trimtab_operator.resource.installation import Installation
@@ -506,7 +506,9 @@ class FakeEngines:
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
 
-    async def look(self, targets: Iterable[Target], _tokens: Tokens) -> dict[str, EngineSeen]:
+    async def look(
+        self, targets: Iterable[Target], _tokens: Tokens, _asked: MetricsAsked | None = None
+    ) -> dict[str, EngineSeen]:
         return {target.group: self.cluster.said(target) for target in targets}
 
     async def patch(self, orders: Iterable[Patch], _tokens: Tokens, on_answer: OnAnswer) -> None:

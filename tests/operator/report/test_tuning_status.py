@@ -18,7 +18,7 @@ from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
 from trimtab_operator.tuner.state import Memory
 from trimtab_operator.tuner.twin import StepCost
 
-OK = Condition(True, "Tuning", "")
+OK = Condition(True, Reason.TUNING, "")
 COST = StepCost(0.008, 6e-5, 3e-5, 4e-9)
 
 
@@ -92,3 +92,10 @@ def test_defaults_that_are_learned_anew_are_told_anew_when_they_have_changed_muc
 def test_while_nothing_runs_what_was_told_stays() -> None:
     deployment = a_deployment(status={"tuning": {"mode": "Auto"}})
     assert tuning_status(deployment, Findings(1)) == {"mode": "Auto"}
+
+
+def test_where_metrics_are_read_is_told() -> None:
+    tuned = Outcome(Memory(), Condition(True, Reason.SCRAPED, ""), Condition(True, Reason.TUNING, ""))
+    found = Findings(1, tuning=tuned, metrics_source="Prometheus")
+    assert tuning_status(a_deployment(), found)["source"] == "Prometheus"
+    assert "source" not in tuning_status(a_deployment(), Findings(1, tuning=tuned))

@@ -30,7 +30,7 @@ def test_the_page_lists_every_reason_and_no_other() -> None:
 def test_every_reason_that_no_condition_has_alone_tells_a_decision() -> None:
     of_conditions = {
         *(reason for reason in Reason if reason.value.startswith("Metrics")),
-        Reason.SCRAPED, Reason.NO_READY_REPLICA,
+        Reason.SCRAPED, Reason.NO_READY_REPLICA, Reason.PROMETHEUS_UNAVAILABLE,
         Reason.TUNING, Reason.RECOMMENDING, Reason.OFF, Reason.CRASH_BUDGET_SPENT, Reason.NOT_YET_APPLIED,
     }  # fmt: skip
     for reason in set(Reason) - of_conditions:

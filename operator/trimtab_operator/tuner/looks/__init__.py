@@ -1,7 +1,8 @@
 """Looks: what one replica says of itself at one moment, as values.
 
-`look` has the types, `series` and `requests` decode what engines answer into them, `codec` writes them as JSON. The
-operator's scrape, a recorded range and the simulator all hand the tuner these values, so that all share one decoder.
+`look` has the types, `series` and `requests` decode what engines answer into them, `prometheus` says what Prometheus is
+asked and makes pages of its answers, `codec` writes looks as JSON. The operator's scrape, Prometheus, a recorded range
+and the simulator all hand the tuner these values, so that all share one decoder.
 """
 
 from trimtab_operator.tuner.looks.look import (
@@ -15,6 +16,7 @@ from trimtab_operator.tuner.looks.look import (
     Phase,
     RequestNews,
     Sample,
+    Source,
     Unfinished,
     Work,
 )
@@ -30,6 +32,7 @@ __all__ = [
     "Phase",
     "RequestNews",
     "Sample",
+    "Source",
     "Unfinished",
     "Work",
 ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from trimtab_operator.tuner.knobs import FieldRange, Knob, Values
+from trimtab_operator.tuner.moves import Reason
 
 
 class Phase(StrEnum):
@@ -20,6 +21,13 @@ class Phase(StrEnum):
     STARTING = "starting"  # its engine loads
     READY = "ready"  # it serves
     DRAINING = "draining"  # it finishes what it has, and gets nothing new
+
+
+class Source(StrEnum):
+    """Where metrics were read."""
+
+    PODS = "Pods"
+    PROMETHEUS = "Prometheus"
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +221,8 @@ class Look:
     config: Config | None = None
     ledger: Ledger | None = None
     problem: str | None = None
+    absence: Reason = Reason.METRICS_MISSING
+    """What kind of problem that is."""
     was_oom_killed: bool = False
     """Its engine's last end was for want of memory."""
     restarts: int = 0

@@ -17,7 +17,7 @@ class Finding:
     """A fault of one replica, in words that stay the same while the cause does."""
 
     fault: Reason
-    """One of those that begin with Metrics."""
+    """One of the condition MetricsAvailable."""
     message: str
 
 
