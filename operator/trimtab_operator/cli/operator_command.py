@@ -25,6 +25,7 @@ from trimtab_operator.cli import prometheus_flags
 from trimtab_operator.cli.model_argument import facts_of
 from trimtab_operator.cli.shared import EXIT_REFUSED, given_gpu, refuse, version_of
 from trimtab_operator.decisions.admission import refusals_of
+from trimtab_operator.decisions.tuning import standing_replicas
 from trimtab_operator.errors import InvalidSpec, MisconfiguredOperator, TrimtabError
 from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.facts import ModelFacts
@@ -261,7 +262,7 @@ def _manifests(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     found = [service_account(deployment), client_service(deployment)]
     if layout_of(deployment.spec).pods > 1:
         found.append({**meeting_secret(deployment, token=""), "data": {MEETING_SECRET_KEY: UNKNOWN_SECRET}})
-    for ordinal in range(deployment.replicas):
+    for ordinal in range(standing_replicas(deployment, None)):
         found.append(rendezvous_service(deployment, ordinal))
         if layout_of(deployment.spec).pods == 1:
             found.append(leader_stateful_set(wanted, ordinal))

@@ -14,7 +14,7 @@ from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.layout.node_gpus import gpu_for, too_few_gpus
 from trimtab_operator.resource.manifest import Manifest
-from trimtab_operator.resource.spec import KIND, InferenceDeployment
+from trimtab_operator.resource.spec import KIND, REPLICAS_ARE_NOT_ASKED, InferenceDeployment
 
 MAX_WARNING = 256  # characters: API servers cut longer ones, and kubectl shows each on a line
 
@@ -54,15 +54,43 @@ def review(
     verdict: dict[str, Any] = {"uid": str(asked["uid"]), "allowed": True}
     new, old = asked.get("object") or {}, asked.get("oldObject") or {}
     if is_checked(asked) and (asked["operation"] == "CREATE" or new.get("spec") != old.get("spec")):
-        wrong = refusals_of(new, default_image=default_image)
+        wrong = refusals_of(new, default_image=default_image) or _changed_unheard(new, old)
         wrong = wrong or _newly_wrong_by_facts(new, old, default_image, known)
         if wrong:
             message = "; ".join(wrong)
             verdict |= {"allowed": False, "status": {"code": 422, "reason": "Invalid", "message": message}}
         else:
-            warning = too_few_gpus(InferenceDeployment.parse(new, default_image=default_image), known.nodes)
-            verdict |= {} if warning is None else {"warnings": [warning[:MAX_WARNING]]}
+            deployment = InferenceDeployment.parse(new, default_image=default_image)
+            said = (too_few_gpus(deployment, known.nodes), _only_told(deployment), _jump(deployment, old))
+            warnings = [warning[:MAX_WARNING] for warning in said if warning is not None]
+            verdict |= {"warnings": warnings} if warnings else {}
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": verdict}
+
+
+def _changed_unheard(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
+    """A change of `replicas` while `scaling` was and is set, which nobody would hear."""
+    after, before = new.get("spec") or {}, old.get("spec") or {}
+    if after.get("scaling") is None or before.get("scaling") is None or "replicas" not in before:
+        return []
+    return [f"spec.replicas: {REPLICAS_ARE_NOT_ASKED}"] if after.get("replicas", 1) != before["replicas"] else []
+
+
+def _only_told(deployment: InferenceDeployment) -> str | None:
+    """Automatic replicas that nobody adds or removes."""
+    mode = deployment.spec.tuning.mode
+    if deployment.spec.scaling is None or mode == "Auto":
+        return None
+    does = "only tells how many replicas are needed" if mode == "Recommend" else "leaves the replica count as it is"
+    return f"spec.scaling: spec.tuning.mode {mode} {does}; set Auto, and it is done"
+
+
+def _jump(deployment: InferenceDeployment, old: Mapping[str, Any]) -> str | None:
+    """What becomes of the count when `scaling` is removed."""
+    count = (old.get("status") or {}).get("desiredReplicas")
+    was_scaled = (old.get("spec") or {}).get("scaling") is not None
+    if not was_scaled or deployment.spec.scaling is not None or count in (None, deployment.spec.replicas):
+        return None
+    return f"spec.scaling is removed: replicas go from {count} to spec.replicas, which is {deployment.spec.replicas}"
 
 
 def is_checked(asked: Mapping[str, Any]) -> bool:

@@ -32,6 +32,8 @@ class Memory:
     """Who shares an engine, by the group's name."""
     missing: Mapping[str, Missing] = field(default_factory=dict)
     """Pods that are not created, by the group's name."""
+    unheard: int | None = None
+    """What stood in `spec.replicas` while `spec.scaling` was set; None: nothing that was not heard."""
     futile: Mapping[str, Futile] = field(default_factory=dict)
     """Children that differ again whenever they are applied, by kind and name."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from trimtab_operator.builders.config_map import STATE_KEY
@@ -15,7 +16,8 @@ from trimtab_operator.resource.spec import InferenceDeployment, Spec
 from trimtab_operator.tuner.decide import Outcome
 from trimtab_operator.tuner.knobs import Knob, Value, typed
 from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
-from trimtab_operator.tuner.settings import Bounds, Mode, Settings
+from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Select, Unit
+from trimtab_operator.tuner.settings import Bounds, Mode, Scaling, Settings
 from trimtab_operator.tuner.state import Memory
 from trimtab_operator.tuner.stored import from_json, rebuilt, to_json
 
@@ -23,7 +25,8 @@ SEAL = "tuning"  # what its sealed text is called
 
 
 def settings_of(spec: Spec) -> Settings:
-    """What `spec` says: mode, promises, and bounds and starts of the knobs. A bound that is absent is the engine's."""
+    """What `spec` says: mode, promises, bounds and starts of the knobs, and how many replicas there may be. An absent
+    bound is the engine's."""
     bounds: dict[Knob, Bounds] = {}
     starts: dict[Knob, Value] = {}
     for knob in knobs(spec):
@@ -35,7 +38,7 @@ def settings_of(spec: Spec) -> Settings:
             starts[name] = typed(name, float(knob.start))
     if spec.tuning.bounds.watermark is not None:
         bounds[Knob.WATERMARK] = Bounds(None, _number(Knob.WATERMARK, spec.tuning.bounds.watermark.max))
-    return Settings(Mode(spec.tuning.mode), objectives_of(spec.objectives), bounds, starts)
+    return Settings(Mode(spec.tuning.mode), objectives_of(spec.objectives), bounds, starts, scaling_of(spec.scaling))
 
 
 def objectives_of(asked: owner.Objectives | None) -> Objectives:
@@ -51,10 +54,53 @@ def objectives_of(asked: owner.Objectives | None) -> Objectives:
     return Objectives(ttft, itl)
 
 
+def scaling_of(asked: owner.Scaling | None) -> Scaling | None:
+    """How many replicas there may be, and at what pace; None where their number is the owner's."""
+    if asked is None:
+        return None
+    behavior = asked.behavior or owner.ScalingBehavior()
+    return Scaling(
+        asked.min_replicas, asked.max_replicas, Behavior(_pace(behavior.scale_up), _pace(behavior.scale_down))
+    )
+
+
+def _pace(asked: owner.ScalingRules | None) -> Rules:
+    """One direction. What is left out: no rate limit, and the tuner's own hold."""
+    if asked is None:
+        return Rules()
+    policies = (Policy(Unit(p.type), p.value, float(p.period_seconds)) for p in asked.policies or ())
+    window = asked.stabilization_window_seconds
+    return Rules(None if window is None else float(window), Select(asked.select_policy or Select.MAX), tuple(policies))
+
+
 def desired_replicas(deployment: InferenceDeployment, tuned: Outcome) -> int:
-    """How many replicas are wanted: the spec's word. It is asked after the tuner, so that one that decides on replicas
-    is heard in the same turn."""
-    return deployment.replicas
+    """How many replicas are wanted: the tuner's word with `spec.scaling`, else the spec's. It is asked after the tuner,
+    so that what it decides on replicas is heard in the same turn."""
+    return deployment.replicas if tuned.replicas is None else tuned.replicas
+
+
+def standing_replicas(deployment: InferenceDeployment, memory: Memory | None) -> int:
+    """How many replicas are wanted as long as the tuner does not say otherwise.
+
+    With `spec.scaling` as many as it asked for last, else as were wanted before `scaling` was set, which the status
+    says; of a new resource, and of a lost status, what `spec.replicas` says. Always within the owner's bounds.
+    """
+    scaling = deployment.spec.scaling
+    if scaling is None:
+        return deployment.replicas
+    count = None if memory is None else memory.scaling.desired
+    if count is None:
+        before = deployment.status.get("desiredReplicas")
+        count = before if isinstance(before, int) and not isinstance(before, bool) else deployment.replicas
+    return max(scaling.min_replicas, min(scaling.max_replicas, count))
+
+
+def with_standing_replicas(deployment: InferenceDeployment, memory: Memory) -> Memory:
+    """The memory that a turn begins with: where the tuner has not asked for replicas yet, it begins with those that are
+    wanted."""
+    if deployment.spec.scaling is None or memory.scaling.desired is not None:
+        return memory
+    return replace(memory, scaling=replace(memory.scaling, desired=standing_replicas(deployment, memory)))
 
 
 def _number(knob: Knob, value: str | int | None) -> Value | None:

@@ -37,7 +37,14 @@ from trimtab_operator.decisions.rollback import (
     proven_form,
     stored_rollout,
 )
-from trimtab_operator.decisions.tuning import desired_replicas, remembered_text, settings_of, stored_memory
+from trimtab_operator.decisions.tuning import (
+    desired_replicas,
+    remembered_text,
+    settings_of,
+    standing_replicas,
+    stored_memory,
+    with_standing_replicas,
+)
 from trimtab_operator.decisions.upkeep import Upkeep, upkeep
 from trimtab_operator.decisions.validation import refusals
 from trimtab_operator.decisions.world import World, targets_of
@@ -47,10 +54,11 @@ from trimtab_operator.observed.groups import ordinal_of
 from trimtab_operator.observed.looks import look_of
 from trimtab_operator.observed.phases import EngineView
 from trimtab_operator.resource.refusal import Refusal
-from trimtab_operator.resource.spec import InferenceDeployment
+from trimtab_operator.resource.spec import REPLICAS_ARE_NOT_ASKED, InferenceDeployment
 from trimtab_operator.tuner.decide import Outcome, decide
 from trimtab_operator.tuner.moves import Decision
 from trimtab_operator.tuner.settings import Pace
+from trimtab_operator.tuner.state import Memory as TunerMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +138,16 @@ def _as_recorded(world: World, records: Mapping[str, Record]) -> World:
 
 def _known(world: World, memory: Memory) -> Recalled:
     known = recalled(world.children, memory, now=world.at, refused_creations=world.refused_creations)
-    return replace(known, memory=with_layouts(known.memory, known.groups, world.engines))
+    layouts = with_layouts(known.memory, known.groups, world.engines)
+    return replace(known, memory=replace(layouts, tuner=_recalled_tuner(world, memory)))
+
+
+def _recalled_tuner(world: World, memory: Memory) -> TunerMemory:
+    """What the tuner remembers: by this loop, or by the one before it."""
+    kept = memory.tuner or stored_memory(
+        world.deployment, world.children.config_maps, key=world.token, former_key=world.former_token
+    )
+    return with_standing_replicas(world.deployment, kept)
 
 
 def _refused(
@@ -154,7 +171,8 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
     deployment = world.deployment
     target = deployment if course.target is None else course.target.deployment
     tuned = _tuned(world, known, target)
-    count = desired_replicas(deployment, tuned)
+    standing = standing_replicas(deployment, known.memory.tuner)
+    count = standing if deployment.is_paused else desired_replicas(deployment, tuned)
     care = _care(world, known, asked=None if course.target is None else f"{deployment.generation}-{_revision(course)}")
     children: tuple[Action, ...] = differing([service_account(deployment)], known.observed)
     if course.target is not None:
@@ -173,7 +191,12 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
         )
     sifted = sift(children, known.memory.futile, now=world.at)
     return Turn(
-        memory=replace(known.memory, tuner=tuned.memory, rollout=course.state),
+        memory=replace(
+            known.memory,
+            tuner=tuned.memory,
+            rollout=course.state,
+            unheard=None if deployment.spec.scaling is None else deployment.spec.replicas,
+        ),
         findings=replace(
             findings_of_cluster(world, known),
             desired_replicas=count,
@@ -193,9 +216,19 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
         children=sifted.actions,
         patches=_patches(world, known, tuned),
         decisions=tuned.decisions,
-        notes=(*care.notes, *sifted.notes),
+        notes=(*_unheard(deployment, known.memory.unheard), *care.notes, *sifted.notes),
         futile=sifted.futile,
     )
+
+
+def _unheard(deployment: InferenceDeployment, before: int | None) -> tuple[Note, ...]:
+    """Tell who wrote `spec.replicas`, as an autoscaler does through /scale, that nobody heard it: API servers that know
+    rules of the schema refuse it, older ones take it."""
+    asked = deployment.spec.replicas
+    if deployment.spec.scaling is None or before is None or asked == before:
+        return ()
+    message = f"spec.replicas: {asked} {REPLICAS_ARE_NOT_ASKED}"
+    return (Note("Warning", "ReplicasIgnored", message, str(deployment.generation)),)
 
 
 def findings_of_cluster(world: World, known: Recalled) -> Findings:
@@ -203,7 +236,8 @@ def findings_of_cluster(world: World, known: Recalled) -> Findings:
     present = {group.ordinal for group in known.groups}
     pods = known.observed.pods
     draining = tuple(pod for pod in pods if ordinal_of(pod) is not None and ordinal_of(pod) not in present)
-    return Findings(world.deployment.replicas, groups=known.groups, draining=draining)
+    count = standing_replicas(world.deployment, known.memory.tuner)
+    return Findings(count, groups=known.groups, draining=draining)
 
 
 def findings_without_a_turn(world: World, memory: Memory, problem: tuple[str, str]) -> Findings:
@@ -243,19 +277,19 @@ def _metrics_source(world: World) -> str | None:
 
 
 def _tuned(world: World, known: Recalled, target: InferenceDeployment) -> Outcome:
-    """Let the tuner look. Starts and bounds are those of what runs; mode and promises are the owner's latest word."""
+    """Let the tuner look. Starts and bounds are those of what runs; mode, promises and how many replicas there may be
+    are the owner's latest word."""
     owners = settings_of(world.deployment.spec)
     settings = replace(
         settings_of(target.spec),
         mode=owners.mode,
         objectives=owners.objectives,
+        scaling=owners.scaling,
         pace=Pace(tick_seconds=world.tick_seconds, sample_seconds=world.sample_seconds),
     )
-    memory = known.memory.tuner or stored_memory(
-        world.deployment, known.observed.config_maps, key=world.token, former_key=world.former_token
-    )
+    assert known.memory.tuner is not None
     looks = [look_of(group, world.engines.get(group.name)) for group in known.groups]
-    return decide(looks, memory, settings, world.at)
+    return decide(looks, known.memory.tuner, settings, world.at)
 
 
 def _remembered(

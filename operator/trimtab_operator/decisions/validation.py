@@ -23,6 +23,7 @@ from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import (
     DNS_LABEL,
     MAX_NAME_LENGTH,
+    NO_MEASURE_WITHOUT_REPLICAS,
     SERVED_NAME,
     InferenceDeployment,
     PodOverlay,
@@ -66,12 +67,18 @@ def name_leaves_room_for_child_names(deployment: InferenceDeployment) -> Iterato
         )
 
 
-def scaling_is_not_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    if deployment.spec.scaling is not None:
+def scaling_has_room(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    """Between the fewest replicas and the most; none at all is nobody's to end, as nothing is measured then."""
+    scaling = deployment.spec.scaling
+    if scaling is None:
+        return
+    if scaling.min_replicas > scaling.max_replicas:
         yield Refusal(
-            "spec.scaling",
-            "automatic replica counts are not built yet; set spec.replicas, or let an HPA or KEDA write to /scale",
+            "spec.scaling.minReplicas",
+            f"is {scaling.min_replicas}, above maxReplicas {scaling.max_replicas}; lower it or raise maxReplicas",
         )
+    if scaling.min_replicas == 0:
+        yield Refusal("spec.scaling.minReplicas", NO_MEASURE_WITHOUT_REPLICAS)
 
 
 def objectives_promise_something(deployment: InferenceDeployment) -> Iterator[Refusal]:
@@ -579,7 +586,7 @@ def _resource_refusals(spec: Spec, where: str, name: str, amount: Any) -> Iterat
 
 RULES: tuple[Rule, ...] = (
     name_leaves_room_for_child_names,
-    scaling_is_not_built,
+    scaling_has_room,
     objectives_promise_something,
     model_scheme_is_built,
     model_path_is_plain,

@@ -52,6 +52,7 @@ class Reason(StrEnum):
     NOT_LIMITED = "NotLimited"  # nothing keeps the replica count from what is wanted
     TOO_FEW_GPUS = "TooFewGPUsPerNode"  # a pod asks for more GPUs than any present node has
     UNSCHEDULABLE = "Unschedulable"  # pods of replicas find no node
+    AT_MAX_REPLICAS = "AtMaxReplicas"  # promises are missed with as many replicas as scaling allows
     PODS_REFUSED = "PodsRefused"  # the API server refuses to create pods: a quota, a policy
     AS_EXPECTED = "AsExpected"  # nothing is wrong
     STOPPED = "Stopped"  # nothing runs that could be tuned or measured
@@ -81,7 +82,7 @@ def conditions(deployment: InferenceDeployment, findings: Findings, groups: Sequ
         progressing,
         layout_claim(deployment, findings),
         *tuning_claims(findings),
-        scaling_claim(findings),
+        scaling_claim(deployment, findings),
         degraded_claim(findings, groups),
     ]
 
@@ -259,7 +260,21 @@ def _with_detour(claim: Claim, detour: str | None) -> Claim:
     return replace(claim, message=f"{claim.message}; read from the pods, as Prometheus is of no use: {detour}")
 
 
-def scaling_claim(findings: Findings) -> Claim:
+def scaling_claim(deployment: InferenceDeployment, findings: Findings) -> Claim:
+    """What keeps the replica count from what is wanted, or what is wanted from what is needed."""
+    claim = _placing_claim(findings)
+    scaling, tuned = deployment.spec.scaling, findings.tuning
+    if scaling is None:
+        return claim
+    if claim.status == "True":
+        return replace(claim, message=f"{claim.message}; no more replicas are asked for meanwhile")
+    if tuned is not None and tuned.replicas == scaling.max_replicas and tuned.memory.missed_since is not None:
+        message = f"promises are missed with all of the {scaling.max_replicas} replicas that scaling.maxReplicas allows"
+        return Claim("ScalingLimited", "True", Reason.AT_MAX_REPLICAS, message)
+    return claim
+
+
+def _placing_claim(findings: Findings) -> Claim:
     fits = any(group.is_ready and group.revision == findings.revision for group in findings.groups)
     if findings.too_few_gpus is not None and not fits:
         return Claim("ScalingLimited", "True", Reason.TOO_FEW_GPUS, findings.too_few_gpus)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from trimtab_operator.builders.engine_args import plain, served_name
@@ -20,7 +20,9 @@ from trimtab_operator.report.tuning_status import show, tuning_status
 from trimtab_operator.resource.knobs import knobs
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
+from trimtab_operator.resource.time import timestamp
 from trimtab_operator.tuner.knobs import Value
+from trimtab_operator.tuner.moves import ReplicaCount
 
 MAX_MESSAGE = 1024  # characters of a pod's own message that are worth repeating
 
@@ -41,6 +43,7 @@ def status_of(deployment: InferenceDeployment, findings: Findings, *, now: datet
         "readyReplicas": ready,
         "updatedReplicas": sum(g["ready"] and g["revision"] == findings.revision for g in groups),
         "desiredReplicas": findings.desired_replicas,
+        **_last_scaled(deployment, findings),
         "selector": selector_text(leader_selector(deployment)),
         "url": f"http://{service_name(deployment)}.{deployment.namespace}.svc:{HTTP_PORT}/v1",
         "model": served_name((findings.target or deployment).spec),
@@ -65,6 +68,16 @@ def status_in_the_dark(deployment: InferenceDeployment, problem: tuple[str, str]
     renewed = {claim["type"]: claim for claim in claims}
     before = [renewed.pop(c.get("type"), c) for c in deployment.status.get("conditions") or []]
     return {**deployment.status, "conditions": [*before, *renewed.values()], "phase": reason}
+
+
+def _last_scaled(deployment: InferenceDeployment, findings: Findings) -> dict[str, str]:
+    """When tuning last changed the replica count. While it is not asked, what stood there before stays."""
+    if deployment.spec.scaling is None:
+        return {}
+    before = deployment.status.get("lastScaleTime")
+    moved = None if findings.tuning is None else findings.tuning.memory.moved_at.get(ReplicaCount().value)
+    at = before if moved is None else timestamp(datetime.fromtimestamp(moved, UTC))
+    return {} if at is None else {"lastScaleTime": str(at)}
 
 
 # --- replicas ---------------------------------------------------------------------------------------------------------

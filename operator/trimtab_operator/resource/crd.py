@@ -14,7 +14,16 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from trimtab_operator.resource.spec import GROUP, KIND, MAX_NAME_LENGTH, PLURAL, VERSION, Spec, cel
+from trimtab_operator.resource.spec import (
+    GROUP,
+    KIND,
+    MAX_NAME_LENGTH,
+    PLURAL,
+    REPLICAS_ARE_NOT_ASKED,
+    VERSION,
+    Spec,
+    cel,
+)
 from trimtab_operator.resource.status_schema import Status
 
 DEFAULT_PATH = Path("crds") / f"{GROUP}_{PLURAL}.yaml"
@@ -26,7 +35,7 @@ MAX_FREE_LIST = 128  # items of a list that states no bound of its own
 SPEC_RULES = [
     cel(
         "!has(self.scaling) || !has(oldSelf.scaling) || !has(oldSelf.replicas) || self.replicas == oldSelf.replicas",
-        "replicas is ignored while scaling is set: change scaling.minReplicas or maxReplicas, or remove scaling",
+        f"spec.replicas: {REPLICAS_ARE_NOT_ASKED}",
     ),
     cel(
         "!has(self.parallelism) || !has(self.parallelism.expert) || !self.parallelism.expert || "

@@ -203,12 +203,19 @@ class ScalingRules(Model):
     """Behaviour of one scaling direction, as in autoscaling/v2."""
 
     stabilization_window_seconds: int | None = Field(
-        default=None, ge=0, le=3600, description="Seconds over which recommendations are smoothed."
+        default=None,
+        ge=0,
+        le=3600,
+        description="Seconds whose lowest (up) or highest (down) need counts. Default: up 0; down as long as learned.",
     )
     select_policy: Literal["Max", "Min", "Disabled"] | None = Field(
-        default=None, description="Which policy decides when several apply."
+        default=None,
+        description="Which policy decides when several apply: the one that allows most (Max, the default) or least; "
+        "Disabled: no replica is added, or removed.",
     )
-    policies: tuple[ScalingPolicy, ...] | None = Field(default=None, max_length=16, description="Rate limits.")
+    policies: tuple[ScalingPolicy, ...] | None = Field(
+        default=None, min_length=1, max_length=16, description="Rate limits. Default: none."
+    )
 
 
 class ScalingBehavior(Model):
@@ -221,9 +228,30 @@ class ScalingBehavior(Model):
 class Scaling(Model):
     """Automatic replica count."""
 
-    min_replicas: int = Field(default=1, ge=0, le=1000, description="Fewest replicas.")
+    min_replicas: int = Field(default=1, ge=0, le=1000, description="Fewest replicas; at least 1.")
     max_replicas: int = Field(ge=1, le=1000, description="Most replicas.")
     behavior: ScalingBehavior | None = Field(default=None, description="Pace of scaling, as in autoscaling/v2.")
+
+
+NO_MEASURE_WITHOUT_REPLICAS = (
+    "is 0: without a replica nothing is measured, and none would come back; use 1 or more, or leave scaling out and "
+    "let KEDA write to /scale"
+)
+SCALING_RULES = [
+    cel(
+        "!has(self.minReplicas) || self.minReplicas <= self.maxReplicas",
+        "minReplicas must not exceed maxReplicas",
+        "'spec.scaling.minReplicas: is ' + string(self.minReplicas) + ', above maxReplicas ' + "
+        "string(self.maxReplicas) + '; lower it or raise maxReplicas'",
+    ),
+    cel(
+        "!has(self.minReplicas) || self.minReplicas > 0",
+        f"spec.scaling.minReplicas: {NO_MEASURE_WITHOUT_REPLICAS}",
+    ),
+]
+REPLICAS_ARE_NOT_ASKED = (
+    "is ignored while spec.scaling is set; change scaling.minReplicas or maxReplicas, or remove scaling"
+)
 
 
 def _target_above_zero(promise: str) -> dict[str, Any]:
@@ -473,21 +501,13 @@ class Spec(Model):
         default=1,
         ge=0,
         le=MAX_REPLICAS,
-        description="Replica count; kubectl scale and autoscalers write it. Ignored while scaling is set.",
+        description="Replica count; kubectl scale and autoscalers write it. Where scaling is set it cannot be changed, "
+        "and says only where the count begins.",
     )
     scaling: Scaling | None = Field(
         default=None,
-        description="Automatic replica count; replicas is ignored then.",
-        json_schema_extra=schema(
-            **{
-                "x-kubernetes-validations": [
-                    cel(
-                        "!has(self.minReplicas) || self.minReplicas <= self.maxReplicas",
-                        "minReplicas must not exceed maxReplicas",
-                    )
-                ]
-            }
-        ),
+        description="Automatic replica count, by what the objectives need; tuning.mode says whether it is only told.",
+        json_schema_extra=schema(**{"x-kubernetes-validations": SCALING_RULES}),
     )
     objectives: Objectives | None = Field(
         default=None,
@@ -530,7 +550,7 @@ class InferenceDeployment:
 
     @property
     def replicas(self) -> int:
-        """What the user, or an autoscaler through /scale, asks for."""
+        """What the user, or an autoscaler through /scale, asks for; not heard while `spec.scaling` is set."""
         return self.spec.replicas
 
     @classmethod

@@ -173,6 +173,12 @@ class Status(Model):
     ready_replicas: int | None = Field(default=None, ge=0, description="Replicas that take requests.")
     updated_replicas: int | None = Field(default=None, ge=0, description="Replicas that run the current template.")
     desired_replicas: int | None = Field(default=None, ge=0, description="Replicas that are wanted.")
+    last_scale_time: str | None = Field(
+        default=None,
+        max_length=64,
+        description="When tuning last changed the replica count; only with spec.scaling.",
+        json_schema_extra=schema(format="date-time"),
+    )
     selector: str | None = Field(
         default=None, max_length=512, description="Selector of the leader pods, for autoscalers."
     )

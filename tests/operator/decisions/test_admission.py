@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from trimtab_operator.decisions.admission import Surroundings, review
 from trimtab_operator.decisions.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
 from trimtab_operator.resource.spec import InferenceDeployment
@@ -50,6 +51,23 @@ def test_what_was_wrong_before_does_not_keep_the_owner_from_another_edit() -> No
     old = a_body(parallelism={"tensor": 2})
     new = a_body(parallelism={"tensor": 2}, replicas=0)
     assert verdict(new, old, facts=kept(old))["allowed"] is True
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [("Recommend", "only tells how many"), ("Off", "leaves the replica count as it is"), ("Auto", None)],
+)
+def test_automatic_replicas_that_nobody_adds_are_accepted_with_a_warning(mode: str, said: str | None) -> None:
+    answer = verdict(a_body(scaling={"maxReplicas": 3}, tuning={"mode": mode}))
+    assert answer["allowed"] is True
+    assert [said in warning for warning in answer.get("warnings", [])] == ([] if said is None else [True])
+
+
+def test_who_removes_scaling_is_told_where_the_count_goes() -> None:
+    old = {**a_body(scaling={"maxReplicas": 9}, replicas=1), "status": {"desiredReplicas": 7}}
+    (warning,) = verdict(a_body(replicas=1), old)["warnings"]
+    assert "replicas go from 7 to spec.replicas, which is 1" in warning
+    assert "warnings" not in verdict(a_body(replicas=7), old)
 
 
 def test_more_gpus_than_any_node_has_are_accepted_with_a_warning() -> None:

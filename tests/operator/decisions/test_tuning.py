@@ -11,7 +11,8 @@ from trimtab_operator.builders.config_map import tuning_config_map
 from trimtab_operator.decisions.tuning import objectives_of, remembered_text, settings_of, stored_memory
 from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
-from trimtab_operator.tuner.settings import Bounds, Mode
+from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Select, Unit
+from trimtab_operator.tuner.settings import Bounds, Mode, Scaling
 from trimtab_operator.tuner.state import Memory
 
 TUNED = Memory(applied={Knob.MAX_NUM_SEQS: 16})
@@ -49,6 +50,28 @@ def test_bounds_and_starts_are_numbers_of_the_knobs_kind() -> None:
         Knob.MAX_NUM_SEQS: Bounds(4, None),
         Knob.WATERMARK: Bounds(None, 0.05),
     }
+
+
+def test_the_pace_of_scaling_is_what_autoscaling_calls_behavior() -> None:
+    behavior = {
+        "scaleUp": {"policies": [{"type": "Pods", "value": 2, "periodSeconds": 60}], "selectPolicy": "Min"},
+        "scaleDown": {
+            "stabilizationWindowSeconds": 0,
+            "policies": [{"type": "Percent", "value": 50, "periodSeconds": 30}],
+        },
+    }
+    scaling = {"minReplicas": 2, "maxReplicas": 6, "behavior": behavior}
+    found = settings_of(a_deployment(scaling=scaling).spec).scaling
+    assert found == Scaling(
+        2,
+        6,
+        Behavior(
+            Rules(None, Select.MIN, (Policy(Unit.PODS, 2, 60.0),)),
+            Rules(0.0, Select.MAX, (Policy(Unit.PERCENT, 50, 30.0),)),
+        ),
+    )
+    assert settings_of(a_deployment(scaling={"maxReplicas": 6}).spec).scaling == Scaling(1, 6)
+    assert settings_of(a_deployment().spec).scaling is None
 
 
 @pytest.mark.parametrize("signed_with", [TOKEN, "former"])

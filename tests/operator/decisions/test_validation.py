@@ -42,8 +42,15 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("metadata.name", "x" * 41, "metadata.name", "at most 40"),
     ("metadata.name", "1st", "metadata.name", "begin with a lower-case letter"),
     ("metadata.name", "a.b", "metadata.name", "dots"),
-    ("spec.scaling", {"maxReplicas": 3}, "spec.scaling", "not built yet"),
-    ("spec.scaling", {"maxReplicas": 3}, "spec.scaling", "not built yet"),
+    ("spec.scaling", {"minReplicas": 4, "maxReplicas": 3}, "spec.scaling.minReplicas", "is 4, above maxReplicas 3"),
+    ("spec.scaling", {"minReplicas": 0, "maxReplicas": 3}, "spec.scaling.minReplicas", "nothing is measured"),
+    ("spec.scaling", {"minReplicas": 1}, "spec.scaling.maxReplicas", "required"),
+    (
+        "spec.scaling",
+        {"maxReplicas": 3, "behavior": {"scaleUp": {"policies": []}}},
+        "spec.scaling.behavior.scaleUp.policies",
+        "at least 1 item",
+    ),
     ("spec.objectives", {}, "spec.objectives", "promise nothing"),
     ("spec.objectives", {"ttft": {"target": "0s"}}, "spec.objectives.ttft.target", "above zero"),
     ("spec.objectives", {"itl": {"target": "00ms"}}, "spec.objectives.itl.target", "above zero"),
@@ -295,7 +302,7 @@ def cel_verdict(body: dict[str, Any], before: dict[str, Any] | None = None) -> b
 SCALING = {"minReplicas": 1, "maxReplicas": 3}
 
 
-@pytest.mark.parametrize(
+CHANGES_OF_REPLICAS = pytest.mark.parametrize(
     ("before", "after", "is_allowed"),
     [
         ({"replicas": 2}, {"replicas": 3}, True),
@@ -306,19 +313,37 @@ SCALING = {"minReplicas": 1, "maxReplicas": 3}
         ({"scaling": SCALING}, {"replicas": 1, "scaling": SCALING}, True),  # stored before there was a default
     ],
 )
+
+
+@CHANGES_OF_REPLICAS
 def test_while_scaling_is_set_nobody_changes_replicas(
     before: dict[str, Any], after: dict[str, Any], is_allowed: bool
 ) -> None:
-    old, new = copy.deepcopy(BASE), copy.deepcopy(BASE)
-    for body, spec in ((old, before), (new, after)):
-        body["spec"].pop("replicas", None)
-        body["spec"] |= spec
+    old, new = with_counts(before), with_counts(after)
     assert cel_verdict(new, old) is is_allowed
+
+
+@CHANGES_OF_REPLICAS
+def test_the_webhook_says_the_same_of_it_in_the_same_words(
+    before: dict[str, Any], after: dict[str, Any], is_allowed: bool
+) -> None:
+    old, new = with_counts(before), with_counts(after)
+    verdict = a_review(new, old)
+    assert verdict["allowed"] is is_allowed
+    assert is_allowed or [verdict["status"]["message"]] == cel_refusals(new, old)
+
+
+def with_counts(spec: dict[str, Any]) -> dict[str, Any]:
+    body = copy.deepcopy(BASE)
+    body["spec"].pop("replicas", None)
+    body["spec"] |= spec
+    return body
 
 
 CEL_REFUSED: list[tuple[str, Any]] = [
     ("metadata.name", "x" * 41),
     ("spec.scaling", {"minReplicas": 4, "maxReplicas": 3}),
+    ("spec.scaling", {"minReplicas": 0, "maxReplicas": 3}),
     ("spec.tuning.bounds.maxNumSeqs", {"min": 9, "max": 4}),
     ("spec.tuning.bounds.gpuMemoryUtilization", {"min": "0.9", "max": "0.5"}),
     ("spec.objectives", {}),
@@ -336,9 +361,7 @@ def test_cel_and_the_table_refuse_alike(path: str, value: Any) -> None:
     assert refusals_of(body, default_image=None)
 
 
-@pytest.mark.parametrize(
-    ("path", "value"), [*(case for case in CEL_REFUSED if case[0] != "spec.scaling"), ("metadata.name", "x" * 50)]
-)
+@pytest.mark.parametrize(("path", "value"), [*CEL_REFUSED, ("metadata.name", "x" * 50)])
 def test_cel_and_the_table_say_the_same_words(path: str, value: Any) -> None:
     """On a current Kubernetes the API server refuses before the webhook is asked."""
     body = changed(path, value)

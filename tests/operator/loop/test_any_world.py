@@ -1,8 +1,9 @@
 """Whatever the world is, and wherever the operator is killed, it ends as if nobody had disturbed it.
 
 Random worlds: a resource, children that are as rendered, edited, missing or somebody else's by now, pods that are away,
-engines that forgot their tuned values. In each the operator is killed after a random write (of a ConfigMap, a child, an
-engine's values, an Event, the status), and a new one, which knows only what is written, goes on.
+engines that forgot their tuned values, automatic replicas that come and go with their bounds and the load. In each the
+operator is killed after a random write (of a ConfigMap, a child, an engine's values, an Event, the status), and a new
+one, which knows only what is written, goes on.
 """
 
 from __future__ import annotations
@@ -16,17 +17,24 @@ import pytest
 from operator_builders import a_spec
 from operator_cluster import BROKEN, TICK_SECONDS, TOKEN, FakeCluster, Killed, a_loop, a_reconciler
 from trimtab_operator.builders.config_map import tuning_config_map
+from trimtab_operator.builders.labels import REVISION_LABEL, ROLE_LABEL
 from trimtab_operator.decisions.rollback import from_text
 from trimtab_operator.decisions.tuning import remembered_text
 from trimtab_operator.loop.reconciler import Loop, Reconciler
 from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.rules import replicas
+from trimtab_operator.tuner.scaling import law
+from trimtab_operator.tuner.scaling.law import Need
 from trimtab_operator.tuner.state import Memory
 
 WORLDS = 2000
 BATCHES = 20
+SCALED_WORLDS = 600
+SCALED_BATCHES = 6
+STILL_TICKS = 3  # nothing is decided on replicas at the first look, nor while one starts
 QUICK = {"startTimeout": "20s", "drainTimeout": "1s"}
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {}, {"pipeline": 2, "gpusPerNode": 1})
-OF_HISTORY = ("conditions", "tuning", "groups")
+OF_HISTORY = ("conditions", "tuning", "groups", "lastScaleTime")
 APPLIED = Memory(applied={Knob.MAX_NUM_SEQS: 16})
 
 
@@ -53,7 +61,7 @@ def a_copy(cluster: bytes) -> FakeCluster:
     return found
 
 
-def a_world(chance: random.Random) -> FakeCluster:
+def a_world(chance: random.Random, *, is_scaled: bool = False) -> FakeCluster:
     """A cluster at some moment of its life, often one at which much is to be done."""
     layout, mode = chance.randrange(len(LAYOUTS)), chance.choice(["Off", "Recommend", "Auto"])
     if chance.random() < 0.2:
@@ -61,12 +69,27 @@ def a_world(chance: random.Random) -> FakeCluster:
         cluster = FakeCluster(knows_the_model=chance.random() < 0.5, replicas=chance.randrange(3), **spec)
     else:
         cluster = a_copy(a_settled_cluster(chance.randrange(1, 4), layout, mode))
+    if is_scaled:
+        _scale(cluster, chance)
     for _ in range(chance.randrange(1, 4)):
+        if is_scaled and chance.random() < 0.3:
+            _scale(cluster, chance)
         _disturb(cluster, chance)
         for _ in range(chance.choice((0, 0, 1))):
             cluster.tick()
     cluster.controllers()
     return cluster
+
+
+def _scale(cluster: FakeCluster, chance: random.Random) -> None:
+    """Let the owner write other bounds of automatic replicas, and at times another mode."""
+    least = chance.randrange(1, 3)
+    pace: dict[str, Any] = {"scaleDown": {"stabilizationWindowSeconds": 0}}
+    if chance.random() < 0.3:
+        pace["scaleUp"] = {"policies": [{"type": "Pods", "value": 1, "periodSeconds": 1}]}
+    cluster.edit(scaling={"minReplicas": least, "maxReplicas": least + chance.randrange(3), "behavior": pace})
+    if chance.random() < 0.7:
+        cluster.edit(tuning={"mode": "Auto"})
 
 
 def _disturb(cluster: FakeCluster, chance: random.Random) -> None:
@@ -93,15 +116,15 @@ def _disturb(cluster: FakeCluster, chance: random.Random) -> None:
             engine.values[Knob.MAX_NUM_SEQS] = 32
 
 
-async def come_to_rest(cluster: FakeCluster, reconciler: Reconciler, loop: Loop) -> None:
-    """Tick until nothing is written and nothing moves."""
+async def come_to_rest(cluster: FakeCluster, reconciler: Reconciler, loop: Loop, *, still_ticks: int = 1) -> None:
+    """Tick until nothing is written and nothing moves, for so many ticks in a row."""
     still = 0
     for _ in range(120):
         before = cluster.writes
         await reconciler.tick(loop)
         is_moving = cluster.condition("Progressing")["status"] == "True" or ("Job", "m-facts") in cluster.objects
         still = still + 1 if cluster.writes == before else 0
-        if still and not is_moving:
+        if still >= still_ticks and not is_moving:
             return
         cluster.now += TICK_SECONDS * (1 + still)  # nothing to do: wait for longer
         cluster.controllers()
@@ -123,9 +146,7 @@ def end_state(cluster: FakeCluster) -> dict[str, Any]:
         "rollout": (rollout.proven, rollout.attempt and rollout.attempt.change, rollout.taken_back),
         "pods": {name: pod["metadata"]["labels"] for name, pod in cluster.pods.items()},
         "values": {name: cluster.engines[pod["metadata"]["uid"]].values for name, pod in cluster.pods.items()},
-        "status": {
-            key: value for key, value in cluster.status.items() if key not in ("conditions", "tuning", "groups")
-        },
+        "status": {key: value for key, value in cluster.status.items() if key not in OF_HISTORY},
         "conditions": conditions,
     }
 
@@ -134,23 +155,60 @@ def end_state(cluster: FakeCluster) -> dict[str, Any]:
 async def test_an_operator_that_is_killed_anywhere_ends_where_an_undisturbed_one_does(batch: int) -> None:
     for seed in range(batch, WORLDS, BATCHES):
         chance = random.Random(seed)
-        undisturbed = a_world(chance)
-        undisturbed.writes = 0
-        killed = a_copy(pickle.dumps(undisturbed))
-        loop = a_loop(undisturbed)
-        await come_to_rest(undisturbed, a_reconciler(undisturbed), loop)
-        left = undisturbed.decide(loop.memory)
-        assert left.is_idle, f"seed {seed}: more to do: {[a.reason for a in (*left.remember, *left.children)]}"
-        for _ in range(chance.choice((1, 1, 2))):
-            killed.lives = chance.randint(1, max(1, undisturbed.writes))
-            try:
-                await come_to_rest(killed, a_reconciler(killed), a_loop(killed))
-            except Killed:
-                if chance.random() < 0.5:
-                    killed.controllers()
-            killed.restart_operator()
-        killed.controllers()
-        await come_to_rest(killed, a_reconciler(killed), a_loop(killed))
+        undisturbed, killed = await both_ends(a_world(chance), chance)
         ends = end_state(killed), end_state(undisturbed)
         different = {part: (ends[0][part], ends[1][part]) for part in ends[0] if ends[0][part] != ends[1][part]}
         assert not different, f"seed {seed}"
+
+
+@pytest.mark.parametrize("batch", range(SCALED_BATCHES))
+async def test_so_it_does_with_automatic_replicas(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of several replicas goes may differ: the ones that serve, or are up to date, at that moment stay."""
+    monkeypatch.setattr(law, "LEARN_COLD_STARTS", 0.0)
+    for seed in range(batch, SCALED_WORLDS, SCALED_BATCHES):
+        chance = random.Random(seed)
+        needed = chance.randrange(1, 6)
+        need = Need(needed, 3.0, 3.0, 1.0), float
+        monkeypatch.setattr(replicas, "_need", lambda *_, need=need: need)
+        undisturbed, killed = await both_ends(a_world(chance, is_scaled=True), chance, still_ticks=STILL_TICKS)
+        ends = without_names(killed), without_names(undisturbed)
+        different = {part: (ends[0][part], ends[1][part]) for part in ends[0] if ends[0][part] != ends[1][part]}
+        assert not different, f"seed {seed}"
+        scaling, wanted = killed.deployment.spec.scaling, killed.status["desiredReplicas"]
+        assert scaling is not None
+        assert scaling.min_replicas <= wanted <= scaling.max_replicas, f"seed {seed}"
+        if killed.condition("TuningActive")["reason"] == "Tuning":
+            assert wanted == max(scaling.min_replicas, min(scaling.max_replicas, needed)), f"seed {seed}"
+
+
+async def both_ends(
+    undisturbed: FakeCluster, chance: random.Random, *, still_ticks: int = 1
+) -> tuple[FakeCluster, FakeCluster]:
+    """The same world with one operator, and with some that are killed."""
+    undisturbed.writes = 0
+    killed = a_copy(pickle.dumps(undisturbed))
+    loop = a_loop(undisturbed)
+    await come_to_rest(undisturbed, a_reconciler(undisturbed), loop, still_ticks=still_ticks)
+    left = undisturbed.decide(loop.memory)
+    assert left.is_idle, f"more to do: {[a.reason for a in (*left.remember, *left.children)]}"
+    for _ in range(chance.choice((1, 1, 2))):
+        killed.lives = chance.randint(1, max(1, undisturbed.writes))
+        try:
+            await come_to_rest(killed, a_reconciler(killed), a_loop(killed), still_ticks=still_ticks)
+        except Killed:
+            if chance.random() < 0.5:
+                killed.controllers()
+        killed.restart_operator()
+    killed.controllers()
+    await come_to_rest(killed, a_reconciler(killed), a_loop(killed), still_ticks=still_ticks)
+    return undisturbed, killed
+
+
+def without_names(cluster: FakeCluster) -> dict[str, Any]:
+    """How it ends, whichever ordinals the replicas have."""
+    found = end_state(cluster)
+    pods = sorted(
+        (labels[ROLE_LABEL], labels[REVISION_LABEL]) for labels in found["pods"].values() if ROLE_LABEL in labels
+    )
+    conditions = {kind: (status, reason) for kind, (status, reason, _) in found["conditions"].items()}
+    return {"status": found["status"], "conditions": conditions, "pods": pods}

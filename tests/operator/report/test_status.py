@@ -21,13 +21,16 @@ from trimtab_operator.report.conditions import Reason, changed_conditions
 from trimtab_operator.report.status import status_of
 from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import InferenceDeployment, ModelSource
+from trimtab_operator.tuner.decide import Condition, Outcome
+from trimtab_operator.tuner.moves import Reason as TunerReason
+from trimtab_operator.tuner.state import Memory as TunerMemory
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 DOCUMENT = Path(__file__).parents[3] / "docs/resource.md"
 
 
-def a_deployment(replicas: int = 1, status: dict[str, Any] | None = None) -> InferenceDeployment:
-    return operator_builders.a_deployment(generation=3, status=status, replicas=replicas)
+def a_deployment(replicas: int = 1, status: dict[str, Any] | None = None, **spec: Any) -> InferenceDeployment:
+    return operator_builders.a_deployment(generation=3, status=status, replicas=replicas, **spec)
 
 
 def a_group(ordinal: int = 0, *, pod_status: dict[str, Any] | None = None) -> Group:
@@ -211,6 +214,20 @@ def test_pods_without_a_node_limit_scaling() -> None:
     status = status_of(a_deployment(), findings(a_group(pod_status=UNSCHEDULABLE)), now=NOW)
     assert condition(status, "ScalingLimited")["status"] == "True"
     assert "Insufficient cpu" in condition(status, "ScalingLimited")["message"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "missed_since", "reason"),
+    [(4, 1.0, "AtMaxReplicas"), (4, None, "NotLimited"), (3, 1.0, "NotLimited")],
+)
+def test_promises_missed_with_all_replicas_that_are_allowed_are_told(
+    asked: int, missed_since: float | None, reason: str
+) -> None:
+    ok = Condition(True, TunerReason.TUNING, "")
+    tuned = Outcome(TunerMemory(missed_since=missed_since), ok, ok, replicas=asked)
+    found = replace(findings(a_group(pod_status=READY)), tuning=tuned)
+    deployment = a_deployment(scaling={"maxReplicas": 4})
+    assert condition(status_of(deployment, found, now=NOW), "ScalingLimited")["reason"] == reason
 
 
 def test_effective_is_what_most_report_and_exceptions_stand_with_their_group() -> None:

@@ -82,7 +82,7 @@ def wanted_replicas(
     )
     target, kept = decided(
         memory.scaling,
-        need.replicas,
+        max(least, min(most, need.replicas)),
         current,
         now=now,
         cold_start=start,

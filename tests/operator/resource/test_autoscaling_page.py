@@ -1,0 +1,36 @@
+"""What the page on autoscaling shows can be applied: its resources are accepted, its autoscalers find them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from trimtab_operator.decisions.admission import refusals_of
+from trimtab_operator.resource.spec import GROUP, KIND, VERSION
+
+PAGE = Path(__file__).parents[3] / "docs" / "autoscaling.md"
+SHOWN: list[dict[str, Any]] = [
+    yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+]
+
+
+def of(kind: str) -> list[dict[str, Any]]:
+    return [manifest for manifest in SHOWN if manifest["kind"] == kind]
+
+
+def test_the_page_shows_each_of_the_three() -> None:
+    assert [manifest["kind"] for manifest in SHOWN] == [KIND, "HorizontalPodAutoscaler", "ScaledObject"]
+
+
+@pytest.mark.parametrize("manifest", of(KIND))
+def test_its_resources_are_accepted(manifest: dict[str, Any]) -> None:
+    assert refusals_of(manifest, default_image="engine:1") == []
+
+
+@pytest.mark.parametrize("manifest", [*of("HorizontalPodAutoscaler"), *of("ScaledObject")])
+def test_its_autoscalers_write_to_scale_of_such_a_resource(manifest: dict[str, Any]) -> None:
+    target = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "name": of(KIND)[0]["metadata"]["name"]}
+    assert manifest["spec"]["scaleTargetRef"] == target
