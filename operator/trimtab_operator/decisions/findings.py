@@ -37,6 +37,8 @@ class Findings:
     failed_change: FailedChange | None = None
     target: InferenceDeployment | None = None
     too_few_gpus: str | None = None
+    no_room: str | None = None
+    """Why no replica comes up beside those that it is to replace."""
     problem: tuple[str, str] | None = None
     metrics_source: str | None = None
     """Where the engines' metrics were read; None: they were not."""

@@ -18,6 +18,7 @@ from trimtab_operator.builders.meeting_secret import MEETING_SECRET_KEY, meeting
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import Held, Rendered, leader_stateful_set, worker_stateful_set
 from trimtab_operator.decisions.actions import Action, Apply, Delete, delete_of
+from trimtab_operator.decisions.surge import extra_groups, retired
 from trimtab_operator.layout import layout_of
 from trimtab_operator.observed.groups import Group, Observed, groups_of, is_terminating, is_worker, ordinal_of
 from trimtab_operator.observed.phases import has_started, is_placed
@@ -33,21 +34,28 @@ def plan(
     held: Mapping[int, Held] | None = None,
     unproven: frozenset[str] = frozenset(),
     loads: Mapping[str, float] | None = None,
+    surge: int = 0,
 ) -> tuple[Action, ...]:
     """Everything to do now for so many `replicas`, in order: Services before the pods that they select, removals last.
 
     `held`: by ordinal, groups that hold no pods, or did (decisions/placement.py). `unproven` names groups whose pods
     are Ready and that still count as down for a rollout. `loads`: by name, how many requests a group has; one that did
-    not say is left out.
+    not say is left out. `surge`: how many groups there may be beyond `replicas` while outdated ones serve
+    (decisions/surge.py).
     """
     deployment = wanted.deployment
-    staying, leaving = choose_victims(groups_of(observed), replicas, revision=wanted.revision, loads=loads or {})
-    allowed = allowed_down(deployment, replicas) - sum(group.is_ready and group.name in unproven for group in staying)
+    groups, loads = groups_of(observed), loads or {}
     behind = frozenset(
-        g.ordinal for g in staying if g.revision != wanted.revision or _has_moved(g, deployment, observed)
+        g.ordinal for g in groups if g.revision != wanted.revision or _has_moved(g, deployment, observed)
     )
-    to_update = {g.ordinal for g in choose_updates(staying, behind, allowed)}
-    new = free_ordinals(observed, replicas - len(staying))
+    relieved = retired(groups, behind, replicas=replicas, unproven=unproven, loads=loads) if surge else ()
+    present = tuple(group for group in groups if group not in relieved)
+    extra = extra_groups(present, behind, replicas=replicas, surge=surge)
+    staying, superfluous = choose_victims(present, replicas + extra, revision=wanted.revision, loads=loads)
+    leaving = (*superfluous, *relieved)
+    new = free_ordinals(observed, replicas + extra - len(staying))
+    allowed = allowed_down(deployment, replicas) - sum(group.is_ready and group.name in unproven for group in staying)
+    to_update = {g.ordinal for g in choose_updates(staying, behind, allowed, coming=len(new) if surge else None)}
     current = [g.ordinal for g in staying if g.ordinal not in behind or g.ordinal in to_update]
     manifests: list[Manifest] = [client_service(deployment)]
     manifests += [
@@ -153,21 +161,24 @@ def allowed_down(deployment: InferenceDeployment, replicas: int) -> int:
     return max(1, replicas * int(value.rstrip("%")) // 100)
 
 
-def choose_updates(groups: tuple[Group, ...], behind: Collection[int], allowed: int) -> tuple[Group, ...]:
+def choose_updates(
+    groups: tuple[Group, ...], behind: Collection[int], allowed: int, *, coming: int | None = None
+) -> tuple[Group, ...]:
     """Choose those of the groups `behind` (ordinals) that may be brought up to date now; `allowed` may be down.
 
     One whose engine has not come up costs nothing. One that had come up and is not ready now may be back in a moment:
     it costs one, unless one that was brought up to date is still on its way. One that is ready costs one, too, and is
-    taken last: never because another is down.
+    taken last: never because another is down, and not at all where others come to serve in its place (`coming`: how
+    many are made now; None: groups are replaced in place).
     """
     outdated = [group for group in groups if group.ordinal in behind]
     down = [group for group in groups if not group.is_ready]
     blinking = [group for group in outdated if not group.is_ready and has_started(group)]
     lost = [group for group in outdated if not group.is_ready and group not in blinking]
     ready = [group for group in outdated if group.is_ready]
-    under_way = len(down) - len(blinking) - len(lost)
+    under_way = len(down) - len(blinking) - len(lost) + (coming or 0)
     back_soon = blinking[: max(0, allowed - under_way - len(lost))]
-    return (*lost, *back_soon, *ready[: max(0, allowed - len(down))])
+    return (*lost, *back_soon, *(ready[: max(0, allowed - len(down))] if coming is None else ()))
 
 
 def free_ordinals(observed: Observed, count: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from typing import Any
 
 from trimtab_operator.builders.config_map import ROLLOUT_KEY, rollout_config_map
@@ -24,9 +25,10 @@ from trimtab_operator.builders.labels import rollout_config_map_name
 from trimtab_operator.builders.pod import grace_seconds
 from trimtab_operator.builders.record import Record
 from trimtab_operator.builders.stateful_set import NO_RECORDS, Rendered, rendered
-from trimtab_operator.decisions.actions import Apply
+from trimtab_operator.decisions.actions import Apply, Note
 from trimtab_operator.decisions.plan import differing
 from trimtab_operator.decisions.sealed import opened, sealed
+from trimtab_operator.decisions.surge import NoRoom, allowed_surge, no_room
 from trimtab_operator.decisions.validation import refusals
 from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.layout.degrees import Degrees
@@ -76,6 +78,7 @@ class RolloutState:
     proven: Form | None = None
     attempt: Attempt | None = None
     taken_back: TakenBack | None = None
+    no_room: NoRoom | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +130,39 @@ def course_of(
     step = decide(
         state, wanted.deployment, groups, layouts, revision=wanted.revision, proven_revision=proven_revision, now=now
     )
-    if step.returns and step.state.taken_back is not None:
-        return Course(step.state, proven, FailedChange(step.state.taken_back.message, proven_revision))
+    after = replace(step.state, no_room=state.no_room)
+    if step.returns and after.taken_back is not None:
+        return Course(after, proven, FailedChange(after.taken_back.message, proven_revision))
     failed = None if step.failure is None else FailedChange(step.failure, None)
     unproven = unproven_groups(wanted.deployment, groups, layouts, revision=wanted.revision)
-    return Course(step.state, wanted, failed, unproven)
+    return Course(after, wanted, failed, unproven)
+
+
+@dataclass(frozen=True, slots=True)
+class Surge:
+    """How many groups there may be beyond the wanted ones in this turn, and what is remembered and told of it."""
+
+    groups: int
+    no_room: NoRoom | None = None
+    notes: tuple[Note, ...] = ()
+
+
+def surge_of(known: NoRoom | None, target: Rendered, observed: Observed, *, replicas: int, now: datetime) -> Surge:
+    """Decide whether new groups come up beside the old ones. `known`: for which change there was no room.
+
+    Where that is found out, it is told in this turn; replicas are replaced in place from the next turn on.
+    """
+    allowed = allowed_surge(target.deployment, replicas)
+    change = change_of(target.deployment, target.revision)
+    if known is not None and known.change == change:
+        return Surge(0, known)
+    start_seconds = parse_seconds(target.deployment.spec.rollout.start_timeout)
+    why = no_room(observed, target.revision, replicas=replicas, start_seconds=start_seconds, now=now)
+    if allowed == 0 or why is None:
+        return Surge(allowed)
+    gap = "nobody is answered until the new one is Ready" if replicas == 1 else "each is missing for a while"
+    message = f"{why}; replicas are replaced in place now: {gap}"
+    return Surge(allowed, NoRoom(change, message), (Note("Warning", "NoRoomForSurge", message, change),))
 
 
 def proven_form(
@@ -298,10 +329,12 @@ def from_text(text: str | None, *, key: str, former_key: str | None = None) -> R
     try:
         found = json.loads(body)
         proven, attempt, back = found["proven"], found["attempt"], found["taken_back"]
+        no_room = found.get("no_room")
         return RolloutState(
             None if proven is None else Form(str(proven["spec"]), proven["image"], proven.get("restarted_at")),
             None if attempt is None else Attempt(str(attempt["change"]), float(attempt["since"])),
             None if back is None else TakenBack(str(back["change"]), str(back["message"])),
+            None if no_room is None else NoRoom(str(no_room["change"]), str(no_room["message"])),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return RolloutState()

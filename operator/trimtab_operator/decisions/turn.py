@@ -32,10 +32,12 @@ from trimtab_operator.decisions.plan import differing, plan, plan_meeting_secret
 from trimtab_operator.decisions.rollback import (
     Course,
     RolloutState,
+    Surge,
     course_of,
     plan_rollout_state,
     proven_form,
     stored_rollout,
+    surge_of,
 )
 from trimtab_operator.decisions.tuning import (
     desired_replicas,
@@ -173,6 +175,11 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
     tuned = _tuned(world, known, target)
     standing = standing_replicas(deployment, known.memory.tuner)
     count = standing if deployment.is_paused else desired_replicas(deployment, tuned)
+    moment = datetime.fromtimestamp(world.at, UTC)
+    room = Surge(0)
+    if course.target is not None:
+        room = surge_of(course.state.no_room, course.target, known.observed, replicas=count, now=moment)
+    rollout = replace(course.state, no_room=room.no_room if course.target is not None else course.state.no_room)
     care = _care(world, known, asked=None if course.target is None else f"{deployment.generation}-{_revision(course)}")
     children: tuple[Action, ...] = differing([service_account(deployment)], known.observed)
     if course.target is not None:
@@ -186,6 +193,7 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
                 held=care.held,
                 unproven=course.unproven,
                 loads=_loads(world),
+                surge=room.groups,
             ),
             *plan_optional(target, known.observed, world.installation, replicas=count),
         )
@@ -194,7 +202,7 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
         memory=replace(
             known.memory,
             tuner=tuned.memory,
-            rollout=course.state,
+            rollout=rollout,
             unheard=None if deployment.spec.scaling is None else deployment.spec.replicas,
         ),
         findings=replace(
@@ -205,18 +213,19 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
             tuning=tuned if known.groups else None,
             model=None if gate.is_open else gate.model,
             failed_change=course.failed,
+            no_room=None if room.no_room is None else room.no_room.message,
             target=None if course.target is None else course.target.deployment,
             too_few_gpus=_too_few_gpus(world),
             metrics_source=_metrics_source(world),
             metrics_detour=next((said.detour for _, said in sorted(world.engines.items()) if said.detour), None),
         ),
         desired_replicas=count,
-        remember=_remembered(deployment, known, course.state, tuned, key=world.token),
+        remember=_remembered(deployment, known, rollout, tuned, key=world.token),
         care=care.deletions,
         children=sifted.actions,
         patches=_patches(world, known, tuned),
         decisions=tuned.decisions,
-        notes=(*_unheard(deployment, known.memory.unheard), *care.notes, *sifted.notes),
+        notes=(*_unheard(deployment, known.memory.unheard), *room.notes, *care.notes, *sifted.notes),
         futile=sifted.futile,
     )
 

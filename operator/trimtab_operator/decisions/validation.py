@@ -389,6 +389,14 @@ def max_unavailable_moves_a_rollout(deployment: InferenceDeployment) -> Iterator
         yield Refusal("spec.rollout.maxUnavailable", f"is {value!r}; write a number, or a percentage from 1% to 100%")
 
 
+def max_surge_is_a_count(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    value = deployment.spec.rollout.max_surge
+    if isinstance(value, int) and not 0 <= value <= 1000:
+        yield Refusal("spec.rollout.maxSurge", f"is {value}; set 0 (replicas are updated in place) to 1000")
+    if isinstance(value, str) and not re.match(r"^(100|[1-9]?[0-9])%$", value):
+        yield Refusal("spec.rollout.maxSurge", f"is {value!r}; write a number, or a percentage from 0% to 100%")
+
+
 def drain_fits_the_grace_period(deployment: InferenceDeployment) -> Iterator[Refusal]:
     try:
         seconds = parse_seconds(deployment.spec.rollout.drain_timeout)
@@ -603,6 +611,7 @@ RULES: tuple[Rule, ...] = (
     restart_class_is_not_built,
     metrics_labels_narrow,
     max_unavailable_moves_a_rollout,
+    max_surge_is_a_count,
     drain_fits_the_grace_period,
     a_start_ends_in_time,
     overlay_pod_fields_are_allowed,

@@ -179,7 +179,10 @@ def progressing_claim(
     if findings.failed_change is not None:
         return _failed_change_claim(deployment, findings.failed_change, findings, groups)
     if any(group.revision != findings.revision or group.is_outdated for group in findings.groups):
-        return Claim("Progressing", "True", Reason.ROLLING_OUT, "replicas are brought to the current pod template")
+        how = "" if findings.no_room is None else f", in place: {findings.no_room}"
+        return Claim(
+            "Progressing", "True", Reason.ROLLING_OUT, f"replicas are brought to the current pod template{how}"
+        )
     if len(findings.groups) != findings.desired_replicas or findings.draining:
         return Claim("Progressing", "True", Reason.SCALING, f"the replica count moves to {findings.desired_replicas}")
     if any(g["phase"] == "Loading" for g in groups):

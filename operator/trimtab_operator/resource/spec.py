@@ -393,8 +393,15 @@ class Rollout(Model):
 
     max_unavailable: IntOrString = Field(
         default=1,
-        description="Replicas that may be down during a rollout: a number or a percentage (rounded down, at least 1).",
+        description="Replicas that may be down during a rollout in place: a number or a percentage (rounded down, at "
+        "least 1).",
         json_schema_extra=schema(maximum=1000, minimum=1, maxLength=4, pattern="^[0-9]{1,3}%$"),
+    )
+    max_surge: IntOrString = Field(
+        default=1,
+        description="Replicas that may be there beyond the wanted ones during a rollout: each serves before an old one "
+        "is drained. A number or a percentage (rounded up); 0, or where no node takes another one: in place.",
+        json_schema_extra=schema(maximum=1000, minimum=0, maxLength=4, pattern="^[0-9]{1,3}%$"),
     )
     drain_timeout: Duration = Field(
         default="30s", description="Time that running requests get to finish when a replica is stopped."

@@ -25,7 +25,8 @@ HASH = "a" * 64
 
 
 def a_settled_cluster(**spec: Any) -> FakeCluster:
-    cluster = FakeCluster(**spec)
+    """Its replicas are replaced in place: decisions/test_surge.py has the other way."""
+    cluster = FakeCluster(**{**spec, "rollout": {"maxSurge": 0, **spec.get("rollout", {})}})
     cluster.settle()
     return cluster
 
@@ -239,7 +240,8 @@ def test_the_tuners_memory_is_written_only_when_it_changed() -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_happens_it_comes_to_rest_and_never_exceeds_the_replicas(seed: int) -> None:
     chance = random.Random(seed)
-    cluster = FakeCluster(replicas=2)
+    surge = seed % 3
+    cluster = FakeCluster(replicas=2, rollout={"maxSurge": surge})
     for _ in range(60):
         move = chance.random()
         if move < 0.15:
@@ -253,7 +255,7 @@ def test_whatever_happens_it_comes_to_rest_and_never_exceeds_the_replicas(seed: 
         elif move < 0.8:
             before = len(cluster.groups)
             cluster.turn()
-            assert len(cluster.groups) <= max(before, cluster.deployment.replicas)
+            assert len(cluster.groups) <= max(before, cluster.deployment.replicas + surge)
         else:
             cluster.controllers()
     cluster.unready.clear()

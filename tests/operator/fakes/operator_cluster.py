@@ -91,6 +91,8 @@ class FakeCluster:
         self.former_secret: bytes | None = None
         self.start_seconds = start_seconds
         self.nodes = nodes
+        self.quota = 9999
+        """How many pods the API server creates."""
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.pods: dict[str, dict[str, Any]] = {}
         self.engines: dict[str, FakeEngine] = {}
@@ -331,7 +333,8 @@ class FakeCluster:
         for name, (owner, template) in wanted.items():
             present = self.pods.get(name)
             is_kept = owner["kind"] == "StatefulSet" or (present and _is_made_from(present, owner, template))
-            if present is None or is_terminating(present) or not is_kept:
+            is_refused = present is None and len(self.pods) >= self.quota
+            if (present is None or is_terminating(present) or not is_kept) and not is_refused:
                 self._make_pod(name, owner, template)
         self._schedule()
         self.kubelets()

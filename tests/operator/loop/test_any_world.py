@@ -9,8 +9,10 @@ one, which knows only what is written, goes on.
 from __future__ import annotations
 
 import functools
+import json
 import pickle
 import random
+import re
 from typing import Any
 
 import pytest
@@ -33,6 +35,8 @@ SCALED_WORLDS = 600
 SCALED_BATCHES = 6
 STILL_TICKS = 3  # nothing is decided on replicas at the first look, nor while one starts
 QUICK = {"startTimeout": "20s", "drainTimeout": "1s"}
+MOST_REPLICAS = 3
+SURGES: tuple[int | str, ...] = (0, 1, 1, "50%")
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {}, {"pipeline": 2, "gpusPerNode": 1})
 OF_HISTORY = ("conditions", "tuning", "groups", "lastScaleTime")
 APPLIED = Memory(applied={Knob.MAX_NUM_SEQS: 16})
@@ -42,11 +46,15 @@ def a_runtime(*args: str) -> dict[str, Any]:
     return {"device": "cpu", "image": "engine:1", "args": list(args)}
 
 
+def a_small_spec(layout: int, mode: str, surge: int | str) -> dict[str, Any]:
+    rollout = {**QUICK, "maxSurge": surge}
+    return a_spec(runtime=a_runtime(), rollout=rollout, tuning={"mode": mode}, parallelism=LAYOUTS[layout])
+
+
 @functools.cache
-def a_settled_cluster(replicas: int, layout: int, mode: str) -> bytes:
+def a_settled_cluster(replicas: int, layout: int, mode: str, surge: int | str, nodes: int) -> bytes:
     """A cluster at rest, to be copied."""
-    spec = a_spec(runtime=a_runtime(), rollout=QUICK, tuning={"mode": mode}, parallelism=LAYOUTS[layout])
-    cluster = FakeCluster(replicas=replicas, **spec)
+    cluster = FakeCluster(replicas=replicas, nodes=nodes, **a_small_spec(layout, mode, surge))
     cluster.objects["ConfigMap", "m-tuning"] = tuning_config_map(
         cluster.deployment, remembered_text(APPLIED, key=TOKEN)
     )
@@ -64,11 +72,14 @@ def a_copy(cluster: bytes) -> FakeCluster:
 def a_world(chance: random.Random, *, is_scaled: bool = False) -> FakeCluster:
     """A cluster at some moment of its life, often one at which much is to be done."""
     layout, mode = chance.randrange(len(LAYOUTS)), chance.choice(["Off", "Recommend", "Auto"])
+    surge = chance.choice(SURGES)
+    spare = chance.choice((0, 9, 9))  # there may be no node for another replica
+    nodes = MOST_REPLICAS * (2 if LAYOUTS[layout] else 1) + spare
     if chance.random() < 0.2:
-        spec = a_spec(runtime=a_runtime(), rollout=QUICK, tuning={"mode": mode}, parallelism=LAYOUTS[layout])
-        cluster = FakeCluster(knows_the_model=chance.random() < 0.5, replicas=chance.randrange(3), **spec)
+        spec = a_small_spec(layout, mode, surge)
+        cluster = FakeCluster(knows_the_model=chance.random() < 0.5, replicas=chance.randrange(3), nodes=nodes, **spec)
     else:
-        cluster = a_copy(a_settled_cluster(chance.randrange(1, 4), layout, mode))
+        cluster = a_copy(a_settled_cluster(chance.randrange(1, 4), layout, mode, surge, nodes))
     if is_scaled:
         _scale(cluster, chance)
     for _ in range(chance.randrange(1, 4)):
@@ -96,7 +107,7 @@ def _disturb(cluster: FakeCluster, chance: random.Random) -> None:
     """Let somebody, or something, change the cluster."""
     kind = chance.choice(["scale", "edit", "edit", "break", "lose a child", "lose a pod", "meddle", "forget", "refuse"])
     if kind == "scale":
-        cluster.edit(replicas=chance.randrange(4))
+        cluster.edit(replicas=chance.randrange(MOST_REPLICAS + 1))
     elif kind == "edit":
         cluster.edit(runtime=a_runtime(f"--seed={chance.randrange(3)}"))
     elif kind == "break":
@@ -132,8 +143,23 @@ async def come_to_rest(cluster: FakeCluster, reconciler: Reconciler, loop: Loop,
 
 
 def end_state(cluster: FakeCluster) -> dict[str, Any]:
-    """Everything that somebody could see, but for names and moments that history leaves behind."""
-    specs = {f"{kind}/{name}": m["spec"] for (kind, name), m in cluster.objects.items() if "spec" in m}
+    """Everything that somebody could see, but for numbers and moments that history leaves behind: which ordinals the
+    replicas of a roll have depends on which were free."""
+    found: dict[str, Any] = json.loads(_numbered_from_0(cluster, json.dumps(_seen(cluster), default=str)))
+    return found
+
+
+def _numbered_from_0(cluster: FakeCluster, text: str) -> str:
+    new = {str(group.ordinal): str(number) for number, group in enumerate(cluster.groups)}
+    services = ((name, m["spec"].get("clusterIP")) for (kind, name), m in cluster.objects.items() if kind == "Service")
+    for name, address in services:
+        text = re.sub(rf"--master-addr={re.escape(str(address))}(?!\d)", f"--master-addr={name}", text)
+    text = re.sub(r"\bm-g(\d+)", lambda name: f"m-g{new.get(name[1], name[1])}", text)
+    return re.sub(r'("trimtab.dev/group": ")(\d+)', lambda label: label[1] + new.get(label[2], label[2]), text)
+
+
+def _seen(cluster: FakeCluster) -> dict[str, Any]:
+    specs = {f"{kind}/{name}": dict(m["spec"]) for (kind, name), m in cluster.objects.items() if "spec" in m}
     for spec in specs.values():
         spec.pop("clusterIP", None)
     labels = {f"{kind}/{name}": m["metadata"]["labels"] for (kind, name), m in cluster.objects.items()}
@@ -144,6 +170,7 @@ def end_state(cluster: FakeCluster) -> dict[str, Any]:
         "specs": specs,
         "labels": labels,
         "rollout": (rollout.proven, rollout.attempt and rollout.attempt.change, rollout.taken_back),
+        "no room": rollout.no_room and rollout.no_room.change,
         "pods": {name: pod["metadata"]["labels"] for name, pod in cluster.pods.items()},
         "values": {name: cluster.engines[pod["metadata"]["uid"]].values for name, pod in cluster.pods.items()},
         "status": {key: value for key, value in cluster.status.items() if key not in OF_HISTORY},

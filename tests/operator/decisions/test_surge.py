@@ -1,0 +1,244 @@
+"""A change comes up beside what serves: nobody is taken before somebody else answers, unless no node has room."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from operator_builders import a_deployment
+from operator_cluster import BROKEN, TICK_SECONDS, TOKEN, FakeCluster
+from trimtab_operator.decisions.rollback import from_text
+from trimtab_operator.decisions.surge import PATIENCE_SECONDS, allowed_surge
+from trimtab_operator.decisions.validation import refusals
+
+QUICK = {"startTimeout": "2m", "drainTimeout": "10s"}
+START_SECONDS = 20.0
+
+
+def a_runtime(*args: str) -> dict[str, Any]:
+    return {"device": "cpu", "image": "engine:1", "args": list(args)}
+
+
+class Watched(FakeCluster):
+    """A cluster that knows how few replicas were Ready at any moment, and how many groups there were."""
+
+    fewest_ready = 99
+    most_groups = 0
+
+    def tick(self) -> Any:
+        decided = super().tick()
+        self.watch()
+        return decided
+
+    def watch(self) -> None:
+        self.fewest_ready = min(self.fewest_ready, sum(group.is_ready for group in self.groups))
+        self.most_groups = max(self.most_groups, len(self.groups))
+
+
+def settled(replicas: int = 1, *, nodes: int = 99, rollout: dict[str, Any] | None = None, **spec: Any) -> Watched:
+    rollout = {**QUICK, **(rollout or {})}
+    cluster = Watched(
+        replicas=replicas, nodes=nodes, runtime=a_runtime(), rollout=rollout, start_seconds=START_SECONDS, **spec
+    )
+    cluster.settle()
+    cluster.fewest_ready, cluster.most_groups = 99, 0
+    return cluster
+
+
+@pytest.mark.parametrize(
+    ("value", "replicas", "surge"), [(1, 1, 1), (0, 4, 0), (3, 2, 3), ("25%", 4, 1), ("10%", 1, 1), ("0%", 9, 0)]
+)
+def test_max_surge_is_a_count_or_a_share_rounded_up(value: int | str, replicas: int, surge: int) -> None:
+    deployment = a_deployment(rollout={"maxSurge": value})
+    assert refusals(deployment) == ()
+    assert allowed_surge(deployment, replicas) == surge
+
+
+@pytest.mark.parametrize("value", ["101%", "x%", 1001, -1])
+def test_a_surge_that_is_no_count_is_refused_by_name(value: int | str) -> None:
+    (refusal,) = refusals(a_deployment(rollout={"maxSurge": value}))
+    assert refusal.field == "spec.rollout.maxSurge"
+
+
+def test_a_single_replica_serves_until_the_new_one_does() -> None:
+    cluster = settled()
+    old = cluster.pods["m-g0-0"]["metadata"]["uid"]
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    while cluster.decide().children or len(cluster.groups) > 1:
+        cluster.tick()
+        is_new_ready = any(group.is_ready and group.ordinal == 1 for group in cluster.groups)
+        assert is_new_ready or cluster.pods["m-g0-0"]["metadata"]["uid"] == old
+    assert [(group.ordinal, group.is_ready) for group in cluster.groups] == [(1, True)]
+    assert (cluster.fewest_ready, cluster.most_groups) == (1, 2)
+    cluster.settle()
+    assert cluster.condition("Ready")["status"] == "True"
+
+
+@pytest.mark.parametrize(("replicas", "surge", "most"), [(3, 1, 4), (3, 2, 5), (2, 5, 4), (4, "50%", 6)])
+def test_all_replicas_are_brought_up_to_date_and_as_many_as_wanted_serve_throughout(
+    replicas: int, surge: int | str, most: int
+) -> None:
+    cluster = settled(replicas, rollout={"maxSurge": surge})
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    cluster.settle()
+    assert cluster.fewest_ready == replicas
+    assert cluster.most_groups <= most
+    assert len(set(cluster.revisions)) == 1
+    assert len(cluster.groups) == replicas
+
+
+def test_each_engine_starts_once() -> None:
+    cluster = settled(3)
+    started = len(cluster.engines)
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    cluster.settle()
+    assert len(cluster.engines) - started == 3
+
+
+def test_a_change_that_does_not_come_up_never_takes_anybody() -> None:
+    cluster = settled(2)
+    before = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
+    cluster.edit(runtime=a_runtime(BROKEN))
+    for _ in range(60):
+        cluster.tick()
+    assert cluster.fewest_ready == 2
+    assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == before
+    assert cluster.condition("Degraded")["reason"] == "RolledBack"
+
+
+def test_readiness_that_blinks_while_a_change_comes_up_costs_nobody_its_pod() -> None:
+    cluster = settled(1)
+    old = cluster.pods["m-g0-0"]["metadata"]["uid"]
+    cluster.set_ready("m-g0-0", False)
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    for _ in range(3):
+        cluster.tick()
+    assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
+    cluster.set_ready("m-g0-0")
+    cluster.settle()
+    assert len(set(cluster.revisions)) == 1
+
+
+@pytest.mark.parametrize("hung", [["m-g0-0"], ["m-g0-0", "m-g1-0"], ["m-g0-0", "m-g1-0", "m-g2-0"]])
+def test_replicas_that_hang_for_good_do_not_hold_a_change_up(hung: list[str]) -> None:
+    cluster = settled(3)
+    uids = {name: cluster.pods[name]["metadata"]["uid"] for name in hung}
+    cluster.unready.update(hung)
+    cluster.controllers()
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    for _ in range(40):
+        cluster.tick()
+        cluster.unready = {
+            name
+            for name in hung
+            if (cluster.pods.get(name) or {"metadata": {"uid": ""}})["metadata"]["uid"] == uids[name]
+        }
+        cluster.kubelets()
+    assert len(set(cluster.revisions)) == 1
+    assert all(group.is_ready for group in cluster.groups)
+
+
+def test_where_no_node_has_room_that_is_said_before_anybody_goes() -> None:
+    cluster = settled(1, nodes=1)
+    old = cluster.pods["m-g0-0"]["metadata"]["uid"]
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    edited = cluster.now
+    while "NoRoomForSurge" not in cluster.events:
+        assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
+        cluster.tick()
+    assert PATIENCE_SECONDS <= cluster.now - edited <= PATIENCE_SECONDS + 4 * TICK_SECONDS
+    assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
+    said = cluster.condition("Progressing")["message"]
+    assert "m-g1, which was to serve before m-g0 goes, finds no node: no node is left" in said
+    assert "nobody is answered until the new one is Ready" in said
+    cluster.settle()
+    assert [(group.ordinal, group.is_ready) for group in cluster.groups] == [(0, True)]
+    assert cluster.pods["m-g0-0"]["metadata"]["uid"] != old
+    assert cluster.events.count("NoRoomForSurge") == 1
+
+
+def test_a_new_operator_remembers_that_there_is_no_room() -> None:
+    cluster = settled(3, nodes=3)
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    while "NoRoomForSurge" not in cluster.events:
+        cluster.tick()
+    cluster.restart_operator()
+    cluster.most_groups = 0
+    cluster.tick()
+    cluster.most_groups = 0
+    cluster.settle()
+    assert (cluster.most_groups, cluster.fewest_ready) == (3, 2)
+    assert cluster.events.count("NoRoomForSurge") == 1
+    state = from_text(cluster.objects["ConfigMap", "m-rollout"]["data"]["rollout.json"], key=TOKEN)
+    assert state.no_room is not None
+
+
+def test_the_next_change_looks_for_room_again() -> None:
+    cluster = settled(1, nodes=1)
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    cluster.settle()
+    cluster.nodes, cluster.fewest_ready = 2, 99
+    cluster.edit(runtime=a_runtime("--seed=2"))
+    cluster.settle()
+    assert cluster.fewest_ready == 1
+
+
+def test_a_quota_that_refuses_another_pod_is_no_room_either() -> None:
+    cluster = settled(1)
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    cluster.quota = 1
+    for _ in range(40):
+        cluster.tick()
+    assert "NoRoomForSurge" in cluster.events
+    assert [(group.ordinal, group.is_ready) for group in cluster.groups] == [(0, True)]
+    assert len(set(cluster.revisions)) == 1
+
+
+def test_scaling_to_zero_waits_for_no_surge() -> None:
+    cluster = settled(2)
+    cluster.edit(runtime=a_runtime("--seed=1"), replicas=0)
+    cluster.tick()
+    assert cluster.groups == ()
+
+
+def test_a_change_with_more_replicas_brings_them_at_once() -> None:
+    cluster = settled(1)
+    cluster.edit(runtime=a_runtime("--seed=1"), replicas=3)
+    cluster.settle()
+    assert cluster.fewest_ready == 1
+    assert len(cluster.groups) == 3
+    assert len(set(cluster.revisions)) == 1
+
+
+def test_replicas_of_several_pods_surge_as_a_whole() -> None:
+    cluster = settled(1, parallelism={"pipeline": 2, "gpusPerNode": 1})
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    cluster.settle()
+    assert cluster.fewest_ready == 1
+    assert [(group.ordinal, group.num_pods) for group in cluster.groups] == [(1, 2)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_asked_for_meanwhile_no_replica_is_lost_while_a_change_rolls(seed: int) -> None:
+    """Edits, scaling and operators that end, at any moment: as many as were wanted all along serve throughout."""
+    chance = random.Random(seed)
+    replicas = chance.randrange(1, 4)
+    cluster = settled(replicas, rollout={"maxSurge": chance.choice([1, 2, "50%"])})
+    least = replicas
+    for _ in range(12):
+        what = chance.random()
+        if what < 0.4:
+            cluster.edit(runtime=a_runtime(f"--seed={chance.randrange(3)}"))
+        elif what < 0.6:
+            wanted = chance.randrange(1, 4)
+            least = min(least, wanted)
+            cluster.edit(replicas=wanted)
+        elif what < 0.7:
+            cluster.restart_operator()
+        for _ in range(chance.randrange(8)):
+            cluster.tick()
+    cluster.settle()
+    assert cluster.fewest_ready >= least
+    assert len(set(cluster.revisions)) == 1
+    assert len(cluster.groups) == cluster.deployment.replicas
