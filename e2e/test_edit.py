@@ -40,7 +40,7 @@ def test_an_edit_rolls_the_replica_and_status_follows(ready: Deployment, kube: K
     length = int(before["spec"]["engine"]["maxModelLen"]) - 16
     kube.patch(CRD_KIND, ready.name, ready.namespace, {"spec": {"engine": {"maxModelLen": length}}})
 
-    after = ready.ready()
+    after = ready.settled()
     assert after["metadata"]["generation"] == before["metadata"]["generation"] + 1
     assert after["status"]["observedGeneration"] == after["metadata"]["generation"]
     assert after["status"]["groups"][0]["revision"] != revision

@@ -78,6 +78,18 @@ class Deployment:
             raise NotYet(describe(item))
         return item
 
+    def settled(self, *, deadline_seconds: float = READY_SECONDS) -> Manifest:
+        """Wait until it is Ready and nothing moves any more: what a change replaced has drained and gone."""
+
+        def at_rest() -> Manifest:
+            item = self._ready()
+            progressing = condition(item, "Progressing") or {"status": "Unknown", "message": ""}
+            if progressing["status"] != "False":
+                raise NotYet(f"Progressing: {progressing['message']}")
+            return item
+
+        return self.waiter.until(f"{self.name} is settled", at_rest, deadline_seconds=deadline_seconds)
+
     def gone(self, *, deadline_seconds: float = GONE_SECONDS) -> None:
         self.waiter.until(f"nothing of {self.name} is left", self._gone, deadline_seconds=deadline_seconds)
 

@@ -8,7 +8,7 @@ writes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from trimtab_operator.builders.config_map import tuning_config_map
@@ -52,7 +52,8 @@ def plan(
     present = tuple(group for group in groups if group not in relieved)
     extra = extra_groups(present, behind, replicas=replicas, surge=surge)
     staying, superfluous = choose_victims(present, replicas + extra, revision=wanted.revision, loads=loads)
-    leaving = (*superfluous, *relieved)
+    leaving = [(group, "scaled in") for group in superfluous]
+    leaving += [(group, "others serve what is asked for now") for group in relieved]
     new = free_ordinals(observed, replicas + extra - len(staying))
     allowed = allowed_down(deployment, replicas) - sum(group.is_ready and group.name in unproven for group in staying)
     to_update = {g.ordinal for g in choose_updates(staying, behind, allowed, coming=len(new) if surge else None)}
@@ -197,21 +198,20 @@ def free_ordinals(observed: Observed, count: int) -> tuple[int, ...]:
 def _removals(
     deployment: InferenceDeployment,
     staying: Iterable[Group],
-    leaving: Iterable[Group],
+    leaving: Sequence[tuple[Group, str]],
     current: Collection[int],
     kept: set[str],
     wanted: Iterable[Manifest],
     observed: Observed,
 ) -> Iterable[Delete]:
-    """StatefulSets of groups that go, or that need no workers any more, and group Services that no group needs."""
-    for group in leaving:
-        yield delete_of("StatefulSet", group.stateful_set, "scaled in")
-        if group.worker_set is not None:
-            yield delete_of("StatefulSet", group.worker_set, "scaled in")
+    """StatefulSets of groups that go, with why, or that need no workers, and group Services that no group needs."""
+    for group, why in leaving:
+        for stateful_set in group.stateful_sets:
+            yield delete_of("StatefulSet", stateful_set, why)
     for group in staying:
         if group.worker_set is not None and group.ordinal in current and layout_of(deployment.spec).pods == 1:
             yield delete_of("StatefulSet", group.worker_set, "a replica is one pod now")
-    present = {group.ordinal for group in (*staying, *leaving)}
+    present = {group.ordinal for group in (*staying, *(group for group, _ in leaving))}
     for stateful_set in observed.stateful_sets:
         if is_worker(stateful_set) and ordinal_of(stateful_set) not in present and not is_terminating(stateful_set):
             yield delete_of("StatefulSet", stateful_set, "its leader is gone")

@@ -14,6 +14,7 @@ Where no node takes another group that is said, and remembered for the change; t
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,6 +28,10 @@ from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 
 PATIENCE_SECONDS = 60.0  # for a node: the scheduler has looked again several times, and a quota's refusal was repeated
+
+HELD_BY_PODS = re.compile(
+    r"insufficient|too many pods|anti-affinity|free ports|volume|claim|topology spread|exceeded quota", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +105,26 @@ def no_room(observed: Observed, revision: str, *, replicas: int, start_seconds: 
 def _waits_in_vain(group: Group, start_seconds: float, now: datetime) -> str | None:
     """Why its pods have had no place for so long; None while they have, or may soon."""
     hold = hold_of(group)
-    if hold is not None and group.num_pods == 0:
+    if hold is not None and group.num_pods == 0 and _would_be_freed(hold.why):
         return hold.sentence
     for pod in group.pods:
-        since = unschedulable_since(pod)
-        if since is not None and (now - since).total_seconds() >= PATIENCE_SECONDS:
-            return f"finds no node: {unschedulable(pod)}"
+        since, said = unschedulable_since(pod), unschedulable(pod) or ""
+        if since is not None and (now - since).total_seconds() >= PATIENCE_SECONDS and _would_be_freed(said):
+            return f"finds no node: {said}"
         placed = placed_since(pod)
         if placed is not None and not _was_begun(pod) and (now - placed).total_seconds() >= start_seconds / 2:
             return "has a node that does not begin with its containers: a volume may be held by the old one"
     missing = group.missing
-    if missing is not None and now.timestamp() - missing.since >= PATIENCE_SECONDS:
+    is_late = missing is not None and now.timestamp() - missing.since >= PATIENCE_SECONDS
+    if missing is not None and is_late and _would_be_freed(missing.words or ""):
         return f"gets no pods: {missing_sentence(group)}"
     return None
+
+
+def _would_be_freed(words: str) -> bool:
+    """Whether what the scheduler, or a quota, lacks is something that an old pod holds. Where no node is of the right
+    kind at all, replacing in place would only take the one that serves."""
+    return HELD_BY_PODS.search(words) is not None
 
 
 def _was_begun(pod: Manifest) -> bool:

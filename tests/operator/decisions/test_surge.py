@@ -20,6 +20,12 @@ def a_runtime(*args: str) -> dict[str, Any]:
     return {"device": "cpu", "image": "engine:1", "args": list(args)}
 
 
+def refused(name: str, words: str) -> dict[str, Any]:
+    """The Event of a StatefulSet whose pod the API server does not create."""
+    message = f"create Pod {name}-0 in StatefulSet {name} failed error: {words}"
+    return {"involvedObject": {"name": name}, "message": message, "lastTimestamp": "2026-01-01T12:00:00Z"}
+
+
 class Watched(FakeCluster):
     """A cluster that knows how few replicas were Ready at any moment, and how many groups there were."""
 
@@ -150,7 +156,7 @@ def test_where_no_node_has_room_that_is_said_before_anybody_goes() -> None:
     assert PATIENCE_SECONDS <= cluster.now - edited <= PATIENCE_SECONDS + 4 * TICK_SECONDS
     assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
     said = cluster.condition("Progressing")["message"]
-    assert "m-g1, which was to serve before m-g0 goes, finds no node: no node is left" in said
+    assert "m-g1, which was to serve before m-g0 goes, finds no node: 0/1 nodes are available: 1 Insufficient" in said
     assert "nobody is answered until the new one is Ready" in said
     cluster.settle()
     assert [(group.ordinal, group.is_ready) for group in cluster.groups] == [(0, True)]
@@ -188,11 +194,40 @@ def test_a_quota_that_refuses_another_pod_is_no_room_either() -> None:
     cluster = settled(1)
     cluster.edit(runtime=a_runtime("--seed=1"))
     cluster.quota = 1
+    words = 'pods "m-g1-0" is forbidden: exceeded quota: q, requested: pods=1, used: pods=1, limited: pods=1'
+    cluster.refusals = [refused("m-g1", words)]
     for _ in range(40):
         cluster.tick()
     assert "NoRoomForSurge" in cluster.events
     assert [(group.ordinal, group.is_ready) for group in cluster.groups] == [(0, True)]
     assert len(set(cluster.revisions)) == 1
+
+
+@pytest.mark.parametrize(
+    "words", ["node(s) didn't match Pod's node affinity/selector", "node(s) had untolerated taint(s)"]
+)
+def test_a_change_that_no_node_could_take_whoever_goes_takes_nobody(words: str) -> None:
+    cluster = settled(1, nodes=1, rollout={"startTimeout": "5m"})
+    old = cluster.pods["m-g0-0"]["metadata"]["uid"]
+    cluster.unschedulable = f"0/1 nodes are available: 1 {words}."
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    for _ in range(90):
+        cluster.tick()
+    assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
+    assert "NoRoomForSurge" not in cluster.events
+    assert words in cluster.condition("Degraded")["message"]
+
+
+def test_a_policy_that_refuses_the_new_pods_takes_nobody_either() -> None:
+    cluster = settled(1)
+    old = cluster.pods["m-g0-0"]["metadata"]["uid"]
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    cluster.quota = 1
+    cluster.refusals = [refused("m-g1", 'admission webhook "policy" denied the request: no')]
+    for _ in range(60):
+        cluster.tick()
+    assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
+    assert "denied the request" in cluster.condition("Degraded")["message"]
 
 
 def test_scaling_to_zero_waits_for_no_surge() -> None:

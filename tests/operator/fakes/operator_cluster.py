@@ -91,6 +91,8 @@ class FakeCluster:
         self.former_secret: bytes | None = None
         self.start_seconds = start_seconds
         self.nodes = nodes
+        self.unschedulable = "0/1 nodes are available: 1 Insufficient cpu."
+        """What the scheduler says of a pod for which no node is left."""
         self.quota = 9999
         """How many pods the API server creates."""
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
@@ -387,7 +389,7 @@ class FakeCluster:
                 placed += 1
             else:
                 known = [c for c in pod["status"].get("conditions", []) if c["status"] == "False"]
-                condition = known[0] if known else condition | {"status": "False", "message": "no node is left"}
+                condition = known[0] if known else condition | {"status": "False", "message": self.unschedulable}
             pod["status"]["conditions"] = [condition]
 
     def kubelets(self) -> None:

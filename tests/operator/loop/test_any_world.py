@@ -74,7 +74,7 @@ def a_world(chance: random.Random, *, is_scaled: bool = False) -> FakeCluster:
     layout, mode = chance.randrange(len(LAYOUTS)), chance.choice(["Off", "Recommend", "Auto"])
     surge = chance.choice(SURGES)
     spare = chance.choice((0, 9, 9))  # there may be no node for another replica
-    nodes = MOST_REPLICAS * (2 if LAYOUTS[layout] else 1) + spare
+    nodes = (MOST_REPLICAS + is_scaled) * (2 if LAYOUTS[layout] else 1) + spare
     if chance.random() < 0.2:
         spec = a_small_spec(layout, mode, surge)
         cluster = FakeCluster(knows_the_model=chance.random() < 0.5, replicas=chance.randrange(3), nodes=nodes, **spec)

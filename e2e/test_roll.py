@@ -1,0 +1,43 @@
+"""Story: a change reaches a single replica while clients ask, and nobody is refused."""
+
+from __future__ import annotations
+
+import time
+
+from conftest import Apply
+from harness.deployment import Deployment, seconds_since
+from harness.install import Installation
+from harness.kube import CRD_KIND, Kube
+from harness.report import measured
+from harness.traffic import LoadOptions, load
+
+CLIENTS = 4
+SETTLED_SECONDS = 300.0  # another engine loads beside one that serves on the same cores, and the old one drains
+
+
+def _options(deployment: Deployment) -> LoadOptions:
+    return LoadOptions(
+        deployment.cluster_url(), deployment.served_name(), concurrency=CLIENTS, prompt_tokens=16, output_tokens=16
+    )
+
+
+def test_a_single_replica_is_replaced_under_load_without_a_failed_request(
+    apply: Apply, installation: Installation, kube: Kube, namespace: str
+) -> None:
+    deployment = apply("single", tuning={"mode": "Off", "bounds": None}, rollout={"drainTimeout": "60s"})
+    before = deployment.settled()
+    uid = deployment.pod()["metadata"]["uid"]
+    with load(kube, namespace, installation.images.operator, _options(deployment)) as running:
+        begin = time.monotonic()
+        length = int(before["spec"]["engine"]["maxModelLen"]) - 16
+        kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"engine": {"maxModelLen": length}}})
+        after = deployment.settled(deadline_seconds=SETTLED_SECONDS)
+        took = seconds_since(begin)
+        report = running.stop()
+    assert report.failed == []
+    assert report.completed > 0
+    assert deployment.pod()["metadata"]["uid"] != uid
+    assert [group["revision"] for group in after["status"]["groups"]] != [
+        group["revision"] for group in before["status"]["groups"]
+    ]
+    measured(f"a single replica is replaced under load in {took:.0f} s: {report}")
