@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 
 from harness.deployment import Deployment
-from harness.kube import CRD_KIND, Kube, Manifest
+from harness.kube import CRD_KIND, Kube
 from harness.wait import NotYet
 
 IDLE_SECONDS = 30.0
 LOOKS_APART_SECONDS = 10.0  # two ticks of the operator
 
 
-def _scale_path(deployment: Deployment) -> str:
-    return f"/apis/trimtab.dev/v1alpha1/namespaces/{deployment.namespace}/inferencedeployments/{deployment.name}/scale"
-
-
-def _scale(deployment: Deployment) -> Manifest:
-    return dict(json.loads(deployment.kube.raw(_scale_path(deployment))))
-
-
 def _has_replicas(deployment: Deployment, count: int) -> None:
-    scale = _scale(deployment)
+    scale = deployment.scale()
     status = deployment.status()
     seen = (scale["status"]["replicas"], status.get("readyReplicas"), len(deployment.pods()))
     if seen != (count, count, count):
@@ -38,7 +29,7 @@ def _await_replicas(deployment: Deployment, count: int) -> None:
 
 def _selected(deployment: Deployment) -> list[str]:
     """The pods that an autoscaler would average over: it leaves out those that are being deleted."""
-    selector = str(_scale(deployment)["status"]["selector"])
+    selector = str(deployment.scale()["status"]["selector"])
     found = deployment.kube.items("pods", deployment.namespace, selector)
     return [pod["metadata"]["name"] for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
@@ -54,12 +45,12 @@ def test_kubectl_scale_adds_a_replica_and_leaves_the_first_alone(ready: Deployme
 
 
 def test_an_autoscalers_write_to_scale_removes_it_again(ready: Deployment, kube: Kube) -> None:
-    scale = _scale(ready)
+    scale = ready.scale()
     assert scale["apiVersion"] == "autoscaling/v1"
     scale["spec"]["replicas"] = 1
-    kube.put_raw(_scale_path(ready), scale)
+    kube.put_raw(ready.scale_path, scale)
     _await_replicas(ready, 1)
-    assert _scale(ready)["spec"]["replicas"] == 1
+    assert ready.scale()["spec"]["replicas"] == 1
     assert len(_selected(ready)) == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from copy import deepcopy
@@ -62,6 +63,15 @@ class Deployment:
 
     def status(self) -> Manifest:
         return dict(self.get().get("status", {}))
+
+    @property
+    def scale_path(self) -> str:
+        """Where autoscalers read and write its replica count."""
+        return f"/apis/trimtab.dev/v1alpha1/namespaces/{self.namespace}/inferencedeployments/{self.name}/scale"
+
+    def scale(self) -> Manifest:
+        """What an autoscaler reads."""
+        return dict(json.loads(self.kube.raw(self.scale_path)))
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,12 @@ class Load:
             words = choice.choices(WORDS, k=self.options["prompt_tokens"])
             if not await self.request(client, " ".join(words)):
                 await asyncio.sleep(PAUSE_AFTER_FAILURE_SECONDS)
+            await self.pause(self.options.get("pause_seconds", 0.0))
+
+    async def pause(self, seconds: float) -> None:
+        """Wait, no longer than until the load is to end."""
+        if seconds > 0:
+            await asyncio.wait([asyncio.create_task(self.stopping.wait())], timeout=seconds)
 
     async def request(self, client: httpx.AsyncClient, prompt: str) -> bool:
         """Stream one completion of exactly `output_tokens`; False when it failed."""

@@ -32,6 +32,7 @@ class LoadOptions:
     output_tokens: int
     duration_seconds: float = 1800.0  # a limit only: stop() ends it
     stagger_seconds: float = 0.0  # between the clients' first requests
+    pause_seconds: float = 0.0  # of each client, between two of its requests
 
     def as_json(self) -> str:
         return json.dumps({name: getattr(self, name) for name in self.__slots__})

@@ -79,6 +79,7 @@ def as_text(found: Found, memory: Memory) -> str:
     lines += [f"  promised: {_promises(tuning['objectives'])}"] if tuning.get("objectives") else []
     applied = ", ".join(f"{knob} {value}" for knob, value in sorted((tuning.get("applied") or {}).items()))
     lines += [f"  tuned to: {applied}"] if applied else []
+    lines += _replicas(found.resource)
     if mode == "Off" and not memory.history:
         return "\n".join([*lines, "", "Nothing is decided while spec.tuning.mode is Off; Recommend only tells."])
     return "\n".join([*lines, "", words_of(memory.history, memory.recommendation)])
@@ -97,6 +98,16 @@ def as_json(found: Found, memory: Memory) -> str:
         },
         indent=2,
     )
+
+
+def _replicas(resource: Mapping[str, Any]) -> list[str]:
+    """How many replicas are wanted, where that is the operator's to say."""
+    scaling, status = (resource.get("spec") or {}).get("scaling"), resource.get("status") or {}
+    if not scaling or "desiredReplicas" not in status:
+        return []
+    since = f", since {status['lastScaleTime']}" if status.get("lastScaleTime") else ""
+    bounds = f"between {scaling.get('minReplicas', 1)} and {scaling.get('maxReplicas')}"
+    return [f"  replicas: {status['desiredReplicas']} wanted{since}, {status.get('readyReplicas', 0)} ready; {bounds}"]
 
 
 def _promises(objectives: Mapping[str, Any]) -> str:

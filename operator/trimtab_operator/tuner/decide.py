@@ -20,6 +20,7 @@ from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount, R
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.observation import Observation, observe
 from trimtab_operator.tuner.observation.track import Patience
+from trimtab_operator.tuner.outcomes import with_outcomes
 from trimtab_operator.tuner.rules import HOT
 from trimtab_operator.tuner.rules.replicas import count_in_bounds, wanted_replicas
 from trimtab_operator.tuner.rules.restart import restart_move
@@ -224,6 +225,7 @@ class _Turn:
         """Choose the replica count, where it is ours. Where it may only be recommended it stays as it is."""
         if self.settings.scaling is None:
             return
+        self.memory = with_outcomes(self.memory, self.observation, now=self.now)
         chosen = wanted_replicas(
             self.memory, self.observation, self.settings, self.objectives, self.situation(), now=self.now
         )

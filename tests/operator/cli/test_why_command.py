@@ -77,6 +77,12 @@ class Cluster:
             )
         )
 
+    def scales(self, name: str, namespace: str, scaling: dict[str, int], **status: Any) -> None:
+        """The replica count of a resource that is there is the operator's."""
+        resource = self.answers[RESOURCE.format(namespace, name)]
+        resource["spec"]["scaling"] = scaling
+        resource["status"] |= status
+
     def has(self, name: str, namespace: str, memory: Memory | None, **status: Any) -> None:
         """One resource, and what its tuner remembers."""
         self.answers[RESOURCE.format(namespace, name)] = {
@@ -124,6 +130,14 @@ def test_decisions_are_told_with_evidence_prediction_advice_and_what_came_of_the
         "what came of it: kept: predicted 0.0%, seen 0.0%",
     ):
         assert told in result.output
+
+
+def test_a_count_that_is_the_operators_is_told_with_its_bounds(cluster: Cluster) -> None:
+    cluster.has("chat", "team-a", Memory())
+    assert "replicas:" not in why("chat").output
+    counts = {"desiredReplicas": 3, "readyReplicas": 2, "lastScaleTime": "2026-01-01T12:00:00Z"}
+    cluster.scales("chat", "team-a", {"minReplicas": 1, "maxReplicas": 6}, **counts)
+    assert "  replicas: 3 wanted, since 2026-01-01T12:00:00Z, 2 ready; between 1 and 6\n" in why("chat").output
 
 
 def test_programs_get_the_same_as_json(cluster: Cluster) -> None:

@@ -11,10 +11,11 @@ from trimtab_operator.tuner.explanation import sentence_of
 from trimtab_operator.tuner.foresight import Candidate, Foresight
 from trimtab_operator.tuner.load.demand import Demand, Growth, Point
 from trimtab_operator.tuner.looks import Look, Phase
-from trimtab_operator.tuner.moves import Reason
+from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.objectives import Objectives, Ttft
 from trimtab_operator.tuner.observation import Observation, observe
 from trimtab_operator.tuner.observation.track import Patience, Track
+from trimtab_operator.tuner.outcomes import with_outcomes
 from trimtab_operator.tuner.rules import replicas as rule
 from trimtab_operator.tuner.rules.replicas import Chosen, wanted_replicas
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, ScaleEvent, Unit
@@ -230,3 +231,37 @@ def test_a_count_that_is_the_owners_is_forgotten() -> None:
     outcome = turned(memory, replace(SCALED, scaling=None))[-1]
     assert outcome.replicas is None
     assert outcome.memory.scaling.desired is None
+
+
+# --- what came of it --------------------------------------------------------------------------------------------------
+
+
+def scaled_to(after: int, before: int, at: float) -> tuple[Decision, ScaleEvent]:
+    reason = Reason.TOO_FEW_REPLICAS if after > before else Reason.TOO_MANY_REPLICAS
+    decision = Decision(f"{before}-{after}", at, Move(reason, ReplicaCount(), before, after), "It was done.")
+    return decision, ScaleEvent(at, after - before)
+
+
+def outcomes_of(*done: tuple[Decision, ScaleEvent], now: float) -> list[str]:
+    """What the history says at `now`, when two replicas serve."""
+    decisions, events = zip(*done, strict=True)
+    memory = Memory(history=decisions, scaling=ScalingMemory(2, events=events))
+    return [entry.outcome for entry in with_outcomes(memory, TWO, now=now).history]
+
+
+def test_replicas_that_were_added_are_told_to_serve_once_they_do() -> None:
+    assert outcomes_of(scaled_to(2, 1, NOW - 40), now=NOW) == ["2 replicas serve, 40 s later"]
+    assert outcomes_of(scaled_to(3, 2, NOW - 40), now=NOW) == [""]
+
+
+def test_one_that_went_and_was_missed_is_told_to_be_regretted() -> None:
+    back = scaled_to(1, 2, NOW - 130), scaled_to(2, 1, NOW - 40)
+    assert outcomes_of(*back, now=NOW)[0] == "regretted: more were needed again 90 s later"
+    assert outcomes_of(scaled_to(2, 3, NOW - 130), now=NOW) == [""]
+    assert outcomes_of(scaled_to(2, 3, NOW - 700), now=NOW) == ["kept: no more were needed for 700 s"]
+
+
+def test_what_was_only_recommended_came_to_nothing() -> None:
+    decision, _ = scaled_to(2, 1, NOW - 40)
+    memory = Memory(history=(decision,), scaling=ScalingMemory(1))
+    assert with_outcomes(memory, TWO, now=NOW) == memory
