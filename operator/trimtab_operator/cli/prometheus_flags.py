@@ -102,8 +102,8 @@ def connection_of(url: str | None, flags: Flags) -> Connection | None:
         naming=Naming(
             flags.pod_label,
             flags.namespace_label,
-            _pairs("--prometheus-match", flags.match),
-            _pairs("--prometheus-alias", flags.alias),
+            pairs_of("--prometheus-match", flags.match),
+            pairs_of("--prometheus-alias", flags.alias),
         ),
         scrape_seconds=flags.scrape_seconds,
         ca_file=flags.ca_file,
@@ -114,7 +114,8 @@ def connection_of(url: str | None, flags: Flags) -> Connection | None:
     )
 
 
-def _pairs(flag: str, given: Iterable[str]) -> dict[str, str]:
+def pairs_of(flag: str, given: Iterable[str]) -> dict[str, str]:
+    """What was given as NAME=VALUE. Raises MisconfiguredOperator."""
     found: dict[str, str] = {}
     for text in given:
         name, equals, value = text.partition("=")

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from trimtab_operator.cli import engine_commands
+from trimtab_operator.cli import engine_commands, replay_command
 from trimtab_operator.cli.model_argument import facts_of
 from trimtab_operator.cli.operator_command import render, validate
 from trimtab_operator.cli.plan_report import Planned, heading, legend, reasons, refused_table, rows_table, to_json
@@ -46,7 +46,9 @@ trimtab validate -f deployment.yaml
 
 trimtab bench serve --model MODEL
 
-trimtab why NAME -n NAMESPACE"""
+trimtab why NAME -n NAMESPACE
+
+trimtab replay --prometheus http://localhost:9090 --from 2h -f deployment.yaml"""
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=ABOUT, epilog=EXAMPLES)
 for engine_command in (engine_commands.serve, engine_commands.bench, engine_commands.inspect):
@@ -59,6 +61,9 @@ for engine_command in (engine_commands.serve, engine_commands.bench, engine_comm
 app.command(rich_help_panel=RESOURCES)(validate)
 app.command(rich_help_panel=RESOURCES)(render)
 app.command(rich_help_panel=PLANNING)(simulate)
+app.command("replay", help=replay_command.ABOUT, epilog=replay_command.EXAMPLES, rich_help_panel=PLANNING)(
+    replay_command.replay_recording
+)
 app.command(rich_help_panel="In a cluster")(why)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -24,7 +25,8 @@ from fake_prometheus import exposed
 from trimtab_operator.edge.metrics import ScrapeFailure, scrape
 from trimtab_operator.edge.prometheus import Connection, Prometheus
 from trimtab_operator.tuner.looks import Histogram, Sample
-from trimtab_operator.tuner.looks.prometheus import matrix_of
+from trimtab_operator.tuner.looks.prometheus import Naming, matrix_of, range_query
+from trimtab_operator.tuner.looks.recorded import RECORDED_NAMES, Tick, ticks_of
 from trimtab_operator.tuner.looks.series import Unreadable
 from trimtab_operator.tuner.moves import Reason
 from tuner_looks import a_sample
@@ -226,3 +228,28 @@ async def test_one_that_refuses_a_query_says_why(real: RealPrometheus) -> None:
             return None
 
         assert "bad_data" in await until(refused)
+
+
+async def test_what_it_stored_of_a_while_is_read_as_scrapes(real: RealPrometheus, shown: Shown) -> None:
+    """As `trimtab replay` asks: by a pattern of pods, with what only recordings need."""
+    query = range_query(
+        Naming(), namespace=NAMESPACE, pods=re.compile(r"m-g[0-9]+-0"), seconds=60, names=RECORDED_NAMES
+    )
+    async with Prometheus(Connection(real.url, scrape_seconds=1.0)) as prometheus:
+
+        async def ending_with(wanted: float) -> list[Tick] | None:
+            try:
+                found = matrix_of(await prometheus.query(query))
+                ticks = ticks_of(found, Naming(), every=0.5, limits={}, block_size=16)
+            except Unreadable:
+                return None
+            last = ticks[-1].looks[0].sample
+            return list(ticks) if last is not None and last.counters.generated_tokens == wanted else None
+
+        for seconds in (1010.0, 1020.0, 1030.0):
+            shown.sample = a_sample(seconds)
+            ticks = await until(lambda: ending_with(shown.sample.counters.generated_tokens))
+        assert {look.replica for tick in ticks for look in tick.looks} == {POD}
+        seen = [tick.looks[0].sample for tick in ticks]
+        generated = [one.counters.generated_tokens for one in seen if one is not None]
+        assert list(dict.fromkeys(generated))[-3:] == [40.0 * seconds for seconds in (1010.0, 1020.0, 1030.0)]

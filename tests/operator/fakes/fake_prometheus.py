@@ -51,7 +51,7 @@ def exposed(sample: Sample) -> list[Row]:
         ("vllm:request_time_per_output_token_seconds", sample.mean_itl),
     ):
         rows += _of_histogram(name, histogram) if histogram is not None else []
-    return [(name, {"engine": "0", "model_name": "m", **labels}, value) for name, labels, value in rows]
+    return [(name, {"engine": "0", "model_name": "m", **labels}, float(value)) for name, labels, value in rows]
 
 
 def _of_steps(kind: str, work: Work) -> list[Row]:

@@ -23,8 +23,10 @@ from trimtab_operator.tuner.looks.look import (
     Unfinished,
     Work,
 )
+from trimtab_operator.tuner.moves import Reason
 
 LOOKS_VERSION = 1
+BY_LABEL = ("preemptions", "blocked_seconds")  # counters that are several, by a label
 
 
 def to_json(looks: tuple[Look, ...], *, now: float) -> str:
@@ -42,9 +44,32 @@ def from_json(text: str) -> tuple[tuple[Look, ...], float]:
         data = json.loads(text)
         if data["version"] != LOOKS_VERSION:
             raise ValueError(f"version {data['version']!r} of looks is not {LOOKS_VERSION}")
-        return tuple(_look(entry) for entry in data["looks"]), float(data["now"])
-    except (KeyError, TypeError, AttributeError) as error:
+        return tuple(_look(entry) for entry in data["looks"]), _finite(data["now"])
+    except KeyError as error:
+        raise ValueError(f"no looks of ours: {error} is missing") from error
+    except (TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no looks of ours: {error}") from error
+
+
+def _finite(value: Any) -> float:
+    """A time or an age."""
+    if not math.isfinite(_number(value)):
+        raise ValueError(f"{value!r} is no time")
+    return float(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{value!r} is no number")
+    return value
+
+
+def _numbers(data: Mapping[str, Any], *but: str) -> Mapping[str, Any]:
+    """The same, every member but those named being a number, or absent."""
+    for name, value in data.items():
+        if name not in but and value is not None:
+            _number(value)
+    return data
 
 
 def _look(data: Mapping[str, Any]) -> Look:
@@ -53,11 +78,12 @@ def _look(data: Mapping[str, Any]) -> Look:
         replica=str(data["replica"]),
         phase=Phase(data["phase"]),
         instance=str(data["instance"]),
-        since=float(data["since"]),
+        since=_finite(data["since"]),
         sample=None if sample is None else _sample(sample),
         config=None if config is None else _config(config),
-        ledger=None if ledger is None else Ledger(**ledger),
-        problem=data["problem"],
+        ledger=None if ledger is None else Ledger(**_numbers(ledger)),
+        problem=None if data["problem"] is None else str(data["problem"]),
+        absence=Reason(data.get("absence", Reason.METRICS_MISSING)),
         was_oom_killed=bool(data["was_oom_killed"]),
         restarts=int(data["restarts"]),
         exit_code=data.get("exit_code"),
@@ -67,8 +93,8 @@ def _look(data: Mapping[str, Any]) -> Look:
 def _config(data: Mapping[str, Any]) -> Config:
     return Config(
         generation=int(data["generation"]),
-        applied={Knob(name): typed(Knob(name), value) for name, value in data["applied"].items()},
-        fields={Knob(name): FieldRange(**limits) for name, limits in data["fields"].items()},
+        applied={Knob(name): typed(Knob(name), _number(value)) for name, value in data["applied"].items()},
+        fields={Knob(name): FieldRange(**_numbers(limits, "live")) for name, limits in data["fields"].items()},
         max_model_len=data["max_model_len"],
         pipeline_stages=int(data["pipeline_stages"]),
     )
@@ -77,20 +103,23 @@ def _config(data: Mapping[str, Any]) -> Config:
 def _sample(data: Mapping[str, Any]) -> Sample:
     counters = dict(data["counters"])
     for kind in ("decode", "prefill"):
-        counters[kind] = None if counters[kind] is None else Work(**counters[kind])
+        counters[kind] = None if counters[kind] is None else Work(**_numbers(counters[kind]))
+    for name in BY_LABEL:
+        counters[name] = dict(_numbers(counters[name]))
+    _numbers(counters, "decode", "prefill", *BY_LABEL)
     requests = data["requests"]
     return Sample(
-        at=float(data["at"]),
+        at=_finite(data["at"]),
         counters=Counters(**counters),
-        gauges=Gauges(**data["gauges"]),
+        gauges=Gauges(**_numbers(data["gauges"])),
         ttft=_histogram(data["ttft"]),
         itl=_histogram(data["itl"]),
         mean_itl=_histogram(data["mean_itl"]),
         requests=None
         if requests is None
         else RequestNews(
-            tuple(Finished(**row) for row in requests["finished"]),
-            tuple(Unfinished(**row) for row in requests["unfinished"]),
+            tuple(Finished(**_numbers(row, "reason")) for row in requests["finished"]),
+            tuple(Unfinished(**_numbers(row)) for row in requests["unfinished"]),
             int(requests["missed"]),
         ),
     )
@@ -99,5 +128,7 @@ def _sample(data: Mapping[str, Any]) -> Sample:
 def _histogram(data: Mapping[str, Any] | None) -> Histogram | None:
     if data is None:
         return None
-    edges = tuple(math.inf if edge == "Infinity" else float(edge) for edge in data["edges"])
-    return Histogram(edges, tuple(float(count) for count in data["counts"]), float(data["total"]))
+    edges, counts = tuple(map(_number, data["edges"])), tuple(map(_number, data["counts"]))
+    if len(edges) != len(counts):
+        raise ValueError("a histogram has not as many counts as edges")
+    return Histogram(edges, counts, _number(data["total"]))

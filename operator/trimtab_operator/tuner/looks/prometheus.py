@@ -78,12 +78,12 @@ def range_query(
     naming: Naming,
     *,
     namespace: str,
-    pods: Iterable[str] | None,
+    pods: Iterable[str] | re.Pattern[str],
     seconds: float,
     labels: Mapping[str, str] | None = None,
     names: Iterable[str] = USED_NAMES,
 ) -> str:
-    """PromQL for every sample that these pods were scraped for in the last `seconds`; of all pods where None is given.
+    """PromQL for every sample that these pods, or those of this pattern, were scraped for in the last `seconds`.
 
     `labels` narrows it further. The namespace and the pods always hold, whatever a label says.
     """
@@ -91,8 +91,8 @@ def range_query(
     wanted = {**(labels or {}), **naming.matchers, naming.namespace: namespace}
     wanted.pop(naming.pod, None)
     matchers = [f"__name__=~{_quoted(stored)}", *(f"{name}={_quoted(value)}" for name, value in sorted(wanted.items()))]
-    if pods is not None:
-        matchers.append(f"{naming.pod}=~{_quoted('|'.join(re.escape(pod) for pod in sorted(pods)))}")
+    wanted_pods = pods.pattern if isinstance(pods, re.Pattern) else "|".join(re.escape(pod) for pod in sorted(pods))
+    matchers.append(f"{naming.pod}=~{_quoted(wanted_pods)}")
     return f"{{{', '.join(matchers)}}}[{max(1, math.ceil(seconds))}s]"
 
 

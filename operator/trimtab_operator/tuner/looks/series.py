@@ -68,9 +68,9 @@ def sample_of(series: Series, *, at: float, requests: RequestNews | None = None)
         at=at,
         counters=_counters(series),
         gauges=_gauges(series),
-        ttft=_histogram(series, TTFT),
-        itl=_histogram(series, ITL),
-        mean_itl=_histogram(series, MEAN_ITL),
+        ttft=histogram_of(series, TTFT),
+        itl=histogram_of(series, ITL),
+        mean_itl=histogram_of(series, MEAN_ITL),
         requests=requests,
     )
 
@@ -130,7 +130,7 @@ def _work(series: Series, kinds: Iterable[str]) -> Work | None:
     )
 
 
-def _histogram(series: Series, names: Sequence[str]) -> Histogram | None:
+def histogram_of(series: Series, names: Sequence[str]) -> Histogram | None:
     """The histogram of all ranks together; None where there is none, or its ranks differ in their edges."""
     for name in names:
         buckets = series.get(f"{name}_bucket")

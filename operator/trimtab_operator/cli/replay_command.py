@@ -1,0 +1,439 @@
+"""`trimtab replay`: decide again over what a Prometheus stored, or over recorded looks, and compare with what was
+decided.
+
+Nothing is changed: no engine, no cluster. It reads files, or asks Prometheus with the user's own credentials.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from trimtab_operator.cli import prometheus_flags
+from trimtab_operator.cli.shared import refuse
+from trimtab_operator.decisions.tuning import settings_of
+from trimtab_operator.errors import InvalidSpec, MisconfiguredOperator
+from trimtab_operator.resource.knobs import knobs
+from trimtab_operator.resource.spec import KIND, InferenceDeployment
+from trimtab_operator.resource.time import parse_time
+from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.looks.codec import from_json as looks_from_json
+from trimtab_operator.tuner.looks.codec import to_json as looks_to_json
+from trimtab_operator.tuner.looks.prometheus import Naming, StoredSeries, matrix_of, range_query
+from trimtab_operator.tuner.looks.recorded import RECORDED_NAMES, Limits, Tick, ticks_of
+from trimtab_operator.tuner.looks.series import Unreadable
+from trimtab_operator.tuner.replay import Made, Replayed, Row, Verdict, compared, made_of, replay
+from trimtab_operator.tuner.settings import Mode, Pace, Settings
+from trimtab_operator.tuner.stored import decision_from_json
+
+EXIT_DIFFERS = 1
+EXIT_NOT_WRITTEN = 3
+MAX_FILE_BYTES = 1 << 30
+BLOCK_SIZE = 16  # tokens of a KV block, where the resource says nothing: the engine's default
+CHUNK_SECONDS = 600.0  # of one query
+MAX_CHUNKS = 1000
+PIPED_WIDTH = 150
+AGO = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+ABOUT = (
+    "Decide again over a recording, and tell what differs from what was decided then.\n\n"
+    "A recording does not answer: what is decided now changes nothing of what was seen next. So the tuner is told at "
+    "each moment what the engines really ran, and what is compared is what it would have moved. What was wanted again "
+    "and again, and nobody did, is one line with its time. Of what Prometheus stored, single requests are drawn from "
+    "histograms: predictions differ a little from those of the time.\n\n"
+    "Exit code 0 when the decisions are the same, 1 when they differ, 2 when a file or a flag is refused, 3 when "
+    "--save cannot be written."
+)
+EXAMPLES = """Examples:
+
+trimtab replay --prometheus http://localhost:9090 --from 2h -f deployment.yaml --save looks.jsonl
+
+trimtab replay looks.jsonl -f deployment.yaml
+
+trimtab why NAME -n NAMESPACE -o json | trimtab replay range.json -f deployment.yaml --decided -"""
+
+
+class Output(StrEnum):
+    TABLE = "table"
+    JSON = "json"
+
+
+def replay_recording(
+    recording: Annotated[
+        Path | None,
+        typer.Argument(
+            help="What Prometheus answered to a query with a range (`…[30m]`, or query_range), or looks that --save "
+            "wrote. Plain or gzip; - reads standard input."
+        ),
+    ] = None,
+    resource: Annotated[
+        Path | None,
+        typer.Option("--resource", "-f", help="YAML of the InferenceDeployment: mode, promises, bounds, starts."),
+    ] = None,
+    decided: Annotated[
+        Path | None,
+        typer.Option(
+            help="What was decided then: `trimtab why NAME -o json`, or the resource as `kubectl get -o json` says it. "
+            "Default: what the recording shows to have been moved."
+        ),
+    ] = None,
+    prometheus: Annotated[
+        str | None, typer.Option(help="Ask this Prometheus instead of a file.", rich_help_panel=prometheus_flags.PANEL)
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="With --prometheus: the InferenceDeployment. Default: --resource's."),
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", "-n", help="With --prometheus: its namespace. Default: --resource's.")
+    ] = None,
+    begin: Annotated[
+        str, typer.Option("--from", help="With --prometheus: 2026-11-22T10:00Z, Unix seconds, or 2h for so long ago.")
+    ] = "1h",
+    end: Annotated[str, typer.Option("--to", help="With --prometheus: likewise.")] = "0s",
+    tick: Annotated[float, typer.Option(min=1.0, max=300.0, help="Seconds between two looks.")] = 15.0,
+    within: Annotated[
+        float, typer.Option(min=0.0, help="Seconds by which a decision then and one now may be apart.")
+    ] = 120.0,
+    save: Annotated[Path | None, typer.Option(help="Write the looks there, to replay them without Prometheus.")] = None,
+    output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.TABLE,
+    ca_file: prometheus_flags.CaFile = None,
+    insecure: prometheus_flags.Insecure = False,
+    token_file: prometheus_flags.TokenFile = None,
+    username: prometheus_flags.Username = None,
+    password_file: prometheus_flags.PasswordFile = None,
+    pod_label: prometheus_flags.PodLabel = "pod",
+    namespace_label: prometheus_flags.NamespaceLabel = "namespace",
+    match: prometheus_flags.Match = None,
+    alias: prometheus_flags.Alias = None,
+) -> None:
+    """Decide again over a recording, and tell what differs from what was decided then."""
+    deployment = None if resource is None else _deployment(resource)
+    settings = _settings(deployment, tick)
+    naming = Naming(
+        pod_label, namespace_label, _pairs("--prometheus-match", match), _pairs("--prometheus-alias", alias)
+    )
+    flags = prometheus_flags.Flags(
+        ca_file,
+        insecure,
+        token_file,
+        username,
+        password_file,
+        pod_label=pod_label,
+        namespace_label=namespace_label,
+        match=tuple(match or ()),
+        alias=tuple(alias or ()),
+    )
+    limits, block_size = _limits(deployment), _block_size(deployment)
+    if (recording is None) == (prometheus is None):
+        refuse("replay: give a RECORDING, or --prometheus and --from: one of them")
+    if str(recording) == "-" and str(decided) == "-":
+        refuse("replay: standard input holds the recording or what was decided; give one of the two as a file")
+    if prometheus is not None:
+        where = _where(deployment, name, namespace)
+        span = _moment("--from", begin), _moment("--to", end)
+        ticks = _asked(prometheus, flags, where, span, tick, limits, block_size)
+    else:
+        assert recording is not None
+        ticks = _read(recording, naming, tick, limits, block_size)
+    if save is not None:
+        _save(save, ticks)
+    found = replay(ticks, settings)
+    then = found.moved if decided is None else _decided(decided, found)
+    rows = compared(then, found.decided, within=within)
+    typer.echo(_as_json(found, rows) if output is Output.JSON else _as_table(found, rows, is_told=decided is not None))
+    if any(row.verdict is not Verdict.SAME for row in rows):
+        raise typer.Exit(EXIT_DIFFERS)
+
+
+# --- what is asked for ------------------------------------------------------------------------------------------------
+
+
+def _deployment(path: Path) -> InferenceDeployment:
+    try:
+        bodies = [body for body in yaml.safe_load_all(path.read_text(encoding="utf-8")) if isinstance(body, dict)]
+    except (OSError, UnicodeDecodeError) as error:
+        refuse(f"--resource {path} cannot be read: {error}")
+    except yaml.YAMLError as error:
+        refuse(f"--resource {path} is not YAML: {' '.join(str(error).split())}")
+    found = [body for body in bodies if body.get("kind") == KIND]
+    if len(found) != 1:
+        refuse(f"--resource {path} holds {len(found)} of {KIND}; give the one that was recorded")
+    try:
+        return InferenceDeployment.parse(json.loads(json.dumps(found[0], default=str)))
+    except (InvalidSpec, KeyError, TypeError) as error:
+        refuse(f"--resource {path}: {error}")
+
+
+def _settings(deployment: InferenceDeployment | None, tick: float) -> Settings:
+    """What the owner asks. Without a resource: Auto, and the default promises."""
+    settings = Settings(Mode.AUTO) if deployment is None else settings_of(deployment.spec)
+    if settings.mode is Mode.OFF:
+        refuse("--resource: spec.tuning.mode is Off, in which nothing is decided; write Auto or Recommend there")
+    return replace(settings, pace=Pace(tick_seconds=tick))
+
+
+def _limits(deployment: InferenceDeployment | None) -> Limits:
+    """What each knob may be: the bounds, and the caps that the engines were started with."""
+    limits: dict[Knob, tuple[Value | None, Value | None]] = {Knob.WATERMARK: (0.0, 0.9)}
+    for knob in () if deployment is None else knobs(deployment.spec):
+        bounds = getattr(deployment.spec.tuning.bounds, knob.field) if deployment is not None else None
+        low = None if bounds is None or bounds.min is None else float(bounds.min)
+        start = None if knob.start is None else float(knob.start)
+        limits[Knob(knob.field)] = (low if low is not None else start, None if knob.cap is None else float(knob.cap))
+    return limits
+
+
+def _block_size(deployment: InferenceDeployment | None) -> int:
+    given = None if deployment is None else deployment.spec.engine.block_size
+    return BLOCK_SIZE if given is None else given
+
+
+def _pairs(flag: str, given: list[str] | None) -> dict[str, str]:
+    try:
+        return prometheus_flags.pairs_of(flag, given or ())
+    except MisconfiguredOperator as error:
+        refuse(str(error))
+
+
+def _where(deployment: InferenceDeployment | None, name: str | None, namespace: str | None) -> tuple[str, str]:
+    """Namespace and name of what Prometheus is asked for."""
+    chosen = name or (None if deployment is None else deployment.name)
+    if not chosen:
+        refuse("replay: --prometheus needs --name (or --resource): whose metrics?")
+    return namespace or (None if deployment is None else deployment.namespace) or "default", chosen
+
+
+def _moment(flag: str, text: str) -> float:
+    """A date, Unix seconds, or how long ago."""
+    ago = AGO.fullmatch(text)
+    if ago is not None:
+        return time.time() - float(ago[1]) * UNITS[ago[2]]
+    if re.fullmatch(r"\d{9,12}(\.\d+)?", text):
+        return float(text)
+    moment = parse_time(text)
+    if moment is None:
+        refuse(f"{flag}: {text!r} is no time; write 2026-11-22T10:00Z, Unix seconds, or 2h for so long ago")
+    return moment.timestamp()
+
+
+# --- recordings -------------------------------------------------------------------------------------------------------
+
+
+def _asked(
+    url: str,
+    flags: prometheus_flags.Flags,
+    where: tuple[str, str],
+    span: tuple[float, float],
+    tick: float,
+    limits: Limits,
+    block_size: int,
+) -> tuple[Tick, ...]:
+    """Ask Prometheus, in parts of ten minutes."""
+    begin, end = span
+    if not begin < end:
+        refuse("replay: --from must be before --to")
+    chunks = math.ceil((end - begin) / CHUNK_SECONDS)
+    if chunks > MAX_CHUNKS:
+        refuse(f"replay: {(end - begin) / 3600:.0f} h are more than {MAX_CHUNKS * CHUNK_SECONDS / 3600:.0f}; take less")
+    try:
+        connection = prometheus_flags.connection_of(url, flags)
+        assert connection is not None
+        series = asyncio.run(_all_series(connection, where, begin, end, chunks))
+        return ticks_of(series, connection.naming, every=tick, limits=limits, block_size=block_size)
+    except MisconfiguredOperator as error:
+        refuse(str(error).replace("--prometheus-url", "--prometheus"))
+    except Unreadable as error:
+        refuse(f"--prometheus {url}: {error}")
+
+
+async def _all_series(
+    connection: Any, where: tuple[str, str], begin: float, end: float, chunks: int
+) -> list[StoredSeries]:
+    from trimtab_operator.edge.prometheus import Prometheus  # here, so that a file waits for no HTTP client
+
+    namespace, name = where
+    found: list[StoredSeries] = []
+    async with Prometheus(connection) as asked:
+        for number in range(chunks):
+            start = begin + number * CHUNK_SECONDS
+            until = min(end, start + CHUNK_SECONDS)
+            query = range_query(
+                connection.naming,
+                namespace=namespace,
+                pods=re.compile(rf"{re.escape(name)}-g[0-9]+-0"),
+                seconds=until - start,
+                names=RECORDED_NAMES,
+            )
+            found += matrix_of(await asked.query(query, at=until))
+    return found
+
+
+def _read(path: Path, naming: Naming, tick: float, limits: Limits, block_size: int) -> tuple[Tick, ...]:
+    """A file: looks, a line for each moment, or one answer of Prometheus."""
+    lines = _lines(path)
+    first = next(lines, None)
+    if first is None:
+        refuse(f"{path}: is empty")
+    try:
+        if '"looks"' in first[1][:200]:
+            return tuple(_ticks(path, chain([first], lines)))
+        text = "".join(line for _, line in chain([first], lines))
+        return ticks_of(matrix_of(text), naming, every=tick, limits=limits, block_size=block_size)
+    except Unreadable as error:
+        refuse(f"{path}: {error}")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines that say something, with their numbers."""
+    size = 0
+    try:
+        raw = sys.stdin.buffer if str(path) == "-" else path.open("rb")
+        with raw:
+            head = raw.peek(2)[:2] if hasattr(raw, "peek") else b""
+            source = gzip.GzipFile(fileobj=raw) if head == b"\x1f\x8b" else raw
+            for number, line in enumerate(source, 1):
+                size += len(line)
+                if size > MAX_FILE_BYTES:
+                    refuse(f"{path}: holds more than {MAX_FILE_BYTES >> 30} GiB; take less of it")
+                if line.strip():
+                    yield number, line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        refuse(f"{path}: is no text: {error}")
+    except (OSError, EOFError) as error:
+        refuse(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
+def _ticks(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Tick]:
+    """Recorded looks. A line that is none ends it with its number."""
+    before = -math.inf
+    for number, line in lines:
+        try:
+            looks, at = looks_from_json(line)
+        except ValueError as error:
+            refuse(f"{path}: line {number}: {error}")
+        if at <= before:
+            refuse(f"{path}: line {number}: its time is not after that of the line before")
+        before = at
+        yield Tick(at, looks)
+
+
+def _save(path: Path, ticks: tuple[Tick, ...]) -> None:
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            for tick in ticks:
+                file.write(looks_to_json(tick.looks, now=tick.at) + "\n")
+    except OSError as error:
+        typer.echo(f"--save {path} cannot be written: {error.strerror}", err=True)
+        raise typer.Exit(EXIT_NOT_WRITTEN) from None
+
+
+# --- what was decided then --------------------------------------------------------------------------------------------
+
+
+def _decided(path: Path, found: Replayed) -> tuple[Made, ...]:
+    """The decisions of a file, as far as they were made while it was recorded."""
+    try:
+        body = json.loads(sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        refuse(f"--decided {path} cannot be read: {error}")
+    except (ValueError, RecursionError) as error:
+        refuse(f"--decided {path} is no JSON: {error}")
+    try:
+        if "decisions" in body:
+            made = [made_of(decision_from_json(entry)) for entry in body["decisions"]]
+        else:
+            made = [_of_status(entry) for entry in body["status"]["tuning"].get("history", [])]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        refuse(f"--decided {path} holds no decisions of `trimtab why -o json`, nor a resource's history: {error!r}")
+    return tuple(sorted((m for m in made if found.begin <= m.at <= found.end), key=lambda m: m.at))
+
+
+def _of_status(entry: Mapping[str, Any]) -> Made:
+    moment = parse_time(entry["time"])
+    if moment is None:
+        raise ValueError(f"{entry['time']!r} is no time")
+    before, after = (None if entry.get(end) is None else float(entry[end]) for end in ("from", "to"))
+    return Made(moment.timestamp(), str(entry["knob"]), before, after, str(entry["reason"]), str(entry["message"]))
+
+
+# --- what is told -----------------------------------------------------------------------------------------------------
+
+
+def _as_table(found: Replayed, rows: tuple[Row, ...], *, is_told: bool) -> str:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH, file=None)
+    with console.capture() as captured:
+        console.print(
+            f"{found.ticks:,} looks at {found.replicas} replica{'s' if found.replicas != 1 else ''}, "
+            f"{_time(found.begin)} to {_time(found.end)}",
+            markup=False,
+        )
+        for spell in found.spells:
+            if spell.reason != "Scraped":
+                console.print(f"  {_time(spell.begin)} {spell.reason}: {spell.message}", markup=False, soft_wrap=True)
+        if rows:
+            table = Table(box=None)
+            for heading in ("at", "", "decided then" if is_told else "moved then", "decided now"):
+                table.add_column(heading, no_wrap=heading in ("at", ""))
+            for row in rows:
+                table.add_row(_time(row.at), row.verdict.value, _words(row.then), _words(row.now))
+            console.print(table)
+        counts = {verdict: sum(row.verdict is verdict for row in rows) for verdict in Verdict}
+        told = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
+        console.print(told or "nothing was decided, then or now", markup=False)
+    return captured.get().rstrip("\n")
+
+
+def _time(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%m-%d %H:%M:%S")
+
+
+def _words(made: Made | None) -> str:
+    if made is None:
+        return "–"
+    moved = f"{made.target} {_value(made.before)} → {_value(made.after)}"
+    why = f" ({made.reason})" if made.reason else ""
+    return f"{moved}{why}" + (f", wanted until {_time(made.until)}" if made.until is not None else "")
+
+
+def _value(value: Value | None) -> str:
+    return "–" if value is None else f"{value:.10g}"
+
+
+def _as_json(found: Replayed, rows: tuple[Row, ...]) -> str:
+    return json.dumps(
+        {
+            "recording": {"looks": found.ticks, "replicas": found.replicas, "from": found.begin, "to": found.end},
+            "same": all(row.verdict is Verdict.SAME for row in rows),
+            "metricsAvailable": [asdict(spell) for spell in found.spells],
+            "rows": [
+                {
+                    "at": row.at,
+                    "verdict": row.verdict.value,
+                    "then": None if row.then is None else asdict(row.then),
+                    "now": None if row.now is None else asdict(row.now),
+                }
+                for row in rows
+            ],
+        },
+        indent=2,
+    )

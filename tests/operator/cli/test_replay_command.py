@@ -1,0 +1,279 @@
+"""`trimtab replay`: files or a Prometheus in, a comparison out; a bad file is answered with its line and reason."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fake_prometheus import exposed, number
+from trimtab_operator.cli.trimtab_command import app
+from trimtab_operator.tuner.decide import decide
+from trimtab_operator.tuner.looks.codec import to_json
+from trimtab_operator.tuner.looks.recorded import Tick
+from trimtab_operator.tuner.moves import Decision
+from trimtab_operator.tuner.settings import Mode, Pace, Settings
+from trimtab_operator.tuner.state import Memory
+from trimtab_operator.tuner.stored import decision_to_json
+from tuner_looks import KNOBS, a_look, a_sample
+from typer.testing import CliRunner, Result
+
+BEGIN, TICK = 1_700_000_000.0, 15.0
+SPEC = {
+    "model": {"uri": "file:///m"},
+    "runtime": {"device": "cpu", "image": "x"},
+    "engine": {"gpuMemoryUtilization": "0.80", "maxNumSeqs": 64, "maxNumBatchedTokens": 2048},
+    "tuning": {
+        "mode": "Auto",
+        "bounds": {
+            "gpuMemoryUtilization": {"min": "0.50", "max": "0.95"},
+            "maxNumSeqs": {"min": 1, "max": 256},
+            "maxNumBatchedTokens": {"min": 64, "max": 8192},
+        },
+    },
+}
+
+
+@pytest.fixture
+def resource(tmp_path: Path) -> Path:
+    """The resource whose engines were recorded."""
+    path = tmp_path / "deployment.yaml"
+    body = {"apiVersion": "trimtab.dev/v1alpha1", "kind": "InferenceDeployment", "spec": SPEC}
+    path.write_text(yaml.safe_dump({**body, "metadata": {"name": "m", "namespace": "team-a"}}))
+    return path
+
+
+def lived(ticks: int = 12) -> tuple[list[Tick], list[Decision]]:
+    """A loop as it ran: preemptions, and what was decided of them."""
+    settings = Settings(Mode.AUTO, starts=KNOBS, pace=Pace(tick_seconds=TICK))
+    memory, values, generation = Memory(), dict(KNOBS), 1
+    seen: list[Tick] = []
+    made: list[Decision] = []
+    for step in range(ticks):
+        now = BEGIN + TICK * step
+        worked = TICK * step
+        sample = replace(
+            a_sample(worked, generation=generation, kv_usage=0.99, preemptions={"capacity": worked},
+                     recomputed_tokens=20.0 * worked),
+            at=now,
+        )  # fmt: skip
+        look = a_look("m-g0-0", sample, values=values)
+        seen.append(Tick(now, (look,)))
+        outcome = decide([look], memory, settings, now)
+        memory = outcome.memory
+        made += outcome.decisions
+        for patch in outcome.patches.values():
+            values.update(patch)
+            generation += 1
+    return seen, made
+
+
+def write_looks(path: Path, ticks: list[Tick]) -> Path:
+    path.write_text("".join(to_json(tick.looks, now=tick.at) + "\n" for tick in ticks))
+    return path
+
+
+def write_range(path: Path, ticks: list[Tick]) -> Path:
+    """What Prometheus answers to a query with a range."""
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], list[list[Any]]] = {}
+    for tick in ticks:
+        (look,) = tick.looks
+        assert look.sample is not None
+        assert look.config is not None
+        rows = [
+            *exposed(look.sample),
+            *(("trimtab_config_value", {"field": knob.value}, float(v)) for knob, v in look.config.applied.items()),
+            *(
+                ("trimtab_memory_bytes", {"kind": kind}, size)
+                for kind, size in (("kv_mapped", 1e10), ("free", 3e9), ("weights", 3e9))
+            ),
+            *(("trimtab_kv_blocks", {"state": state}, count) for state, count in (("total", 1e4), ("cap", 1.2e4))),
+        ]
+        for name, labels, value in rows:
+            key = name, tuple(sorted(labels.items()))
+            found.setdefault(key, []).append([tick.at, number(value)])
+    result = [
+        {"metric": {"__name__": name, "pod": "m-g0-0", "namespace": "team-a", **dict(labels)}, "values": values}
+        for (name, labels), values in found.items()
+    ]
+    path.write_text(json.dumps({"status": "success", "data": {"resultType": "matrix", "result": result}}))
+    return path
+
+
+def run(*words: str | Path, given: str = "") -> Result:
+    return CliRunner().invoke(app, ["replay", *map(str, words)], input=given)
+
+
+def refused(*words: str | Path, given: str = "") -> str:
+    done = run(*words, given=given)
+    assert done.exit_code == 2, done.output
+    return done.stderr.strip()
+
+
+def test_recorded_looks_are_decided_again_alike(tmp_path: Path, resource: Path) -> None:
+    ticks, _ = lived()
+    done = run(write_looks(tmp_path / "looks.jsonl", ticks), "-f", resource)
+    assert done.exit_code == 0, done.output
+    assert "12 looks at 1 replica, 11-14 22:13:20 to 11-14 22:16:05" in done.stdout
+    assert "gpu_memory_utilization 0.8 → 0.89 (KVCacheTooSmall)" in done.stdout
+    assert "1 same" in done.stdout
+
+
+def test_what_prometheus_stored_is_decided_again_alike_and_can_be_saved(tmp_path: Path, resource: Path) -> None:
+    ticks, _ = lived()
+    stored, saved = write_range(tmp_path / "range.json", ticks), tmp_path / "looks.jsonl"
+    done = run(stored, "-f", resource, "--save", saved, "-o", "json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["same"] is True
+    assert [row["verdict"] for row in told["rows"]] == ["same"]
+    assert told["recording"]["looks"] == 12
+    assert run(saved, "-f", resource, "-o", "json").stdout == done.stdout
+
+
+def test_recordings_may_be_compressed_or_come_from_standard_input(tmp_path: Path, resource: Path) -> None:
+    plain = write_looks(tmp_path / "looks.jsonl", lived()[0])
+    packed = tmp_path / "looks.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert run(packed, "-f", resource).exit_code == 0
+    assert run("-", "-f", resource, given=plain.read_text()).exit_code == 0
+
+
+def test_it_is_compared_with_what_why_tells(tmp_path: Path, resource: Path) -> None:
+    ticks, made = lived()
+    then = tmp_path / "why.json"
+    then.write_text(json.dumps({"decisions": [decision_to_json(decision) for decision in made]}))
+    looks = write_looks(tmp_path / "looks.jsonl", ticks)
+    done = run(looks, "-f", resource, "--decided", then)
+    assert done.exit_code == 0, done.output
+    assert "decided then" in done.stdout
+
+
+def test_it_is_compared_with_a_resources_history_and_differences_are_told(tmp_path: Path, resource: Path) -> None:
+    moment = datetime.fromtimestamp(BEGIN + 30, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    entry = {
+        "id": "x",
+        "time": moment,
+        "knob": "max_num_seqs",
+        "from": "64",
+        "to": "32",
+        "reason": "R",
+        "message": "M.",
+    }
+    then = tmp_path / "resource.json"
+    then.write_text(json.dumps({"status": {"tuning": {"history": [entry]}}}))
+    done = run(write_looks(tmp_path / "looks.jsonl", lived()[0]), "-f", resource, "--decided", then)
+    assert done.exit_code == 1
+    assert "max_num_seqs 64 → 32 (R)" in done.stdout
+    assert "1 only then, 1 only now" in done.stdout
+
+
+def test_without_a_resource_the_default_promises_hold(tmp_path: Path) -> None:
+    done = run(write_looks(tmp_path / "looks.jsonl", lived()[0]))
+    assert done.exit_code == 0, done.output
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_line_is_named_with_its_number_and_reason(tmp_path: Path) -> None:
+    looks = write_looks(tmp_path / "looks.jsonl", lived(3)[0])
+    good = looks.read_text().splitlines()
+    cases = {
+        "{": "line 2: Expecting property name",
+        '{"version":9,"now":1,"looks":[]}': "line 2: version 9 of looks is not 1",
+        '{"version":1,"now":"soon","looks":[]}': "line 2: 'soon' is no number",
+        '{"version":1,"now":1e999,"looks":[]}': "line 2: inf is no time",
+        '{"version":1,"now":1700000001,"looks":[{}]}': "line 2: no looks of ours: 'sample' is missing",
+        good[0]: "line 2: its time is not after that of the line before",
+        good[1].replace('"generated_tokens":600.0', '"generated_tokens":"many"'): "line 2: 'many' is no number",
+        good[1].replace('"phase":"ready"', '"phase":"asleep"'): "line 2: 'asleep' is not a valid Phase",
+    }
+    for line, said in cases.items():
+        looks.write_text("\n".join((good[0], line, good[2])) + "\n")
+        assert f"{looks}: {said}" in refused(looks), line
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty"),
+        ("\n\n", "is empty"),
+        ("hello", "the answer is no JSON"),
+        ("{}", "what answers is no Prometheus"),
+        ('{"status":"error","errorType":"bad_data","error":"parse error"}', "it refuses: bad_data: parse error"),
+        ('{"status":"success","data":{"resultType":"vector","result":[]}}', "the answer is no matrix"),
+        ('{"status":"success","data":{"resultType":"matrix","result":[]}}', "no series of an engine with a pod's name"),
+    ],
+)
+def test_a_file_that_is_no_recording_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text(text)
+    assert said in refused(path)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    assert "cannot be read: No such file" in refused(tmp_path / "gone")
+    assert "cannot be read" in refused(tmp_path)
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "is no text" in refused(binary)
+    broken = tmp_path / "broken.gz"
+    broken.write_bytes(gzip.compress(b"x" * 100_000)[:50])
+    assert "cannot be read" in refused(broken)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "give a RECORDING, or --prometheus"),
+        (["-", "--prometheus", "http://p"], "one of them"),
+        (["-", "--decided", "-"], "standard input holds"),
+        (["--prometheus", "http://p"], "--prometheus needs --name"),
+        (["--prometheus", "http://p", "--name", "m", "--from", "soon"], "--from: 'soon' is no time"),
+        (["--prometheus", "http://p", "--name", "m", "--from", "1h", "--to", "2h"], "--from must be before --to"),
+        (["--prometheus", "http://p", "--name", "m", "--from", "9000h"], "take less"),
+        (["--prometheus", "p:9090", "--name", "m"], "--prometheus: 'p:9090' is no address"),
+        (["-", "--prometheus-match", "x"], "--prometheus-match: 'x' is no pair"),
+        (["-", "--resource", "/nowhere"], "--resource /nowhere cannot be read"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(flags: list[str], said: str) -> None:
+    assert said in refused(*flags)
+
+
+def test_a_resource_that_decides_nothing_or_is_none_is_refused(tmp_path: Path, resource: Path) -> None:
+    looks = write_looks(tmp_path / "looks.jsonl", lived(3)[0])
+    body = yaml.safe_load(resource.read_text())
+    for change, said in (
+        ({"spec": {**SPEC, "tuning": {"mode": "Off"}}}, "mode is Off, in which nothing is decided"),
+        ({"spec": {**SPEC, "nonsense": 1}}, "nonsense"),
+        ({"kind": "Pod"}, "holds 0 of InferenceDeployment"),
+    ):
+        resource.write_text(yaml.safe_dump({**body, **change}))
+        assert said in refused(looks, "-f", resource)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"decisions": [{}]}', '{"status": {"tuning": {"history": [1]}}}'])
+def test_what_is_no_list_of_decisions_is_refused(text: str, tmp_path: Path) -> None:
+    looks, then = write_looks(tmp_path / "looks.jsonl", lived(3)[0]), tmp_path / "then.json"
+    then.write_text(text)
+    assert f"--decided {then}" in refused(looks, "--decided", then)
+
+
+def test_looks_that_cannot_be_saved_are_said(tmp_path: Path) -> None:
+    looks = write_looks(tmp_path / "looks.jsonl", lived(3)[0])
+    done = run(looks, "--save", tmp_path / "no" / "folder")
+    assert done.exit_code == 3
+    assert "cannot be written" in done.stderr
+
+
+def test_a_prometheus_that_is_not_there_is_one_sentence() -> None:
+    said = refused("--prometheus", "http://127.0.0.1:9", "--name", "m")
+    assert said.startswith("--prometheus http://127.0.0.1:9: ")
+    assert "ConnectError" in said
