@@ -110,8 +110,10 @@ def as_read(body: Mapping[str, Any], *, default_image: str | None) -> tuple[Infe
 
 
 def _readable_count(body: Mapping[str, Any]) -> int:
-    """What stands in spec.replicas, if that can be."""
-    count = (body.get("spec") or {}).get("replicas")
+    """What was wanted until now, where that is the operator's to say; what stands in spec.replicas, if that can be."""
+    spec = body.get("spec") or {}
+    is_scaled = isinstance(spec, Mapping) and spec.get("scaling") is not None
+    count = (body.get("status") or {}).get("desiredReplicas") if is_scaled else spec.get("replicas")
     if isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= MAX_REPLICAS:
         return count
     return 1

@@ -160,6 +160,18 @@ def test_while_a_spec_is_refused_the_count_stands(needs: Needs) -> None:
     assert cluster.status["desiredReplicas"] == 3
 
 
+def test_while_a_spec_cannot_be_read_the_count_stands(needs: Needs) -> None:
+    needs.count = 3
+    cluster = a_cluster()
+    cluster.settle()
+    cluster.edit(tuning={"mode": "Sometimes"})
+    cluster.tick()
+    assert (len(cluster.groups), cluster.status["desiredReplicas"]) == (3, 3)
+    cluster.edit(tuning=AUTO)
+    cluster.settle()
+    assert len(cluster.groups) == 3
+
+
 def test_without_scaling_the_count_is_the_owners_again(needs: Needs) -> None:
     needs.count = 3
     cluster = a_cluster()

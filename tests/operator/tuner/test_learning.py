@@ -40,6 +40,18 @@ def test_one_that_cannot_be_read_is_taken_to_have_got_what_the_others_got() -> N
     assert [point.rate for point in memory.demand.points] == pytest.approx([20.0])
 
 
+def test_how_long_replicas_take_to_start_is_learned_from_those_that_came_by_themselves() -> None:
+    def started(name: str, seconds: float) -> tuple[Look, Look]:
+        coming = a_look(name, phase=Phase.STARTING, since=10_000.0 - seconds)
+        return coming, a_look(name, a_sample(10_015.0), since=10_000.0)
+
+    memory, settings = Memory(), Settings(Mode.AUTO, starts=KNOBS)
+    replicas = [started("m-0", 40.0), started("m-1", 60.0), started("m-2", 7200.0)]  # the last one waited for a node
+    for now, looks in zip((9_990.0, 10_015.0), zip(*replicas, strict=True), strict=True):
+        memory = decide(looks, memory, settings, now).memory
+    assert memory.cold_starts == (40.0, 60.0)
+
+
 def test_misses_are_counted_against_those_that_the_promise_allows_and_fade() -> None:
     kept = Kept().later(15.0, met=1990, missed=10)
     assert kept.spent(0.99) == pytest.approx(0.5)

@@ -117,6 +117,16 @@ def test_a_regretted_scale_in_holds_longer_the_next_time() -> None:
     assert 15.0 * (again - back) >= 1.9 * HOLD_COLD_STARTS * COLD
 
 
+def test_after_a_restart_windows_begin_with_what_is_there() -> None:
+    """What was needed before is not written down: a new operator takes its first look for no lull."""
+    kept = ScalingMemory(3, began_at=-10_000.0)
+    counts = []
+    for index in range(40):
+        count, kept = decided(kept, 1, 3, now=15.0 * index, cold_start=COLD, may_lower=True, behavior=Behavior())
+        counts.append(count)
+    assert 15.0 * counts.index(1) >= HOLD_COLD_STARTS * COLD
+
+
 def test_the_owners_rate_limits_hold() -> None:
     slow = Behavior(up=Rules(policies=(Policy(Unit.PODS, 1, 60.0),)))
     assert walked([9] * 9, behavior=slow) == [3, 3, 3, 3, 4, 4, 4, 4, 5]
