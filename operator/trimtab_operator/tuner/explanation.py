@@ -143,6 +143,8 @@ def _replicas(move: Move, mode: Mode) -> str:
     rate, foreseen = move.evidence["requests_per_second"], move.evidence["foreseen_per_second"]
     queue = int(move.evidence.get("replicas_for_queue", 0))
     waits = f", {queue} of them for what waits already" if queue else ""
+    if move.evidence.get("is_overfull"):
+        waits += "; but the KV caches are nearly full, and would overflow"
     return (
         f"{_change(move, mode)}: {rate:.3g} requests/s come, {foreseen:.3g} are provided for by when a replica could "
         f"serve, "

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
-from trimtab_operator.tuner.foresight import Foresight
+from trimtab_operator.tuner.foresight import Foresight, Found
 from trimtab_operator.tuner.foresight.capacity import FIRST_STRIDE, RUNS_AFTER_SHIFT
 from trimtab_operator.tuner.load.demand import Point
-from trimtab_operator.tuner.load.lengths import Pair, WorkOf
+from trimtab_operator.tuner.load.lengths import Lengths, Pair
 from trimtab_operator.tuner.looks import Finished, Unfinished
 from trimtab_operator.tuner.model import StepTime
 from trimtab_operator.tuner.objectives import Objectives
@@ -72,16 +73,8 @@ def _with_lengths(memory: Memory, observation: Observation) -> Memory:
         return memory
     finished = [row for one in news for row in one.finished]
     unfinished = [row for one in news for row in one.unfinished]
-    lengths = memory.lengths.with_news(finished, unfinished).checked(observation.at, _work_of(memory))
+    lengths = memory.lengths.with_news(finished, unfinished).checked(observation.at)
     return replace(memory, lengths=lengths)
-
-
-def _work_of(memory: Memory) -> WorkOf:
-    """What a prompt token and an answer's token cost, in a typical batch."""
-    if memory.model is None:
-        return WorkOf(1.0, 10.0)
-    cost = memory.model.cost
-    return WorkOf(cost.per_token, cost.per_step / TYPICAL_BATCH + cost.per_token + cost.per_sequence)
 
 
 def _with_demand(memory: Memory, observation: Observation, settings: Settings) -> Memory:
@@ -99,7 +92,7 @@ def _with_demand(memory: Memory, observation: Observation, settings: Settings) -
     growth = memory.growth.settled(demand, observation.at, window=LEVEL_SECONDS)
     level = demand.rate(LEVEL_SECONDS)
     if level is not None and demand.seen_seconds(LEVEL_SECONDS) >= LEVEL_SECONDS / 2:
-        growth = growth.foreseen(observation.at + horizon, level)
+        growth = growth.foreseen(observation.at + horizon, level, demand.trend())
     return replace(memory, demand=demand, growth=growth)
 
 
@@ -183,13 +176,24 @@ def with_foresight(memory: Memory, objectives: Objectives, *, now: float, level:
     cost, variation = memory.model.cost, math.sqrt(memory.lengths.dispersion(now))
     old = memory.foresight
     if old is not None and not _is_outdated(memory, old, cost, variation, objectives, now, level):
-        old.begin_turn()
+        old.begin_turn(partial(_found, memory.lengths, now))
         return memory
     pairs = memory.lengths.sample(now)
-    made = Foresight(cost, pairs, objectives, variation, level, guesses={} if old is None else dict(old.capacities))
+    made = Foresight(cost, pairs, objectives, variation, level)
+    if old is not None:
+        made.guesses = {candidate: rate * old.mean_work / made.mean_work for candidate, rate in old.capacities.items()}
     if old is not None and memory.foresight_key[0] != memory.lengths.version:
         made.stride, made.runs_left = FIRST_STRIDE, RUNS_AFTER_SHIFT
+    made.find = partial(_found, memory.lengths, now)
     return replace(memory, foresight=made, foresight_key=(memory.lengths.version, now))
+
+
+def _found(lengths: Lengths, now: float) -> tuple[Found, ...]:
+    """What runs and waits in all that can be believed."""
+    return tuple(
+        Found(max(0.0, now - u.arrived_at), max(1, u.prompt_tokens - u.cached_tokens), output, u.output_tokens)
+        for u, output in lengths.going_on(now)
+    )
 
 
 def _is_outdated(
@@ -207,7 +211,7 @@ def _is_outdated(
         return True
     if objectives.are_given and objectives != old.objectives:
         return True
-    if len(memory.lengths.pairs) > MORE_PAIRS * len(old.pairs) and len(old.pairs) < 4000:
+    if memory.lengths.num_of_epoch > MORE_PAIRS * len(old.pairs) and len(old.pairs) < 4000:
         return now - made_at > SOON_SECONDS
     if now - made_at < SETTLED_SECONDS:
         return False

@@ -63,11 +63,12 @@ def judged(trial: Trial, s: Situation, *, attained: float | None, requests: int,
 
 def _by_preemption(trial: Trial, s: Situation, since: Interval) -> str | None:
     """Clearly more is computed twice than before, and than the old value is predicted to bring now, at a comparable
-    load. Where nothing can be predicted, a minute is waited for: load that grew is not the change's fault."""
+    load. Where nothing can be predicted, it is waited for as long as a trial lasts: that answers have grown longer is
+    not the change's fault."""
     if not _is_comparable(trial, s) or trial.knob is Knob.MAX_NUM_BATCHED_TOKENS:
         return None
     old = s.predicted(s.with_knob(trial.knob, trial.before))
-    if old is None and s.now - trial.at < s.settings.pace.window_seconds:
+    if old is None and s.now - trial.at < s.settings.pace.judge_seconds:
         return None
     share, before = _share_of_new_victims(since), trial.recomputed_share
     reference = before if old is None else max(before, old.recomputed_share)

@@ -7,10 +7,17 @@ many replicas it is that of a few, scaled: beyond FEW more of them smooth the lo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from trimtab_operator.tuner.foresight.prediction import Candidate, Load, Prediction, predict, requests_for
+from trimtab_operator.tuner.foresight.prediction import (
+    Candidate,
+    Found,
+    Load,
+    Prediction,
+    predict,
+    requests_for,
+)
 from trimtab_operator.tuner.load.lengths import Pair
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.twin import StepCost
@@ -24,6 +31,10 @@ RUNS_PER_TURN = 2  # predictions that may be put off: a turn that makes all of t
 RATE_STEP = 0.02  # rates within this share of each other are predicted once
 TYPICAL_BATCH = 32
 LEAST_RATE = 1e-4  # requests a second and replica: below that a candidate holds nothing
+
+
+Find = Callable[[], Sequence[Found]]
+"""Asks what runs and waits now."""
 
 
 class _EnoughForNow(Exception):
@@ -47,6 +58,9 @@ class Foresight:
     """Capacities under the state of knowledge before: where to look first."""
     stride: float = KNOWN_STRIDE
     """From a guess outwards at first."""
+    find: Find = tuple
+    """What runs and waits now, oldest first: where predictions of what users would feel begin. It is asked for once in
+    a turn, where at all. Capacities begin with nothing."""
     runs: int = 0
     """Predictions that were computed, for those who watch the time."""
     runs_left: int = RUNS_PER_TURN
@@ -54,23 +68,35 @@ class Foresight:
     _loads: dict[int, Load] = field(default_factory=dict)
     _predictions: dict[tuple[Candidate, int], Prediction] = field(default_factory=dict)
     _capacities: dict[Candidate, float] = field(default_factory=dict)
-    _sampling_error: float | None = None
+    _found: Sequence[Found] | None = None
+    _work: tuple[float, float] | None = None
     _attained: dict[tuple[Candidate, float], bool] = field(default_factory=dict)
 
     def at(self, candidate: Candidate, rate: float) -> Prediction:
-        """What its users would feel at so many requests a second in all."""
+        """What its users would feel at so many requests a second in all, from how its replicas are found now."""
         few = self._few(candidate)
         step = round(math.log(max(rate, LEAST_RATE) * few.replicas / candidate.replicas) / math.log1p(RATE_STEP))
         key = (few, step)
         if key not in self._predictions:
             own = math.exp(step * math.log1p(RATE_STEP))
-            self._predictions[key] = predict(few, self.cost, self._load(own), own, self.objectives)
+            self._predictions[key] = predict(
+                few, self.cost, self._load(own), own, self.objectives, self.found_by(few, candidate)
+            )
             self.runs += 1
         return self._predictions[key]
 
-    def begin_turn(self) -> None:
-        """Allow some more of the predictions that may be put off."""
+    def begin_turn(self, find: Find = tuple) -> None:
+        """Allow some more of the predictions that may be put off; what is found now is found anew."""
         self.runs_left = RUNS_PER_TURN
+        self.find, self._found = find, None
+        self._predictions.clear()
+
+    def found_by(self, few: Candidate, candidate: Candidate) -> list[Found]:
+        """What is found in as many replicas as are simulated: each of them gets as many as it has now."""
+        if self._found is None:
+            self._found = self.find()
+        count = len(self._found) * few.replicas // candidate.replicas
+        return [self._found[index * candidate.replicas // few.replicas] for index in range(count)]
 
     @property
     def capacities(self) -> Mapping[Candidate, float]:
@@ -109,19 +135,28 @@ class Foresight:
     @property
     def sampling_error(self) -> float:
         """Standard error of a request's mean work, as a share: few pairs may have been short ones by chance."""
-        if self._sampling_error is None:
-            self._sampling_error = self._error_of_mean_work()
-        return self._sampling_error
+        return self._measured_work()[1]
 
-    def _error_of_mean_work(self) -> float:
+    @property
+    def mean_work(self) -> float:
+        """What a request costs on average, in seconds of a well-filled replica: a capacity changes as it does, about,
+        until it is searched anew."""
+        return self._measured_work()[0]
+
+    def _measured_work(self) -> tuple[float, float]:
+        if self._work is None:
+            self._work = self._work_and_error()
+        return self._work
+
+    def _work_and_error(self) -> tuple[float, float]:
         count = len(self.pairs)
-        if count < 2:
-            return 1.0
         token = self._token_seconds()
         work = [self.cost.per_token * (pair.prompt - pair.cached) + token * pair.output for pair in self.pairs]
-        mean = math.fsum(work) / count
+        mean = max(math.fsum(work) / max(1, count), 1e-9)
+        if count < 2:
+            return mean, 1.0
         variance = math.fsum((each - mean) ** 2 for each in work) / (count - 1)
-        return math.sqrt(variance / count) / mean if mean > 0 else 1.0
+        return mean, math.sqrt(variance / count) / mean
 
     def holds(self, candidate: Candidate, rate: float) -> bool:
         """Whether its users' promises are predicted to be kept at that rate by the wanted share."""

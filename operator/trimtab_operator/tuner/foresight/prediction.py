@@ -18,7 +18,9 @@ from trimtab_operator.tuner.twin import KvBlocks, Sequence, StepCost, TwinEngine
 LEAST_REQUESTS = 900  # of one prediction, for which it takes some tens of milliseconds
 MOST_REQUESTS = 2700
 SECONDS = 150.0  # that it covers where so many requests allow: a queue needs time to grow
-WARM_UP = 0.2  # share of the requests that only fill the replicas
+WARM_UP = 0.2  # share of the requests that only fill the replicas, where they begin empty
+SOON_SECONDS = 300.0  # that a prediction covers which begins with what is there: as long as a change is judged
+LEAST_SOON = 100  # requests of one
 MODEL_ERROR = 0.05  # of a predicted latency, in the median of what was compared with replays
 SEED = 20
 
@@ -50,6 +52,17 @@ class Load:
         ordered = sorted(known, key=lambda pair: (pair.prompt - pair.cached + 20 * pair.output, pair.prompt))
         chosen = [ordered[min(len(ordered) - 1, int((i + 0.5) * len(ordered) / count))] for i in range(count)]
         return cls(tuple(draws.shuffled(chosen)), tuple(draws.gaps(count, variation=variation)))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A request that is there already: how long ago it came, and how far its answer is."""
+
+    age: float
+    prompt: int
+    output: int
+    """As long as the answer may become."""
+    num_generated: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +106,18 @@ def requests_for(rate: float) -> int:
     return LEAST_REQUESTS if wanted < (LEAST_REQUESTS + MOST_REQUESTS) / 2 else MOST_REQUESTS
 
 
-def predict(candidate: Candidate, cost: StepCost, load: Load, rate: float, objectives: Objectives) -> Prediction:
+def predict(
+    candidate: Candidate,
+    cost: StepCost,
+    load: Load,
+    rate: float,
+    objectives: Objectives,
+    found: Values[Found] = (),
+) -> Prediction:
     """Serve the load at `rate` requests a second with the candidate's replicas, each request where the fewest are.
 
+    `found`: what runs and waits in them at the beginning, and what comes within SOON_SECONDS is judged. Without it they
+    begin empty, and what comes after a while is.
     A request longer than the KV cache holds is cut to what fits: the engine would have refused it.
     """
     policy = TwinPolicy(candidate.max_num_seqs, candidate.max_num_batched_tokens, candidate.watermark)
@@ -105,21 +127,31 @@ def predict(candidate: Candidate, cost: StepCost, load: Load, rate: float, objec
         TwinEngine(cost, policy, KvBlocks(candidate.kv_blocks, size), slow_gap=objectives.slow_gap)
         for _ in range(candidate.replicas)
     ]
+    for index, there in enumerate(found):
+        prompt = min(max(1, there.prompt), longest - 1)
+        sequence = Sequence(-there.age, prompt, min(max(there.output, there.num_generated + 1), longest - prompt))
+        if 0 < there.num_generated < sequence.num_output:
+            engines[index % len(engines)].find(sequence, there.num_generated)
+        else:
+            engines[index % len(engines)].add(sequence)
     now = 0.0
     sequences: list[Sequence] = []
     for pair, gap in zip(load.pairs, load.gaps, strict=True):
         now += gap / rate
+        if found and now > SOON_SECONDS and len(sequences) >= LEAST_SOON:
+            break
         prompt = min(max(1, pair.prompt - pair.cached), longest - 1)
         sequence = Sequence(now, prompt, min(pair.output, longest - prompt))
         sequences.append(sequence)
         _least_busy(engines, now).add(sequence)
-    end = now
+    end = sequences[-1].arrival
     for engine in engines:
         engine.run_until(end)
     busy = math.fsum(_busy_sequences(engine) for engine in engines)
     for engine in engines:
         engine.drain()
-    return _judged(sequences[int(WARM_UP * len(sequences)) :], engines, objectives, running=busy, seconds=end)
+    warm_up = 0 if found else int(WARM_UP * len(sequences))
+    return _judged(sequences[warm_up:], engines, objectives, running=busy, seconds=end)
 
 
 def _least_busy(engines: list[TwinEngine], now: float) -> TwinEngine:

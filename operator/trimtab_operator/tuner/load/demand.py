@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 KEEP_SECONDS = 6 * 3600.0
 FRESH_SECONDS = 300.0  # over which unevenness is measured
 LEAST_POINTS = 6
 MAX_DISPERSION = 25.0  # of counts: gaps with a coefficient of variation of 5
+TREND_SECONDS = 60.0
+MOST_TREND = 0.3  # a load that has changed more is as if it had changed by this
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,16 @@ class Demand:
         found = self._last(seconds, until)
         total = math.fsum(point.seconds for point in found)
         return math.fsum(point.requests for point in found) / total if total > 0 else None
+
+    def trend(self) -> float:
+        """Logarithm of the rate of the last minute over that of the three before, within MOST_TREND; 0: not known."""
+        if not self.points:
+            return 0.0
+        now = self.rate(TREND_SECONDS)
+        before = self.rate(3 * TREND_SECONDS, until=self.points[-1].at - TREND_SECONDS)
+        if not now or not before:
+            return 0.0
+        return max(-MOST_TREND, min(MOST_TREND, math.log(now / before)))
 
     def seen_seconds(self, seconds: float) -> float:
         """How much of the last `seconds` was seen."""
@@ -96,49 +108,64 @@ class Demand:
 
 
 LEARN_SECONDS = 4 * 3600.0  # of errors: a quantile of old ones says little
-LEAST_ERRORS = 40  # before that the prior speaks
+LEAST_ERRORS = 40.0  # before that the prior speaks
+ALIKE = 0.1  # of trends: the width of the bell by which cases count
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What was foreseen for `at`, under which trend; `error` is the logarithm of what came over it, once it came."""
+
+    at: float
+    rate: float
+    trend: float
+    error: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
     """How much more came than was foreseen, one start-up ahead: logarithms of ratios, learned as time passes.
 
-    Each look notes what it foresees; when that time has come, what came is compared.
+    Each look notes what it foresees; when that time has come, what came is compared. A load that has been level seldom
+    jumps, one that rises mostly goes on: cases count by how alike their trends are.
     """
 
-    open: tuple[tuple[float, float], ...] = ()
-    """(when it was foreseen for, requests a second)"""
-    errors: tuple[tuple[float, float], ...] = ()
-    """(when, logarithm of what came over what was foreseen)"""
+    open: tuple[Case, ...] = ()
+    cases: tuple[Case, ...] = ()
 
-    def foreseen(self, at: float, rate: float) -> Growth:
+    def foreseen(self, at: float, rate: float, trend: float = 0.0) -> Growth:
         """Remember what is foreseen for a time to come."""
-        return replace(self, open=(*self.open, (at, rate))) if rate > 0 else self
+        return replace(self, open=(*self.open, Case(at, rate, trend))) if rate > 0 else self
 
     def settled(self, demand: Demand, now: float, *, window: float) -> Growth:
         """Compare what was foreseen for up to now with what came in the `window` around it."""
-        due = [entry for entry in self.open if entry[0] + window / 2 <= now]
+        due = [case for case in self.open if case.at + window / 2 <= now]
         if not due:
             return self
-        errors = list(self.errors)
-        for at, rate in due:
-            came = demand.rate(window, until=at + window / 2)
+        cases = list(self.cases)
+        for case in due:
+            came = demand.rate(window, until=case.at + window / 2)
             if came is not None and came > 0:
-                errors.append((at, math.log(came / rate)))
-        kept = tuple(entry for entry in errors if entry[0] > now - LEARN_SECONDS)
+                cases.append(replace(case, error=math.log(came / case.rate)))
+        kept = tuple(case for case in cases if case.at > now - LEARN_SECONDS)
         return Growth(self.open[len(due) :], kept)
 
-    def quantile(self, share: float, *, prior_sd: float) -> float:
-        """The factor that what came exceeded in 1 − `share` of the cases. Until enough is learned, that of a lognormal
-        of the prior's spread, which counts as LEAST_ERRORS cases."""
-        if not self.errors:
-            return math.exp(_normal_quantile(share) * prior_sd)
-        values: list[float] = []
-        for _, error in self.errors:
-            insort(values, error)
-        own = values[min(len(values) - 1, int(share * len(values)))]
-        weight = min(1.0, len(values) / LEAST_ERRORS)
-        return math.exp(weight * own + (1 - weight) * _normal_quantile(share) * prior_sd)
+    def quantile(self, share: float, *, prior_sd: float, trend: float = 0.0) -> float:
+        """The factor that what came exceeded in 1 − `share` of the cases with such a trend. Until enough is learned,
+        that of a lognormal of the prior's spread, which counts as LEAST_ERRORS cases."""
+        prior = _normal_quantile(share) * prior_sd
+        weighed = sorted((case.error, math.exp(-0.5 * ((case.trend - trend) / ALIKE) ** 2)) for case in self.cases)
+        total = math.fsum(weight for _, weight in weighed)
+        if total <= 0:
+            return math.exp(prior)
+        left, own = share * total, weighed[-1][0]
+        for error, weight in weighed:
+            left -= weight
+            if left < 0:
+                own = error
+                break
+        known = min(1.0, total / LEAST_ERRORS)
+        return math.exp(known * own + (1 - known) * prior)
 
 
 def _normal_quantile(share: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab_operator.tuner.load.draws import Draws
@@ -19,13 +19,14 @@ from trimtab_operator.tuner.looks import Finished, Unfinished
 KEEP_PAIRS = 6000  # capacities over six cohorts of 2,000 differ by 13 to 38 %: keep as many as are cheap
 LAG_SECONDS = 45.0  # younger cohorts are mostly unfinished
 LAGS_SECONDS = (LAG_SECONDS, 15.0, 0.0)  # first first: what came in the last seconds only where little else is known
-RECENT_SECONDS = 120.0  # the cohort that is compared with what is known, to see a shift
-COMPARED_PAIRS = 1500  # of what is known, with which it is compared
-LEAST_RECENT = 60  # requests in it
+RECENTS_SECONDS = (120.0, 60.0, 30.0)  # cohorts that are compared with what came before, to see a shift
+COMPARED_PAIRS = 1500  # of what came before
+LEAST_RECENT = 60  # requests in a cohort
 LEAST_PAIRS = 30  # to predict anything from
-LEAST_SINCE_SHIFT = 800  # fewer new pairs than these are filled up with older ones
-SHIFT = 0.15  # relative change of the mean work that is one
-SHIFT_DEVIATIONS = 3.0  # and no accident
+LEAST_OF_EPOCH = 800  # pairs to predict with: where older cohorts of an epoch are fewer, younger ones count too
+LEAST_SINCE_SHIFT = 300  # fewer new pairs than these are filled up with older ones
+SHIFT = 0.15  # relative change of a mean that is one
+SHIFT_DEVIATIONS = 4.0  # and no accident: three cohorts and both sides of a request are looked at, time and again
 SHIFT_PAUSE_SECONDS = 120.0  # between two shifts: else every swing relearns everything
 UNEVEN_SECONDS = 600.0  # over which unevenness is measured
 BIN_SECONDS = 2.5  # in which arrivals are counted
@@ -45,8 +46,8 @@ class Pair:
     cached: int = 0
 
 
-Measure = Callable[[Pair], float]
-"""A number of a pair."""
+Cohort = tuple[Sequence[Pair], Sequence[Unfinished]]
+"""Requests that came in a time: those that have ended, and those that run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +81,46 @@ class Lengths:
         """Whether there is enough to predict from."""
         return len(self.pairs) >= LEAST_PAIRS
 
-    def checked(self, now: float, work: WorkOf) -> Lengths:
-        """Look whether the mix has shifted: then a new epoch begins with the recent cohort."""
+    @property
+    def num_of_epoch(self) -> int:
+        """How many pairs came since the present mix began."""
+        return len(self.pairs) - bisect_right(self.pairs, self.epoch, key=lambda pair: pair.arrived_at)
+
+    def checked(self, now: float) -> Lengths:
+        """Look whether the mix has shifted: then a new epoch begins, with the recent cohort that differs most."""
         if now - max(self.epoch, self.checked_at) < SHIFT_PAUSE_SECONDS or not self.is_known:
             return self
-        end = now - LAG_SECONDS
-        recent = self._complete(end - RECENT_SECONDS, end)
-        before = self._complete(self.epoch, end - RECENT_SECONDS)[-COMPARED_PAIRS:]
-        if len(recent) < LEAST_RECENT or len(before) < LEAST_RECENT:
-            return self
-        if not any(_differs([of(p) for p in recent], [of(p) for p in before]) for of in work.measures):
+        found = [(self._deviation(now - seconds, now), seconds) for seconds in RECENTS_SECONDS]
+        deviations, seconds = max(found)
+        if deviations < SHIFT_DEVIATIONS:
             return replace(self, checked_at=now - SHIFT_PAUSE_SECONDS + RECHECK_SECONDS)
-        return replace(self, epoch=end - RECENT_SECONDS, version=self.version + 1, checked_at=now)
+        return replace(self, epoch=now - seconds, version=self.version + 1, checked_at=now)
+
+    def _deviation(self, start: float, end: float) -> float:
+        """By how many standard errors what came from `start` on differs from this epoch before; 0: by less than SHIFT.
+
+        Prompts are known on arrival. Of answers it is counted how many have ended, and how many would have if they
+        were as those before (the log-rank test): it needs no answer to be waited for.
+        """
+        recent, before = self._came(start, end), self._came(self.epoch, start)
+        before = (before[0][-COMPARED_PAIRS:], before[1])
+        if min(len(ended) + len(running) for ended, running in (recent, before)) < LEAST_RECENT or not before[0]:
+            return 0.0
+        return max(_of_prompts(recent, before), _of_outputs(recent, before))
+
+    def _came(self, start: float, end: float) -> Cohort:
+        """Those that arrived from `start` to `end`: ended, and running."""
+        first = bisect_right(self.pairs, start, key=lambda pair: pair.arrived_at)
+        last = bisect_right(self.pairs, end, key=lambda pair: pair.arrived_at)
+        return self.pairs[first:last], [u for u in self.unfinished if start < u.arrived_at <= end]
+
+    def going_on(self, now: float) -> tuple[tuple[Unfinished, int], ...]:
+        """What runs and waits, in the order of arrival, each with an answer as long as those that came further."""
+        known = self.sample(now)
+        survival = Survival.of([pair.output for pair in known], [])
+        draws = Draws(len(known))
+        ordered = sorted(self.unfinished, key=lambda u: u.arrived_at)
+        return tuple((u, survival.beyond(u.output_tokens, draws.share())) for u in ordered)
 
     def sample(self, now: float) -> tuple[Pair, ...]:
         """The pairs to predict with: this epoch's, of whole cohorts where there are enough of them; else of younger
@@ -99,7 +128,7 @@ class Lengths:
         current: list[Pair] = []
         for lag in LAGS_SECONDS:
             current = self._complete(self.epoch, now - lag)
-            if len(current) >= LEAST_SINCE_SHIFT:
+            if len(current) >= LEAST_OF_EPOCH:
                 break
         if len(current) < LEAST_SINCE_SHIFT:
             older = [pair for pair in self.pairs if pair.arrived_at < self.epoch]
@@ -135,10 +164,8 @@ class Lengths:
 
     def _complete(self, start: float, end: float) -> list[Pair]:
         """All that arrived from `start` to `end`; unfinished ones with an answer as long as those that came further."""
-        first = bisect_right(self.pairs, start, key=lambda pair: pair.arrived_at)
-        last = bisect_right(self.pairs, end, key=lambda pair: pair.arrived_at)
-        known = list(self.pairs[first:last])
-        censored = [u for u in self.unfinished if start < u.arrived_at <= end]
+        ended, censored = self._came(start, end)
+        known = list(ended)
         if not censored or not known:
             return known
         survival = Survival.of([pair.output for pair in known], [u.output_tokens for u in censored])
@@ -150,29 +177,28 @@ class Lengths:
         return known + imputed
 
 
-@dataclass(frozen=True, slots=True)
-class WorkOf:
-    """What a request costs: weights of its prompt's and its answer's tokens. Only their ratio matters."""
-
-    prompt: float = 1.0
-    output: float = 1.0
-
-    @property
-    def measures(self) -> tuple[Measure, ...]:
-        """The total, and each side alone: two shifts may cancel in the total and still change what is best."""
-        return (
-            lambda pair: self.prompt * (pair.prompt - pair.cached) + self.output * pair.output,
-            lambda pair: float(pair.prompt - pair.cached),
-            lambda pair: float(pair.output),
-        )
-
-
-def _differs(recent: Sequence[float], before: Sequence[float]) -> bool:
-    """Whether two means differ by more than SHIFT, and more than by chance."""
-    one, one_error = _mean(recent)
-    other, other_error = _mean(before)
+def _of_prompts(recent: Cohort, before: Cohort) -> float:
+    """By how many standard errors the mean prompts differ."""
+    one, one_error = _mean(_prompts(recent))
+    other, other_error = _mean(_prompts(before))
     change = abs(one - other)
-    return change > SHIFT * max(other, 1e-9) and change > SHIFT_DEVIATIONS * math.hypot(one_error, other_error)
+    return change / max(math.hypot(one_error, other_error), 1e-9) if change > SHIFT * max(other, 1e-9) else 0.0
+
+
+def _prompts(cohort: Cohort) -> list[float]:
+    ended, running = cohort
+    return [float(p.prompt - p.cached) for p in ended] + [float(u.prompt_tokens - u.cached_tokens) for u in running]
+
+
+def _of_outputs(recent: Cohort, before: Cohort) -> float:
+    """By how many standard errors the answers that have ended are more, or fewer, than those before would be."""
+    survival = Survival.of([p.output for p in before[0]], [u.output_tokens for u in before[1]])
+    ended, running = recent
+    count = len(ended)
+    expected = math.fsum(survival.hazard(p.output) for p in ended)
+    expected += math.fsum(survival.hazard(u.output_tokens) for u in running)
+    change = abs(count - expected)
+    return change / math.sqrt(max(expected, 1.0)) if change > SHIFT * max(expected, 1.0) else 0.0
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
@@ -189,6 +215,10 @@ class Survival:
 
     lengths: tuple[int, ...]
     shares: tuple[float, ...]
+    hazards: tuple[float, ...]
+    """How many would have ended by then, of one that went on and on (Nelson and Aalen's estimate)."""
+    mean: float
+    """Tokens for each answer that ended, those of the others included: the mean length were all tokens alike."""
 
     @classmethod
     def of(cls, ended: Sequence[int], censored: Sequence[int]) -> Survival:
@@ -197,7 +227,8 @@ class Survival:
         ends, stops = sorted(ended), sorted(censored)
         lengths: list[int] = []
         shares: list[float] = []
-        share, i, j = 1.0, 0, 0
+        hazards: list[float] = []
+        share, hazard, i, j = 1.0, 0.0, 0, 0
         while i < len(ends):
             length = ends[i]
             while j < len(stops) and stops[j] < length:  # who was last seen shorter is not at risk any more
@@ -205,20 +236,34 @@ class Survival:
                 at_risk -= 1
             count = bisect_right(ends, length, lo=i) - i
             share *= 1.0 - count / at_risk
+            hazard += count / at_risk
             at_risk -= count
             i += count
             lengths.append(length)
             shares.append(share)
-        return cls(tuple(lengths), tuple(shares))
+            hazards.append(hazard)
+        mean = (sum(ends) + sum(stops)) / max(1, len(ends))
+        return cls(tuple(lengths), tuple(shares), tuple(hazards), mean)
+
+    def hazard(self, length: int) -> float:
+        """How many would have ended in as many tokens; beyond what was seen, by the mean."""
+        index = bisect_right(self.lengths, length)
+        known = self.hazards[index - 1] if index else 0.0
+        if index < len(self.lengths):
+            return known
+        return known + (length - self.lengths[-1]) / max(1.0, self.mean)
 
     def beyond(self, length: int, draw: float) -> int:
-        """A length of those that are longer than `length`: the one at share `draw` of them. Where none was seen to end
-        beyond, twice as long."""
+        """A length of those that are longer than `length`: the one at share `draw` of them. Beyond the longest that
+        was seen to end, answers go on as if every token might be the last alike."""
         index = bisect_right(self.lengths, length)
-        if index >= len(self.lengths):
-            return 2 * length + 1
         left = self.shares[index - 1] if index else 1.0
         wanted = left * (1.0 - draw)
-        while index < len(self.lengths) - 1 and self.shares[index] > wanted:
-            index += 1
-        return self.lengths[index]
+        last = self.shares[-1] if self.shares else 1.0
+        if index < len(self.lengths) and wanted >= last:
+            while self.shares[index] > wanted:
+                index += 1
+            return self.lengths[index]
+        longest = max(length, self.lengths[-1] if self.lengths else 0)
+        beyond = 1.0 - draw if index >= len(self.lengths) else wanted / last
+        return longest + 1 + int(-self.mean * math.log(max(beyond, 1e-6)))

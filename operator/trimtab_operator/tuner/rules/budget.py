@@ -45,7 +45,8 @@ def better_budget(s: Situation) -> Move | None:
         before, after = present, capacities[best]
         expected = (Expectation(Measure.CAPACITY, before, after, (1 - UNSURE) * after, (1 + UNSURE) * after),)
     else:
-        shares = {budget: foresight.at(_with(s, budget), s.rate).attainment for budget in (current, *others)}
+        nearest = [*[b for b in others if b < current][-1:], current, *[b for b in others if b > current][:1]]
+        shares = {budget: foresight.at(_with(s, budget), s.rate).attainment for budget in nearest}
         best = max(shares, key=lambda budget: (shares[budget], -abs(budget - current)))
         if best == current or shares[best] < shares[current] + ATTAINMENT_GAIN:
             return None

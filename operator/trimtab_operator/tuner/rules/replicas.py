@@ -16,6 +16,7 @@ from trimtab_operator.tuner.looks import Phase
 from trimtab_operator.tuner.moves import Expectation, Measure, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.observation import Observation, Seen
+from trimtab_operator.tuner.rules.pressure import FULL, peak_usage
 from trimtab_operator.tuner.scaling.law import (
     LEVEL_SECONDS,
     Need,
@@ -137,7 +138,18 @@ def _need(
     if need.replicas == most > current and capacity(most) <= 0:
         # No number of them keeps the promises: more of them help only with what waits.
         return replace(need, replicas=min(most, current + extra)), capacity
+    if need.replicas <= current < most and is_overfull(s):
+        return replace(need, replicas=current + 1, is_overfull=True), capacity
     return need, capacity
+
+
+def is_overfull(s: Situation) -> bool:
+    """Whether the KV caches are nearly full, and what runs and comes is predicted to break promises from here, with
+    those that start serving too. Answers that have grown long show here, whatever rate their replicas should hold."""
+    if s.foresight is None or s.rate <= 0 or peak_usage(s) < FULL:
+        return False
+    soon = replace(s.candidate, replicas=max(1, s.replicas + s.coming))
+    return s.foresight.at(soon, s.rate).attainment < s.objectives.share
 
 
 def _is_idle(memory: Memory, s: Situation) -> bool:
@@ -161,6 +173,7 @@ def _move(current: int, target: int, need: Need, capacity: Capacity | None, obse
         "replicas_for_queue": need.for_queue,
         "replicas_serving": len(observation.ready),
         "replicas_coming": len(observation.coming),
+        "is_overfull": float(need.is_overfull),
     }
     expected: tuple[Expectation, ...] = ()
     if capacity is not None:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from trimtab_operator.tuner.load.demand import Demand, Growth
 from trimtab_operator.tuner.scaling.behavior import Behavior, ScaleEvent, limited, stabilized
 
-HOLD_COLD_STARTS = 2.5  # ski rental: one start-up's cost breaks even; two and a half measured better
+HOLD_COLD_STARTS = 3.0  # ski rental: one start-up's cost breaks even; from three on, loads that switch cost least
 LEAST_HOLD_SECONDS = 120.0
 MOST_HOLD_SECONDS = 900.0
-LEARN_COLD_STARTS = 5.0  # of load that must be seen before the first replica goes: a lull tells nothing of the bursts
+LEARN_COLD_STARTS = 3.0  # of load that must be seen before the first replica goes: a lull tells nothing of the bursts
 REGRET_SECONDS = 600.0  # scaling out so soon after scaling in is a regret
 FORGIVE_SECONDS = 1800.0  # without regret after which the hold halves
 KEEP_WANTED_SECONDS = 3600.0
@@ -72,6 +72,8 @@ class Need:
     """The factor between both that growth within a start-up is given."""
     for_queue: int = 0
     """How many of the replicas the queue asks for."""
+    is_overfull: bool = False
+    """What is there already asks for one more."""
 
 
 def confidence(caution: Caution, spent: float | None) -> float:
@@ -82,13 +84,13 @@ def confidence(caution: Caution, spent: float | None) -> float:
 def bound(demand: Demand, growth: Growth, caution: Caution, confident: float) -> tuple[float, float] | None:
     """The rate to provide for, and the factor of growth in it, which `confident` of the growths seen did not exceed.
 
-    The present level times the growth that is seldom exceeded within a start-up: slopes were tried and made it worse,
-    as what they foretell is in the growths that were seen.
+    The present level times the growth that is seldom exceeded within a start-up by a load with this trend. Adding a
+    slope to it was tried and made it worse: what slopes foretell is in the growths that were seen.
     """
     level = demand.rate(LEVEL_SECONDS)
     if level is None:
         return None
-    factor = growth.quantile(confident, prior_sd=caution.prior_sd)
+    factor = growth.quantile(confident, prior_sd=caution.prior_sd, trend=demand.trend())
     quick = demand.rate(QUICK_SECONDS) or 0.0
     error = math.sqrt(max(quick, 1 / QUICK_SECONDS) * demand.dispersion() / QUICK_SECONDS)
     up = max(level * factor, level, quick - caution.jump_deviations * error)

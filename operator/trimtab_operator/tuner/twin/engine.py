@@ -181,6 +181,22 @@ class TwinEngine:
         self.counters.arrived += 1
         self.counters.arrived_prompt_tokens += sequence.num_prompt
 
+    def find(self, sequence: Sequence, num_generated: int) -> None:
+        """Have a sequence run whose answer is out that far, as it is found in an engine that is looked at; where there
+        is no seat or no room for it, it has been preempted. Call it before time passes. Raises ValueError as add()."""
+        self.add(sequence)
+        self._fresh.pop()
+        sequence.num_generated = min(num_generated, sequence.num_output - 1)
+        sequence.first_token_at = sequence.last_token_at = self.now
+        computed = sequence.num_tokens - 1
+        num_blocks = -(-computed // self._block_size)
+        if self.num_running >= self._policy.max_num_seqs or num_blocks > self._blocks.free:
+            insort(self._preempted, sequence, key=_order)
+            return
+        self._blocks.take(num_blocks)
+        sequence.num_computed = computed
+        self._decode(sequence)
+
     def set_policy(self, policy: TwinPolicy) -> None:
         """Be steered by `policy` from the next step on. Lowering limits drains down."""
         self._policy = policy
@@ -529,6 +545,10 @@ class TwinEngine:
             if self.gaps is not None:
                 self.gaps.add(gap, 1)
         sequence.num_generated += 1
+        self._decode(sequence)
+
+    def _decode(self, sequence: Sequence) -> None:
+        """Let it decode from the next step on: what it has computed is in the KV cache, its newest token is not."""
         sequence.slow_base = self._slow_steps
         sequence.finish_step = self._step + sequence.num_output - sequence.num_generated
         sequence.phase = (self._step - sequence.num_computed) % self._block_size

@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from trimtab_operator.tuner.foresight import Candidate, Foresight
+from trimtab_operator.tuner.foresight import Candidate, Foresight, Found
 from trimtab_operator.tuner.foresight.capacity import RUNS_PER_TURN
 from trimtab_operator.tuner.load import Pair
 from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
@@ -118,3 +118,34 @@ def test_what_can_wait_is_computed_over_some_turns() -> None:
         foresight.begin_turn()
         answers = [foresight.attains_later(one, 3.0) for one in budgets]
     assert None not in answers
+
+
+def test_what_is_there_already_is_felt_by_those_who_come() -> None:
+    small = replace(ONE, kv_blocks=2000)
+    empty = Foresight(COST, pairs(500, 300), BOTH)
+    full = Foresight(COST, empty.pairs, BOTH)
+    full.begin_turn(lambda: [Found(5.0, 500, 2000, 400)] * 60)
+    before, then = empty.at(small, 1.0), full.at(small, 1.0)
+    assert then.ttft_p95 > 2 * before.ttft_p95
+    assert then.recomputed_share > before.recomputed_share
+    assert full.capacity(small) == empty.capacity(small)  # that of any day, not of this minute
+
+
+def test_each_simulated_replica_has_as_much_to_do_as_a_real_one() -> None:
+    asked: list[int] = []
+
+    def there() -> list[Found]:
+        asked.append(1)
+        return [Found(1.0, 100, 50, 10)] * 80
+
+    foresight = Foresight(COST, pairs(1000, 10), BOTH)
+    foresight.begin_turn(there)
+    many, four = replace(ONE, replicas=8), replace(ONE, replicas=4)
+    assert len(foresight.found_by(four, many)) == 40
+    assert len(foresight.found_by(four, four)) == 80
+    assert asked == [1]
+
+
+def test_a_capacity_of_another_mix_is_taken_to_change_as_the_work_does() -> None:
+    few, many = Foresight(COST, pairs(1000, 200), BOTH), Foresight(COST, pairs(1000, 400), BOTH)
+    assert 1.3 < many.mean_work / few.mean_work < 2.0

@@ -52,3 +52,26 @@ def test_what_grows_more_than_foreseen_is_provided_for_after_a_while() -> None:
     assert 1.3 < high < 1.9
     assert growth.quantile(0.5, prior_sd=0.05) < high
     assert Growth().quantile(0.9, prior_sd=0.1) == pytest.approx(math.exp(0.128), rel=0.01)
+
+
+def test_who_was_level_provides_for_less_than_who_rises() -> None:
+    demand, growth = Demand(), Growth()
+    for index in range(400):
+        now = 15.0 * (index + 1)
+        part = index % 80
+        rate = 10.0 if part < 50 else 10.0 * math.exp(0.08 * min(part - 50, 12))  # level for long, then it rises
+        demand = demand.with_point(Point(now, 15.0, rate * 15))
+        growth = growth.settled(demand, now, window=60.0)
+        growth = growth.foreseen(now + 135.0, demand.rate(60.0) or 0.0, demand.trend())
+    level, rising = growth.quantile(0.75, prior_sd=0.16), growth.quantile(0.75, prior_sd=0.16, trend=0.3)
+    assert rising > 1.2 * growth.quantile(0.75, prior_sd=0.16, trend=0.0)
+    assert level == growth.quantile(0.75, prior_sd=0.16, trend=0.0)
+
+
+def test_the_trend_is_that_of_a_minute_within_limits() -> None:
+    rising = Demand()
+    for index in range(16):
+        rising = rising.with_point(Point(15.0 * (index + 1), 15.0, 150 if index < 12 else 165))
+    assert rising.trend() == pytest.approx(math.log(1.1))
+    assert rising.with_point(Point(255.0, 15.0, 9000)).trend() == 0.3
+    assert Demand().trend() == 0.0

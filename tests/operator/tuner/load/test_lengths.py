@@ -3,10 +3,8 @@
 import random
 
 from trimtab_operator.tuner.load.draws import Draws
-from trimtab_operator.tuner.load.lengths import Lengths, Survival, WorkOf
+from trimtab_operator.tuner.load.lengths import Lengths, Survival
 from trimtab_operator.tuner.looks import Finished, Unfinished
-
-WORK = WorkOf(1.0, 5.0)
 
 
 def finished(at: float, prompt: int, output: int, *, gap: float = 0.05, reason: str = "stop") -> Finished:
@@ -18,7 +16,16 @@ def test_survival_is_that_of_kaplan_and_meier() -> None:
     assert survival.lengths == (1, 3, 5)
     assert [round(share, 4) for share in survival.shares] == [0.8, 0.5333, 0.0]
     assert survival.beyond(3, 0.5) == 5
-    assert survival.beyond(9, 0.5) == 19
+    assert survival.mean == 5.0
+    assert survival.beyond(9, 0.5) == 13  # half of those that go on end within ln 2 of the mean
+
+
+def test_beyond_the_longest_that_ended_answers_go_on_as_all_tokens_did() -> None:
+    survival = Survival.of([10], [100] * 9)
+    draws = Draws(1)
+    lengths = [survival.beyond(0, draws.share()) for _ in range(4000)]
+    assert 0.08 < sum(length == 10 for length in lengths) / 4000 < 0.12
+    assert 700 < sum(lengths) / 4000 < 1000  # 910 tokens for each that ended
 
 
 def test_during_a_ramp_the_finished_are_too_short_and_the_cohort_is_not() -> None:
@@ -52,7 +59,7 @@ def shifted(prompt: int, *, change: float) -> Lengths:
         now = 15.0 * (tick + 1)
         size = prompt if now < 600 else prompt * change
         rows = [finished(now - rng.uniform(0, 15), int(rng.uniform(0.5, 1.5) * size), 20) for _ in range(60)]
-        lengths = lengths.with_news(rows, ()).checked(now, WORK)
+        lengths = lengths.with_news(rows, ()).checked(now)
     return lengths
 
 
@@ -65,6 +72,42 @@ def test_a_shift_of_the_mix_begins_one_new_epoch() -> None:
 
 def test_a_steady_mix_never_shifts() -> None:
     assert shifted(1000, change=1.0).version == 0
+
+
+def running_on(rate: float, means: list[tuple[float, float]], until: float, *, seed: int = 4) -> tuple[Lengths, float]:
+    """Answers of 40 tokens a second whose mean changes at some times, looked at every 15 s; when the mix was last found
+    to have shifted, 0.0: never."""
+    rng = random.Random(seed)
+    lengths, told, at, shifted_at = Lengths(), 0.0, 0.0, 0.0
+    came: list[tuple[float, int]] = []
+    now = 15.0
+    while now <= until:
+        while (at := at + rng.expovariate(rate)) < now:
+            mean = next(mean for begin, mean in reversed(means) if begin <= at)
+            came.append((at, max(1, int(mean * rng.lognormvariate(-0.32, 0.8)))))
+        ended = [(a, o) for a, o in came if told < a + o / 40 <= now]
+        going = [(a, o) for a, o in came if a + o / 40 > now]
+        version = lengths.version
+        lengths = lengths.with_news(
+            [finished(a, 500, o, gap=1 / 40) for a, o in ended],
+            [Unfinished(a, 500, int(40 * (now - a))) for a, _ in going],
+        ).checked(now)
+        if lengths.version != version:
+            shifted_at = now
+        told, now = now, now + 15.0
+    return lengths, shifted_at
+
+
+def test_answers_that_grow_longer_are_seen_while_they_run() -> None:
+    lengths, shifted_at = running_on(5.0, [(0.0, 1600.0), (1200.0, 3400.0)], 1275.0)
+    assert 1200.0 < shifted_at <= 1275.0  # a mean answer takes 85 s
+    mean = sum(pair.output for pair in lengths.sample(1275.0)) / len(lengths.sample(1275.0))
+    assert mean > 2200
+
+
+def test_long_and_uneven_answers_that_stay_so_are_no_shift() -> None:
+    for seed in range(3):
+        assert running_on(5.0, [(0.0, 1600.0)], 1800.0, seed=seed)[1] == 0.0
 
 
 def test_draws_are_the_same_each_time_and_even() -> None:

@@ -9,7 +9,7 @@ import pytest
 from trimtab_operator.tuner.decide import Outcome, decide
 from trimtab_operator.tuner.explanation import sentence_of
 from trimtab_operator.tuner.foresight import Candidate, Foresight
-from trimtab_operator.tuner.load.demand import Demand, Growth, Point
+from trimtab_operator.tuner.load.demand import Case, Demand, Growth, Point
 from trimtab_operator.tuner.looks import Look, Phase
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.objectives import Objectives, Ttft
@@ -39,6 +39,14 @@ class EachHolds:
 
     rate: float
     sampling_error: float = 0.0
+    attainment_from_here: float = 1.0
+
+    def at(self, candidate: Candidate, rate: float) -> EachHolds:
+        return self
+
+    @property
+    def attainment(self) -> float:
+        return self.attainment_from_here
 
     def capacity(self, candidate: Candidate) -> float:
         return self.rate * candidate.replicas
@@ -69,12 +77,13 @@ def chosen(
     each: float | None = 5.0,
     scaling: Scaling = UP_TO_EIGHT,
     began_at: float | None = 0.0,
+    from_here: float = 1.0,
 ) -> Chosen:
     """What is chosen while so many requests come a second, one replica holds `each` of them, and `asked` are wanted."""
     points = tuple(Point(NOW - 15.0 * i, 15.0, 15.0 * rate) for i in range(20))
     memory = Memory(
         demand=Demand(points[::-1]),
-        growth=Growth(errors=tuple((NOW, 0.0) for _ in range(200))),
+        growth=Growth(cases=tuple(Case(NOW, 1.0, 0.0) for _ in range(200))),
         scaling=ScalingMemory(asked, began_at=began_at, wanted=((NOW - 15.0, 1),)),
     )
     settings = Settings(Mode.AUTO, PROMISED, starts=KNOBS, scaling=scaling)
@@ -92,7 +101,7 @@ def chosen(
         ledger=ledger,
         objectives=PROMISED,
         cost=COST,
-        foresight=None if each is None else cast("Foresight", EachHolds(each)),
+        foresight=None if each is None else cast("Foresight", EachHolds(each, attainment_from_here=from_here)),
         rate=rate,
         replicas=len(observation.ready),
         coming=len(observation.coming),
@@ -110,6 +119,16 @@ def test_more_load_than_they_hold_asks_for_more_at_once() -> None:
     assert found.move is not None
     assert (found.move.reason, found.move.before, found.move.after) == (Reason.TOO_FEW_REPLICAS, 2, 3)
     assert (found.move.evidence["replicas_serving"], found.move.evidence["replicas_coming"]) == (2, 0)
+
+
+def test_caches_that_what_runs_will_overflow_ask_for_one_more_whatever_the_rate_says() -> None:
+    full = seen(serving("m-0", kv_usage=0.9), serving("m-1", kv_usage=0.9))
+    found = chosen(full, asked=2, rate=6.0, from_here=0.8)
+    assert found.replicas == 3
+    assert found.move is not None
+    assert "nearly full" in sentence_of(found.move, Mode.AUTO)
+    assert chosen(full, asked=2, rate=6.0, from_here=0.99).replicas == 2
+    assert chosen(TWO, asked=2, rate=6.0, from_here=0.8).replicas == 2
 
 
 def test_those_that_start_are_counted() -> None:

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from trimtab_operator.tuner.load.demand import Demand, Growth, Point
+from trimtab_operator.tuner.load.demand import Case, Demand, Growth, Point
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Unit
 from trimtab_operator.tuner.scaling.law import (
     HOLD_COLD_STARTS,
@@ -28,7 +28,7 @@ def loaded(*rates: float) -> Demand:
 
 
 def grown(factor: float) -> Growth:
-    return Growth(errors=tuple((float(i), math.log(factor)) for i in range(200)))
+    return Growth(cases=tuple(Case(float(i), 1.0, 0.0, math.log(factor)) for i in range(200)))
 
 
 def test_the_growth_that_was_seen_is_provided_for() -> None:

@@ -81,3 +81,32 @@ def test_what_runs_and_waits_is_told_with_its_tokens() -> None:
     engine.run_until(0.025)
     assert dict(engine.unfinished()) == {running: 2, waiting: 0}
     assert (engine.num_running, engine.num_waiting, engine.waiting_tokens) == (1, 1, 10)
+
+
+def test_an_engine_that_is_found_amid_its_work_goes_on_as_it_would_have() -> None:
+    cost = StepCost(8e-3, 1 / 16_000, 3e-5, 4e-9)
+    policy = TwinPolicy(64, 512)
+    original = TwinEngine(cost, policy, KvBlocks(2000))
+    for index in range(20):
+        original.run_until(0.3 * index)
+        original.add(Sequence(0.3 * index, 200, 300 + 20 * index))
+    original.run_until(6.0)
+    copy = TwinEngine(cost, policy, KvBlocks(2000), now=original.now)
+    rest = list(original.unfinished())
+    for there, generated in rest:
+        copy.find(Sequence(there.arrival, there.num_prompt, there.num_output), generated)
+    assert (copy.num_running, copy.blocks.free) == (original.num_running, original.blocks.free)
+    original.drain()
+    copy.drain()
+    assert copy.now == pytest.approx(original.now, rel=1e-3)
+
+
+def test_what_finds_no_room_or_seat_in_the_engine_waits_as_preempted_ones_do() -> None:
+    engine = an_engine(seats=1, blocks=10)
+    engine.find(Sequence(0.0, 32, 20), 5)
+    engine.find(Sequence(0.0, 32, 20), 5)
+    assert (engine.num_running, engine.num_waiting, engine.waiting_tokens) == (1, 1, 37)
+    engine.drain()
+    assert len(engine.finished) == 2
+    with pytest.raises(ValueError, match="holds 160 tokens"):
+        an_engine(blocks=10).find(Sequence(0.0, 150, 20), 5)
