@@ -284,6 +284,8 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     """With finish_reason error: nothing was wrong with the request. HTTP 500."""
     time: float | None = None
     """When the step ended that brought it, by the core's clock; the client fills it in. None: no step did."""
+    num_host_cached_tokens: int = 0
+    """Sent with the first output: how many of num_cached_tokens came from the host cache."""
 
 
 REFUSED = "refused"
@@ -413,6 +415,17 @@ class StepStats(msgspec.Struct, array_like=True):
     """None: nothing new."""
     failed_requests: dict[str, int] = {}
     """Requests that no token could be chosen for, by why (sampling/failures.py)."""
+    num_host_cached_prompt_tokens: int = 0
+    """How many of num_cached_prompt_tokens came from the host cache."""
+    host_cache_queries: int = 0
+    """Tokens looked up and not found on the device, while there is a host cache."""
+    host_cache_hits: int = 0
+    host_cache_blocks: int = 0
+    """Blocks of evicted content that host memory holds."""
+    offloaded_bytes: int = 0
+    """Copied to the host cache in this step."""
+    restored_bytes: int = 0
+    """Copied from there."""
 
 
 class StepOutputs(msgspec.Struct, tag="outputs"):

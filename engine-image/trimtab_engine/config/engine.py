@@ -19,7 +19,7 @@ from trimtab_engine.scheduling.policy import PreemptionMode, QueueOrder
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_BATCHED_TOKENS = 1 << 20  # tokens in a step; 64 times the largest default in the field
-FLAGS = {"swap_space_bytes": "swap-space"}
+FLAGS = {"swap_space_bytes": "swap-space", "kv_offload_bytes": "kv-offload-size"}
 """The flag of a field where it is not the field's name."""
 MIN_STATS_INTERVAL_SECONDS = 1.0  # below, the line would say little and cost much
 MAX_STATS_INTERVAL_SECONDS = 3600.0
@@ -79,6 +79,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     preemption_mode: PreemptionMode = "recompute"
     swap_space_bytes: int = 0
     swap_space_bytes_cap: int = 0
+    kv_offload_bytes: int = 0
+    """Host memory for what the KV cache evicts; 0: it is forgotten."""
+    kv_offload_bytes_cap: int = 0
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
     """Schedule the next step while the device works on one. None: on CUDA."""
@@ -196,7 +199,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"--{flag} is {value}; it must be 1 or more")
             if value > cap:
                 raise _above_cap(flag, value, cap)
-        for name in ("swap_space_bytes", "num_speculative_tokens"):
+        for name in ("swap_space_bytes", "kv_offload_bytes", "num_speculative_tokens"):
             value, cap = getattr(self, name), getattr(self, name + "_cap")
             flag = FLAGS.get(name, name.replace("_", "-"))
             if value < 0:

@@ -344,6 +344,7 @@ class Engine:
             self._announced.add(request.request_id)
             output.first_scheduled_time = request.first_scheduled_time
             output.num_cached_tokens = request.num_cached_tokens
+            output.num_host_cached_tokens = request.num_host_cached_tokens
             if request.sampling.prompt_logprobs is not None:
                 output.prompt_logprobs = request.prompt_logprobs
         if finished is not None:
@@ -428,6 +429,8 @@ class Engine:
         self._scheduler.set_policy(values.policy())
         if values.swap_space_bytes != before.values.swap_space_bytes:
             self.set_swap_space(values.swap_space_bytes)
+        if values.kv_offload_bytes != before.values.kv_offload_bytes:
+            self._scheduler.resize_host_cache(values.kv_offload_bytes // self._formula.widest_block_bytes)
         if values.gpu_memory_utilization != before.values.gpu_memory_utilization:
             formula = self._formula.at(values.gpu_memory_utilization)
             self._resize_kv(min(formula.num_blocks, self._live.envelope.num_blocks_cap))

@@ -141,7 +141,12 @@ def start_steps(config: EngineConfig, rank: LoadedRank, formula: MemoryFormula, 
 
 def _scheduler(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula, size: KVSize) -> Scheduler:
     bytes_per_block = formula.widest_block_bytes
-    swap_space = SwapSpace(config.swap_space_bytes // bytes_per_block, config.swap_space_bytes_cap // bytes_per_block)
+    swap_space = SwapSpace(
+        config.swap_space_bytes // bytes_per_block,
+        config.swap_space_bytes_cap // bytes_per_block,
+        config.kv_offload_bytes // bytes_per_block,
+        config.kv_offload_bytes_cap // bytes_per_block,
+    )
     return Scheduler(
         BlockManager(size.num_blocks, size.cap_blocks, config.block_size, swap_space),
         _start_values(config).policy(),
@@ -163,6 +168,7 @@ def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormu
         min_utilization=formula.min_utilization or config.gpu_memory_utilization_cap,
         num_blocks_cap=size.cap_blocks,
         swap_space_bytes_cap=config.swap_space_bytes_cap,
+        kv_offload_bytes_cap=config.kv_offload_bytes_cap,
         num_speculative_tokens_cap=config.num_speculative_tokens_cap,
         data_parallel_size_cap=config.max_cores,
         rigid_cores=_rigid_cores(config, runner),
@@ -243,7 +249,8 @@ def _layout(config: EngineConfig, ranks: list[RankReport]) -> dict[str, Any]:
 def _execution(
     config: EngineConfig, runner: ModelRunner, formula: MemoryFormula, speculation: Speculation | None
 ) -> Execution:
-    num_blocks = config.swap_space_bytes_cap // formula.widest_block_bytes
+    block_bytes = formula.widest_block_bytes
+    num_blocks = config.swap_space_bytes_cap // block_bytes + config.kv_offload_bytes_cap // block_bytes
     overlaps = config.device == "cuda" if config.async_scheduling is None else config.async_scheduling
     stages = num_stages(config, runner)
     return Execution(

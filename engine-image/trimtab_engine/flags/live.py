@@ -52,6 +52,20 @@ def add_scheduling_flags(group: Any) -> None:
         help="how far it may be raised live (default: the start value)",
     )
     group.add_argument(
+        "--kv-offload-size",
+        type=types.swap_space,
+        default=0,
+        metavar="SIZE",
+        help="host memory for cached prefixes that the KV cache evicts, in GiB or as 512Mi; on the CPU it is part of "
+        "the device; live (default: 0, they are forgotten)",
+    )
+    group.add_argument(
+        "--kv-offload-size-cap",
+        type=types.swap_space,
+        metavar="SIZE",
+        help="how far it may be raised live (default: the start value)",
+    )
+    group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -97,6 +111,10 @@ def live_values(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
         "preemption_mode": arguments.preemption_mode,
         "swap_space_bytes": swap_space,
         "swap_space_bytes_cap": cap,
+        "kv_offload_bytes": arguments.kv_offload_size,
+        "kv_offload_bytes_cap": arguments.kv_offload_size
+        if arguments.kv_offload_size_cap is None
+        else arguments.kv_offload_size_cap,
         "enable_prefix_caching": arguments.enable_prefix_caching,
         "max_num_queued_reqs": arguments.max_num_queued_reqs,
         "max_num_queued_tokens": arguments.max_num_queued_tokens,

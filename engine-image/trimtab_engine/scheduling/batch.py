@@ -50,6 +50,10 @@ class Batch:
     preempted: list[Preempted]
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    num_offloaded: int = 0
+    """How many of `swap_out` go to the host cache; the others are of preempted requests."""
+    num_restored: int = 0
+    """How many of `swap_in` come from there."""
     sampling: list[Request] = field(default_factory=list)
     """Requests that get a token, in the order of the sequences."""
 

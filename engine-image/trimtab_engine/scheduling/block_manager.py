@@ -12,7 +12,8 @@ free        empty:  a stack that hands out low ids first, so what is in use stay
             cached: full blocks that nobody uses but whose content has a hash; evicted when no empty block is left,
                     the least recently used first, and of one request its last block first
 ```
-Growing appends ids; shrinking evicts the top ones, after what is used there has moved below.
+Growing appends ids; shrinking evicts the top ones, after what is used there has moved below. What is evicted goes to
+the host cache, where there is one (swap_space.py), and comes back when a request begins with it.
 
 A beginning of a request is found only where all groups have what they need to go on from there: those that see all have
 every block of it, those with a window the blocks in sight of the next token.
@@ -53,16 +54,16 @@ class BlocksShort:
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """Blocks that hold the first `num_blocks` blocks of a request's tokens: per group those that it still sees, after
-    `num_gone` that it does not."""
+    """What holds the first `num_blocks` blocks of a request's tokens: per group the keys of those that it still sees,
+    after `num_gone` that it does not."""
 
     num_blocks: int
-    tables: list[list[int]]
+    keys: list[list[bytes]]
     num_gone: list[int]
-
-    @property
-    def blocks(self) -> list[int]:
-        return [block for table in self.tables for block in table]
+    blocks: list[int]
+    """Those of them that are on the device; the others are in the host cache."""
+    num_host_blocks: int
+    """For how many of the `num_blocks` something comes from the host cache."""
 
 
 class BlockManager:
@@ -104,6 +105,7 @@ class BlockManager:
         self._by_hash: dict[bytes, int] = {}
         self._empty = list(range(num_blocks - 1, -1, -1))  # the last one is handed out next
         self._cached: OrderedDict[int, None] = OrderedDict()  # the first one is evicted next
+        self._offloaded: Copies = []
 
     @property
     def num_total(self) -> int:
@@ -130,6 +132,12 @@ class BlockManager:
         """Cached blocks that were taken for something else since the last call."""
         evicted, self._num_evicted = self._num_evicted, 0
         return evicted
+
+    def take_offloaded(self) -> Copies:
+        """What must be copied (device, host), before anything else is written, of what was evicted since the last
+        call."""
+        offloaded, self._offloaded = self._offloaded, []
+        return offloaded
 
     def blocks_for(self, num_tokens: int, num_requests: int = 1) -> int:
         """The most blocks of all groups that so many requests hold while they grow to so many tokens together."""
@@ -185,19 +193,31 @@ class BlockManager:
             block = self._empty.pop()
         else:
             block, _ = self._cached.popitem(last=False)
-            self._forget(block)
+            self._evict(block)
             self._num_evicted += 1
         self._num_users[block] = 1
         return block
 
-    def share(self, request: Request, cached: CachedPrefix) -> None:
-        """Start the request's empty tables with these cached blocks (of find_cached)."""
-        for table, own in zip(cached.tables, request.block_tables, strict=True):
-            for block in table:
-                self._use(block)
-            own.extend(table)
+    def share(self, request: Request, cached: CachedPrefix) -> Copies:
+        """Start the request's empty tables with what was found (by find_cached): what must be copied (host, device).
+        Ask can_allocate first."""
+        for block in cached.blocks:
+            self._use(block)  # before any eviction below
+        missing = [key for keys in cached.keys for key in keys if key not in self._by_hash]
+        hosts = [self.swap_space.read(key) for key in missing]
+        copies = [(host, self._restored(key)) for host, key in zip(hosts, missing, strict=True)]
+        for keys, own in zip(cached.keys, request.block_tables, strict=True):
+            own.extend([self._by_hash[key] for key in keys])
         request.num_gone = list(cached.num_gone)
         request.num_blocks = request.num_offered_blocks = cached.num_blocks
+        return copies
+
+    def _restored(self, key: bytes) -> int:
+        """A block that is found by this key, for what comes from the host cache."""
+        block = self._take()
+        self._hashes[block] = key
+        self._by_hash[key] = block
+        return block
 
     def _use(self, block: int) -> None:
         if not self._num_users[block]:
@@ -252,40 +272,47 @@ class BlockManager:
         num_tokens = len(request.token_ids) - 1
         self._extend_hashes(request, num_tokens)
         hashes = request.block_hashes[: num_tokens // self.block_size]
-        tables = self.new_tables()
+        num_blocks = len(hashes)
         for group in self._full:
-            tables[group] = table = self._run_of(hashes, group)
-            hashes = hashes[: len(table)]
-        num_blocks = self._longest_in_sight(hashes) if self._windowed else len(hashes)
-        for group in self._full:
-            del tables[group][num_blocks:]
-        num_gone = [0] * len(tables)
+            num_blocks = self._length_of_run(hashes[:num_blocks], group)
+        if self._windowed:
+            num_blocks = self._longest_in_sight(hashes[:num_blocks])
+        num_gone = [0] * len(self.sights)
         for group, sight in self._windowed:
-            num_gone[group] = first = sight.first_seen(num_blocks * self.block_size) // self.block_size
-            suffix = self._suffixes[group]
-            tables[group] = [self._by_hash[block_hash + suffix] for block_hash in hashes[first:num_blocks]]
-        return CachedPrefix(num_blocks, tables, num_gone)
+            num_gone[group] = sight.first_seen(num_blocks * self.block_size) // self.block_size
+        keys = [
+            [block_hash + suffix for block_hash in hashes[first:num_blocks]]
+            for first, suffix in zip(num_gone, self._suffixes, strict=True)
+        ]
+        blocks = [block for run in keys for key in run if (block := self._by_hash.get(key)) is not None]
+        num_host = 0 if len(blocks) == sum(map(len, keys)) else self._num_host_blocks(keys, num_gone)
+        return CachedPrefix(num_blocks, keys, num_gone, blocks, num_host)
 
-    def _run_of(self, hashes: Sequence[bytes], group: int) -> list[int]:
-        """The group's blocks of these hashes, up to the first that is not there."""
-        suffix = self._suffixes[group]
-        found: list[int] = []
-        for block_hash in hashes:
-            block = self._by_hash.get(block_hash + suffix)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def _num_host_blocks(self, keys: list[list[bytes]], num_gone: list[int]) -> int:
+        """For how many blocks of tokens some group has what it needs in the host cache alone."""
+        runs = zip(keys, num_gone, strict=True)
+        return len({i for run, first in runs for i, key in enumerate(run, first) if key not in self._by_hash})
+
+    def _length_of_run(self, hashes: Sequence[bytes], group: int) -> int:
+        """How many of these hashes the group has blocks of, up to the first that is nowhere."""
+        suffix, on_device, on_host = self._suffixes[group], self._by_hash, self.swap_space.findable
+        for number, block_hash in enumerate(hashes):
+            key = block_hash + suffix
+            if key not in on_device and key not in on_host:
+                return number
+        return len(hashes)
 
     def _longest_in_sight(self, hashes: Sequence[bytes]) -> int:
         """The most of these blocks after which every group with a window has all that the next token sees."""
         num_blocks, agreed = len(hashes), 0
+        on_device, on_host = self._by_hash, self.swap_space.findable
         while num_blocks and agreed < len(self._windowed):
             agreed = 0
             for group, sight in self._windowed:
                 first = sight.first_seen(num_blocks * self.block_size) // self.block_size
                 suffix = self._suffixes[group]
-                missing = (i for i in range(num_blocks - 1, first - 1, -1) if hashes[i] + suffix not in self._by_hash)
+                keys = ((i, hashes[i] + suffix) for i in range(num_blocks - 1, first - 1, -1))
+                missing = (i for i, key in keys if key not in on_device and key not in on_host)
                 shorter = next(missing, None)  # it is in sight from each of the numbers of blocks between, too
                 if shorter is None:
                     agreed += 1
@@ -312,20 +339,33 @@ class BlockManager:
         request.num_offered_blocks = last
 
     def disown(self, request: Request) -> None:
-        """Forget the content of all blocks of the request's tables. Others that share them keep what they have."""
+        """Forget the content of all blocks of the request's tables, wherever it is. Others that share them keep what
+        they have."""
         for table in request.block_tables:
             for block in table:
+                block_hash = self._hashes[block]
+                if block_hash is not None:
+                    self.swap_space.forget(block_hash)
                 self._forget(block)
 
     def _extend_hashes(self, request: Request, num_tokens: int) -> None:
         extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, num_tokens, request.cache_salt)
 
     def reset_cache(self) -> None:
-        """Forget all content. What is in use stays in use; it is found no more."""
+        """Forget all content, the host cache's too. What is in use stays in use; it is found no more."""
+        self.swap_space.forget_all()
+        self._offloaded = []
         self._empty.extend(sorted(self._cached, reverse=True))
         self._cached.clear()
         self._by_hash.clear()
         self._hashes = [None] * self._cap
+
+    def _evict(self, block: int) -> None:
+        """Find its content here no more; the host cache keeps it, where there is one."""
+        block_hash = self._hashes[block]
+        if block_hash is not None and (host := self.swap_space.offload(block_hash)) is not None:
+            self._offloaded.append((block, host))
+        self._forget(block)
 
     def _forget(self, block: int) -> None:
         block_hash = self._hashes[block]
@@ -416,7 +456,7 @@ class BlockManager:
         for source, destination in plan.moves:
             if destination in self._cached:
                 del self._cached[destination]
-                self._forget(destination)
+                self._evict(destination)
             self._num_users[destination], self._num_users[source] = self._num_users[source], 0
             block_hash = self._hashes[source]
             self._hashes[destination], self._hashes[source] = block_hash, None
@@ -424,7 +464,7 @@ class BlockManager:
                 self._by_hash[block_hash] = destination
         for block in [block for block in self._cached if block >= plan.num_blocks]:
             del self._cached[block]
-            self._forget(block)
+            self._evict(block)
         taken = set(moved.values())
         kept = [block for block in self._empty if block < plan.num_blocks and block not in taken]
         kept.sort(reverse=True)

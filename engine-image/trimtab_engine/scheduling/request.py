@@ -100,7 +100,9 @@ class Request:
     num_offered_blocks: int = 0
     """Leading blocks of its tables that the prefix cache has been told of."""
     num_cached_tokens: int = 0
-    """Prompt tokens that it found in the prefix cache when it was first admitted."""
+    """Prompt tokens that it found in the prefix cache when it was first admitted, the host cache included."""
+    num_host_cached_tokens: int = 0
+    """How many of them were in the host cache."""
     max_num_tokens: int = 0
     """Prompt and output together end here with finish_reason length; set when the scheduler takes the request."""
     end_token_ids: frozenset[int] = frozenset()

@@ -73,6 +73,8 @@ class Scheduler:
         """In the order of the queue."""
         self._swap_out: Copies = []
         self._swap_in: Copies = []
+        self._num_restored = 0
+        """How many of `_swap_in` come from the host cache."""
         self._last_step = 0
         self._blocked: BlockedReason | None = None
         self._blocked_since = 0.0
@@ -169,7 +171,8 @@ class Scheduler:
         plan = self._blocks.plan_shrink(num_blocks, holders)
         assert isinstance(plan, ShrinkPlan)  # what is in use fits: the loop above saw to it
         self._blocks.apply_shrink(plan, holders)
-        swap_out, self._swap_out = self._swap_out, []
+        swap_out, self._swap_out = self._swap_out + self._blocks.take_offloaded(), []
+        self._blocks.swap_space.settle()
         return ResizeResult(plan.moves, preempted, swap_out)
 
     def preempt_all(self, now: float) -> list[Preempted]:
@@ -188,12 +191,18 @@ class Scheduler:
         """Host blocks from now on, within the cap. Less than what is in use takes effect as requests come back."""
         self._blocks.swap_space.resize(num_blocks)
 
+    def resize_host_cache(self, num_blocks: int) -> None:
+        """Host blocks for evicted content from now on, within the cap."""
+        self._blocks.swap_space.resize_kept(num_blocks)
+
     # --- one step -------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Batch:
         """Choose the next step's work and give it its blocks. The batch is empty only when nothing can run."""
         self._book_blocked_time(now)
         self._blocked = None
+        if not (self._swap_out or self._swap_in):  # else the last batch was empty, and took no copies along
+            self._blocks.swap_space.settle()
         batch = Batch(self.next_step, [], 0, [])
         budget = self._schedule_running(batch, now)
         if self._waiting:
@@ -205,8 +214,12 @@ class Scheduler:
         if batch.sequences:
             self._last_step += 1
             batch.num_tokens = self._policy.max_num_batched_tokens - budget
-            batch.swap_out, self._swap_out = self._swap_out, []
+            offloaded = self._blocks.take_offloaded()
+            batch.num_offloaded, batch.num_restored = len(offloaded), self._num_restored
+            batch.swap_out, self._swap_out = self._swap_out + offloaded, []
             batch.swap_in, self._swap_in = self._swap_in, []
+            self._num_restored = 0
+            self._blocks.swap_space.settle()
         return batch
 
     def update(self, batch: Batch, token_ids: Sequence[int | list[int]], now: float) -> list[Sampled]:
@@ -449,11 +462,11 @@ class Scheduler:
             self._swap_in += blocks.swap_in(request)
             blocks.let_go(request, start)
         elif cached is not None:
-            blocks.share(request, cached)
+            restored = blocks.share(request, cached)
+            self._swap_in += restored
+            self._num_restored += len(restored)
             if is_new:
-                request.num_cached_tokens = start
-                self._stats.prefix_cache_queries += request.num_tokens
-                self._stats.prefix_cache_hits += start
+                self._note_looked_up(request, start, cached.num_host_blocks * blocks.block_size)
         grown = blocks.allocate(request, end)
         assert grown  # can_allocate said so
         request.status = RequestStatus.RUNNING
@@ -465,6 +478,17 @@ class Scheduler:
         if request.preempted_at is not None:
             self._stats.preempt_stall_seconds.append(now - request.preempted_at)
             request.preempted_at = None
+
+    def _note_looked_up(self, request: Request, num_cached: int, num_host_cached: int) -> None:
+        """Count what a new request found: `num_cached` tokens, `num_host_cached` of them in the host cache, which is
+        asked for what the KV cache has not."""
+        request.num_cached_tokens, request.num_host_cached_tokens = num_cached, num_host_cached
+        on_device = num_cached - num_host_cached
+        self._stats.prefix_cache_queries += request.num_tokens
+        self._stats.prefix_cache_hits += on_device
+        if self._blocks.swap_space.num_kept_total:
+            self._stats.host_cache_queries += request.num_tokens - on_device
+            self._stats.host_cache_hits += num_host_cached
 
     def _insert_running(self, sequence: ScheduledSequence) -> None:
         """Keep `running` in the order of the queue: only one that was preempted comes before what runs."""

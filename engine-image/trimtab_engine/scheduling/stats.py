@@ -34,7 +34,9 @@ class SchedulerStats:
     num_prompt_tokens: int = 0
     """Prompt tokens of requests whose prefill ended."""
     num_cached_prompt_tokens: int = 0
-    """How many of the prompt tokens the prefix cache had."""
+    """How many of the prompt tokens the prefix cache had, on the device or in the host cache."""
+    num_host_cached_prompt_tokens: int = 0
+    """How many of these came from the host cache."""
     num_generation_tokens: int = 0
     num_arrived: int = 0
     """Requests that were queued for the first time."""
@@ -42,7 +44,11 @@ class SchedulerStats:
     prefix_cache_queries: int = 0
     """Tokens of new requests that were looked up; preempted ones that come back do not count."""
     prefix_cache_hits: int = 0
-    """How many of the tokens that were looked up were found."""
+    """How many of the tokens that were looked up were found on the device."""
+    host_cache_queries: int = 0
+    """Tokens of new requests that were looked up and not found on the device, while there is a host cache."""
+    host_cache_hits: int = 0
+    """How many of these it had."""
 
     def note_arrived(self, num_prompt_tokens: int) -> None:
         self.num_arrived += 1
@@ -63,3 +69,4 @@ class SchedulerStats:
         if sequence.samples and request.num_output_tokens == 0:
             self.num_prompt_tokens += request.num_prompt_tokens
             self.num_cached_prompt_tokens += request.num_cached_tokens
+            self.num_host_cached_prompt_tokens += request.num_host_cached_tokens

@@ -1,12 +1,28 @@
-"""Which host block holds which swapped-out KV block. Ids only: bytes and copies are the caller's.
+"""Which host block holds which KV block that left the device. Ids only: bytes and copies are the caller's.
 
-Blocks with a hash are kept once however many requests swap them out, so what requests share moves once. Its size is
-live: lowering it below what is in use takes effect as requests come back.
+```
+host blocks 0 ......................................... cap
+            swapped   held for preempted requests: at most `num_total`, the swap space
+            kept      content that the KV cache evicted: at most `num_kept_total`, the host cache; nobody waits for it,
+                      and the least recently used goes first
+            free
+```
+Blocks with a hash are there once, however many requests swap them out: what requests share moves once, and what is kept
+becomes swapped without a copy, and is kept again when its last request leaves. Each part has a size of its own, so
+neither pushes out the other. Both are live: lowering the swap space below what is in use takes effect as requests come
+back, lowering the host cache at once.
+
+A block that one schedule() has read or written is left alone until its copies are on their way (`settle`): copies of
+one step have no order among those that go, or among those that come.
 """
 
+from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trimtab_engine.errors import IntegrityError
+
+NOTHING: Mapping[bytes, int] = {}
 
 
 @dataclass(slots=True)
@@ -16,15 +32,21 @@ class _HostBlock:
 
 
 class SwapSpace:
-    """Up to `num_blocks` host blocks of `cap_blocks` that were reserved."""
+    """`num_blocks` host blocks for preempted requests, of `cap_blocks` that were reserved; and `num_kept` for evicted
+    content, of `cap_kept`."""
 
-    def __init__(self, num_blocks: int, cap_blocks: int) -> None:
-        self._cap = cap_blocks
-        self._num_total = 0
-        self._free = list(range(cap_blocks - 1, -1, -1))  # the last one is handed out next
+    def __init__(self, num_blocks: int, cap_blocks: int, num_kept: int = 0, cap_kept: int = 0) -> None:
+        self._cap, self._cap_kept = cap_blocks, cap_kept
+        self._num_total = self._num_kept_total = 0
+        self._free = list(range(cap_blocks + cap_kept - 1, -1, -1))  # the last one is handed out next
         self._used: dict[int, _HostBlock] = {}
+        self._kept: OrderedDict[int, bytes] = OrderedDict()  # the first one goes next
         self._by_hash: dict[bytes, int] = {}
+        self._busy: set[int] = set()
+        self._resting: list[int] = []
+        """Free from settle() on."""
         self.resize(num_blocks)
+        self.resize_kept(num_kept)
 
     @property
     def num_total(self) -> int:
@@ -40,24 +62,38 @@ class SwapSpace:
 
     @property
     def num_free(self) -> int:
-        return max(0, self._num_total - len(self._used))
+        return max(0, min(self._num_total - len(self._used), len(self._free)))
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_kept_total(self) -> int:
+        return self._num_kept_total
 
     def resize(self, num_blocks: int) -> None:
         if not 0 <= num_blocks <= self._cap:
             raise ValueError(f"swap space of {num_blocks} blocks is outside 0 to the cap of {self._cap}")
         self._num_total = num_blocks
 
+    # --- preempted requests ---------------------------------------------------------------------------------------
+
     def missing(self, hashes: list[bytes | None]) -> int:
-        """How many host blocks it takes to hold blocks of these hashes (None: unshared content)."""
-        return sum(1 for block_hash in hashes if block_hash is None or block_hash not in self._by_hash)
+        """How many host blocks of the swap space it takes to hold blocks of these hashes (None: unshared content)."""
+        return sum(1 for block_hash in hashes if block_hash is None or self._by_hash.get(block_hash) not in self._used)
 
     def keep(self, block_hash: bytes | None) -> tuple[int, bool]:
         """A host block for a block with this hash, and whether the content must be copied. Ask missing() first."""
         if block_hash is not None and (known := self._by_hash.get(block_hash)) is not None:
+            if known in self._kept:
+                del self._kept[known]
+                self._used[known] = _HostBlock(0, block_hash)
             self._used[known].num_users += 1
             return known, False
         block = self._free.pop()
         self._used[block] = _HostBlock(1, block_hash)
+        self._busy.add(block)
         if block_hash is not None:
             self._by_hash[block_hash] = block
         return block, True
@@ -66,16 +102,96 @@ class SwapSpace:
         return self._used[block].block_hash
 
     def release(self, blocks: list[int]) -> None:
-        """One user less for each; the last one frees it. `blocks` is empty afterwards."""
+        """One user less for each; the last one frees it, or leaves its content to the host cache. `blocks` is empty
+        afterwards."""
         for block in reversed(blocks):
             entry = self._used[block]
             entry.num_users -= 1
             if entry.num_users == 0:
                 del self._used[block]
-                if entry.block_hash is not None:
+                self._busy.add(block)  # who swaps in reads it
+                if entry.block_hash is None:
+                    self._resting.append(block)
+                elif self._num_kept_total and self._has_room_to_keep():
+                    self._kept[block] = entry.block_hash
+                else:
                     del self._by_hash[entry.block_hash]
-                self._free.append(block)
+                    self._resting.append(block)
         blocks.clear()
+
+    # --- evicted content ------------------------------------------------------------------------------------------
+
+    @property
+    def findable(self) -> Mapping[bytes, int]:
+        """Host blocks by the hash of their content: all that are here, where there is a host cache."""
+        return self._by_hash if self._num_kept_total else NOTHING
+
+    def offload(self, block_hash: bytes) -> int | None:
+        """A host block to copy evicted content with this hash to. None: nothing is to be copied, as it is here already,
+        or has no room."""
+        if not self._num_kept_total:
+            return None
+        known = self._by_hash.get(block_hash)
+        if known is not None:
+            if known in self._kept:
+                self._kept.move_to_end(known)
+            return None
+        if not self._has_room_to_keep() or not self._free:
+            return None
+        block = self._free.pop()
+        self._kept[block] = block_hash
+        self._by_hash[block_hash] = block
+        self._busy.add(block)
+        return block
+
+    def read(self, block_hash: bytes) -> int:
+        """The host block with this content (it is findable), which stays until its copy is on its way."""
+        block = self._by_hash[block_hash]
+        if block in self._kept:
+            self._kept.move_to_end(block)
+        self._busy.add(block)
+        return block
+
+    def forget(self, block_hash: bytes) -> None:
+        """Find this content no more. Who has swapped it out keeps it."""
+        block = self._by_hash.pop(block_hash, None)
+        if block is None:
+            return
+        if block in self._kept:
+            del self._kept[block]
+            (self._resting if block in self._busy else self._free).append(block)
+        else:
+            self._used[block].block_hash = None
+
+    def forget_all(self) -> None:
+        for block_hash in list(self._by_hash):
+            self.forget(block_hash)
+
+    def resize_kept(self, num_blocks: int) -> None:
+        """How much evicted content is kept from now on. Between two steps."""
+        if not 0 <= num_blocks <= self._cap_kept:
+            raise ValueError(f"a host cache of {num_blocks} blocks is outside 0 to the cap of {self._cap_kept}")
+        self._num_kept_total = num_blocks
+        while len(self._kept) > num_blocks:
+            self.forget(next(iter(self._kept.values())))
+
+    def settle(self) -> None:
+        """The copies of what was read and written so far are on their way, before all that come later."""
+        self._busy.clear()
+        self._free += self._resting
+        self._resting.clear()
+
+    def _has_room_to_keep(self) -> bool:
+        """Make room for one more, by what was not used for longest. Not where all of it is still to be copied."""
+        if len(self._kept) < self._num_kept_total:
+            return True
+        oldest, block_hash = next(iter(self._kept.items()))
+        if oldest in self._busy:
+            return False
+        self.forget(block_hash)
+        return True
+
+    # --- invariants -----------------------------------------------------------------------------------------------
 
     def check_integrity(self, tables: list[list[int]]) -> None:
         """Raise IntegrityError unless the tables of all swapped-out requests account for every user."""
@@ -85,5 +201,14 @@ class SwapSpace:
                 users[block] = users.get(block, 0) + 1
         if users != {block: entry.num_users for block, entry in self._used.items()}:
             raise IntegrityError("the users of the swap space are not the swapped-out requests")
-        if len(self._free) + len(self._used) != self._cap or any(block in self._used for block in self._free):
-            raise IntegrityError(f"{len(self._free)} free and {len(self._used)} used host blocks are not {self._cap}")
+        blocks = [*self._free, *self._resting, *self._used, *self._kept]
+        if sorted(blocks) != list(range(self._cap + self._cap_kept)):
+            raise IntegrityError(
+                f"{len(self._free) + len(self._resting)} free, {len(self._used)} swapped and {len(self._kept)} kept "
+                f"host blocks are not the {self._cap + self._cap_kept} that there are"
+            )
+        if len(self._kept) > self._num_kept_total:
+            raise IntegrityError(f"the host cache keeps {len(self._kept)} blocks of {self._num_kept_total}")
+        hashed = {entry.block_hash: block for block, entry in self._used.items() if entry.block_hash is not None}
+        if hashed | {block_hash: block for block, block_hash in self._kept.items()} != self._by_hash:
+            raise IntegrityError("the host blocks that have a hash are not those that are found")

@@ -151,8 +151,9 @@ def measure(config: EngineConfig, device: Device, runner: ModelRunner, before: B
         other_bytes=other_bytes,
         weights_bytes=facts.weights_bytes,
         activations_peak_bytes=runner.profile(config.max_num_batched_tokens_cap, config.max_num_sampled_rows),
-        # On the CPU the swap space lies in the same memory as the KV cache.
-        workspace_bytes=runner.kv_rounding_bytes + (config.swap_space_bytes_cap if on_cpu else 0),
+        # On the CPU the swap space and the host cache lie in the same memory as the KV cache.
+        workspace_bytes=runner.kv_rounding_bytes
+        + (config.swap_space_bytes_cap + config.kv_offload_bytes_cap if on_cpu else 0),
         graphs_bytes=0,
         communicator_bytes=before.communicator_bytes,
         kv_groups=facts.kv_groups,

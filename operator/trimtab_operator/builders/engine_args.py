@@ -67,6 +67,7 @@ def _engine_flags(spec: Spec) -> dict[str, object | None]:
     return {
         "--preemption-mode": engine.preemption_mode,
         "--swap-space": engine.swap_space,
+        "--kv-offload-size": engine.kv_offload_size,
         "--enable-prefix-caching" if caching else "--no-enable-prefix-caching": None if caching is None else SWITCH,
         "--speculative-config": _speculative_config(engine.speculative),
         "--api-server-count": engine.api_server_count,

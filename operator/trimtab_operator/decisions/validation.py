@@ -172,6 +172,8 @@ OWNED_FLAGS: Mapping[str, str] = {
     "--preemption-mode": "spec.engine.preemptionMode",
     "--swap-space": "spec.engine.swapSpace",
     "--swap-space-cap": "spec.engine.swapSpace",
+    "--kv-offload-size": "spec.engine.kvOffloadSize",
+    "--kv-offload-size-cap": "spec.engine.kvOffloadSize",
     "--enable-prefix-caching": "spec.engine.enablePrefixCaching",
     "--no-enable-prefix-caching": "spec.engine.enablePrefixCaching",
     "--speculative-config": "spec.engine.speculative",

@@ -176,6 +176,9 @@ class Engine(Model):
         default=None, description="What happens to the KV blocks of a preempted request."
     )
     swap_space: Quantity | None = Field(default=None, description="Host memory for swapped KV blocks, for example 4Gi.")
+    kv_offload_size: Quantity | None = Field(
+        default=None, description="Host memory for cached prefixes that the KV cache evicts, for example 4Gi."
+    )
     enable_prefix_caching: bool | None = Field(default=None, description="Reuse KV blocks of equal prefixes.")
     speculative: Speculative | None = Field(default=None, description="Speculative decoding.")
     api_server_count: int | None = Field(default=None, ge=1, le=64, description="API server processes per replica.")

@@ -18,7 +18,7 @@ from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.memory.reserved import RANK_BYTES
-from trimtab_engine.messages import AddRequest, CoreReady, PatchConfig
+from trimtab_engine.messages import AddRequest, CoreReady, PatchConfig, StepStats
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.sampling import sampler
 from trimtab_engine.scheduling.request import Request
@@ -314,6 +314,99 @@ def test_swap_space_on_the_cpu_is_part_of_the_device(model: Path) -> None:
     assert ledger.untouched_bytes == ledger.kinds["kv_mapped"] + swap
     status, plan = engine.memory_plan({"swap_space_bytes": 2 * swap})
     assert (status, plan["kinds"]["workspace"]) == (200, 2 * swap)
+
+
+def offload(blocks: int) -> dict[str, int]:
+    return {"kv_offload_bytes": blocks * BYTES_PER_BLOCK, "kv_offload_bytes_cap": blocks * BYTES_PER_BLOCK}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("space", [{}, {"preemption_mode": "swap", **A_SMALL_SWAP_SPACE}])
+def test_what_comes_back_from_host_memory_yields_the_same_tokens_and_is_counted_apart(
+    model: Path, expected: dict[str, list[int]], space: dict[str, Any], overlap: bool
+) -> None:
+    engine, _ = an_engine(
+        model, num_gpu_blocks_override=BLOCKS_FOR_ONE + 4, async_scheduling=overlap, **offload(400), **space
+    )
+    for turn in range(2):
+        stats: list[StepStats] = []
+        cached: dict[str, tuple[int, int]] = {}
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in REQUESTS}
+        for request in REQUESTS:
+            engine.add(request)
+        while engine.has_work:
+            step = engine.step()
+            stats.append(step.stats)
+            for output in step.outputs:
+                tokens[output.request_id] += output.token_ids
+                if output.first_scheduled_time is not None:
+                    cached[output.request_id] = (output.num_cached_tokens, output.num_host_cached_tokens)
+            engine.check_integrity()
+        assert tokens == expected
+        on_host = sum(host for _, host in cached.values())
+        assert on_host == sum(s.host_cache_hits for s in stats) == sum(s.num_host_cached_prompt_tokens for s in stats)
+        assert sum(all_of for all_of, _ in cached.values()) == on_host + sum(s.prefix_cache_hits for s in stats)
+        assert sum(s.offloaded_bytes for s in stats) > 0
+        if turn:
+            assert on_host > 100
+            assert sum(s.restored_bytes for s in stats) >= on_host // 8 * BYTES_PER_BLOCK
+
+
+def test_the_host_cache_keeps_salts_apart_and_is_forgotten_with_the_prefix_cache(model: Path) -> None:
+    engine, _ = an_engine(model, num_gpu_blocks_override=BLOCKS_FOR_ONE, **offload(100))
+    filler = [a_request(50 + n, prompt=100, output=2) for n in range(3)]
+
+    def found(number: int, salt: str) -> int:
+        """Host tokens of a conversation that comes back after others have filled the KV cache."""
+        request = AddRequest(
+            f"back{number}", [*range(40)], Sampling(max_tokens=1, temperature=0.0), 0.0, cache_salt=salt
+        )
+        engine.add(request)
+        outputs = [output for _ in range(20) if engine.has_work for output in engine.step().outputs]
+        run(engine, filler)
+        return outputs[0].num_host_cached_tokens
+
+    assert [found(0, ""), found(1, ""), found(2, "tenant"), found(3, "tenant"), found(4, "")] == [0, 32, 0, 32, 32]
+    assert engine.reset_prefix_cache(reset_running_requests=False)[0] == 200
+    assert [found(5, ""), found(6, "")] == [0, 32]
+    assert engine.patch_config(PatchConfig({"kv_offload_bytes": 0}))[0] == 200
+    assert [found(7, ""), found(8, "")] == [0, 0]
+    assert engine.patch_config(PatchConfig({"kv_offload_bytes": 100 * BYTES_PER_BLOCK}))[0] == 200
+    assert [found(9, ""), found(10, "")] == [0, 32]
+    status, refusal = engine.patch_config(PatchConfig({"kv_offload_bytes": 101 * BYTES_PER_BLOCK}))
+    assert (status, refusal["nearest"]) == (422, 100 * BYTES_PER_BLOCK)
+
+
+def test_what_a_shrinking_kv_cache_evicts_goes_to_host_memory(model: Path) -> None:
+    engine, _ = an_engine(
+        model,
+        num_gpu_blocks_override=None,
+        gpu_memory_utilization=utilization(200),
+        gpu_memory_utilization_cap=utilization(260),
+        **offload(400),
+    )
+    first = run(engine, REQUESTS)
+    before = engine.config()["fields"]["gpu_memory_utilization"]["min"]
+    assert engine.patch_config(PatchConfig({"gpu_memory_utilization": before}))[0] == 200
+    hits: list[int] = []
+    again = [AddRequest("again" + r.request_id, r.prompt_token_ids, r.sampling, 0.0) for r in REQUESTS]
+    for request in again:
+        engine.add(request)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in again}
+    while engine.has_work:
+        step = engine.step()
+        hits.append(step.stats.host_cache_hits)
+        for output in step.outputs:
+            tokens[output.request_id] += output.token_ids
+    assert {f"again{name}": answer for name, answer in first.items()} == tokens
+    assert sum(hits) > 100
+
+
+def test_the_host_cache_on_the_cpu_is_part_of_the_device(model: Path) -> None:
+    engine, _ = an_engine(model, **offload(64))
+    ledger = engine.ledger()
+    assert ledger.kinds["workspace"] == 64 * BYTES_PER_BLOCK
+    assert ledger.untouched_bytes == ledger.kinds["kv_mapped"] + 64 * BYTES_PER_BLOCK
 
 
 def test_every_live_field_of_the_scheduler_takes_effect_while_requests_run(model: Path) -> None:

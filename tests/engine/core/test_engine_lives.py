@@ -22,7 +22,7 @@ from trimtab_engine.memory.reserved import RANK_BYTES
 from trimtab_engine.messages import AddRequest, PatchConfig, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
 
-STEPS = 2000  # of each of the six engines
+STEPS = 2000  # of each of the seven engines
 ALIVE = 12  # requests at a time
 MARGIN = 1e-3  # between the log-probabilities of the two best tokens
 VOCABULARY = 97
@@ -32,6 +32,7 @@ BYTES_PER_BLOCK = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4
 ONE_REQUEST_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE
 TIGHT = {"num_gpu_blocks_override": 2 * ONE_REQUEST_BLOCKS}
 SWAP = {"swap_space_bytes": 40 * BYTES_PER_BLOCK, "swap_space_bytes_cap": 60 * BYTES_PER_BLOCK}
+OFFLOAD = {"kv_offload_bytes": 30 * BYTES_PER_BLOCK, "kv_offload_bytes_cap": 60 * BYTES_PER_BLOCK}
 GUESSING = {"num_speculative_tokens": 3, "num_speculative_tokens_cap": 4}
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=4)
 DEVICE_BYTES = 4 << 30
@@ -105,7 +106,7 @@ class Life:
         self.alive: dict[str, tuple[Question, list[int]]] = {}
         self.num_asked = self.num_ended = self.num_aborted = self.num_doubtful = self.num_patched = 0
         self.preempted: Counter[str] = Counter()
-        self.hits = self.num_accepted = 0
+        self.hits = self.host_hits = self.num_accepted = 0
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -154,6 +155,7 @@ class Life:
             "scheduling_policy": dice.choice(["fcfs", "priority"]),
             "preemption_mode": dice.choice(["recompute", "swap", "auto"]),
             "swap_space_bytes": dice.randint(0, 60) * BYTES_PER_BLOCK,
+            "kv_offload_bytes": dice.randint(0, 60) * BYTES_PER_BLOCK,
             "num_speculative_tokens": dice.randint(0, 4),
             "enable_prefix_caching": dice.choice([True, True, True, False]),
         }
@@ -185,6 +187,7 @@ class Life:
 
     def count(self, stats: StepStats) -> None:
         self.hits += stats.prefix_cache_hits
+        self.host_hits += stats.host_cache_hits
         self.num_accepted += sum(stats.accepted_per_position)
         for mode, reasons in stats.preempted.items():
             self.preempted[mode] += sum(reasons.values())
@@ -208,8 +211,17 @@ def resized() -> dict[str, Any]:
         (resized, False),
         ({**TIGHT, **SWAP, **GUESSING, "preemption_mode": "auto", "speculative": NGRAM}, True),
         ({**TIGHT, **GUESSING, "speculative": "the model itself"}, True),
+        ({**TIGHT, **SWAP, **OFFLOAD, "preemption_mode": "auto", "async_scheduling": True}, True),
     ],
-    ids=["recompute", "swap, steps overlapping", "auto", "resized", "n-gram drafts", "drafts of the model itself"],
+    ids=[
+        "recompute",
+        "swap, steps overlapping",
+        "auto",
+        "resized",
+        "n-gram drafts",
+        "drafts of the model itself",
+        "host cache, steps overlapping",
+    ],
 )
 def test_whatever_happens_every_request_that_ends_has_its_own_tokens(
     model: Path, questions: list[Question], changes: Any, preempts: bool
@@ -220,6 +232,7 @@ def test_whatever_happens_every_request_that_ends_has_its_own_tokens(
     assert life.num_patched > STEPS / 50
     assert life.num_aborted > STEPS / 50
     assert life.hits > STEPS / 10
+    assert (life.host_hits > STEPS / 10) == (isinstance(changes, dict) and "kv_offload_bytes" in changes)
     assert life.num_doubtful <= life.num_ended / 50
     assert life.num_accepted > (STEPS / 20 if isinstance(changes, dict) and "speculative" in changes else -1)
     assert sum(life.preempted.values()) > (STEPS / 100 if preempts else -1)

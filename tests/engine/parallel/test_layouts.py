@@ -16,6 +16,7 @@ DRAFTS = {
     "num_speculative_tokens_cap": 3,
 }
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
+OFFLOAD = {"kv_offload_bytes": 1 << 20, "kv_offload_bytes_cap": 1 << 20}
 LAYOUTS = [
     pytest.param("dense", {"tensor_parallel_size": 2}, id="dense tp2"),
     pytest.param("dense", {"tensor_parallel_size": 2, "async_scheduling": True}, id="dense tp2 async"),
@@ -25,6 +26,10 @@ LAYOUTS = [
     pytest.param("dense", {"pipeline_parallel_size": 3}, id="dense pp3"),
     pytest.param("dense", {"pipeline_parallel_size": 3} | SWAP, id="dense pp3 swapping"),
     pytest.param("dense", {"tensor_parallel_size": 2, "async_scheduling": True} | SWAP, id="dense tp2 async swapping"),
+    pytest.param("dense", {"pipeline_parallel_size": 2} | OFFLOAD, id="dense pp2 offloading"),
+    pytest.param(
+        "dense", {"tensor_parallel_size": 2, "async_scheduling": True} | OFFLOAD | SWAP, id="dense tp2 async offloading"
+    ),
     pytest.param(
         "dense", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2} | SWAP | DRAFTS, id="dense tp2 pp2 all"
     ),
@@ -67,6 +72,7 @@ def test_tokens_equal_those_of_one_rank(
     assert serve(engine, asked, steps) == expected[model], "again, with whatever the cache has kept"
     check_disturbed(steps, asked)
     assert (sum(stats.swapped_in_bytes for stats in steps) > 0) == ("preemption_mode" in layout)
+    assert (sum(stats.restored_bytes for stats in steps) > 0) == ("kv_offload_bytes" in layout)
     assert (sum(stats.num_drafts for stats in steps) > 0) == ("speculative" in layout)
 
 

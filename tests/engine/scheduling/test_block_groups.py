@@ -91,7 +91,7 @@ def test_a_beginning_is_found_in_all_groups_with_what_the_window_still_sees() ->
     compute(manager, first, 21)
     found = manager.find_cached(second)
     assert (found.num_blocks, found.num_gone) == (5, [0, 3])
-    assert [len(table) for table in found.tables] == [5, 2]
+    assert [len(keys) for keys in found.keys] == [5, 2]
     manager.share(second, found)
     second.num_computed_tokens = 20
     manager.check_integrity([first, second])
@@ -132,8 +132,8 @@ def test_a_group_finds_no_block_of_another() -> None:
     first, second = a_request(manager, "first"), a_request(manager, "second")
     compute(manager, first, 21)
     found = manager.find_cached(second)
-    assert found.tables == [table[:5] for table in first.block_tables]
-    assert not set(found.tables[0]) & set(found.tables[1])
+    assert found.blocks == [block for table in first.block_tables for block in table[:5]]
+    assert not set(found.keys[0]) & set(found.keys[1])
 
 
 def test_a_swapped_out_request_comes_back_with_what_its_windows_held() -> None:

@@ -109,14 +109,20 @@ class StubExecutor:
         self.blocks = {block: self.blocks.get(block, [None] * BLOCK_SIZE) for block in range(num_blocks)}
 
     def swap(self, swap_out: Copies, swap_in: Copies) -> None:
-        for device, host in swap_out:
+        """What goes may go in any order, and what comes may come in any; what comes does so afterwards."""
+        assert len({host for _, host in swap_out}) == len(swap_out)
+        assert len({device for _, device in swap_in}) == len(swap_in)
+        for device, host in reversed(swap_out):
             self.host[host] = list(self.blocks[device])
         for host, device in swap_in:
             self.blocks[device] = list(self.host[host])
 
     def run(self, prepared: Prepared) -> list[int | list[int]]:
         """Copy, write every scheduled token as a layer does before it reads any, then sample from what is there."""
-        self.swap(prepared.batch.swap_out, prepared.batch.swap_in)
+        batch = prepared.batch
+        assert batch.num_offloaded <= len(batch.swap_out)
+        assert batch.num_restored <= len(batch.swap_in)
+        self.swap(batch.swap_out, batch.swap_in)
         for work in prepared.work:
             tokens = work.request.token_ids + work.drafts
             if work.request.status.is_finished:
@@ -246,16 +252,23 @@ class SchedulerLives(RuleBasedStateMachine):
         policy=POLICIES,
         chunked=st.booleans(),
         host_blocks=st.sampled_from([0, 3, 12, 40]),
+        kept_blocks=st.sampled_from([0, 0, 3, 12, 80]),
     )
     def start(
-        self, blocks: int, policy: SchedulingPolicy, chunked: bool, host_blocks: int, cap: int = CAP_BLOCKS
+        self,
+        blocks: int,
+        policy: SchedulingPolicy,
+        chunked: bool,
+        host_blocks: int,
+        cap: int = CAP_BLOCKS,
+        kept_blocks: int = 0,
     ) -> None:
         self.chunked = chunked or self.max_step_tokens < MAX_MODEL_LEN
         self.manager = BlockManager(
             self.in_all_groups(blocks),
             self.in_all_groups(cap),
             BLOCK_SIZE,
-            SwapSpace(host_blocks, host_blocks),
+            SwapSpace(host_blocks, host_blocks, kept_blocks, kept_blocks),
             sights=self.sights,
             max_num_batched_tokens=self.max_step_tokens,
         )
@@ -273,6 +286,7 @@ class SchedulerLives(RuleBasedStateMachine):
         self.delivered: dict[str, list[int]] = {}
         self.num_added = 0
         self.num_accepted_drafts = 0
+        self.kept_blocks, self.num_restored = kept_blocks, 0
         self.turns = Turns()
 
     def in_all_groups(self, blocks: int) -> int:
@@ -327,6 +341,14 @@ class SchedulerLives(RuleBasedStateMachine):
         result = self.scheduler.resize_kv(blocks, self.now)
         self.executor.resize(blocks, result.moves, result.swap_out)
         assert self.manager.num_total == blocks
+
+    @rule(share=st.sampled_from([0.0, 0.5, 1.0]))
+    def resize_host_cache(self, share: float) -> None:
+        self.scheduler.resize_host_cache(int(self.kept_blocks * share))
+
+    @rule()
+    def forget(self) -> None:
+        self.scheduler.reset_prefix_cache()
 
     @rule(share=st.sampled_from([0.0, 0.5, 1.0]))
     def resize_swap_space(self, share: float) -> None:
@@ -385,6 +407,7 @@ class SchedulerLives(RuleBasedStateMachine):
         before = Standing.of(self.scheduler)
         batch = self.scheduler.schedule(self.now)
         policy = self.scheduler.policy
+        self.num_restored += batch.num_restored
         before.check(batch, policy.max_num_batched_tokens)
         self.turns.note(before, batch, self.scheduler)
         assert batch.num_tokens == sum(s.num_tokens for s in batch.sequences) <= policy.max_num_batched_tokens
@@ -466,6 +489,28 @@ def test_a_kv_cache_of_one_request_preempts_often_and_still_yields_the_same_toke
     preempted = lives.scheduler.take_stats().preempted
     assert sum(preempted.get("recompute", {}).values()) > (10 if host_blocks < 12 else -1)
     assert sum(preempted.get("swap", {}).values()) > (0 if host_blocks else -1)
+
+
+@pytest.mark.parametrize("kind", [SchedulerLives, LivesOverGroups, LivesOfShortSteps])
+@pytest.mark.parametrize(("kept_blocks", "host_blocks"), [(4, 0), (400, 0), (400, 40), (20, 3)])
+def test_what_comes_back_from_the_host_cache_yields_the_same_tokens(
+    kept_blocks: int, host_blocks: int, kind: type[SchedulerLives]
+) -> None:
+    """Conversations that take turns, in a KV cache that holds about one of them."""
+    lives = kind()
+    policy = SchedulingPolicy(
+        max_num_seqs=2, max_num_batched_tokens=MAX_MODEL_LEN, preemption_mode="swap" if host_blocks else "recompute"
+    )
+    lives.start(BLOCKS_PER_REQUEST + 2, policy, True, host_blocks, kept_blocks=kept_blocks)
+    for turn in range(24):
+        lives.add([turn % 5, *range(17)], Sampling(max_tokens=6, ignore_eos=True))
+        lives.steps(7)
+    lives.teardown()
+    stats = lives.scheduler.take_stats()
+    if kept_blocks >= 400:
+        assert lives.num_restored > 20
+        assert stats.host_cache_hits > 80
+    assert stats.host_cache_queries >= stats.host_cache_hits
 
 
 def test_right_guesses_are_accepted_and_shorten_the_run() -> None:

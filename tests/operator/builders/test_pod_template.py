@@ -77,6 +77,7 @@ def test_engine_fields_become_vllms_flags_and_absent_ones_none() -> None:
         engine={
             "preemptionMode": "auto",
             "swapSpace": "512Mi",
+            "kvOffloadSize": "2Gi",
             "enablePrefixCaching": False,
             "speculative": {"method": "draft_model", "model": "file:///models/draft", "numSpeculativeTokens": 4},
             "apiServerCount": 2,
@@ -89,6 +90,7 @@ def test_engine_fields_become_vllms_flags_and_absent_ones_none() -> None:
     assert {
         "--preemption-mode=auto",
         "--swap-space=512Mi",
+        "--kv-offload-size=2Gi",
         "--no-enable-prefix-caching",
         '--speculative-config={"method": "draft_model", "model": "/models/draft", "num_speculative_tokens": 4}',
         "--api-server-count=2",

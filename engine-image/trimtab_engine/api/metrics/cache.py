@@ -5,7 +5,7 @@ from trimtab_engine.messages import StepStats
 
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 """vLLM's names. Nothing is transferred from outside here: that one stays 0."""
-CACHED_ON = "device"  # vLLM's name of where all cached prompt tokens are found here
+DEVICE, HOST = "device", "host"  # vLLM's names of where cached prompt tokens are found
 
 
 class CacheMetrics:
@@ -25,15 +25,27 @@ class CacheMetrics:
         self._evicted = families.counter(
             "trimtab_evicted_blocks", "Cached KV blocks taken for something else: what a larger KV cache would keep"
         )
+        self._host_queries = families.counter(
+            "vllm:external_prefix_cache_queries", "Tokens not found on the device, looked up in the host cache"
+        )
+        self._host_hits = families.counter("vllm:external_prefix_cache_hits", "Tokens found in the host cache")
+        self._host_blocks = families.gauge(
+            "trimtab_host_cache_blocks", "KV blocks of evicted content that host memory holds"
+        )
+        self._offloaded = families.labelled_counter(
+            "trimtab_kv_offload_bytes", "Bytes copied between the KV cache and the host cache", "direction"
+        )
         self._swapped = families.labelled_counter(
             "trimtab_swapped_bytes", "Bytes copied between the KV cache and the swap space", "direction"
         )
-        self._swap_seconds = families.counter("trimtab_swap_seconds", "Seconds spent copying them")
+        self._swap_seconds = families.counter("trimtab_swap_seconds", "Seconds spent copying to and from the host")
         for source in SOURCES:
             self._by_source.labels(*self._values, source)
         for direction in ("out", "in"):
             self._swapped.labels(*self._values, direction)
-        self._cached_by_source.labels(*self._values, CACHED_ON)
+            self._offloaded.labels(*self._values, direction)
+        for place in (DEVICE, HOST):
+            self._cached_by_source.labels(*self._values, place)
 
     def on_step(self, stats: StepStats) -> None:
         if stats.num_prompt_tokens:
@@ -41,13 +53,23 @@ class CacheMetrics:
             self._by_source.labels(*self._values, "local_compute").inc(stats.num_prompt_tokens - cached)
             self._by_source.labels(*self._values, "local_cache_hit").inc(cached)
             self._cached.inc(cached)
-            self._cached_by_source.labels(*self._values, CACHED_ON).inc(cached)
+            on_host = stats.num_host_cached_prompt_tokens
+            self._cached_by_source.labels(*self._values, DEVICE).inc(cached - on_host)
+            self._cached_by_source.labels(*self._values, HOST).inc(on_host)
         if stats.prefix_cache_queries:
             self._queries.inc(stats.prefix_cache_queries)
             self._hits.inc(stats.prefix_cache_hits)
+        if stats.host_cache_queries:
+            self._host_queries.inc(stats.host_cache_queries)
+            self._host_hits.inc(stats.host_cache_hits)
+        self._host_blocks.set(stats.host_cache_blocks)
+        if stats.offloaded_bytes or stats.restored_bytes:
+            self._offloaded.labels(*self._values, "out").inc(stats.offloaded_bytes)
+            self._offloaded.labels(*self._values, "in").inc(stats.restored_bytes)
         if stats.evicted_blocks:
             self._evicted.inc(stats.evicted_blocks)
         if stats.swapped_out_bytes or stats.swapped_in_bytes:
             self._swapped.labels(*self._values, "out").inc(stats.swapped_out_bytes)
             self._swapped.labels(*self._values, "in").inc(stats.swapped_in_bytes)
+        if stats.swap_seconds:
             self._swap_seconds.inc(stats.swap_seconds)

@@ -17,18 +17,23 @@ Positions = Sequence[TokenLogprobs] | None
 
 @dataclass(slots=True)
 class Usage:
-    """A request's tokens so far. `num_cached_tokens` is the part of the prompts that the prefix cache held."""
+    """A request's tokens so far. `num_cached_tokens` is the part of the prompts that the prefix cache held, and
+    `num_host_cached_tokens` the part of that which came from host memory; told where there is any."""
 
     num_prompt_tokens: int
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
+    num_host_cached_tokens: int = 0
 
     def to_json(self) -> Json:
+        details = {"cached_tokens": self.num_cached_tokens}
+        if self.num_host_cached_tokens:
+            details["host_cached_tokens"] = self.num_host_cached_tokens
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "prompt_tokens_details": details,
         }
 
 

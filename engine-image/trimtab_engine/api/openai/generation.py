@@ -72,6 +72,8 @@ class Piece:
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     """Tokens of the choice's prompt that the prefix cache had; told with its first piece."""
+    num_host_cached_tokens: int = 0
+    """How many of them came from host memory."""
     engine: int = 0
     """The data-parallel core that computed it."""
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -207,6 +209,7 @@ def piece_of(output: SequenceOutput, stream: TextStream, *, index: int) -> Piece
         output.finish_reason,
         output.stop_token_id,
         output.num_cached_tokens,
+        output.num_host_cached_tokens,
         output.engine_index,
         output.prompt_logprobs,
     )

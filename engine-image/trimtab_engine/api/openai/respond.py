@@ -180,6 +180,7 @@ def _count_prompt(usage: Usage, plan: GenerationPlan, piece: Piece) -> None:
     """Cached tokens count once per prompt, however many choices continue it."""
     if piece.index % plan.n == 0:
         usage.num_cached_tokens += piece.num_cached_tokens
+        usage.num_host_cached_tokens += piece.num_host_cached_tokens
 
 
 def _echo_into(piece: Piece, plan: GenerationPlan, echo: Echo, *, is_first: bool) -> None:

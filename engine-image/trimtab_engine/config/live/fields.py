@@ -125,6 +125,10 @@ def _swap_space(envelope: Envelope) -> Bounds:
     return Bound(0, "it must be 0 or more"), _cap(envelope.swap_space_bytes_cap, "--swap-space-cap")
 
 
+def _host_cache(envelope: Envelope) -> Bounds:
+    return Bound(0, "it must be 0 or more"), _cap(envelope.kv_offload_bytes_cap, "--kv-offload-size-cap")
+
+
 def _depth(envelope: Envelope) -> Bounds:
     return Bound(0, "it must be 0 or more"), _cap(
         envelope.num_speculative_tokens_cap, "num_speculative_tokens of --speculative-config"
@@ -161,6 +165,7 @@ FIELDS: tuple[Field, ...] = (
     Field(name="scheduling_policy", kind="choice", choices=lambda _: get_args(QueueOrder)),
     Field(name="preemption_mode", kind="choice", choices=_preemption_modes, missing="--swap-space-cap"),
     Field(name="swap_space_bytes", kind="bytes", own=_swap_space),
+    Field(name="kv_offload_bytes", kind="bytes", own=_host_cache),
     Field(name="max_num_queued_reqs", kind="integer", own=_between(0, MAX_QUEUE_LIMIT)),
     Field(name="max_num_queued_tokens", kind="integer", own=_between(0, MAX_QUEUE_LIMIT)),
     Field(name="num_speculative_tokens", kind="integer", own=_depth),

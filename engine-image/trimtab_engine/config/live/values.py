@@ -46,6 +46,7 @@ class Envelope:
     """What one request of max_model_len needs (memory/formula.py), as a decimal; there unless `kv_fixed_by` is set."""
     num_blocks_cap: int
     swap_space_bytes_cap: int = 0
+    kv_offload_bytes_cap: int = 0
     num_speculative_tokens_cap: int = 0
     data_parallel_size_cap: int = 1
     rigid_cores: RigidCores | None = None
@@ -63,6 +64,7 @@ class Envelope:
             "max_num_batched_tokens_cap": self.max_num_batched_tokens_cap,
             "gpu_memory_utilization_cap": float(self.gpu_memory_utilization_cap),
             "swap_space_bytes_cap": self.swap_space_bytes_cap,
+            "kv_offload_bytes_cap": self.kv_offload_bytes_cap,
             "num_speculative_tokens_cap": self.num_speculative_tokens_cap,
             "data_parallel_size_cap": self.data_parallel_size_cap,
             "max_model_len": self.max_model_len,
@@ -95,6 +97,7 @@ class LiveValues:
     scheduling_policy: QueueOrder = "fcfs"
     preemption_mode: PreemptionMode = "recompute"
     swap_space_bytes: int = 0
+    kv_offload_bytes: int = 0
     max_num_queued_reqs: int = 0
     """0: no limit; likewise for the tokens."""
     max_num_queued_tokens: int = 0
