@@ -98,7 +98,10 @@ def parser() -> Parser:
         default="text",
         help="text: one name a line (default); json: an object",
     )
-    images_command.add_argument("only", nargs="*", metavar="IMAGE", help=f"some of: {', '.join(images.NAMES)}")
+    known = ", ".join((*images.NAMES, *images.FOR_STORIES))
+    images_command.add_argument(
+        "only", nargs="*", metavar="IMAGE", help=f"some of: {known} (default: all but what only stories need)"
+    )
     return top
 
 
@@ -239,9 +242,10 @@ def show_model(_: argparse.Namespace) -> int:
 
 
 def show_images(arguments: argparse.Namespace) -> int:
-    unknown = set(arguments.only) - set(images.NAMES)
+    known = (*images.NAMES, *images.FOR_STORIES)
+    unknown = set(arguments.only) - set(known)
     if unknown:
-        raise UsageError(f"no image is named {', '.join(sorted(unknown))}; there are {', '.join(images.NAMES)}")
+        raise UsageError(f"no image is named {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     built = images.ensure(docker_daemon.ensure(), arguments.only or list(images.NAMES))
     print(json.dumps(built) if arguments.output == "json" else "\n".join(built.values()))
     return 0

@@ -12,12 +12,13 @@ import re
 import shutil
 import sys
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from . import debian, docker_daemon, model
-from .cache import key_of, locked, remove_tree, tree_key
+from .cache import entry, key_of, locked, remove_tree, tree_key
 from .errors import ClusterError
 from .process import output_of, run
 from .progress import in_parallel, say, stage
@@ -26,6 +27,7 @@ from .python_environment import pip_command
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 RECIPES = REPOSITORY / "images"
 NAMES = ("engine", "operator", "model")
+FOR_STORIES = ("prometheus",)  # built where a story asks for it
 # No tests, C headers, static libraries or bytecode of another interpreter: nothing of these is read at run time.
 WASTE_FOLDERS = frozenset({"__pycache__", "tests"})
 WASTE_PATHS = ("torch/include", "torch/share", "torch/test", "bin")
@@ -72,13 +74,18 @@ def ensure(docker: dict[str, str], names: list[str]) -> dict[str, str]:
         def make(name: str) -> None:
             built[name] = _product(docker, PRODUCTS[name], base, version)
 
-        steps = [partial(make, name) for name in wanted]
+        def make_prometheus() -> None:
+            built["prometheus"] = _prometheus(docker, base)
+
+        steps: list[Callable[[], None]] = [partial(make, name) for name in wanted]
+        if "prometheus" in names:
+            steps.append(make_prometheus)
         in_parallel(*steps, *([model.ensure] if "model" in names else []))
         if "model" in names:
             built["model"] = _model(docker, built["engine"])
     for image in built.values():
         docker_daemon.forget_old_tags(docker, image, keep=KEPT_TAGS)
-    return {name: built[name] for name in NAMES if name in names}
+    return {name: built[name] for name in (*NAMES, *FOR_STORIES) if name in names}
 
 
 def _base_image(docker: dict[str, str]) -> str:
@@ -243,6 +250,26 @@ def _model(docker: dict[str, str], engine: str) -> str:
         context = debian.scratch_folder("image-model")
         shutil.copytree(folder, context / model.NAME, copy_function=os.link)  # the same file system: no copy of 540 MB
         build(docker, image, context, recipe, {"BASE_IMAGE": engine, "NAME": model.NAME})
+        remove_tree(context)
+    return image
+
+
+def prometheus_program() -> Path:
+    """The program of Debian's package, in the cache."""
+    folder = entry("tools/prometheus", lambda making: debian.unpack("prometheus", making))
+    return folder / "usr" / "bin" / "prometheus"
+
+
+def _prometheus(docker: dict[str, str], base: str) -> str:
+    recipe = RECIPES / "Dockerfile.prometheus"
+    program = prometheus_program()
+    image = f"trimtab-prometheus:{key_of(base, str(program.stat().st_size), recipe.read_bytes())}"
+    if docker_daemon.has_image(docker, image):
+        return image
+    with stage(f"images: {image}, of Debian's package", 20):
+        context = debian.scratch_folder("image-prometheus")
+        shutil.copy2(program, context / "prometheus")
+        build(docker, image, context, recipe, {"BASE_IMAGE": base})
         remove_tree(context)
     return image
 

@@ -67,6 +67,16 @@ def images_in_cluster() -> Images:
     return Images(operator, model)
 
 
+def prometheus_in_cluster() -> str:
+    """The image of Debian's Prometheus, brought to the nodes. TRIMTAB_PROMETHEUS_IMAGE names one they have."""
+    given = os.environ.get("TRIMTAB_PROMETHEUS_IMAGE")
+    if given:
+        return given
+    say("images: prometheus (built once, then from the cache)")
+    built = json.loads(_tool("images", "-o", "json", "prometheus"))
+    return _tool("load", built["prometheus"]).strip()
+
+
 def run_tool(name: str, *arguments: str, kube: Kube, timeout_seconds: float = 300.0) -> str:
     """Run helm or another tool of the cluster's PATH; raises subprocess.CalledProcessError after showing its words."""
     environment = kube.full_environment()
