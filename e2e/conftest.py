@@ -19,7 +19,7 @@ from harness.trim import CALM_SECONDS, SOAK_CALM_SECONDS
 from harness.wait import Waiter
 
 STORY_SECONDS = 3600.0  # far above any deadline of a story, soaking or not: pytest-timeout is the last resort
-LAST = "test_readme"  # it installs the chart itself, so it comes after the stories that share one
+LAST = ("test_pages.py", "test_readme.py")  # they install the chart themselves: after the stories that share one
 
 Apply = Callable[..., Deployment]
 
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(STORY_SECONDS))
-    items.sort(key=lambda item: item.nodeid.split("::")[0].endswith(f"{LAST}.py"))
+    items.sort(key=lambda item: LAST.index(item.path.name) + 1 if item.path.name in LAST else 0)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

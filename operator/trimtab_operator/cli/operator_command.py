@@ -24,11 +24,12 @@ from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered
 from trimtab_operator.cli import prometheus_flags
 from trimtab_operator.cli.model_argument import facts_of
 from trimtab_operator.cli.shared import EXIT_REFUSED, given_gpu, refuse, version_of
-from trimtab_operator.decisions.admission import refusals_of
+from trimtab_operator.decisions.admission import refusals_of, warnings_of
 from trimtab_operator.decisions.tuning import standing_replicas
 from trimtab_operator.errors import InvalidSpec, MisconfiguredOperator, TrimtabError
 from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.resource.installation import Alerts, Installation, NetworkAccess, PodMonitoring
 from trimtab_operator.resource.spec import GROUP, KIND, VERSION, InferenceDeployment
 
@@ -228,19 +229,23 @@ def validate(
     if gpu is not None and facts is None:
         refuse("--gpu: what fits depends on the model; give --facts as well")
     image = default_image or "image"
-    found = [
-        {"name": _name(body), "refusals": refusals_of(body, default_image=image, facts=model, gpu=device)}
-        for body in _resources(file)
-    ]
+    found = [_verdict(body, image, model, device) for body in _resources(file)]
     if output is Output.JSON:
         typer.echo(json.dumps(found, indent=2))
     else:
         for entry in found:
             typer.echo(f"{entry['name']}: {'refused' if entry['refusals'] else 'accepted'}")
-            for line in entry["refusals"]:
+            for line in (*entry["refusals"], *(f"warning: {warning}" for warning in entry["warnings"])):
                 typer.echo(f"  {line}")
     if any(entry["refusals"] for entry in found):
         raise typer.Exit(EXIT_REFUSED)
+
+
+def _verdict(body: dict[str, Any], image: str, facts: ModelFacts | None, gpu: Gpu | None) -> dict[str, Any]:
+    """What is said of one resource: warnings where it is accepted."""
+    wrong = refusals_of(body, default_image=image, facts=facts, gpu=gpu)
+    warnings = [] if wrong else warnings_of(InferenceDeployment.parse(body, default_image=image))
+    return {"name": _name(body), "refusals": wrong, "warnings": warnings}
 
 
 @app.command()

@@ -41,6 +41,14 @@ def refusals_of(
     return [str(refusal) for refusal in refusals(deployment, facts, gpu)]
 
 
+def warnings_of(
+    deployment: InferenceDeployment, *, known: Surroundings = NOTHING_KNOWN, old: Mapping[str, Any] | None = None
+) -> list[str]:
+    """What is accepted and may not be what was meant. `old` is the resource before an edit."""
+    said = (too_few_gpus(deployment, known.nodes), _only_told(deployment), _jump(deployment, old or {}))
+    return [warning for warning in said if warning is not None]
+
+
 def review(
     request: Mapping[str, Any], *, default_image: str | None, known: Surroundings = NOTHING_KNOWN
 ) -> dict[str, Any]:
@@ -61,9 +69,8 @@ def review(
             verdict |= {"allowed": False, "status": {"code": 422, "reason": "Invalid", "message": message}}
         else:
             deployment = InferenceDeployment.parse(new, default_image=default_image)
-            said = (too_few_gpus(deployment, known.nodes), _only_told(deployment), _jump(deployment, old))
-            warnings = [warning[:MAX_WARNING] for warning in said if warning is not None]
-            verdict |= {"warnings": warnings} if warnings else {}
+            warnings = warnings_of(deployment, known=known, old=old)
+            verdict |= {"warnings": [warning[:MAX_WARNING] for warning in warnings]} if warnings else {}
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": verdict}
 
 

@@ -271,7 +271,9 @@ def scaling_claim(deployment: InferenceDeployment, findings: Findings) -> Claim:
         return claim
     if claim.status == "True":
         return replace(claim, message=f"{claim.message}; no more replicas are asked for meanwhile")
-    if tuned is not None and tuned.replicas == scaling.max_replicas and tuned.memory.missed_since is not None:
+    if deployment.spec.tuning.mode == "Off" or tuned is None:
+        return claim
+    if tuned.replicas == scaling.max_replicas and tuned.memory.missed_since is not None:
         message = f"promises are missed with all of the {scaling.max_replicas} replicas that scaling.maxReplicas allows"
         return Claim("ScalingLimited", "True", Reason.AT_MAX_REPLICAS, message)
     return claim

@@ -40,6 +40,14 @@ def test_a_faulty_file_is_refused_in_words(command: str, text: str, words: str, 
     assert words in said
 
 
+def test_what_is_accepted_and_may_not_be_meant_is_a_warning(tmp_path: Path) -> None:
+    text = f"{HEAD}metadata: {{name: m}}\nspec: {{{SPEC}, scaling: {{minReplicas: 2, maxReplicas: 3}}}}"
+    code, said = run("validate", text, tmp_path)
+    assert code == 0
+    assert said.startswith("m: accepted\n  warning: spec.scaling: spec.tuning.mode Recommend only tells")
+    assert run("render", text, tmp_path)[1].count("kind: StatefulSet") == 2
+
+
 def test_a_good_file_is_accepted_and_rendered(tmp_path: Path) -> None:
     text = f"{HEAD}metadata: {{name: m, generation: x}}\nspec: {{{SPEC}}}"
     assert run("validate", text, tmp_path) == (0, "m: accepted\n")

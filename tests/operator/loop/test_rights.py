@@ -6,6 +6,7 @@ The operator's real door to the API server is used on a cluster in memory that a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import Any, cast
 
 import httpx
@@ -27,6 +28,7 @@ from trimtab_operator.loop.reconciler import Loop, Reconciler
 from trimtab_operator.loop.wake_ups import WakeUps
 from trimtab_operator.resource.installation import Alerts, Installation, NetworkAccess, PodMonitoring
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL
+from trimtab_operator.resource.time import timestamp
 
 pytestmark = pytest.mark.skipif(HELM is None, reason=NO_HELM)
 
@@ -122,6 +124,11 @@ async def live(door: GuardedDoor) -> None:
     await ticks(reconciler, loop, 1)
     world.objects = {key: made for key, made in world.objects.items() if key[0] not in ("Service", "StatefulSet")}
     world.pods.clear()
+    await ticks(reconciler, loop, 6)
+    deleted = timestamp(datetime.fromtimestamp(world.now + 1.0, UTC))
+    for name, pod in world.pods.items():
+        if "-w-" in name:  # somebody deletes a worker: its leader ends with it
+            pod["metadata"] |= {"deletionTimestamp": deleted, "deletionGracePeriodSeconds": 0}
     await ticks(reconciler, loop, 6)
     world.edit(template={"metadata": {"labels": {"edited": "yes"}}})
     await ticks(reconciler, loop, 6)

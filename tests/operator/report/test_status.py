@@ -217,16 +217,22 @@ def test_pods_without_a_node_limit_scaling() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "missed_since", "reason"),
-    [(4, 1.0, "AtMaxReplicas"), (4, None, "NotLimited"), (3, 1.0, "NotLimited")],
+    ("asked", "missed_since", "mode", "reason"),
+    [
+        (4, 1.0, "Auto", "AtMaxReplicas"),
+        (4, 1.0, "Recommend", "AtMaxReplicas"),
+        (4, 1.0, "Off", "NotLimited"),  # nobody looks any more
+        (4, None, "Auto", "NotLimited"),
+        (3, 1.0, "Auto", "NotLimited"),
+    ],
 )
 def test_promises_missed_with_all_replicas_that_are_allowed_are_told(
-    asked: int, missed_since: float | None, reason: str
+    asked: int, missed_since: float | None, mode: str, reason: str
 ) -> None:
     ok = Condition(True, TunerReason.TUNING, "")
     tuned = Outcome(TunerMemory(missed_since=missed_since), ok, ok, replicas=asked)
     found = replace(findings(a_group(pod_status=READY)), tuning=tuned)
-    deployment = a_deployment(scaling={"maxReplicas": 4})
+    deployment = a_deployment(scaling={"maxReplicas": 4}, tuning={"mode": mode})
     assert condition(status_of(deployment, found, now=NOW), "ScalingLimited")["reason"] == reason
 
 

@@ -1,0 +1,93 @@
+"""Story: an operator's whole life by the pages: install, autoscale, roll back, upgrade, uninstall.
+
+The commands are read from docs/ and executed, page after page, on a cluster without Trimtab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness.answer import EXPECTED, ask
+from harness.deployment import READY_SECONDS, Deployment
+from harness.install import NAMESPACE, Installation
+from harness.kube import CRD_KIND, Kube, condition, is_true
+from harness.pages import blocks, run_blocks
+from harness.target import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+COMMAND_SECONDS = READY_SECONDS + 300.0
+AUTOSCALING = ("autoscaling/v2", "autoscaling/v2beta2")  # newest first; the page is written for the first
+
+
+@pytest.fixture(scope="module")
+def bare_cluster(installation: Installation, kube: Kube) -> Iterator[Installation]:
+    """The chart that the other stories share is removed; the pages install their own, and remove it again."""
+    installation.uninstall()
+    yield installation
+    if kube.get("crd", CRD_KIND) is not None:
+        kube.delete(CRD_KIND, "--all", "default")
+    installation.uninstall()
+    installation.install()  # for the fixture that removes it
+
+
+@pytest.fixture
+def smollm2(kube: Kube) -> Deployment:
+    """The sample, which the page on installing applies to the namespace default."""
+    return Deployment(kube, "default", "smollm2")
+
+
+def page(name: str) -> Path:
+    return DOCS / f"{name}.md"
+
+
+def test_installed_by_its_page_it_serves(bare_cluster: Installation, smollm2: Deployment) -> None:
+    run_blocks(bare_cluster, list(blocks(page("install")).values()), timeout_seconds=COMMAND_SECONDS)
+    assert EXPECTED in ask(smollm2).text
+
+
+def test_the_clusters_own_autoscaler_reads_and_writes_the_replica_count(
+    bare_cluster: Installation, kube: Kube, smollm2: Deployment
+) -> None:
+    """It is able to scale though nothing serves its metric here: it has read /scale with its selector."""
+    served = kube.run("api-versions").split()
+    api = next((version for version in AUTOSCALING if version in served), None)
+    if api is None:
+        pytest.skip(f"the cluster serves none of {', '.join(AUTOSCALING)}")
+    version = api.partition("/")[2]
+    text = "\n".join(blocks(page("hpa")).values())
+    text = text.replace("apiVersion: autoscaling/v2\n", f"apiVersion: {api}\n").replace("lers.v2.", f"lers.{version}.")
+    run_blocks(bare_cluster, [text], timeout_seconds=COMMAND_SECONDS)
+    assert is_true(smollm2.get(), "Ready")
+
+
+def test_a_change_that_cannot_work_is_taken_back_and_mended(bare_cluster: Installation, smollm2: Deployment) -> None:
+    found = blocks(page("rollback"))
+    run_blocks(bare_cluster, [found["break"]], timeout_seconds=COMMAND_SECONDS)
+    broken = smollm2.get()
+    ready = condition(broken, "Ready")
+    assert ready is not None
+    assert (ready["status"], ready["reason"]) == ("False", "RolledBack")
+    assert "--no-such-flag" in broken["spec"]["runtime"]["args"], "the owner's spec was written"
+    assert EXPECTED in ask(smollm2).text
+    run_blocks(bare_cluster, [found["mend"]], timeout_seconds=COMMAND_SECONDS)
+    assert EXPECTED in ask(smollm2).text
+
+
+def test_an_upgrade_leaves_engines_alone_and_new_pods_come_when_asked_for(
+    bare_cluster: Installation, smollm2: Deployment
+) -> None:
+    found = blocks(page("upgrade"))
+    assert "the same pods" in run_blocks(bare_cluster, [found["upgrade"]], timeout_seconds=COMMAND_SECONDS)
+    before = smollm2.restarts()
+    run_blocks(bare_cluster, [found["new-pods"]], timeout_seconds=COMMAND_SECONDS)
+    assert not before.keys() & smollm2.restarts().keys()
+
+
+def test_uninstalled_by_its_page_nothing_is_left(bare_cluster: Installation, kube: Kube) -> None:
+    run_blocks(bare_cluster, list(blocks(page("uninstall")).values()), timeout_seconds=COMMAND_SECONDS)
+    assert kube.get("namespace", NAMESPACE) is None
+    assert kube.get("crd", CRD_KIND) is None
+    names = kube.run("get", "clusterroles,clusterrolebindings,validatingwebhookconfigurations", "-o", "name")
+    assert "trimtab" not in names

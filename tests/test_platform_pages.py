@@ -1,0 +1,75 @@
+"""What the pages for platform engineers show is right: shells read it, resources and series of that name exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from trimtab_operator.resource.spec import GROUP, KIND, VERSION
+
+REPOSITORY = Path(__file__).parents[1]
+DOCS = REPOSITORY / "docs"
+FAMILIES = REPOSITORY / "engine-image" / "trimtab_engine" / "api" / "metrics" / "families.py"
+PAGES = ("install", "gitops", "hpa", "keda", "rollback", "upgrade", "uninstall", "kubernetes-versions")
+CONDITIONS = ("Ready", "Reconciling", "Stalled")
+
+
+def fenced(page: str, language: str) -> list[str]:
+    """The blocks of a page in one language."""
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
+
+
+def manifests(page: str) -> list[dict[str, Any]]:
+    """Every object of a page, those within commands too."""
+    inside = [text for block in fenced(page, "bash") for text in re.findall(r"<<'YAML'\n(.*?)YAML", block, re.DOTALL)]
+    return [found for text in (*fenced(page, "yaml"), *inside) for found in yaml.safe_load_all(text)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_shell_can_read_every_command(page: str) -> None:
+    for block in fenced(page, "bash"):
+        done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, check=False, timeout=60)
+        assert (done.returncode, done.stderr) == (0, ""), block
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_that_is_pointed_to_is_there(page: str) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]*)", (DOCS / f"{page}.md").read_text()):
+        assert not target or (DOCS / target).exists(), target
+
+
+def test_the_first_page_of_readme_points_to_each() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    assert [page for page in PAGES if f"docs/{page}.md" not in readme] == []
+
+
+@pytest.mark.parametrize(("page", "kind"), [("hpa", "HorizontalPodAutoscaler"), ("keda", "ScaledObject")])
+def test_autoscalers_name_a_resource_of_ours(page: str, kind: str) -> None:
+    (scaler,) = [found for found in manifests(page) if found.get("kind") == kind]
+    target = scaler["spec"]["scaleTargetRef"]
+    assert (target["apiVersion"], target["kind"]) == (f"{GROUP}/{VERSION}", KIND)
+
+
+@pytest.mark.parametrize("page", ["hpa", "keda"])
+def test_series_that_are_queried_are_the_engines(page: str) -> None:
+    named = set(re.findall(r"vllm:[a-z_]+", (DOCS / f"{page}.md").read_text()))
+    assert named
+    assert named <= set(re.findall(r"vllm:[a-z_]+", FAMILIES.read_text()))
+
+
+def test_argo_cd_is_taught_the_conditions_and_the_kind_that_there_are() -> None:
+    (taught,) = [found["data"] for found in manifests("gitops") if found.get("kind") == "ConfigMap"]
+    ((name, script),) = taught.items()
+    assert name == f"resource.customizations.health.{GROUP}_{KIND}"
+    assert set(re.findall(r'condition.type == "(\w+)"', script)) <= set(CONDITIONS)
+    assert "obj.status.observedGeneration ~= obj.metadata.generation" in script
+
+
+def test_flux_waits_for_what_kstatus_says() -> None:
+    waiting = [found for found in manifests("gitops") if found.get("kind") == "Kustomization"]
+    assert len(waiting) == 2
+    assert all(found["spec"]["wait"] is True for found in waiting)
