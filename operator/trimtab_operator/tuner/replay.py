@@ -7,18 +7,22 @@ happened, not what would have happened then.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from trimtab_operator.tuner.decide import Outcome, decide
 from trimtab_operator.tuner.knobs import Knob, Value, is_same
-from trimtab_operator.tuner.looks import Look
+from trimtab_operator.tuner.learning import cold_start
+from trimtab_operator.tuner.looks import Look, Phase
 from trimtab_operator.tuner.looks.recorded import Tick
-from trimtab_operator.tuner.moves import Decision
+from trimtab_operator.tuner.moves import Decision, ReplicaCount
 from trimtab_operator.tuner.settings import Settings
 from trimtab_operator.tuner.state import Memory
 
+REPLICAS = ReplicaCount().value
+START_SECONDS = 300.0  # within which a replica that was asked for mostly serves
 FOLLOWED_WITHIN = 4  # ticks: a decision that the engines of the recording do not run by then was not made then
 
 
@@ -94,7 +98,7 @@ def replay(ticks: Sequence[Tick], settings: Settings) -> Replayed:
     """Decide at each tick, from nothing learned. Raises ValueError without ticks."""
     if not ticks:
         raise ValueError("the recording holds no moment")
-    memory, runs = Memory(), dict[Knob, Value]()
+    memory, runs, served = Memory(), dict[Knob, Value](), None
     moved: list[Made] = []
     decided: list[Made] = []
     spells: list[Spell] = []
@@ -103,6 +107,11 @@ def replay(ticks: Sequence[Tick], settings: Settings) -> Replayed:
         seen = _moves(tick.at, runs, now_runs)
         moved += seen
         memory = _as_it_was(memory, seen, now_runs, settings, tick.at)
+        serve = sum(look.phase is Phase.READY for look in tick.looks)
+        if served is not None and serve != served:
+            moved.append(Made(tick.at, REPLICAS, served, serve))
+        memory = _with_replicas(memory, serve, settings, tick.at, is_change=serve != served)
+        served = serve
         runs = {**runs, **now_runs}
         outcome = decide(tick.looks, memory, settings, tick.at)
         memory = outcome.memory
@@ -148,6 +157,18 @@ def _as_it_was(
     return replace(memory, applied=kept, trial=trial)
 
 
+def _with_replicas(memory: Memory, serve: int, settings: Settings, at: float, *, is_change: bool) -> Memory:
+    """As many replicas are asked for as there were: at once when their number changes, and after the time that they
+    take to start when it does not."""
+    if settings.scaling is None:
+        return memory
+    asked_at = memory.moved_at.get(REPLICAS, -math.inf)
+    patience = cold_start(memory, settings) + FOLLOWED_WITHIN * settings.pace.tick_seconds
+    if not is_change and at - asked_at < patience:
+        return memory
+    return replace(memory, scaling=replace(memory.scaling, desired=serve))
+
+
 def _with_spell(spells: list[Spell], at: float, outcome: Outcome) -> list[Spell]:
     found = outcome.metrics_available
     if spells and (spells[-1].reason, spells[-1].message) == (str(found.reason), found.message):
@@ -183,7 +204,7 @@ def compared(then: Iterable[Made], now: Iterable[Made], *, within: float) -> tup
         (_apart(one, other), i, j)
         for i, one in enumerate(left)
         for j, other in enumerate(right)
-        if one.target == other.target and one.direction == other.direction and _apart(one, other) <= within
+        if one.target == other.target and one.direction == other.direction and _apart(one, other) <= _most(one, within)
     )
     partners: dict[int, int] = {}
     for _, i, j in pairs:
@@ -193,6 +214,12 @@ def compared(then: Iterable[Made], now: Iterable[Made], *, within: float) -> tup
     rows += [Row(Verdict.ONLY_THEN, made, None) for i, made in enumerate(left) if i not in partners]
     rows += [Row(Verdict.ONLY_NOW, None, made) for j, made in enumerate(right) if j not in partners.values()]
     return tuple(sorted(rows, key=lambda row: row.at))
+
+
+def _most(then: Made, within: float) -> float:
+    """How far apart they may be. What is only seen of replicas (no reason is known) is when they served, not when they
+    were asked for."""
+    return within + START_SECONDS if then.target == REPLICAS and not then.reason else within
 
 
 def _apart(then: Made, now: Made) -> float:

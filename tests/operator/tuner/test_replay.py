@@ -16,7 +16,7 @@ from trimtab_operator.tuner.looks.recorded import Limits, Tick, drawn, ticks_of
 from trimtab_operator.tuner.looks.series import Unreadable
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.replay import Made, Replayed, Verdict, compared, made_of, replay
-from trimtab_operator.tuner.settings import Bounds, Mode, Pace, Settings
+from trimtab_operator.tuner.settings import Bounds, Mode, Pace, Scaling, Settings
 from trimtab_operator.tuner.state import Memory
 from tuner_looks import FIELDS, KNOBS, a_look, a_sample
 
@@ -195,9 +195,32 @@ def test_a_replica_that_comes_later_or_goes_is_there_for_as_long_as_it_was() -> 
         for n, tick in enumerate(ticks)
     ]
     read = ticks_of(stored(pair), Naming(), every=TICK, limits=LIMITS, block_size=16)
-    there = [sum(look.sample is not None for look in tick.looks) for tick in read]
+    there = [len(tick.looks) for tick in read]
     assert there == [1] * 8 + [2] * 7 + [1] * 5  # three looks long nobody knows that it has gone
-    assert replay(read, AUTO).replicas == 2
+    again = replay(read, AUTO)
+    assert again.replicas == 2
+    assert [(m.before, m.after) for m in again.moved if m.target == "replicas"] == [(1, 2), (2, 1)]
+
+
+def test_a_replica_that_served_minutes_later_is_the_one_that_was_asked_for() -> None:
+    asked = Made(0.0, "replicas", 1, 2, Reason.TOO_FEW_REPLICAS.value)
+    served = Made(180.0, "replicas", 1, 2)
+    assert [row.verdict for row in compared([served], [asked], within=60.0)] == [Verdict.SAME]
+    decided = replace(served, reason=Reason.TOO_FEW_REPLICAS.value)
+    assert {row.verdict for row in compared([decided], [asked], within=60.0)} == {Verdict.ONLY_THEN, Verdict.ONLY_NOW}
+
+
+def test_while_replicas_are_recorded_as_many_are_asked_for_as_there_were() -> None:
+    """No request comes: this law would go to one replica again and again, and the recording stays at three."""
+    still = [
+        Tick(BEGIN + TICK * n, tuple(a_look(f"m-g{r}-0", replace(a_sample(50.0, running=0.0), at=BEGIN + TICK * n))
+                                     for r in range(3)))
+        for n in range(80)
+    ]  # fmt: skip
+    scaled = replace(AUTO, scaling=Scaling(1, 3))
+    (fewer,) = replay(still, scaled).decided
+    assert (fewer.target, fewer.before, fewer.after) == ("replicas", 3, 1)
+    assert fewer.until is not None
 
 
 def test_a_recording_without_the_configuration_says_what_it_lacks() -> None:

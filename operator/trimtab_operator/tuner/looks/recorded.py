@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab_operator.tuner.knobs import FieldRange, Knob, Value, typed
@@ -67,15 +67,23 @@ def ticks_of(
     if count > MAX_TICKS:
         raise Unreadable(f"{count:,} ticks of {every:g} s are more than {MAX_TICKS:,}; take less, or a longer tick")
     dates = [begin + number * every for number in range(count)]
-    return tuple(Tick(at, tuple(_at(one, at, begin=begin, every=every) for one in shown.values())) for at in dates)
+    return tuple(Tick(at, tuple(_there(shown.values(), at, begin=begin, every=every))) for at in dates)
 
 
-def _at(one: _Shown, at: float, *, begin: float, every: float) -> Look:
-    """What was last seen of a replica at that time; one that has shown nothing yet, or shows nothing any more, is not
-    there."""
+def _there(shown: Iterable[_Shown], at: float, *, begin: float, every: float) -> Iterator[Look]:
+    """Looks at the replicas that were there at that time."""
+    for one in shown:
+        look = _at(one, at, begin=begin, every=every)
+        if look is not None:
+            yield look
+
+
+def _at(one: _Shown, at: float, *, begin: float, every: float) -> Look | None:
+    """What was last seen of a replica at that time; None for one that has shown nothing yet, or shows nothing any
+    more."""
     first, index = one.dates[0], bisect_left(one.dates, at + every / 1000)
     if index == 0 or at - one.dates[-1] > GONE_AFTER * every:
-        return replace(one.looks[0], phase=Phase.PENDING, sample=None, config=None, ledger=None)
+        return None
     since = first if first > begin + GONE_AFTER * every else 0.0
     return replace(one.looks[index - 1], since=since)
 
