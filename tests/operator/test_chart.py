@@ -13,6 +13,7 @@ from pod_security import violations
 from prometheus_client import generate_latest
 from rendered_chart import CHART, HELM, NAMESPACE, NO_HELM, REPOSITORY, helm, one, render, rights
 from trimtab_operator.resource.installation import Alerts, NetworkAccess, PodMonitoring
+from trimtab_operator.resource.powers import POWERS
 
 CRD = REPOSITORY / "crds" / "trimtab.dev_inferencedeployments.yaml"
 pytestmark = pytest.mark.skipif(HELM is None, reason=NO_HELM)
@@ -260,6 +261,16 @@ def test_what_the_administrator_chooses_for_all_resources_reaches_the_operator()
     assert access.clients == ({"podSelector": {"matchLabels": {"app": "front"}}},)
     assert PodMonitoring.model_validate(told["--pod-monitors"]).interval == "30s"
     assert Alerts.model_validate(told["--alerts"]).labels == {"release": "p"}
+
+
+def test_powers_of_pods_are_those_that_the_operator_knows_and_none_by_default() -> None:
+    def allowed(*settings: str) -> list[str]:
+        arguments = one(render(*settings), "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
+        return [argument.partition("=")[2] for argument in arguments if argument.startswith("--allow-power=")]
+
+    assert allowed() == []
+    assert allowed(f"overlay.powers={{{','.join(POWERS)}}}") == list(POWERS)
+    assert helm("template", "t", str(CHART), "--set", "overlay.powers={hostPID}").returncode != 0
 
 
 def test_network_policies_let_the_operators_own_pods_in() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from trimtab_operator.resource.powers import LOCK_MEMORY, LOCKS_MEMORY
 from trimtab_operator.resource.spec import ContainerOverlay, InferenceDeployment, PodOverlay
 
 PASSED_ON = {  # attribute of the overlay → field of the pod, taken over as it is
@@ -26,19 +27,20 @@ def lay_over(template: Mapping[str, Any], deployment: InferenceDeployment) -> di
     metadata = template["metadata"]
     merged = {
         "metadata": {**metadata, "labels": {**overlay.metadata.labels, **metadata["labels"]}},
-        "spec": _pod(template["spec"], overlay.spec),
+        "spec": _pod(template["spec"], overlay.spec, deployment.powers),
     }
     if overlay.metadata.annotations:
         merged["metadata"]["annotations"] = dict(overlay.metadata.annotations)
     return merged
 
 
-def _pod(pod: Mapping[str, Any], overlay: PodOverlay) -> dict[str, Any]:
+def _pod(pod: Mapping[str, Any], overlay: PodOverlay, powers: frozenset[str]) -> dict[str, Any]:
     merged = dict(pod)
     for attribute, field in PASSED_ON.items():
         value = getattr(overlay, attribute)
         if value not in (None, (), {}):
             merged[field] = list(value) if isinstance(value, tuple) else value
+    merged |= {name: value for name, value in (overlay.model_extra or {}).items() if name in powers}
     if overlay.volumes:
         merged["volumes"] = [*pod["volumes"], *map(_volume, overlay.volumes)]
     if overlay.security_context:
@@ -46,6 +48,8 @@ def _pod(pod: Mapping[str, Any], overlay: PodOverlay) -> dict[str, Any]:
     (main,) = pod["containers"]
     for container in overlay.containers:
         main = _container(main, container)
+        if LOCK_MEMORY in powers and (container.model_extra or {}).get("securityContext") == LOCKS_MEMORY:
+            main = _locking_memory(main)
     merged["containers"] = [main]
     return merged
 
@@ -72,6 +76,12 @@ def _container(container: Mapping[str, Any], overlay: ContainerOverlay) -> dict[
     if overlay.image_pull_policy:
         merged["imagePullPolicy"] = overlay.image_pull_policy
     return merged
+
+
+def _locking_memory(container: Mapping[str, Any]) -> dict[str, Any]:
+    security = container["securityContext"]
+    capabilities = {**security["capabilities"], **LOCKS_MEMORY["capabilities"]}
+    return {**container, "securityContext": {**security, "capabilities": capabilities}}
 
 
 def _resources(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.resource.installation import Alerts, Installation, NetworkAccess, PodMonitoring
+from trimtab_operator.resource.powers import POWERS
 from trimtab_operator.resource.spec import GROUP, KIND, VERSION, InferenceDeployment
 
 EXIT_FAILED = 1
@@ -44,6 +45,12 @@ ABOUT = (
 )
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=ABOUT)
+
+
+AllowPower = Annotated[
+    list[str] | None,
+    typer.Option(help=f"Let overlays give pods this; may be repeated: {', '.join(POWERS)}."),
+]
 
 
 class LogFormat(StrEnum):
@@ -122,6 +129,7 @@ def run(
     alerts: Annotated[
         str | None, typer.Option(metavar="JSON", help='Make a PrometheusRule per resource: {"labels": {…}}.')
     ] = None,
+    allow_power: AllowPower = None,
     log_format: Annotated[LogFormat, typer.Option(help="One JSON object a line, or text.")] = LogFormat.JSON,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     prometheus_url: Annotated[
@@ -182,6 +190,7 @@ def run(
             _choice("--network-policy", network_policy, NetworkAccess),
             _choice("--pod-monitors", pod_monitors, PodMonitoring),
             _choice("--alerts", alerts, Alerts),
+            _powers(allow_power),
         ),
         prometheus=prometheus,
     )
@@ -190,6 +199,14 @@ def run(
     except (TrimtabError, OSError) as error:
         logging.getLogger(__name__).error("%s", error)
         raise typer.Exit(EXIT_REFUSED if isinstance(error, TrimtabError) else EXIT_FAILED) from error
+
+
+def _powers(given: list[str] | None) -> frozenset[str]:
+    """What --allow-power names. Ends with one line where there is no such power."""
+    for power in given or ():
+        if power not in POWERS:
+            refuse(f"--allow-power: {power!r} is none; there are {', '.join(POWERS)}")
+    return frozenset(given or ())
 
 
 Choice = TypeVar("Choice", bound=BaseModel)
@@ -221,6 +238,7 @@ def validate(
         str | None, typer.Option(help="With --facts: check too whether the layout fits the memory of such GPUs.")
     ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="text or json.")] = Output.TEXT,
+    allow_power: AllowPower = None,
 ) -> None:
     """Say what the webhook would say, without a cluster. Exit code 2 when something is refused."""
     if facts == "-" and str(file) == "-":
@@ -229,7 +247,8 @@ def validate(
     if gpu is not None and facts is None:
         refuse("--gpu: what fits depends on the model; give --facts as well")
     image = default_image or "image"
-    found = [_verdict(body, image, model, device) for body in _resources(file)]
+    powers = _powers(allow_power)
+    found = [_verdict(body, image, powers, model, device) for body in _resources(file)]
     if output is Output.JSON:
         typer.echo(json.dumps(found, indent=2))
     else:
@@ -241,24 +260,27 @@ def validate(
         raise typer.Exit(EXIT_REFUSED)
 
 
-def _verdict(body: dict[str, Any], image: str, facts: ModelFacts | None, gpu: Gpu | None) -> dict[str, Any]:
+def _verdict(
+    body: dict[str, Any], image: str, powers: frozenset[str], facts: ModelFacts | None, gpu: Gpu | None
+) -> dict[str, Any]:
     """What is said of one resource: warnings where it is accepted."""
-    wrong = refusals_of(body, default_image=image, facts=facts, gpu=gpu)
+    wrong = refusals_of(body, default_image=image, powers=powers, facts=facts, gpu=gpu)
     warnings = [] if wrong else warnings_of(InferenceDeployment.parse(body, default_image=image))
     return {"name": _name(body), "refusals": wrong, "warnings": warnings}
 
 
 @app.command()
-def render(file: File, default_image: DefaultImage = None) -> None:
+def render(file: File, default_image: DefaultImage = None, allow_power: AllowPower = None) -> None:
     """Print what the operator would create, as YAML. The token's hash and the addresses of
     rendezvous Services depend on the cluster and are shown as zeros; so does the secret that pods of one replica
     share."""
     manifests: list[dict[str, Any]] = []
+    powers = _powers(allow_power)
     for body in _resources(file):
-        wrong = refusals_of(body, default_image=default_image)
+        wrong = refusals_of(body, default_image=default_image, powers=powers)
         if wrong:
             refuse("\n".join(f"{_name(body)}: {line}" for line in wrong))
-        manifests += _manifests(InferenceDeployment.parse(body, default_image=default_image))
+        manifests += _manifests(InferenceDeployment.parse(body, default_image=default_image, powers=powers))
     typer.echo(yaml.safe_dump_all(manifests, sort_keys=False, width=120), nl=False)
 
 

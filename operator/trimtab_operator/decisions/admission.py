@@ -14,6 +14,7 @@ from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.layout.node_gpus import gpu_for, too_few_gpus
 from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.resource.powers import NO_POWERS
 from trimtab_operator.resource.spec import KIND, REPLICAS_ARE_NOT_ASKED, InferenceDeployment
 
 MAX_WARNING = 256  # characters: API servers cut longer ones, and kubectl shows each on a line
@@ -31,11 +32,16 @@ NOTHING_KNOWN = Surroundings()
 
 
 def refusals_of(
-    body: Mapping[str, Any], *, default_image: str | None, facts: ModelFacts | None = None, gpu: Gpu | None = None
+    body: Mapping[str, Any],
+    *,
+    default_image: str | None,
+    powers: frozenset[str] = NO_POWERS,
+    facts: ModelFacts | None = None,
+    gpu: Gpu | None = None,
 ) -> list[str]:
     """Everything that is wrong with a resource, as lines; empty when it can be carried out."""
     try:
-        deployment = InferenceDeployment.parse(body, default_image=default_image)
+        deployment = InferenceDeployment.parse(body, default_image=default_image, powers=powers)
     except InvalidSpec as error:
         return str(error).split("; ")
     return [str(refusal) for refusal in refusals(deployment, facts, gpu)]
@@ -50,7 +56,11 @@ def warnings_of(
 
 
 def review(
-    request: Mapping[str, Any], *, default_image: str | None, known: Surroundings = NOTHING_KNOWN
+    request: Mapping[str, Any],
+    *,
+    default_image: str | None,
+    powers: frozenset[str] = NO_POWERS,
+    known: Surroundings = NOTHING_KNOWN,
 ) -> dict[str, Any]:
     """Answer an AdmissionReview v1. Raises KeyError or TypeError when it is none.
 
@@ -62,7 +72,7 @@ def review(
     verdict: dict[str, Any] = {"uid": str(asked["uid"]), "allowed": True}
     new, old = asked.get("object") or {}, asked.get("oldObject") or {}
     if is_checked(asked) and (asked["operation"] == "CREATE" or new.get("spec") != old.get("spec")):
-        wrong = refusals_of(new, default_image=default_image) or _changed_unheard(new, old)
+        wrong = refusals_of(new, default_image=default_image, powers=powers) or _changed_unheard(new, old)
         wrong = wrong or _newly_wrong_by_facts(new, old, default_image, known)
         if wrong:
             message = "; ".join(wrong)

@@ -196,7 +196,9 @@ def proven_deployment(deployment: InferenceDeployment, proven: Form) -> Inferenc
     """The resource as it was proven, with today's replica count and pace; None when that cannot be carried out now."""
     try:
         body = {"metadata": {"namespace": deployment.namespace, "name": deployment.name, "uid": deployment.uid}}
-        before = InferenceDeployment.parse({**body, "spec": json.loads(proven.spec)}, default_image=proven.image)
+        before = InferenceDeployment.parse(
+            {**body, "spec": json.loads(proven.spec)}, default_image=proven.image, powers=deployment.powers
+        )
     except (InvalidSpec, ValueError):
         return None
     rollout = before.spec.rollout.model_copy(update={"max_unavailable": deployment.spec.rollout.max_unavailable})

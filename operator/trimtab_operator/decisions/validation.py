@@ -18,6 +18,7 @@ from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.resource.knobs import knobs
+from trimtab_operator.resource.powers import HOST_PATH, LOCK_MEMORY, LOCKS_MEMORY, POD_FIELDS, way_to
 from trimtab_operator.resource.quantity import parse_quantity, parse_seconds
 from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import (
@@ -433,16 +434,14 @@ def a_start_ends_in_time(deployment: InferenceDeployment) -> Iterator[Refusal]:
 # --- the pod template overlay -----------------------------------------------------------------------------------------
 
 REFUSED_POD_FIELDS: Mapping[str, str] = {
-    "hostNetwork": "would give the pod the node's network; remove it",
     "hostPID": "would give the pod the node's processes; remove it",
-    "hostIPC": "would give the pod the node's shared memory; remove it",
-    "serviceAccountName": "engine pods use no service account; remove it",
-    "serviceAccount": "engine pods use no service account; remove it",
+    "serviceAccount": "is an old name; use serviceAccountName",
     "automountServiceAccountToken": "engine pods get no token of the API server; remove it",
     "initContainers": "further containers are not supported; remove them",
     "restartPolicy": "is always Always for a StatefulSet; remove it",
     "shareProcessNamespace": "is not supported; remove it",
 }
+ACCOUNT_NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 VOLUME_SOURCES = ("configMap", "secret", "emptyDir", "persistentVolumeClaim", "ephemeral", "downwardAPI")
 RESERVED_VOLUMES = ("meeting", "model", "shm", "tmp")
 RESERVED_MOUNTS = ("/dev/shm", "/etc/trimtab", "/tmp", "/models")  # noqa: S108 - paths in the pod, not here
@@ -458,15 +457,32 @@ LABEL_KEY = r"([a-z0-9][-a-z0-9.]{0,252}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za
 
 
 def overlay_pod_fields_are_allowed(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    for name in deployment.spec.template.spec.model_extra or {}:
+    for name, value in (deployment.spec.template.spec.model_extra or {}).items():
+        where = f"spec.template.spec.{name}"
+        if name in POD_FIELDS:
+            yield from _power_refusals(where, name, value, deployment.powers)
+            continue
         reason = REFUSED_POD_FIELDS.get(name, "is not a part of the pod that can be laid over; see docs/resource.md")
-        yield Refusal(f"spec.template.spec.{name}", reason)
+        yield Refusal(where, reason)
     for index, container in enumerate(deployment.spec.template.spec.containers):
         where = f"spec.template.spec.containers[{index}]"
         if container.name != "main":
             yield Refusal(f"{where}.name", f"is {container.name!r}; only the container main can be laid over")
-        for name in container.model_extra or {}:
-            yield Refusal(f"{where}.{name}", _refused_container_field(name))
+        for name, value in (container.model_extra or {}).items():
+            if name != "securityContext" or value != LOCKS_MEMORY:
+                yield Refusal(f"{where}.{name}", _refused_container_field(name))
+            elif LOCK_MEMORY not in deployment.powers:
+                reason = "would let the engine lock memory, as RDMA needs"
+                yield Refusal(f"{where}.{name}", f"{reason}; {way_to(LOCK_MEMORY)}")
+
+
+def _power_refusals(where: str, name: str, value: Any, powers: frozenset[str]) -> Iterator[Refusal]:
+    if name not in powers:
+        yield Refusal(where, f"{POD_FIELDS[name]}; {way_to(name)}")
+    elif name == "serviceAccountName" and not (isinstance(value, str) and re.fullmatch(ACCOUNT_NAME, value)):
+        yield Refusal(where, f"is {value!r}, which is no name of a service account")
+    elif name != "serviceAccountName" and not isinstance(value, bool):
+        yield Refusal(where, f"is {value!r}; write true or false")
 
 
 def _refused_container_field(name: str) -> str:
@@ -491,7 +507,11 @@ def overlay_gives_no_power_over_the_node(deployment: InferenceDeployment) -> Ite
         if volume.get("name") in [other.get("name") for other in overlay.volumes[:index]]:
             yield Refusal(f"{where}.name", f"{volume.get('name')!r} is there twice; choose another name")
         for source in sources:
-            if source not in VOLUME_SOURCES:
+            if source == HOST_PATH and HOST_PATH in deployment.powers:
+                continue
+            if source == HOST_PATH:
+                yield Refusal(f"{where}.{source}", f"would give the pod the node's files; {way_to(HOST_PATH)}")
+            elif source not in VOLUME_SOURCES:
                 yield Refusal(f"{where}.{source}", f"is not allowed; use one of {', '.join(VOLUME_SOURCES)}")
     for name, value in (overlay.security_context or {}).items():
         where = f"spec.template.spec.securityContext.{name}"

@@ -20,6 +20,7 @@ from trimtab_operator.observed.groups import Observed
 from trimtab_operator.observed.missing_pods import wants_words
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.resource.powers import NO_POWERS
 from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import MAX_REPLICAS, InferenceDeployment, ModelSource, Spec
 
@@ -99,10 +100,12 @@ def _nodes_fresh_seconds(deployment: InferenceDeployment, children: Observed) ->
     return GPU_NODES_FRESH_SECONDS if deployment.spec.runtime.device == "cuda" else None
 
 
-def as_read(body: Mapping[str, Any], *, default_image: str | None) -> tuple[InferenceDeployment, tuple[Refusal, ...]]:
+def as_read(
+    body: Mapping[str, Any], *, default_image: str | None, powers: frozenset[str] = NO_POWERS
+) -> tuple[InferenceDeployment, tuple[Refusal, ...]]:
     """The resource, and what of its spec cannot be read. Such a spec is empty: enough to say so in the status."""
     try:
-        return InferenceDeployment.parse(body, default_image=default_image), ()
+        return InferenceDeployment.parse(body, default_image=default_image, powers=powers), ()
     except InvalidSpec as error:
         stand_in = InferenceDeployment.parse({**body, "spec": {"model": {"uri": "file:///"}}})
         spec = Spec(model=ModelSource(uri="file:///"), replicas=_readable_count(body))

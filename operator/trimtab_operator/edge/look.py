@@ -70,7 +70,7 @@ class Eyes:
 
     async def resource(self, key: Key) -> InferenceDeployment:
         """See the resource alone. Raises Gone."""
-        return as_read(await self._body(key), default_image=self.default_image)[0]
+        return as_read(await self._body(key), default_image=self.default_image, powers=self.installation.powers)[0]
 
     async def _body(self, key: Key) -> Manifest:
         body = await self.cluster.get(KIND, key.namespace, key.name)
@@ -81,7 +81,7 @@ class Eyes:
     async def glance(self, key: Key) -> World:
         """See the resource and its children alone. Raises Gone."""
         body = await self._body(key)
-        deployment, misread = as_read(body, default_image=self.default_image)
+        deployment, misread = as_read(body, default_image=self.default_image, powers=self.installation.powers)
         children = await self.cluster.observe(deployment)
         token = admin_token(self.secret, key.uid)
         former = None if self.former_secret is None else admin_token(self.former_secret, key.uid)

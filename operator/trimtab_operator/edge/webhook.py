@@ -24,6 +24,7 @@ from trimtab_operator.edge.certificates import Certificates
 from trimtab_operator.edge.cluster import Cluster, is_owned
 from trimtab_operator.edge.lease import CONNECTION_ERRORS
 from trimtab_operator.edge.nodes import Nodes
+from trimtab_operator.resource.powers import NO_POWERS
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Webhook:
         secret: str,
         configuration: str | None,
         default_image: str | None,
+        powers: frozenset[str] = NO_POWERS,
     ) -> None:
         self._cluster = cluster
         self._nodes = nodes
@@ -53,6 +55,7 @@ class Webhook:
         self._secret = secret
         self._configuration = configuration
         self._default_image = default_image
+        self._powers = powers
         self._names = certificates.service_names(service, namespace)
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -132,7 +135,8 @@ class Webhook:
     async def _validate(self, request: web.Request) -> web.Response:
         try:
             asked = await request.json()
-            answer = review(asked, default_image=self._default_image, known=await self._surroundings(asked["request"]))
+            known = await self._surroundings(asked["request"])
+            answer = review(asked, default_image=self._default_image, powers=self._powers, known=known)
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
             return web.json_response({"message": f"not an AdmissionReview: {error!r}"}, status=400)
         return web.json_response(answer)

@@ -98,6 +98,7 @@ def _webhook(cluster: Cluster, nodes: Nodes, options: Options) -> Webhook | None
         secret=options.webhook_secret_name,
         configuration=options.webhook_config_name,
         default_image=options.default_image,
+        powers=options.installation.powers,
     )
 
 

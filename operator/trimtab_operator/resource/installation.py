@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
+from trimtab_operator.resource.powers import NO_POWERS
 from trimtab_operator.resource.spec import Model
 
 Peer = dict[str, Any]
@@ -44,3 +45,5 @@ class Installation:
     network: NetworkAccess | None = None
     pod_monitoring: PodMonitoring | None = None
     alerts: Alerts | None = None
+    powers: frozenset[str] = NO_POWERS
+    """What overlays may give pods beyond what every unprivileged one has."""

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from trimtab_operator.errors import InvalidSpec
+from trimtab_operator.resource.powers import NO_POWERS
 from trimtab_operator.resource.schema_errors import schema_errors
 
 GROUP = "trimtab.dev"
@@ -545,7 +546,7 @@ class InferenceDeployment:
     """One resource, parsed. `image` is spec.runtime.image or the operator's default; None when there is neither.
 
     `restarted_at` is what its owner wrote into the annotation of that name: another text asks for new pods. `is_paused`
-    says that nothing of it is to be changed.
+    says that nothing of it is to be changed. `powers` are what this installation's administrator allows its pods.
     """
 
     namespace: str
@@ -557,6 +558,7 @@ class InferenceDeployment:
     status: Mapping[str, Any]
     restarted_at: str | None = None
     is_paused: bool = False
+    powers: frozenset[str] = NO_POWERS
 
     @property
     def replicas(self) -> int:
@@ -564,7 +566,9 @@ class InferenceDeployment:
         return self.spec.replicas
 
     @classmethod
-    def parse(cls, body: Mapping[str, Any], *, default_image: str | None = None) -> InferenceDeployment:
+    def parse(
+        cls, body: Mapping[str, Any], *, default_image: str | None = None, powers: frozenset[str] = NO_POWERS
+    ) -> InferenceDeployment:
         """Read a resource as the API server gives it. Raises InvalidSpec with every field that is wrong."""
         metadata = body.get("metadata") or {}
         annotations = metadata.get("annotations") or {}
@@ -586,4 +590,5 @@ class InferenceDeployment:
             status=body.get("status") or {},
             restarted_at=annotations.get(RESTARTED_AT),
             is_paused=annotations.get(PAUSED, "false") != "false",
+            powers=powers,
         )
