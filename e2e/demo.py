@@ -310,7 +310,7 @@ def look_around(stage: Stage, target: Target) -> None:
         f"kubectl -n {NAMESPACE} get infd,pods",
         f"kubectl -n {NAMESPACE} get infd smollm2-pinned -o yaml",
         f"kubectl -n {NAMESPACE} get events --sort-by=.lastTimestamp",
-        "kubectl -n trimtab-system logs deploy/trimtab-operator",
+        "kubectl -n trimtab-system logs --selector app.kubernetes.io/component=operator --tail=100",
         f"kubectl -n {NAMESPACE} port-forward svc/smollm2-pinned 8000:8000",
     ):
         stage.line(f"  {command}")
