@@ -22,7 +22,7 @@ CLIENTS = 24  # ten run at once in the KV cache of one replica, and the others w
 UP_SECONDS = 300.0  # 30 requests must have been seen, and a minute of load
 DOWN_SECONDS = 600.0  # a load is watched for five start-ups before the first replica goes
 READY_SECONDS = 300.0  # a replica that starts beside one under full load
-PAUSE_SECONDS = 12.0
+PAUSE_SECONDS = 20.0
 SCALING: dict[str, Any] = {
     "minReplicas": 1,
     "maxReplicas": 2,
@@ -101,7 +101,7 @@ def _refusal_of(deployment: Deployment, replicas: int) -> str | None:
 def _gentle(deployment: Deployment) -> LoadOptions:
     """Two clients with a short request now and then: one replica holds that easily."""
     return replace(
-        load_options(deployment), concurrency=2, output_tokens=32, stagger_seconds=6.0, pause_seconds=PAUSE_SECONDS
+        load_options(deployment), concurrency=2, output_tokens=32, stagger_seconds=10.0, pause_seconds=PAUSE_SECONDS
     )
 
 

@@ -23,7 +23,7 @@ FIELDS = {
 
 def a_sample(at: float, *, generation: int | None = 1, requests: RequestNews | None = None, **changes: Any) -> Sample:
     """A sample of an engine that has done 10 steps a second since 0."""
-    gauges = {"running": 4.0, "waiting": 0.0, "kv_usage": 0.5}
+    gauges: dict[str, Any] = {"running": 4.0, "waiting": 0.0, "kv_usage": 0.5, "waiting_tokens": None}
     counts: dict[str, Any] = {
         "generated_tokens": 40.0 * at,
         "prompt_tokens": 100.0 * at,

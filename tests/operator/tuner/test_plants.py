@@ -5,28 +5,17 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from trimtab_operator.tuner.decide import Outcome, decide
 from trimtab_operator.tuner.knobs import FieldRange, Knob, Value
-from trimtab_operator.tuner.looks import (
-    Config,
-    Counters,
-    Finished,
-    Gauges,
-    Ledger,
-    Look,
-    Phase,
-    RequestNews,
-    Sample,
-    Unfinished,
-    Work,
-)
+from trimtab_operator.tuner.looks import Config, Ledger, Look, Phase
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
 from trimtab_operator.tuner.settings import Bounds, Mode, Settings
 from trimtab_operator.tuner.state import Memory
 from trimtab_operator.tuner.twin import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
+from twin_samples import sample_of
 
 COST = StepCost(8e-3, 1 / 16_000, 3e-5, 4e-9)
 TICK = 15.0
@@ -91,29 +80,14 @@ class Plant:
         self.now = end
 
     def look(self) -> Look:
-        engine, c = self.engine, self.engine.counters
+        engine = self.engine
         news, self._told = engine.finished[self._told :], len(engine.finished)
-        sums = {
-            kind: Work(s.steps, s.tokens, s.sequences, s.context, s.attended, s.seconds) for kind, s in c.sums.items()
-        }
-        preempted = c.preempted["capacity"] + self.other_preemptions * self.now
-        counters = Counters(
-            c.generated_tokens,
-            c.prompt_tokens,
-            c.finished,
-            {"capacity": preempted},
-            arrived=c.arrived,
-            recomputed_tokens=c.recomputed_tokens + 3000 * self.other_preemptions * self.now,
-            blocked_seconds=dict(c.blocked_seconds),
-            decode=sums["decode"],
-            prefill=sums["prefill"].plus(sums["mixed"]),
+        sample = sample_of(engine, news, at=self.now, generation=self._generation)
+        counters = replace(
+            sample.counters,
+            preemptions={"capacity": sample.counters.preemptions["capacity"] + self.other_preemptions * self.now},
+            recomputed_tokens=engine.counters.recomputed_tokens + 3000 * self.other_preemptions * self.now,
         )
-        usage = 1 - engine.blocks.free / engine.blocks.total
-        rows = RequestNews(
-            tuple(_row(s) for s in news),
-            tuple(Unfinished(s.arrival, s.num_prompt, n) for s, n in engine.unfinished()),
-        )
-        gauges = Gauges(engine.num_running, engine.num_waiting, usage, self._generation, engine.waiting_tokens)
         fields = {
             Knob.GPU_MEMORY_UTILIZATION: FieldRange(True, 0.52, self.cap),
             Knob.WATERMARK: FieldRange(True, 0.0, 0.9),
@@ -127,7 +101,7 @@ class Plant:
             Phase.READY,
             "uid",
             0.0,
-            Sample(self.now, counters, gauges, requests=rows),
+            replace(sample, counters=counters),
             Config(self._generation, dict(self.values), fields, 8192),
             ledger,
         )
@@ -140,13 +114,6 @@ class Plant:
         found = [s for s in self.served if since <= s.arrival < until]
         met = [s for s in found if PROMISES.is_met(prompt=s.num_prompt, ttft=s.ttft, mean_gap=s.mean_gap)]
         return len(met) / len(found)
-
-
-def _row(s: Sequence) -> Finished:
-    assert s.finished_at is not None
-    assert s.first_token_at is not None
-    ttft, rest = s.first_token_at - s.arrival, s.finished_at - s.first_token_at
-    return Finished(s.arrival, s.finished_at, s.num_prompt, s.num_output, ttft, rest, preemptions=s.num_preemptions)
 
 
 def starts(**changes: Value) -> dict[Knob, Value]:

@@ -160,9 +160,12 @@ def _is_idle(memory: Memory, s: Situation) -> bool:
 
 
 def _waiting_seconds(s: Situation) -> float:
-    """The work that waits, in replica-seconds: prompts at the prefill's rate, of all replicas that can be believed."""
-    tokens = math.fsum(seen.gauges.waiting_tokens or 0.0 for seen in s.observation.trusted if seen.gauges is not None)
-    return tokens * s.cost.per_token
+    """The work that waits, in replica-seconds: prompts at the prefill's rate, of all replicas that can be believed. One
+    at each has just come, and is no queue."""
+    gauges = [seen.gauges for seen in s.observation.trusted if seen.gauges is not None]
+    if sum(now.waiting for now in gauges) <= len(gauges):
+        return 0.0
+    return math.fsum(now.waiting_tokens or 0.0 for now in gauges) * s.cost.per_token
 
 
 def _move(current: int, target: int, need: Need, capacity: Capacity | None, observation: Observation) -> Move:

@@ -141,7 +141,7 @@ def decided(
     wanted = (*(entry for entry in before if entry[0] > now - KEEP_WANTED_SECONDS), (now, need))
     memory = replace(memory, wanted=wanted)
     hold = KEEP_WANTED_SECONDS if spent is not None and spent > 1.0 else memory.hold_seconds
-    target = stabilized(behavior, current, wanted, now=now, own_hold=hold)
+    target = stabilized(_after_regret(behavior, memory), current, wanted, now=now, own_hold=hold)
     learned_for = now - memory.began_at if memory.began_at is not None else 0.0
     if target < current and (not may_lower or learned_for < LEARN_COLD_STARTS * cold_start):
         target = current
@@ -159,6 +159,15 @@ def decided(
         longer = min(MOST_HOLD_SECONDS, 2 * memory.hold_seconds)
         memory = replace(memory, hold_seconds=longer, regretted_at=now, last_in_at=None)
     return target, memory
+
+
+def _after_regret(behavior: Behavior, memory: ScalingMemory) -> Behavior:
+    """The owner's pace; after a scale-in that was regretted no shorter a window than the hold that was learned from it,
+    so that a count which is just not enough is not tried again and again."""
+    window = behavior.down.stabilization_seconds
+    if window is None or memory.regretted_at is None:
+        return behavior
+    return replace(behavior, down=replace(behavior.down, stabilization_seconds=max(window, memory.hold_seconds)))
 
 
 def _with_hold(memory: ScalingMemory, now: float, cold_start: float) -> ScalingMemory:

@@ -167,6 +167,15 @@ def test_a_replica_that_never_comes_up_keeps_nobody_from_going() -> None:
     assert chosen(seen(serving("m-0"), serving("m-1"), lost), asked=3, rate=7.0).replicas == 2
 
 
+def test_a_request_that_has_just_come_to_each_replica_is_no_queue() -> None:
+    def waiting(count: float) -> Observation:
+        gauges = {"waiting": count, "waiting_tokens": 100_000.0 * count}
+        return seen(serving("m-0", **gauges), serving("m-1", **gauges))
+
+    assert chosen(waiting(1.0), asked=2, rate=8.0).replicas == 2
+    assert chosen(waiting(2.0), asked=2, rate=8.0).replicas > 2
+
+
 def test_no_load_asks_for_the_fewest_and_never_for_none() -> None:
     idle = seen(serving("m-0", running=0.0), serving("m-1", running=0.0))
     assert chosen(idle, asked=2, rate=0.0).replicas == 1

@@ -117,6 +117,16 @@ def test_a_regretted_scale_in_holds_longer_the_next_time() -> None:
     assert 15.0 * (again - back) >= 1.9 * HOLD_COLD_STARTS * COLD
 
 
+def test_a_regretted_scale_in_holds_longer_than_the_owners_window() -> None:
+    """Two are needed now and then, one in between: the owner's window alone would follow each time."""
+    needs = ([1] * 6 + [2] * 2) * 60
+    counts = walked([2] * 60 + needs, behavior=Behavior(down=Rules(stabilization_seconds=15.0)))
+    changed = [index for index in range(1, len(counts)) if counts[index] != counts[index - 1]]
+    assert counts[changed[0]] == 1  # it is tried
+    assert all(sum(start <= index < start + 40 for index in changed) <= 2 for start in range(len(counts)))
+    assert len(changed) <= 8  # of 119 that the window alone would have made in these two hours
+
+
 def test_after_a_restart_windows_begin_with_what_is_there() -> None:
     """What was needed before is not written down: a new operator takes its first look for no lull."""
     kept = ScalingMemory(3, began_at=-10_000.0)
