@@ -21,6 +21,7 @@ SECONDS = 150.0  # that it covers where so many requests allow: a queue needs ti
 WARM_UP = 0.2  # share of the requests that only fill the replicas, where they begin empty
 SOON_SECONDS = 300.0  # that a prediction covers which begins with what is there: as long as a change is judged
 LEAST_SOON = 100  # requests of one
+MOST_REPEATS = 6  # with other draws, where few come in so short a time: chance alone would tell candidates apart
 MODEL_ERROR = 0.05  # of a predicted latency, in the median of what was compared with replays
 SEED = 20
 
@@ -84,6 +85,11 @@ class Prediction:
     """Sequences that ran in a replica on average."""
     requests: int
 
+    @property
+    def attainment_error(self) -> float:
+        """Standard error of the attainment, by how many requests were drawn."""
+        return math.sqrt(self.attainment * (1 - self.attainment) / max(1, self.requests))
+
     def interval(self, value: float, uncertainty: float) -> tuple[float, float]:
         """Where a predicted latency is expected: the twin's own error and the model's together, two thirds of the time
         within."""
@@ -116,10 +122,47 @@ def predict(
 ) -> Prediction:
     """Serve the load at `rate` requests a second with the candidate's replicas, each request where the fewest are.
 
-    `found`: what runs and waits in them at the beginning, and what comes within SOON_SECONDS is judged. Without it they
-    begin empty, and what comes after a while is.
+    `found`: what runs and waits in them at the beginning, and what comes within SOON_SECONDS is judged, time and again
+    as far as the load lasts. Without it they begin empty, and what comes after a while is judged.
     A request longer than the KV cache holds is cut to what fits: the engine would have refused it.
     """
+    if not found:
+        served = _served(candidate, cost, load, range(len(load.pairs)), rate, objectives, found)
+        return _judged(served.sequences[int(WARM_UP * len(served.sequences)) :], [served], objectives)
+    count = min(len(load.pairs), max(LEAST_SOON, round(rate * SOON_SECONDS)))
+    starts = range(0, len(load.pairs) - count + 1, count)[:MOST_REPEATS]
+    all_served = [
+        _served(candidate, cost, load, range(start, start + count), rate, objectives, found) for start in starts
+    ]
+    return _judged([sequence for served in all_served for sequence in served.sequences], all_served, objectives)
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What came of one serving."""
+
+    sequences: list[Sequence]
+    """Those that came, in the order of arrival."""
+    engines: list[TwinEngine]
+    busy: float
+    """Seconds that sequences spent in steps by the last arrival."""
+
+    @property
+    def seconds(self) -> float:
+        """When the last one came; it began at 0."""
+        return self.sequences[-1].arrival
+
+
+def _served(
+    candidate: Candidate,
+    cost: StepCost,
+    load: Load,
+    indices: range,
+    rate: float,
+    objectives: Objectives,
+    found: Values[Found],
+) -> _Served:
+    """Serve a part of the load."""
     policy = TwinPolicy(candidate.max_num_seqs, candidate.max_num_batched_tokens, candidate.watermark)
     size = candidate.block_size
     longest = candidate.kv_blocks * size
@@ -136,22 +179,19 @@ def predict(
             engines[index % len(engines)].add(sequence)
     now = 0.0
     sequences: list[Sequence] = []
-    for pair, gap in zip(load.pairs, load.gaps, strict=True):
-        now += gap / rate
-        if found and now > SOON_SECONDS and len(sequences) >= LEAST_SOON:
-            break
+    for index in indices:
+        pair = load.pairs[index]
+        now += load.gaps[index] / rate
         prompt = min(max(1, pair.prompt - pair.cached), longest - 1)
         sequence = Sequence(now, prompt, min(pair.output, longest - prompt))
         sequences.append(sequence)
         _least_busy(engines, now).add(sequence)
-    end = sequences[-1].arrival
     for engine in engines:
-        engine.run_until(end)
+        engine.run_until(now)
     busy = math.fsum(_busy_sequences(engine) for engine in engines)
     for engine in engines:
         engine.drain()
-    warm_up = 0 if found else int(WARM_UP * len(sequences))
-    return _judged(sequences[warm_up:], engines, objectives, running=busy, seconds=end)
+    return _Served(sequences, engines, busy)
 
 
 def _least_busy(engines: list[TwinEngine], now: float) -> TwinEngine:
@@ -171,9 +211,7 @@ def _busy_sequences(engine: TwinEngine) -> float:
     return math.fsum(one.seconds * one.sequences / one.steps for one in sums if one.steps)
 
 
-def _judged(
-    sequences: list[Sequence], engines: list[TwinEngine], objectives: Objectives, *, running: float, seconds: float
-) -> Prediction:
+def _judged(sequences: list[Sequence], all_served: list[_Served], objectives: Objectives) -> Prediction:
     ttfts: list[float] = []
     means: list[float] = []
     met = on_time = even = gaps = slow = 0
@@ -201,9 +239,11 @@ def _judged(
     count = len(sequences)
     ttfts.sort()
     means.sort()
+    engines = [engine for served in all_served for engine in served.engines]
     computed = sum(one.tokens for engine in engines for one in engine.counters.sums.values())
     recomputed = sum(engine.counters.recomputed_tokens for engine in engines)
-    last = max(engine.now for engine in engines)
+    took = math.fsum(max(engine.now for engine in one.engines) - one.sequences[0].arrival for one in all_served)
+    replica_seconds = math.fsum(len(one.engines) * one.seconds for one in all_served)
     return Prediction(
         attainment=met / count,
         ttft_share=on_time / count,
@@ -213,8 +253,8 @@ def _judged(
         itl_p50=_quantile(means, 0.5),
         itl_p95=_quantile(means, 0.95),
         recomputed_share=recomputed / computed if computed else 0.0,
-        tokens_per_second=tokens / max(1e-9, last - sequences[0].arrival),
-        running=running / max(1e-9, seconds) / len(engines),
+        tokens_per_second=tokens / max(1e-9, took),
+        running=math.fsum(one.busy for one in all_served) / max(1e-9, replica_seconds),
         requests=count,
     )
 

@@ -21,7 +21,8 @@ LADDER = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 GAIN = 1.05  # of the capacity: less is within the twin's noise
 GAIN_BACK = 1.12  # to turn back within REMEMBERED_SECONDS: what is best by a little changes with every hour's lengths
 REMEMBERED_SECONDS = 1800.0
-ATTAINMENT_GAIN = 0.02  # under overload, where no budget holds what comes
+ATTAINMENT_GAIN = 0.02  # under overload, where no budget holds what comes …
+DEVIATIONS = 2.0  # … and no accident of what was drawn
 UNSURE = 0.1  # of a capacity
 
 
@@ -46,9 +47,11 @@ def better_budget(s: Situation) -> Move | None:
         expected = (Expectation(Measure.CAPACITY, before, after, (1 - UNSURE) * after, (1 + UNSURE) * after),)
     else:
         nearest = [*[b for b in others if b < current][-1:], current, *[b for b in others if b > current][:1]]
-        shares = {budget: foresight.at(_with(s, budget), s.rate).attainment for budget in nearest}
+        predictions = {budget: foresight.at(_with(s, budget), s.rate) for budget in nearest}
+        shares = {budget: prediction.attainment for budget, prediction in predictions.items()}
         best = max(shares, key=lambda budget: (shares[budget], -abs(budget - current)))
-        if best == current or shares[best] < shares[current] + ATTAINMENT_GAIN:
+        least = max(ATTAINMENT_GAIN, DEVIATIONS * predictions[best].attainment_error)
+        if best == current or shares[best] < shares[current] + least:
             return None
         expected = (expected_attainment(s, shares[best]),)
         capacities[best] = foresight.capacity(_with(s, best))

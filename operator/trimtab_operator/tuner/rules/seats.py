@@ -11,7 +11,7 @@ import math
 
 from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.moves import Expectation, Move, Reason
-from trimtab_operator.tuner.rules.pressure import expected_attainment, peak_usage
+from trimtab_operator.tuner.rules.pressure import expected_attainment, is_pressed, peak_usage
 from trimtab_operator.tuner.situation import Situation
 
 CLEARLY = 0.02  # of the attainment, that a change of seats must gain by prediction
@@ -22,7 +22,8 @@ KV_AT_MOST = 0.9  # of the cache in use after more are admitted
 
 
 def fewer_seats(s: Situation) -> Move | None:
-    """The inter-token promise is missed by the batch itself, with no prefill in it: let fewer run at once."""
+    """The inter-token promise is missed by the batch itself: a step of it is too slow with no prefill in it, or it does
+    not fit into the KV cache, and what is preempted stalls amid its answer. Let fewer run at once."""
     found = s.ranges.get(Knob.MAX_NUM_SEQS)
     decode = s.window.decode
     if s.objectives.itl is None or s.foresight is None or found is None or decode is None or decode.steps < 1:
@@ -30,10 +31,12 @@ def fewer_seats(s: Situation) -> Move | None:
     running, context = decode.sequences / decode.steps, decode.context / max(1.0, decode.sequences)
     step = s.cost.seconds(round(running), round(running), round(running * context), round(running * context))
     target = s.objectives.itl.seconds
-    if step <= target:
+    if step <= target and not is_pressed(s):
         return None
     each = s.cost.per_token + s.cost.per_sequence + (s.cost.per_context + s.cost.per_attended) * context
     fit = math.floor((target - s.cost.per_step) / each) if each > 0 else 0
+    if step <= target:
+        fit = math.floor(s.ledger.kv_tokens / max(1.0, context))
     present = s.predicted(s.candidate)
     assert present is not None or s.rate <= 0
     if present is None or fit < 1:
