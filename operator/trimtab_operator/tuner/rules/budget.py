@@ -19,6 +19,7 @@ from trimtab_operator.tuner.situation import Range, Situation
 
 LADDER = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 GAIN = 1.05  # of the capacity: less is within the twin's noise
+GAIN_DEVIATIONS = 3.0  # standard errors of a request's mean work, likewise
 GAIN_BACK = 1.12  # to turn back within REMEMBERED_SECONDS: what is best by a little changes with every hour's lengths
 REMEMBERED_SECONDS = 1800.0
 ATTAINMENT_GAIN = 0.02  # under overload, where no budget holds what comes …
@@ -76,10 +77,13 @@ def better_budget(s: Situation) -> Move | None:
 
 
 def _gain(s: Situation, is_raise: bool) -> float:
-    """How much more must be held for a move in this direction."""
+    """How much more must be held for a move in this direction: more than the lengths that are known can tell apart, and
+    twice that to turn back."""
+    assert s.foresight is not None
+    gain = max(GAIN, 1.0 + GAIN_DEVIATIONS * s.foresight.sampling_error)
     moves = [entry for entry in s.memory.history if entry.move.target is Knob.MAX_NUM_BATCHED_TOKENS]
     turns_back = bool(moves) and moves[-1].move.is_raise != is_raise and s.now - moves[-1].at < REMEMBERED_SECONDS
-    return GAIN_BACK if turns_back else GAIN
+    return max(GAIN_BACK, 2 * gain - 1.0) if turns_back else gain
 
 
 def rungs(found: Range) -> list[int]:
