@@ -4,7 +4,7 @@ A real engine with a tiny model and steps as on CUDA: inputs at fixed places, gr
 last one has landed. Replaying a graph does nothing here, so what is left is the host's own time but for CUDA's launches
 (about 5 us each, a few dozen per step). While it is below the device's own time of a step, the device never waits.
 
-    python -m engine_benchmarks.host_bench [-o json] [--steps N]
+    python -m engine_benchmarks.host_bench [-o json] [--steps N] [--running 256 1024] [--context 2048] [--random]
 """
 
 import argparse
@@ -21,11 +21,12 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import torch
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages import AddRequest, StepOutputs
 from trimtab_engine.runner import start
 from trimtab_engine.runner.graphs.plan import cuda_graph_plan
 from trimtab_engine.runner.graphs.recorder import Outside, Replay
@@ -33,6 +34,9 @@ from trimtab_engine.scheduling.sampling import Sampling
 
 RUNNING = (1, 32, 256)
 CONTEXT = 1024
+MAX_RUNNING = 4096
+MAX_CONTEXT = 8192
+BLOCK_SIZE = 16
 WARM_UP_STEPS = 20
 MAX_STEPS = 600
 TINY = {
@@ -45,7 +49,7 @@ TINY = {
     "num_attention_heads": 1,
     "num_key_value_heads": 1,
     "head_dim": 16,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 16384,
     "tie_word_embeddings": True,
 }
 PARTS = {"schedule and lay out": "_prepare", "inputs and launch": "_follow", "land": "_land", "report": "_report"}
@@ -64,31 +68,45 @@ class _ReplaysNothing:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that all decode at a length of `context`. `random`: with top_p 0.9 and a seed each, else greedy."""
+
+    running: int
+    context: int = CONTEXT
+    random: bool = False
+    prefix_caching: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
-    """Milliseconds of processor time per step, medians."""
+    """Milliseconds of processor time per step, medians. `message_ms`: what it takes to write a step's answer for the
+    API server."""
 
     running: int
     steps: int
     step_ms: float
+    message_ms: float
     parts_ms: dict[str, float]
 
 
 @contextmanager
-def an_engine() -> Iterator[Engine]:
-    """On the CPU, with a device's steps."""
+def an_engine(load: Load) -> Iterator[Engine]:
+    """On the CPU, with a device's steps, for this load at most."""
+    longest = load.context + MAX_STEPS + 8 * WARM_UP_STEPS
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(TINY))
         config = EngineConfig(
             model=folder,
             load_format="dummy",
             device_memory_bytes=4 << 30,
-            max_model_len=2048,
-            max_num_seqs=max(RUNNING),
-            max_num_seqs_cap=max(RUNNING),
+            max_model_len=longest,
+            max_num_seqs=load.running,
+            max_num_seqs_cap=load.running,
             max_num_batched_tokens=8192,
             max_num_batched_tokens_cap=8192,
-            num_gpu_blocks_override=max(RUNNING) * 2048 // 16,
-            enable_prefix_caching=False,
+            block_size=BLOCK_SIZE,
+            num_gpu_blocks_override=load.running * -(-longest // BLOCK_SIZE),
+            enable_prefix_caching=load.prefix_caching,
             async_scheduling=True,
             cpu_threads=1,
         )
@@ -103,29 +121,41 @@ def an_engine() -> Iterator[Engine]:
         engine.close()
 
 
-def measure(engine: Engine, running: int, steps: int) -> Measurement:
+def measure(engine: Engine, load: Load, steps: int) -> Measurement:
     """So many requests that all decode."""
+    running = load.running
     ids = [f"{running}-{number}" for number in range(running)]
-    for request_id in ids:
-        sampling = Sampling(temperature=0.0, max_tokens=MAX_STEPS + 4 * WARM_UP_STEPS, ignore_eos=True)
-        engine.add(AddRequest(request_id, [3] * CONTEXT, sampling, arrival_time=time.monotonic()))
+    for number, request_id in enumerate(ids):
+        sampling = Sampling(
+            temperature=1.0 if load.random else 0.0,
+            top_p=0.9 if load.random else 1.0,
+            seed=number if load.random else None,
+            max_tokens=MAX_STEPS + 4 * WARM_UP_STEPS,
+            ignore_eos=True,
+        )
+        engine.add(AddRequest(request_id, [3] * load.context, sampling, arrival_time=time.monotonic()))
     decodes = 0
     while decodes < WARM_UP_STEPS:
         stats = engine.step().stats
         decodes += stats.kind == "decode" and stats.num_batch_requests == running
     seconds: dict[str, list[float]] = {name: [] for name in PARTS}
     whole: list[float] = []
+    messages: list[float] = []
     with _timed(engine, seconds):
         for _ in range(steps):
             started = time.thread_time()
-            stats = engine.step().stats
+            step = engine.step()
             whole.append(time.thread_time() - started)
+            stats = step.stats
+            started = time.thread_time()
+            msgspec.msgpack.encode(StepOutputs(step.outputs, stats))
+            messages.append(time.thread_time() - started)
             if set(stats.graph_steps) != {"full"}:
                 raise RuntimeError(f"a step replayed {stats.graph_steps or 'no graph'}: this is not what is measured")
     engine.abort(ids)
     while engine.has_work:
         engine.step()
-    return Measurement(running, steps, _ms(whole), {name: _ms(taken) for name, taken in seconds.items()})
+    return Measurement(running, steps, _ms(whole), _ms(messages), {name: _ms(taken) for name, taken in seconds.items()})
 
 
 @contextmanager
@@ -156,9 +186,10 @@ def _ms(seconds: Sequence[float]) -> float:
 
 def table(measurements: Sequence[Measurement]) -> str:
     """For people."""
-    head = f"{'running':>7} {'step ms':>8} " + " ".join(f"{name:>20}" for name in PARTS)
+    head = f"{'running':>7} {'step ms':>8} {'message':>8} " + " ".join(f"{name:>20}" for name in PARTS)
     rows = [
-        f"{m.running:>7} {m.step_ms:>8.3f} " + " ".join(f"{m.parts_ms[name]:>20.3f}" for name in PARTS)
+        f"{m.running:>7} {m.step_ms:>8.3f} {m.message_ms:>8.3f} "
+        + " ".join(f"{m.parts_ms[name]:>20.3f}" for name in PARTS)
         for m in measurements
     ]
     return "\n".join([head, *rows])
@@ -169,14 +200,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="host_bench", description="Host time of decode steps, without the device's.")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     parser.add_argument("--steps", type=int, default=200, help="measured steps per load")
+    parser.add_argument("--running", type=int, nargs="+", default=RUNNING, help="requests that decode at once")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of each (default: %(default)s)")
+    parser.add_argument("--random", action="store_true", help="with top_p and seeds; else greedy")
+    parser.add_argument("--prefix-caching", action="store_true", help="with the prefix cache on")
     options = parser.parse_args(arguments)
+    for name, values, most in (("running", options.running, MAX_RUNNING), ("context", [options.context], MAX_CONTEXT)):
+        if not 1 <= min(values) <= max(values) <= most:
+            parser.error(f"--{name} is {' '.join(map(str, values))}; it must be 1 to {most}")
     if not 1 <= options.steps <= MAX_STEPS:
         parser.error(f"--steps is {options.steps}; it must be 1 to {MAX_STEPS}")
     torch.set_num_threads(1)
-    with an_engine() as engine:
-        measurements = [measure(engine, running, options.steps) for running in RUNNING]
+    loads = [
+        Load(running, options.context, random=options.random, prefix_caching=options.prefix_caching)
+        for running in options.running
+    ]
+    with an_engine(max(loads, key=lambda load: load.running)) as engine:
+        measurements = [measure(engine, load, options.steps) for load in loads]
     if options.output == "json":
-        told = {"python": platform.python_version(), "torch": torch.__version__, "context": CONTEXT}
+        told: dict[str, Any] = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "context": options.context,
+        }
+        told |= {"random": options.random, "prefix_caching": options.prefix_caching}
         print(json.dumps(told | {"measurements": [asdict(m) for m in measurements]}, indent=1))
     else:
         print(table(measurements))

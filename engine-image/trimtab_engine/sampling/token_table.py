@@ -19,6 +19,7 @@ from trimtab_engine.scheduling.sampling import Sampling
 
 TABLE_BYTES = 128 << 20
 """Bytes of all rows: 256 of a vocabulary of 128k. Steps of requests that need more wait for the host."""
+MOST_ROWS = 2  # of one request: biases and counts
 ROW_MULTIPLE = 4  # tokens: rows start on 16 bytes
 IN_OUTPUT, IN_PROMPT = 2, 1
 """What a token of the output, and being in the prompt at all, add to a count."""
@@ -76,15 +77,18 @@ class TokenTable:
 
     def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
         width = -(-vocab_size // ROW_MULTIPLE) * ROW_MULTIPLE
-        num_rows = min(2 * max_num_seqs, max(2, TABLE_BYTES // (4 * width)))
+        num_rows = min(MOST_ROWS * max_num_seqs, max(MOST_ROWS, TABLE_BYTES // (4 * width)))
         self.words = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
         self._free = list(range(num_rows))
         self._lent: dict[Request, Places] = {}
         self._two = torch.full((1,), IN_OUTPUT, dtype=torch.int32, device=device)
 
     def has_room_for(self, requests: Sequence[Request]) -> bool:
-        """Whether all of them can have their rows at once."""
-        return sum(_num_rows(request.sampling) for request in requests) <= self.words.shape[0]
+        """Whether all of them can have their rows at once. Most steps are so few that there is no need to look."""
+        num_rows: int = self.words.shape[0]
+        if MOST_ROWS * len(requests) <= num_rows:
+            return True
+        return sum(_num_rows(request.sampling) for request in requests) <= num_rows
 
     def lend(self, rows: Sequence[DeviceRow]) -> dict[Request, Places]:
         """The places of those that need any, up to date when the device comes to what is begun next."""

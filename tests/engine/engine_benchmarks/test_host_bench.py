@@ -8,12 +8,6 @@ from engine_benchmarks import host_bench
 from trimtab_engine.core.engine import Engine
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_bench, "RUNNING", (1, 3))
-    monkeypatch.setattr(host_bench, "CONTEXT", 20)
-
-
 def test_every_step_is_queued_behind_the_one_before_it_and_replays_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[bool] = []
     follow = Engine._follow
@@ -24,8 +18,9 @@ def test_every_step_is_queued_behind_the_one_before_it_and_replays_a_graph(monke
         return follower
 
     monkeypatch.setattr(Engine, "_follow", noting_follow)
-    with host_bench.an_engine() as engine:
-        measured = host_bench.measure(engine, 3, 5)
+    load = host_bench.Load(3, 20, random=True, prefix_caching=True)
+    with host_bench.an_engine(load) as engine:
+        measured = host_bench.measure(engine, load, 5)
         assert measured.steps == 5
         assert set(measured.parts_ms) == set(host_bench.PARTS)
         assert all(taken > 0 for taken in measured.parts_ms.values())
@@ -35,12 +30,22 @@ def test_every_step_is_queued_behind_the_one_before_it_and_replays_a_graph(monke
 
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert host_bench.main(["-o", "json", "--steps", "3"]) == 0
+    assert host_bench.main(["-o", "json", "--steps", "3", "--running", "1", "3", "--context", "20"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [m["running"] for m in told["measurements"]] == [1, 3]
 
 
-def test_more_steps_than_requests_last_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", "100000"], "it must be 1 to 600"),
+        (["--running", "0", "3"], "it must be 1 to 4096"),
+        (["--context", "9000"], "it must be 1 to 8192"),
+    ],
+)
+def test_a_load_that_is_not_meant_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
     with pytest.raises(SystemExit):
-        host_bench.main(["--steps", "100000"])
-    assert "it must be 1 to 600" in capsys.readouterr().err
+        host_bench.main(arguments)
+    assert words in capsys.readouterr().err
