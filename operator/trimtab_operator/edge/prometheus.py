@@ -45,6 +45,7 @@ from trimtab_operator.tuner.looks.series import Unreadable, sample_of
 from trimtab_operator.tuner.moves import Reason
 
 MAX_ANSWER_BYTES = 8 << 20  # the samples of one engine core are about 100 KB
+MAX_SCRAPES = 1000  # of one pod in an answer: one a second looks back for that many seconds at most
 PODS_AT_ONCE = 8  # of one query
 QUERIES_AT_ONCE = 4  # of all resources: others look at their dashboards meanwhile
 DEADLINE_SECONDS = 5.0  # of one query
@@ -170,7 +171,7 @@ class Prometheus:
             transport=transport,
         )
         self._asking = asyncio.Semaphore(QUERIES_AT_ONCE)
-        self._decoding = asyncio.Lock()  # a large answer takes ten times its size while it is decoded
+        self._decoding = asyncio.Lock()  # a large answer takes several times its size while it is decoded
         self._ahead = 0.0
         self._failures: dict[str | None, tuple[float, ScrapeFailure]] = {}
         """The last failure of each namespace's queries, and when it was; under None that of the server."""
@@ -231,7 +232,11 @@ class Prometheus:
             return await asyncio.to_thread(self._decoded, body), ahead  # it would hold up everybody
 
     def _decoded(self, body: bytes) -> Scrapes:
-        return scrapes_of(matrix_of(body), self.connection.naming)
+        found = matrix_of(body)
+        most = max((len(series.samples) for series in found), default=0)
+        if most > MAX_SCRAPES:  # each becomes a page: together they would take far more memory than the answer
+            raise Unreadable(f"the answer has {most:,} samples of one series, where a few were asked for")
+        return scrapes_of(found, self.connection.naming)
 
     def _sample(
         self, pod: str, targets: Mapping[str, Sequence[Page]], created_at: float, ahead: float

@@ -197,6 +197,15 @@ async def test_a_namespace_whose_queries_are_too_much_leaves_the_others_theirs()
     assert "larger than" in await why(prometheus, namespace="greedy")
 
 
+async def test_an_answer_with_far_more_scrapes_than_were_asked_for_is_refused() -> None:
+    prometheus, fake, _ = asked()
+    samples = ",".join(f'[{at},"1"]' for at in range(2000))
+    series = f'{{"metric":{{"__name__":"vllm:num_requests_running","pod":"{POD}"}},"values":[{samples}]}}'
+    body = f'{{"status":"success","data":{{"resultType":"matrix","result":[{series}]}}}}'
+    fake.answer = lambda request: fake_time() if b"query=time" in request.content else httpx.Response(200, content=body)
+    assert "2,000 samples of one series" in await why(prometheus)
+
+
 def fake_time() -> httpx.Response:
     body = {"status": "success", "data": {"resultType": "scalar", "result": [NOW, str(NOW)]}}
     return httpx.Response(200, json=body)
