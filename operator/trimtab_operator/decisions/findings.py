@@ -37,6 +37,8 @@ class Findings:
     failed_change: FailedChange | None = None
     target: InferenceDeployment | None = None
     too_few_gpus: str | None = None
+    trying: str | None = None
+    """What a change that has to show first that it is good waits for."""
     no_room: str | None = None
     """Why no replica comes up beside those that it is to replace."""
     problem: tuple[str, str] | None = None

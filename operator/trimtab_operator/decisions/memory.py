@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from trimtab_operator.decisions.comparison import Comparison
 from trimtab_operator.decisions.in_vain import Futile
 from trimtab_operator.decisions.rollback import RolloutState
 from trimtab_operator.layout.degrees import Degrees
@@ -34,6 +35,8 @@ class Memory:
     """Pods that are not created, by the group's name."""
     unheard: int | None = None
     """What stood in `spec.replicas` while `spec.scaling` was set; None: nothing that was not heard."""
+    comparison: Comparison | None = None
+    """What users got of the first replica of a change, and of the others."""
     futile: Mapping[str, Futile] = field(default_factory=dict)
     """Children that differ again whenever they are applied, by kind and name."""
 

@@ -35,16 +35,18 @@ def plan(
     unproven: frozenset[str] = frozenset(),
     loads: Mapping[str, float] | None = None,
     surge: int = 0,
+    is_first_only: bool = False,
 ) -> tuple[Action, ...]:
     """Everything to do now for so many `replicas`, in order: Services before the pods that they select, removals last.
 
     `held`: by ordinal, groups that hold no pods, or did (decisions/placement.py). `unproven` names groups whose pods
     are Ready and that still count as down for a rollout. `loads`: by name, how many requests a group has; one that did
     not say is left out. `surge`: how many groups there may be beyond `replicas` while outdated ones serve
-    (decisions/surge.py).
+    (decisions/surge.py). `is_first_only`: one group may be brought up to date, and no other yet.
     """
     deployment = wanted.deployment
     groups, loads = groups_of(observed), loads or {}
+    surge = min(surge, 1) if is_first_only else surge
     behind = frozenset(
         g.ordinal for g in groups if g.revision != wanted.revision or _has_moved(g, deployment, observed)
     )
@@ -55,7 +57,8 @@ def plan(
     leaving = [(group, "scaled in") for group in superfluous]
     leaving += [(group, "others serve what is asked for now") for group in relieved]
     new = free_ordinals(observed, replicas + extra - len(staying))
-    allowed = allowed_down(deployment, replicas) - sum(group.is_ready and group.name in unproven for group in staying)
+    allowed = 1 if is_first_only else allowed_down(deployment, replicas)
+    allowed -= sum(group.is_ready and group.name in unproven for group in staying)
     to_update = {g.ordinal for g in choose_updates(staying, behind, allowed, coming=len(new) if surge else None)}
     current = [g.ordinal for g in staying if g.ordinal not in behind or g.ordinal in to_update]
     manifests: list[Manifest] = [client_service(deployment)]

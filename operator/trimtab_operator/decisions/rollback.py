@@ -32,6 +32,7 @@ from trimtab_operator.decisions.surge import NoRoom, allowed_surge, no_room
 from trimtab_operator.decisions.validation import refusals
 from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.layout.degrees import Degrees
+from trimtab_operator.observed.ends import NO_WORDS, ends_of, last_words
 from trimtab_operator.observed.groups import Group, Observed, revision_label
 from trimtab_operator.observed.phases import EngineView, phase_of
 from trimtab_operator.resource.canonical_json import compact
@@ -41,6 +42,8 @@ from trimtab_operator.resource.spec import InferenceDeployment
 
 NOT_ALLOWED_EXIT_CODE = 2  # docs/contract.md section 1: the command line, the model or the machine does not allow it
 SEAL = "rollout"  # what its sealed text is called
+WATCHED_SECONDS = 3600.0  # after a change was proven: what its engines do later is not put down to it any more
+CRASHES_TOO_MANY = 3  # of its engines in that time: the tuner takes back its own values after the first
 REFUSED_STARTS = 3  # ended so, this often: the node is not to blame, and waiting helps nobody
 NOT_RENDERED = ("replicas", "scaling", "metrics", "objectives", "tuning")  # caps of `tuning` are in the revision
 
@@ -57,10 +60,21 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A change on its way: which one, and since when (Unix time)."""
+    """A change on its way: which one, and since when (Unix time). `ready_since`: when its first replica began to serve;
+    None: it has not. `ends`: how often engines of the change had ended by then."""
 
     change: str
     since: float
+    ready_since: float | None = None
+    ends: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """The newest proven form, after it was proven: when that was (Unix time), and how often its engines had ended."""
+
+    since: float
+    ends: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +87,29 @@ class TakenBack:
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """What is remembered between ticks, and across restarts of the operator."""
+    """What is remembered between ticks, and across restarts of the operator. `former`: the form that was proven before
+    the newest one."""
 
     proven: Form | None = None
     attempt: Attempt | None = None
     taken_back: TakenBack | None = None
     no_room: NoRoom | None = None
+    former: Form | None = None
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """The new state, and whether replicas are to run the proven form instead of the spec.
 
-    `failure` says why a first revision, with none to return to, does not come up.
+    `failure` says why a first revision, with none to return to, does not come up; `trying`, while the change has to
+    show that it is good, what is waited for.
     """
 
     state: RolloutState
     returns: bool = False
     failure: str | None = None
+    trying: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +128,10 @@ class Course:
     target: Rendered | None
     failed: FailedChange | None = None
     unproven: frozenset[str] = frozenset()
+    is_first_only: bool = False
+    """Whether the change may reach one replica, and no other yet."""
+    trying: str | None = None
+    """What a change that has to show that it is good waits for."""
 
 
 def course_of(
@@ -120,22 +143,42 @@ def course_of(
     *,
     may_start: bool,
     now: float,
+    worse: str | None = None,
 ) -> Course:
     """Choose what replicas are to run: what is `wanted`, or the last `proven` form, while the spec may not start yet
     and when it did not come up. `layouts` is what the engines of Ready groups report, by name; `now` is Unix time.
+    `worse`: what the first replica of the change does worse than the others, if anything.
     """
     if not may_start:
         return Course(state, proven)
     proven_revision = None if proven is None else proven.revision
     step = decide(
-        state, wanted.deployment, groups, layouts, revision=wanted.revision, proven_revision=proven_revision, now=now
+        state,
+        wanted.deployment,
+        groups,
+        layouts,
+        revision=wanted.revision,
+        proven_revision=proven_revision,
+        now=now,
+        worse=worse,
     )
     after = replace(step.state, no_room=state.no_room)
     if step.returns and after.taken_back is not None:
         return Course(after, proven, FailedChange(after.taken_back.message, proven_revision))
     failed = None if step.failure is None else FailedChange(step.failure, None)
+    if is_on_trial(wanted.deployment, wanted.revision, proven_revision, after):
+        on = frozenset(group.name for group in groups if group.revision == wanted.revision)
+        return Course(after, wanted, failed, on, is_first_only=True, trying=step.trying)
     unproven = unproven_groups(wanted.deployment, groups, layouts, revision=wanted.revision)
     return Course(after, wanted, failed, unproven)
+
+
+def is_on_trial(
+    deployment: InferenceDeployment, revision: str, proven_revision: str | None, state: RolloutState
+) -> bool:
+    """Whether the change has to show first, with one replica, that it is good: there is something to return to."""
+    is_proven = proven_revision is None or revision == proven_revision or state.proven == form_of(deployment)
+    return not is_proven and bake_seconds(deployment) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +244,8 @@ def proven_deployment(deployment: InferenceDeployment, proven: Form) -> Inferenc
         )
     except (InvalidSpec, ValueError):
         return None
-    rollout = before.spec.rollout.model_copy(update={"max_unavailable": deployment.spec.rollout.max_unavailable})
+    pace = {name: getattr(deployment.spec.rollout, name) for name in ("max_unavailable", "max_surge")}
+    rollout = before.spec.rollout.model_copy(update=pace)
     now = {"replicas": deployment.spec.replicas, "scaling": deployment.spec.scaling, "rollout": rollout}
     spec = before.spec.model_copy(update=now)
     found = replace(deployment, spec=spec, image=before.image, restarted_at=proven.restarted_at)
@@ -213,6 +257,11 @@ def budget_seconds(deployment: InferenceDeployment) -> float:
     return parse_seconds(deployment.spec.rollout.start_timeout) + grace_seconds(deployment)
 
 
+def bake_seconds(deployment: InferenceDeployment) -> float:
+    """For how long the first replica of a change serves before the others follow."""
+    return parse_seconds(deployment.spec.rollout.bake_time)
+
+
 def decide(
     state: RolloutState,
     deployment: InferenceDeployment,
@@ -222,26 +271,70 @@ def decide(
     revision: str,
     proven_revision: str | None,
     now: float,
+    worse: str | None = None,
 ) -> Step:
     """One step. `layouts` is what the engines of Ready groups report, by name; `revision` what the spec renders to,
-    `proven_revision` what the proven form renders to (None: there is none); `now` is Unix time.
+    `proven_revision` what the proven form renders to (None: there is none); `now` is Unix time. `worse`: what the first
+    replica of the change does worse than the others.
     """
     change = change_of(deployment, revision)
     taken_back = state.taken_back
     if taken_back is not None and taken_back.change == change and proven_revision is not None:
         return Step(replace(state, attempt=None), returns=True)
     on = [group for group in groups if group.revision == revision]
-    if any(group.is_ready and layouts.get(group.name) == Degrees.wanted(deployment.spec) for group in on):
-        return Step(RolloutState(form_of(deployment)))
-    if not on or revision == proven_revision:
-        return Step(RolloutState(state.proven))
+    kept = RolloutState(state.proven, former=state.former, watch=state.watch)
+    serves = any(group.is_ready and layouts.get(group.name) == Degrees.wanted(deployment.spec) for group in on)
+    if revision == proven_revision:
+        return _watched(replace(kept, proven=form_of(deployment)) if serves else kept, change, on, now)
+    if not on:
+        return Step(kept)
     attempt = state.attempt if state.attempt is not None and state.attempt.change == change else Attempt(change, now)
-    why = _why_it_failed(on, layouts, attempt, deployment, now)
+    if serves and attempt.ready_since is None:
+        attempt = replace(attempt, ready_since=now, ends=_ends(on))
+    bake = bake_seconds(deployment) if proven_revision is not None else 0.0
+    has_baked = attempt.ready_since is not None and now - attempt.ready_since >= bake
+    why = _why_it_failed(on, layouts, attempt, deployment, now) if not serves or bake else None
+    if why is None and serves and has_baked and worse is not None:
+        first = next(group.name for group in on if group.is_ready)
+        why = f"{first} served for {deployment.spec.rollout.bake_time} beside the others, and {worse}"
+    if why is None and serves and has_baked:
+        return Step(RolloutState(form_of(deployment), former=state.proven, watch=Watch(now, _ends(on))))
+    kept = replace(kept, attempt=attempt)
     if why is None:
-        return Step(RolloutState(state.proven, attempt))
+        return Step(kept, trying=_trying(on, deployment) if bake and serves else None)
     if proven_revision is None:
-        return Step(RolloutState(state.proven, attempt), failure=why)
-    return Step(RolloutState(state.proven, taken_back=TakenBack(change, why)), returns=True)
+        return Step(kept, failure=why)
+    return Step(replace(kept, attempt=None, taken_back=TakenBack(change, why)), returns=True)
+
+
+def _trying(on: list[Group], deployment: InferenceDeployment) -> str:
+    first = next(group.name for group in on if group.is_ready)
+    return (
+        f"{first} runs the change first; it counts as good when that has served for {deployment.spec.rollout.bake_time}"
+    )
+
+
+def _watched(state: RolloutState, change: str, on: list[Group], now: float) -> Step:
+    """A form that was proven lately and whose engines end again and again since then is taken back after all."""
+    watch = state.watch
+    if watch is None or state.former is None or now - watch.since > WATCHED_SECONDS:
+        return Step(state)
+    crashes = _ends(on) - watch.ends
+    if crashes < CRASHES_TOO_MANY:
+        return Step(state)
+    minutes = (now - watch.since) / 60
+    why = f"its engines ended {crashes} times in the {minutes:.0f} minutes after it was proven: {_last_words(on)}"
+    return Step(RolloutState(state.former, taken_back=TakenBack(change, why)))
+
+
+def _ends(on: Iterable[Group]) -> int:
+    """How often engines of these groups' revision have ended in the pods that there are."""
+    return sum(ends_of(pod) for group in on for pod in _own_pods(group))
+
+
+def _last_words(on: Iterable[Group]) -> str:
+    ended = [pod for group in on for pod in _own_pods(group) if ends_of(pod)]
+    return last_words(ended[0]) if ended else NO_WORDS
 
 
 def unproven_groups(
@@ -265,8 +358,12 @@ def _why_it_failed(
     refused = next((group for group in on if any(map(_refuses_to_start, _own_pods(group)))), None)
     if refused is not None:
         return f"{refused.name} does not start: {_words(refused, layouts)}"
+    if attempt.ready_since is not None and _ends(on) > attempt.ends:
+        return f"its engine ended {now - attempt.ready_since:.0f} s after it had begun to serve: {_last_words(on)}"
     is_asked_again = any(group.is_ready and group.name not in layouts for group in on)
-    if now - attempt.since < budget_seconds(deployment) or is_asked_again:
+    is_up = any(group.is_ready and layouts.get(group.name) == Degrees.wanted(deployment.spec) for group in on)
+    since = attempt.since if attempt.ready_since is None else attempt.ready_since
+    if now - since < budget_seconds(deployment) or is_asked_again or is_up:
         return None
     worst = min(on, key=lambda group: (phase_of(group, EngineView())[0] != "Failed", group.ordinal))
     timeout = deployment.spec.rollout.start_timeout
@@ -331,15 +428,27 @@ def from_text(text: str | None, *, key: str, former_key: str | None = None) -> R
     try:
         found = json.loads(body)
         proven, attempt, back = found["proven"], found["attempt"], found["taken_back"]
-        no_room = found.get("no_room")
+        no_room, watch = found.get("no_room"), found.get("watch")
         return RolloutState(
-            None if proven is None else Form(str(proven["spec"]), proven["image"], proven.get("restarted_at")),
-            None if attempt is None else Attempt(str(attempt["change"]), float(attempt["since"])),
+            _form(proven),
+            None if attempt is None else _attempt(attempt),
             None if back is None else TakenBack(str(back["change"]), str(back["message"])),
             None if no_room is None else NoRoom(str(no_room["change"]), str(no_room["message"])),
+            _form(found.get("former")),
+            None if watch is None else Watch(float(watch["since"]), int(watch["ends"])),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return RolloutState()
+
+
+def _form(data: Mapping[str, Any] | None) -> Form | None:
+    return None if data is None else Form(str(data["spec"]), data["image"], data.get("restarted_at"))
+
+
+def _attempt(data: Mapping[str, Any]) -> Attempt:
+    ready = data.get("ready_since")
+    served = None if ready is None else float(ready)
+    return Attempt(str(data["change"]), float(data["since"]), served, int(data.get("ends", 0)))
 
 
 def _written(deployment: InferenceDeployment) -> dict[str, Any]:

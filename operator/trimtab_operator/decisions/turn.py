@@ -23,6 +23,7 @@ from trimtab_operator.builders.admin_token import token_hash
 from trimtab_operator.builders.record import Record, asked_of, records_of
 from trimtab_operator.builders.stateful_set import Rendered, pod_template, rendered
 from trimtab_operator.decisions.actions import Action, Apply, Delete, Note, Patch
+from trimtab_operator.decisions.comparison import Comparison, worse
 from trimtab_operator.decisions.findings import Findings
 from trimtab_operator.decisions.in_vain import Futile, sift
 from trimtab_operator.decisions.memory import Memory, Recalled, recalled, with_layouts
@@ -33,6 +34,7 @@ from trimtab_operator.decisions.rollback import (
     Course,
     RolloutState,
     Surge,
+    change_of,
     course_of,
     plan_rollout_state,
     proven_form,
@@ -116,6 +118,7 @@ def _decided(world: World, memory: Memory) -> Turn:
     gate = _gate(world, known, wanted, proven)
     if gate.refusals:
         return _with_reading(_refused(world, known, gate.refusals, of_layout=gate.refusals), reading)
+    known = replace(known, memory=replace(known.memory, comparison=_compared(world, known, rollout, wanted)))
     course = course_of(
         rollout,
         wanted,
@@ -124,6 +127,7 @@ def _decided(world: World, memory: Memory) -> Turn:
         known.memory.layouts_of(known.groups),
         may_start=gate.is_open,
         now=world.at,
+        worse=_worse(known.memory.comparison, wanted, proven),
     )
     steered = _steered(world, known, wanted, gate, course)
     findings = replace(steered.findings, keeps_older_pods=_keeps_older_pods(seen, wanted))
@@ -194,6 +198,7 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
                 unproven=course.unproven,
                 loads=_loads(world),
                 surge=room.groups,
+                is_first_only=course.is_first_only,
             ),
             *plan_optional(target, known.observed, world.installation, replicas=count),
         )
@@ -213,6 +218,7 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
             tuning=tuned if known.groups else None,
             model=None if gate.is_open else gate.model,
             failed_change=course.failed,
+            trying=course.trying,
             no_room=None if room.no_room is None else room.no_room.message,
             target=None if course.target is None else course.target.deployment,
             too_few_gpus=_too_few_gpus(world),
@@ -309,6 +315,26 @@ def _remembered(
         *plan_rollout_state(deployment, known.observed, rollout, key=key),
         *plan_tuning_state(deployment, known.observed, remembered_text(tuned.memory, key=key)),
     )
+
+
+def _compared(world: World, known: Recalled, rollout: RolloutState, wanted: Rendered) -> Comparison | None:
+    """What users get of the first replica of a change and of the others, while it has to show that it is good."""
+    attempt = rollout.attempt
+    if attempt is None or attempt.ready_since is None or attempt.change != change_of(world.deployment, wanted.revision):
+        return None
+    ready = [group for group in known.groups if group.is_ready]
+    new = {group.name for group in ready if group.revision == wanted.revision}
+    before = known.memory.comparison
+    found = before if before is not None and before.change == attempt.change else Comparison(attempt.change)
+    return found.later(world.engines, new, {group.name for group in ready} - new)
+
+
+def _worse(found: Comparison | None, wanted: Rendered, proven: Rendered | None) -> str | None:
+    """What the change does worse; times are nobody's fault where another model, or another layout, is asked for."""
+    if found is None or proven is None:
+        return None
+    new, old = wanted.deployment.spec, proven.deployment.spec
+    return worse(found, is_same_model=(new.model, new.parallelism) == (old.model, old.parallelism))
 
 
 def _patches(world: World, known: Recalled, tuned: Outcome) -> tuple[Patch, ...]:

@@ -35,6 +35,7 @@ from trimtab_operator.tuner.looks.prometheus import ENGINES_LABELS, LABEL_NAME
 MAX_LABEL_VALUE = 256
 MAX_DRAIN_SECONDS = 3600.0  # a pod that takes longer to stop holds its node for ever
 MAX_START_SECONDS = 7200.0  # the startup probe ends an engine that loads for longer
+MAX_BAKE_SECONDS = 3600.0  # a change that nobody sees finish is forgotten
 NAME_IS_MADE_OF = "begin with a lower-case letter; then lower-case letters, digits and dashes, no dots"
 
 Rule = Callable[[InferenceDeployment], Iterable[Refusal]]
@@ -431,6 +432,17 @@ def a_start_ends_in_time(deployment: InferenceDeployment) -> Iterator[Refusal]:
         yield Refusal(where, f"is {seconds:g} s; set more than 0 s and at most {MAX_START_SECONDS:g} s")
 
 
+def a_change_is_watched_for_a_while(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    where = "spec.rollout.bakeTime"
+    try:
+        seconds = parse_seconds(deployment.spec.rollout.bake_time)
+    except ValueError as error:
+        yield Refusal(where, str(error))
+        return
+    if seconds > MAX_BAKE_SECONDS:
+        yield Refusal(where, f"is {seconds:g} s; set at most {MAX_BAKE_SECONDS:g} s")
+
+
 # --- the pod template overlay -----------------------------------------------------------------------------------------
 
 REFUSED_POD_FIELDS: Mapping[str, str] = {
@@ -634,6 +646,7 @@ RULES: tuple[Rule, ...] = (
     metrics_labels_narrow,
     max_unavailable_moves_a_rollout,
     max_surge_is_a_count,
+    a_change_is_watched_for_a_while,
     drain_fits_the_grace_period,
     a_start_ends_in_time,
     overlay_pod_fields_are_allowed,

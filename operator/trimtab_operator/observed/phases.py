@@ -8,14 +8,13 @@ from typing import Any
 
 from trimtab_operator.builders.pod import CONTAINER
 from trimtab_operator.layout.degrees import Degrees
+from trimtab_operator.observed.ends import CRASH_LOOP, words_of
 from trimtab_operator.observed.groups import Group
 from trimtab_operator.observed.hold import hold_of
 from trimtab_operator.observed.missing_pods import missing_sentence
 from trimtab_operator.observed.pods import node_of, unschedulable
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.tuner.knobs import Value
-
-CRASH_LOOP = "CrashLoopBackOff"  # the kubelet waits before it starts a container again that keeps ending
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +68,13 @@ def failure_of(pod: Manifest) -> str | None:
         waiting = (container.get("state") or {}).get("waiting") or {}
         reason = str(waiting.get("reason", ""))
         if reason == CRASH_LOOP:
-            return f"the engine crashes again and again: {_last_words(container)}"
+            return f"the engine crashes again and again: {words_of(container)}"
         if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError"):
             return f"{reason}: {waiting.get('message', '')}".rstrip(": ")
         terminated = (container.get("state") or {}).get("terminated") or {}
         if terminated and terminated.get("exitCode") not in (0, None):
-            return f"the engine ended: {_last_words(container)}"
+            return f"the engine ended: {words_of(container)}"
     return None
-
-
-def _last_words(container: Mapping[str, Any]) -> str:
-    """The last line that a container said, and its exit code."""
-    state = (container.get("state") or {}).get("terminated") or (container.get("lastState") or {}).get("terminated")
-    if not state:
-        return "no reason is known"
-    lines = [line for line in str(state.get("message", "")).strip().splitlines() if line.strip()]
-    said = lines[-1].strip() if lines else str(state.get("reason", ""))
-    return f"{said} (exit code {state.get('exitCode')})"
 
 
 def is_container_running(pod: Manifest) -> bool:

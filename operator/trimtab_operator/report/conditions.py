@@ -178,6 +178,8 @@ def progressing_claim(
         return Claim("Progressing", "True" if isinstance(findings.model, Reading) else "False", *unknown)
     if findings.failed_change is not None:
         return _failed_change_claim(deployment, findings.failed_change, findings, groups)
+    if findings.trying is not None:
+        return Claim("Progressing", "True", Reason.ROLLING_OUT, findings.trying)
     if any(group.revision != findings.revision or group.is_outdated for group in findings.groups):
         how = "" if findings.no_room is None else f", in place: {findings.no_room}"
         return Claim(

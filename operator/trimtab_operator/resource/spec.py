@@ -415,6 +415,12 @@ class Rollout(Model):
         description="Time in which the first replica of a change must become Ready, once the old one has drained; else "
         "replicas return to the last revision that worked, until the spec changes again. At most 2h.",
     )
+    bake_time: Duration = Field(
+        default="30s",
+        description="Time for which the first replica of a change serves beside the others before they follow: it is "
+        "compared with them, and the change is taken back if its engine ends or does clearly worse. At most 1h; 0s: "
+        "the others follow at once, and nothing is compared.",
+    )
 
 
 class TemplateMetadata(Model):

@@ -26,7 +26,7 @@ HASH = "a" * 64
 
 def a_settled_cluster(**spec: Any) -> FakeCluster:
     """Its replicas are replaced in place: decisions/test_surge.py has the other way."""
-    cluster = FakeCluster(**{**spec, "rollout": {"maxSurge": 0, **spec.get("rollout", {})}})
+    cluster = FakeCluster(**{**spec, "rollout": {"maxSurge": 0, "bakeTime": "0s", **spec.get("rollout", {})}})
     cluster.settle()
     return cluster
 
@@ -241,7 +241,7 @@ def test_the_tuners_memory_is_written_only_when_it_changed() -> None:
 def test_whatever_happens_it_comes_to_rest_and_never_exceeds_the_replicas(seed: int) -> None:
     chance = random.Random(seed)
     surge = seed % 3
-    cluster = FakeCluster(replicas=2, rollout={"maxSurge": surge})
+    cluster = FakeCluster(replicas=2, rollout={"maxSurge": surge, "bakeTime": "0s"})
     for _ in range(60):
         move = chance.random()
         if move < 0.15:

@@ -30,8 +30,8 @@ from trimtab_operator.resource.spec import InferenceDeployment
 
 KEY = "a token"
 START_SECONDS = 20.0  # of an engine that comes up
-QUICK = {"startTimeout": "2m", "drainTimeout": "10s", "maxSurge": 0}
-"""In place, where it is harder: decisions/test_surge.py has the other way."""
+QUICK = {"startTimeout": "2m", "drainTimeout": "10s", "maxSurge": 0, "bakeTime": "0s"}
+"""In place, where it is harder (test_surge.py has the other way), and with nothing to wait for (test_bake.py)."""
 BAD = (BROKEN,)
 
 
@@ -120,7 +120,7 @@ def test_a_larger_group_for_which_there_are_too_few_nodes_is_taken_back_and_serv
     world = World(replicas=1, parallelism={"pipeline": 2, "gpusPerNode": 1}, nodes=2)
     world.run()
     assert all(group.is_ready for group in world.groups)
-    patient = {"startTimeout": "5m", "drainTimeout": "10s", "maxSurge": 0}
+    patient = {"startTimeout": "5m", "drainTimeout": "10s", "maxSurge": 0, "bakeTime": "0s"}
     world.edit(rollout=patient, parallelism={"pipeline": 3, "gpusPerNode": 1})
     gave_back = 0
     while world.failed is None:

@@ -12,7 +12,7 @@ from trimtab_operator.decisions.rollback import from_text
 from trimtab_operator.decisions.surge import PATIENCE_SECONDS, allowed_surge
 from trimtab_operator.decisions.validation import refusals
 
-QUICK = {"startTimeout": "2m", "drainTimeout": "10s"}
+QUICK = {"startTimeout": "2m", "drainTimeout": "10s", "bakeTime": "0s"}
 START_SECONDS = 20.0
 
 

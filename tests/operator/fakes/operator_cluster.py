@@ -41,7 +41,7 @@ from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import timestamp
 from trimtab_operator.tuner.knobs import FieldRange, Knob, Value
-from trimtab_operator.tuner.looks import Config, Counters, Gauges, Ledger, Sample
+from trimtab_operator.tuner.looks import Config, Counters, Finished, Gauges, Ledger, RequestNews, Sample
 
 TICK_SECONDS = 5.0
 SECRET = b"s"
@@ -74,6 +74,8 @@ class FakeEngine:
     generation: int = 1
     running: float = 0.0
     """Requests that it serves."""
+    finished: list[Finished] = field(default_factory=list)
+    """Requests that ended, to be told by the next look."""
 
 
 class FakeCluster:
@@ -106,6 +108,8 @@ class FakeCluster:
         """Whether engines answer at all."""
         self.unready: set[str] = set()
         """Names of pods that take no requests, whatever their engines are."""
+        self.restarts: dict[str, int] = {}
+        """How often the engine in a pod, by its uid, has ended and begun again."""
         self.taken: set[str] = set()
         """ClusterIPs that others have."""
         self.model_words: tuple[int, str] = (0, json.dumps(MODEL_FACTS))
@@ -403,7 +407,10 @@ class FakeCluster:
             is_up = all(self._has_started(fellow) for fellow in fellows)
             ready = {"type": "Ready", "status": str(is_up and name not in self.unready)}
             scheduled = [c for c in pod["status"].get("conditions", []) if c["type"] == "PodScheduled"]
-            running = [{"name": "main", "restartCount": 0, "started": is_up, "state": {"running": {}}}]
+            ends = self.restarts.get(pod["metadata"]["uid"], 0)
+            running = [{"name": "main", "restartCount": ends, "started": is_up, "state": {"running": {}}}]
+            if ends:
+                running[0]["lastState"] = {"terminated": {"exitCode": 1, "message": "out of luck"}}
             placed = "nodeName" in pod["spec"]
             pod["status"] = {"conditions": [*scheduled, ready]}
             pod["status"] |= {"podIP": "10.1.0.1", "containerStatuses": running} if placed else {}
@@ -449,9 +456,16 @@ class FakeCluster:
         config = Config(engine.generation, dict(engine.values), fields, 1024)
         if not target.ready:
             return EngineSeen(False, "not ready", config=config, load=("weights", 40))
+        news = RequestNews(tuple(engine.finished), ())
+        engine.finished.clear()
         return EngineSeen(
             True,
-            sample=Sample(self.now, Counters(0.0, 0.0, 0.0, {}), Gauges(engine.running, 0.0, 0.0, engine.generation)),
+            sample=Sample(
+                self.now,
+                Counters(0.0, 0.0, 0.0, {}),
+                requests=news,
+                gauges=Gauges(engine.running, 0.0, 0.0, engine.generation),
+            ),
             config=config,
             ledger=Ledger(1_572_864_000, 151, 16, 737_280),
             applied={str(knob.value): value for knob, value in engine.values.items()},

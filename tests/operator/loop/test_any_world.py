@@ -47,7 +47,7 @@ def a_runtime(*args: str) -> dict[str, Any]:
 
 
 def a_small_spec(layout: int, mode: str, surge: int | str) -> dict[str, Any]:
-    rollout = {**QUICK, "maxSurge": surge}
+    rollout = {**QUICK, "maxSurge": surge, "bakeTime": "10s" if layout == 0 else "0s"}
     return a_spec(runtime=a_runtime(), rollout=rollout, tuning={"mode": mode}, parallelism=LAYOUTS[layout])
 
 
