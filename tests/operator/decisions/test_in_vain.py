@@ -44,7 +44,7 @@ def test_it_is_tried_again_from_time_to_time() -> None:
 
 
 def test_another_spec_is_applied_at_once() -> None:
-    cluster = PolicedCluster()
+    cluster = PolicedCluster(rollout={"maxSurge": 0})
     applies(cluster, 20)
     cluster.edit(engine={"maxNumSeqs": 32})
     assert applies(cluster, 1) == 1

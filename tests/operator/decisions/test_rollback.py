@@ -157,7 +157,7 @@ def test_a_good_change_after_a_bad_one_goes_through() -> None:
     world.run()
     assert world.revisions == [render(world.deployment)] * 2
     assert world.failed is None
-    assert world.state == RolloutState(form_of(world.deployment))
+    assert (world.state.proven, world.state.attempt, world.state.taken_back) == (form_of(world.deployment), None, None)
 
 
 def test_a_first_revision_has_nothing_to_return_to_and_says_so() -> None:
