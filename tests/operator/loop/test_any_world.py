@@ -9,20 +9,17 @@ one, which knows only what is written, goes on.
 from __future__ import annotations
 
 import functools
-import json
 import pickle
 import random
-import re
 from typing import Any
 
 import pytest
+from coming_to_rest import come_to_rest, end_state
 from operator_builders import a_spec
-from operator_cluster import BROKEN, TICK_SECONDS, TOKEN, FakeCluster, Killed, a_loop, a_reconciler
+from operator_cluster import BROKEN, TOKEN, FakeCluster, Killed, a_loop, a_reconciler
 from trimtab_operator.builders.config_map import tuning_config_map
 from trimtab_operator.builders.labels import REVISION_LABEL, ROLE_LABEL
-from trimtab_operator.decisions.rollback import from_text
 from trimtab_operator.decisions.tuning import remembered_text
-from trimtab_operator.loop.reconciler import Loop, Reconciler
 from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.rules import replicas
 from trimtab_operator.tuner.scaling import law
@@ -38,7 +35,6 @@ QUICK = {"startTimeout": "20s", "drainTimeout": "1s"}
 MOST_REPLICAS = 3
 SURGES: tuple[int | str, ...] = (0, 1, 1, "50%")
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {}, {"pipeline": 2, "gpusPerNode": 1})
-OF_HISTORY = ("conditions", "tuning", "groups", "lastScaleTime")
 APPLIED = Memory(applied={Knob.MAX_NUM_SEQS: 16})
 
 
@@ -125,57 +121,6 @@ def _disturb(cluster: FakeCluster, chance: random.Random) -> None:
     elif kind == "forget":
         for engine in cluster.engines.values():
             engine.values[Knob.MAX_NUM_SEQS] = 32
-
-
-async def come_to_rest(cluster: FakeCluster, reconciler: Reconciler, loop: Loop, *, still_ticks: int = 1) -> None:
-    """Tick until nothing is written and nothing moves, for so many ticks in a row."""
-    still = 0
-    for _ in range(120):
-        before = cluster.writes
-        await reconciler.tick(loop)
-        is_moving = cluster.condition("Progressing")["status"] == "True" or ("Job", "m-facts") in cluster.objects
-        still = still + 1 if cluster.writes == before else 0
-        if still >= still_ticks and not is_moving:
-            return
-        cluster.now += TICK_SECONDS * (1 + still)  # nothing to do: wait for longer
-        cluster.controllers()
-    raise AssertionError("the operator does not come to rest")
-
-
-def end_state(cluster: FakeCluster) -> dict[str, Any]:
-    """Everything that somebody could see, but for numbers and moments that history leaves behind: which ordinals the
-    replicas of a roll have depends on which were free."""
-    found: dict[str, Any] = json.loads(_numbered_from_0(cluster, json.dumps(_seen(cluster), default=str)))
-    return found
-
-
-def _numbered_from_0(cluster: FakeCluster, text: str) -> str:
-    new = {str(group.ordinal): str(number) for number, group in enumerate(cluster.groups)}
-    services = ((name, m["spec"].get("clusterIP")) for (kind, name), m in cluster.objects.items() if kind == "Service")
-    for name, address in services:
-        text = re.sub(rf"--master-addr={re.escape(str(address))}(?!\d)", f"--master-addr={name}", text)
-    text = re.sub(r"\bm-g(\d+)", lambda name: f"m-g{new.get(name[1], name[1])}", text)
-    return re.sub(r'("trimtab.dev/group": ")(\d+)', lambda label: label[1] + new.get(label[2], label[2]), text)
-
-
-def _seen(cluster: FakeCluster) -> dict[str, Any]:
-    specs = {f"{kind}/{name}": dict(m["spec"]) for (kind, name), m in cluster.objects.items() if "spec" in m}
-    for spec in specs.values():
-        spec.pop("clusterIP", None)
-    labels = {f"{kind}/{name}": m["metadata"]["labels"] for (kind, name), m in cluster.objects.items()}
-    conditions = {c["type"]: (c["status"], c["reason"], c["message"]) for c in cluster.status["conditions"]}
-    kept = cluster.objects.get(("ConfigMap", "m-rollout"), {}).get("data", {}).get("rollout.json")
-    rollout = from_text(kept, key=TOKEN)
-    return {
-        "specs": specs,
-        "labels": labels,
-        "rollout": (rollout.proven, rollout.attempt and rollout.attempt.change, rollout.taken_back),
-        "no room": rollout.no_room and rollout.no_room.change,
-        "pods": {name: pod["metadata"]["labels"] for name, pod in cluster.pods.items()},
-        "values": {name: cluster.engines[pod["metadata"]["uid"]].values for name, pod in cluster.pods.items()},
-        "status": {key: value for key, value in cluster.status.items() if key not in OF_HISTORY},
-        "conditions": conditions,
-    }
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
