@@ -97,7 +97,7 @@ def an_edit(chance: random.Random) -> dict[str, Any]:
 
 
 def what_runs(cluster: FakeCluster) -> dict[str, Any]:
-    """Everything that makes and reaches engines; what is only remembered, or shared by pods that are gone, may differ."""
+    """Everything that makes and reaches engines; what is only remembered, or shared by pods, may differ."""
     found = end_state(cluster)
     memory = ("ConfigMap/", "Secret/")
     return {
