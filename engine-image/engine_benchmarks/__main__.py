@@ -76,7 +76,8 @@ def _decode_lines(decode: dict[str, Any]) -> list[str]:
             f"`whole`: generated tokens over the whole run, prompts included. `decode`: those after the first, over "
             f"the time after the first. `t.`: transformers. Limit: weights read per step ÷ "
             f"{rates['read_gb_per_second']:.1f} GB/s measured, or (batch above 1) FLOPs ÷ the best measured matrix "
-            f"rate at that many rows, whichever is lower. {rates['num_threads']} threads, best of the rounds."
+            f"rate at that many rows, whichever is lower. {rates['num_threads']} threads, best of the rounds. "
+            f"Trimtab: its model runner and sampler, without scheduler and API."
         ),
         "",
         (
@@ -98,7 +99,8 @@ def _decode_lines(decode: dict[str, Any]) -> list[str]:
         (
             f"A prompt of {prefill['num_tokens']} tokens and its first token: **{_short(tokens['trimtab'])} "
             f"tokens/s**, transformers {_short(tokens['generate'])}: {prefill['gflops']:.0f} GFLOP/s, "
-            f"{prefill['share_of_limit']:.0%} of the matrix rate at that many rows ({prefill['matrix_gflops']:.0f})."
+            f"{prefill['share_of_limit']:.0%} of the rate of the engine's own matrix products at that many rows "
+            f"({prefill['matrix_gflops']:.0f})."
         ),
     ]
     return lines + [f"\n{name}: {note}" for name, note in decode["notes"].items()]
