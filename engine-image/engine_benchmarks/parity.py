@@ -135,7 +135,8 @@ def greedy_generator(runner: ModelRunner, *, block_size: int, chunk: int | None 
     def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
         outputs: list[list[int]] = []
         for first in range(0, len(prompts), batch):
-            requests = _requests(prompts[first : first + batch], num_tokens, block_size)
+            num_groups = len(runner.facts.kv_groups)
+            requests = _requests(prompts[first : first + batch], num_tokens, block_size, num_groups)
             _generate_batch(runner, requests, num_tokens, chunk)
             outputs += [request.token_ids[request.num_prompt_tokens :] for request in requests]
         return outputs
@@ -143,12 +144,16 @@ def greedy_generator(runner: ModelRunner, *, block_size: int, chunk: int | None 
     return generate
 
 
-def _requests(prompts: list[list[int]], num_tokens: int, block_size: int) -> list[Request]:
+def _requests(prompts: list[list[int]], num_tokens: int, block_size: int, num_groups: int) -> list[Request]:
     requests = []
     for index, prompt in enumerate(prompts):
         request = Request.of(str(index), prompt, Sampling(temperature=0.0), arrival_time=0.0)
         count = -(-(len(prompt) + num_tokens) // block_size)
-        request.block_tables[0] = [index + block * len(prompts) for block in range(count)]
+        request.block_tables = [
+            [index + (block * num_groups + group) * len(prompts) for block in range(count)]
+            for group in range(num_groups)
+        ]
+        request.num_gone = [0] * num_groups
         requests.append(request)
     return requests
 

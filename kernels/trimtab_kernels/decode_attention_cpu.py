@@ -73,9 +73,15 @@ def _sparse_rows(
 
 
 def decode_attention_cpu(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, reads: ReadPattern, scale: float
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    reads: ReadPattern,
+    scale: float,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[num_sequences, num_heads, head_size]. Overwrites the pattern's scores."""
+    """[num_sequences, num_heads, head_size]. Overwrites the pattern's scores. sinks [num_heads]: of paged_attention."""
     num_sequences, num_heads, head_size = query.shape
     weights = reads.weights
     torch.sparse.sampled_addmm(
@@ -88,7 +94,11 @@ def decode_attention_cpu(
     )
     if reads.mask is not None:
         weights.view(num_sequences, num_heads, -1).add_(reads.mask)
+    if sinks is not None:
+        share = torch.sigmoid(weights.logsumexp(dim=-1).view(num_sequences, num_heads) - sinks)
     torch.softmax(weights, dim=-1, out=weights)
+    if sinks is not None:
+        weights.mul_(share.view(-1, 1))
     bags = torch.ops.aten._embedding_bag_forward_only.default(
         value_cache.view(-1, head_size), reads.columns, reads.offsets, False, _SUM, False, weights.view(-1), False
     )

@@ -9,6 +9,10 @@ w2             [num_local_experts, hidden_size, intermediate_size]
 expert_map     [num_experts] int64: an expert's local index, below 0 where another rank holds it; None: all are local.
                [num_patterns, num_experts]: token t reads row t % num_patterns, so that copies of an expert share it
 y              like x: with an expert_map the local experts' part of the sum
+w13_bias       [num_local_experts, 2 * intermediate_size], w2_bias [num_local_experts, hidden_size], or None; w2's is
+               weighted like its product
+clamps         (alpha, limit): gate and up are cut off at the limit, and (up + 1) * gate * sigmoid(alpha * gate) takes
+               the place of silu_and_mul (gpt-oss). Biases and clamps are built for the CPU.
 The softmax over all experts is taken in fp32 before the top_k are chosen; `renormalize` divides by their sum.
 The weights may be float8 with block scales (w8a8_block_fp8). On CUDA four kernels of `moe/` do it.
 Bound by memory for few tokens: the weights of the experts that are hit. Source: own.
@@ -53,6 +57,10 @@ def fused_moe_reference(
     top_k: int,
     renormalize: bool,
     expert_map: torch.Tensor | None = None,
+    *,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    clamps: tuple[float, float] | None = None,
 ) -> torch.Tensor:
     """One expert after the other, each over the tokens that chose it."""
     weights, experts = route(router_logits, top_k, renormalize)
@@ -63,9 +71,18 @@ def fused_moe_reference(
         if expert < 0:
             continue
         tokens, places = torch.where(experts == expert)
-        wide = silu_and_mul(F.linear(x[tokens], w13[expert]))
-        y.index_add_(0, tokens, F.linear(wide, w2[expert]) * weights[tokens, places, None])
+        gate_up = F.linear(x[tokens], w13[expert], None if w13_bias is None else w13_bias[expert])
+        wide = silu_and_mul(gate_up) if clamps is None else clamped_gate(gate_up, *clamps)
+        product = F.linear(wide, w2[expert], None if w2_bias is None else w2_bias[expert])
+        y.index_add_(0, tokens, product * weights[tokens, places, None])
     return y
+
+
+def clamped_gate(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """gate_up [rows, 2 * width] -> [rows, width]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return (up + 1) * gate * torch.sigmoid(gate * alpha)
 
 
 def fused_moe_triton(
@@ -112,8 +129,12 @@ def fused_moe(
     *,
     w13_scales: torch.Tensor | None = None,
     w2_scales: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    clamps: tuple[float, float] | None = None,
 ) -> torch.Tensor:
-    """The mixture of the experts that w13 and w2 hold. Raises ValueError where shapes do not fit."""
+    """The mixture of the experts that w13 and w2 hold. Raises ValueError where shapes do not fit, and on CUDA for
+    biases and clamps."""
     num_experts = router_logits.shape[1]
     known = num_experts if expert_map is None else expert_map.shape[-1]
     if w13.shape[2] != x.shape[1] or 2 * w2.shape[2] != w13.shape[1] or known != num_experts or top_k > num_experts:
@@ -122,9 +143,12 @@ def fused_moe(
             f"w2 {list(w2.shape)}, top_k {top_k} do not fit together"
         )
     if x.is_cuda:
+        if w13_bias is not None or w2_bias is not None or clamps is not None:
+            raise ValueError("fused_moe: biases and clamped gates are not built on CUDA")
         return fused_moe_triton(
             x, router_logits, w13, w2, top_k, renormalize, expert_map, w13_scales=w13_scales, w2_scales=w2_scales
         )
     if w13_scales is not None and w2_scales is not None:
         w13, w2 = dequantize_blocks(w13, w13_scales, x.dtype), dequantize_blocks(w2, w2_scales, x.dtype)
-    return fused_moe_reference(x, router_logits, w13, w2, top_k, renormalize, expert_map)
+    more = {"w13_bias": w13_bias, "w2_bias": w2_bias}
+    return fused_moe_reference(x, router_logits, w13, w2, top_k, renormalize, expert_map, clamps=clamps, **more)

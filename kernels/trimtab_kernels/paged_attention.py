@@ -21,6 +21,11 @@ tokens   |- decode group 0 -|- decode group 1 -|---- chunk 0 ----|-- chunk 1 --|
   gather grows with the context, and the workspace is bounded. Long chunks go by matrix products
   (prefill_attention_cpu), short ones through torch's flash kernel.
 - Blocks that lie in a row in the cache are read in place.
+- Under a window each token sees the last `window` tokens, itself included. Block tables then begin where the step's
+  first token sees, so that a mask hides a block's worth at most; a chunk is cut into pieces shorter than the window,
+  each a chunk of its own, of which a mask hides only what it sees of the tokens before it.
+- Sinks, one number per head, are weights in the softmax that no value has (gpt-oss): exp(sink) beside the sum of the
+  scores' exponentials. They are put in at the end, by the log-sum-exp.
 That is the CPU. On CUDA the step goes to the Triton kernels, which read the cache by block tables (paged_batch).
 Bound by memory for decodes: 2 * sum(lengths) * num_kv_heads * head_size * itemsize bytes per layer. Source: own.
 """
@@ -44,6 +49,8 @@ MAX_PADDING = 0.25
 """Part of a decode group that may be padding: a second call costs more than reading that much too much."""
 MIN_GROUP_PADDING_BLOCKS = 32
 """Padding blocks that are always allowed: reading them is cheaper than another call."""
+MAX_PIECE_TOKENS = 512
+"""Tokens of a chunk's piece under a window: the mask of what they see before it is as high as they are many."""
 MAX_GROUPED_TOKENS = 16
 """Tokens of a chunk that may join a group: the mask has tokens * length entries per sequence."""
 
@@ -74,6 +81,8 @@ class PrefixSlice:
     length: int
     blocks: torch.Tensor
     run: int | None
+    mask: torch.Tensor | None = None
+    """[1, 1, tokens of the chunk, length]: 0, or -inf where a window ends; None: every token sees all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +121,8 @@ class AttentionMetadata:
     """Some slots are negative: their keys and values are not written."""
     outside: Callable[[torch.Tensor, Attend], torch.Tensor] | None = None
     """Takes the query and does the layer's attention itself: outside of the graph that is being captured."""
+    window: int | None = None
+    """How many tokens each token sees, itself included; None: all before it."""
 
 
 def max_decode_tokens(device: torch.device) -> int:
@@ -121,20 +132,21 @@ def max_decode_tokens(device: torch.device) -> int:
 
 
 def plan_decode_groups(num_blocks: list[int], block_size: int) -> list[int]:
-    """Cut descending block counts into groups; returns the boundaries, [0, ..., len(num_blocks)].
+    """Cut block counts, descending or nearly so, into groups; returns the boundaries, [0, ..., len(num_blocks)].
 
-    A group is padded to its first (longest) sequence. It ends when its padding would pass MAX_PADDING, or its gather
+    A group is padded to its longest sequence. It ends when its padding would pass MAX_PADDING, or its gather
     GATHER_TOKENS.
     """
-    boundaries, used = [0], 0
+    boundaries, used, widest = [0], 0, 0
     for index, blocks in enumerate(num_blocks):
         first = boundaries[-1]
-        padded = (index + 1 - first) * num_blocks[first]
+        widest = max(widest, blocks)
+        padded = (index + 1 - first) * widest
         padding = padded - used - blocks
         too_padded = padding > max(MAX_PADDING * padded, MIN_GROUP_PADDING_BLOCKS)
         if index > first and (too_padded or padded * block_size > GATHER_TOKENS):
             boundaries.append(index)
-            used = 0
+            used, widest = 0, blocks
         used += blocks
     return [*boundaries, len(num_blocks)]
 
@@ -154,35 +166,40 @@ def build_attention_metadata(
     block_size: int,
     device: torch.device,
     is_native: bool = False,
+    window: int | None = None,
 ) -> AttentionMetadata:
     """Plan a step. decodes: (block table, context length with the new token), longest first, one token each, at most
     GATHER_TOKENS long; chunks: (block table, tokens before, tokens now). `slots`: one per real token, in this order.
-    is_native: the compiled layers of the CPU will take it.
+    is_native: the compiled layers of the CPU will take it, which know no window. Under a window tables and lengths may
+    begin where the first of the tokens sees.
     """
     slot_mapping = torch.tensor(slots, dtype=torch.int64, device=device)
     if device.type == "cuda":
         paged = build_paged_batch(decodes, chunks, block_size=block_size, device=device)
-        return AttentionMetadata(paged.num_tokens, slot_mapping, (), (), paged)
+        return AttentionMetadata(paged.num_tokens, slot_mapping, (), (), paged, window=window)
     if is_native:
+        assert window is None
         native = build_native_batch(decodes, chunks, block_size=block_size)
         return AttentionMetadata(len(slots), slot_mapping, (), (), native=native)
     groups: list[DecodeGroup] = []
     planned: list[Chunk] = []
-    first = _add_groups(groups, decodes, 1, 0, block_size, device)
+    first = _add_groups(groups, decodes, 1, 0, block_size, window, device)
     index = 0
     while index < len(chunks):
         short = _short_chunks(chunks, index, block_size)
         if short:
             num_tokens = chunks[index][2]
             sequences = [(table, before + now) for table, before, now in chunks[index : index + short]]
-            first = _add_groups(groups, sequences, num_tokens, first, block_size, device)
+            first = _add_groups(groups, sequences, num_tokens, first, block_size, window, device)
             index += short
             continue
         table, before, now = chunks[index]
-        planned.append(Chunk(first, first + now, tuple(_prefix_slices(table, before, block_size, device))))
-        first += now
+        for start, end in _pieces(before, before + now, window):
+            prefix = tuple(_prefix_slices(table, start, end, block_size, window, device))
+            planned.append(Chunk(first, first + end - start, prefix))
+            first += end - start
         index += 1
-    return AttentionMetadata(first, slot_mapping, tuple(groups), tuple(planned))
+    return AttentionMetadata(first, slot_mapping, tuple(groups), tuple(planned), window=window)
 
 
 def plan_cpu_reads(metadata: AttentionMetadata, num_heads: int, cache: torch.Tensor) -> AttentionMetadata:
@@ -226,13 +243,14 @@ def _add_groups(
     num_tokens: int,
     first: int,
     block_size: int,
+    window: int | None,
     device: torch.device,
 ) -> int:
     """Append groups of sequences (block table, length with the new tokens), longest first, of `num_tokens` new tokens
     each, which begin at token `first` of the batch. Returns where they end."""
     counts = [-(-length // block_size) for _, length in sequences]
     for begin, end in pairwise(plan_decode_groups(counts, block_size)) if sequences else ():
-        groups.append(_group(sequences[begin:end], counts[begin:end], num_tokens, first, block_size, device))
+        groups.append(_group(sequences[begin:end], counts[begin:end], num_tokens, first, block_size, window, device))
         first = groups[-1].last
     return first
 
@@ -243,21 +261,24 @@ def _group(
     num_tokens: int,
     first: int,
     block_size: int,
+    window: int | None,
     device: torch.device,
 ) -> DecodeGroup:
     """Pad block tables with the sequence's own last block, so that padding never touches unmapped memory."""
-    width = counts[0]
+    width = max(counts)
     lengths = [length for _, length in sequences]
     length = width * block_size
     mask = None
     if len(sequences) == 1:
         length = lengths[0]
-    if len(sequences) > 1 or num_tokens > 1:
+    if len(sequences) > 1 or num_tokens > 1 or (window is not None and length > window):
         positions = torch.arange(length, device=device)
         newest = torch.arange(1 - num_tokens, 1, device=device)
         seen = torch.tensor(lengths, device=device).view(-1, 1, 1, 1) + newest.view(-1, 1)
         mask = torch.zeros(seen.shape[:3] + positions.shape, device=device)
         mask.masked_fill_(positions >= seen, float("-inf"))
+        if window is not None:
+            mask.masked_fill_(positions < seen - window, float("-inf"))
     blocks: list[int] = []
     for (table, _), count in zip(sequences, counts, strict=True):
         blocks += table[:count]
@@ -268,16 +289,33 @@ def _group(
     return DecodeGroup(first, last, length, ids, mask, run, num_tokens)
 
 
-def _prefix_slices(table: list[int], before: int, block_size: int, device: torch.device) -> list[PrefixSlice]:
-    """Cut the first `before` tokens of a sequence into slices of whole blocks."""
+def _pieces(start: int, end: int, window: int | None) -> list[tuple[int, int]]:
+    """A chunk's tokens [start, end), cut so that all of a piece see each other, and all see the token before it."""
+    if window is None:
+        return [(start, end)]
+    step = max(1, min(window - 1, MAX_PIECE_TOKENS))
+    return [(first, min(first + step, end)) for first in range(start, end, step)]
+
+
+def _prefix_slices(
+    table: list[int], start: int, end: int, block_size: int, window: int | None, device: torch.device
+) -> list[PrefixSlice]:
+    """What tokens [start, end) of a sequence see of those before them, in slices of whole blocks."""
     slices = []
     step = GATHER_TOKENS // block_size
-    for first in range(0, -(-before // block_size), step):
-        length = min(GATHER_TOKENS, before - first * block_size)
+    begin = 0 if window is None else max(0, start - window + 1) // block_size
+    for first in range(begin, -(-start // block_size), step):
+        length = min(GATHER_TOKENS, start - first * block_size)
         blocks = table[first : first + -(-length // block_size)]
         tensor = torch.tensor(blocks, dtype=torch.int64, device=device)
-        slices.append(PrefixSlice(length, tensor, first_of_run(blocks)))
-    return slices
+        mask = None
+        if window is not None and first * block_size < end - window:
+            seen_from = torch.arange(start, end, device=device).unsqueeze(1) - window + 1
+            positions = torch.arange(first * block_size, first * block_size + length, device=device)
+            mask = torch.zeros(end - start, length, device=device)
+            mask = mask.masked_fill_(positions < seen_from, float("-inf")).view(1, 1, end - start, length)
+        slices.append(PrefixSlice(length, tensor, first_of_run(blocks), mask))
+    return slices if window is None or window > 1 else []
 
 
 def paged_attention_reference(
@@ -287,6 +325,9 @@ def paged_attention_reference(
     block_table: list[int],
     start: int,
     scale: float,
+    *,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One sequence, float32, no tricks: tokens [start, start + len(query)) against all cached tokens up to each."""
     num_tokens, num_heads, _ = query.shape
@@ -297,7 +338,12 @@ def paged_attention_reference(
     scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
     rows = torch.arange(start, end, device=query.device).unsqueeze(1)
     hidden = torch.arange(end, device=query.device) > rows
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    if window is not None:
+        hidden |= torch.arange(end, device=query.device) <= rows - window
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([sinks.float().view(-1, 1, 1).expand(-1, num_tokens, 1), scores], dim=-1)
+    weights = scores.softmax(dim=-1)[..., -end:]
     return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
 
 
@@ -353,6 +399,11 @@ def merge_parts(
     return (output * left + other * right).to(output.dtype), merged
 
 
+def with_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Attention with sinks beside the keys, from that without. output [..., d]; lse, sinks broadcast to [...]."""
+    return (output * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(output.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class ScaledCache:
     """A cache that is read in another dtype than it is stored in."""
@@ -379,11 +430,17 @@ def _read_blocks(cache: Cache, blocks: torch.Tensor, run: int | None) -> torch.T
 
 
 def _attend_decodes(
-    query: torch.Tensor, key_cache: Cache, value_cache: Cache, group: DecodeGroup, scale: float
+    query: torch.Tensor,
+    key_cache: Cache,
+    value_cache: Cache,
+    group: DecodeGroup,
+    scale: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """[tokens, heads, head size]. The heads of one kv head are the rows of one attention call."""
     if group.reads is not None and isinstance(key_cache, torch.Tensor) and isinstance(value_cache, torch.Tensor):
-        return decode_attention_cpu(query[group.first : group.last], key_cache, value_cache, group.reads, scale)
+        rows = query[group.first : group.last]
+        return decode_attention_cpu(rows, key_cache, value_cache, group.reads, scale, sinks=sinks)
     _, num_heads, head_size = query.shape
     num_kv_heads, m = key_cache.shape[2], group.num_tokens
     n, heads, mask = (group.last - group.first) // m, num_heads // num_kv_heads, group.mask
@@ -391,14 +448,18 @@ def _attend_decodes(
     values = _read_blocks(value_cache, group.blocks, group.run).view(n, -1, num_kv_heads, head_size)[:, : group.length]
     if m == 1:
         rows = query[group.first : group.last].view(n, num_kv_heads, heads, head_size)
-        output, _ = attend(rows, keys.transpose(1, 2), values.transpose(1, 2), scale=scale, mask=mask)
+        output, lse = attend(rows, keys.transpose(1, 2), values.transpose(1, 2), scale=scale, mask=mask)
+        if sinks is not None:
+            output = with_sinks(output, lse, sinks.view(num_kv_heads, heads))
         return output.reshape(n, num_heads, head_size)
     # Several tokens per sequence: rows are (head, token), and the mask of the tokens holds for every head.
     rows = query[group.first : group.last].view(n, m, num_kv_heads, heads, head_size).permute(0, 2, 3, 1, 4)
     rows = rows.reshape(n, num_kv_heads, heads * m, head_size)
     assert mask is not None
     mask = mask.repeat(1, 1, heads, 1)
-    output, _ = attend(rows, keys.transpose(1, 2), values.transpose(1, 2), scale=scale, mask=mask)
+    output, lse = attend(rows, keys.transpose(1, 2), values.transpose(1, 2), scale=scale, mask=mask)
+    if sinks is not None:
+        output = with_sinks(output, lse, sinks.view(num_kv_heads, heads).repeat_interleave(m, dim=1))
     output = output.reshape(n, num_kv_heads, heads, m, head_size).permute(0, 3, 1, 2, 4)
     return output.reshape(n * m, num_heads, head_size).contiguous()
 
@@ -411,6 +472,7 @@ def _attend_chunk(
     value_cache: Cache,
     chunk: Chunk,
     scale: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """[chunk tokens, heads, head size]. kv heads are the batch dimension, so that their query heads share one view."""
     num_heads, head_size = query.shape[1:]
@@ -419,20 +481,24 @@ def _attend_chunk(
     m, group = chunk.last - chunk.first, num_heads // num_kv_heads
     rows = query[tokens]
 
-    def part(keys: torch.Tensor, values: torch.Tensor, *, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(
+        keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None, *, is_causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows over some keys [length, kv heads, d]: [kv heads, group, m, d] and its log-sum-exp."""
-        if can_multiply(rows, keys.shape[0]):
-            wants_lse = bool(chunk.prefix)
+        if mask is None and can_multiply(rows, keys.shape[0]):
+            wants_lse = bool(chunk.prefix) or sinks is not None
             return prefill_attention_cpu(rows, keys, values, scale=scale, is_causal=is_causal, wants_lse=wants_lse)
         shared = [t.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for t in (keys, values)]  # no copy
         by_head = rows.view(m, num_kv_heads, group, head_size).permute(1, 2, 0, 3)
-        return attend(by_head, *shared, scale=scale, is_causal=is_causal)
+        return attend(by_head, *shared, scale=scale, is_causal=is_causal, mask=mask)
 
     output, lse = part(key[tokens], value[tokens], is_causal=True)
     for cached in chunk.prefix:
         keys = _read_blocks(key_cache, cached.blocks, cached.run).flatten(0, 1)[: cached.length]
         values = _read_blocks(value_cache, cached.blocks, cached.run).flatten(0, 1)[: cached.length]
-        output, lse = merge_parts(output, lse, *part(keys, values, is_causal=False))
+        output, lse = merge_parts(output, lse, *part(keys, values, cached.mask, is_causal=False))
+    if sinks is not None:
+        output = with_sinks(output, lse, sinks.view(num_kv_heads, group, 1))
     return output.permute(2, 0, 1, 3).reshape(m, num_heads, head_size)
 
 
@@ -445,10 +511,11 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,
     *,
+    sinks: torch.Tensor | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Attention of a step. Raises ValueError where shapes do not fit."""
+    """Attention of a step; sinks [num_heads] float32. Raises ValueError where shapes do not fit."""
     if query.shape[1] % key_cache.shape[2] or query.shape[2] != key_cache.shape[3]:
         raise ValueError(
             f"paged_attention: query {list(query.shape)} does not fit the cache {list(key_cache.shape)}: "
@@ -456,6 +523,8 @@ def paged_attention(
         )
     attend = partial(
         attend_paged_batch if query.is_cuda else attend_paged_batch_reference,
+        window=metadata.window,
+        sinks=sinks,
         key_scale=key_scale,
         value_scale=value_scale,
     )
@@ -466,7 +535,7 @@ def paged_attention(
     if metadata.paged is not None:
         return attend(query, key_cache, value_cache, metadata.paged, scale)
     if key_cache.dtype == query.dtype:
-        return _attend_step(query, key, value, key_cache, value_cache, metadata, scale)
+        return _attend_step(query, key, value, key_cache, value_cache, metadata, scale, sinks)
     dtype = query.dtype
     return _attend_step(
         query,
@@ -476,6 +545,7 @@ def paged_attention(
         ScaledCache(value_cache, dtype, value_scale),
         metadata,
         scale,
+        sinks,
     )
 
 
@@ -487,15 +557,17 @@ def _attend_step(
     value_cache: Cache,
     metadata: AttentionMetadata,
     scale: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """On the CPU: group by group, chunk by chunk."""
     groups, chunks = metadata.decode_groups, metadata.chunks
     if len(groups) == 1 and not chunks and metadata.num_tokens == query.shape[0]:
-        return _attend_decodes(query, key_cache, value_cache, groups[0], scale)
+        return _attend_decodes(query, key_cache, value_cache, groups[0], scale, sinks)
     output = torch.empty_like(query)
     for group in groups:
-        output[group.first : group.last] = _attend_decodes(query, key_cache, value_cache, group, scale)
+        output[group.first : group.last] = _attend_decodes(query, key_cache, value_cache, group, scale, sinks)
     for chunk in chunks:
-        output[chunk.first : chunk.last] = _attend_chunk(query, key, value, key_cache, value_cache, chunk, scale)
+        attended = _attend_chunk(query, key, value, key_cache, value_cache, chunk, scale, sinks)
+        output[chunk.first : chunk.last] = attended
     output[metadata.num_tokens :] = 0
     return output

@@ -76,6 +76,7 @@ def attend_paged_batch(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     output: torch.Tensor | None = None,
@@ -96,6 +97,7 @@ def attend_paged_batch(
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+            sinks=sinks,
             key_scale=key_scale,
             value_scale=value_scale,
             output=output[:first],
@@ -112,6 +114,7 @@ def attend_paged_batch(
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+            sinks=sinks,
             key_scale=key_scale,
             value_scale=value_scale,
             output=output[first:last],
@@ -130,6 +133,7 @@ def attend_paged_batch_reference(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     output: torch.Tensor | None = None,
@@ -149,6 +153,7 @@ def attend_paged_batch_reference(
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+            sinks=sinks,
             **scales,
         )
     if last > first:
@@ -162,6 +167,7 @@ def attend_paged_batch_reference(
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+            sinks=sinks,
             **scales,
         )
     return output

@@ -47,6 +47,7 @@ def paged_decode_reference(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> torch.Tensor:
@@ -62,6 +63,7 @@ def paged_decode_reference(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        sinks=sinks,
         key_scale=key_scale,
         value_scale=value_scale,
     )
@@ -104,6 +106,7 @@ def _paged_decode(
     key_cache: tl.tensor,
     value_cache: tl.tensor,
     output: tl.tensor,
+    sinks: tl.tensor,
     part_sums: tl.tensor,
     part_statistics: tl.tensor,
     block_tables: tl.tensor,
@@ -150,6 +153,10 @@ def _paged_decode(
     accumulator = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if sinks is not None:  # as if its key came first, in the first split
+        own = tl.load(sinks + heads, mask=places < GROUP, other=0.0) * 1.4426950408889634
+        highest = tl.where(split == 0, own, highest)
+        total += tl.where(split == 0, 1.0, 0.0)
     for start in tl.range(first, last, KEYS):
         positions = start + tl.arange(0, KEYS)
         is_seen = positions < length
@@ -223,6 +230,7 @@ def paged_decode_triton(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     output: torch.Tensor | None = None,
@@ -252,6 +260,7 @@ def paged_decode_triton(
         key_cache,
         value_cache,
         output,
+        sinks,
         sums,
         statistics,
         block_tables,

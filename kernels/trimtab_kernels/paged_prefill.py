@@ -8,10 +8,10 @@ query_starts            [num_seqs + 1] int32: sequence i has the query's rows [q
 y                       like query
 
 Query row r of a sequence stands at position seq_len - query_len + r and sees the keys up to its own: all of them, or
-the last `window`. Scores are scaled, then softly capped: cap * tanh(score / cap) (Gemma 2). A float8 cache holds
-x / scale. float32 is multiplied as three tf32 products, nearly exactly; softmax statistics are fp32 (online softmax:
-Dao et al. 2022, arXiv:2205.14135; the block layout of the queries follows the unified attention kernel of vLLM,
-arXiv:2511.11581).
+the last `window`. Scores are scaled, then softly capped: cap * tanh(score / cap) (Gemma 2). Sinks [num_heads] float32
+are scores in the softmax that no value has (gpt-oss). A float8 cache holds x / scale. float32 is multiplied as three
+tf32 products, nearly exactly; softmax statistics are fp32 (online softmax: Dao et al. 2022, arXiv:2205.14135; the block
+layout of the queries follows the unified attention kernel of vLLM, arXiv:2511.11581).
 
 A program takes BLOCK_Q consecutive query rows with all query heads of one kv head, so that keys are read once for the
 whole group:
@@ -46,6 +46,7 @@ def paged_prefill_reference(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> torch.Tensor:
@@ -70,7 +71,10 @@ def paged_prefill_reference(
         hidden = seen > positions
         if window is not None:
             hidden |= seen <= positions - window
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([sinks.float().view(-1, 1, 1).expand(-1, scores.shape[1], 1), scores], dim=-1)
+        weights = scores.softmax(dim=-1)[..., -length:]
         output[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
     return output
 
@@ -187,6 +191,7 @@ def _paged_prefill(
     key_cache: tl.tensor,
     value_cache: tl.tensor,
     output: tl.tensor,
+    sinks: tl.tensor,
     block_tables: tl.tensor,
     seq_lens: tl.tensor,
     query_starts: tl.tensor,
@@ -245,6 +250,9 @@ def _paged_prefill(
         accumulator = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
+        if sinks is not None:  # as if its key came first
+            highest = tl.load(sinks + heads, mask=is_row, other=0.0) * 1.4426950408889634
+            total += 1.0
         table = block_tables + low.to(tl.int64) * table_stride
         # Each loop is entered only where it runs: a loop of products that may run zero times gives their sums a second
         # definition, and then ptxas lets every product wait for the one before it.
@@ -277,6 +285,7 @@ def paged_prefill_triton(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     output: torch.Tensor | None = None,
@@ -298,6 +307,7 @@ def paged_prefill_triton(
         key_cache,
         value_cache,
         output,
+        sinks,
         block_tables,
         seq_lens,
         query_starts,

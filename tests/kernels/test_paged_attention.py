@@ -26,8 +26,10 @@ Sequence = tuple[int, int]  # (tokens before, tokens now)
 
 def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, size: int = 16, in_rows: bool = False,
                dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None,
-               scales: tuple[float, float] = (1.0, 1.0)) -> None:  # fmt: skip
-    """Compute a step in every way. Blocks are scattered over the cache, or in rows."""
+               scales: tuple[float, float] = (1.0, 1.0), window: int | None = None,
+               has_sinks: bool = False, from_sight: bool = False) -> None:  # fmt: skip
+    """Compute a step in every way. Blocks are scattered over the cache, or in rows. `from_sight`: tables begin with the
+    first block that the step's first token sees."""
     generator = torch.Generator().manual_seed(1)
     counts = [-(-(before + now) // BLOCK_SIZE) for before, now in sequences]
     ids = list(range(1, sum(counts) + 1))
@@ -45,14 +47,21 @@ def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, 
         for i in order
         for position in range(sequences[i][0], sum(sequences[i]))
     ]
-    metadata = build_attention_metadata(slots, decodes, chunks, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    if from_sight:
+        assert window is not None
+        gone = [max(0, before - window + 1) // BLOCK_SIZE for before, _ in sequences]
+        decodes = [(tables[i][gone[i] :], sequences[i][0] + 1 - gone[i] * BLOCK_SIZE) for i in order[: len(decodes)]]
+        cut = [(tables[i][gone[i] :], sequences[i][0] - gone[i] * BLOCK_SIZE) for i in order[len(decodes) :]]
+        chunks = [(table, before, now) for (table, before), (_, _, now) in zip(cut, chunks, strict=True)]
+    device = torch.device("cpu")
+    metadata = build_attention_metadata(slots, decodes, chunks, block_size=BLOCK_SIZE, device=device, window=window)
+    sinks = torch.randn(heads, generator=generator) if has_sinks else None
     query = torch.randn(len(slots), heads, size, generator=generator).to(dtype)
     new_keys, new_values = keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
     scale = size**-0.5
+    own = (query, new_keys, new_values, stored[0], stored[1])
     outputs = [
-        paged_attention(
-            query, new_keys, new_values, stored[0], stored[1], way, scale, key_scale=scales[0], value_scale=scales[1]
-        )
+        paged_attention(*own, way, scale, sinks=sinks, key_scale=scales[0], value_scale=scales[1])
         for way in (metadata, plan_cpu_reads(metadata, heads, stored[0]))
     ]
     first = 0
@@ -60,10 +69,50 @@ def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, 
     for i in order:
         before, now = sequences[i]
         rows = slice(first, first + now)
-        expected = paged_attention_reference(query[rows], keys, values, tables[i], before, scale)
+        expected = paged_attention_reference(
+            query[rows], keys, values, tables[i], before, scale, window=window, sinks=sinks
+        )
         for output in outputs:
             torch.testing.assert_close(output[rows], expected, rtol=tolerance, atol=tolerance)
         first += now
+
+
+MIXED: list[list[Sequence]] = [
+    [(0, 1)],
+    [(60, 1)],
+    [(16, 1), (7, 1), (40, 1), (41, 1)],
+    [(0, 33), (0, 8)],
+    [(13, 5), (14, 5), (70, 5)],
+    [(300, 20), (16, 16)],
+    [(5, 1), (0, 47), (99, 1), (24, 9), (8, 1)],
+    [(3, 700)],
+]
+
+
+@pytest.mark.parametrize("from_sight", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 8, 13, 64, 600])
+@pytest.mark.parametrize("sequences", MIXED, ids=str)
+def test_under_a_window_a_token_sees_only_the_last_ones(
+    sequences: list[Sequence], window: int, from_sight: bool
+) -> None:
+    check_step(sequences, window=window, from_sight=from_sight)
+
+
+@pytest.mark.parametrize("window", [None, 13, 600])
+@pytest.mark.parametrize("sequences", MIXED, ids=str)
+def test_sinks_take_their_part_of_the_softmax(sequences: list[Sequence], window: int | None) -> None:
+    check_step(sequences, window=window, has_sinks=True)
+
+
+def test_a_window_and_sinks_over_a_narrower_cache() -> None:
+    check_step(MIXED[6], window=13, has_sinks=True, cache_dtype=torch.float8_e4m3fn, scales=(0.5, 2.0))
+    check_step(MIXED[6], window=13, has_sinks=True, dtype=torch.bfloat16)
+
+
+def test_slices_of_a_long_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "GATHER_TOKENS", 64)
+    monkeypatch.setattr(kernel, "MAX_PIECE_TOKENS", 24)
+    check_step([(700, 90), (10, 50), (300, 1)][:2], window=200, from_sight=True)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 16), (9, 3, 64), (6, 1, 10)])

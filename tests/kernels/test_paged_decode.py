@@ -20,7 +20,7 @@ def check(
     cache_dtype: torch.dtype | None = None,
     splits: int = 1,
     scale: float = 0.25,
-    **options: float | None,
+    **options: float | torch.Tensor | None,
 ) -> None:
     """Compute both ways. Every sequence's blocks are shuffled; rows beyond its length hold NaN."""
     generator = torch.Generator().manual_seed(5)
@@ -65,6 +65,13 @@ def test_head_sizes(size: int) -> None:
 @pytest.mark.parametrize("window", [1, 5, 64, 1000])
 def test_a_sliding_window_hides_older_keys(window: int, splits: int) -> None:
     check(lengths=[150, 64, 2, 0], window=window, splits=splits)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [None, 30])
+def test_sinks_take_their_part_of_the_softmax(window: int | None, splits: int) -> None:
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 9.0])
+    check(lengths=[150, 64, 2, 0], window=window, splits=splits, sinks=sinks)
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -57,7 +57,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return (64 if dtype == torch.float32 else 16) * torch.finfo(dtype).eps
 
 
-def check(batch: Paged, *, scale: float = 0.25, **options: float | None) -> None:
+def check(batch: Paged, *, scale: float = 0.25, **options: float | torch.Tensor | None) -> None:
     tensors = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables, batch.seq_lens, batch.query_starts)
     longest = int(batch.query_starts.diff().max())
     ours = paged_prefill_triton(*tensors, max_query_len=longest, scale=scale, **options)  # type: ignore[arg-type]
@@ -100,6 +100,12 @@ def test_a_sliding_window_hides_older_keys(window: int) -> None:
 
 def test_scores_are_softly_capped() -> None:
     check(a_batch([(70, 9), (0, 20)]), scale=2.0, soft_cap=5.0)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_sinks_take_their_part_of_the_softmax(window: int | None) -> None:
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 9.0])
+    check(a_batch([(150, 40), (2, 1), (0, 90)]), window=window, sinks=sinks)
 
 
 @pytest.mark.parametrize("window", [None, 30])

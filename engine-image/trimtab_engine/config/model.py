@@ -24,6 +24,14 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """An expert's gate that is cut off at `limit`: (up + 1) * gate * sigmoid(alpha * gate), after gate and up are."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class MoeConfig:
     """The mixtures of experts. `dense_layers` have a plain MLP instead; `renormalize`: the top weights sum to 1."""
 
@@ -32,6 +40,11 @@ class MoeConfig:
     intermediate_size: int
     renormalize: bool
     dense_layers: frozenset[int]
+    is_stacked: bool = False
+    """Whether a layer's experts are one tensor per projection, transposed, gate and up in turn, with biases; the router
+    has one too."""
+    clamped_gate: ClampedGate | None = None
+    """None: silu of the gate, times up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +71,24 @@ class ModelConfig:
     moe: MoeConfig | None
     dtype: str
     eos_token_ids: tuple[int, ...]
+    windows: tuple[int | None, ...] = ()
+    """Per layer: how many tokens a token sees, itself included; None: all before it. Empty: no layer has a window."""
+    local_rope: RopeConfig | None = None
+    """The rotation in layers that have a window; None: the same as in the others."""
+    attention_scale: float | None = None
+    """By what scores are multiplied; None: 1 / sqrt(head_size)."""
+    has_sinks: bool = False
+    """Each head has a weight in its softmax that no value has."""
+    embedding_scale: float = 1.0
+    """By what embeddings are multiplied."""
+    norm_offset: float = 0.0
+    """What is added to the stored weight of every norm."""
+    is_gelu: bool = False
+    """The MLP's gate goes through gelu, approximated by tanh, not through silu."""
+
+    def window(self, layer: int) -> int | None:
+        """The layer's window."""
+        return self.windows[layer] if self.windows else None
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.moe.dense_layers

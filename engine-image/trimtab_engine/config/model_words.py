@@ -5,7 +5,7 @@ What is not built is refused by name, before any weight is read.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from trimtab_engine.errors import ModelError
 
 MAX_LAYERS = 10_000  # of which a set is made; ten times the deepest model there is
 DTYPES = ("float32", "bfloat16", "float16")
+FULL, SLIDING = "full_attention", "sliding_attention"  # entries of layer_types
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -43,12 +44,14 @@ class ConfigWords:
         mlp_bias: bool = False,
         qk_norm: bool = False,
         moe: MoeConfig | None = None,
+        is_gelu: bool = False,
     ) -> ModelConfig:
         """A decoder in the words that most share; the family says what they do not."""
         where, architecture = self.where, str(self.architecture)
-        activation = self.config.get("hidden_act", "silu")
-        if activation != "silu":
-            raise ModelError(f"{where}: hidden_act {activation!r} is not built for {architecture}; only 'silu' is")
+        key, built = ("hidden_activation", "gelu_pytorch_tanh") if is_gelu else ("hidden_act", "silu")
+        activation = self.config.get(key, built)
+        if activation != built:
+            raise ModelError(f"{where}: {key} {activation!r} is not built for {architecture}; only {built!r} is")
         stored_quantization(self.config, where)
         heads, hidden = self.positive("num_attention_heads"), self.positive("hidden_size")
         kv_heads = self.positive("num_key_value_heads", default=heads)
@@ -81,6 +84,7 @@ class ConfigWords:
             mlp_bias=mlp_bias,
             qk_norm=qk_norm,
             moe=moe,
+            is_gelu=is_gelu,
             dtype=self.dtype(),
             eos_token_ids=self.eos_token_ids(),
         )
@@ -131,6 +135,30 @@ class ConfigWords:
             value = source.get("eos_token_id")
             ids += value if isinstance(value, list) else [] if value is None else [value]
         return tuple(dict.fromkeys(int(i) for i in ids))
+
+    def window(self, *, default: int | None = None) -> int | None:
+        """`sliding_window`: how many tokens a token sees, itself included. None, which may be said: all."""
+        value = self.config.get("sliding_window", default)
+        return None if value is None else self.positive("sliding_window", default=default)
+
+    def windows(self, is_sliding: Callable[[int], bool], *, unsaid: int) -> tuple[int | None, ...]:
+        """Per layer its window, by `layer_types`; where they are not said, `is_sliding` says which layers have one.
+        `unsaid`: the window where that is not said."""
+        window, num_layers = self.window(default=unsaid), self.num_layers()
+        types = self.config.get("layer_types")
+        if types is None:
+            types = [SLIDING if is_sliding(layer) else FULL for layer in range(num_layers)]
+        if len(types) != num_layers or not {*types} <= {SLIDING, FULL}:
+            raise ModelError(
+                f"{self.where}: layer_types has {len(types)} entries, of {', '.join(sorted(map(str, {*types})))}; "
+                f"built are {num_layers}, of {FULL} and {SLIDING}"
+            )
+        return tuple(window if kind == SLIDING else None for kind in types)
+
+    def num_layers(self) -> int:
+        """`num_hidden_layers`, where something is listed for each. More than MAX_LAYERS are cut: configurations of
+        absurdly many layers are refused later, by the number of tensors."""
+        return min(self.positive("num_hidden_layers"), MAX_LAYERS)
 
     def flag(self, key: str) -> bool:
         """False where the key is absent."""

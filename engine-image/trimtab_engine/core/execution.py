@@ -292,7 +292,7 @@ class Execution:
         """This rank's part of it, before the step with these inputs (None: they are not known yet)."""
         assert self._swap_cache is not None or not batch.swap_out + batch.swap_in  # else the swap space has no blocks
         if self._swap_cache is not None:
-            self._swap_cache.copy(batch.swap_out, batch.swap_in, None if inputs is None else inputs.slots)
+            self._swap_cache.copy(batch.swap_out, batch.swap_in, None if inputs is None else inputs.written_slots)
 
     def _take_swapped(self) -> Swapped:
         return NOTHING_SWAPPED if self._swap_cache is None else self._swap_cache.take_swapped()

@@ -148,7 +148,14 @@ def _scheduler(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula
         config.kv_offload_bytes_cap // bytes_per_block,
     )
     return Scheduler(
-        BlockManager(size.num_blocks, size.cap_blocks, config.block_size, swap_space),
+        BlockManager(
+            size.num_blocks,
+            size.cap_blocks,
+            config.block_size,
+            swap_space,
+            sights=[group.sight for group in runner.facts.kv_groups],
+            max_num_batched_tokens=config.max_num_batched_tokens_cap,
+        ),
         _start_values(config).policy(),
         max_model_len=runner.facts.max_model_len,
         enable_chunked_prefill=config.enable_chunked_prefill,

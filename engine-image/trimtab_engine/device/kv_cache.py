@@ -29,7 +29,8 @@ BUS_PROGRAMS = 64  # of a copy over the bus: 16 KiB each on their way are ten ti
 
 @dataclass(frozen=True, slots=True)
 class KVLayers:
-    """The layers of one model, all in one group whose keys and values are equally large, and the dtype of both."""
+    """The largest group of one model's layers, whose keys and values are equally large, and the dtype of both. Layers
+    of its other groups lie in the same places: a block is one group's at a time."""
 
     group: KVGroup
     dtype: torch.dtype
@@ -68,7 +69,8 @@ HOST: AddressSpace = HostMemory()
 
 
 class KVCache:
-    """Keys and values of all layers. `num_blocks` of `cap_blocks` may be used; addresses never change.
+    """Keys and values of as many layers as the largest group has. `num_blocks` of `cap_blocks` may be used; addresses
+    never change.
 
     `reserved_num_blocks` is what the tensors have addresses for: the cap may be set lower once it is known (limit()).
     """

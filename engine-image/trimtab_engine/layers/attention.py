@@ -21,7 +21,8 @@ class KVScales:
 
 class Attention:
     """`qkv` has this rank's heads one behind the other, those of q and k with adjacent rotary pairs; `output` sums over
-    the ranks that share the layer. `norms`: each head of q and k is normalised before it is rotated."""
+    the ranks that share the layer. `norms`: each head of q and k is normalised before it is rotated. sinks [num_heads]
+    float32: each head's weight in the softmax that no value has."""
 
     def __init__(
         self,
@@ -30,9 +31,10 @@ class Attention:
         *,
         scale: float,
         norms: Norms | None = None,
+        sinks: torch.Tensor | None = None,
         kv_scales: KVScales | None = None,
     ) -> None:
-        self.qkv, self.output, self.norms = qkv, output, norms
+        self.qkv, self.output, self.norms, self.sinks = qkv, output, norms, sinks
         self._scale = scale
         kv_scales = kv_scales or KVScales()
         self._kv_scales = {"key_scale": kv_scales.key, "value_scale": kv_scales.value}
@@ -50,5 +52,5 @@ class Attention:
         query, key, value = rope_and_cache(
             self.qkv(x), rotation, keys, values, slots, norms=self.norms, is_padded=metadata.is_padded, **scales
         )
-        output = paged_attention(query, key, value, keys, values, metadata, self._scale, **scales)
+        output = paged_attention(query, key, value, keys, values, metadata, self._scale, sinks=self.sinks, **scales)
         return self.output(output.view(x.shape[0], -1))

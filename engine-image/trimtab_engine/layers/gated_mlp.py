@@ -1,6 +1,7 @@
-"""The gated MLP of a decoder layer (Shazeer 2020, arXiv:2002.05202): down(silu(gate x) * (up x))."""
+"""The gated MLP of a decoder layer (Shazeer 2020, arXiv:2002.05202): down(silu(gate x) * (up x)), or gelu for silu."""
 
 import torch
+import torch.nn.functional as F
 
 from trimtab_engine.layers.quantized import Projection
 
@@ -14,3 +15,12 @@ class GatedMlp:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, hidden_size] -> the same shape."""
         return self.down(self.gate_up(x))
+
+
+class GeluMlp(GatedMlp):
+    """The same with gelu, approximated by tanh, for silu; `gate_up` multiplies only."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, hidden_size] -> the same shape."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.gelu(gate, approximate="tanh").mul_(up))

@@ -12,6 +12,7 @@ All data-parallel ranks therefore have the same number of rows, which the step s
 import torch
 from trimtab_kernels.fused_moe import fused_moe
 
+from trimtab_engine.config.model import ClampedGate
 from trimtab_engine.layers.quantized import Projection
 from trimtab_engine.parallel.expert_slots import ExpertSlots
 from trimtab_engine.parallel.groups import RankGroups
@@ -22,7 +23,8 @@ MAX_CUDA_TOKENS = 16384  # on CUDA every call reads all experts' weights, so a s
 
 class MixtureOfExperts:
     """w13 [experts held, 2 * intermediate, hidden], w2 [experts held, hidden, intermediate] of this rank; float8 with
-    scales per block, or of the computing dtype without."""
+    scales per block, or of the computing dtype without. w13_bias [experts held, 2 * intermediate], w2_bias [experts
+    held, hidden], where there are some."""
 
     def __init__(
         self,
@@ -36,11 +38,15 @@ class MixtureOfExperts:
         groups: RankGroups,
         w13_scales: torch.Tensor | None = None,
         w2_scales: torch.Tensor | None = None,
+        w13_bias: torch.Tensor | None = None,
+        w2_bias: torch.Tensor | None = None,
+        clamped_gate: ClampedGate | None = None,
         slots: ExpertSlots | None = None,
     ) -> None:
         self._router, self._w13, self._w2 = router, w13, w2
         self._top_k, self._renormalize = top_k, renormalize
-        self._scales = {"w13_scales": w13_scales, "w2_scales": w2_scales}
+        self._more = {"w13_scales": w13_scales, "w2_scales": w2_scales, "w13_bias": w13_bias, "w2_bias": w2_bias}
+        self._clamps = None if clamped_gate is None else (clamped_gate.alpha, clamped_gate.limit)
         self._expert_map = expert_map if slots is None else slots.expert_map
         self._slots = slots
         self._tensor, self._data = groups.tensor, groups.data
@@ -54,7 +60,7 @@ class MixtureOfExperts:
     @property
     def expert_tensors(self) -> tuple[torch.Tensor, ...]:
         """What makes up the experts of this rank, one entry per slot."""
-        return self._w13, self._w2, *(scales for scales in self._scales.values() if scales is not None)
+        return self._w13, self._w2, *(more for more in self._more.values() if more is not None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, hidden_size] -> the same shape."""
@@ -76,5 +82,13 @@ class MixtureOfExperts:
         if self._slots is not None:
             self._slots.count(logits, self._top_k)
         return fused_moe(
-            x, logits, self._w13, self._w2, self._top_k, self._renormalize, self._expert_map, **self._scales
+            x,
+            logits,
+            self._w13,
+            self._w2,
+            self._top_k,
+            self._renormalize,
+            self._expert_map,
+            clamps=self._clamps,
+            **self._more,
         )

@@ -91,6 +91,25 @@ def groups_of(layers: Sequence[LayerKV]) -> tuple[KVGroup, ...]:
     return tuple(groups)
 
 
+@dataclass(frozen=True, slots=True)
+class KVPlace:
+    """Where a layer keeps its tokens: under which group's block tables, and as which of the group's layers on its
+    rank. Layers of several groups share a place in the KV cache's memory, never a block."""
+
+    group: int
+    index: int
+
+
+def places_of(groups: Sequence[KVGroup], stage: Span) -> list[KVPlace]:
+    """The place of every layer of a stage, in the order of the layers."""
+    places: dict[int, KVPlace] = {}
+    for number, group in enumerate(groups):
+        own = group.on_rank(stage, 1)
+        layers = (layer for first, last in own.layers for layer in range(first, last))
+        places |= {layer: KVPlace(number, index) for index, layer in enumerate(layers)}
+    return [places[layer] for layer in range(*stage)]
+
+
 def _spans(indices: Sequence[int]) -> tuple[Span, ...]:
     """Ascending numbers as spans of neighbours."""
     starts = [indices[0], *(after for before, after in pairwise(indices) if after != before + 1)]

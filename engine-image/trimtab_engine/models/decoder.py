@@ -10,6 +10,7 @@ split, twice per layer, and pass hidden states from stage to stage.
 """
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from trimtab_kernels.native.decoder import DecoderShape, LayerWeights
@@ -18,16 +19,18 @@ from trimtab_kernels.rms_norm import add_rms_norm, gather_rms_norm, rms_norm
 from trimtab_kernels.rope_and_cache import Norms
 from trimtab_kernels.rotary_embedding import interleave_pairs
 
-from trimtab_engine.config.model import ModelConfig
+from trimtab_engine.config.model import ModelConfig, MoeConfig
 from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.layers.attention import Attention, KVScales
-from trimtab_engine.layers.gated_mlp import GatedMlp
+from trimtab_engine.layers.gated_mlp import GatedMlp, GeluMlp
 from trimtab_engine.layers.linear import MAX_ROWS, pads_rows
 from trimtab_engine.layers.moe import MixtureOfExperts
 from trimtab_engine.layers.quantized import stacked
 from trimtab_engine.layers.rotary import RotaryAngles
 from trimtab_engine.layers.vocabulary import LmHead, VocabularyEmbedding
+from trimtab_engine.memory.kv_groups import KVPlace, groups_of, places_of
 from trimtab_engine.models.compiled_layers import compile_layers, why_not
+from trimtab_engine.models.decoder_kv import decoder_kv
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.parallel.expert_slots import ExpertSlots
 from trimtab_engine.parallel.experts import expert_map
@@ -38,12 +41,19 @@ from trimtab_engine.weights.source import Span
 logger = logging.getLogger("trimtab_engine.core")
 
 
+def load_norm(config: ModelConfig, name: str, load: Loader) -> torch.Tensor:
+    """A norm's weight, as it is multiplied with."""
+    weight = load.copy(name)
+    return weight + config.norm_offset if config.norm_offset else weight
+
+
 def load_mlp(config: ModelConfig, prefix: str, shard: ModelShard, groups: RankGroups, load: Loader) -> GatedMlp:
     """This rank's columns of the gated MLP."""
-    return GatedMlp(
-        load.gated(prefix, "gate_proj", "up_proj", shard.mlp, has_bias=config.mlp_bias),
-        load.summed(prefix + "down_proj", shard.mlp, groups.tensor, has_bias=config.mlp_bias),
-    )
+    down = load.summed(prefix + "down_proj", shard.mlp, groups.tensor, has_bias=config.mlp_bias)
+    if config.is_gelu:
+        parts = {"gate_proj": shard.mlp, "up_proj": shard.mlp}
+        return GeluMlp(load.joined(prefix, parts, has_bias=config.mlp_bias), down)
+    return GatedMlp(load.gated(prefix, "gate_proj", "up_proj", shard.mlp, has_bias=config.mlp_bias), down)
 
 
 def load_attention(config: ModelConfig, prefix: str, shard: ModelShard, groups: RankGroups, load: Loader) -> Attention:
@@ -53,13 +63,15 @@ def load_attention(config: ModelConfig, prefix: str, shard: ModelShard, groups: 
     parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
     norms = None
     if config.qk_norm:
-        query, key = (interleave_pairs(load.copy(f"{prefix}{name}.weight"), size) for name in ("q_norm", "k_norm"))
+        weights = (load_norm(config, f"{prefix}{name}.weight", load) for name in ("q_norm", "k_norm"))
+        query, key = (interleave_pairs(weight, size) for weight in weights)
         norms = Norms(query, key, config.rms_norm_eps)
     return Attention(
         load.joined(prefix, parts, has_bias=config.qkv_bias, pairs=size),
         load.summed(prefix + "o_proj", heads, groups.tensor, has_bias=config.output_bias),
-        scale=size**-0.5,
+        scale=attention_scale(config),
         norms=norms,
+        sinks=load(prefix + "sinks", rows=shard.heads).float() if config.has_sinks else None,
         kv_scales=KVScales(load.kv_scale(prefix, "k"), load.kv_scale(prefix, "v")),
     )
 
@@ -70,6 +82,8 @@ def load_mixture(
     """The experts, or slices of them, that this rank holds."""
     moe = config.moe
     assert moe is not None
+    if moe.is_stacked:
+        return _load_stacked_mixture(config, prefix, shard, groups, load)
     wide = shard.expert_mlp
     w13, w2 = [], []
     for expert in shard.experts:
@@ -77,20 +91,9 @@ def load_mixture(
         w13.append(load.expert(of_expert, ("gate_proj", "up_proj"), rows=wide))
         w2.append(load.expert(of_expert, ("down_proj",), columns=wide))
     (gate_up, gate_up_scales), (down, down_scales) = stacked(w13), stacked(w2)
-    slots = None
-    if shard.expert_placement is not None:
-        slots = ExpertSlots(
-            shard.expert_placement,
-            num_experts=moe.num_experts,
-            num_ranks=len(shard.expert_placement) // len(shard.experts),
-            index=shard.expert_index,
-            device=down.device,
-        )
-    is_split = slots is None and len(shard.experts) < moe.num_experts
-    held = torch.tensor(expert_map(moe.num_experts, shard.experts), device=down.device) if is_split else None
-    router = load.router(prefix + "gate.weight", moe.num_experts)
+    slots, held = _expert_places(moe, shard, down.device)
     return MixtureOfExperts(
-        router,
+        load.router(prefix + "gate.weight", moe.num_experts),
         gate_up,
         down,
         w13_scales=gate_up_scales,
@@ -103,16 +106,71 @@ def load_mixture(
     )
 
 
+def _load_stacked_mixture(
+    config: ModelConfig, prefix: str, shard: ModelShard, groups: RankGroups, load: Loader
+) -> MixtureOfExperts:
+    """The same from one tensor per projection, which holds every expert's transposed, gate and up in turn. The bias
+    behind the sum is that of the rank with the first slice of an expert."""
+    moe = config.moe
+    assert moe is not None
+    first, last = shard.expert_mlp
+    w13, b13, w2, b2 = [], [], [], []
+    for expert in shard.experts:
+        rows = (expert, expert + 1)
+        gate_up = load(prefix + "experts.gate_up_proj", rows=rows)[0, :, 2 * first : 2 * last].t()
+        w13.append(torch.cat([gate_up[0::2], gate_up[1::2]]))
+        bias = load(prefix + "experts.gate_up_proj_bias", rows=rows)[0, 2 * first : 2 * last]
+        b13.append(torch.cat([bias[0::2], bias[1::2]]))
+        w2.append(load(prefix + "experts.down_proj", rows=rows)[0, first:last].t().contiguous())
+        behind = load(prefix + "experts.down_proj_bias", rows=rows)[0]
+        b2.append(torch.zeros_like(behind) if first else behind)
+    down = torch.stack(w2)
+    slots, held = _expert_places(moe, shard, down.device)
+    return MixtureOfExperts(
+        load.router(prefix + "router.weight", moe.num_experts, bias=prefix + "router.bias"),
+        torch.stack(w13),
+        down,
+        w13_bias=torch.stack(b13),
+        w2_bias=torch.stack(b2),
+        clamped_gate=moe.clamped_gate,
+        top_k=moe.num_experts_per_token,
+        renormalize=moe.renormalize,
+        expert_map=held,
+        groups=groups,
+        slots=slots,
+    )
+
+
+def _expert_places(
+    moe: MoeConfig, shard: ModelShard, device: torch.device
+) -> tuple[ExpertSlots | None, torch.Tensor | None]:
+    """(slots, where experts may move; else the map of those that are held, where others hold some)."""
+    slots = None
+    if shard.expert_placement is not None:
+        slots = ExpertSlots(
+            shard.expert_placement,
+            num_experts=moe.num_experts,
+            num_ranks=len(shard.expert_placement) // len(shard.experts),
+            index=shard.expert_index,
+            device=device,
+        )
+    is_split = slots is None and len(shard.experts) < moe.num_experts
+    return slots, torch.tensor(expert_map(moe.num_experts, shard.experts), device=device) if is_split else None
+
+
 class DecoderLayer:
     """One decoder layer: attention, then an MLP or a mixture, each behind a norm and beside a residual."""
 
-    def __init__(self, config: ModelConfig, layer: int, shard: ModelShard, groups: RankGroups, load: Loader) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, place: KVPlace, shard: ModelShard, groups: RankGroups, load: Loader
+    ) -> None:
         prefix = f"model.layers.{layer}."
-        self._index = layer - shard.layers[0]
+        self._place = place
         self._eps = config.rms_norm_eps
-        self._input_norm = load.copy(prefix + "input_layernorm.weight")
+        self._rope = int(config.local_rope is not None and config.window(layer) is not None)
+        self._input_norm = load_norm(config, prefix + "input_layernorm.weight", load)
         self.attention = load_attention(config, prefix + "self_attn.", shard, groups, load)
-        self._post_norm = load.copy(prefix + "post_attention_layernorm.weight")
+        self._post_norm = load_norm(config, prefix + "post_attention_layernorm.weight", load)
         self.is_moe = config.is_moe_layer(layer)
         make_mlp = load_mixture if self.is_moe else load_mlp
         self.feed_forward = make_mlp(config, prefix + "mlp.", shard, groups, load)
@@ -121,24 +179,36 @@ class DecoderLayer:
         self,
         hidden: torch.Tensor,
         delta: torch.Tensor | None,
-        rotation: torch.Tensor,
+        rotations: Sequence[torch.Tensor],
         kv_cache: KVTensors,
-        metadata: AttentionMetadata,
+        metadata: Sequence[AttentionMetadata],
     ) -> torch.Tensor | None:
         """hidden [num_tokens, hidden_size], changed in place. `delta`: what the layer before has still to add to it, so
         that the sum and the norm are one pass over memory; returned is what this one has. None: it has been added."""
-        if delta is None:
-            normalised = rms_norm(hidden, self._input_norm, self._eps)
-        else:
-            normalised = add_rms_norm(delta, hidden, self._input_norm, self._eps)
-        keys, values = kv_cache.keys[self._index], kv_cache.values[self._index]
-        attended = self.attention(normalised, rotation, keys, values, metadata)
+        attended = self._attend(hidden, delta, rotations, kv_cache, metadata)
         if hidden.shape[0] <= MAX_ROWS or self.is_moe or hidden.is_cuda:
             return self.feed_forward(add_rms_norm(attended, hidden, self._post_norm, self._eps))
         hidden.add_(attended)
         for part in torch.split(hidden, MAX_ROWS):
             part.add_(self.mlp(part))
         return None
+
+    def _attend(
+        self,
+        hidden: torch.Tensor,
+        delta: torch.Tensor | None,
+        rotations: Sequence[torch.Tensor],
+        kv_cache: KVTensors,
+        metadata: Sequence[AttentionMetadata],
+    ) -> torch.Tensor:
+        """The first half's result, to be added to hidden; `delta` has been."""
+        if delta is None:
+            normalised = rms_norm(hidden, self._input_norm, self._eps)
+        else:
+            normalised = add_rms_norm(delta, hidden, self._input_norm, self._eps)
+        place = self._place
+        keys, values = kv_cache.keys[place.index], kv_cache.values[place.index]
+        return self.attention(normalised, rotations[self._rope], keys, values, metadata[place.group])
 
     def mlp(self, hidden: torch.Tensor) -> torch.Tensor:
         """The second half's result, to be added to hidden [rows, hidden_size]."""
@@ -147,7 +217,7 @@ class DecoderLayer:
     def compiled_weights(self) -> LayerWeights | None:
         """This layer for the compiled operators, None where its weights are not packed for them."""
         qkv, output = self.attention.qkv.native, self.attention.output.native
-        if qkv is None or output is None:
+        if qkv is None or output is None or self.attention.sinks is not None:
             return None
         norms = self.attention.norms
         mlp = self.feed_forward if isinstance(self.feed_forward, GatedMlp) else None
@@ -166,12 +236,24 @@ class DecoderLayer:
 class Decoder:
     """One rank's shard of a decoder, on one device."""
 
-    def __init__(self, config: ModelConfig, load: Loader, shard: ModelShard, groups: RankGroups = ALONE) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        load: Loader,
+        shard: ModelShard,
+        groups: RankGroups = ALONE,
+        *,
+        layer_type: type[DecoderLayer] = DecoderLayer,
+    ) -> None:
         self.config = config
         dtype, device = load.dtype, load.device
         self._dtype, self._pipeline = dtype, groups.pipeline
         self._is_first_stage, self._is_last_stage = shard.is_first_stage, shard.is_last_stage
-        self._layers = [DecoderLayer(config, layer, shard, groups, load) for layer in range(*shard.layers)]
+        places = places_of(groups_of(decoder_kv(config)), shard.layers)
+        self._layers = [
+            layer_type(config, layer, place, shard, groups, load)
+            for layer, place in zip(range(*shard.layers), places, strict=True)
+        ]
         tied = config.tie_word_embeddings
         rows = None if groups.tensor is None else shard.vocabulary
         if shard.is_first_stage or (shard.is_last_stage and tied):
@@ -180,20 +262,24 @@ class Decoder:
             table = load("model.embed_tokens.weight", rows=rows)
             self._embed = VocabularyEmbedding(table, shard.vocabulary[0], groups.tensor)
         if shard.is_last_stage:
-            self._norm = load.copy("model.norm.weight")
+            self._norm = load_norm(config, "model.norm.weight", load)
             self._lm_head = LmHead(
                 table if tied else load("lm_head.weight", rows=rows), config.vocab_size, groups.tensor
             )
-        self._rotary = RotaryAngles(config.rope, config.head_size, device)
+        ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
+        self._rotaries = [RotaryAngles(rope, config.head_size, device) for rope in ropes]
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         self.pads_rows = pads_rows(dtype, device)
         shape = decoder_shape(config, shard)
-        self._compiled = compile_layers(self._layers, shape, groups.tensor)
+        is_plain = not any(config.windows) and layer_type is DecoderLayer and not config.has_sinks
+        self._compiled = compile_layers(self._layers, shape, groups.tensor) if is_plain else None
         self.is_compiled = self._compiled is not None
         """Whether the layers may get metadata for the compiled operators."""
         if self._compiled is not None:
             logger.info("CPU operators: compiled, for %s", self._compiled.instruction_set)
         elif device.type == "cpu":
-            logger.info("CPU operators: torch's, not the compiled ones: %s", why_not(dtype, shape))
+            reason = why_not(dtype, shape) if is_plain else "they know neither windows nor sinks nor other layers"
+            logger.info("CPU operators: torch's, not the compiled ones: %s", reason)
 
     @property
     def mixtures(self) -> list[MixtureOfExperts]:
@@ -205,11 +291,12 @@ class Decoder:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         kv_cache: KVTensors,
-        metadata: AttentionMetadata,
+        metadata: Sequence[AttentionMetadata],
         *,
         num_layers: int | None = None,
     ) -> torch.Tensor:
         """token_ids, positions [num_tokens] int64 -> hidden states [num_tokens, hidden_size] before the last norm.
+        `metadata` has an entry per KV group.
 
         `num_layers` runs the first layers only, for profiling: they all use the same memory. A stage gets the hidden
         states from the one before it and sends its own to the next.
@@ -240,25 +327,29 @@ class Decoder:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         kv_cache: KVTensors,
-        metadata: AttentionMetadata,
+        metadata: Sequence[AttentionMetadata],
         *,
         before: torch.Tensor | None,
         num_layers: int | None = None,
     ) -> torch.Tensor:
         """This stage's layers: what `forward` does between receiving and sending. `before`: the hidden states of the
         stage before, which are overwritten; the first stage has token ids alone."""
-        hidden = self._embed(token_ids) if before is None else before
-        rotation = self._rotary(positions)
-        if metadata.native is not None:
+        hidden = self._embedded(token_ids) if before is None else before
+        rotations = [rotary(positions) for rotary in self._rotaries]
+        if metadata[0].native is not None:
             assert self._compiled is not None
-            self._compiled(hidden, rotation, kv_cache, metadata, num_layers)
+            self._compiled(hidden, rotations[0], kv_cache, metadata[0], num_layers)
         else:
             delta = None
             for layer in self._layers[:num_layers]:
-                delta = layer(hidden, delta, rotation, kv_cache, metadata)
+                delta = layer(hidden, delta, rotations, kv_cache, metadata)
             if delta is not None:
                 hidden.add_(delta)
         return hidden
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self._embed(token_ids)
+        return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
         """These rows [num_rows] int64 of `forward`'s result -> [num_rows, vocab_size] float32 on the last stage's first
@@ -267,6 +358,11 @@ class Decoder:
         Every tensor-parallel rank of the last stage must call it, no rank of another stage.
         """
         return self._lm_head(gather_rms_norm(hidden, rows, self._norm, self.config.rms_norm_eps))
+
+
+def attention_scale(config: ModelConfig) -> float:
+    """By what scores are multiplied."""
+    return config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
 
 
 def _elements(heads: Span, head_size: int) -> Span:
@@ -283,5 +379,5 @@ def decoder_shape(config: ModelConfig, shard: ModelShard) -> DecoderShape:
         head_size=config.head_size,
         intermediate_size=shard.mlp[1] - shard.mlp[0],
         eps=config.rms_norm_eps,
-        scale=config.head_size**-0.5,
+        scale=attention_scale(config),
     )

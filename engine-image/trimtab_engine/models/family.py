@@ -41,11 +41,12 @@ class Model(Protocol):
         token_ids: "torch.Tensor",
         positions: "torch.Tensor",
         kv_cache: "KVTensors",
-        metadata: "AttentionMetadata",
+        metadata: "Sequence[AttentionMetadata]",
         *,
         num_layers: int | None = None,
     ) -> "torch.Tensor":
         """token_ids, positions [num_tokens] int64 -> hidden states [num_tokens, hidden_size] before the last norm.
+        `metadata` has an entry per KV group.
 
         `num_layers` runs the first layers only, for profiling: they all use the same memory. A stage gets the hidden
         states from the one before it and sends its own to the next.
@@ -65,7 +66,7 @@ class Model(Protocol):
         token_ids: "torch.Tensor",
         positions: "torch.Tensor",
         kv_cache: "KVTensors",
-        metadata: "AttentionMetadata",
+        metadata: "Sequence[AttentionMetadata]",
         *,
         before: "torch.Tensor | None",
         num_layers: int | None = None,
@@ -94,12 +95,6 @@ def build_decoder(config: ModelConfig, load: "Loader", shard: "ModelShard", grou
     from trimtab_engine.models.decoder import Decoder
 
     return Decoder(config, load, shard, groups)
-
-
-def decoder_kv(config: ModelConfig) -> list[LayerKV]:
-    """The `kv` of families whose layers all keep whole heads of keys and values, and see all tokens before."""
-    size = config.head_size
-    return [LayerKV(num_kv_heads=config.num_kv_heads, key_size=size, value_size=size)] * config.num_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

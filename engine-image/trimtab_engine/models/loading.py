@@ -83,9 +83,9 @@ class Loader:
             return GatedLinear(weight, bias)
         return GatedBlockFp8Linear(weight, bias, self.dtype)
 
-    def router(self, name: str, num_experts: int) -> Linear:
+    def router(self, name: str, num_experts: int, *, bias: str | None = None) -> Linear:
         """A mixture's, never quantised: which experts a token gets hangs on small differences."""
-        return Linear(self(name, rows=(0, num_experts)))
+        return Linear(self(name, rows=(0, num_experts)), None if bias is None else self(bias))
 
     def summed(self, name: str, columns: Span, group: RankGroup | None, *, has_bias: bool = False) -> Projection:
         """Columns of a projection whose products the group sums."""

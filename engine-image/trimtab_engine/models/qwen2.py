@@ -2,7 +2,8 @@
 
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.model_words import ConfigWords
-from trimtab_engine.models.family import Family, build_decoder, decoder_kv
+from trimtab_engine.models.decoder_kv import decoder_kv
+from trimtab_engine.models.family import Family, build_decoder
 from trimtab_engine.models.tensors import decoder_tensors
 from trimtab_engine.weights.gguf_file import GgufNames
 

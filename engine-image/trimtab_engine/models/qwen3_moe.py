@@ -3,7 +3,8 @@
 from trimtab_engine.config.model import ModelConfig, MoeConfig
 from trimtab_engine.config.model_words import MAX_LAYERS, ConfigWords
 from trimtab_engine.errors import ModelError
-from trimtab_engine.models.family import Family, build_decoder, decoder_kv
+from trimtab_engine.models.decoder_kv import decoder_kv
+from trimtab_engine.models.family import Family, build_decoder
 from trimtab_engine.models.tensors import decoder_tensors
 
 

@@ -7,7 +7,7 @@ from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.errors import ModelError
 from trimtab_engine.memory.kv_groups import KVGroup, groups_of
-from trimtab_engine.models import llama, mistral, qwen2, qwen3, qwen3_moe
+from trimtab_engine.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
 from trimtab_engine.models.family import Family
 from trimtab_engine.weights.open import open_source
 from trimtab_engine.weights.source import WeightSource
@@ -18,6 +18,8 @@ FAMILIES: tuple[Family, ...] = (
     qwen2.FAMILY,
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
+    gemma3.FAMILY,
+    gpt_oss.FAMILY,
 )
 BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 GGUF_NAMES = {kind: names for family in FAMILIES for kind, names in family.gguf_names.items()}

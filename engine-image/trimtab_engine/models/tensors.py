@@ -39,18 +39,25 @@ Tensors = Mapping[str, StoredTensor]
 def decoder_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     """Every tensor of a decoder as most families store it."""
     hidden = config.hidden_size
-    tensors = {
-        "model.embed_tokens.weight": StoredTensor((config.vocab_size, hidden), "embedding"),
-        "model.norm.weight": StoredTensor((hidden,), "replicated"),
-    }
-    if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = StoredTensor((config.vocab_size, hidden), "lm_head")
+    tensors = outer_tensors(config)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
         tensors[prefix + "input_layernorm.weight"] = StoredTensor((hidden,), "replicated")
         tensors[prefix + "post_attention_layernorm.weight"] = StoredTensor((hidden,), "replicated")
         tensors |= attention_tensors(config, prefix + "self_attn.")
         tensors |= (mixture_tensors if config.is_moe_layer(layer) else mlp_tensors)(config, prefix + "mlp.")
+    return tensors
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+    """Embeddings, the last norm and the output layer."""
+    hidden = config.hidden_size
+    tensors = {
+        "model.embed_tokens.weight": StoredTensor((config.vocab_size, hidden), "embedding"),
+        "model.norm.weight": StoredTensor((hidden,), "replicated"),
+    }
+    if not config.tie_word_embeddings:
+        tensors["lm_head.weight"] = StoredTensor((config.vocab_size, hidden), "lm_head")
     return tensors
 
 

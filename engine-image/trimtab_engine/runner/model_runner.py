@@ -70,7 +70,7 @@ class ModelFacts:
     num_attention_heads: int
     head_size: int
     kv_groups: tuple[KVGroup, ...]
-    """What this rank keeps of each token: one group."""
+    """What this rank keeps of each token: keys and values of one size in all groups."""
     dtype: str
     kv_cache_dtype: str
     kv_dtype_bytes: int
@@ -138,7 +138,7 @@ class ModelRunner:
             layer_partition=config.pipeline_layer_partition,
             num_redundant_experts=config.num_redundant_experts,
         )
-        kv_groups = _kv_groups(model_config, shard, layout)
+        kv_groups = _kv_groups(model_config, shard, layout, device)
         dtype = DTYPES[_dtype_name(config, model_config, device)]
         kv_dtype_name = _kv_dtype_name(config, dtype, device)
         kv_dtype = KV_DTYPES[kv_dtype_name]
@@ -299,8 +299,8 @@ class ModelRunner:
 
     @property
     def kv_layers(self) -> KVLayers:
-        """What the model needs of a KV cache."""
-        return KVLayers(self.facts.kv_groups[0], self._kv_dtype)
+        """What the model needs of a KV cache: blocks as large as the largest group's."""
+        return KVLayers(max(self.facts.kv_groups, key=lambda group: group.num_layers), self._kv_dtype)
 
     def new_swap_cache(self, num_blocks: int) -> SwapCache:
         """Host memory for that many blocks like the KV cache's."""
@@ -348,7 +348,8 @@ class ModelRunner:
     def flatten(self, sequences: list[ScheduledSequence]) -> tuple[StepInputs, list[Unknown]]:
         """The batch as plain values, and which of its tokens are not known yet."""
         longest = max_decode_tokens(self._device.torch)
-        return flatten(sequences, block_size=self._block_size, max_decode_tokens=longest)
+        num_groups = len(self.facts.kv_groups)
+        return flatten(sequences, block_size=self._block_size, max_decode_tokens=longest, num_groups=num_groups)
 
     wave: Wave | None = None
     """The steps that data-parallel cores make together; None: this core is on its own."""
@@ -385,15 +386,23 @@ class ModelRunner:
         agreed_rows = 0 if inputs.agreed is None else inputs.agreed.num_tokens
         padding = [0] * (max(agreed_rows, self.padded_rows(inputs)) - num_tokens)
         device = self._device.torch
-        metadata = build_attention_metadata(
-            inputs.slots,
-            inputs.decodes,
-            inputs.chunks,
-            block_size=self._block_size,
-            device=device,
-            is_native=self._model.is_compiled and kv_cache.keys[0].dtype == torch.float32,
-        )
-        metadata = plan_cpu_reads(metadata, self.facts.num_attention_heads, kv_cache.keys[0])
+        is_native = self._model.is_compiled and kv_cache.keys[0].dtype == torch.float32
+        metadata = [
+            plan_cpu_reads(
+                build_attention_metadata(
+                    own.slots,
+                    own.decodes,
+                    own.chunks,
+                    block_size=self._block_size,
+                    device=device,
+                    is_native=is_native,
+                    window=group.each.window,
+                ),
+                self.facts.num_attention_heads,
+                kv_cache.keys[0],
+            )
+            for own, group in zip(inputs.groups, self.facts.kv_groups, strict=True)
+        ]
         hidden = self._model.forward(
             torch.tensor(inputs.token_ids + padding, dtype=torch.int64, device=device),
             torch.tensor(inputs.positions + padding, dtype=torch.int64, device=device),
@@ -450,18 +459,21 @@ class ModelRunner:
     def _dummy_step(self, spans: list[tuple[int, int]], sampling: Sampling) -> None:
         """One step of sequences (tokens before, tokens now) that all share one KV block.
 
-        One layer only: every layer has the same shapes and reuses the same memory.
+        Up to the first layer of each KV group only: the others have the same shapes and reuse the same memory.
         """
         longest = max(before + now for before, now in spans)
         sequences = []
         for index, (before, now) in enumerate(spans):
             request = Request.of(f"profile-{index}", [0] * (before + now), sampling, arrival_time=0.0)
-            request.block_tables[0] = [0] * -(-longest // self._block_size)
+            tables = [[0] * -(-longest // self._block_size) for _ in self.facts.kv_groups]
+            request.block_tables, request.num_gone = tables, [0] * len(tables)
             sequences.append(ScheduledSequence(request, before, now, samples=True))
-        one_layer = KVLayers(replace(self.facts.kv_groups[0], layers=((0, 1),)), self._kv_dtype)
-        scratch = self._new_kv_cache(1, layers=one_layer, memory=self._device.scratch)
+        firsts = [group.layers[0][0] for group in self.facts.kv_groups if group.layers]
+        num_layers = 1 + max(firsts) - self.shard.layers[0]
+        few = KVLayers(replace(self.facts.kv_groups[0], layers=((0, num_layers),)), self._kv_dtype)
+        scratch = self._new_kv_cache(1, layers=few, memory=self._device.scratch)
         scratch.map_blocks(1)
-        logits = self._run(self.flatten(sequences)[0], scratch, num_layers=1)
+        logits = self._run(self.flatten(sequences)[0], scratch, num_layers=num_layers)
         if logits is not None:
             sample(logits, [s.request for s in sequences])
 
@@ -483,16 +495,21 @@ def _open(config: EngineConfig) -> tuple[WeightSource, ModelConfig]:
     return source, model_config
 
 
-def _kv_groups(model: ModelConfig, shard: ModelShard, layout: Layout) -> tuple[KVGroup, ...]:
-    """What this rank keeps of each token. Raises NotBuiltError for another geometry than the one that attention and the
-    block manager have: one group, whose keys and values are equally large and whose queries see all before them."""
+def _kv_groups(model: ModelConfig, shard: ModelShard, layout: Layout, device: Device) -> tuple[KVGroup, ...]:
+    """What this rank keeps of each token. Raises NotBuiltError for another geometry than those that attention and the
+    KV cache have: keys and values of one size in all groups; on CUDA one group, whose tokens see all before them."""
     groups = kv_groups_of(model)
-    each = groups[0].each
-    if len(groups) > 1 or each.window is not None or each.key_size != each.value_size:
-        said = ", ".join(map(_in_words, groups))
+    said = ", ".join(map(_in_words, groups))
+    if len({replace(group.each, window=None) for group in groups}) > 1 or any(
+        group.each.key_size != group.each.value_size for group in groups
+    ):
         raise NotBuiltError(
-            f"the KV cache of {model.architecture} is not built: {said}; built is one group that sees all, with keys "
-            f"and values of one size"
+            f"the KV cache of {model.architecture} is not built: {said}; built are keys and values of one size"
+        )
+    if device.kind == "cuda" and (len(groups) > 1 or groups[0].each.window is not None):
+        raise NotBuiltError(
+            f"{model.architecture} is not built on CUDA: {said}; built there is one group that sees all; use "
+            f"--device cpu"
         )
     return tuple(group.on_rank(shard.layers, layout.tensor) for group in groups)
 

@@ -16,20 +16,28 @@ class StepShape(msgspec.Struct, array_like=True, frozen=True):
     tokens_per_sequence: int | None
 
 
+class GroupInputs(msgspec.Struct, array_like=True):
+    """What the layers of one KV group read and write. slots of the KV cache have one entry per token. decodes: (block
+    table, context length with the new token); chunks: (block table, tokens before, tokens now). Block tables may be
+    longer than needed. Where a window has let go of blocks, a table, and all that is counted, begins behind them.
+    """
+
+    slots: list[int]
+    decodes: list[tuple[list[int], int]]
+    chunks: list[tuple[list[int], int, int]]
+
+
 class StepInputs(msgspec.Struct, array_like=True):
     """The batch in the order of its tokens: decodes first, longest first, then one chunk after another.
 
-    token_ids, positions and slots (of the KV cache) have one entry per token. `sampled` are the tokens whose logits are
-    wanted, in the order of the scheduled sequences. decodes: (block table, context length with the new token); chunks:
-    (block table, tokens before, tokens now). Block tables may be longer than needed.
+    token_ids and positions have one entry per token. `sampled` are the tokens whose logits are wanted, in the order of
+    the scheduled sequences. `groups`: per KV group, at least one.
     """
 
     token_ids: list[int]
     positions: list[int]
-    slots: list[int]
     sampled: list[int]
-    decodes: list[tuple[list[int], int]]
-    chunks: list[tuple[list[int], int, int]]
+    groups: list[GroupInputs]
     scored: list[tuple[int, int, int]] = []
     """(index in token_ids, next token of the prompt, how many likely tokens) of every token whose logits are to judge
     the next one, in the order of the scheduled sequences."""
@@ -43,21 +51,28 @@ class StepInputs(msgspec.Struct, array_like=True):
         has decodes only, or chunks of one length only."""
         if self.agreed is not None:
             return self.agreed
-        num_tokens = len(self.token_ids)
-        if not self.chunks:
-            return StepShape(num_tokens, 1 if self.decodes else None)
-        longest = self.chunks[0][2]
-        is_uniform = not self.decodes and all(now == longest for _, _, now in self.chunks)
+        num_tokens, decodes, chunks = len(self.token_ids), self.groups[0].decodes, self.groups[0].chunks
+        if not chunks:
+            return StepShape(num_tokens, 1 if decodes else None)
+        longest = chunks[0][2]
+        is_uniform = not decodes and all(now == longest for _, _, now in chunks)
         return StepShape(num_tokens, longest if is_uniform else None)
 
+    @property
+    def written_slots(self) -> list[int]:
+        """Slots of all groups that the step writes."""
+        if len(self.groups) == 1:
+            return self.groups[0].slots
+        return [slot for group in self.groups for slot in group.slots]
 
-NO_INPUTS = StepInputs([], [], [], [], [], [])
+
+NO_INPUTS = StepInputs([], [], [], [GroupInputs([], [], [])])
 
 
 def flatten(
-    sequences: list[ScheduledSequence], *, block_size: int, max_decode_tokens: int
+    sequences: list[ScheduledSequence], *, block_size: int, max_decode_tokens: int, num_groups: int = 1
 ) -> tuple[StepInputs, list[Unknown]]:
-    """Lay out a batch. A decode whose context passes max_decode_tokens is a chunk of one token.
+    """Lay out a batch for so many KV groups. A decode whose context passes max_decode_tokens is a chunk of one token.
 
     Chunks of equally many tokens come together, longest context first, so that attention can group them.
     """
@@ -73,13 +88,11 @@ def flatten(
     chunks.sort(key=lambda entry: (entry[0].num_tokens, -entry[0].start))
     token_ids: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
     sampled = [0] * num_rows
     unknown: list[Unknown] = []
     first_index: dict[int, int] = {}
     for sequence, first_row, own_rows in (*decodes, *chunks):
         request, start, count = sequence.request, sequence.start, sequence.num_tokens
-        blocks = request.block_tables[0]
         if request.sampling.prompt_logprobs is not None:
             first_index[id(sequence)] = len(token_ids)
         if sequence.draft_token_ids:
@@ -93,22 +106,36 @@ def flatten(
             token_ids.append(0)
         if count == 1:
             positions.append(start)
-            slots.append(blocks[start // block_size] * block_size + start % block_size)
         else:
             positions += range(start, start + count)
-            slots += [blocks[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
         sampled[first_row : first_row + own_rows] = range(len(token_ids) - own_rows, len(token_ids))
-    inputs = StepInputs(
-        token_ids,
-        positions,
-        slots,
-        sampled,
-        [(sequence.request.block_tables[0], sequence.start + 1) for sequence, *_ in decodes],
-        [(sequence.request.block_tables[0], sequence.start, sequence.num_tokens) for sequence, *_ in chunks],
-    )
+    short, long = [entry[0] for entry in decodes], [entry[0] for entry in chunks]
+    groups = [_group_inputs(group, short, long, block_size) for group in range(num_groups)]
+    inputs = StepInputs(token_ids, positions, sampled, groups)
     if first_index:
         inputs.scored = [entry for s in sequences if id(s) in first_index for entry in _scored(s, first_index[id(s)])]
     return inputs, unknown
+
+
+def _group_inputs(
+    group: int, decodes: list[ScheduledSequence], chunks: list[ScheduledSequence], block_size: int
+) -> GroupInputs:
+    """One group's slots, tables and lengths, for sequences in the order of their tokens."""
+    inputs = GroupInputs([], [], [])
+    slots, short, long = inputs.slots, inputs.decodes, inputs.chunks
+    for sequence in decodes:
+        request = sequence.request
+        table = request.block_tables[group]
+        start = sequence.start - request.num_gone[group] * block_size
+        slots.append(table[start // block_size] * block_size + start % block_size)
+        short.append((table, start + 1))
+    for sequence in chunks:
+        request, count = sequence.request, sequence.num_tokens
+        table = request.block_tables[group]
+        start = sequence.start - request.num_gone[group] * block_size
+        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
+        long.append((table, start, count))
+    return inputs
 
 
 def num_sampled(sequence: ScheduledSequence) -> int:

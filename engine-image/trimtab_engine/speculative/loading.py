@@ -8,7 +8,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import FLAG
 from trimtab_engine.device.device import Device
 from trimtab_engine.device.kv_cache import KVLayers
-from trimtab_engine.errors import ConfigError
+from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.runner.model_runner import ModelFacts, ModelRunner
 from trimtab_engine.runner.weights import Weights
@@ -46,6 +46,12 @@ class Speculation:
             load_format="dummy" if config.load_format == "dummy" else "auto",
         )
         draft = ModelRunner.load(own, device, lambda stage, percent: None)
+        for name, groups in ((config.model, target.kv_groups), (speculative.model, draft.facts.kv_groups)):
+            if len(groups) > 1 or groups[0].each.window is not None:
+                raise NotBuiltError(
+                    f"{FLAG}: a draft model keeps its tokens under the target's block table, but {name} has layers "
+                    f"that see a window, which is not built; use the method ngram"
+                )
         if draft.facts.vocab_size != target.vocab_size:
             raise ConfigError(
                 f"{FLAG}: the draft model {speculative.model} has {draft.facts.vocab_size} tokens, the model "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_operator.layout.facts import DTYPE_BYTES, RUN_BY_THE_ENGINE, ModelFacts, WeightsByPart
-from trimtab_operator.layout.kv_groups import latent_groups, uniform_groups
+from trimtab_operator.layout.kv_groups import latent_groups, windowed_groups
 from trimtab_operator.layout.stored_weights import FP8_BLOCK
 
 PLANNED_ONLY = (
@@ -22,7 +22,18 @@ PLANNED_ONLY = (
     "Llama4ForCausalLM",
 )
 MAX_COUNT = 1 << 40  # products of several such numbers stay floats
-MISTRAL_WINDOW = 4096  # of a config.json that does not say sliding_window
+UNSAID: Mapping[str, Mapping[str, Any]] = {
+    "MistralForCausalLM": {"sliding_window": 4096},
+    "Gemma3ForCausalLM": {
+        "head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 131072, "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+    "GptOssForCausalLM": {
+        "head_dim": 64, "attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2,
+        "num_experts_per_tok": 4,
+    },
+}  # fmt: skip
+"""What config.json leaves out where it is this, by architecture."""
 MAX_LAYERS = 10_000  # mixtures list theirs one by one
 SCALE_BYTES = 4  # of a block-quantised weight: one float32 per block
 
@@ -51,6 +62,7 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
     architecture = _architecture(config)
     inner = config.get("text_config")
     words = {**config, **inner} if isinstance(inner, Mapping) else config
+    words = {**UNSAID.get(architecture, {}), **words}
     hidden, num_layers = _count(words, "hidden_size"), _count(words, "num_hidden_layers", most=MAX_LAYERS)
     heads = _count(words, "num_attention_heads")
     kv_heads = _count(words, "num_key_value_heads", default=heads)
@@ -81,6 +93,10 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
     mlp_bias = bool(words.get("mlp_bias")) and architecture == "LlamaForCausalLM"
     tied = bool(config.get("tie_word_embeddings", words.get("tie_word_embeddings", False)))
     per_expert = 0 if mixture is None else 3 * hidden * mixture.width
+    is_gpt_oss = architecture == "GptOssForCausalLM"
+    if is_gpt_oss and mixture is not None:
+        per_expert += 2 * mixture.width + hidden  # biases
+    num_norms = 4 if architecture == "Gemma3ForCausalLM" else 2
     linear = {
         "attention": num_layers * attention.queries_and_output,
         "kv_projection": num_layers * attention.keys_and_values,
@@ -89,11 +105,14 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
         "shared_experts": 0 if mixture is None else num_mixtures * 3 * hidden * mixture.shared_width,
         "replicated": num_layers * attention.latent,
     }
-    routers = 0 if mixture is None else num_mixtures * mixture.num_experts * hidden
+    routers = 0 if mixture is None else num_mixtures * mixture.num_experts * (hidden + is_gpt_oss)
     plain = {
         "embedding": vocabulary * hidden,
         "lm_head": 0 if tied else vocabulary * hidden,
-        "replicated": num_layers * (attention.norms + 2 * hidden) + num_dense * hidden * mlp_bias + routers + hidden,
+        "replicated": num_layers * (attention.norms + num_norms * hidden)
+        + num_dense * hidden * mlp_bias
+        + routers
+        + hidden,
     }
     dtype = str(words.get("dtype") or words.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
@@ -108,7 +127,7 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
         architecture=architecture,
         supported=architecture in RUN_BY_THE_ENGINE
         and _is_run(config.get("quantization_config"), head_size)
-        and not _has_window(words, architecture),
+        and not words.get("use_sliding_window"),
         num_layers=num_layers,
         hidden_size=hidden,
         intermediate_size=mlp_width,
@@ -126,7 +145,9 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
         moe_intermediate_size=0 if mixture is None else mixture.width,
         dense_layers=() if mixture is None else mixture.dense_layers,
         latent_kv_size=latent,
-        kv_groups=latent_groups(num_layers, latent) if latent else uniform_groups(num_layers, kv_heads, head_size),
+        kv_groups=latent_groups(num_layers, latent)
+        if latent
+        else windowed_groups(_windows(words, architecture, num_layers), kv_heads, head_size),
         weights=WeightsByPart(**parts),
     )
 
@@ -147,12 +168,13 @@ def _attention(
     q, kv = heads * head_size, 2 * kv_heads * head_size
     qkv_bias = bool(words.get("attention_bias")) or architecture == "Qwen2ForCausalLM"
     output_bias = bool(words.get("attention_bias")) and architecture != "Qwen2ForCausalLM"
-    qk_norm = architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+    qk_norm = architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
+    sinks = heads if architecture == "GptOssForCausalLM" else 0
     return _Attention(
         queries_and_output=2 * hidden * q + q * qkv_bias,
         keys_and_values=hidden * kv + kv * qkv_bias,
         latent=0,
-        norms=hidden * output_bias + 2 * head_size * qk_norm,
+        norms=hidden * output_bias + 2 * head_size * qk_norm + sinks,
     )
 
 
@@ -183,7 +205,7 @@ def _mixture(words: Mapping[str, Any], architecture: str, num_layers: int) -> _M
         return _Mixture(
             _count(words, key), _count(words, "num_experts_per_tok"), _count(words, "moe_intermediate_size"), 0, dense
         )
-    if architecture == "MixtralForCausalLM":
+    if architecture in ("MixtralForCausalLM", "GptOssForCausalLM"):
         per_token, width = _count(words, "num_experts_per_tok"), _count(words, "intermediate_size")
         return _Mixture(_count(words, "num_local_experts"), per_token, width, 0, ())
     if architecture == "DeepseekV3ForCausalLM":
@@ -234,12 +256,23 @@ def _is_run(scheme: Mapping[str, Any] | None, head_size: int) -> bool:
     return is_known and scheme.get("weight_block_size") == [FP8_BLOCK, FP8_BLOCK] and FP8_BLOCK % head_size == 0
 
 
-def _has_window(words: Mapping[str, Any], architecture: str) -> bool:
-    """Whether queries see less than the longest request, which the engine does not run."""
-    if architecture != "MistralForCausalLM":
-        return bool(words.get("use_sliding_window"))
-    window = words.get("sliding_window", MISTRAL_WINDOW)
-    return _is_whole(window) and window < _count(words, "max_position_embeddings")
+def _windows(words: Mapping[str, Any], architecture: str, num_layers: int) -> list[int | None]:
+    """Per layer how many tokens a token sees; None: all. Mistral's window is every layer's, and none where no request
+    can leave it; of the others `layer_types` say which layers have one, or all but every so many do.
+    """
+    window = words.get("sliding_window") if architecture in UNSAID else None
+    if window is None:
+        return [None] * num_layers
+    window = _count(words, "sliding_window")
+    if architecture == "MistralForCausalLM":
+        return [window if window < _count(words, "max_position_embeddings") else None] * num_layers
+    pattern = _count(words, "sliding_window_pattern")
+    types = words.get("layer_types")
+    if types is None:
+        types = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise ValueError(f"config.json: layer_types is {types!r:.100}; a list of {num_layers} is needed")
+    return [window if kind == "sliding_attention" else None for kind in types]
 
 
 def _is_whole(value: Any) -> bool:

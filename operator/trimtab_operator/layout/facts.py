@@ -15,6 +15,8 @@ RUN_BY_THE_ENGINE = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
 )
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 

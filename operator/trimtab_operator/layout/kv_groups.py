@@ -4,8 +4,9 @@ docs/contract.md section 5, the operator's side. Pure arithmetic; the engine has
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,31 @@ def uniform_groups(num_layers: int, num_kv_heads: int, head_size: int) -> tuple[
     """One group, whose layers keep whole heads of keys and values, equally large, and see all tokens before."""
     layers = (range(num_layers),)
     return (KvGroup(layers=layers, num_kv_heads=num_kv_heads, key_size=head_size, value_size=head_size),)
+
+
+def windowed_groups(windows: Sequence[int | None], num_kv_heads: int, head_size: int) -> tuple[KvGroup, ...]:
+    """The same where layers see a window, or all (None): of each kind as many groups as keep each no larger than the
+    smallest kind, the kind's layers dealt out in turn. As the engine cuts them.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        kinds.setdefault(window, []).append(layer)
+    smallest = min(map(len, kinds.values()))
+    groups = []
+    for window, layers in kinds.items():
+        count = -(-len(layers) // smallest)
+        for first in range(count):
+            spans = _spans(layers[first::count])
+            each = {"num_kv_heads": num_kv_heads, "key_size": head_size, "value_size": head_size}
+            groups.append(KvGroup(layers=spans, window=window, **each))
+    return tuple(groups)
+
+
+def _spans(layers: Sequence[int]) -> tuple[range, ...]:
+    """Ascending numbers as ranges of neighbours."""
+    starts = [layers[0], *(after for before, after in pairwise(layers) if after != before + 1)]
+    stops = [*(before + 1 for before, after in pairwise(layers) if after != before + 1), layers[-1] + 1]
+    return tuple(map(range, starts, stops))
 
 
 def latent_groups(num_layers: int, latent_size: int) -> tuple[KvGroup, ...]:

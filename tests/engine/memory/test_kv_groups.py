@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trimtab_engine.memory.kv_groups import KVGroup, LayerKV, groups_of, uniform_group
+from trimtab_engine.memory.kv_groups import KVGroup, KVPlace, LayerKV, groups_of, places_of, uniform_group
 
 ALL = LayerKV(num_kv_heads=8, key_size=64, value_size=64)
 WINDOW = LayerKV(num_kv_heads=8, key_size=64, value_size=64, window=128)
@@ -50,6 +50,23 @@ def test_every_layer_is_in_one_group_and_no_group_is_beyond_the_smallest_kind(la
 def test_ranks_divide_heads_and_share_them_where_there_are_fewer(tensor: int, num_kv_heads: int) -> None:
     group = uniform_group(4, 8, 64).on_rank((0, 4), tensor)
     assert (group.num_layers, group.each.num_kv_heads) == (4, num_kv_heads)
+
+
+def test_layers_of_several_groups_share_places_in_memory() -> None:
+    """On the second stage each group's layers begin at place 0 again."""
+    groups = groups_of([WINDOW, WINDOW, ALL, WINDOW, ALL, WINDOW])  # windows 0 and 3, 1 and 5; all 2 and 4
+    assert places_of(groups, (0, 6)) == [KVPlace(*at) for at in ((0, 0), (1, 0), (2, 0), (0, 1), (2, 1), (1, 1))]
+    assert places_of(groups, (3, 6)) == [KVPlace(*at) for at in ((0, 0), (2, 0), (1, 0))]
+
+
+@given(st.lists(st.sampled_from([ALL, WINDOW]), min_size=1, max_size=40), st.data())
+def test_no_two_layers_of_a_stage_have_one_place(layers: list[LayerKV], data: st.DataObject) -> None:
+    stage = tuple(sorted(data.draw(st.tuples(st.integers(0, len(layers)), st.integers(0, len(layers))))))
+    groups = groups_of(layers)
+    places = places_of(groups, (stage[0], stage[1]))
+    assert len(set(places)) == len(places) == stage[1] - stage[0]
+    most = max((group.on_rank((stage[0], stage[1]), 1).num_layers for group in groups), default=0)
+    assert all(place.index < most for place in places)
 
 
 def test_a_latent_vector_is_whole_on_every_rank() -> None:

@@ -1,4 +1,4 @@
-"""Mistral against transformers on a tiny random checkpoint: alone, batched, chunked; its window is refused."""
+"""Mistral against transformers on tiny random checkpoints, with and without a window: alone, batched, chunked."""
 
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,10 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def a_checkpoint(folder: Path) -> Any:
+def a_checkpoint(folder: Path, window: int | None) -> Any:
     """A random model with rope scaling and heads that are wider than their part of the hidden size."""
     torch.manual_seed(0)
-    model: Any = MistralForCausalLM(MistralConfig(**SIZES))
+    model: Any = MistralForCausalLM(MistralConfig(**SIZES | {"sliding_window": window}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.3 if parameter.dim() > 1 else 0.1)
@@ -45,8 +45,12 @@ def a_checkpoint(folder: Path) -> Any:
     return model
 
 
-def test_64_greedy_tokens_equal_transformers(tmp_path: Path) -> None:
-    references = reference_tokens(a_checkpoint(tmp_path), PROMPTS, NUM_TOKENS)
+WINDOWS = pytest.mark.parametrize("window", [None, 13])
+
+
+@WINDOWS
+def test_64_greedy_tokens_equal_transformers(tmp_path: Path, window: int | None) -> None:
+    references = reference_tokens(a_checkpoint(tmp_path, window), PROMPTS, NUM_TOKENS)
     runner = load_runner(str(tmp_path), block_size=8, num_blocks=64)
     for chunk, batch in ((None, 1), (None, 3), (3, 3)):
         parity = compare(references, greedy_generator(runner, block_size=8, chunk=chunk, batch=batch))
@@ -54,8 +58,9 @@ def test_64_greedy_tokens_equal_transformers(tmp_path: Path) -> None:
         assert parity.near_ties <= 1
 
 
-def test_logits_equal_transformers_at_every_position(tmp_path: Path) -> None:
-    reference = a_checkpoint(tmp_path)
+@WINDOWS
+def test_logits_equal_transformers_at_every_position(tmp_path: Path, window: int | None) -> None:
+    reference = a_checkpoint(tmp_path, window)
     runner = load_runner(str(tmp_path), block_size=8, num_blocks=8)
     request = Request.of("r", PROMPTS[-1], Sampling(), arrival_time=0.0)
     request.block_tables[0] = [7, 2, 5, 0, 1]
@@ -67,25 +72,32 @@ def test_logits_equal_transformers_at_every_position(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "windows"),
     [
-        ({"sliding_window": 64}, "sliding_window 64 is not built"),
-        ({"max_position_embeddings": 8192}, None),  # said to be null: no window
-        ({"sliding_window": 128}, None),  # as long as the longest request
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not built"),
+        ({"sliding_window": 64}, (64, 64, 64)),
+        ({"max_position_embeddings": 8192}, ()),  # said to be null: no window
+        ({"sliding_window": 128}, ()),  # as long as the longest request: nothing ever leaves it
     ],
 )
-def test_a_window_that_a_request_can_leave_is_refused(changes: dict[str, Any], words: str | None) -> None:
+def test_a_window_that_a_request_can_leave_is_every_layers(changes: dict[str, Any], windows: tuple[int, ...]) -> None:
     config = SIZES | {"architectures": ["MistralForCausalLM"]} | changes
-    if words is None:
-        assert parse_model_config(config, {}, "config.json").architecture == "MistralForCausalLM"
-        return
-    with pytest.raises(ModelError, match=words):
-        parse_model_config(config, {}, "config.json")
+    assert parse_model_config(config, {}, "config.json").windows == windows
 
 
 def test_a_window_that_is_not_said_is_the_one_that_transformers_reads() -> None:
     config = {key: value for key, value in SIZES.items() if key != "sliding_window"}
     config |= {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}
-    with pytest.raises(ModelError, match="sliding_window 4096 is not built"):
+    assert parse_model_config(config, {}, "config.json").windows == (4096,) * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not built"),
+        ({"sliding_window": 0}, "sliding_window is 0; a positive whole number is needed"),
+    ],
+)
+def test_what_is_not_built_or_absurd_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    config = SIZES | {"architectures": ["MistralForCausalLM"]} | changes
+    with pytest.raises(ModelError, match=words):
         parse_model_config(config, {}, "config.json")

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, one dense and one a mixture of experts, and engines on them of any layout."""
+"""Tiny random checkpoints, dense and mixtures, with windows and without, and engines on them of any layout."""
 
 import asyncio
 import json
@@ -49,6 +49,31 @@ MIXTURE = DENSE | {
 }
 
 
+WINDOWS: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "eos_token_id": 96,
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 13,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+"""Four KV groups."""
+SINKS = MIXTURE | {
+    "architectures": ["GptOssForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_local_experts": 6,
+    "intermediate_size": 24,
+    "attention_bias": True,
+    "sliding_window": 13,
+}
+"""Two KV groups."""
 SKEWED = MIXTURE | {"num_experts": 8}
 """Its experts 0 to 3 get nearly all tokens: those of the first of two ranks, at first."""
 
@@ -89,6 +114,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         "dense": a_checkpoint(folder / "dense", DENSE),
         "moe": a_checkpoint(folder / "moe", MIXTURE),
+        "windows": a_checkpoint(folder / "windows", WINDOWS),
+        "sinks": a_checkpoint(folder / "sinks", SINKS),
         "skewed": a_checkpoint(folder / "skewed", SKEWED, skew),
     }
 

@@ -15,6 +15,8 @@ DRAFTS = {
     "num_speculative_tokens": 3,
     "num_speculative_tokens_cap": 3,
 }
+SEVERAL_GROUPS = {"num_gpu_blocks_override": 48, "max_num_batched_tokens_cap": 24}
+"""Blocks for one or two requests, of which windows hold part."""
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
 OFFLOAD = {"kv_offload_bytes": 1 << 20, "kv_offload_bytes_cap": 1 << 20}
 LAYOUTS = [
@@ -49,6 +51,15 @@ LAYOUTS = [
         },
         id="moe tp2 pp2 ep",
     ),
+    pytest.param("windows", {"tensor_parallel_size": 2} | SEVERAL_GROUPS, id="windows tp2"),
+    pytest.param("windows", {"pipeline_parallel_size": 2} | SEVERAL_GROUPS | SWAP, id="windows pp2 swapping"),
+    pytest.param("sinks", {"tensor_parallel_size": 2} | SEVERAL_GROUPS, id="sinks tp2"),
+    pytest.param("sinks", {"pipeline_parallel_size": 2} | SEVERAL_GROUPS | DRAFTS, id="sinks pp2 with drafts"),
+    pytest.param(
+        "sinks",
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True} | SEVERAL_GROUPS | SWAP,
+        id="sinks tp2 ep swapping",
+    ),
 ]
 
 
@@ -66,7 +77,7 @@ def test_tokens_equal_those_of_one_rank(
     asked = requests()
     if model not in expected:
         expected[model] = serve(start(models[model]), asked)
-    engine = start(models[model], **tight, **layout)
+    engine = start(models[model], **(tight | layout))
     steps: list[StepStats] = []
     assert serve(engine, asked, steps) == expected[model]
     assert serve(engine, asked, steps) == expected[model], "again, with whatever the cache has kept"

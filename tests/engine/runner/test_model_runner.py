@@ -125,18 +125,17 @@ def test_moved_blocks_give_the_same_logits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kv", "words"),
     [
-        ([LayerKV(num_kv_heads=2, key_size=16, value_size=16, window=8)] * 2, "2 layers of a window of 8, keys of 16"),
         ([LayerKV(num_kv_heads=1, key_size=24, value_size=0)] * 2, "2 layers that see all, keys of 24 and values of 0"),
         (
-            [LayerKV(num_kv_heads=2, key_size=16, value_size=16, window=window) for window in (8, None)],
-            "1 layers of a window of 8, keys of 16 and values of 16, 1 layers that see all",
+            [LayerKV(num_kv_heads=1, key_size=size, value_size=size) for size in (16, 32)],
+            "1 layers that see all, keys of 16 and values of 16, 1 layers that see all, keys of 32 and values of 32",
         ),
     ],
 )
 def test_a_kv_geometry_that_is_not_built_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: list[LayerKV], words: str
 ) -> None:
-    """Facts and memory formula know windows and latent vectors; attention and the block manager do not."""
+    """Facts and memory formula know latent vectors and layers of several sizes; attention does not."""
     family = replace(BY_ARCHITECTURE["LlamaForCausalLM"], kv=lambda config: kv)
     monkeypatch.setitem(BY_ARCHITECTURE, "LlamaForCausalLM", family)
     with pytest.raises(NotBuiltError, match=words):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from trimtab_engine.parallel.wave import Wave
-from trimtab_engine.scheduling.step_inputs import StepInputs, StepShape
+from trimtab_engine.scheduling.step_inputs import GroupInputs, StepInputs, StepShape
 from trimtab_engine.workers.driven_runner import DrivenRunner
 from trimtab_engine.workers.messages import Step
 
@@ -41,7 +41,7 @@ def a_runner(other: OtherCore | None, *, num_blocks: int = 8) -> tuple[DrivenRun
 
 def decodes(count: int) -> StepInputs:
     zeros = [0] * count
-    return StepInputs(zeros, zeros, zeros, [], [([0], 1)] * count, [])
+    return StepInputs(zeros, zeros, [], [GroupInputs(zeros, [([0], 1)] * count, [])])
 
 
 def test_a_step_goes_to_every_rank_with_what_feeds_it() -> None:

@@ -200,7 +200,7 @@ class DeviceSteps:
                 batch = buffers.uniform_batch(rows, key.tokens_per_sequence, self._limits.max_model_len)
                 metadata = self._metadata(buffers, rows, batch, is_padded=True)
             before = None if self._before is None else self._before[:rows]
-            hidden = self._model.compute(*self._inputs(buffers, rows), self._kv_cache, metadata, before=before)
+            hidden = self._model.compute(*self._inputs(buffers, rows), self._kv_cache, [metadata], before=before)
             self._hidden[:rows].copy_(hidden)
 
         run(lambda call: call())  # compiles, and lets libraries allocate: neither may happen while recording
@@ -284,7 +284,7 @@ class DeviceSteps:
             self._tensor.broadcast(self.last_tokens[: 1 + max(row for _, row in feed)])
 
     def _forward(self, buffers: StepBuffers, rows: int, metadata: AttentionMetadata) -> torch.Tensor:
-        return self._model.forward(*self._inputs(buffers, rows), self._kv_cache, metadata)
+        return self._model.forward(*self._inputs(buffers, rows), self._kv_cache, [metadata])
 
     def _inputs(self, buffers: StepBuffers, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids, some of which are known here only, and positions."""

@@ -26,7 +26,7 @@ from trimtab_kernels.paged_batch import PagedBatch
 
 from trimtab_engine.device.transfer import Mark, copy_to_device, pinned_bytes
 from trimtab_engine.runner.graphs.plan import GraphKey
-from trimtab_engine.scheduling.step_inputs import StepInputs
+from trimtab_engine.scheduling.step_inputs import GroupInputs, StepInputs
 
 Array = np.ndarray[Any, Any]
 Feed = Sequence[tuple[int, int]]
@@ -59,7 +59,7 @@ class Capacity:
 
 
 class StepBuffers:
-    """The inputs of one step at a time, for steps up to `capacity`."""
+    """The inputs of one step at a time, for steps up to `capacity`, of a model whose layers are one KV group."""
 
     def __init__(self, capacity: Capacity, device: torch.device) -> None:
         self._capacity = capacity
@@ -82,7 +82,8 @@ class StepBuffers:
     def fill(self, inputs: StepInputs, feed: Feed, key: GraphKey | None, block_size: int) -> PagedBatch:
         """Write a step's inputs and start their copy. Returns the step as attention takes it: with `key` up to its
         size. Raises ValueError where the step is larger than the capacity."""
-        num_tokens, num_seqs = len(inputs.token_ids), len(inputs.decodes) + len(inputs.chunks)
+        own = inputs.groups[0]
+        num_tokens, num_seqs = len(inputs.token_ids), len(own.decodes) + len(own.chunks)
         if num_tokens > self._capacity.max_tokens or num_seqs > self._capacity.max_seqs:
             raise ValueError(f"{num_tokens} tokens of {num_seqs} sequences do not fit {self._capacity}")
         host = self._next_host()
@@ -90,7 +91,7 @@ class StepBuffers:
         host.write_tokens(inputs, feed, rows)
         per_sequence = None if key is None else key.tokens_per_sequence
         padded_seqs = num_seqs if per_sequence is None else rows // per_sequence
-        width = host.write_sequences(inputs, padded_seqs, per_sequence or 1, block_size)
+        width = host.write_sequences(own, padded_seqs, per_sequence or 1, block_size)
         used = self._fixed_bytes + 4 * padded_seqs * width
         copy_to_device(self._bytes[:used], host.bytes[:used])
         host.copied.set()
@@ -99,7 +100,7 @@ class StepBuffers:
             self._tables[:padded_seqs, :width].copy_(packed)
         if per_sequence is not None:
             return self.uniform_batch(rows, per_sequence, 0)
-        return self._batch(inputs)
+        return self._batch(num_tokens, own)
 
     def uniform_batch(self, rows: int, tokens_per_sequence: int, max_context: int) -> PagedBatch:
         """A batch of equal sequences, as a whole-decode graph reads it; `max_context` bounds their lengths."""
@@ -114,12 +115,12 @@ class StepBuffers:
             self._uniform_starts[tokens_per_sequence] = starts
         return PagedBatch(rows, 0, tables, lengths, starts[: num_seqs + 1], 0, tokens_per_sequence)
 
-    def _batch(self, inputs: StepInputs) -> PagedBatch:
+    def _batch(self, num_tokens: int, inputs: GroupInputs) -> PagedBatch:
         """Any mix of decodes and chunks, of exactly the step's size."""
         num_decodes = len(inputs.decodes)
         num_seqs = num_decodes + len(inputs.chunks)
         return PagedBatch(
-            num_tokens=len(inputs.token_ids),
+            num_tokens=num_tokens,
             num_decodes=num_decodes,
             block_tables=self._tables[:num_seqs],
             seq_lens=self.ints["seq_lens"][:num_seqs],
@@ -152,7 +153,7 @@ class _Host:
         for name, values, padding in (
             ("token_ids", inputs.token_ids, 0),
             ("positions", inputs.positions, 0),
-            ("slots", inputs.slots, NO_SLOT),
+            ("slots", inputs.groups[0].slots, NO_SLOT),
         ):
             array = self._longs[name]
             array[:num_tokens] = values
@@ -163,7 +164,7 @@ class _Host:
             sources[index] = row
         self._longs["sampled"][: len(inputs.sampled)] = inputs.sampled
 
-    def write_sequences(self, inputs: StepInputs, padded_seqs: int, padding_length: int, block_size: int) -> int:
+    def write_sequences(self, inputs: GroupInputs, padded_seqs: int, padding_length: int, block_size: int) -> int:
         """Sequence by sequence, padded to `padded_seqs`. Returns the width of the block tables."""
         tables = [table for table, _ in inputs.decodes] + [table for table, _, _ in inputs.chunks]
         lengths = [length for _, length in inputs.decodes] + [before + now for _, before, now in inputs.chunks]

@@ -4,7 +4,7 @@ import pytest
 from trimtab_engine.config.graphs import CUDAGraphMode
 from trimtab_engine.runner.graphs.dispatcher import Dispatcher, Eager
 from trimtab_engine.runner.graphs.plan import NO_GRAPHS, GraphKey, GraphPlan
-from trimtab_engine.scheduling.step_inputs import StepInputs, StepShape
+from trimtab_engine.scheduling.step_inputs import GroupInputs, StepInputs, StepShape
 
 BOTH = GraphPlan(CUDAGraphMode.FULL_AND_PIECEWISE, (1, 4, 16), ((1, (1, 4)), (3, (3, 12))))
 DECODE_ONLY = GraphPlan(CUDAGraphMode.FULL_DECODE_ONLY, (), ((1, (1, 4)),))
@@ -43,10 +43,8 @@ def inputs(num_decodes: int, *chunks: int) -> StepInputs:
     return StepInputs(
         [0] * num_tokens,
         [0] * num_tokens,
-        [0] * num_tokens,
         [],
-        [([0], 1)] * num_decodes,
-        [([0], 0, now) for now in chunks],
+        [GroupInputs([0] * num_tokens, [([0], 1)] * num_decodes, [([0], 0, now) for now in chunks])],
     )
 
 

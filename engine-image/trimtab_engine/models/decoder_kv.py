@@ -1,0 +1,13 @@
+"""What the layers of a plain decoder keep of each token, by its configuration alone. Knows no tensor."""
+
+from dataclasses import replace
+
+from trimtab_engine.config.model import ModelConfig
+from trimtab_engine.memory.kv_groups import LayerKV
+
+
+def decoder_kv(config: ModelConfig) -> list[LayerKV]:
+    """The `kv` of families whose layers all keep whole heads of keys and values, of a window or of all tokens."""
+    size = config.head_size
+    each = LayerKV(num_kv_heads=config.num_kv_heads, key_size=size, value_size=size)
+    return [replace(each, window=config.window(layer)) for layer in range(config.num_layers)]

@@ -1,0 +1,228 @@
+"""Families whose layers do not all see alike, against transformers on tiny random checkpoints with every branch on: on
+the bare runner, and in engines that preempt, swap, find prefixes and are resized meanwhile."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_benchmarks.parity import Reference, compare, greedy_generator, load_runner, reference_tokens
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.core.startup import start_engine
+from trimtab_engine.errors import ModelError, NotBuiltError
+from trimtab_engine.memory.reserved import RANK_BYTES
+from trimtab_engine.messages import AddRequest, PatchConfig
+from trimtab_engine.models.checkpoint import num_parameters
+from trimtab_engine.models.registry import open_model, parse_model_config
+from trimtab_engine.scheduling.batch import ScheduledSequence
+from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sampling import Sampling
+
+VOCABULARY = 211
+NUM_TOKENS = 64
+DEVICE_BYTES = RANK_BYTES + (256 << 20)  # of which the least step of the utilisation is a few KV blocks
+BLOCK_SIZE = 8
+PROMPTS = [[5], [5, 6, 7, 8, 9, 10, 11], list(range(20, 60)), [*range(20, 50), 3, 4]]
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "sliding_window": 13,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "dtype": "float32",
+}
+GEMMA: dict[str, Any] = SIZES | {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 20,
+    "attention_bias": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+}
+GPT_OSS: dict[str, Any] = SIZES | {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 24,
+    "swiglu_limit": 1.5,  # so low that gates are cut off
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 15000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+        "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    },
+}  # fmt: skip
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "mistral": (MistralForCausalLM, MistralConfig, SIZES),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, GEMMA),
+    "gpt-oss": (GptOssForCausalLM, GptOssConfig, GPT_OSS),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """(folder, transformers' model): weights, biases, norms and sinks are random."""
+    model_class, config_class, config = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    model: Any = model_class(config_class(**config))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in name and request.param != "gemma3" else 0.0
+            parameter.normal_(centre, 0.3 if parameter.dim() > 1 and "bias" not in name else 0.1)
+    model.save_pretrained(folder)
+    return folder, model
+
+
+@pytest.fixture(scope="module")
+def references(checkpoint: tuple[Path, Any]) -> list[Reference]:
+    return reference_tokens(checkpoint[1], PROMPTS, NUM_TOKENS)
+
+
+def test_64_greedy_tokens_equal_transformers(checkpoint: tuple[Path, Any], references: list[Reference]) -> None:
+    runner = load_runner(str(checkpoint[0]), block_size=BLOCK_SIZE, num_blocks=256)
+    for chunk, batch in ((None, 1), (None, 4), (3, 4), (20, 4)):
+        parity = compare(references, greedy_generator(runner, block_size=BLOCK_SIZE, chunk=chunk, batch=batch))
+        assert parity.defects == []
+        assert parity.near_ties <= 1
+
+
+def test_logits_equal_transformers_at_every_position(checkpoint: tuple[Path, Any]) -> None:
+    folder, reference = checkpoint
+    runner = load_runner(str(folder), block_size=BLOCK_SIZE, num_blocks=32)
+    num_groups = len(runner.facts.kv_groups)
+    request = Request.of("r", PROMPTS[2], Sampling(), arrival_time=0.0)
+    request.block_tables = [list(range(group, 5 * num_groups, num_groups)) for group in range(num_groups)]
+    request.num_gone = [0] * num_groups
+    rows = [runner.execute([ScheduledSequence(request, i, 1, samples=True)]) for i in range(len(PROMPTS[2]))]
+    with torch.no_grad():
+        expected = reference(torch.tensor([PROMPTS[2]])).logits[0]
+    assert float((torch.cat(rows) - expected).abs().max() / expected.abs().max()) <= 1e-4
+
+
+def test_the_number_of_parameters_is_the_checkpoints(checkpoint: tuple[Path, Any]) -> None:
+    folder, model = checkpoint
+    source = open_model(str(folder))
+    config = parse_model_config(source.config, source.generation_config, source.where)
+    assert num_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
+
+
+SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
+
+
+@pytest.mark.parametrize("changes", [{}, SWAP, {"async_scheduling": True}], ids=["recompute", "swap", "overlapping"])
+def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transformers(
+    checkpoint: tuple[Path, Any], references: list[Reference], changes: dict[str, Any]
+) -> None:
+    """In chunks, preempted, from the prefix cache in the second round, while the KV cache shrinks and grows."""
+    folder, _ = checkpoint
+    config = EngineConfig(
+        model=str(folder),
+        device_memory_bytes=DEVICE_BYTES,
+        cpu_threads=1,
+        max_model_len=112,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=8,
+        max_num_seqs_cap=8,
+        max_num_batched_tokens=20,
+        max_num_batched_tokens_cap=24,
+        gpu_memory_utilization="0.95",
+        gpu_memory_utilization_cap="0.95",
+        **changes,
+    )
+    engine, _ = start_engine(config, lambda stage, percent: None, lambda: 0.0)
+    preempted: Counter[str] = Counter()
+    hits = 0
+
+    least = engine.config()["fields"]["gpu_memory_utilization"]["min"]
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        nonlocal hits
+        sampling = Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        outputs: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+        for number, prompt in enumerate(prompts):
+            engine.add(AddRequest(str(number), prompt, sampling, arrival_time=0.0))
+        number = 0
+        while engine.has_work:
+            if number % 25 == 0:
+                size = least if number % 50 == 0 else round(least + 2e-4, 4)
+                assert engine.patch_config(PatchConfig({"gpu_memory_utilization": size}))[0] == 200
+            number += 1
+            step = engine.step()
+            engine.check_integrity()
+            hits += step.stats.prefix_cache_hits
+            for name, reasons in step.stats.preempted.items():
+                preempted[name] += sum(reasons.values())
+            for output in step.outputs:
+                outputs[output.request_id] += output.token_ids
+        return list(outputs.values())
+
+    for _ in range(2):
+        parity = compare(references * 3, generate)
+        assert parity.defects == []
+        assert parity.near_ties <= 3
+    assert preempted[changes.get("preemption_mode", "recompute")] > 0
+    assert hits > 0
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not built"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not built"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not built"),
+        ("gemma3", {"hidden_activation": "silu"}, "hidden_activation 'silu' is not built"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, of full_attention; built are 4"),
+        ("gpt-oss", {"num_experts_per_tok": 7}, "num_experts_per_tok 7 is above num_local_experts 6"),
+        ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method 'mxfp4' is not built"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
+    model_class, _, config = FAMILIES[name]
+    with pytest.raises(ModelError, match=message):
+        parse_model_config(config | {"architectures": [model_class.__name__]} | changes, {}, "config.json")
+
+
+def test_what_is_not_said_is_as_transformers_reads_it() -> None:
+    """Released configurations leave out most of what transformers knows."""
+    said = {key: SIZES[key] for key in SIZES if key not in ("head_dim", "sliding_window", "max_position_embeddings")}
+    gemma = parse_model_config(said | {"architectures": ["Gemma3ForCausalLM"]}, {}, "config.json")
+    assert gemma.tie_word_embeddings
+    assert (gemma.head_size, gemma.max_model_len, gemma.rope.theta) == (256, 131072, 1e6)
+    assert gemma.local_rope is not None
+    assert (gemma.local_rope.theta, gemma.windows) == (1e4, (4096,) * 4)
+    older = said | {"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 2, "sliding_window": 512}
+    older |= {"rope_local_base_freq": 2e4, "rope_theta": 3e6, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    gemma = parse_model_config(older, {}, "config.json")
+    assert gemma.local_rope is not None
+    assert (gemma.rope.theta, gemma.rope.rope_type, gemma.rope.factor) == (3e6, "linear", 8.0)
+    assert (gemma.local_rope.theta, gemma.local_rope.rope_type) == (2e4, "default")
+    assert gemma.windows == (512, None, 512, None)
+
+
+def test_a_draft_model_beside_windows_is_refused_by_name(checkpoint: tuple[Path, Any]) -> None:
+    from trimtab_engine.config.speculation import SpeculativeConfig
+    from trimtab_engine.device.device import Device
+    from trimtab_engine.runner.model_runner import ModelRunner
+    from trimtab_engine.speculative.loading import Speculation
+
+    folder = str(checkpoint[0])
+    drafts = SpeculativeConfig(method="draft_model", num_speculative_tokens=2, model=folder)
+    config = EngineConfig(model=folder, speculative=drafts)
+    target = ModelRunner.load(config, Device("cpu"), lambda stage, percent: None)
+    with pytest.raises(NotBuiltError, match="has layers that see a window, which is not built; use the method ngram"):
+        Speculation.load(config, Device("cpu"), target.facts)
