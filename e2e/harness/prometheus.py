@@ -106,5 +106,5 @@ class PrometheusServer:
             "apiVersion": "v1",
             "kind": "Service",
             "metadata": {"name": NAME},
-            "spec": {"selector": {"app": NAME}, "ports": [{"name": "http", "port": PORT}]},
+            "spec": {"selector": {"app": NAME}, "ports": [{"name": "http", "port": PORT, "protocol": "TCP"}]},
         }
