@@ -183,7 +183,7 @@ async def test_a_decision_whose_memory_could_not_be_written_is_told_on_the_next_
     def decides_once(_: object, memory: Memory, *__: object) -> Outcome:
         made = Decision("id", 1.0, Move(Reason.SATURATED, ReplicaCount(), 1, None), "Every knob is at its bound.")
         decisions = () if memory.history else (made,)
-        ok = Condition(True, "Tuning", "")
+        ok = Condition(True, Reason.SCRAPED, "")
         return Outcome(memory if memory.history else memory.with_decision(made), ok, ok, decisions=decisions)
 
     cluster = RefusingCluster()
