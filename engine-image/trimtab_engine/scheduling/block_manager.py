@@ -396,33 +396,55 @@ class BlockManager:
         return copies
 
     def find_swapped(self, request: Request) -> list[int]:
-        """Device blocks that still hold part of a swapped-out request."""
-        hashes = (self.swap_space.hash_of(host) for host in request.host_block_ids)
+        """Device blocks that still hold part of what a swapped-out request sees."""
+        hashes = (self.swap_space.hash_of(host) for _, host in self._seen_of_swapped(request))
         return [block for h in hashes if h is not None and (block := self._by_hash.get(h)) is not None]
 
     def swap_in(self, request: Request) -> Copies:
-        """Give a swapped-out request its tables back: what must be copied (host, device). Ask can_allocate first."""
+        """Give a swapped-out request its tables back: what must be copied (host, device). Ask can_allocate first.
+
+        What its next token does not see stays away: a block that was given back in the step that copies into it could
+        be another request's by then.
+        """
         copies: Copies = []
-        num_groups = len(self.sights)
-        request.num_blocks = (len(request.host_block_ids) + sum(request.num_gone)) // num_groups
-        owners = (
-            table
-            for table, num_gone in zip(request.block_tables, request.num_gone, strict=True)
-            for _ in range(request.num_blocks - num_gone)
-        )
-        hashes = [self.swap_space.hash_of(host) for host in request.host_block_ids]
+        seen = self._seen_of_swapped(request)
+        hashes = [self.swap_space.hash_of(host) for _, host in seen]
         on_device = [None if block_hash is None else self._by_hash.get(block_hash) for block_hash in hashes]
         for block in on_device:
             if block is not None:
                 self._use(block)  # before any eviction below
-        for host, there, table in zip(request.host_block_ids, on_device, owners, strict=True):
+        for (group, host), there in zip(seen, on_device, strict=True):
             block = self._take() if there is None else there
             if there is None:
                 copies.append((host, block))
-            table.append(block)
+            request.block_tables[group].append(block)
+        request.num_blocks = self._num_blocks_of_swapped(request)
+        request.num_gone = self._num_gone_of_swapped(request)
         self.swap_space.release(request.host_block_ids)
         request.num_offered_blocks = 0  # the copies are found again once they are offered
         return copies
+
+    def _seen_of_swapped(self, request: Request) -> list[tuple[int, int]]:
+        """The (group, host block) pairs of a swapped-out request that its next token sees."""
+        hosts, num_blocks = iter(request.host_block_ids), self._num_blocks_of_swapped(request)
+        num_gone = self._num_gone_of_swapped(request)
+        return [
+            (group, host)
+            for group, first in enumerate(request.num_gone)
+            for index, host in zip(range(first, num_blocks), hosts, strict=False)
+            if index >= num_gone[group]
+        ]
+
+    def _num_blocks_of_swapped(self, request: Request) -> int:
+        return (len(request.host_block_ids) + sum(request.num_gone)) // len(self.sights)
+
+    def _num_gone_of_swapped(self, request: Request) -> list[int]:
+        """Per group the blocks at the beginning that a swapped-out request will not see any more."""
+        num_gone = list(request.num_gone)
+        for group, sight in self._windowed:
+            first_seen = sight.first_seen(request.num_computed_tokens) // self.block_size
+            num_gone[group] = max(num_gone[group], first_seen)
+        return num_gone
 
     # --- size -----------------------------------------------------------------------------------------------------
 

@@ -460,7 +460,6 @@ class Scheduler:
         is_new = request.first_scheduled_time is None
         if request.is_swapped_out:
             self._swap_in += blocks.swap_in(request)
-            blocks.let_go(request, start)
         elif cached is not None:
             restored = blocks.share(request, cached)
             self._swap_in += restored
