@@ -22,6 +22,12 @@ def plan(*arguments: str, stdin: str | None = None) -> Result:
     return CliRunner().invoke(app, ["plan", *arguments], input=stdin)
 
 
+@pytest.fixture(autouse=True)
+def no_width_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who starts the tests may have set one, as pytest-xdist's processes have."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-3.1-70B"]))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from trimtab_operator.edge.bounded_http import Reply, Unreachable, fetch, pod_url
+from trimtab_operator.edge.bounded_http import Reply, TooLarge, TooSlow, Unreachable, fetch, pod_url
 from trimtab_operator.edge.engine_client import (
     ConfigReport,
     EngineClient,
@@ -129,13 +129,13 @@ async def test_an_engine_that_does_not_answer_costs_no_more_than_the_deadline(
 ) -> None:
     engine.hangs = True
     answer = await fetch(http, "GET", f"{engine.url}/metrics", deadline_seconds=0.05)
-    assert answer == Unreachable(f"{engine.url}/metrics: no answer within 0.05 s")
+    assert answer == TooSlow(f"{engine.url}/metrics: no answer within 0.05 s")
 
 
 async def test_an_endless_answer_is_cut_off(engine: ContractEngine, http: httpx.AsyncClient) -> None:
     engine.metrics = "x" * 100_000
     answer = await fetch(http, "GET", f"{engine.url}/metrics", max_bytes=50_000)
-    assert answer == Unreachable(f"{engine.url}/metrics: the answer is larger than 50,000 bytes")
+    assert answer == TooLarge(f"{engine.url}/metrics: the answer is larger than 50,000 bytes")
 
 
 async def test_redirects_are_not_followed(http: httpx.AsyncClient, engine: ContractEngine) -> None:
