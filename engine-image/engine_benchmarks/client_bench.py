@@ -57,7 +57,7 @@ def _serve(listening: socket.socket, num_chunks: int) -> None:
 def measure(num_chunks: int) -> Outcome:
     """One run of REQUESTS requests with as many chunks each."""
     listening = socket.create_server(("127.0.0.1", 0))
-    server = multiprocessing.get_context("fork").Process(target=_serve, args=(listening, num_chunks), daemon=True)
+    server = multiprocessing.get_context("spawn").Process(target=_serve, args=(listening, num_chunks), daemon=True)
     server.start()
     try:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/completions"
