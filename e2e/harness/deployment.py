@@ -18,6 +18,7 @@ from harness.wait import NotYet, Waiter
 
 SAMPLE = REPOSITORY / "config" / "samples" / "smollm2-cpu.yaml"
 READY_SECONDS = 180.0  # pod start, 0.5 GB of weights, profile: about 25 s on two idle cores
+BAKE_TIME = "5s"  # in which a story's change serves before it counts: its owner's choice, and 30 s would add up
 GONE_SECONDS = 90.0  # the drain timeout and the garbage collector
 CHILD_KINDS = "statefulsets,services,configmaps,pods,controllerrevisions,endpoints,endpointslices,secrets,jobs"
 
@@ -26,7 +27,8 @@ def sample(name: str | None = None, *, image: str, **changes: Any) -> Manifest:
     """The sample manifest with `image` and with `changes` laid over `spec` (None removes a field)."""
     manifest = dict(yaml.safe_load(SAMPLE.read_text()))
     manifest["metadata"] = {"name": name or manifest["metadata"]["name"]}
-    manifest["spec"] = laid_over(manifest["spec"], {"runtime": {"image": image}, **changes})
+    spec = laid_over(manifest["spec"], {"runtime": {"image": image}, "rollout": {"bakeTime": BAKE_TIME}})
+    manifest["spec"] = laid_over(spec, changes)
     return manifest
 
 
