@@ -54,11 +54,12 @@ def test_replicas_come_with_the_load_and_go_with_it(
     with load(kube, namespace, image, replace(load_options(deployment), concurrency=CLIENTS)) as running:
         more = _decision(deployment, "2", UP_SECONDS)
         _await_replicas(deployment, 2)
+        # Now: once the load stops, one of them may go before its last requests are answered.
+        assert first.items() <= deployment.restarts().items(), "the first replica was restarted"
+        assert deployment.status()["lastScaleTime"] == more["time"]
         up = running.stop()
     _nobody_failed(up)
-    assert first.items() <= deployment.restarts().items(), "the first replica was restarted"
     assert more["reason"] == "TooFewReplicas"
-    assert deployment.status()["lastScaleTime"] == more["time"]
 
     with load(kube, namespace, image, _gentle(deployment), name="gentle") as running:
         fewer = _decision(deployment, "1", DOWN_SECONDS)
