@@ -12,24 +12,13 @@ from fake_prometheus import NAMESPACE, FakePrometheus, exposed
 from trimtab_operator.edge.prometheus import Connection, Prometheus
 from trimtab_operator.tuner.decide import decide
 from trimtab_operator.tuner.knobs import FieldRange, Knob, Value
-from trimtab_operator.tuner.looks import (
-    Config,
-    Counters,
-    Finished,
-    Gauges,
-    Ledger,
-    Look,
-    Phase,
-    RequestNews,
-    Sample,
-    Unfinished,
-    Work,
-)
+from trimtab_operator.tuner.looks import Config, Ledger, Look, Phase, RequestNews, Sample
 from trimtab_operator.tuner.moves import Decision
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
 from trimtab_operator.tuner.settings import Mode, Pace, Settings
 from trimtab_operator.tuner.state import Memory
 from trimtab_operator.tuner.twin import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
+from twin_samples import sample_of
 
 COST = StepCost(8e-3, 1 / 16_000, 3e-5, 4e-9)
 TICK = 15.0
@@ -93,13 +82,15 @@ class Scene:
             self.engine.run_until(end)
             self.now = end
             self.fake.stored.clear()  # all but the newest scrape: it is never looked at again
-            self.fake.scrape(exposed(self._shown()), pod=POD)
-            await self._turn()
+            news, self.told = self.engine.finished[self.told :], len(self.engine.finished)
+            sample = sample_of(self.engine, news, at=end, generation=self.generation)
+            self.fake.scrape(exposed(sample), pod=POD)
+            await self._turn(sample.requests)
 
-    async def _turn(self) -> None:
+    async def _turn(self, requests: RequestNews | None) -> None:
         stored = (await self.prometheus.samples(NAMESPACE, {POD: 0.0}, {}))[POD]
         assert isinstance(stored, Sample)
-        outcome = decide([self._look(stored)], self.memory, self.settings, self.now)
+        outcome = decide([self._look(replace(stored, requests=requests))], self.memory, self.settings, self.now)
         self.memory = outcome.memory
         self.decisions += outcome.decisions
         for values in outcome.patches.values():
@@ -108,50 +99,20 @@ class Scene:
             self.engine.set_policy(self._policy())
             self.engine.resize(self._blocks())
 
-    def _shown(self) -> Sample:
-        """The page of metrics."""
-        engine, c = self.engine, self.engine.counters
-        kinds = {
-            kind: Work(s.steps, s.tokens, s.sequences, s.context, s.attended, s.seconds) for kind, s in c.sums.items()
-        }
-        counters = Counters(
-            c.generated_tokens,
-            c.prompt_tokens,
-            c.finished,
-            {"capacity": c.preempted["capacity"]},
-            arrived=c.arrived,
-            recomputed_tokens=c.recomputed_tokens,
-            blocked_seconds=dict(c.blocked_seconds),
-            decode=kinds["decode"],
-            prefill=kinds["prefill"].plus(kinds["mixed"]),
-        )
-        usage = 1 - engine.blocks.free / engine.blocks.total
-        gauges = Gauges(engine.num_running, engine.num_waiting, usage, self.generation, engine.waiting_tokens)
-        return Sample(self.now, counters, gauges)
-
-    def _look(self, stored: Sample) -> Look:
+    def _look(self, sample: Sample) -> Look:
         """What Prometheus stored, with what only the admin port tells."""
-        news, self.told = self.engine.finished[self.told :], len(self.engine.finished)
-        waiting = tuple(Unfinished(s.arrival, s.num_prompt, n) for s, n in self.engine.unfinished())
         free = int((1 - self.values[UTILIZATION]) * DEVICE)
         return Look(
             "m-g0",
             Phase.READY,
             "uid",
-            sample=replace(stored, requests=RequestNews(tuple(map(_finished, news)), waiting)),
+            sample=sample,
             config=Config(self.generation, dict(self.values), FIELDS, 8192),
             ledger=Ledger(DEVICE, self._blocks(), BLOCK, 1, free_bytes=free),
         )
 
     def moves(self, knob: Knob) -> list[tuple[Value | None, Value | None]]:
         return [(d.move.before, d.move.after) for d in self.decisions if d.move.target is knob]
-
-
-def _finished(s: Sequence) -> Finished:
-    assert s.finished_at is not None
-    assert s.first_token_at is not None
-    ttft, rest = s.first_token_at - s.arrival, s.finished_at - s.first_token_at
-    return Finished(s.arrival, s.finished_at, s.num_prompt, s.num_output, ttft, rest, preemptions=s.num_preemptions)
 
 
 def starting_at(utilization: float, budget: int) -> dict[Knob, Value]:

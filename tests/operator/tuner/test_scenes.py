@@ -9,23 +9,12 @@ from dataclasses import dataclass, field
 import pytest
 from trimtab_operator.tuner.decide import decide
 from trimtab_operator.tuner.knobs import FieldRange, Knob, Value
-from trimtab_operator.tuner.looks import (
-    Config,
-    Counters,
-    Finished,
-    Gauges,
-    Ledger,
-    Look,
-    Phase,
-    RequestNews,
-    Sample,
-    Unfinished,
-    Work,
-)
+from trimtab_operator.tuner.looks import Config, Ledger, Look, Phase
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
 from trimtab_operator.tuner.settings import Bounds, Mode, Settings
 from trimtab_operator.tuner.state import Memory
 from trimtab_operator.tuner.twin import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
+from twin_samples import sample_of
 
 COST = StepCost(0.02, 0.004, 0.002, 1e-6)  # a small model on a few processor cores
 GUESS = StepCost(0.026, 0.0052, 0.0026, 1.3e-6)
@@ -92,28 +81,9 @@ class Scene:
                 self.engine.add(Sequence(done.finished_at, PROMPT, ANSWER))
 
     def look(self) -> Look:
-        engine, c = self.engine, self.engine.counters
+        engine = self.engine
         news, self.told = engine.finished[self.told :], len(engine.finished)
-        sums = {
-            kind: Work(s.steps, s.tokens, s.sequences, s.context, s.attended, s.seconds) for kind, s in c.sums.items()
-        }
-        counters = Counters(
-            c.generated_tokens,
-            c.prompt_tokens,
-            c.finished,
-            dict(c.preempted),
-            arrived=c.arrived,
-            recomputed_tokens=c.recomputed_tokens,
-            blocked_seconds=dict(c.blocked_seconds),
-            decode=sums["decode"],
-            prefill=sums["prefill"].plus(sums["mixed"]),
-        )
-        usage = 1 - engine.blocks.free / engine.blocks.total
-        requests = RequestNews(
-            tuple(_row(s) for s in news),
-            tuple(Unfinished(s.arrival, s.num_prompt, count) for s, count in engine.unfinished()),
-        )
-        gauges = Gauges(engine.num_running, engine.num_waiting, usage, self.generation, engine.waiting_tokens)
+        sample = sample_of(engine, news, at=self.now, generation=self.generation)
         fields = {
             Knob.GPU_MEMORY_UTILIZATION: FieldRange(True, LEAST, self.most),
             Knob.WATERMARK: FieldRange(True, 0.0, 0.9),
@@ -122,7 +92,6 @@ class Scene:
         }
         device = round((MOST_BLOCKS - LEAST_BLOCKS) / (MOST - LEAST))
         free = int((1 - float(self.values[Knob.GPU_MEMORY_UTILIZATION])) * device) if self.headroom else 0
-        sample = Sample(self.now, counters, gauges, requests=requests)
         config = Config(self.generation, dict(self.values), fields, 2048)
         ledger = Ledger(device, engine.blocks.total, BLOCK, 1, free_bytes=free)
         return Look("m-0", Phase.READY, "uid", 0.0, sample, config, ledger)
@@ -131,13 +100,6 @@ class Scene:
         """Tokens of answers that were begun after `since` and kept their promises."""
         done = [s for s in self.engine.finished if s.arrival >= since]
         return sum(s.num_output for s in done if promised.is_met(prompt=s.num_prompt, ttft=s.ttft, mean_gap=s.mean_gap))
-
-
-def _row(s: Sequence) -> Finished:
-    assert s.finished_at is not None
-    assert s.first_token_at is not None
-    ttft, rest = s.first_token_at - s.arrival, s.finished_at - s.first_token_at
-    return Finished(s.arrival, s.finished_at, s.num_prompt, s.num_output, ttft, rest, preemptions=s.num_preemptions)
 
 
 def played(scene: Scene, promised: Objectives | None, seconds: float) -> Scene:
