@@ -52,7 +52,7 @@ def _add_server_flags(group: Any) -> None:
         help="let the model choose whether to call a tool; needs --tool-call-parser",
     )
     group.add_argument(
-        "--tool-call-parser", metavar="NAME", help="how the model writes tool calls: hermes or llama3_json"
+        "--tool-call-parser", metavar="NAME", help="how the model writes tool calls: hermes, llama3_json or pythonic"
     )
     group.add_argument(
         "--max-logprobs",

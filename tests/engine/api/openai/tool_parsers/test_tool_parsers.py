@@ -11,6 +11,7 @@ from trimtab_engine.api.openai.tool_parsers.llama3_json import Llama3JsonParser
 
 F = '{"name": "f", "arguments": {"a": "<b>", "n": [1, {"x": "}"}]}}'
 G = '{"name": "g", "parameters": {}}'
+PYTHON_F = 'f(a="<b>", n=[1, {"x": "}"}])'
 ARGUMENTS = {"f": {"a": "<b>", "n": [1, {"x": "}"}]}, "g": {}}
 
 
@@ -54,6 +55,20 @@ def torn(text: str, seed: int) -> list[str]:
         ("llama3_json", '{"name": "f", "para', '{"name": "f", "para', []),
         ("llama3_json", f"Well: {F}", f"Well: {F}", []),
         ("llama3_json", "", "", []),
+        ("pythonic", f"[{PYTHON_F}]", "", ["f"]),
+        ("pythonic", f"\n[ {PYTHON_F}, g() ]\n", "", ["f", "g"]),
+        ("llama4_pythonic", f"<|python_start|>[g(), {PYTHON_F}]<|python_end|>", "", ["g", "f"]),
+        ("pythonic", f"[g(), {PYTHON_F}", "", ["g", "f"]),
+        ("pythonic", "[g(), f(a=", "", ["g"]),  # cut
+        ("pythonic", "[g(), f(1)] and so on", "", ["g"]),
+        ("pythonic", f"Well: [{PYTHON_F}]", f"Well: [{PYTHON_F}]", []),
+        ("pythonic", "[1, 2]", "[1, 2]", []),
+        ("pythonic", "[f]", "[f]", []),
+        ("pythonic", "[f(a=g())]", "[f(a=g())]", []),
+        ("pythonic", "[f(**{'a': 1})]", "[f(**{'a': 1})]", []),
+        ("pythonic", "[f(a=", "[f(a=", []),
+        ("pythonic", "<|python_sta", "<|python_sta", []),
+        ("pythonic", "", "", []),
     ],
 )
 def test_calls_and_text_come_apart(name: str, text: str, content: str, calls: list[str]) -> None:
@@ -62,6 +77,31 @@ def test_calls_and_text_come_apart(name: str, text: str, content: str, calls: li
     assert read(PARSERS[name](), list(text)) == (content, expected)
     for seed in range(30):
         assert read(PARSERS[name](), torn(text, seed)) == (content, expected)
+
+
+@pytest.mark.parametrize(
+    ("literal", "value"),
+    [
+        ("-1.5", -1.5),
+        ("True", True),
+        ("false", False),
+        ("None", None),
+        ("null", None),
+        ("(1, 'a)\\'')", [1, "a)'"]),
+        ("{'k': {'': [-2]}}", {"k": {"": [-2]}}),
+        ('"é\\n"', "é\n"),
+    ],
+)
+def test_arguments_in_python_are_literals(literal: str, value: Any) -> None:
+    for pieces in ([f"[a.b-c(x={literal})]"], list(f"[a.b-c(x={literal})]")):
+        content, [(name, arguments)] = read(PARSERS["pythonic"](), pieces)
+        assert (content, name, json.loads(arguments)) == ("", "a.b-c", {"x": value})
+
+
+@pytest.mark.parametrize("argument", ["b'x'", "1j", "...", "{**{}}", "{1: 2}[1]", "-True", "open('x')", "x", "1e999"])
+def test_what_is_no_literal_that_json_knows_makes_no_call(argument: str) -> None:
+    text = f"[f(x={argument})]"
+    assert read(PARSERS["pythonic"](), [text]) == (text, [])
 
 
 def test_text_before_a_call_does_not_wait_for_it() -> None:

@@ -1,0 +1,129 @@
+"""Llama 4's form, which Llama 3.2 writes too: an answer that is a list of Python calls, [f(a=1, b="x"), g()], perhaps
+between <|python_start|> and <|python_end|>. Arguments are literals and have names.
+
+An answer that begins otherwise is text from its first character on. Nothing is evaluated: calls are read as syntax.
+"""
+
+import ast
+import json
+import re
+from typing import Any
+
+from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta, Parsed
+
+TAG = "<|python_start|>"
+NAME = r"[A-Za-z_][\w.\-]{0,99}"
+BEGIN = re.compile(rf"\s*({re.escape(TAG)})?\s*\[(?=\s*{NAME}\s*\()")
+MAY_BEGIN = re.compile(rf"\s*(\[\s*({NAME}\s*)?)?")
+CALL = re.compile(rf"[\s,]*({NAME})\s*(\(.*\))", re.DOTALL)
+JSON_WORDS = {"true": True, "false": False, "null": None}
+"""What models write for Python's words."""
+
+
+class PythonicParser:
+    """A call is told when its bracket closes. Once one was, what is no call is passed over."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        """All that has come, while it may be text after all."""
+        self._call: list[str] = []
+        """The characters of the call that is being read."""
+        self._depth = 0
+        self._quote: str | None = None
+        self._is_escaped = False
+        self._is_text = self._is_open = self._is_over = False
+        self._num_calls = 0
+
+    def push(self, text: str) -> Parsed:
+        if self._is_text:
+            return Parsed(text)
+        if self._is_over:
+            return Parsed()
+        if self._num_calls == 0:
+            self._pieces.append(text)
+        if self._is_open:
+            return self._read(text)
+        held = "".join(self._pieces)
+        begins = BEGIN.match(held)
+        if begins is None:
+            return Parsed() if _may_begin(held) else self._as_text()
+        self._is_open = True
+        return self._read(held[begins.end() :])
+
+    def flush(self) -> Parsed:
+        return Parsed() if self._is_text or self._num_calls else self._as_text()
+
+    def _as_text(self) -> Parsed:
+        self._is_text = True
+        return Parsed("".join(self._pieces))
+
+    def _read(self, text: str) -> Parsed:
+        """More of what stands within the list."""
+        parsed = Parsed()
+        for character in text:
+            self._call.append(character)
+            if not self._closes(character):
+                continue
+            call = None if self._depth < 0 else read_python_call("".join(self._call))
+            self._call.clear()
+            if call is None:
+                self._is_over = True
+                return parsed if self._num_calls else self._as_text()
+            parsed.calls.append(CallDelta(self._num_calls, call[1], call[0]))
+            self._num_calls += 1
+        return parsed
+
+    def _closes(self, character: str) -> bool:
+        """Whether the character ends a call, or the list. Brackets within strings count for nothing."""
+        if self._quote is not None:
+            if character == self._quote and not self._is_escaped:
+                self._quote = None
+            self._is_escaped = character == "\\" and not self._is_escaped
+        elif character in "'\"":
+            self._quote = character
+        elif character in "([{":
+            self._depth += 1
+        elif character in ")]}":
+            self._depth -= 1
+            return self._depth <= 0
+        return False
+
+
+def _may_begin(held: str) -> bool:
+    """Whether a list of calls may come of this."""
+    start = held.lstrip()
+    return TAG.startswith(start) or MAY_BEGIN.fullmatch(start.removeprefix(TAG)) is not None
+
+
+def read_python_call(text: str) -> tuple[str, str] | None:
+    """Name and arguments (as JSON text) of `name(key=literal, …)`; None: it is none."""
+    found = CALL.fullmatch(text)
+    if found is None:
+        return None
+    try:
+        node = ast.parse("f" + found[2], mode="eval").body
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
+            return None
+        arguments = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords if keyword.arg is not None}
+        if len(arguments) < len(node.keywords):
+            return None
+        return found[1], json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr) -> Any:
+    """The value of a literal that JSON knows. Raises ValueError for anything else."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in JSON_WORDS:
+        return JSON_WORDS[node.id]
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_value(element) for element in node.elts]
+    if isinstance(node, ast.Dict) and None not in node.keys:
+        return {_value(key): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key}
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        number = _value(node.operand)
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            return -number
+    raise ValueError(f"{type(node).__name__} is no literal")
