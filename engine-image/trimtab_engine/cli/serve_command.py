@@ -13,14 +13,14 @@ import msgspec
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.host_memory import with_device_memory
 from trimtab_engine.device.profiler import check_profiler_dir
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
 from trimtab_engine.flags.engine import engine_config, named_model
 from trimtab_engine.flags.serve import add_serve_flags
 from trimtab_engine.processes.end import prepare_to_leave
 from trimtab_engine.processes.network import any_address
 from trimtab_engine.processes.shared_secret import SharedSecret
 from trimtab_engine.text.shipped_templates import SHIPPED, shipped_template
-from trimtab_engine.weights.open import check_is_there
+from trimtab_engine.weights.open import check_is_there, model_path
 
 EXAMPLES = """what says live may change while serving, through the admin API (docs/live-configuration.md)
 
@@ -141,6 +141,10 @@ def served_names(arguments: argparse.Namespace) -> tuple[str, ...]:
 def _check_places(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Raise ConfigError or ModelError, before any process starts, for what is not there or cannot be written."""
     check_is_there(Path(config.model))
+    if config.speculative is not None and config.speculative.model is not None:
+        _check_draft_model(config.speculative.model)
+    if arguments.port == arguments.admin_port != 0:
+        raise ConfigError(f"--port and --admin-port are both {arguments.port}; choose another for one of them")
     if config.profiler_dir is not None:
         check_profiler_dir(Path(config.profiler_dir))
     endpoint = arguments.otlp_traces_endpoint
@@ -149,3 +153,11 @@ def _check_places(arguments: argparse.Namespace, config: EngineConfig) -> None:
 
         check_endpoint(endpoint)
         check_tracing_is_installed()
+
+
+def _check_draft_model(model: str) -> None:
+    """Raise ModelError, which names the flag, where no draft model is."""
+    try:
+        model_path(model)
+    except ModelError as error:
+        raise ModelError(f"--speculative-config: {error}") from None

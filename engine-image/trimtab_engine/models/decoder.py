@@ -170,7 +170,7 @@ class DecoderLayer:
         self._rope = int(config.local_rope is not None and config.window(layer) is not None)
         self._input_norm = load_norm(config, prefix + "input_layernorm.weight", load)
         self.attention = load_attention(config, prefix + "self_attn.", shard, groups, load)
-        self._post_norm = load_norm(config, prefix + "post_attention_layernorm.weight", load)
+        self._mlp_norm = load_norm(config, prefix + "post_attention_layernorm.weight", load)
         self.is_moe = config.is_moe_layer(layer)
         make_mlp = load_mixture if self.is_moe else load_mlp
         self.feed_forward = make_mlp(config, prefix + "mlp.", shard, groups, load)
@@ -187,7 +187,7 @@ class DecoderLayer:
         that the sum and the norm are one pass over memory; returned is what this one has. None: it has been added."""
         attended = self._attend(hidden, delta, rotations, kv_cache, metadata)
         if hidden.shape[0] <= MAX_ROWS or self.is_moe or hidden.is_cuda:
-            return self.feed_forward(add_rms_norm(attended, hidden, self._post_norm, self._eps))
+            return self._feed_forward(add_rms_norm(attended, hidden, self._mlp_norm, self._eps))
         hidden.add_(attended)
         for part in torch.split(hidden, MAX_ROWS):
             part.add_(self.mlp(part))
@@ -212,7 +212,11 @@ class DecoderLayer:
 
     def mlp(self, hidden: torch.Tensor) -> torch.Tensor:
         """The second half's result, to be added to hidden [rows, hidden_size]."""
-        return self.feed_forward(rms_norm(hidden, self._post_norm, self._eps))
+        return self._feed_forward(rms_norm(hidden, self._mlp_norm, self._eps))
+
+    def _feed_forward(self, normalised: torch.Tensor) -> torch.Tensor:
+        """What the second half adds to hidden, from its normalised rows."""
+        return self.feed_forward(normalised)
 
     def compiled_weights(self) -> LayerWeights | None:
         """This layer for the compiled operators, None where its weights are not packed for them."""
@@ -223,7 +227,7 @@ class DecoderLayer:
         mlp = self.feed_forward if isinstance(self.feed_forward, GatedMlp) else None
         return LayerWeights(
             self._input_norm,
-            self._post_norm,
+            self._mlp_norm,
             qkv,
             output,
             None if norms is None else norms.query,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from trimtab_operator.layout.config_facts import facts_of_config
 from trimtab_operator.layout.facts import ModelFacts
 
 MAX_FACTS_BYTES = 1 << 20
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def facts_of(model: str) -> ModelFacts:
@@ -29,7 +31,7 @@ def facts_of(model: str) -> ModelFacts:
     try:
         return ModelFacts.parse(values) if "architecture" in values else facts_of_config(values, model)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{where}: {str(error).removeprefix('config.json: ')}") from error
 
 
 def _read(model: str) -> tuple[str, str]:
@@ -44,9 +46,13 @@ def _read(model: str) -> tuple[str, str]:
         text = "" if is_large else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no text"
-        raise ValueError(
-            f"{path}: cannot be read: {reason}; give a folder with a config.json, or the facts that inspect prints"
-        ) from error
+        remedy = "give a folder with a config.json, or the facts that inspect prints"
+        if HUB_NAME.fullmatch(model):
+            remedy = (
+                f"if that is a name on the Hugging Face hub: hf download {model} config.json --local-dir FOLDER, then "
+                f"give FOLDER"
+            )
+        raise ValueError(f"{path}: cannot be read: {reason}; {remedy}") from error
     if is_large:
         raise ValueError(f"{path}: is too large for a config.json or facts; of a GGUF file give what `inspect` prints")
     return str(path), text

@@ -155,6 +155,8 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
+    if name is None:
+        raise ValueError('config.json: names no architecture ("architectures"); give the config.json of a model')
     if name not in RUN_BY_THE_ENGINE + PLANNED_ONLY:
         known = ", ".join(RUN_BY_THE_ENGINE + PLANNED_ONLY)
         raise ValueError(f"config.json: architecture {name!r} is not known; known are {known}")

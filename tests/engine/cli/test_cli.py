@@ -286,6 +286,11 @@ def test_a_chat_template_is_a_file_or_the_template_itself(tmp_path: Path) -> Non
     [
         (["--host", "192.0.2.1"], ["this machine has no such address", "leave --host out"]),
         (["--profiler-dir", "/proc/nope"], ["cannot write to --profiler-dir /proc/nope"]),
+        (["--port", "8000", "--admin-port", "8000"], ["--port and --admin-port are both 8000; choose another"]),
+        (
+            ["--speculative-config", '{"model":"/nope","num_speculative_tokens":3}'],
+            ["--speculative-config: there is no model at /nope"],
+        ),
         (["--otlp-traces-endpoint", "notaurl"], ["--otlp-traces-endpoint notaurl is no URL", "http://collector:4318"]),
     ],
 )

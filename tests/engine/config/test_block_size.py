@@ -7,13 +7,12 @@ from pathlib import Path
 
 import engine_builders
 import pytest
+from served import greedy_requests, serve
 from trimtab_engine.cli import _parser
 from trimtab_engine.config.engine import BLOCK_SIZES
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ModelError
 from trimtab_engine.flags.engine import engine_config
-from trimtab_engine.messages import AddRequest
-from trimtab_engine.scheduling.sampling import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +24,9 @@ an_engine = partial(engine_builders.an_engine, block_size=16, max_num_seqs=4, ma
 
 
 def run(engine: Engine) -> dict[str, list[int]]:
-    params = Sampling(max_tokens=20, temperature=0.0, ignore_eos=True)
-    tokens: dict[str, list[int]] = {}
-    for n in range(4):
-        prompt = [(11 * n + 3 * i) % 127 for i in range(5 + 90 * n)]
-        engine.add(AddRequest(f"r{n}", prompt, params, arrival_time=0.0))
-    while engine.has_work:
-        for output in engine.step().outputs:
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
-        engine.check_integrity()
-    return tokens
+    return serve(
+        engine, greedy_requests(([(11 * n + 3 * i) % 127 for i in range(5 + 90 * n)] for n in range(4)), 20)
+    ).tokens
 
 
 def test_every_size_gives_the_same_tokens(model: Path) -> None:

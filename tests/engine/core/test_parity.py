@@ -2,17 +2,15 @@
 
 import os
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_benchmarks.parity import PROMPTS, Reference, compare, greedy_generator, load_runner, reference_tokens
+from served import Served, greedy_requests, serve
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest
-from trimtab_engine.scheduling.sampling import Sampling
 
 CACHE = Path(os.environ.get("TRIMTAB_CACHE", "~/.cache/trimtab")).expanduser() / "models"
 MODEL = CACHE / "SmolLM2-135M-Instruct"
@@ -91,28 +89,15 @@ def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transform
 ) -> None:
     config = EngineConfig(model=str(MODEL), max_model_len=256, max_num_seqs=20, max_num_seqs_cap=20, **changes)
     engine, _ = start_engine(config, lambda stage, percent: None, time.monotonic)
-    preempted: Counter[str] = Counter()
-    hits = 0
+    served: list[Served] = []
 
     def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        nonlocal hits
-        sampling = Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        outputs: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
-        for number, prompt in enumerate(prompts):
-            engine.add(AddRequest(str(number), prompt, sampling, arrival_time=0.0))
-        while engine.has_work:
-            step = engine.step()
-            engine.check_integrity()
-            hits += step.stats.prefix_cache_hits
-            for name, reasons in step.stats.preempted.items():
-                preempted[name] += sum(reasons.values())
-            for output in step.outputs:
-                outputs[output.request_id] += output.token_ids
-        return list(outputs.values())
+        served.append(serve(engine, greedy_requests(prompts, num_tokens)))
+        return list(served[-1].tokens.values())
 
     for _ in range(rounds):
         parity = compare(references, generate)
         assert parity.defects == []
         assert parity.near_ties <= 2, "at most 1 in 1,000 tokens"
-    assert preempted[mode or ""] >= (10 if mode else 0)
-    assert hits > (40 if rounds > 1 else -1)
+    assert sum(batch.preempted[mode or ""] for batch in served) >= (10 if mode else 0)
+    assert sum(batch.prefix_cache_hits for batch in served) > (40 if rounds > 1 else -1)

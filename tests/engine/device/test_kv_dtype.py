@@ -9,6 +9,7 @@ import engine_builders
 import pytest
 import torch
 from safetensors.torch import save_file
+from served import serve
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ModelError
 from trimtab_engine.messages import AddRequest
@@ -55,13 +56,7 @@ def requests(num_tokens: int = 16) -> list[AddRequest]:
 
 
 def run(engine: Engine) -> dict[str, list[int]]:
-    tokens: dict[str, list[int]] = {}
-    for request in requests():
-        engine.add(request)
-    while engine.has_work:
-        for output in engine.step().outputs:
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
-    return tokens
+    return serve(engine, requests()).tokens
 
 
 def prompt_logprobs(model: Path, kv_cache_dtype: str, **changes: Any) -> torch.Tensor:

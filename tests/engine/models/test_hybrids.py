@@ -1,13 +1,13 @@
 """Families whose layers do not all see alike, against transformers on tiny random checkpoints with every branch on: on
 the bare runner, and in engines that preempt, swap, find prefixes and are resized meanwhile."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_benchmarks.parity import Reference, compare, greedy_generator, load_runner, reference_tokens
+from served import Served, greedy_requests, serve
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -20,7 +20,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ModelError, NotBuiltError
 from trimtab_engine.memory.reserved import RANK_BYTES
-from trimtab_engine.messages import AddRequest, PatchConfig
+from trimtab_engine.messages import PatchConfig
 from trimtab_engine.models.checkpoint import num_parameters
 from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.scheduling.batch import ScheduledSequence
@@ -144,38 +144,24 @@ def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transform
         **changes,
     )
     engine, _ = start_engine(config, lambda stage, percent: None, lambda: 0.0)
-    preempted: Counter[str] = Counter()
-    hits = 0
-
+    served: list[Served] = []
     least = engine.config()["fields"]["gpu_memory_utilization"]["min"]
 
+    def resize(step: int) -> None:
+        if step % 25 == 0:
+            size = least if step % 50 == 0 else round(least + 2e-4, 4)
+            assert engine.patch_config(PatchConfig({"gpu_memory_utilization": size}))[0] == 200
+
     def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        nonlocal hits
-        sampling = Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        outputs: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
-        for number, prompt in enumerate(prompts):
-            engine.add(AddRequest(str(number), prompt, sampling, arrival_time=0.0))
-        number = 0
-        while engine.has_work:
-            if number % 25 == 0:
-                size = least if number % 50 == 0 else round(least + 2e-4, 4)
-                assert engine.patch_config(PatchConfig({"gpu_memory_utilization": size}))[0] == 200
-            number += 1
-            step = engine.step()
-            engine.check_integrity()
-            hits += step.stats.prefix_cache_hits
-            for name, reasons in step.stats.preempted.items():
-                preempted[name] += sum(reasons.values())
-            for output in step.outputs:
-                outputs[output.request_id] += output.token_ids
-        return list(outputs.values())
+        served.append(serve(engine, greedy_requests(prompts, num_tokens), resize))
+        return list(served[-1].tokens.values())
 
     for _ in range(2):
         parity = compare(references * 3, generate)
         assert parity.defects == []
         assert parity.near_ties <= 3
-    assert preempted[changes.get("preemption_mode", "recompute")] > 0
-    assert hits > 0
+    assert any(batch.preempted[changes.get("preemption_mode", "recompute")] for batch in served)
+    assert any(batch.prefix_cache_hits for batch in served)
     engine.close()
 
 

@@ -172,7 +172,8 @@ def test_a_model_with_few_positions_is_planned_with_prompts_that_it_takes(tmp_pa
         ("{", "is not JSON"),
         ("[]", "holds no JSON object"),
         ("[" * 100_000, "is not JSON"),
-        ("{}", "architecture None is not known"),
+        ("{}", "/config.json: names no architecture"),
+        ('{"architectures": ["X"]}', "/config.json: architecture 'X' is not known"),
         ('{"architecture": "LlamaForCausalLM"}', "weights_by_part is None"),
         (None, "cannot be read: No such file or directory; give a folder with a config.json"),
     ],
@@ -183,6 +184,14 @@ def test_a_model_that_cannot_be_read_ends_with_2(tmp_path: Path, content: str | 
     result = plan(str(tmp_path), "--gpu", "H100")
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_name_on_the_hub_is_told_how_its_config_comes_here() -> None:
+    result = plan("Qwen/Qwen3-8B", "--gpu", "H100")
+    assert result.exit_code == 2
+    assert "hf download Qwen/Qwen3-8B config.json --local-dir FOLDER, then give FOLDER" in " ".join(
+        result.stderr.split()
+    )
 
 
 def test_neither_the_engine_nor_a_cluster_client_is_imported(folder: Path) -> None:

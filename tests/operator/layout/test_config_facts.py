@@ -73,7 +73,7 @@ def test_what_the_engine_runs_is_what_the_engine_says_it_runs() -> None:
     ("changes", "message"),
     [
         ({"architectures": ["BloomForCausalLM"]}, "'BloomForCausalLM' is not known; known are LlamaForCausalLM"),
-        ({"architectures": None}, "architecture None"),
+        ({"architectures": None}, "names no architecture"),
         ({"hidden_size": "8"}, "hidden_size is '8'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; a whole number of 1 or more"),
         ({"torch_dtype": "int4"}, "dtype 'int4'"),

@@ -1,0 +1,50 @@
+"""Requests that an engine serves to their end, step by step, and what it did with them on the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from trimtab_engine.core.engine import Engine
+from trimtab_engine.messages import AddRequest
+from trimtab_engine.scheduling.sampling import Sampling
+
+
+@dataclass
+class Served:
+    """Token ids by request, preemptions by mode and prompt tokens that were found in the prefix cache."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    preempted: Counter[str] = field(default_factory=Counter)
+    prefix_cache_hits: int = 0
+
+
+def serve(
+    engine: Engine,
+    requests: Iterable[AddRequest],
+    before_step: Callable[[int], object] = lambda number: None,
+) -> Served:
+    """Serve them all together; the engine's invariants hold after every step. `before_step` gets the step's number."""
+    served = Served()
+    for request in requests:
+        served.tokens[request.request_id] = []
+        engine.add(request)
+    number = 0
+    while engine.has_work:
+        before_step(number)
+        number += 1
+        step = engine.step()
+        engine.check_integrity()
+        served.prefix_cache_hits += step.stats.prefix_cache_hits
+        for mode, reasons in step.stats.preempted.items():
+            served.preempted[mode] += sum(reasons.values())
+        for output in step.outputs:
+            served.tokens[output.request_id] += output.token_ids
+    return served
+
+
+def greedy_requests(prompts: Iterable[list[int]], num_tokens: int) -> list[AddRequest]:
+    """One for each prompt, named by its number, that generates exactly `num_tokens`."""
+    sampling = Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    return [AddRequest(str(number), prompt, sampling, arrival_time=0.0) for number, prompt in enumerate(prompts)]
