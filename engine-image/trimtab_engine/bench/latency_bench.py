@@ -4,6 +4,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from trimtab_engine import LLM, SamplingParams
 from trimtab_engine.bench.serving.samples import Words
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.flags.engine import engine_config
+from trimtab_engine.flags.local_model import local_model
 from trimtab_engine.offline.progress_bar import progress_bar
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -22,7 +24,8 @@ EXIT_INTERRUPTED = 130
 def run_latency(arguments: argparse.Namespace) -> int:
     """Warm up, measure, report. Ctrl-C reports the rounds that were measured. Returns the exit code."""
     check_profile(arguments)
-    with LLM.of(engine_config(arguments)) as llm:
+    arguments, fetched = local_model(arguments)
+    with closing(fetched) if fetched else nullcontext(), LLM.of(engine_config(arguments)) as llm:
         room = llm.ready.max_model_len
         if arguments.input_len + arguments.output_len > room:
             raise ConfigError(

@@ -3,6 +3,7 @@
 import argparse
 import json
 import time
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ from trimtab_engine.bench.serving.samples import Sample
 from trimtab_engine.bench.serving.workload import dataset_samples
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.flags.engine import engine_config
+from trimtab_engine.flags.local_model import local_model
 from trimtab_engine.offline.outputs import RequestOutput
 
 
 def run_throughput(arguments: argparse.Namespace) -> int:
     """Generate for all samples at once and report. Returns the exit code; Ctrl-C ends without figures (130)."""
     check_profile(arguments)
-    with LLM.of(engine_config(arguments)) as llm:
+    arguments, fetched = local_model(arguments)
+    with closing(fetched) if fetched else nullcontext(), LLM.of(engine_config(arguments)) as llm:
         samples, _ = dataset_samples(arguments, llm.get_tokenizer())
         if not samples:
             raise ConfigError("there is nothing to generate: the dataset has no prompt of a fitting length")

@@ -46,7 +46,7 @@ def _with_config_file(arguments: Sequence[str], parser: OneLineParser) -> Sequen
 
 
 def _parser() -> OneLineParser:
-    from trimtab_engine.cli import bench_command, completion_command, inspect_command, serve_command
+    from trimtab_engine.cli import bench_command, completion_command, fetch_command, inspect_command, serve_command
 
     parser = OneLineParser(
         prog="trimtab-engine",
@@ -56,6 +56,7 @@ def _parser() -> OneLineParser:
     parser.add_argument("--version", action="version", version=f"trimtab-engine {version('trimtab')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     serve_command.add_to(commands)
+    fetch_command.add_to(commands)
     inspect_command.add_to(commands)
     bench_command.add_to(commands)
     completion_command.add_to(commands, parser)

@@ -3,11 +3,14 @@
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from trimtab_engine.cli.facts_table import bytes_on_disk, facts_table
-from trimtab_engine.errors import ConfigError, TrimtabError
+from trimtab_engine.errors import ConfigError, ModelError, TrimtabError
+from trimtab_engine.hub.name import HubModel, hub_model
 
 MAX_OUTPUT_FILE_BYTES = 4096  # Kubernetes keeps no more of a container's termination message
 
@@ -18,7 +21,10 @@ def add_to(commands: Any) -> None:
         help="print what a model is: layers, heads, sizes",
         description="Print what a model is from its headers, without loading it.",
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder with safetensors, or a .gguf file")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder with safetensors, a .gguf file, or hf://ORG/NAME[@REVISION] of the hub"
+    )
+    parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of a model of the hub")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table", help="default: table")
     parser.add_argument(
         "--output-file",
@@ -35,7 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
     from trimtab_engine.weights.open import model_path
 
     try:
-        facts = model_facts(arguments.model)
+        on_hub = hub_model(arguments.model, arguments.revision)
+        if on_hub is None:
+            facts, stored_bytes = model_facts(arguments.model), bytes_on_disk(model_path(arguments.model))
+        else:
+            facts, stored_bytes = _facts_of_hub(on_hub)
         if arguments.output_file is not None:
             write_bounded(arguments.output_file, compact(facts))
     except TrimtabError as error:
@@ -45,8 +55,28 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output == "json":
         print(json.dumps(facts, indent=2))
     else:
-        print(facts_table(facts, DTYPE_BYTES.get(facts["dtype"], 4), bytes_on_disk(model_path(arguments.model))))
+        print(facts_table(facts, DTYPE_BYTES.get(facts["dtype"], 4), stored_bytes))
     return 0
+
+
+def _facts_of_hub(model: HubModel) -> tuple[dict[str, Any], int]:
+    """The facts of a model of the hub, and the bytes of its weights there, from its configuration and the list of its
+    files: no weight is fetched. The facts name the commit that the revision means now."""
+    from trimtab_engine.hub.fetch import FetchOptions, describe
+    from trimtab_engine.models.facts import model_facts
+
+    with TemporaryDirectory() as folder:
+        found = describe(model, FetchOptions(), Path(folder))
+        if not found.is_safetensors:
+            raise ModelError(
+                f"{model}: is a GGUF file, which is read here; trimtab-engine fetch {model}, then inspect that"
+            )
+        facts = model_facts(str(found.folder), load_format="dummy")
+    if not facts["supported"]:
+        facts["weights_bytes"] = found.weights_bytes
+    pinned = replace(model, revision=found.commit)
+    known = {**facts, "model": str(pinned), "format": "safetensors", "revision": found.commit}
+    return known, found.weights_bytes
 
 
 def compact(facts: Mapping[str, Any]) -> str:

@@ -10,12 +10,15 @@ from typing import Any
 
 import msgspec
 
+from trimtab_engine.api.serving.fetching import answering
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.host_memory import with_device_memory
 from trimtab_engine.device.profiler import check_profiler_dir
 from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
 from trimtab_engine.flags.engine import engine_config, named_model
+from trimtab_engine.flags.local_model import is_of_hub, local_model
 from trimtab_engine.flags.serve import add_serve_flags
+from trimtab_engine.hub.fetch import Fetched
 from trimtab_engine.processes.end import prepare_to_leave
 from trimtab_engine.processes.network import any_address
 from trimtab_engine.processes.shared_secret import SharedSecret
@@ -55,14 +58,36 @@ def add_to(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     # Until the server drains on it: a container's first process ignores what it has no handler for.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the last line of a log should be why it ended
+    arguments, fetched = _with_model(arguments)
+    try:
+        return _serve(arguments)
+    finally:
+        if fetched is not None:
+            fetched.close()
+
+
+def _with_model(arguments: argparse.Namespace) -> tuple[argparse.Namespace, Fetched | None]:
+    """The arguments with a path for MODEL. While that is fetched, the port of the node that serves answers probes."""
+    if not is_of_hub(arguments):
+        return arguments, None
+    for noisy in ("httpx2", "huggingface_hub"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    if arguments.node_rank or arguments.headless:
+        return local_model(arguments)
+    with answering(arguments.host or any_address(), arguments.port) as (state, _):
+        return local_model(arguments, state.note)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    """Serve a model that is here."""
     from trimtab_engine.api.serving.life import Listen, run_server
 
     config, names = _served_config(arguments), served_names(arguments)
     _check_places(arguments, config)
     SharedSecret.read(config.rendezvous_secret_file)  # raises where it cannot be: before anything starts
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are tokenised in threads of our own
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the last line of a log should be why it ended
     config = with_device_memory(config)
     if config.node_rank > 0 and config.data_parallel_size > 1:
         from trimtab_engine.launch.nodes.member import run_member

@@ -17,7 +17,6 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
     "--limit-mm-per-prompt": (),
     "--mm-processor-cache-gb": (),
     "--performance-mode": ("balanced",),
-    "--revision": (),
     "--root-path": (),
     "--ssl-certfile": (),
     "--ssl-keyfile": (),

@@ -13,7 +13,12 @@ SERVER_GROUPS = ("server", "admin API")
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     """All flags of serve, and its argument MODEL."""
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="folder with safetensors, or a .gguf file")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="folder with safetensors, a .gguf file, or hf://ORG/NAME[@REVISION] of the Hugging Face hub",
+    )
     add_engine_flags(parser)
     server, admin = (parser.add_argument_group(title) for title in SERVER_GROUPS)
     _add_server_flags(server)

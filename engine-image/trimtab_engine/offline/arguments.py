@@ -14,8 +14,10 @@ import msgspec
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.flags.engine import engine_config
+from trimtab_engine.flags.local_model import local_model
 from trimtab_engine.flags.parser import OneLineParser
 from trimtab_engine.flags.serve import SERVER_GROUPS, add_serve_flags
+from trimtab_engine.hub.fetch import Fetched
 
 OFFLINE_LIMITS = {"cpu": (256, 4096), "cuda": (256, 8192), "large": (1024, 16384)}
 """max_num_seqs and max_num_batched_tokens by kind of device: larger than a server's, as nobody waits for a token."""
@@ -42,11 +44,12 @@ def parse_keywords(model: str, keywords: Mapping[str, Any]) -> argparse.Namespac
     return parser.parse_args([*written, "--", model])
 
 
-def read_keywords(model: str, keywords: Mapping[str, Any]) -> tuple[EngineConfig, argparse.Namespace]:
-    """The engine's configuration for LLM(model, **keywords), and the other values that were read."""
+def read_keywords(model: str, keywords: Mapping[str, Any]) -> tuple[EngineConfig, argparse.Namespace, Fetched | None]:
+    """The engine's configuration for LLM(model, **keywords), the other values that were read, and the model where it
+    was fetched from the hub."""
     try:
-        arguments = parse_keywords(model, keywords)
-        return engine_config(arguments, limits=OFFLINE_LIMITS), arguments
+        arguments, fetched = local_model(parse_keywords(model, keywords))
+        return engine_config(arguments, limits=OFFLINE_LIMITS), arguments, fetched
     except ConfigError as error:
         raise type(error)(in_keywords(str(error))) from None
 

@@ -37,12 +37,13 @@ logger = logging.getLogger("trimtab_engine.offline.llm")
 class LLM:
     """A model that generates for batches of prompts. Use it as a context manager, or call shutdown() when done.
 
+    `model` is a path, or a model of the Hugging Face hub: `ORG/NAME` where no such folder is here, or `hf://ORG/NAME`.
     `on_step` is called with the statistics of each step. Raises ConfigError when the keywords, the model or the machine
     do not allow it, with what to change.
     """
 
     def __init__(self, model: str, *, on_step: OnStep | None = None, **keywords: Any) -> None:
-        config, arguments = read_keywords(model, keywords)
+        config, arguments, self._fetched = read_keywords(model, keywords)
         self._max_logprobs: int = arguments.max_logprobs
         self._log_stats = keywords.get("disable_log_stats", True) is False
         self._start(config, on_step)
@@ -51,7 +52,7 @@ class LLM:
     def of(cls, config: EngineConfig, *, on_step: OnStep | None = None) -> Self:
         """The same from a configuration that is already made."""
         llm = cls.__new__(cls)
-        llm._max_logprobs, llm._log_stats = MAX_LOGPROBS, False
+        llm._max_logprobs, llm._log_stats, llm._fetched = MAX_LOGPROBS, False, None
         llm._start(config, on_step)
         return llm
 
@@ -161,6 +162,8 @@ class LLM:
             self._engine.close()
             del self._engine
             gc.collect()
+            if self._fetched is not None:
+                self._fetched.close()
 
     def __enter__(self) -> Self:
         return self

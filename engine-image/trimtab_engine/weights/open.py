@@ -22,7 +22,9 @@ def model_path(model: str) -> Path:
     if model.startswith("file:"):
         path = Path(unquote(urlsplit(model).path))
     elif "://" in model:
-        raise ModelError(f"model {model}: only a local path or file:///… can be loaded; mount or bake the model")
+        raise ModelError(
+            f"model {model}: only a local path, file:///… or hf://ORG/NAME can be loaded; mount or bake it"
+        )
     else:
         path = Path(model)
     check_is_there(path)
@@ -35,8 +37,8 @@ def check_is_there(path: Path) -> None:
         remedy = "give the path of a folder with safetensors or of a .gguf file"
         if HUB_NAME.fullmatch(str(path)):
             remedy = (
-                f"if that is a name on the Hugging Face hub: models are read from this machine alone; "
-                f"hf download {path} --local-dir FOLDER, then give FOLDER"
+                f"if that is a name on the Hugging Face hub: of these only MODEL is fetched by its name; "
+                f"trimtab-engine fetch {path}, then give the folder that it prints"
             )
         raise ModelError(f"there is no model at {path}; {remedy}")
     if path.is_dir() and not any(found for pattern in MODEL_FILES for found in path.glob(pattern)):

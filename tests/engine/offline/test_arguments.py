@@ -9,20 +9,20 @@ from trimtab_engine.offline.arguments import in_keywords, read_keywords
 
 
 def test_keywords_mean_what_the_flags_mean() -> None:
-    config, _ = read_keywords(
+    config, *_ = read_keywords(
         "m", {"device": "cpu", "max_num_batched_tokens": 512, "max_num_seqs": 4, "gpu_memory_utilization": 0.5}
     )
     assert (config.max_num_batched_tokens, config.max_num_seqs, config.gpu_memory_utilization) == (512, 4, "0.5")
 
 
 def test_the_limits_are_those_of_batches_unless_given() -> None:
-    config, _ = read_keywords("m", {"device": "cpu"})
+    config, *_ = read_keywords("m", {"device": "cpu"})
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (256, 4096)
 
 
 @pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False), (None, True)])
 def test_a_switch_takes_true_false_or_its_default(value: bool | None, expected: bool) -> None:
-    config, _ = read_keywords("m", {"device": "cpu", "enable_chunked_prefill": value})
+    config, *_ = read_keywords("m", {"device": "cpu", "enable_chunked_prefill": value})
     assert config.enable_chunked_prefill is expected
 
 
@@ -63,7 +63,7 @@ def test_what_is_not_allowed_is_refused_by_its_keyword(keywords: dict[str, Any],
     ],
 )
 def test_the_examples_of_the_tuning_guide_are_understood(keywords: dict[str, Any]) -> None:
-    config, _ = read_keywords("m", {"device": "cpu", **keywords})
+    config, *_ = read_keywords("m", {"device": "cpu", **keywords})
     known = {name: value for name, value in keywords.items() if hasattr(config, name)}
     assert known == {name: getattr(config, name) for name in known}
 
@@ -90,5 +90,5 @@ def test_flags_in_messages_become_keywords() -> None:
 
 def test_a_compilation_config_object_gives_the_fields_that_it_sets() -> None:
     given = CompilationConfig(level=CompilationLevel.PIECEWISE, cudagraph_capture_sizes=(1, 2, 4, 8))
-    config, _ = read_keywords("m", {"device": "cpu", "compilation_config": given})
+    config, *_ = read_keywords("m", {"device": "cpu", "compilation_config": given})
     assert config.compilation == CompilationConfig(level=3, cudagraph_capture_sizes=(1, 2, 4, 8))

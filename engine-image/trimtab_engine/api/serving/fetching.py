@@ -1,0 +1,93 @@
+"""What --port answers while the model is still being downloaded: the probes, and 503 to everything else.
+
+The server proper knows its model from the first moment, so it starts when the model is here; who watches the pod
+meanwhile sees how far the download is.
+"""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+from trimtab_engine.api.http.errors import ApiError
+from trimtab_engine.api.http.server import bind
+from trimtab_engine.hub.progress import Progress
+from trimtab_engine.processes.network import family_of
+
+STAGE = "download"
+RETRY_SECONDS = 10
+IDLE_SECONDS = 5.0  # a client that says nothing is not waited for
+CLOSE_LOOK_SECONDS = 0.1
+
+
+class FetchState:
+    """The latest word on the download, for whoever asks."""
+
+    def __init__(self) -> None:
+        self._progress = Progress("", 0, 0)
+
+    def note(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def answer(self, path: str) -> tuple[int, str, str]:
+        """Status, type and body of the answer to one request."""
+        progress = self._progress
+        if path == "/livez":
+            return HTTPStatus.OK, "text/plain; charset=utf-8", "ok"
+        if path == "/startupz":
+            said = {"stage": STAGE, "percent": round(progress.percent, 1), "message": progress.sentence}
+            return HTTPStatus.SERVICE_UNAVAILABLE, "application/json", json.dumps(said)
+        reason = f"the engine has no model yet: {progress.sentence}"
+        if path == "/readyz":
+            return HTTPStatus.SERVICE_UNAVAILABLE, "application/json", json.dumps({"reason": reason})
+        return HTTPStatus.SERVICE_UNAVAILABLE, "application/json", json.dumps(ApiError(503, reason).body)
+
+
+@contextmanager
+def answering(host: str, port: int) -> Iterator[tuple[FetchState, int]]:
+    """Answer until the block ends; gives the state to tell, and the port. Raises ConfigError for a port in use."""
+    state = FetchState()
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = IDLE_SECONDS
+
+        def do_GET(self) -> None:
+            status, kind, text = state.answer(self.path.partition("?")[0])
+            body = text.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Connection", "close")
+            if status == HTTPStatus.SERVICE_UNAVAILABLE:
+                self.send_header("Retry-After", str(RETRY_SECONDS))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+            self.close_connection = True
+
+        do_HEAD = do_POST = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Probes are no news."""
+
+    class Server(HTTPServer):
+        address_family = family_of(host)
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """A client that went away is its own affair."""
+
+    bound = bind(host, port, "--port")
+    bound.setblocking(True)
+    server = Server(("", 0), Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = bound
+    thread = threading.Thread(target=server.serve_forever, args=(CLOSE_LOOK_SECONDS,), name="probes", daemon=True)
+    thread.start()
+    try:
+        yield state, int(bound.getsockname()[1])
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,49 @@
+"""`trimtab-engine fetch MODEL`: a model of the hub into the cache, before anything serves it."""
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags.hub import add_hub_flags, fetch_options, model_of_hub
+from trimtab_engine.hub.fetch import fetch
+from trimtab_engine.hub.progress import Progress
+
+SAY_SECONDS = 10.0  # between two lines where nobody watches
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "fetch",
+        help="download a model of the Hugging Face hub",
+        description="Download MODEL into the cache and print its folder. What was cut goes on where it was.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="hf://ORG/NAME[@REVISION][/FILE.gguf], or ORG/NAME")
+    add_hub_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    model = model_of_hub(arguments.model, arguments)
+    if model is None:
+        raise ConfigError(f"{arguments.model} is no model of the hub; write hf://ORG/NAME")
+    with_screen = sys.stderr.isatty()
+    said = 0.0
+
+    def say(progress: Progress) -> None:
+        nonlocal said
+        if with_screen:
+            print(f"\r\033[K{progress.sentence}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - said >= SAY_SECONDS:
+            said = time.monotonic()
+            print(progress.sentence, file=sys.stderr, flush=True)
+
+    try:
+        fetched = fetch(model, fetch_options(arguments), say)
+    finally:
+        if with_screen:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+    print(fetched.path)
+    fetched.close()
+    return 0

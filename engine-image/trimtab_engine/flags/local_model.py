@@ -1,0 +1,53 @@
+"""MODEL as a path: one of the hub is fetched first, so that everything below the command line knows paths alone."""
+
+import argparse
+import logging
+import time
+
+from trimtab_engine.flags.engine import engine_config, named_model
+from trimtab_engine.flags.hub import bring, model_of_hub
+from trimtab_engine.hub.fetch import Fetched, OnProgress
+from trimtab_engine.hub.progress import Progress
+
+SAY_SECONDS = 10.0  # between two lines of the log
+
+logger = logging.getLogger("trimtab_engine.hub")
+
+
+def is_of_hub(arguments: argparse.Namespace) -> bool:
+    """Whether MODEL has to be asked for elsewhere. Raises ConfigError or ModelError for what is no model's name."""
+    return model_of_hub(named_model(arguments), arguments) is not None
+
+
+def local_model(
+    arguments: argparse.Namespace, on_progress: OnProgress | None = None
+) -> tuple[argparse.Namespace, Fetched | None]:
+    """The arguments with a path for MODEL. What was fetched stays in the cache while it is open. Raises ConfigError or
+    ModelError; what is wrong with other flags is said before anything is fetched."""
+    model = model_of_hub(named_model(arguments), arguments)
+    if model is None:
+        return arguments, None
+    if arguments.block_size != "auto":  # which is chosen by the model itself
+        engine_config(arguments)
+    log = ProgressLog()
+
+    def tell(progress: Progress) -> None:
+        log.note(progress, time.monotonic())
+        if on_progress is not None:
+            on_progress(progress)
+
+    local, fetched = bring(model, arguments, tell)
+    logger.info("model %s is in %s", fetched.model, fetched.path)
+    return local, fetched
+
+
+class ProgressLog:
+    """Told of every bit of progress, writes few lines."""
+
+    def __init__(self) -> None:
+        self._said = float("-inf")
+
+    def note(self, progress: Progress, now: float) -> None:
+        if now - self._said >= SAY_SECONDS and progress.total_bytes:
+            self._said = now
+            logger.info("%s", progress.sentence)

@@ -1,0 +1,69 @@
+"""Which files of a repository are fetched."""
+
+import json
+
+import pytest
+from trimtab_engine.errors import ModelError
+from trimtab_engine.hub.files import MAX_TEXT_BYTES, HubFile, Listing, texts, weights
+from trimtab_engine.hub.name import HubModel
+
+INDEX = "model.safetensors.index.json"
+
+
+def a_listing(*names: str, model: HubModel = HubModel("org/name"), size: int = 1) -> Listing:  # noqa: B008 - frozen
+    return Listing(model, "c" * 40, tuple(HubFile(name, size, "d" * 40) for name in names))
+
+
+def named(files: tuple[HubFile, ...]) -> list[str]:
+    return [file.name for file in files]
+
+
+def test_configuration_tokenizer_and_template_come_and_nothing_that_could_run() -> None:
+    wanted = ["config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "merges.txt", INDEX]
+    left = ["modeling_own.py", "README.md", "pytorch_model.bin.index.json", "onnx/config.json", "photo.png"]
+    assert named(texts(a_listing(*wanted, *left))) == wanted
+
+
+def test_a_text_that_is_too_large_is_none() -> None:
+    assert texts(a_listing("data.json", size=MAX_TEXT_BYTES + 1)) == ()
+
+
+def test_the_index_says_which_weights_there_are() -> None:
+    listing = a_listing("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors", INDEX)
+    index = json.dumps({"weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors"}})
+    assert named(weights(listing, index)) == ["model-1.safetensors", "model-2.safetensors"]
+
+
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../x.safetensors"}}'])
+def test_an_index_that_says_nothing_is_refused(index: str) -> None:
+    with pytest.raises(ModelError, match="another revision"):
+        weights(a_listing(INDEX), index)
+
+
+def test_without_an_index_the_one_file_comes_before_others() -> None:
+    assert named(weights(a_listing("model.safetensors", "x.safetensors", "m.gguf"), None)) == ["model.safetensors"]
+    assert named(weights(a_listing("x.safetensors", "m.gguf"), None)) == ["x.safetensors"]
+
+
+def test_of_several_gguf_files_one_has_to_be_named() -> None:
+    assert named(weights(a_listing("m.gguf"), None)) == ["m.gguf"]
+    with pytest.raises(ModelError, match=r"name one: hf://org/name/q4\.gguf"):
+        weights(a_listing("q4.gguf", "q8.gguf"), None)
+    one = HubModel("org/name", None, "q8.gguf")
+    assert named(weights(a_listing("q4.gguf", "q8.gguf", model=one), None)) == ["q8.gguf"]
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(ModelError, match=r"has no file q2\.gguf"):
+        weights(a_listing("q4.gguf", model=HubModel("org/name", None, "q2.gguf")), None)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt"])
+def test_pickles_are_refused_by_name_with_what_to_do(name: str) -> None:
+    with pytest.raises(ModelError, match=rf"{name} alone.*never loaded.*safetensors.*refs/pr/N"):
+        weights(a_listing("config.json", name), None)
+
+
+def test_a_repository_without_weights_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"neither safetensors nor a \.gguf file"):
+        weights(a_listing("config.json", "folder/model.safetensors"), None)
