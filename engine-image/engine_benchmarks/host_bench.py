@@ -1,10 +1,12 @@
 """What a decode step costs the host when a device computes it: scheduling, inputs, sampling's launches, results.
 
 A real engine with a tiny model and steps as on CUDA: inputs at fixed places, graphs, the next step queued before the
-last one has landed. Replaying a graph does nothing here, so what is left is the host's own time but for CUDA's launches
-(about 5 us each, a few dozen per step). While it is below the device's own time of a step, the device never waits.
+last one has landed. What the device would do does nothing here (replaying a graph, prompts, copies to the device, the
+random choice), so what is left is the host's own time but for CUDA's launches (about 5 us each, a few dozen per step).
+While it is below the device's own time of a step, the device never waits.
 
-    python -m engine_benchmarks.host_bench [-o json] [--steps N] [--running 256 1024] [--context 2048] [--random]
+    python -m engine_benchmarks.host_bench [-o json] [--steps N] [--running 256 1024] [--context 256 2048 8192]
+        [--random] [--prefix-caching]
 """
 
 import argparse
@@ -24,12 +26,17 @@ from unittest.mock import patch
 import msgspec
 import torch
 from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.graphs import CompilationConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.messages import AddRequest, StepOutputs
 from trimtab_engine.runner import start
+from trimtab_engine.runner.graphs.device_steps import DeviceSteps
 from trimtab_engine.runner.graphs.plan import cuda_graph_plan
 from trimtab_engine.runner.graphs.recorder import Outside, Replay
+from trimtab_engine.runner.graphs.step_buffers import StepBuffers
+from trimtab_engine.runner.model_runner import ModelRunner
+from trimtab_engine.sampling import sampler
 from trimtab_engine.scheduling.sampling import Sampling
 
 RUNNING = (1, 32, 256)
@@ -37,13 +44,15 @@ CONTEXT = 1024
 MAX_RUNNING = 4096
 MAX_CONTEXT = 8192
 BLOCK_SIZE = 16
+PROMPT_TOKENS_PER_STEP = 65536  # all prompts are in after at most 128 steps, while the first of them decode already
 WARM_UP_STEPS = 20
 MAX_STEPS = 600
+HIDDEN_SIZE = 16
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 16,
+    "vocab_size": 16,
+    "hidden_size": HIDDEN_SIZE,
     "intermediate_size": 16,
     "num_hidden_layers": 1,
     "num_attention_heads": 1,
@@ -83,6 +92,7 @@ class Measurement:
     API server."""
 
     running: int
+    context: int
     steps: int
     step_ms: float
     message_ms: float
@@ -92,7 +102,7 @@ class Measurement:
 @contextmanager
 def an_engine(load: Load) -> Iterator[Engine]:
     """On the CPU, with a device's steps, for this load at most."""
-    longest = load.context + MAX_STEPS + 8 * WARM_UP_STEPS
+    longest = load.context + _most_tokens(load) + 1
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(TINY))
         config = EngineConfig(
@@ -102,23 +112,43 @@ def an_engine(load: Load) -> Iterator[Engine]:
             max_model_len=longest,
             max_num_seqs=load.running,
             max_num_seqs_cap=load.running,
-            max_num_batched_tokens=8192,
-            max_num_batched_tokens_cap=8192,
+            max_num_batched_tokens=PROMPT_TOKENS_PER_STEP,
+            max_num_batched_tokens_cap=PROMPT_TOKENS_PER_STEP,
             block_size=BLOCK_SIZE,
             num_gpu_blocks_override=load.running * -(-longest // BLOCK_SIZE),
             enable_prefix_caching=load.prefix_caching,
             async_scheduling=True,
+            compilation=CompilationConfig(cudagraph_capture_sizes=(load.running,)),
             cpu_threads=1,
         )
-        with (
-            patch.object(start, "recorder_of", lambda device: _ReplaysNothing()),
-            patch.object(start, "graph_plan", cuda_graph_plan),
-        ):
+        with _without_a_device():
             engine, _ = start_engine(config, lambda stage, percent: None, time.monotonic)
-    try:
-        yield engine
-    finally:
-        engine.close()
+            assert engine._runner.steps is not None
+            assert engine._runner.steps.sampler is not None
+            engine._runner.steps.sampler.draws_by_kernel = True
+            try:
+                yield engine
+            finally:
+                engine.close()
+
+
+@contextmanager
+def _without_a_device() -> Iterator[None]:
+    """Within the block nothing is computed that a device would compute."""
+    with (
+        patch.object(start, "recorder_of", lambda device: _ReplaysNothing()),
+        patch.object(start, "graph_plan", cuda_graph_plan),
+        patch.object(ModelRunner, "profile", lambda *_: 0),
+        patch.object(DeviceSteps, "_forward", lambda steps, buffers, rows, metadata: torch.zeros(rows, HIDDEN_SIZE)),
+        patch.object(StepBuffers, "_to_device", lambda *_: None),
+        patch.object(sampler, "sample_triton", lambda logits, *_: (logits.argmax(dim=-1), None)),
+    ):
+        yield
+
+
+def _most_tokens(load: Load) -> int:
+    """How many each request may decode: enough while the last prompt is read, to warm up and to measure."""
+    return MAX_STEPS + 4 * WARM_UP_STEPS + -(-load.running * load.context // (PROMPT_TOKENS_PER_STEP - load.running))
 
 
 def measure(engine: Engine, load: Load, steps: int) -> Measurement:
@@ -130,7 +160,7 @@ def measure(engine: Engine, load: Load, steps: int) -> Measurement:
             temperature=1.0 if load.random else 0.0,
             top_p=0.9 if load.random else 1.0,
             seed=number if load.random else None,
-            max_tokens=MAX_STEPS + 4 * WARM_UP_STEPS,
+            max_tokens=_most_tokens(load),
             ignore_eos=True,
         )
         engine.add(AddRequest(request_id, [3] * load.context, sampling, arrival_time=time.monotonic()))
@@ -155,7 +185,8 @@ def measure(engine: Engine, load: Load, steps: int) -> Measurement:
     engine.abort(ids)
     while engine.has_work:
         engine.step()
-    return Measurement(running, steps, _ms(whole), _ms(messages), {name: _ms(taken) for name, taken in seconds.items()})
+    parts = {name: _ms(taken) for name, taken in seconds.items()}
+    return Measurement(running, load.context, steps, _ms(whole), _ms(messages), parts)
 
 
 @contextmanager
@@ -186,9 +217,9 @@ def _ms(seconds: Sequence[float]) -> float:
 
 def table(measurements: Sequence[Measurement]) -> str:
     """For people."""
-    head = f"{'running':>7} {'step ms':>8} {'message':>8} " + " ".join(f"{name:>20}" for name in PARTS)
+    head = f"{'running':>7} {'context':>7} {'step ms':>8} {'message':>8} " + " ".join(f"{name:>20}" for name in PARTS)
     rows = [
-        f"{m.running:>7} {m.step_ms:>8.3f} {m.message_ms:>8.3f} "
+        f"{m.running:>7} {m.context:>7} {m.step_ms:>8.3f} {m.message_ms:>8.3f} "
         + " ".join(f"{m.parts_ms[name]:>20.3f}" for name in PARTS)
         for m in measurements
     ]
@@ -201,27 +232,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     parser.add_argument("--steps", type=int, default=200, help="measured steps per load")
     parser.add_argument("--running", type=int, nargs="+", default=RUNNING, help="requests that decode at once")
-    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of each (default: %(default)s)")
+    parser.add_argument("--context", type=int, nargs="+", default=[CONTEXT], help="tokens of each")
     parser.add_argument("--random", action="store_true", help="with top_p and seeds; else greedy")
     parser.add_argument("--prefix-caching", action="store_true", help="with the prefix cache on")
     options = parser.parse_args(arguments)
-    for name, values, most in (("running", options.running, MAX_RUNNING), ("context", [options.context], MAX_CONTEXT)):
+    for name, values, most in (("running", options.running, MAX_RUNNING), ("context", options.context, MAX_CONTEXT)):
         if not 1 <= min(values) <= max(values) <= most:
             parser.error(f"--{name} is {' '.join(map(str, values))}; it must be 1 to {most}")
     if not 1 <= options.steps <= MAX_STEPS:
         parser.error(f"--steps is {options.steps}; it must be 1 to {MAX_STEPS}")
     torch.set_num_threads(1)
     loads = [
-        Load(running, options.context, random=options.random, prefix_caching=options.prefix_caching)
+        Load(running, context, random=options.random, prefix_caching=options.prefix_caching)
         for running in options.running
+        for context in options.context
     ]
-    with an_engine(max(loads, key=lambda load: load.running)) as engine:
-        measurements = [measure(engine, load, options.steps) for load in loads]
+    measurements = []
+    for load in loads:
+        with an_engine(load) as engine:
+            measurements.append(measure(engine, load, options.steps))
     if options.output == "json":
         told: dict[str, Any] = {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "context": options.context,
         }
         told |= {"random": options.random, "prefix_caching": options.prefix_caching}
         print(json.dumps(told | {"measurements": [asdict(m) for m in measurements]}, indent=1))

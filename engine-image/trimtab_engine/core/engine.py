@@ -256,13 +256,18 @@ class Engine:
         self._end_failed({batch.sampling[place]: failure for place, failure in result.failed.items()})
         sampled = self._scheduler.update(batch, result.token_ids, now)
         self._preemption.measure(flight, result, now)
+        report, announced = self._ready.append, self._announced
         for entry, positions in zip(sampled, result.logprobs, strict=True):
-            if entry[1] != []:  # else it ended while the step was in flight
-                self._ready.append(self._output(self._follow_grammar(entry), positions))
-        self._execution.propose_next(
-            [request for request, _, finished in sampled if finished is None and not request.status.is_finished],
-            self._scheduler.policy.num_speculative_tokens,
-        )
+            request, new, finished = entry
+            if finished is None and request.is_plain and isinstance(new, int) and request.request_id in announced:
+                report(SequenceOutput(request.request_id, [new]))  # nearly all of them, so kept short
+            elif new != []:  # else it ended while the step was in flight
+                report(self._output(self._follow_grammar(entry), positions))
+        if self._execution.proposes:
+            self._execution.propose_next(
+                [request for request, _, finished in sampled if finished is None and not request.status.is_finished],
+                self._scheduler.policy.num_speculative_tokens,
+            )
 
     def _end_failed(self, failed: Mapping[Request, Failure]) -> None:
         """End the requests that no token could be chosen for, and let nobody find what they computed."""

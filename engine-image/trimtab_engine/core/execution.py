@@ -153,10 +153,11 @@ class Execution:
 
     def begin_behind(self, step: PreparedStep, started: float, flight: Flight) -> Flight:
         """Start computing behind a flight that it can follow."""
-        places = {request: place for place, request in enumerate(flight.step.batch.sampling)}
-        feed = [(index, places[request]) for index, request, _ in step.unknown]
-        fed = {request for _, request, _ in step.unknown}
-        rows = [DeviceRow(request, places[request] if request in fed else None) for request in step.batch.sampling]
+        sampled = flight.step.batch.sampling
+        places = dict(zip(sampled, range(len(sampled)), strict=True))
+        fed = {request: places[request] for _, request, _ in step.unknown}
+        feed = [(index, fed[request]) for index, request, _ in step.unknown]
+        rows = [DeviceRow(request, fed.get(request)) for request in step.batch.sampling]
         self._announce_swap(step.batch.swap_out, step.batch.swap_in)
         self._runner.send(step.inputs, feed)
         return Flight(step, started, self._launch(step, feed, rows), feeds=True)
@@ -245,6 +246,11 @@ class Execution:
     def _of(self, tokens: SampledTokens) -> StepResult:
         return StepResult([*tokens.token_ids], [*tokens.logprobs], self._take_swapped(), failed=tokens.failed)
 
+    @property
+    def proposes(self) -> bool:
+        """Whether there may be drafts."""
+        return self._proposer is not None
+
     def propose_next(self, requests: list[Request], depth: int) -> None:
         """A step has landed: give the requests that got a token and go on what the next step may verify."""
         if self._proposer is not None and (depth or self._depth):
@@ -292,7 +298,8 @@ class Execution:
         """This rank's part of it, before the step with these inputs (None: they are not known yet)."""
         assert self._swap_cache is not None or not batch.swap_out + batch.swap_in  # else the swap space has no blocks
         if self._swap_cache is not None:
-            self._swap_cache.copy(batch.swap_out, batch.swap_in, None if inputs is None else inputs.written_slots)
+            slots = None if inputs is None else inputs.written_slots(self._runner.kv_cache.block_size)
+            self._swap_cache.copy(batch.swap_out, batch.swap_in, slots)
 
     def _take_swapped(self) -> Swapped:
         return NOTHING_SWAPPED if self._swap_cache is None else self._swap_cache.take_swapped()

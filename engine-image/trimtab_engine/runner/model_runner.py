@@ -390,7 +390,7 @@ class ModelRunner:
         metadata = [
             plan_cpu_reads(
                 build_attention_metadata(
-                    own.slots,
+                    own.slots(self._block_size),
                     own.decodes,
                     own.chunks,
                     block_size=self._block_size,

@@ -11,10 +11,18 @@ from trimtab_kernels.edit_logits import NONE, ban_tokens, edit_logits
 from trimtab_engine.device.transfer import receive, send, send_together
 from trimtab_engine.sampling.forbidden_tokens import Ban, bans_of
 from trimtab_engine.sampling.logprobs import judge_rows, reports_of
-from trimtab_engine.sampling.sampler import ROWS_AT_ONCE, best_logits, choose_limited
+from trimtab_engine.sampling.sampler import (
+    ROWS_AT_ONCE,
+    ChoiceParameters,
+    best_logits,
+    choose_limited,
+    draw_by_kernel,
+)
 from trimtab_engine.sampling.token_table import DeviceRow, Places, TokenTable
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import TokenLogprobs
+
+MOST_PARAMETERS = 4  # times max_num_seqs: how many requests' are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,10 @@ class DeviceSampler:
     ) -> None:
         self._vocab_size, self._eos_token_ids, self._device = vocab_size, eos_token_ids, device
         self._table = TokenTable(vocab_size, max_num_seqs, device)
+        self.draws_by_kernel = device.type == "cuda"
+        self._parameters: dict[Request, ChoiceParameters] = {}
+        """Of requests that choose at random, the newest last; of ended ones too, until there are too many."""
+        self._max_parameters = MOST_PARAMETERS * max_num_seqs
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +81,8 @@ class DeviceSampler:
 
     def can_sample(self, requests: Sequence[Request]) -> bool:
         """Whether these can be the rows of one step here."""
-        return all(request.grammar is None for request in requests) and self._table.has_room_for(requests)
+        asking = [request for request in requests if not request.is_plain]
+        return all(request.grammar is None for request in requests) and self._table.has_room_for(asking)
 
     def warm_up(self, last_tokens: torch.Tensor) -> None:
         """Compile what edits logits; the choice itself was compiled by the profile's steps."""
@@ -83,6 +96,9 @@ class DeviceSampler:
     def sample(self, logits: torch.Tensor, rows: Sequence[DeviceRow], last_tokens: torch.Tensor) -> ChosenTokens:
         """logits [rows, vocab_size] float32, changed in place; last_tokens: those chosen last, where the rows' sources
         point."""
+        if all(row.request.is_plain for row in rows):
+            chosen = self._choose(logits, rows)
+            return ChosenTokens(chosen, best_logits(logits, chosen), [])
         edits = self._edits(rows)
         if not edits or all(row.sampling.logprobs is None for row in rows):
             return self._sample(logits, rows, 0, edits, last_tokens)
@@ -122,8 +138,7 @@ class DeviceSampler:
         reported = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
         before = logits.log_softmax(dim=-1) if edits and reported else None
         self._edit(logits, first, edits, last_tokens)
-        is_greedy = all(row.sampling.temperature == 0 for row in rows)
-        chosen = logits.argmax(dim=-1) if is_greedy else choose_limited(logits, rows)
+        chosen = self._choose(logits, rows)
         self._count(chosen, first, edits)
         reports = []
         for start in range(0, len(reported), ROWS_AT_ONCE):
@@ -134,6 +149,25 @@ class DeviceSampler:
             judged = judge_rows(raw, chosen.index_select(0, index), max(wanted))
             reports.append(ReportsInFlight([first + row for row in part], wanted, receive(judged)))
         return ChosenTokens(chosen, best_logits(logits, chosen), reports)
+
+    def _choose(self, logits: torch.Tensor, rows: Sequence[DeviceRow]) -> torch.Tensor:
+        """Greedy or random, when nothing is done to the logits any more."""
+        if all(row.request.sampling.temperature == 0 for row in rows):
+            return logits.argmax(dim=-1)
+        if self.draws_by_kernel:
+            return draw_by_kernel(logits, rows, self._parameters_of(rows))
+        return choose_limited(logits, rows)
+
+    def _parameters_of(self, rows: Sequence[DeviceRow]) -> list[ChoiceParameters]:
+        """What was made at a request's first choice here, and kept."""
+        known = self._parameters
+        for row in rows:
+            if row.request not in known:
+                known[row.request] = ChoiceParameters.of(row.request.sampling, self._vocab_size)
+        parameters = [known[row.request] for row in rows]
+        if len(known) > self._max_parameters:
+            self._parameters = {row.request: own for row, own in zip(rows, parameters, strict=True)}
+        return parameters
 
     def _edit(self, logits: torch.Tensor, first: int, edits: list[Edit], last_tokens: torch.Tensor) -> None:
         """Two launches at most, whatever the requests ask for."""

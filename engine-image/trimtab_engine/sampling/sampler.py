@@ -13,8 +13,10 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from struct import Struct
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from trimtab_kernels.apply_penalties import apply_penalties
 from trimtab_kernels.apply_token_bitmask import apply_token_bitmask
@@ -41,6 +43,25 @@ class SampledTokens:
     logprobs: list[TokenLogprobs | None]
     failed: dict[int, Failure] = field(default_factory=dict)
     """Rows that no token could be chosen from. What stands for them in token_ids means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceParameters:
+    """What a random choice on the device depends on, made once per request. Columns of a step are one join away."""
+
+    packed: bytes
+    """temperature, top_p, min_p, top_k (PARAMETERS)."""
+    seed_hash: int | None
+    """Of what comes before the position in a seeded request's key; None: it has no seed."""
+
+    @classmethod
+    def of(cls, p: Sampling, vocab_size: int) -> "ChoiceParameters":
+        packed = PACKED_PARAMETERS.pack(p.temperature, p.top_p, p.min_p, kept_by_top_k(p, vocab_size))
+        return cls(packed, None if p.seed is None else zlib.crc32(f"{p.seed} ".encode()))
+
+
+PARAMETERS = np.dtype([("temperature", "<f4"), ("top_p", "<f4"), ("min_p", "<f4"), ("top_k", "<i4")])
+PACKED_PARAMETERS = Struct("<fffi")
 
 
 class Chooser(Protocol):
@@ -254,22 +275,24 @@ def _draw(logits: torch.Tensor, requests: Sequence[Chooser]) -> torch.Tensor:
 
 
 def _draw_by_kernel(logits: torch.Tensor, requests: Sequence[Chooser]) -> torch.Tensor:
+    return draw_by_kernel(
+        logits, requests, [ChoiceParameters.of(request.sampling, logits.shape[1]) for request in requests]
+    )
+
+
+def draw_by_kernel(
+    logits: torch.Tensor, requests: Sequence[Chooser], parameters: Sequence[ChoiceParameters]
+) -> torch.Tensor:
     """The choice in one Triton kernel, greedy rows too, which sorts nothing and does not wait for the device. A request
     without a seed takes one from torch's generator. Numbers differ from the CPU's; the distribution does not."""
-    params = [request.sampling for request in requests]
-    fresh = torch.randint(1 << 62, (len(params),)).tolist()
-    seeds = [
-        number if p.seed is None else zlib.crc32(f"{p.seed} {request.num_output_tokens}".encode())
-        for number, p, request in zip(fresh, params, requests, strict=True)
-    ]
+    seeds = torch.randint(1 << 62, (len(parameters),)).tolist()
+    for row, own in enumerate(parameters):
+        if own.seed_hash is not None:  # crc32 of "SEED POSITION"
+            seeds[row] = zlib.crc32(b"%d" % requests[row].num_output_tokens, own.seed_hash)
+    columns: Any = np.frombuffer(b"".join([own.packed for own in parameters]), PARAMETERS)
+    names = ("temperature", "top_p", "min_p", "top_k")
     seed, temperature, top_p, min_p, top_k = send_together(
-        [
-            torch.tensor(seeds, dtype=torch.int64),
-            torch.tensor([p.temperature for p in params]),
-            torch.tensor([p.top_p for p in params]),
-            torch.tensor([p.min_p for p in params]),
-            torch.tensor([kept_by_top_k(p, logits.shape[1]) for p in params], dtype=torch.int32),
-        ],
+        [torch.tensor(seeds, dtype=torch.int64), *(torch.tensor(columns[name].copy()) for name in names)],
         logits.device,
     )
     token_ids, _ = sample_triton(logits, temperature, top_k, top_p, min_p, seed)

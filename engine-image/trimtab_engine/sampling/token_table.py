@@ -25,7 +25,7 @@ IN_OUTPUT, IN_PROMPT = 2, 1
 """What a token of the output, and being in the prompt at all, add to a count."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeviceRow:
     """A request whose next token is chosen on the device. `source`: where among the tokens chosen last its newest one
     is, which the host does not know; None: it knows all."""

@@ -15,6 +15,9 @@ free        empty:  a stack that hands out low ids first, so what is in use stay
 Growing appends ids; shrinking evicts the top ones, after what is used there has moved below. What is evicted goes to
 the host cache, where there is one (swap_space.py), and comes back when a request begins with it.
 
+The list of a table is only ever appended to: what else becomes of a table is another list. So a step in flight may
+still read the one that it was given, and who was told of a list needs only what came after (runner/seats.py).
+
 A beginning of a request is found only where all groups have what they need to go on from there: those that see all have
 every block of it, those with a window the blocks in sight of the next token.
 """
@@ -94,6 +97,7 @@ class BlockManager:
         groups = tuple(enumerate(self.sights))
         self._full = tuple(group for group, sight in groups if sight.window is None)
         self._windowed = tuple((group, sight) for group, sight in groups if sight.window is not None)
+        self.has_windows = bool(self._windowed)
         self._widest = self._full[0] if self._full else 0
         self._suffixes = tuple(group.to_bytes(2, "big") if group else b"" for group, _ in groups)
         """Per group: what follows the hash of a block's content in the key by which it is found."""
@@ -172,8 +176,10 @@ class BlockManager:
         if num_new * len(request.block_tables) > len(self._empty) + len(self._cached):
             return False
         for table in request.block_tables:
-            for _ in range(num_new):
+            if num_new == 1:  # as decodes need
                 table.append(self._take())
+            else:
+                table.extend([self._take() for _ in range(num_new)])
         request.num_blocks = num_blocks
         return True
 
@@ -185,7 +191,7 @@ class BlockManager:
             if count > 0:
                 table = request.block_tables[group]
                 self._release(table[:count])
-                request.block_tables[group] = table[count:]  # another list: a step in flight may still read this one
+                request.block_tables[group] = table[count:]
                 request.num_gone[group] = num_gone
 
     def _take(self) -> int:
@@ -228,7 +234,7 @@ class BlockManager:
         """Take back all blocks of the request; its tables are empty afterwards. Its last block is evicted first."""
         for table in request.block_tables:
             self._release(reversed(table))
-        request.block_tables = self.new_tables()  # not cleared: a step in flight may still read the lists
+        request.block_tables = self.new_tables()
         request.num_gone = [0] * len(self.sights)
         request.num_blocks = request.num_offered_blocks = 0
 
@@ -237,9 +243,9 @@ class BlockManager:
         keep = -(-num_tokens // self.block_size)
         if request.num_blocks <= keep:
             return
-        for table, num_gone in zip(request.block_tables, request.num_gone, strict=True):
+        for group, (table, num_gone) in enumerate(zip(request.block_tables, request.num_gone, strict=True)):
             self._release(reversed(table[keep - num_gone :]))
-            del table[keep - num_gone :]
+            request.block_tables[group] = table[: keep - num_gone]
         request.num_blocks = keep
 
     def _release(self, blocks: Iterable[int]) -> None:
@@ -473,8 +479,7 @@ class BlockManager:
         moved = dict(plan.moves)
         if moved:
             for request in requests:
-                for table in request.block_tables:
-                    table[:] = [moved.get(block, block) for block in table]
+                request.block_tables = [[moved.get(block, block) for block in table] for table in request.block_tables]
         for source, destination in plan.moves:
             if destination in self._cached:
                 del self._cached[destination]

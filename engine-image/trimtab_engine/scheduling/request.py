@@ -88,7 +88,8 @@ class Request:
     first_scheduled_time: float | None = None
     block_tables: list[list[int]] = field(default_factory=lambda: [[]])
     """The block table of each KV group. Block i of all, in a table at i - num_gone, holds tokens
-    [i*block_size, (i+1)*block_size). Set, as num_gone is, when the scheduler takes the request."""
+    [i*block_size, (i+1)*block_size). Set, as num_gone is, when the scheduler takes the request. A list is only ever
+    appended to; any other change makes another one."""
     num_gone: list[int] = field(default_factory=lambda: [0])
     """Per KV group: leading blocks that its tokens do not see any more, and that it has let go of."""
     num_blocks: int = 0
@@ -116,8 +117,13 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probabilities of its prompt's tokens from the second on, as far as they are computed; where they were asked
     for."""
+    is_plain: bool = field(init=False)
+    """Its sampling's: asked in every step."""
     num_ever_computed_tokens: int = 0
     """High-water mark of num_computed_tokens over preemptions: what is computed below it is computed again."""
+
+    def __post_init__(self) -> None:
+        self.is_plain = self.sampling.is_plain
 
     @classmethod
     def of(

@@ -36,6 +36,17 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: int | None = None
     """Like `logprobs`, for the prompt's own tokens from the second on."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each token is chosen from the model's own logits, whatever came before, and nothing is reported."""
+        return (
+            self.presence_penalty == self.frequency_penalty == 0
+            and self.repetition_penalty == 1
+            and self.logprobs is None
+            and self.grammar is None
+            and not (self.min_tokens or self.bad_words or self.logit_bias or self.allowed_token_ids)
+        )
+
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
     """Log-probabilities at one position: the chosen token first, then the most likely ones in order."""

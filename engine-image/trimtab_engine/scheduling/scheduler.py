@@ -75,6 +75,8 @@ class Scheduler:
         self._swap_in: Copies = []
         self._num_restored = 0
         """How many of `_swap_in` come from the host cache."""
+        self._has_guesses = False
+        """Of those that run, some have drafts: the step at hand may verify them."""
         self._last_step = 0
         self._blocked: BlockedReason | None = None
         self._blocked_since = 0.0
@@ -210,7 +212,8 @@ class Scheduler:
                 self._blocked = BlockedReason.KV  # the head is a victim of this step: its blocks are just taken
             else:
                 budget = self._admit(batch, budget, now)
-        budget = self._add_drafts(batch, budget)
+        if self._has_guesses:
+            budget = self._add_drafts(batch, budget)
         if batch.sequences:
             self._last_step += 1
             batch.num_tokens = self._policy.max_num_batched_tokens - budget
@@ -293,6 +296,7 @@ class Scheduler:
         schedule = batch.sequences.append
         sampling = batch.sampling.append
         preempted = batch.preempted
+        is_staged = self._num_stages > 1
         share = -(-len(self._running) // self._num_stages)
         owed: int | None = None  # decodes behind the request at hand; None: not counted, as no prefill has asked yet
         for index, sequence in enumerate(self._running):
@@ -301,7 +305,7 @@ class Scheduler:
             request = sequence.request
             if preempted and request.status is not RequestStatus.RUNNING:
                 continue
-            if self._num_stages > 1:
+            if is_staged:
                 if request.num_pending_tokens:
                     continue  # it is in flight
                 if len(batch.sequences) >= share:
@@ -321,7 +325,7 @@ class Scheduler:
                 continue
             else:
                 owed = self._num_decodes_behind(index) if owed is None else owed
-                if owed >= budget or (self._num_stages > 1 and len(batch.sequences) + owed >= share):
+                if owed >= budget or (is_staged and len(batch.sequences) + owed >= share):
                     continue
                 end = start + self._chunk_of(num_left, budget - owed)
                 samples = end == num_known
@@ -334,19 +338,23 @@ class Scheduler:
                     self._blocks.offer(request, end)
                 elif not start % block_size:
                     self._blocks.offer(request, start)
-            if sequence.draft_token_ids:
+            if request.draft_token_ids or sequence.draft_token_ids:
                 sequence.draft_token_ids = []
+                self._has_guesses = True
             sequence.start = start
             sequence.num_tokens = end - start
             sequence.samples = samples
             request.num_computed_tokens = end
             budget -= end - start
             schedule(sequence)
+            if is_decode:
+                request.num_pending_tokens += 1
+                sampling(request)
+                continue
             if samples:
                 request.num_pending_tokens += 1
                 sampling(request)
-            if not is_decode:
-                self._stats.note_prefill(sequence)
+            self._stats.note_prefill(sequence)
         if preempted:
             self._drop_preempted()
         return budget
@@ -374,6 +382,7 @@ class Scheduler:
 
     def _add_drafts(self, batch: Batch, budget: int) -> int:
         """Have the step verify guesses with what everything known has left of the budget. Returns the rest."""
+        self._has_guesses = False
         for sequence in batch.sequences:
             if sequence.request.draft_token_ids:
                 self._add_drafts_of(sequence, budget)
@@ -396,7 +405,8 @@ class Scheduler:
     def _make_room(self, index: int, num_tokens: int, preempted: list[Preempted], now: float) -> bool:
         """Grow the tables of the running request at `index`, preempting from there on. False: it had to go itself."""
         request = self._running[index].request
-        self._blocks.let_go(request, request.num_computed_tokens)
+        if self._blocks.has_windows:
+            self._blocks.let_go(request, request.num_computed_tokens)
         while not self._blocks.allocate(request, num_tokens):
             victim = self._preempt_one_of(index, now, PreemptionReason.CAPACITY)
             preempted.append(victim)

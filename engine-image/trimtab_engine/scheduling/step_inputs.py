@@ -1,5 +1,7 @@
 """One step as plain values: what every rank of an engine computes from. Pure, so that it can be sent as it is."""
 
+from collections.abc import Iterator
+
 import msgspec
 
 from trimtab_engine.scheduling.batch import ScheduledSequence
@@ -17,14 +19,20 @@ class StepShape(msgspec.Struct, array_like=True, frozen=True):
 
 
 class GroupInputs(msgspec.Struct, array_like=True):
-    """What the layers of one KV group read and write. slots of the KV cache have one entry per token. decodes: (block
-    table, context length with the new token); chunks: (block table, tokens before, tokens now). Block tables may be
-    longer than needed. Where a window has let go of blocks, a table, and all that is counted, begins behind them.
+    """What the layers of one KV group read and write. decodes: (block table, context length with the new token);
+    chunks: (block table, tokens before, tokens now). Block tables may be longer than needed. Where a window has let go
+    of blocks, a table, and all that is counted, begins behind them.
     """
 
-    slots: list[int]
     decodes: list[tuple[list[int], int]]
     chunks: list[tuple[list[int], int, int]]
+
+    def slots(self, block_size: int) -> list[int]:
+        """Where in the KV cache each token's keys and values go, in the order of the tokens."""
+        slots = [table[(n - 1) // block_size] * block_size + (n - 1) % block_size for table, n in self.decodes]
+        for table, start, count in self.chunks:
+            slots += [table[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
+        return slots
 
 
 class StepInputs(msgspec.Struct, array_like=True):
@@ -58,15 +66,12 @@ class StepInputs(msgspec.Struct, array_like=True):
         is_uniform = not decodes and all(now == longest for _, _, now in chunks)
         return StepShape(num_tokens, longest if is_uniform else None)
 
-    @property
-    def written_slots(self) -> list[int]:
-        """Slots of all groups that the step writes."""
-        if len(self.groups) == 1:
-            return self.groups[0].slots
-        return [slot for group in self.groups for slot in group.slots]
+    def written_slots(self, block_size: int) -> Iterator[int]:
+        """Slots of all groups that the step writes; found only when they are asked for."""
+        return (slot for group in self.groups for slot in group.slots(block_size))
 
 
-NO_INPUTS = StepInputs([], [], [], [GroupInputs([], [], [])])
+NO_INPUTS = StepInputs([], [], [], [GroupInputs([], [])])
 
 
 def flatten(
@@ -76,6 +81,8 @@ def flatten(
 
     Chunks of equally many tokens come together, longest context first, so that attention can group them.
     """
+    if num_groups == 1 and sequences and _are_plain_decodes(sequences, max_decode_tokens):
+        return _flatten_decodes(sequences, block_size)
     decodes: list[tuple[ScheduledSequence, int, int]] = []  # with its first row and the number of its rows
     chunks: list[tuple[ScheduledSequence, int, int]] = []
     num_rows = 0
@@ -117,25 +124,48 @@ def flatten(
     return inputs, unknown
 
 
+def _are_plain_decodes(sequences: list[ScheduledSequence], max_decode_tokens: int) -> bool:
+    """Whether each computes its newest token alone, and nothing but the next one is asked of it."""
+    for s in sequences:
+        if s.num_tokens != 1 or not s.samples or s.draft_token_ids or s.start >= max_decode_tokens:
+            return False
+        if s.request.sampling.prompt_logprobs is not None:
+            return False
+    return True
+
+
+def _flatten_decodes(sequences: list[ScheduledSequence], block_size: int) -> tuple[StepInputs, list[Unknown]]:
+    """The commonest step by far, column by column."""
+    starts = [s.start for s in sequences]
+    order = sorted(range(len(starts)), key=starts.__getitem__, reverse=True)
+    positions = [starts[place] for place in order]
+    requests = [sequences[place].request for place in order]
+    sampled = [0] * len(order)
+    for index, place in enumerate(order):
+        sampled[place] = index
+    token_ids = [0] * len(order)
+    unknown: list[Unknown] = []
+    for index, (request, position) in enumerate(zip(requests, positions, strict=True)):
+        if position < len(request.token_ids):
+            token_ids[index] = request.token_ids[position]
+        else:
+            unknown.append((index, request, position))
+    decodes = [
+        (request.block_tables[0], position + 1 - request.num_gone[0] * block_size)
+        for request, position in zip(requests, positions, strict=True)
+    ]
+    return StepInputs(token_ids, positions, sampled, [GroupInputs(decodes, [])]), unknown
+
+
 def _group_inputs(
     group: int, decodes: list[ScheduledSequence], chunks: list[ScheduledSequence], block_size: int
 ) -> GroupInputs:
-    """One group's slots, tables and lengths, for sequences in the order of their tokens."""
-    inputs = GroupInputs([], [], [])
-    slots, short, long = inputs.slots, inputs.decodes, inputs.chunks
-    for sequence in decodes:
-        request = sequence.request
-        table = request.block_tables[group]
-        start = sequence.start - request.num_gone[group] * block_size
-        slots.append(table[start // block_size] * block_size + start % block_size)
-        short.append((table, start + 1))
-    for sequence in chunks:
-        request, count = sequence.request, sequence.num_tokens
-        table = request.block_tables[group]
-        start = sequence.start - request.num_gone[group] * block_size
-        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
-        long.append((table, start, count))
-    return inputs
+    """One group's tables and lengths, for sequences in the order of their tokens."""
+    short = [(s.request.block_tables[group], s.start + 1 - s.request.num_gone[group] * block_size) for s in decodes]
+    long = [
+        (s.request.block_tables[group], s.start - s.request.num_gone[group] * block_size, s.num_tokens) for s in chunks
+    ]
+    return GroupInputs(short, long)
 
 
 def num_sampled(sequence: ScheduledSequence) -> int:

@@ -21,6 +21,7 @@ from trimtab_engine.workers.messages import (
     Step,
     ToldLedger,
 )
+from trimtab_engine.workers.told_tables import TableTeller
 from trimtab_engine.workers.workers import Workers
 
 
@@ -29,9 +30,11 @@ class DrivenRunner(ModelRunner):
 
     drives_others = True
 
-    def drive(self, workers: Workers, groups: RankGroups) -> None:
-        """Take the other ranks along from now on, in step with the cores that this one's are in lockstep with."""
+    def drive(self, workers: Workers, groups: RankGroups, max_num_seqs: int) -> None:
+        """Take the other ranks along from now on, in step with the cores that this one's are in lockstep with. A step
+        has at most `max_num_seqs` sequences."""
         self.workers, self._meter = workers, groups.meter
+        self.teller = TableTeller(len(self.facts.kv_groups), max_num_seqs, self._block_size)
         self.wave = None if groups.lockstep is None else Wave(groups.lockstep)
         # A core that sleeps computes padding for those that are still awake, and for that it needs its weights.
         self.can_drop_weights = self.wave is None
@@ -60,7 +63,7 @@ class DrivenRunner(ModelRunner):
                 raise self.workers.cause_of(error) from error
             if inputs.agreed.num_tokens == 0:
                 return  # no core has work: the wave is over
-        self.workers.send(Step(inputs, list(feed)))
+        self.workers.send(Step(*self.teller.tell(inputs), list(feed)))
 
     def _agree(self, wave: Wave, inputs: StepInputs) -> StepShape:
         """With the other cores. One that sleeps has no block that the padding of a uniform step could read."""

@@ -7,6 +7,7 @@ from trimtab_engine.device.changes import CopyBlocks, MapBlocks, SwapBlocks, Unm
 from trimtab_engine.memory.formula import Ledger, MemoryFormula
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.scheduling.step_inputs import StepInputs
+from trimtab_engine.workers.told_tables import ToldTables
 
 # --- on a worker's standard input -----------------------------------------------------------------------------------
 
@@ -75,10 +76,11 @@ class ReloadWeights(msgspec.Struct, tag="reload_weights"):
 
 
 class Step(msgspec.Struct, tag="step"):
-    """`feed`: (index in token_ids, row) of the tokens that the step before sampled, which the core's rank hands to the
-    others on the device."""
+    """`inputs` without block tables, which `tables` tell of, a group each. `feed`: (index in token_ids, row) of the
+    tokens that the step before sampled, which the core's rank hands to the others on the device."""
 
     inputs: StepInputs
+    tables: list[ToldTables]
     feed: list[tuple[int, int]] = []
 
 

@@ -125,7 +125,7 @@ def _load_driven(config: EngineConfig, layout: Layout, workers: Workers, progres
     before = connect(groups, device)
     runner = DrivenRunner.load(config, device, progress, layout=layout, rank=workers.rank, groups=groups)
     assert isinstance(runner, DrivenRunner)
-    runner.drive(workers, groups)
+    runner.drive(workers, groups, config.max_num_seqs_cap)
     reports = [answer.report for answer in workers.answers(RankLoaded)]
     return LoadedRank(device, runner, before, workers, [*reports, rank_report(runner, device, layout, workers.rank)])
 

@@ -60,6 +60,7 @@ from trimtab_engine.workers.messages import (
 )
 from trimtab_engine.workers.rendezvous import RETRY_SECONDS, find_core, join_groups
 from trimtab_engine.workers.start import connect, measure, rank_report
+from trimtab_engine.workers.told_tables import TableReader
 from trimtab_engine.workers.workers import uses_nccl
 
 OTHERS_FIRST_SECONDS = 2.0  # for the engine core to notice a rank that died before this one
@@ -149,12 +150,13 @@ class Worker:
         """Carry out what the core sends, in its order, until Stop."""
         runner = self._runner
         swap_cache: SwapCache | None = None
+        tables = TableReader()
         has_weights = True
         while True:
             message = self._next()
             match message:
                 case Step():
-                    runner.run(message.inputs, message.feed)
+                    runner.run(tables.read(message.inputs, message.tables), message.feed)
                 case MapBlocks():
                     self.tell(Mapped(self.rank, _error_of(partial(runner.kv_cache.map_blocks, message.num_blocks))))
                 case UnmapAbove():

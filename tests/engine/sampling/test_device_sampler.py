@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import engine_builders
+import pytest
 import torch
 from trimtab_engine.sampling.device_sampler import DeviceSampler
 from trimtab_engine.sampling.token_table import DeviceRow
@@ -54,3 +55,33 @@ def test_a_word_that_the_token_in_flight_would_begin_is_not_completed() -> None:
         for source in (None, 0, 1)
     ]
     assert tokens == [6, 6, 7]
+
+
+def test_what_a_random_choice_depends_on_is_made_once_per_request() -> None:
+    sampler = DeviceSampler(VOCABULARY, (2,), max_num_seqs=2, device=torch.device("cpu"))
+    rows = [DeviceRow(a_request(temperature=0.7, seed=number)) for number in range(20)]
+    first = sampler._parameters_of(rows[:2])
+    assert sampler._parameters_of([rows[1], rows[0]]) == [first[1], first[0]]
+    assert sampler._parameters_of(rows[:1])[0] is first[0]
+    for row in rows:  # far more than can run: those of requests that have gone are forgotten
+        sampler._parameters_of([row])
+    assert len(sampler._parameters) <= 8
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"repetition_penalty": 1.1},
+        {"logprobs": 0},
+        {"grammar": "x"},
+        {"min_tokens": 1},
+        {"bad_words": ((1,),)},
+        {"logit_bias": {1: 1.0}},
+        {"allowed_token_ids": (1,)},
+    ],
+)
+def test_a_request_is_plain_when_nothing_but_its_logits_decides(asked: dict[str, Any]) -> None:
+    assert a_request(temperature=0.9, top_p=0.5, top_k=3, min_p=0.1, seed=4).is_plain
+    assert not a_request(**asked).is_plain

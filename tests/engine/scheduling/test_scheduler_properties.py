@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from trimtab_engine.config.live.patch import LiveConfig
 from trimtab_engine.config.live.values import Envelope, LiveValues
 from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.kv_groups import uniform_group
+from trimtab_engine.runner.seats import Seats
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager, Copies
 from trimtab_engine.scheduling.policy import PreemptionMode, SchedulingPolicy
@@ -68,23 +70,49 @@ class Work:
     drafts: list[int]
 
 
+class ToldTables:
+    """Somebody who is told only what is new of a group's block tables, and must not miss anything."""
+
+    def __init__(self, num_seats: int) -> None:
+        self.seats = Seats(num_seats)
+        self.rows: list[list[int]] = [[] for _ in range(num_seats)]
+        self.num_told = 0
+
+    def tell(self, tables: list[list[int]], counts: list[int]) -> list[list[int]]:
+        """The first blocks of these tables, as they know them."""
+        seats, news = self.seats.seat(tables, np.array(counts, np.int64))
+        for new in news:
+            self.rows[new.seat][new.first :] = tables[new.place][new.first : new.last]
+            self.num_told += new.last - new.first
+        told = [self.rows[seat][:count] for seat, count in zip(seats.tolist(), counts, strict=True)]
+        assert told == [table[:count] for table, count in zip(tables, counts, strict=True)]
+        return told
+
+
 @dataclass
 class Prepared:
     batch: Batch
     work: list[Work]
 
     @classmethod
-    def of(cls, batch: Batch) -> "Prepared":
+    def of(cls, batch: Batch, told: list[ToldTables]) -> "Prepared":
+        """What the step reads of tables is what has been told of them."""
+        tables: list[list[list[int]]] = []
+        for group, who in enumerate(told):
+            gone = [s.request.num_gone[group] for s in batch.sequences]
+            ends = [-(-(s.start + s.num_tokens) // BLOCK_SIZE) for s in batch.sequences]
+            own = [s.request.block_tables[group] for s in batch.sequences]
+            tables.append(who.tell(own, [end - first for end, first in zip(ends, gone, strict=True)]))
         work = [
             Work(
                 s.request,
-                [(list(table), gone) for table, gone in zip(s.request.block_tables, s.request.num_gone, strict=True)],
+                [(own[place], gone) for own, gone in zip(tables, s.request.num_gone, strict=True)],
                 s.start,
                 s.start + s.num_tokens,
                 s.samples,
                 s.draft_token_ids,
             )
-            for s in batch.sequences
+            for place, s in enumerate(batch.sequences)
         ]
         assert [w.request for w in work if w.samples] == batch.sampling
         return cls(batch, work)
@@ -246,6 +274,8 @@ class SchedulerLives(RuleBasedStateMachine):
 
     sights: tuple[Sight, ...] = (SEES_ALL,)
     max_step_tokens = 2 * MAX_MODEL_LEN
+    num_seats = 12
+    """As many tables are remembered; a step has at most as many sequences."""
 
     @initialize(
         blocks=st.integers(BLOCKS_PER_REQUEST, CAP_BLOCKS),
@@ -288,6 +318,7 @@ class SchedulerLives(RuleBasedStateMachine):
         self.num_accepted_drafts = 0
         self.kept_blocks, self.num_restored = kept_blocks, 0
         self.turns = Turns()
+        self.told = [ToldTables(self.num_seats) for _ in self.sights]
 
     def in_all_groups(self, blocks: int) -> int:
         """So many blocks of one group that sees all as a number of blocks of these groups: what one request needs, and
@@ -415,7 +446,7 @@ class SchedulerLives(RuleBasedStateMachine):
         assert self.scheduler.num_running <= max(policy.max_num_seqs, was_running)
         if not self.chunked:
             assert all(s.samples for s in batch.sequences)
-        return Prepared.of(batch)
+        return Prepared.of(batch, self.told)
 
     def deliver(self, sampled: list[Sampled]) -> None:
         for request, token, status in sampled:
@@ -511,6 +542,23 @@ def test_what_comes_back_from_the_host_cache_yields_the_same_tokens(
         assert lives.num_restored > 20
         assert stats.host_cache_hits > 80
     assert stats.host_cache_queries >= stats.host_cache_hits
+
+
+def test_a_decode_is_told_one_block_for_each_that_it_fills() -> None:
+    """Every table is told whole once; a step whose tables have not grown tells nothing."""
+    lives = SchedulerLives()
+    policy = SchedulingPolicy(max_num_seqs=4, max_num_batched_tokens=MAX_MODEL_LEN)
+    lives.start(CAP_BLOCKS, policy, chunked=True, host_blocks=0)
+    for index in range(4):
+        lives.add([index, 3, 1], Sampling(max_tokens=28, ignore_eos=True))
+    told = []
+    while lives.alive:
+        before = lives.told[0].num_told
+        lives.steps(1)
+        told.append(lives.told[0].num_told - before)
+    assert sum(told) == 4 * -(-30 // BLOCK_SIZE)  # the last of 31 tokens is never computed
+    assert max(told) == 4
+    assert told.count(0) == len(told) - -(-30 // BLOCK_SIZE)
 
 
 def test_right_guesses_are_accepted_and_shorten_the_run() -> None:

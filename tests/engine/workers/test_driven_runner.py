@@ -9,6 +9,7 @@ from trimtab_engine.parallel.wave import Wave
 from trimtab_engine.scheduling.step_inputs import GroupInputs, StepInputs, StepShape
 from trimtab_engine.workers.driven_runner import DrivenRunner
 from trimtab_engine.workers.messages import Step
+from trimtab_engine.workers.told_tables import TableTeller, ToldTables
 
 
 class OtherCore:
@@ -29,6 +30,7 @@ def a_runner(other: OtherCore | None, *, num_blocks: int = 8) -> tuple[DrivenRun
     sent: list[Any] = []
     parts: dict[str, Any] = {
         "workers": SimpleNamespace(send=sent.append),
+        "teller": TableTeller(1, 8, 4),
         "wave": None if other is None else Wave(other),  # type: ignore[arg-type]  # what a wave needs of a group
         "steps": SimpleNamespace(),
         "kv_cache": SimpleNamespace(num_blocks=num_blocks),
@@ -41,14 +43,15 @@ def a_runner(other: OtherCore | None, *, num_blocks: int = 8) -> tuple[DrivenRun
 
 def decodes(count: int) -> StepInputs:
     zeros = [0] * count
-    return StepInputs(zeros, zeros, [], [GroupInputs(zeros, [([0], 1)] * count, [])])
+    return StepInputs(zeros, zeros, [], [GroupInputs([([0], 1) for _ in zeros], [])])
 
 
 def test_a_step_goes_to_every_rank_with_what_feeds_it() -> None:
     runner, sent = a_runner(None)
     inputs = decodes(2)
     runner.send(inputs, [(1, 0)])
-    assert sent == [Step(inputs, [(1, 0)])]
+    bare = StepInputs([0, 0], [0, 0], [], [GroupInputs([([], 1)] * 2, [])])
+    assert sent == [Step(bare, [ToldTables([0, 1], [(0, 0, [0]), (1, 0, [0])])], [(1, 0)])]
     assert inputs.shape == StepShape(2, 1)
 
 

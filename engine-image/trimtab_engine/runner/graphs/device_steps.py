@@ -23,6 +23,7 @@ from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.runner.graphs.dispatcher import Dispatcher, Eager
 from trimtab_engine.runner.graphs.plan import GraphKey, GraphPlan
 from trimtab_engine.runner.graphs.recorder import Outside, Recorder, Replay
+from trimtab_engine.runner.graphs.seated_tables import SeatedTables
 from trimtab_engine.runner.graphs.step_buffers import Capacity, Feed, StepBuffers
 from trimtab_engine.sampling.device_sampler import DeviceSampler, ReportsInFlight
 from trimtab_engine.sampling.failures import failures_of
@@ -137,9 +138,11 @@ class DeviceSteps:
         self._dispatcher = Dispatcher(plan)
         self._graphs: dict[GraphKey, Replay] = {}
         self._counts = GraphCounts()
-        self._large = StepBuffers(limits.capacity(limits.max_num_batched_tokens), device)
+        largest = limits.capacity(limits.max_num_batched_tokens)
+        self._seated = SeatedTables(limits.max_num_seqs, largest.max_blocks, device)
+        self._large = StepBuffers(largest, self._seated, device)
         most = plan.max_tokens
-        self._small = StepBuffers(limits.capacity(most), device) if most else self._large
+        self._small = StepBuffers(limits.capacity(most), self._seated, device) if most else self._large
         self._batch = self._small.uniform_batch(0, 1, 0)
         """The batch of the step at hand: what attention outside of graphs reads."""
         heads = (max(plan.piecewise, default=0), shape.num_heads, shape.head_size)
@@ -157,7 +160,7 @@ class DeviceSteps:
     @property
     def num_bytes(self) -> int:
         """Bytes of the fixed buffers on the device; graphs are not included."""
-        own = [self._query, self._attended, self._hidden, self.last_tokens]
+        own = [self._query, self._attended, self._hidden, self.last_tokens, self._seated.rows]
         own += [] if self._before is None else [self._before]
         buffers = {id(b): b.num_bytes for b in (self._large, self._small)}
         sampling = 0 if self.sampler is None else self.sampler.num_bytes

@@ -1,11 +1,15 @@
 """A step's inputs where graphs expect them: tensors on the device that never move, filled by one copy per step.
 
 ```
-pinned host  | token_ids positions slots sources sampled | seq_lens query_starts | block tables of this step |
+pinned host  | token_ids positions slots sources sampled | seq_lens query_starts | seats | new blocks and their places |
                                           one copy, not waited for
-device       | token_ids positions slots sources sampled | seq_lens query_starts | landing place |
-                 fixed places: what graphs read                            └─> tables [max_seqs, max_blocks]
+device       | token_ids positions slots sources sampled | seq_lens query_starts | seats | new blocks and their places |
+                 fixed places: what graphs read                                      │         └─> rows of all seats
+                                                           tables [max_seqs, max_blocks] <─┘ the rows of this step
 ```
+Block tables stay on the device (seated_tables.py): the new blocks go into the seats' rows, then the rows of the step's
+sequences are gathered in their order. Both happen on the device.
+
 There are two pinned buffers, taken in turn: the host writes one while the device may still read the other, and waits
 only for a copy that was begun two steps ago.
 
@@ -15,17 +19,16 @@ Where a sequence of padding has several rows its length is their number, and it 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
-from struct import Struct
 from typing import Any
 
 import numpy as np
 import torch
 from trimtab_kernels.paged_batch import PagedBatch
 
-from trimtab_engine.device.transfer import Mark, copy_to_device, pinned_bytes
+from trimtab_engine.device.transfer import Mark, copy_to_device, pinned_bytes, send_together
 from trimtab_engine.runner.graphs.plan import GraphKey
+from trimtab_engine.runner.graphs.seated_tables import NewBlocks, SeatedTables
 from trimtab_engine.scheduling.step_inputs import GroupInputs, StepInputs
 
 Array = np.ndarray[Any, Any]
@@ -33,6 +36,8 @@ Feed = Sequence[tuple[int, int]]
 """(index in token_ids, row of the tokens that the step before sampled): known only on the device."""
 NO_SLOT = -1
 KNOWN = -1  # in `sources`: the token is in token_ids
+NEW_BLOCK_BYTES = 8 + 4  # its place, int64, and itself, int32
+NEW_PER_SEQUENCE, MORE_NEW = 2, 1024  # new blocks that travel with a step; more, as prompts bring, travel apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,11 @@ class Capacity:
     max_blocks: int
 
     @property
+    def max_new_blocks(self) -> int:
+        """How many new blocks travel in the step's one copy."""
+        return NEW_PER_SEQUENCE * self.max_seqs + MORE_NEW
+
+    @property
     def longs(self) -> dict[str, int]:
         """int64 values by name."""
         # Even counts: every part starts on 16 bytes, as kernels were compiled for.
@@ -53,30 +63,30 @@ class Capacity:
 
     @property
     def ints(self) -> dict[str, int]:
-        """int32 values by name. The block tables of a step come last, as many as there are."""
-        tables = self.max_seqs * self.max_blocks
-        return {"seq_lens": self.max_seqs, "query_starts": self.max_seqs + 1, "packed_tables": tables}
+        """int32 values by name."""
+        seqs = -(-self.max_seqs // 4) * 4  # likewise
+        return {"seq_lens": seqs, "query_starts": seqs + 4, "seats": seqs}
 
 
 class StepBuffers:
     """The inputs of one step at a time, for steps up to `capacity`, of a model whose layers are one KV group."""
 
-    def __init__(self, capacity: Capacity, device: torch.device) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity: Capacity, seated: SeatedTables, device: torch.device) -> None:
+        self._capacity, self._seated = capacity, seated
         num_longs, num_ints = sum(capacity.longs.values()), sum(capacity.ints.values())
-        size = 8 * num_longs + 4 * num_ints
-        self._fixed_bytes = size - 4 * capacity.ints["packed_tables"]
+        self._fixed_bytes = 8 * num_longs + 4 * num_ints
+        size = self._fixed_bytes + NEW_BLOCK_BYTES * capacity.max_new_blocks
         self._bytes = torch.zeros(size, dtype=torch.uint8, device=device)
         self._hosts = [_Host(size, capacity, device) for _ in range(2)]
         self._turn = 0
         self.longs = _views(self._bytes[: 8 * num_longs].view(torch.int64), capacity.longs)
-        self.ints = _views(self._bytes[8 * num_longs :].view(torch.int32), capacity.ints)
+        self.ints = _views(self._bytes[8 * num_longs : self._fixed_bytes].view(torch.int32), capacity.ints)
         self._tables = torch.zeros(capacity.max_seqs, capacity.max_blocks, dtype=torch.int32, device=device)
         self._uniform_starts: dict[int, torch.Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
-        """On the device."""
+        """On the device, but for the seated tables, which several buffers share."""
         return self._bytes.nbytes + self._tables.nbytes
 
     def fill(self, inputs: StepInputs, feed: Feed, key: GraphKey | None, block_size: int) -> PagedBatch:
@@ -89,18 +99,52 @@ class StepBuffers:
         host = self._next_host()
         rows = num_tokens if key is None else key.num_tokens
         host.write_tokens(inputs, feed, rows)
+        tables = [table for table, _ in own.decodes] + [table for table, _, _ in own.chunks]
+        lengths = np.array([n for _, n in own.decodes] + [before + now for _, before, now in own.chunks], np.int64)
+        counts = -(-lengths // block_size)
+        seats, new = self._seated.seat(tables, counts)
+        host.write_slots(own, rows, self._slots_of_decodes(own, seats, lengths, block_size), block_size)
         per_sequence = None if key is None else key.tokens_per_sequence
         padded_seqs = num_seqs if per_sequence is None else rows // per_sequence
-        width = host.write_sequences(own, padded_seqs, per_sequence or 1, block_size)
-        used = self._fixed_bytes + 4 * padded_seqs * width
-        copy_to_device(self._bytes[:used], host.bytes[:used])
-        host.copied.set()
-        if padded_seqs and width:
-            packed = self.ints["packed_tables"][: padded_seqs * width].view(padded_seqs, width)
-            self._tables[:padded_seqs, :width].copy_(packed)
+        padding_length = per_sequence if per_sequence is not None and per_sequence > 1 else 0
+        host.write_sequences(own, lengths, padded_seqs, padding_length)
+        host.write_seats(seats, self._seated.empty_seat, padded_seqs)
+        width = int(counts.max(initial=0))
+        if padded_seqs > num_seqs:
+            width = max(width, -(-padding_length // block_size))
+        self._to_device(host, new, padded_seqs, width)
         if per_sequence is not None:
             return self.uniform_batch(rows, per_sequence, 0)
         return self._batch(num_tokens, own)
+
+    def _slots_of_decodes(self, inputs: GroupInputs, seats: Array, lengths: Array, block_size: int) -> Array:
+        """Where each decode's keys and values go."""
+        count = len(inputs.decodes)
+        last = lengths[:count] - 1
+        slots: Array = self._seated.blocks_of(seats[:count], last // block_size) * block_size + last % block_size
+        return slots
+
+    def _to_device(self, host: "_Host", new: NewBlocks, num_seqs: int, width: int) -> None:
+        """Begin the copy of what the host has written, and what the device makes of it."""
+        count = len(new)
+        travels_along = count <= self._capacity.max_new_blocks
+        used = self._fixed_bytes + (NEW_BLOCK_BYTES * count if travels_along else 0)
+        if travels_along:
+            host.write_new(new, self._fixed_bytes)
+        copy_to_device(self._bytes[:used], host.bytes[:used])
+        host.copied.set()
+        if travels_along:
+            middle = self._fixed_bytes + 8 * count
+            places = self._bytes[self._fixed_bytes : middle].view(torch.int64)
+            blocks = self._bytes[middle:used].view(torch.int32)
+        else:
+            told = [torch.tensor(new.places), torch.tensor(new.blocks)]
+            places, blocks = send_together(told, self._bytes.device)
+        if count:
+            self._seated.rows.view(-1).index_copy_(0, places, blocks)
+        if num_seqs and width:
+            rows, tables = self._seated.rows[:, :width], self._tables[:num_seqs, :width]
+            torch.index_select(rows, 0, self.ints["seats"][:num_seqs], out=tables)
 
     def uniform_batch(self, rows: int, tokens_per_sequence: int, max_context: int) -> PagedBatch:
         """A batch of equal sequences, as a whole-decode graph reads it; `max_context` bounds their lengths."""
@@ -143,53 +187,55 @@ class _Host:
         self.bytes = pinned_bytes(size, device)
         self.copied = Mark(device)
         num_longs = sum(capacity.longs.values())
-        whole = self.bytes.numpy()
+        self._whole = whole = self.bytes.numpy()
+        last = 8 * num_longs + 4 * sum(capacity.ints.values())
         self._longs = _arrays(whole[: 8 * num_longs].view(np.int64), capacity.longs)
-        self._ints = _arrays(whole[8 * num_longs :].view(np.int32), capacity.ints)
+        self._ints = _arrays(whole[8 * num_longs : last].view(np.int32), capacity.ints)
 
     def write_tokens(self, inputs: StepInputs, feed: Feed, rows: int) -> None:
         """Token by token, padded to `rows`."""
         num_tokens = len(inputs.token_ids)
-        for name, values, padding in (
-            ("token_ids", inputs.token_ids, 0),
-            ("positions", inputs.positions, 0),
-            ("slots", inputs.groups[0].slots, NO_SLOT),
-        ):
+        for name, values in (("token_ids", inputs.token_ids), ("positions", inputs.positions)):
             array = self._longs[name]
             array[:num_tokens] = values
-            array[num_tokens:rows] = padding
+            array[num_tokens:rows] = 0
         sources = self._longs["sources"]
         sources[:rows] = KNOWN
-        for index, row in feed:
-            sources[index] = row
+        if feed:
+            indices, fed = zip(*feed, strict=True)
+            sources[list(indices)] = fed
         self._longs["sampled"][: len(inputs.sampled)] = inputs.sampled
 
-    def write_sequences(self, inputs: GroupInputs, padded_seqs: int, padding_length: int, block_size: int) -> int:
-        """Sequence by sequence, padded to `padded_seqs`. Returns the width of the block tables."""
-        tables = [table for table, _ in inputs.decodes] + [table for table, _, _ in inputs.chunks]
-        lengths = [length for _, length in inputs.decodes] + [before + now for _, before, now in inputs.chunks]
-        num_seqs = len(lengths)
-        own = self._ints["seq_lens"]
+    def write_slots(self, inputs: GroupInputs, rows: int, of_decodes: Array, block_size: int) -> None:
+        """Where each token's keys and values go, padded to `rows`."""
+        slots, count = self._longs["slots"], len(of_decodes)
+        slots[:count] = of_decodes
+        if inputs.chunks:
+            of_chunks = GroupInputs([], inputs.chunks).slots(block_size)
+            slots[count : count + len(of_chunks)] = of_chunks
+            count += len(of_chunks)
+        slots[count:rows] = NO_SLOT
+
+    def write_sequences(self, inputs: GroupInputs, lengths: Array, padded_seqs: int, padding_length: int) -> None:
+        """Sequence by sequence, padded to `padded_seqs`."""
+        own, num_seqs = self._ints["seq_lens"], len(lengths)
         own[:num_seqs] = lengths
-        own[num_seqs:padded_seqs] = padding_length if padding_length > 1 else 0
+        own[num_seqs:padded_seqs] = padding_length
         starts = self._ints["query_starts"]
         starts[0] = 0
         starts[1 : len(inputs.chunks) + 1] = np.cumsum([now for _, _, now in inputs.chunks], dtype=np.int32)
-        counts = [-(-length // block_size) for length in lengths]
-        width = max(counts, default=0)
-        if padded_seqs > num_seqs and padding_length > 1:
-            width = max(width, -(-padding_length // block_size))
-        packed = self._ints["packed_tables"]
-        packed[num_seqs * width : padded_seqs * width] = 0
-        for row, (table, count) in enumerate(zip(tables, counts, strict=True)):
-            _int32s(count).pack_into(packed.data, 4 * width * row, *table[:count])
-        return width
 
+    def write_seats(self, seats: Array, empty_seat: int, padded_seqs: int) -> None:
+        """Whose rows the step's tables are."""
+        own, num_seqs = self._ints["seats"], len(seats)
+        own[:num_seqs] = seats
+        own[num_seqs:padded_seqs] = empty_seat
 
-@cache
-def _int32s(count: int) -> Struct:
-    """Writes plain integers in half the time that numpy needs to look at each."""
-    return Struct(f"{count}i")
+    def write_new(self, new: NewBlocks, first_byte: int) -> None:
+        """New blocks behind everything else: their places, then they themselves."""
+        middle, last = first_byte + 8 * len(new), first_byte + NEW_BLOCK_BYTES * len(new)
+        self._whole[first_byte:middle].view(np.int64)[:] = new.places
+        self._whole[middle:last].view(np.int32)[:] = new.blocks
 
 
 def _views(whole: torch.Tensor, sizes: dict[str, int]) -> dict[str, torch.Tensor]:

@@ -44,7 +44,7 @@ def inputs(num_decodes: int, *chunks: int) -> StepInputs:
         [0] * num_tokens,
         [0] * num_tokens,
         [],
-        [GroupInputs([0] * num_tokens, [([0], 1)] * num_decodes, [([0], 0, now) for now in chunks])],
+        [GroupInputs([([0], 1)] * num_decodes, [([0], 0, now) for now in chunks])],
     )
 
 
