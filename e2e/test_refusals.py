@@ -15,11 +15,12 @@ from harness.wait import NotYet
 NAME = "refused"
 # Changes to the sample's spec, and what the refusal must say: the field, and what to do.
 REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("hub", {"model": {"uri": "hf://org/model"}}, ("spec.model.uri", "hf:// is not built yet", "file:///path")),
+    ("bucket", {"model": {"uri": "s3://org/model"}}, ("spec.model.uri", "s3:// is not built yet", "file:///path")),
+    ("hub", {"model": {"uri": "hf://model"}}, ("spec.model.uri", "write hf://ORG/NAME")),
     ("relative-path", {"model": {"uri": "file://models/x"}}, ("spec.model.uri", "write file:///path")),
     ("dots", {"model": {"uri": "file:///models/../etc"}}, ("spec.model.uri", "'..'")),
     ("claim", {"model": {"uri": "pvc://Not_A_Claim/x"}}, ("spec.model.uri", "no name of a claim")),
-    ("revision", {"model": {"revision": "main"}}, ("spec.model.revision", "not built yet")),
+    ("revision", {"model": {"revision": "main"}}, ("spec.model.revision", "models that are downloaded")),
     ("vllm", {"runtime": {"kind": "vllm"}}, ("spec.runtime.kind", "vllm is not built yet")),
     ("args", {"runtime": {"args": ["--max-num-seqs=4"]}}, ("spec.runtime.args[0]", "spec.engine.maxNumSeqs")),
     ("admin-port", {"runtime": {"args": ["--admin-port=9"]}}, ("spec.runtime.args[0]", "set by the operator")),
@@ -50,7 +51,7 @@ MALFORMED: list[tuple[str, dict[str, Any], str]] = [
     ("fraction", {"engine": {"gpuMemoryUtilization": "1.5"}}, "spec.engine.gpuMemoryUtilization"),
     ("scheme", {"model": {"uri": "ftp://x"}}, "spec.model.uri"),
 ]
-WITHOUT_WEBHOOK = ("hub", "layout", "start", "args")  # none that rules of the CRD refuse on a current Kubernetes
+WITHOUT_WEBHOOK = ("bucket", "layout", "start", "args")  # none that rules of the CRD refuse on a current Kubernetes
 
 
 def _refusal(installation: Installation, namespace: str, changes: dict[str, Any]) -> str:

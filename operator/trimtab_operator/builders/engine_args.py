@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from decimal import Decimal
 
+from trimtab_operator.builders.hub import hub_flags
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, LEADER, RENDEZVOUS_PORT
 from trimtab_operator.builders.meeting_secret import MEETING_MOUNT, MEETING_SECRET_KEY
 from trimtab_operator.layout import layout_of
 from trimtab_operator.resource.knobs import knobs
 from trimtab_operator.resource.quantity import parse_seconds
-from trimtab_operator.resource.spec import InferenceDeployment, Spec, Speculative
+from trimtab_operator.resource.spec import HUB_SCHEME, InferenceDeployment, Spec, Speculative
 
 SWITCH = object()  # in place of the value of a flag that has none
 MEETING_FLAG = "--master-addr"
@@ -18,8 +19,13 @@ TOKEN_FLAG = "--admin-token-sha256"  # noqa: S105 - the name of a flag
 MODEL_MOUNT = "/models/claim"  # where a pvc:// model is mounted in the pod
 
 
-def model_path(spec: Spec) -> str:
-    """Where the engine finds the model inside its container."""
+def model_path(deployment: InferenceDeployment) -> str:
+    """Where the engine finds the model inside its container, or under which name it fetches it."""
+    spec = deployment.spec
+    if spec.model.is_of_hub:
+        repo, revision = spec.model.hub_parts
+        pinned = deployment.commit or revision
+        return f"{HUB_SCHEME}{repo}" + (f"@{pinned}" if pinned else "")
     scheme, _, rest = spec.model.uri.partition("://")
     if scheme == "pvc":
         path = rest.partition("/")[2].strip("/")
@@ -43,6 +49,7 @@ def engine_args(deployment: InferenceDeployment, *, admin_token_sha256: str) -> 
     spec = deployment.spec
     flags: dict[str, object | None] = {
         "--served-model-name": served_name(spec),
+        **hub_flags(spec),
         "--device": spec.runtime.device,
         "--port": HTTP_PORT,
         "--admin-port": ADMIN_PORT,
@@ -57,7 +64,7 @@ def engine_args(deployment: InferenceDeployment, *, admin_token_sha256: str) -> 
         "--shutdown-timeout": f"{parse_seconds(spec.rollout.drain_timeout):g}",
     }
     rendered = [flag if value is SWITCH else f"{flag}={value}" for flag, value in flags.items() if value is not None]
-    return ["serve", model_path(spec), *rendered, *spec.runtime.args]
+    return ["serve", model_path(deployment), *rendered, *spec.runtime.args]
 
 
 def _engine_flags(spec: Spec) -> dict[str, object | None]:

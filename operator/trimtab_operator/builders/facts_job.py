@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from trimtab_operator.builders.engine_args import MODEL_MOUNT, model_claim, model_path
+from trimtab_operator.builders.hub import hub_env, token_volumes
 from trimtab_operator.builders.labels import (
     FACTS_COMPONENT,
     account_name,
@@ -72,7 +73,7 @@ def _pod(deployment: InferenceDeployment) -> dict[str, Any]:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [_container(deployment)],
-        "volumes": [{"name": "tmp", "emptyDir": {}}],
+        "volumes": [{"name": "tmp", "emptyDir": {}}, *token_volumes(deployment.spec)[0]],
     }
     claim = model_claim(deployment.spec)
     if claim:
@@ -85,13 +86,17 @@ def _container(deployment: InferenceDeployment) -> dict[str, Any]:
     mounts: list[dict[str, Any]] = [{"name": "tmp", "mountPath": "/tmp"}]  # noqa: S108 - a path in the pod
     if model_claim(deployment.spec):
         mounts.append({"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True})
+    mounts += token_volumes(deployment.spec)[1]
     return {
         "name": CONTAINER,
         "image": deployment.image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["trimtab-engine"],
-        "args": ["inspect", model_path(deployment.spec), "--output=json", f"--output-file={TERMINATION_LOG}"],
-        "env": [{"name": "HOME", "value": "/tmp"}],  # noqa: S108 - the only folder in the pod that can be written
+        "args": ["inspect", model_path(deployment), "--output=json", f"--output-file={TERMINATION_LOG}"],
+        "env": [
+            {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the only folder in the pod that can be written
+            *hub_env(deployment.spec),
+        ],
         "resources": {"requests": REQUESTS, "limits": LIMITS},
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -112,11 +117,19 @@ def _near_the_engines(deployment: InferenceDeployment) -> dict[str, Any]:
 
 
 def _with_what_a_reader_needs(deployment: InferenceDeployment) -> InferenceDeployment:
-    """The user's overlay without what only an engine needs: resources, environment, labels, schedule."""
+    """The user's overlay without what only an engine needs: resources, environment, labels, schedule. Who asks the hub
+    keeps the environment: it names mirrors and proxies."""
     overlay = deployment.spec.template
     pod = overlay.spec
+    asks_hub = deployment.spec.model.is_of_hub
     containers = tuple(
-        ContainerOverlay(name=main.name, volume_mounts=main.volume_mounts, image_pull_policy=main.image_pull_policy)
+        ContainerOverlay(
+            name=main.name,
+            volume_mounts=main.volume_mounts,
+            image_pull_policy=main.image_pull_policy,
+            env=main.env if asks_hub else (),
+            env_from=main.env_from if asks_hub else (),
+        )
         for main in pod.containers
     )
     kept = PodOverlay(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab_operator.builders.engine_args import MODEL_MOUNT, engine_args, model_claim
+from trimtab_operator.builders.hub import cache_claim, cache_volumes, hub_env, token_volumes
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, account_name, meeting_secret_name
 from trimtab_operator.builders.meeting_secret import MEETING_MOUNT
 from trimtab_operator.layout import layout_of
@@ -35,10 +36,18 @@ def pod_spec(deployment: InferenceDeployment, *, admin_token_sha256: str) -> dic
             "runAsUser": ENGINE_USER,
             "runAsGroup": ENGINE_USER,
             "seccompProfile": {"type": "RuntimeDefault"},
+            **_group_of_cache(deployment),
         },
         "containers": [_main(deployment, admin_token_sha256)],
         "volumes": _volumes(deployment),
     }
+
+
+def _group_of_cache(deployment: InferenceDeployment) -> dict[str, Any]:
+    """A claim is often root's: its files are given to the engine's group, once, so that the engine may write there."""
+    if cache_claim(deployment.spec) is None:
+        return {}
+    return {"fsGroup": ENGINE_USER, "fsGroupChangePolicy": "OnRootMismatch"}
 
 
 def worker_pod_spec(leader: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +79,10 @@ def _main(deployment: InferenceDeployment, admin_token_sha256: str) -> dict[str,
         "imagePullPolicy": "IfNotPresent",
         "command": ["trimtab-engine"],
         "args": engine_args(deployment, admin_token_sha256=admin_token_sha256),
-        "env": [{"name": "HOME", "value": "/tmp"}],  # noqa: S108 - the only folder in the pod that can be written
+        "env": [
+            {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the only folder in the pod that can be written
+            *hub_env(deployment.spec),
+        ],
         "ports": [
             {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
             {"name": "admin", "containerPort": ADMIN_PORT, "protocol": "TCP"},
@@ -120,6 +132,7 @@ def _volumes(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     claim = model_claim(deployment.spec)
     if claim:
         volumes.append({"name": "model", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
+    volumes += cache_volumes(deployment.spec)[0] + token_volumes(deployment.spec)[0]
     if layout.pods > 1:
         volumes.append({"name": "meeting", "secret": {"secretName": meeting_secret_name(deployment)}})
     return volumes
@@ -132,6 +145,7 @@ def _mounts(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     ]
     if model_claim(deployment.spec):
         mounts.append({"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True})
+    mounts += cache_volumes(deployment.spec)[1] + token_volumes(deployment.spec)[1]
     if layout_of(deployment.spec).pods > 1:
         mounts.append({"name": "meeting", "mountPath": MEETING_MOUNT, "readOnly": True})
     return mounts

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,10 +33,12 @@ SUBJECT_ANNOTATION = "trimtab.dev/facts-of"  # on the Job: the model and the ima
 RENDERED_ANNOTATION = "trimtab.dev/facts-job"  # on the Job: what it was rendered from, hashed
 SUBJECT_KEY = "model.json"  # in the ConfigMap: likewise
 FACTS_KEY = "facts.json"
+COMMIT_KEY = "commit"  # what the revision of an hf:// model meant when it was first read
 FAILURE_KEY = "failure.json"
 
 FIRST_PAUSE_SECONDS = 10.0  # a claim or a node that comes late is there soon
 LONGEST_PAUSE_SECONDS = 600.0  # somebody must act; a Job every ten minutes costs nothing
+COMMIT = re.compile(r"[0-9a-f]{40}")
 DIGEST_LENGTH = 10  # hex digits
 MAX_WORDS = 1024  # characters of the last words that are kept
 
@@ -85,6 +88,19 @@ def subject_of(deployment: InferenceDeployment) -> str:
     """Whose facts these are, as JSON: equal for equal uri, revision and image."""
     model = deployment.spec.model
     return compact({"image": deployment.image, "revision": model.revision, "uri": model.uri})
+
+
+def with_commit(deployment: InferenceDeployment, observed: Observed) -> InferenceDeployment:
+    """The resource with the commit that its hf:// model is pinned to, where it has been read: by whichever image, so
+    that a new one serves the same."""
+    found = _config_map(deployment, observed)
+    data = {} if found is None else found.get("data") or {}
+    of, commit = _json_object(data.get(SUBJECT_KEY)) or {}, data.get(COMMIT_KEY)
+    model = deployment.spec.model
+    is_same = (of.get("uri"), of.get("revision")) == (model.uri, model.revision)
+    if not model.is_of_hub or not is_same or COMMIT.fullmatch(commit or "") is None:
+        return deployment
+    return replace(deployment, commit=commit)
 
 
 def facts_state(deployment: InferenceDeployment, observed: Observed) -> FactsState:
@@ -182,10 +198,14 @@ def plan_facts(deployment: InferenceDeployment, observed: Observed, *, now: floa
         return (_removal(job, "it would be made otherwise now"),)
     if words is None:
         return ()
+    said = (_json_object(text) or {}) if is_known else {}
     if is_known:
-        kept = {SUBJECT_KEY: subject_of(deployment), FACTS_KEY: compact(_json_object(text) or {})}
+        kept = {SUBJECT_KEY: subject_of(deployment), FACTS_KEY: compact(said)}
     else:
         kept = {SUBJECT_KEY: subject_of(deployment), FAILURE_KEY: _failed(failure, job, words, now)}
+    commit = deployment.commit or str(said.get("revision", ""))
+    if deployment.spec.model.is_of_hub and COMMIT.fullmatch(commit):
+        kept[COMMIT_KEY] = commit
     is_new = _config_map(deployment, observed) is None
     reason = "the model was read" if is_known else "the model could not be read"
     return Apply(facts_config_map(deployment, kept), is_new, reason), _removal(job, reason)

@@ -56,6 +56,8 @@ class Form:
     spec: str
     image: str | None
     restarted_at: str | None = None
+    commit: str | None = None
+    """What the revision of an hf:// model meant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ def proven_form(
 
 def form_of(deployment: InferenceDeployment) -> Form:
     """The spec with what was written in it, in one spelling."""
-    return Form(compact(_written(deployment)), deployment.image, deployment.restarted_at)
+    return Form(compact(_written(deployment)), deployment.image, deployment.restarted_at, deployment.commit)
 
 
 def change_of(deployment: InferenceDeployment, revision: str) -> str:
@@ -248,7 +250,7 @@ def proven_deployment(deployment: InferenceDeployment, proven: Form) -> Inferenc
     rollout = before.spec.rollout.model_copy(update=pace)
     now = {"replicas": deployment.spec.replicas, "scaling": deployment.spec.scaling, "rollout": rollout}
     spec = before.spec.model_copy(update=now)
-    found = replace(deployment, spec=spec, image=before.image, restarted_at=proven.restarted_at)
+    found = replace(deployment, spec=spec, image=before.image, restarted_at=proven.restarted_at, commit=proven.commit)
     return None if refusals(found) else found
 
 
@@ -442,7 +444,9 @@ def from_text(text: str | None, *, key: str, former_key: str | None = None) -> R
 
 
 def _form(data: Mapping[str, Any] | None) -> Form | None:
-    return None if data is None else Form(str(data["spec"]), data["image"], data.get("restarted_at"))
+    if data is None:
+        return None
+    return Form(str(data["spec"]), data["image"], data.get("restarted_at"), data.get("commit"))
 
 
 def _attempt(data: Mapping[str, Any]) -> Attempt:

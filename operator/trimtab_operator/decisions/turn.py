@@ -24,10 +24,11 @@ from trimtab_operator.builders.record import Record, asked_of, records_of
 from trimtab_operator.builders.stateful_set import Rendered, pod_template, rendered
 from trimtab_operator.decisions.actions import Action, Apply, Delete, Note, Patch
 from trimtab_operator.decisions.comparison import Comparison, worse
+from trimtab_operator.decisions.downloads import download_notes
 from trimtab_operator.decisions.findings import Findings
 from trimtab_operator.decisions.in_vain import Futile, sift
 from trimtab_operator.decisions.memory import Memory, Recalled, recalled, with_layouts
-from trimtab_operator.decisions.model_facts import Gate, gate_of, plan_facts, with_kept
+from trimtab_operator.decisions.model_facts import Gate, gate_of, plan_facts, with_commit, with_kept
 from trimtab_operator.decisions.optional_children import plan_optional
 from trimtab_operator.decisions.plan import differing, plan, plan_meeting_secret, plan_tuning_state
 from trimtab_operator.decisions.rollback import (
@@ -108,9 +109,10 @@ def _decided(world: World, memory: Memory) -> Turn:
     if refused:
         return _refused(world, known, refused)
     token_sha256 = token_hash(world.token)
-    wanted = rendered(world.deployment, admin_token_sha256=token_sha256, records=records)
-    reading = plan_facts(world.deployment, known.observed, now=world.at)
+    reading = plan_facts(with_commit(world.deployment, known.observed), known.observed, now=world.at)
     known = replace(known, observed=with_kept(known.observed, reading))
+    world = replace(world, deployment=with_commit(world.deployment, known.observed))
+    wanted = rendered(world.deployment, admin_token_sha256=token_sha256, records=records)
     rollout = memory.rollout or stored_rollout(
         world.deployment, world.children, key=world.token, former_key=world.former_token
     )
@@ -214,6 +216,7 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
             findings_of_cluster(world, known),
             desired_replicas=count,
             revision=wanted.revision,
+            model_revision=wanted.model_revision,
             engines=_views(world, known),
             tuning=tuned if known.groups else None,
             model=None if gate.is_open else gate.model,
@@ -231,7 +234,13 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
         children=sifted.actions,
         patches=_patches(world, known, tuned),
         decisions=tuned.decisions,
-        notes=(*_unheard(deployment, known.memory.unheard), *room.notes, *care.notes, *sifted.notes),
+        notes=(
+            *_unheard(deployment, known.memory.unheard),
+            *download_notes(deployment, _views(world, known)),
+            *room.notes,
+            *care.notes,
+            *sifted.notes,
+        ),
         futile=sifted.futile,
     )
 
@@ -259,6 +268,7 @@ def findings_without_a_turn(world: World, memory: Memory, problem: tuple[str, st
     """What can be said when a turn could not be carried out: the children as they are, and the problem."""
     records = records_of(world.children.stateful_sets)
     world = _as_recorded(world, records)
+    world = replace(world, deployment=with_commit(world.deployment, world.children))
     findings = findings_of_cluster(world, _known(world, memory))
     if world.misread:
         return replace(findings, problem=problem)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab_operator.builders.hub import CACHE_VOLUME, TOKEN_VOLUME
 from trimtab_operator.builders.pod import PRE_STOP_SECONDS, stop_seconds
 from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.facts import ModelFacts
@@ -106,11 +107,11 @@ def objectives_promise_something(deployment: InferenceDeployment) -> Iterator[Re
 
 def model_scheme_is_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
     scheme = deployment.spec.model.uri.split("://", 1)[0]
-    if scheme not in ("file", "pvc"):
+    if scheme not in ("file", "pvc", "hf"):
         yield Refusal(
             "spec.model.uri",
-            f"{scheme}:// is not built yet; bake the model into the image and use file:///path, "
-            "or put it on a PersistentVolumeClaim and use pvc://CLAIM/path",
+            f"{scheme}:// is not built yet; use hf://ORG/NAME, bake the model into the image and use file:///path, or "
+            "put it on a PersistentVolumeClaim and use pvc://CLAIM/path",
         )
 
 
@@ -130,14 +131,33 @@ def model_path_is_plain(deployment: InferenceDeployment) -> Iterator[Refusal]:
         )
 
 
-DOWNLOAD_FIELDS = ("revision", "token_secret_ref", "cache")
+HUB_REPO = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
+HUB_REVISION = r"[\w][\w./-]*"
+DOWNLOAD_FIELDS = {"revision": "revision", "token_secret_ref": "tokenSecretRef", "cache": "cache"}
 
 
-def download_options_are_not_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    names = {"revision": "revision", "token_secret_ref": "tokenSecretRef", "cache": "cache"}
-    for field in DOWNLOAD_FIELDS:
+def a_download_is_named_whole(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    model = deployment.spec.model
+    if not model.is_of_hub:
+        return
+    repo, revision = model.hub_parts
+    if re.fullmatch(HUB_REPO, repo) is None:
+        hint = "; GGUF files of the hub are not built yet" if repo.endswith(".gguf") else ""
+        yield Refusal("spec.model.uri", f"{model.uri} names no model; write hf://ORG/NAME or …@REVISION{hint}")
+    if revision is not None and (re.fullmatch(HUB_REVISION, revision) is None or ".." in revision):
+        yield Refusal("spec.model.revision", f"{revision!r} is no branch, tag or commit")
+    if model.revision is not None and revision != model.revision:
+        yield Refusal("spec.model.revision", f"is {model.revision}, and the uri says {revision}; write one of them")
+    if model.cache is not None and model.cache.size is not None and parse_quantity(model.cache.size) <= 0:
+        yield Refusal("spec.model.cache.size", "is 0: nothing could be downloaded; raise it")
+
+
+def download_options_belong_to_downloads(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    if deployment.spec.model.is_of_hub:
+        return
+    for field, name in DOWNLOAD_FIELDS.items():
         if getattr(deployment.spec.model, field) is not None:
-            yield Refusal(f"spec.model.{names[field]}", "belongs to downloads, which are not built yet; remove it")
+            yield Refusal(f"spec.model.{name}", "belongs to models that are downloaded (hf://ORG/NAME); remove it")
 
 
 # --- the runtime ------------------------------------------------------------------------------------------------------
@@ -160,6 +180,8 @@ OWNED_FLAGS: Mapping[str, str] = {
     "--model": "spec.model.uri",
     "--served-model-name": "spec.model.servedName",
     "--revision": "spec.model.revision",
+    "--download-dir": "spec.model.cache",
+    "--download-dir-size": "spec.model.cache.size",
     "--device": "spec.runtime.device",
     "--gpu-memory-utilization": "spec.engine.gpuMemoryUtilization",
     "--gpu-memory-utilization-cap": "spec.tuning.bounds.gpuMemoryUtilization.max",
@@ -455,7 +477,7 @@ REFUSED_POD_FIELDS: Mapping[str, str] = {
 }
 ACCOUNT_NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 VOLUME_SOURCES = ("configMap", "secret", "emptyDir", "persistentVolumeClaim", "ephemeral", "downwardAPI")
-RESERVED_VOLUMES = ("meeting", "model", "shm", "tmp")
+RESERVED_VOLUMES = ("meeting", "model", "shm", "tmp", CACHE_VOLUME, TOKEN_VOLUME)
 RESERVED_MOUNTS = ("/dev/shm", "/etc/trimtab", "/tmp", "/models")  # noqa: S108 - paths in the pod, not here
 SECURITY_FIELDS = ("runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy", "supplementalGroups")
 RESERVED_LABEL_PREFIXES = ("trimtab.dev/", "app.kubernetes.io/")
@@ -632,7 +654,8 @@ RULES: tuple[Rule, ...] = (
     objectives_promise_something,
     model_scheme_is_built,
     model_path_is_plain,
-    download_options_are_not_built,
+    a_download_is_named_whole,
+    download_options_belong_to_downloads,
     runtime_kind_is_built,
     an_image_is_known,
     args_repeat_no_field,

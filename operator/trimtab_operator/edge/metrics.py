@@ -62,6 +62,7 @@ class LoadProgress:
 
     stage: str
     percent: float
+    message: str | None = None
 
 
 async def ask(
@@ -83,7 +84,8 @@ async def ask(
         progress, config = await asyncio.gather(load_progress(http, api), client.config())
         seen = config.for_tuner() if isinstance(config, ConfigReport) else None
         load = None if progress is None else (progress.stage, round(progress.percent))
-        return EngineSeen(False, "not ready", config=seen, load=load)
+        said = None if progress is None else progress.message
+        return EngineSeen(False, "not ready", config=seen, load=load, load_message=said)
     read, told, config, memory, layout = await asyncio.gather(
         _read(http, api, stored, clock=clock),
         _requests(client, after_request, clock=clock),
@@ -217,9 +219,10 @@ async def load_progress(http: httpx.AsyncClient, api_url: str) -> LoadProgress |
         body = _StartupBody.model_validate_json(reply.body)
     except ValidationError:
         return None
-    return LoadProgress(body.stage, body.percent)
+    return LoadProgress(body.stage, body.percent, body.message)
 
 
 class _StartupBody(BaseModel):
     stage: str = Field(max_length=40)
     percent: float = Field(ge=0, le=100, allow_inf_nan=False)
+    message: str | None = Field(default=None, max_length=256)

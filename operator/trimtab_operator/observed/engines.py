@@ -66,6 +66,8 @@ class EngineSeen:
     ledger: Ledger | None = None
     load: tuple[str, int] | None = None
     """Stage and percent, while it loads."""
+    load_message: str | None = None
+    """The same in its own words."""
     applied: Mapping[str, Value] | None = None
     """Every number in force, not only the tuner's."""
     layout: Degrees | None = None
@@ -99,10 +101,13 @@ def target_of(group: Group, known_layouts: Mapping[str, Degrees]) -> Target:
 
 def view_of(group: Group, seen: EngineSeen | None, layout: Degrees | None) -> EngineView:
     """The part that status shows. `layout` is what the engine reported, now or earlier."""
+    instance = "" if group.leader is None else str(group.leader["metadata"]["uid"])
     if seen is None:
-        return EngineView(layout=layout)
+        return EngineView(layout=layout, instance=instance)
     return EngineView(
         load=seen.load,
+        load_message=seen.load_message,
+        instance=instance,
         config_generation=seen.config.generation if seen.config is not None else None,
         applied=seen.applied if group.is_ready else None,
         layout=layout,

@@ -16,12 +16,17 @@ from trimtab_operator.observed.pods import node_of, unschedulable
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.tuner.knobs import Value
 
+DOWNLOAD = "download"  # the stage in which an engine fetches its model
+
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What one engine said of itself; None where it did not answer. `load` is (stage, percent)."""
+    """What one engine said of itself; None where it did not answer. `load` is (stage, percent), `load_message` the same
+    in the engine's words, `instance` its leader's uid."""
 
     load: tuple[str, int] | None = None
+    load_message: str | None = None
+    instance: str = ""
     config_generation: int | None = None
     applied: Mapping[str, Value] | None = None
     layout: Degrees | None = None

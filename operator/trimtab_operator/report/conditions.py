@@ -17,6 +17,7 @@ from trimtab_operator.decisions.rollback import FailedChange
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.hold import hold_of
 from trimtab_operator.observed.missing_pods import missing_sentence
+from trimtab_operator.observed.phases import DOWNLOAD
 from trimtab_operator.observed.pods import unschedulable
 from trimtab_operator.observed.readiness import reported_layouts
 from trimtab_operator.resource.spec import PAUSED, RESTARTED_AT, InferenceDeployment
@@ -32,6 +33,7 @@ class Reason(StrEnum):
     SCALED_TO_ZERO = "ScaledToZero"  # spec.replicas is 0
     NOT_READY = "ReplicasNotReady"  # some wanted replica does not take requests, and is not known to load
     LOADING = "Loading"  # a replica loads its model
+    DOWNLOADING = "Downloading"  # a replica fetches its model, or waits for one that does
     PENDING = "Pending"  # a replica's pod does not run yet
     FAILING = "ReplicaFailing"  # a replica crashes again and again, or its image cannot be pulled
     INVALID = "InvalidSpec"  # the spec asks for something that cannot be carried out
@@ -146,8 +148,14 @@ def _why_not_ready(groups: Sequence[Mapping[str, Any]]) -> tuple[Reason, str]:
         found = next((g for g in groups if g["phase"] == phase), None)
         if found is not None:
             detail = found.get("message")
+            if reason is Reason.LOADING and _downloads(found):
+                return Reason.DOWNLOADING, f"; {found['name']} downloads its model"
             return reason, f"; {found['name']} is {phase.lower()}" + (f": {detail}" if detail else "")
     return (Reason.NOT_READY, "") if groups else (Reason.PENDING, "; none is created yet")
+
+
+def _downloads(group: Mapping[str, Any]) -> bool:
+    return group["phase"] == "Loading" and (group.get("load") or {}).get("stage") == DOWNLOAD
 
 
 def _blocked(findings: Findings) -> tuple[str, str] | None:
@@ -187,6 +195,10 @@ def progressing_claim(
         )
     if len(findings.groups) != findings.desired_replicas or findings.draining:
         return Claim("Progressing", "True", Reason.SCALING, f"the replica count moves to {findings.desired_replicas}")
+    if any(_downloads(g) for g in groups):
+        return Claim(
+            "Progressing", "True", Reason.DOWNLOADING, "replicas download the model; groups[].load says how far"
+        )
     if any(g["phase"] == "Loading" for g in groups):
         return Claim("Progressing", "True", Reason.LOADING, "replicas load the model")
     if any(not g["ready"] for g in groups):

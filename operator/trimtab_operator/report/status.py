@@ -48,6 +48,8 @@ def status_of(deployment: InferenceDeployment, findings: Findings, *, now: datet
         "url": f"http://{service_name(deployment)}.{deployment.namespace}.svc:{HTTP_PORT}/v1",
         "model": served_name((findings.target or deployment).spec),
     }
+    if findings.model_revision is not None:
+        status["modelRevision"] = findings.model_revision
     if groups:
         status["groups"] = groups
     if not findings.refusals:
@@ -102,9 +104,9 @@ def group_status(deployment: InferenceDeployment, group: Group, findings: Findin
         "phase": phase,
         "ready": readiness is Readiness.READY,
     }
-    load = ("ready", 100) if group.is_ready else view.load
+    load = _load(deployment, group, view)
     if load is not None and phase in ("Loading", "Ready"):
-        entry["load"] = {"stage": load[0], "percent": load[1]}
+        entry["load"] = load
     if view.config_generation is not None:
         entry["configGeneration"] = view.config_generation
     if message:
@@ -112,6 +114,18 @@ def group_status(deployment: InferenceDeployment, group: Group, findings: Findin
     if view.applied:
         entry["effective"] = shown(view.applied)
     return entry
+
+
+def _load(deployment: InferenceDeployment, group: Group, view: EngineView) -> dict[str, Any] | None:
+    """How far it has loaded. One that does not answer for a moment is where it was."""
+    if group.is_ready:
+        return {"stage": "ready", "percent": 100}
+    if view.load is None:
+        groups: list[dict[str, Any]] = deployment.status.get("groups") or []
+        said: dict[str, Any] | None = next((g.get("load") for g in groups if g.get("name") == group.name), None)
+        return None if said is None or said.get("stage") == "ready" else said
+    load: dict[str, Any] = {"stage": view.load[0], "percent": view.load[1]}
+    return {**load, "message": view.load_message} if view.load_message else load
 
 
 def draining_status(pod: Manifest) -> dict[str, Any]:

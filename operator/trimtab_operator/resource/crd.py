@@ -68,6 +68,7 @@ PRINTER_COLUMNS = [
     ("Phase", "string", ".status.phase", 0, "Reason of the Ready condition."),
     ("Tuning", "string", ".status.tuning.mode", 0, "Tuning mode."),
     ("Load", "string", ".status.groups[*].load.percent", 1, "Load progress of the replicas, in percent."),
+    ("Loading", "string", ".status.groups[*].load.message", 1, "How far downloads are, and the time that is left."),
     ("URL", "string", ".status.url", 1, "Base URL of the OpenAI-compatible API."),
     ("Age", "date", ".metadata.creationTimestamp", 0, "Time since creation."),
 ]

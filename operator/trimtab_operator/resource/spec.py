@@ -33,6 +33,7 @@ QUANTITY = r"^[0-9]{1,15}(\.[0-9]{1,6})?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
 FRACTION = r"^(0\.[0-9]{1,4}|1(\.0{1,4})?)$"
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 
+HUB_SCHEME = "hf://"
 SERVED_NAME = r"^[A-Za-z0-9][-A-Za-z0-9_./:]*$"
 
 Fraction = Annotated[str, Field(pattern=FRACTION, max_length=6)]
@@ -75,9 +76,17 @@ class ModelCache(Model):
     """Where downloaded weights are kept."""
 
     claim_name: str | None = Field(
-        default=None, pattern=DNS_LABEL, max_length=63, description="Claim that holds downloaded weights."
+        default=None,
+        pattern=DNS_LABEL,
+        max_length=63,
+        description="PersistentVolumeClaim that replicas and other resources may share: a model is downloaded once. "
+        "Default: a volume of the pod's own, which goes with it.",
     )
-    size: Quantity | None = Field(default=None, description="Size of a cache volume, for example 100Gi.")
+    size: Quantity | None = Field(
+        default=None,
+        description="How large the cache may grow, for example 100Gi. On a claim the longest unused models are deleted "
+        "before a download. Default: 200Gi for a pod's own volume, no limit on a claim.",
+    )
 
 
 class ModelSource(Model):
@@ -86,10 +95,14 @@ class ModelSource(Model):
     uri: str = Field(
         pattern=r"^(hf|pvc|file|s3|oci)://.+$",
         max_length=1024,
-        description="Where the weights are: file:///path in the image, or pvc://CLAIM/path on a PersistentVolumeClaim.",
+        description="Where the weights are: hf://ORG/NAME[@REVISION] of the Hugging Face hub, file:///path in the "
+        "image, or pvc://CLAIM/path on a PersistentVolumeClaim.",
     )
     revision: str | None = Field(
-        default=None, min_length=1, max_length=128, description="Revision of a model that is downloaded."
+        default=None,
+        min_length=1,
+        max_length=128,
+        description="Branch, tag or commit of an hf:// model. Default: main. It is pinned to status.modelRevision.",
     )
     served_name: str | None = Field(
         default=None,
@@ -98,14 +111,27 @@ class ModelSource(Model):
         description="Name that clients send as `model`. Default: the last part of the uri.",
     )
     token_secret_ref: SecretKeyRef | None = Field(
-        default=None, description="Secret with the token that a download needs."
+        default=None,
+        description="Secret with the token that a download needs. It is mounted in the engine's pods alone.",
     )
     cache: ModelCache | None = Field(default=None, description="Where downloaded weights are kept.")
 
     @property
+    def is_of_hub(self) -> bool:
+        """Whether it is downloaded."""
+        return self.uri.startswith(HUB_SCHEME)
+
+    @property
+    def hub_parts(self) -> tuple[str, str | None]:
+        """ORG/NAME and the revision of an hf:// model."""
+        repo, _, written = self.uri.removeprefix(HUB_SCHEME).partition("@")
+        return repo, written or self.revision
+
+    @property
     def name_for_clients(self) -> str:
         """servedName, else the last part of the uri."""
-        return self.served_name or self.uri.partition("://")[2].rstrip("/").rsplit("/", 1)[-1]
+        path = self.hub_parts[0] if self.is_of_hub else self.uri.partition("://")[2]
+        return self.served_name or path.rstrip("/").rsplit("/", 1)[-1]
 
 
 class Runtime(Model):
@@ -564,6 +590,8 @@ class InferenceDeployment:
     status: Mapping[str, Any]
     restarted_at: str | None = None
     is_paused: bool = False
+    commit: str | None = None
+    """What the revision of an hf:// model meant when the model was read; None: not known, or of no such model."""
     powers: frozenset[str] = NO_POWERS
 
     @property

@@ -30,8 +30,11 @@ class ConditionStatus(Model):
 class LoadStatus(Model):
     """How far a replica has loaded."""
 
-    stage: str = Field(max_length=32, description="starting, weights, profile, kv_cache, warm_up or ready.")
-    percent: int = Field(ge=0, le=100, description="Progress of loading.")
+    stage: str = Field(max_length=32, description="download, starting, weights, profile, kv_cache, graphs or ready.")
+    percent: int = Field(ge=0, le=100, description="Progress of loading; of a download, of its bytes.")
+    message: str | None = Field(
+        default=None, max_length=256, description="The same as a sentence: sizes, and the time that is left."
+    )
 
 
 class GroupStatus(Model):
@@ -184,6 +187,11 @@ class Status(Model):
     )
     url: str | None = Field(default=None, max_length=512, description="Base URL of the OpenAI-compatible API.")
     model: str | None = Field(default=None, max_length=128, description="Name that clients send as `model`.")
+    model_revision: str | None = Field(
+        default=None,
+        max_length=128,
+        description="Commit of an hf:// model that all replicas serve, whatever its branch has become since.",
+    )
     layout: LayoutStatus | None = Field(default=None, description="Where ranks run.")
     engine: EngineStatus | None = Field(default=None, description="Engine parameters, configured and effective.")
     tuning: TuningStatus | None = Field(default=None, description="What tuning found, set and did.")

@@ -16,7 +16,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"engine": {"maxNumSeqs": 16}},
     {"model": {"uri": "file:///models/n"}},
     {"parallelism": {"tensor": 2}},  # refused: 9 heads
-    {"model": {"uri": "hf://a/b"}},  # refused by name
+    {"model": {"uri": "oci://a/b"}},  # refused by name
 )
 
 

@@ -150,7 +150,7 @@ def test_while_a_spec_is_refused_the_count_stands(needs: Needs) -> None:
     needs.count = 3
     cluster = a_cluster()
     cluster.settle()
-    cluster.edit(model={"uri": "hf://a/b"})
+    cluster.edit(model={"uri": "oci://a/b"})
     needs.count = 1
     for _ in range(3):
         cluster.tick()

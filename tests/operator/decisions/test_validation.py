@@ -68,16 +68,21 @@ REFUSED: list[tuple[str, Any, str, str]] = [
         "pattern",
     ),
     ("spec.tuning.bounds.watermark", {"min": "0.1"}, "spec.tuning.bounds.watermark.min", "no such field"),
-    ("spec.model.uri", "hf://org/model", "spec.model.uri", "hf:// is not built yet"),
+    ("spec.model.uri", "hf://model", "spec.model.uri", "names no model; write hf://ORG/NAME"),
+    ("spec.model.uri", "hf://org/name/name-q4.gguf", "spec.model.uri", "GGUF files of the hub are not built yet"),
+    ("spec.model.uri", "hf://org/name@a b", "spec.model.revision", "no branch, tag or commit"),
+    ("spec.model", {"uri": "hf://o/n@v1", "revision": "v2"}, "spec.model.revision", "is v2, and the uri says v1"),
+    ("spec.model", {"uri": "hf://o/n", "cache": {"size": "0"}}, "spec.model.cache.size", "nothing could be downloaded"),
     ("spec.model.uri", "s3://bucket/model", "spec.model.uri", "s3:// is not built yet"),
     ("spec.model.uri", "oci://registry/model", "spec.model.uri", "oci:// is not built yet"),
     ("spec.model.uri", "file://models/x", "spec.model.uri", "no absolute path"),
     ("spec.model.uri", "file:///models/../etc", "spec.model.uri", "neither '..'"),
     ("spec.model.uri", "pvc://Claim_1/x", "spec.model.uri", "no name of a claim"),
     ("spec.model.uri", "ftp://x", "spec.model.uri", "pattern"),
-    ("spec.model.revision", "main", "spec.model.revision", "not built yet"),
-    ("spec.model.tokenSecretRef", {"name": "t"}, "spec.model.tokenSecretRef", "not built yet"),
-    ("spec.model.cache", {"size": "1Gi"}, "spec.model.cache", "not built yet"),
+    ("spec.model.revision", "main", "spec.model.revision", "belongs to models that are downloaded"),
+    ("spec.model.tokenSecretRef", {"name": "t"}, "spec.model.tokenSecretRef", "belongs to models that are downloaded"),
+    ("spec.model.cache", {"size": "1Gi"}, "spec.model.cache", "belongs to models that are downloaded"),
+    ("spec.runtime.args", ["--download-dir=/tmp"], "spec.runtime.args[0]", "repeats spec.model.cache"),
     ("spec.runtime.kind", "vllm", "spec.runtime.kind", "vllm is not built yet"),
     ("spec.runtime.image", "a b", "spec.runtime.image", "white space"),
     ("spec.runtime.args", ["--max-num-seqs=4"], "spec.runtime.args[0]", "repeats spec.engine.maxNumSeqs"),
@@ -264,7 +269,7 @@ def test_what_is_built_is_accepted(path: str, value: Any) -> None:
 
 
 def test_every_refusal_is_listed_at_once() -> None:
-    body = changed("spec.model.uri", "hf://a/b")
+    body = changed("spec.model.uri", "oci://a/b")
     body["spec"]["runtime"]["kind"] = "vllm"
     said = refusals_of(body, default_image=None)
     assert [line.split(":")[0] for line in said] == ["spec.model.uri", "spec.runtime.kind"]
@@ -391,20 +396,20 @@ def a_review(new: dict[str, Any], old: dict[str, Any] | None = None) -> dict[str
 
 
 def test_the_webhook_refuses_with_every_message() -> None:
-    verdict = a_review(changed("spec.model.uri", "hf://a/b"))
+    verdict = a_review(changed("spec.model.uri", "oci://a/b"))
     assert not verdict["allowed"]
-    assert "hf:// is not built yet" in verdict["status"]["message"]
+    assert "oci:// is not built yet" in verdict["status"]["message"]
 
 
 def test_the_webhook_lets_labels_of_an_old_invalid_resource_be_edited() -> None:
-    old = changed("spec.model.uri", "hf://a/b")
+    old = changed("spec.model.uri", "oci://a/b")
     new = copy.deepcopy(old)
     new["metadata"]["labels"] = {"a": "b"}
     assert a_review(new, old)["allowed"]
 
 
 def test_the_webhook_never_stands_in_the_way_of_a_deletion() -> None:
-    new = changed("spec.model.uri", "hf://a/b")
+    new = changed("spec.model.uri", "oci://a/b")
     new["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert a_review(new, BASE)["allowed"]
 

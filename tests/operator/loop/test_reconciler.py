@@ -60,11 +60,11 @@ async def test_a_model_that_cannot_be_read_starts_nothing_and_shows_the_last_wor
 
 
 async def test_a_refused_spec_creates_nothing_and_says_so() -> None:
-    cluster = FakeCluster(knows_the_model=False, model={"uri": "hf://a/b"})
+    cluster = FakeCluster(knows_the_model=False, model={"uri": "oci://a/b"})
     await a_reconciler(cluster).tick(a_loop(cluster))
     assert cluster.objects == {}
     assert cluster.status["phase"] == "InvalidSpec"
-    assert "hf://" in cluster.condition("Ready")["message"]
+    assert "oci://" in cluster.condition("Ready")["message"]
 
 
 async def test_a_spec_that_cannot_be_read_is_told_field_by_field() -> None:
@@ -202,7 +202,7 @@ async def test_a_decision_whose_memory_could_not_be_written_is_told_on_the_next_
 # --- groups that lack something ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [{"model": {"uri": "hf://a/b"}}, {"parallelism": {"tensor": 2, "gpusPerNode": 1}}])
+@pytest.mark.parametrize("bad", [{"model": {"uri": "oci://a/b"}}, {"parallelism": {"tensor": 2, "gpusPerNode": 1}}])
 async def test_what_runs_is_cared_for_while_its_spec_is_refused(bad: dict[str, Any]) -> None:
     """Refused by its own rules or by the model's (SmolLM2 has 9 heads): a leader that ends takes its worker along."""
     cluster = FakeCluster(parallelism={"pipeline": 2, "gpusPerNode": 1})

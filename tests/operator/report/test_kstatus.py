@@ -97,7 +97,7 @@ def test_a_change_whose_model_cannot_be_read_is_not_current() -> None:
     assert is_serving(cluster)
 
 
-@pytest.mark.parametrize("bad", [{"model": {"uri": "hf://a/b"}}, {"parallelism": {"tensor": 2}}])
+@pytest.mark.parametrize("bad", [{"model": {"uri": "oci://a/b"}}, {"parallelism": {"tensor": 2}}])
 def test_a_refused_spec_has_failed_at_once_and_what_runs_still_serves(bad: dict[str, Any]) -> None:
     cluster = a_cluster()
     cluster.settle()
