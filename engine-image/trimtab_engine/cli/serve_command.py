@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from trimtab_engine.api.serving.fetching import answering
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.host_memory import with_device_memory
 from trimtab_engine.device.profiler import check_profiler_dir
@@ -72,8 +71,10 @@ def _with_model(arguments: argparse.Namespace) -> tuple[argparse.Namespace, Fetc
     """The arguments with a path for MODEL. While that is fetched, the port of the node that serves answers probes."""
     if not is_of_hub(arguments):
         return arguments, None
-    for noisy in ("httpx2", "huggingface_hub"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
+    from trimtab_engine.api.serving.fetching import answering
+    from trimtab_engine.hub.remote import say_errors_alone
+
+    say_errors_alone()
     if arguments.node_rank or arguments.headless:
         return local_model(arguments)
     with answering(arguments.host or any_address(), arguments.port) as (state, _):

@@ -1,6 +1,7 @@
 """What the hub says of a model, and why it says nothing. Addresses, tokens and proxies are huggingface_hub's own, from
 HF_ENDPOINT, HF_TOKEN or HF_TOKEN_PATH, HTTPS_PROXY and their like."""
 
+import logging
 import time
 
 import httpx2
@@ -30,6 +31,12 @@ class HubSilent(ModelError):
 def is_offline() -> bool:
     """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids to ask."""
     return bool(constants.is_offline_mode())
+
+
+def say_errors_alone() -> None:
+    """Keep what huggingface_hub says of every request and every cut out of a server's log, which has its own words."""
+    for name in ("httpx2", "huggingface_hub"):  # the latter sets its level when it is imported: here that is done
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def default_cache() -> str:

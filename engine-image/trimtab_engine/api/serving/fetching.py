@@ -26,7 +26,7 @@ class FetchState:
     """The latest word on the download, for whoever asks."""
 
     def __init__(self) -> None:
-        self._progress = Progress("", 0, 0)
+        self._progress = Progress("the model", 0, 0)
 
     def note(self, progress: Progress) -> None:
         self._progress = progress

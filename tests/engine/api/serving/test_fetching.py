@@ -24,6 +24,10 @@ def test_start_up_names_the_stage_its_share_and_the_sentence() -> None:
     assert json.loads(body) == {"stage": "download", "percent": 42.9, "message": SENTENCE}
 
 
+def test_before_anything_is_known_the_hub_is_asked() -> None:
+    assert json.loads(FetchState().answer("/startupz")[2])["message"] == "Asking the hub for the model"
+
+
 def test_the_pod_lives_and_is_not_ready() -> None:
     assert a_state().answer("/livez")[0] == 200
     status, _, body = a_state().answer("/readyz")
