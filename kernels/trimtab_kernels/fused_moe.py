@@ -12,8 +12,10 @@ y              like x: with an expert_map the local experts' part of the sum
 w13_bias       [num_local_experts, 2 * intermediate_size], w2_bias [num_local_experts, hidden_size], or None; w2's is
                weighted like its product
 clamps         (alpha, limit): gate and up are cut off at the limit, and (up + 1) * gate * sigmoid(alpha * gate) takes
-               the place of silu_and_mul (gpt-oss). Biases and clamps are built for the CPU.
-The softmax over all experts is taken in fp32 before the top_k are chosen; `renormalize` divides by their sum.
+               the place of silu_and_mul (gpt-oss)
+sigmoid        how experts are chosen by sigmoids (Llama 4, DeepSeek-V3): moe/sigmoid_routing.py
+Biases, clamps and sigmoids are built for the CPU. Without the latter the softmax over all experts is taken in fp32
+before the top_k are chosen; `renormalize` divides by their sum.
 The weights may be float8 with block scales (w8a8_block_fp8). On CUDA four kernels of `moe/` do it.
 Bound by memory for few tokens: the weights of the experts that are hit. Source: own.
 """
@@ -27,6 +29,7 @@ from trimtab_kernels.moe.alignment import align_triton
 from trimtab_kernels.moe.combination import combine_triton
 from trimtab_kernels.moe.grouped_gemm import grouped_gemm_triton, moe_config
 from trimtab_kernels.moe.routing import route_triton
+from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting, route_by_sigmoid
 from trimtab_kernels.reshape_and_cache import FLOAT8
 from trimtab_kernels.silu_and_mul import silu_and_mul, silu_and_mul_triton
 from trimtab_kernels.w8a8_block_fp8 import dequantize_blocks, quantize_groups_triton
@@ -61,9 +64,14 @@ def fused_moe_reference(
     w13_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None,
     clamps: tuple[float, float] | None = None,
+    sigmoid: SigmoidRouting | None = None,
 ) -> torch.Tensor:
     """One expert after the other, each over the tokens that chose it."""
-    weights, experts = route(router_logits, top_k, renormalize)
+    if sigmoid is None:
+        weights, experts = route(router_logits, top_k, renormalize)
+    else:
+        weights, experts = route_by_sigmoid(router_logits, top_k, renormalize, sigmoid)
+    weighs_inputs = sigmoid is not None and sigmoid.weighs_inputs
     if expert_map is not None:
         experts = held_experts(experts, expert_map)
     y = torch.zeros_like(x)
@@ -71,10 +79,12 @@ def fused_moe_reference(
         if expert < 0:
             continue
         tokens, places = torch.where(experts == expert)
-        gate_up = F.linear(x[tokens], w13[expert], None if w13_bias is None else w13_bias[expert])
+        weight = weights[tokens, places, None]
+        rows = x[tokens] * weight if weighs_inputs else x[tokens]
+        gate_up = F.linear(rows, w13[expert], None if w13_bias is None else w13_bias[expert])
         wide = silu_and_mul(gate_up) if clamps is None else clamped_gate(gate_up, *clamps)
         product = F.linear(wide, w2[expert], None if w2_bias is None else w2_bias[expert])
-        y.index_add_(0, tokens, product * weights[tokens, places, None])
+        y.index_add_(0, tokens, product if weighs_inputs else product * weight)
     return y
 
 
@@ -132,9 +142,10 @@ def fused_moe(
     w13_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None,
     clamps: tuple[float, float] | None = None,
+    sigmoid: SigmoidRouting | None = None,
 ) -> torch.Tensor:
     """The mixture of the experts that w13 and w2 hold. Raises ValueError where shapes do not fit, and on CUDA for
-    biases and clamps."""
+    biases, clamps and sigmoids."""
     num_experts = router_logits.shape[1]
     known = num_experts if expert_map is None else expert_map.shape[-1]
     if w13.shape[2] != x.shape[1] or 2 * w2.shape[2] != w13.shape[1] or known != num_experts or top_k > num_experts:
@@ -143,12 +154,14 @@ def fused_moe(
             f"w2 {list(w2.shape)}, top_k {top_k} do not fit together"
         )
     if x.is_cuda:
-        if w13_bias is not None or w2_bias is not None or clamps is not None:
-            raise ValueError("fused_moe: biases and clamped gates are not built on CUDA")
+        if w13_bias is not None or w2_bias is not None or clamps is not None or sigmoid is not None:
+            raise ValueError("fused_moe: biases, clamped gates and routing by sigmoids are not built on CUDA")
         return fused_moe_triton(
             x, router_logits, w13, w2, top_k, renormalize, expert_map, w13_scales=w13_scales, w2_scales=w2_scales
         )
     if w13_scales is not None and w2_scales is not None:
         w13, w2 = dequantize_blocks(w13, w13_scales, x.dtype), dequantize_blocks(w2, w2_scales, x.dtype)
     more = {"w13_bias": w13_bias, "w2_bias": w2_bias}
-    return fused_moe_reference(x, router_logits, w13, w2, top_k, renormalize, expert_map, clamps=clamps, **more)
+    return fused_moe_reference(
+        x, router_logits, w13, w2, top_k, renormalize, expert_map, clamps=clamps, sigmoid=sigmoid, **more
+    )

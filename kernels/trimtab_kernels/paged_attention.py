@@ -24,13 +24,15 @@ tokens   |- decode group 0 -|- decode group 1 -|---- chunk 0 ----|-- chunk 1 --|
 - Under a window each token sees the last `window` tokens, itself included. Block tables then begin where the step's
   first token sees, so that a mask hides a block's worth at most; a chunk is cut into pieces shorter than the window,
   each a chunk of its own, of which a mask hides only what it sees of the tokens before it.
+- Where positions are cut into chunks, of which each token sees its own (Llama 4), what a step has of each chunk is a
+  sequence of its own, whose block table begins where that chunk does; `skip` are the tokens before it in its block.
 - Sinks, one number per head, are weights in the softmax that no value has (gpt-oss): exp(sink) beside the sum of the
   scores' exponentials. They are put in at the end, by the log-sum-exp.
 That is the CPU. On CUDA the step goes to the Triton kernels, which read the cache by block tables (paged_batch).
 Bound by memory for decodes: 2 * sum(lengths) * num_kv_heads * head_size * itemsize bytes per layer. Source: own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -83,6 +85,8 @@ class PrefixSlice:
     run: int | None
     mask: torch.Tensor | None = None
     """[1, 1, tokens of the chunk, length]: 0, or -inf where a window ends; None: every token sees all of it."""
+    skip: int = 0
+    """So many of the tokens no token sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,39 +171,89 @@ def build_attention_metadata(
     device: torch.device,
     is_native: bool = False,
     window: int | None = None,
+    chunk_size: int | None = None,
+    gone: Sequence[int] = (),
 ) -> AttentionMetadata:
     """Plan a step. decodes: (block table, context length with the new token), longest first, one token each, at most
     GATHER_TOKENS long; chunks: (block table, tokens before, tokens now). `slots`: one per real token, in this order.
     is_native: the compiled layers of the CPU will take it, which know no window. Under a window tables and lengths may
-    begin where the first of the tokens sees.
+    begin where the first of the tokens sees; so they may where positions are cut into chunks of chunk_size, and `gone`
+    then counts the tokens before each table (empty: none anywhere). Chunks are built for the CPU alone.
     """
     slot_mapping = torch.tensor(slots, dtype=torch.int64, device=device)
     if device.type == "cuda":
+        assert chunk_size is None
         paged = build_paged_batch(decodes, chunks, block_size=block_size, device=device)
         return AttentionMetadata(paged.num_tokens, slot_mapping, (), (), paged, window=window)
     if is_native:
         assert window is None
+        assert chunk_size is None
         native = build_native_batch(decodes, chunks, block_size=block_size)
         return AttentionMetadata(len(slots), slot_mapping, (), (), native=native)
     groups: list[DecodeGroup] = []
     planned: list[Chunk] = []
-    first = _add_groups(groups, decodes, 1, 0, block_size, window, device)
+    skips = [0] * (len(decodes) + len(chunks))
+    if chunk_size is not None:
+        decodes, chunks, skips = _cut_to_chunks(decodes, chunks, gone or skips, chunk_size, block_size)
+    first = _add_groups(groups, decodes, skips, 1, 0, block_size, window, device)
+    skips = skips[len(decodes) :]
     index = 0
     while index < len(chunks):
         short = _short_chunks(chunks, index, block_size)
         if short:
             num_tokens = chunks[index][2]
             sequences = [(table, before + now) for table, before, now in chunks[index : index + short]]
-            first = _add_groups(groups, sequences, num_tokens, first, block_size, window, device)
+            own_skips = skips[index : index + short]
+            first = _add_groups(groups, sequences, own_skips, num_tokens, first, block_size, window, device)
             index += short
             continue
         table, before, now = chunks[index]
         for start, end in _pieces(before, before + now, window):
-            prefix = tuple(_prefix_slices(table, start, end, block_size, window, device))
+            prefix = tuple(_prefix_slices(table, start, end, skips[index], block_size, window, device))
             planned.append(Chunk(first, first + end - start, prefix))
             first += end - start
         index += 1
     return AttentionMetadata(first, slot_mapping, tuple(groups), tuple(planned), window=window)
+
+
+def _cut_to_chunks(
+    decodes: list[tuple[list[int], int]],
+    chunks: list[tuple[list[int], int, int]],
+    gone: Sequence[int],
+    chunk_size: int,
+    block_size: int,
+) -> tuple[list[tuple[list[int], int]], list[tuple[list[int], int, int]], list[int]]:
+    """The same step as tokens that see all before them: cut where chunks of positions end, each piece with the table of
+    its own chunk. The third are the tokens of another chunk in the first block of each.
+    ```
+    positions   |-- chunk of positions --|-- chunk of positions --|
+    blocks      |     |     |     |     |     |     |     |
+    a step                       |- piece -|-- piece --|           the second piece's table begins with the fifth block
+    ```
+    """
+    cut_decodes, pieces, skips = [], [], []
+    for (table, length), before_table in zip(decodes, gone[: len(decodes)], strict=True):
+        own = _chunk_of(length - 1, before_table, chunk_size)
+        first, skip = divmod(max(0, own[0]), block_size)
+        cut_decodes.append((table[first:], length - first * block_size))
+        skips.append(skip)
+    for (table, before, now), before_table in zip(chunks, gone[len(decodes) :], strict=True):
+        start, end = before, before + now
+        while start < end:
+            own = _chunk_of(start, before_table, chunk_size)
+            first, skip = divmod(max(0, own[0]), block_size)
+            stop = min(end, own[1])
+            pieces.append((table[first:], start - first * block_size, stop - start))
+            skips.append(skip)
+            start = stop
+    return cut_decodes, pieces, skips
+
+
+def _chunk_of(place: int, before_table: int, chunk_size: int) -> tuple[int, int]:
+    """[first, last) of the chunk of positions that a place lies in. All three are counted from where the table begins,
+    which is before_table tokens into the sequence; the chunk may begin before it."""
+    first = (place + before_table) // chunk_size * chunk_size - before_table
+    return first, first + chunk_size
 
 
 def plan_cpu_reads(metadata: AttentionMetadata, num_heads: int, cache: torch.Tensor) -> AttentionMetadata:
@@ -240,6 +294,7 @@ def _short_chunks(chunks: list[tuple[list[int], int, int]], index: int, block_si
 def _add_groups(
     groups: list[DecodeGroup],
     sequences: list[tuple[list[int], int]],
+    skips: list[int],
     num_tokens: int,
     first: int,
     block_size: int,
@@ -250,14 +305,17 @@ def _add_groups(
     each, which begin at token `first` of the batch. Returns where they end."""
     counts = [-(-length // block_size) for _, length in sequences]
     for begin, end in pairwise(plan_decode_groups(counts, block_size)) if sequences else ():
-        groups.append(_group(sequences[begin:end], counts[begin:end], num_tokens, first, block_size, window, device))
-        first = groups[-1].last
+        part = slice(begin, end)
+        group = _group(sequences[part], counts[part], skips[part], num_tokens, first, block_size, window, device)
+        groups.append(group)
+        first = group.last
     return first
 
 
 def _group(
     sequences: list[tuple[list[int], int]],
     counts: list[int],
+    skips: list[int],
     num_tokens: int,
     first: int,
     block_size: int,
@@ -271,7 +329,7 @@ def _group(
     mask = None
     if len(sequences) == 1:
         length = lengths[0]
-    if len(sequences) > 1 or num_tokens > 1 or (window is not None and length > window):
+    if len(sequences) > 1 or num_tokens > 1 or any(skips) or (window is not None and length > window):
         positions = torch.arange(length, device=device)
         newest = torch.arange(1 - num_tokens, 1, device=device)
         seen = torch.tensor(lengths, device=device).view(-1, 1, 1, 1) + newest.view(-1, 1)
@@ -279,6 +337,8 @@ def _group(
         mask.masked_fill_(positions >= seen, float("-inf"))
         if window is not None:
             mask.masked_fill_(positions < seen - window, float("-inf"))
+        if any(skips):
+            mask.masked_fill_(positions < torch.tensor(skips, device=device).view(-1, 1, 1, 1), float("-inf"))
     blocks: list[int] = []
     for (table, _), count in zip(sequences, counts, strict=True):
         blocks += table[:count]
@@ -298,9 +358,12 @@ def _pieces(start: int, end: int, window: int | None) -> list[tuple[int, int]]:
 
 
 def _prefix_slices(
-    table: list[int], start: int, end: int, block_size: int, window: int | None, device: torch.device
+    table: list[int], start: int, end: int, skip: int, block_size: int, window: int | None, device: torch.device
 ) -> list[PrefixSlice]:
-    """What tokens [start, end) of a sequence see of those before them, in slices of whole blocks."""
+    """What tokens [start, end) of a sequence see of those before them, in slices of whole blocks; none of them sees the
+    first `skip`, fewer than a block has."""
+    if start <= skip:
+        return []
     slices = []
     step = GATHER_TOKENS // block_size
     begin = 0 if window is None else max(0, start - window + 1) // block_size
@@ -314,7 +377,7 @@ def _prefix_slices(
             positions = torch.arange(first * block_size, first * block_size + length, device=device)
             mask = torch.zeros(end - start, length, device=device)
             mask = mask.masked_fill_(positions < seen_from, float("-inf")).view(1, 1, end - start, length)
-        slices.append(PrefixSlice(length, tensor, first_of_run(blocks), mask))
+        slices.append(PrefixSlice(length, tensor, first_of_run(blocks), mask, skip if first == 0 else 0))
     return slices if window is None or window > 1 else []
 
 
@@ -327,6 +390,7 @@ def paged_attention_reference(
     scale: float,
     *,
     window: int | None = None,
+    chunk_size: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One sequence, float32, no tricks: tokens [start, start + len(query)) against all cached tokens up to each."""
@@ -340,6 +404,8 @@ def paged_attention_reference(
     hidden = torch.arange(end, device=query.device) > rows
     if window is not None:
         hidden |= torch.arange(end, device=query.device) <= rows - window
+    if chunk_size is not None:
+        hidden |= torch.arange(end, device=query.device) < rows // chunk_size * chunk_size
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         scores = torch.cat([sinks.float().view(-1, 1, 1).expand(-1, num_tokens, 1), scores], dim=-1)
@@ -494,8 +560,9 @@ def _attend_chunk(
 
     output, lse = part(key[tokens], value[tokens], is_causal=True)
     for cached in chunk.prefix:
-        keys = _read_blocks(key_cache, cached.blocks, cached.run).flatten(0, 1)[: cached.length]
-        values = _read_blocks(value_cache, cached.blocks, cached.run).flatten(0, 1)[: cached.length]
+        seen = slice(cached.skip, cached.length)
+        keys = _read_blocks(key_cache, cached.blocks, cached.run).flatten(0, 1)[seen]
+        values = _read_blocks(value_cache, cached.blocks, cached.run).flatten(0, 1)[seen]
         output, lse = merge_parts(output, lse, *part(keys, values, cached.mask, is_causal=False))
     if sinks is not None:
         output = with_sinks(output, lse, sinks.view(num_kv_heads, group, 1))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from trimtab_kernels.fused_moe import fused_moe, fused_moe_reference, fused_moe_triton
 from trimtab_kernels.launch.gemm_config import GemmConfig
+from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting
 from trimtab_kernels.silu_and_mul import silu_and_mul_reference
 
 CONFIG = GemmConfig(16, 32, 32, 2, 4, 2)
@@ -40,6 +41,20 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(num_tokens: int, renorm
     inputs = an_input(num_tokens)
     output = fused_moe(*inputs, TOP_K, renormalize)
     torch.testing.assert_close(output, by_token(*inputs, renormalize), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("weighs_inputs", [True, False])
+def test_by_sigmoids_each_token_gets_its_best_experts_weighted_before_or_behind_them(weighs_inputs: bool) -> None:
+    x, logits, w13, w2 = an_input(9)
+    output = fused_moe(x, logits, w13, w2, TOP_K, False, sigmoid=SigmoidRouting(weighs_inputs=weighs_inputs))
+    for token, scores, y in zip(x, logits.sigmoid(), output, strict=True):
+        expected = torch.zeros(HIDDEN)
+        for expert in scores.topk(TOP_K).indices:
+            weight = scores[expert]
+            row = token * weight if weighs_inputs else token
+            own = w2[expert] @ silu_and_mul_reference((w13[expert] @ row)[None])[0]
+            expected += own if weighs_inputs else own * weight
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_the_parts_of_two_ranks_sum_to_the_whole() -> None:

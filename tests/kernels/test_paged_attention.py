@@ -27,7 +27,7 @@ Sequence = tuple[int, int]  # (tokens before, tokens now)
 def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, size: int = 16, in_rows: bool = False,
                dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None,
                scales: tuple[float, float] = (1.0, 1.0), window: int | None = None,
-               has_sinks: bool = False, from_sight: bool = False) -> None:  # fmt: skip
+               chunk_size: int | None = None, has_sinks: bool = False, from_sight: bool = False) -> None:  # fmt: skip
     """Compute a step in every way. Blocks are scattered over the cache, or in rows. `from_sight`: tables begin with the
     first block that the step's first token sees."""
     generator = torch.Generator().manual_seed(1)
@@ -47,14 +47,25 @@ def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, 
         for i in order
         for position in range(sequences[i][0], sum(sequences[i]))
     ]
+    gone = [0] * len(sequences)
     if from_sight:
-        assert window is not None
-        gone = [max(0, before - window + 1) // BLOCK_SIZE for before, _ in sequences]
+        for i, (before, _) in enumerate(sequences):
+            first_seen = 0 if window is None else max(0, before - window + 1)
+            gone[i] = (first_seen if chunk_size is None else before // chunk_size * chunk_size) // BLOCK_SIZE
         decodes = [(tables[i][gone[i] :], sequences[i][0] + 1 - gone[i] * BLOCK_SIZE) for i in order[: len(decodes)]]
         cut = [(tables[i][gone[i] :], sequences[i][0] - gone[i] * BLOCK_SIZE) for i in order[len(decodes) :]]
         chunks = [(table, before, now) for (table, before), (_, _, now) in zip(cut, chunks, strict=True)]
     device = torch.device("cpu")
-    metadata = build_attention_metadata(slots, decodes, chunks, block_size=BLOCK_SIZE, device=device, window=window)
+    metadata = build_attention_metadata(
+        slots,
+        decodes,
+        chunks,
+        block_size=BLOCK_SIZE,
+        device=device,
+        window=window,
+        chunk_size=chunk_size,
+        gone=[gone[i] * BLOCK_SIZE for i in order] if from_sight else (),
+    )
     sinks = torch.randn(heads, generator=generator) if has_sinks else None
     query = torch.randn(len(slots), heads, size, generator=generator).to(dtype)
     new_keys, new_values = keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
@@ -70,7 +81,7 @@ def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, 
         before, now = sequences[i]
         rows = slice(first, first + now)
         expected = paged_attention_reference(
-            query[rows], keys, values, tables[i], before, scale, window=window, sinks=sinks
+            query[rows], keys, values, tables[i], before, scale, window=window, chunk_size=chunk_size, sinks=sinks
         )
         for output in outputs:
             torch.testing.assert_close(output[rows], expected, rtol=tolerance, atol=tolerance)
@@ -96,6 +107,15 @@ def test_under_a_window_a_token_sees_only_the_last_ones(
     sequences: list[Sequence], window: int, from_sight: bool
 ) -> None:
     check_step(sequences, window=window, from_sight=from_sight)
+
+
+@pytest.mark.parametrize("from_sight", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 8, 13, 64, 600])
+@pytest.mark.parametrize("sequences", MIXED, ids=str)
+def test_of_chunks_of_positions_a_token_sees_its_own(
+    sequences: list[Sequence], chunk_size: int, from_sight: bool
+) -> None:
+    check_step(sequences, chunk_size=chunk_size, from_sight=from_sight)
 
 
 @pytest.mark.parametrize("window", [None, 13, 600])

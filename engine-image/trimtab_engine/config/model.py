@@ -32,6 +32,21 @@ class ClampedGate:
 
 
 @dataclass(frozen=True, slots=True)
+class SigmoidRouting:
+    """Experts are chosen by the sigmoid of the router's logits, each on its own, not by a softmax over all."""
+
+    weighs_inputs: bool = False
+    """What an expert gets is weighted, not what it yields."""
+    has_bias: bool = False
+    """Each expert has a number that is added to its score for the choice, not for its weight."""
+    num_groups: int = 1
+    """Into so many groups experts are divided; of the best `num_top_groups` those of a token are chosen."""
+    num_top_groups: int = 1
+    factor: float = 1.0
+    """By what the weights are multiplied."""
+
+
+@dataclass(frozen=True, slots=True)
 class MoeConfig:
     """The mixtures of experts. `dense_layers` have a plain MLP instead; `renormalize`: the top weights sum to 1."""
 
@@ -41,10 +56,40 @@ class MoeConfig:
     renormalize: bool
     dense_layers: frozenset[int]
     is_stacked: bool = False
-    """Whether a layer's experts are one tensor per projection, transposed, gate and up in turn, with biases; the router
-    has one too."""
+    """Whether a layer's experts lie in one tensor per projection."""
     clamped_gate: ClampedGate | None = None
     """None: silu of the gate, times up."""
+    sigmoid: SigmoidRouting | None = None
+    """None: experts are chosen by a softmax."""
+    shared_size: int = 0
+    """Width of the expert that every token passes beside those that are chosen for it; 0: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """A query at position p is multiplied by 1 + scale * ln(1 + floor((p + 1) / floor)) (arXiv:2501.19399), so that
+    attention over long contexts stays as sharp."""
+
+    floor: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Keys and values of all heads as one latent vector per token (multi-head latent attention, arXiv:2405.04434). A
+    head's query and key have a part without positions, of `plain_size`, and one that is rotated."""
+
+    query_rank: int | None
+    """Size of the queries' own latent vector; None: queries come from the hidden state."""
+    kv_rank: int
+    plain_size: int
+    rotary_size: int
+    value_size: int
+
+    @property
+    def kept_size(self) -> int:
+        """What is kept of a token: the latent vector, and the rotated part of a key, which all heads share."""
+        return self.kv_rank + self.rotary_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +118,12 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     windows: tuple[int | None, ...] = ()
     """Per layer: how many tokens a token sees, itself included; None: all before it. Empty: no layer has a window."""
+    is_chunked: bool = False
+    """Windows are chunks of positions, of which a token sees its own."""
+    unturned: frozenset[int] = frozenset()
+    """Layers whose queries and keys are not rotated, so that they know no positions."""
+    temperature: Temperature | None = None
+    """How queries grow with their positions in layers that do not rotate them; None: they do not."""
     local_rope: RopeConfig | None = None
     """The rotation in layers that have a window; None: the same as in the others."""
     attention_scale: float | None = None
@@ -83,8 +134,17 @@ class ModelConfig:
     """By what embeddings are multiplied."""
     norm_offset: float = 0.0
     """What is added to the stored weight of every norm."""
+    latent: LatentAttention | None = None
+    """None: keys and values per head."""
+    num_draft_layers: int = 0
+    """Layers behind the last that predict further tokens. They are not run, and their weights are not read."""
     is_gelu: bool = False
     """The MLP's gate goes through gelu, approximated by tanh, not through silu."""
+
+    @property
+    def rotary_size(self) -> int:
+        """How much of each head is rotated."""
+        return self.head_size if self.latent is None else self.latent.rotary_size
 
     def window(self, layer: int) -> int | None:
         """The layer's window."""

@@ -160,6 +160,15 @@ class ConfigWords:
         absurdly many layers are refused later, by the number of tensors."""
         return min(self.positive("num_hidden_layers"), MAX_LAYERS)
 
+    def listed(self, key: str, length: int | None = None) -> list[int]:
+        """Whole numbers, `length` of them where that is said, or none; [] where the key is absent."""
+        value = self.config.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(number, int) and number >= 0 for number in value):
+            raise ModelError(f"{self.where}: {key} is {value!r:.100}; a list of whole numbers is needed")
+        if value and length is not None and len(value) != length:
+            raise ModelError(f"{self.where}: {key} has {len(value)} entries; {length} are needed")
+        return value
+
     def flag(self, key: str) -> bool:
         """False where the key is absent."""
         return bool(self.config.get(key, False))
@@ -172,6 +181,11 @@ class ConfigWords:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelError(f"{self.where}: {key} is {value!r}; a positive whole number is needed")
         return value
+
+    def count(self, key: str) -> int:
+        """A whole number of 0 or more; 0 where the key is absent."""
+        value = self.config.get(key)
+        return 0 if value in (None, 0) else self.positive(key)
 
     def number(self, key: str, *, default: float) -> float:
         """Any number."""

@@ -8,6 +8,7 @@ with the driver's bindings, on CUDA (address_range.py, mapped_range.py).
 range    | layer 0 keys: block 0 | 1 | 2 | … | reserved | pad | layer 0 values: … | layer 1 keys: …
                        |-- num_blocks --|---- cap ----|
 ```
+Where values are part of the keys, as in latent vectors, a layer has the keys' region alone.
 A region (one layer's keys, or values) starts on a page, so regions share none. A draft model's layers follow the
 target's, under the same block ids: what happens to a block happens to both.
 """
@@ -29,16 +30,21 @@ BUS_PROGRAMS = 64  # of a copy over the bus: 16 KiB each on their way are ten ti
 
 @dataclass(frozen=True, slots=True)
 class KVLayers:
-    """The largest group of one model's layers, whose keys and values are equally large, and the dtype of both. Layers
-    of its other groups lie in the same places: a block is one group's at a time."""
+    """The largest group of one model's layers, whose keys and values are equally large, or values part of the keys, and
+    the dtype of both. Layers of its other groups lie in the same places: a block is one group's at a time."""
 
     group: KVGroup
     dtype: torch.dtype
 
     @property
+    def regions_per_layer(self) -> int:
+        """Keys and values lie apart, where there are both."""
+        return 2 if self.group.each.value_size else 1
+
+    @property
     def num_regions(self) -> int:
-        """Keys and values lie apart, layer by layer."""
-        return 2 * self.group.num_layers
+        """Layer by layer."""
+        return self.regions_per_layer * self.group.num_layers
 
     @property
     def bytes_per_token(self) -> int:
@@ -105,10 +111,15 @@ class KVCache:
             .view(cap_blocks, block_size, r.model.group.each.num_kv_heads, r.model.group.each.key_size)
             for r in self._regions
         ]
-        self.keys = tensors[0::2]
+        layered = [
+            (first, first + model.regions_per_layer - 1)
+            for model, (begin, end) in zip(models, _runs(models), strict=True)
+            for first in range(begin, end, model.regions_per_layer)
+        ]
+        self.keys = [tensors[keys] for keys, _ in layered]
         """Per layer, the target's and then the draft's: [cap_blocks, block_size, num_kv_heads, head_size]."""
-        self.values = tensors[1::2]
-        """Like keys."""
+        self.values = [tensors[values] for _, values in layered]
+        """Like keys; the keys themselves, of which values are the first elements, where a layer has no others."""
         self.device = whole.device
         self.block_words = [_as_words(whole, self._regions[first:last]) for first, last in _runs(models)]
         """Per model: [regions, blocks, block_bytes // 8] int64, for moving blocks whatever their dtype."""

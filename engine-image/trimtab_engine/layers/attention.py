@@ -9,6 +9,7 @@ from trimtab_kernels.paged_attention import AttentionMetadata, paged_attention
 from trimtab_kernels.rope_and_cache import Norms, rope_and_cache
 
 from trimtab_engine.layers.quantized import Projection
+from trimtab_engine.layers.rotary import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Attention:
     def __call__(
         self,
         x: torch.Tensor,
-        rotation: torch.Tensor,
+        turn: Turn,
         keys: torch.Tensor,
         values: torch.Tensor,
         metadata: AttentionMetadata,
@@ -50,7 +51,9 @@ class Attention:
         """x [num_tokens, hidden_size] -> the same shape. keys, values: this layer's part of the KV cache."""
         slots, scales = metadata.slot_mapping, self._kv_scales
         query, key, value = rope_and_cache(
-            self.qkv(x), rotation, keys, values, slots, norms=self.norms, is_padded=metadata.is_padded, **scales
+            self.qkv(x), turn.rotation, keys, values, slots, norms=self.norms, is_padded=metadata.is_padded, **scales
         )
+        if turn.query_factors is not None:
+            query = (query * turn.query_factors.view(-1, 1, 1)).to(query.dtype)
         output = paged_attention(query, key, value, keys, values, metadata, self._scale, sinks=self.sinks, **scales)
         return self.output(output.view(x.shape[0], -1))

@@ -11,8 +11,10 @@ All data-parallel ranks therefore have the same number of rows, which the step s
 
 import torch
 from trimtab_kernels.fused_moe import fused_moe
+from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting, route_by_sigmoid
 
 from trimtab_engine.config.model import ClampedGate
+from trimtab_engine.layers.gated_mlp import GatedMlp
 from trimtab_engine.layers.quantized import Projection
 from trimtab_engine.parallel.expert_slots import ExpertSlots
 from trimtab_engine.parallel.groups import RankGroups
@@ -24,7 +26,8 @@ MAX_CUDA_TOKENS = 16384  # on CUDA every call reads all experts' weights, so a s
 class MixtureOfExperts:
     """w13 [experts held, 2 * intermediate, hidden], w2 [experts held, hidden, intermediate] of this rank; float8 with
     scales per block, or of the computing dtype without. w13_bias [experts held, 2 * intermediate], w2_bias [experts
-    held, hidden], where there are some."""
+    held, hidden], where there are some. `shared`: this rank's part of what every token passes, which the sum over
+    tensor-parallel ranks takes in."""
 
     def __init__(
         self,
@@ -41,12 +44,15 @@ class MixtureOfExperts:
         w13_bias: torch.Tensor | None = None,
         w2_bias: torch.Tensor | None = None,
         clamped_gate: ClampedGate | None = None,
+        sigmoid: SigmoidRouting | None = None,
+        shared: GatedMlp | None = None,
         slots: ExpertSlots | None = None,
     ) -> None:
         self._router, self._w13, self._w2 = router, w13, w2
         self._top_k, self._renormalize = top_k, renormalize
         self._more = {"w13_scales": w13_scales, "w2_scales": w2_scales, "w13_bias": w13_bias, "w2_bias": w2_bias}
         self._clamps = None if clamped_gate is None else (clamped_gate.alpha, clamped_gate.limit)
+        self._sigmoid, self._shared = sigmoid, shared
         self._expert_map = expert_map if slots is None else slots.expert_map
         self._slots = slots
         self._tensor, self._data = groups.tensor, groups.data
@@ -64,7 +70,7 @@ class MixtureOfExperts:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, hidden_size] -> the same shape."""
-        logits = self._router(x)
+        own, logits = x, self._router(x)
         if self._data is not None:
             x, logits = self._data.all_gather(x), self._data.all_gather(logits)
         most = MAX_CUDA_TOKENS if x.is_cuda else MAX_TOKENS
@@ -75,12 +81,14 @@ class MixtureOfExperts:
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self._data is not None:
             y = self._data.reduce_scatter(y)
+        if self._shared is not None:
+            y = y + self._shared(own)
         return y if self._tensor is None else self._tensor.all_reduce(y)
 
     def _compute(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The part of the experts that are held here."""
         if self._slots is not None:
-            self._slots.count(logits, self._top_k)
+            self._slots.count(self._chosen(logits))
         return fused_moe(
             x,
             logits,
@@ -90,5 +98,12 @@ class MixtureOfExperts:
             self._renormalize,
             self._expert_map,
             clamps=self._clamps,
+            sigmoid=self._sigmoid,
             **self._more,
         )
+
+    def _chosen(self, logits: torch.Tensor) -> torch.Tensor:
+        """The experts [rows, top_k] of each token."""
+        if self._sigmoid is None:
+            return logits.topk(self._top_k, dim=-1).indices
+        return route_by_sigmoid(logits, self._top_k, self._renormalize, self._sigmoid)[1]

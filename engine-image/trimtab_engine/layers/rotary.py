@@ -2,10 +2,20 @@
 a table of all positions would cost tens of MiB for long contexts and save nothing."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 
-from trimtab_engine.config.model import RopeConfig
+from trimtab_engine.config.model import RopeConfig, Temperature
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What positions do to a layer's heads: rotation [num_tokens, head_size // 2] complex turns queries and keys;
+    query_factors [num_tokens] float32 multiply queries, where there are some."""
+
+    rotation: torch.Tensor
+    query_factors: torch.Tensor | None = None
 
 
 class RotaryAngles:
@@ -21,6 +31,16 @@ class RotaryAngles:
         if self._factor == 1.0:
             return torch.complex(angles.cos(), angles.sin())
         return torch.complex(angles.cos() * self._factor, angles.sin() * self._factor)
+
+
+def no_turn(positions: torch.Tensor, head_size: int, temperature: Temperature | None) -> Turn:
+    """For layers that do not rotate: the turn that changes nothing, with queries that grow by their temperature."""
+    ones = torch.ones(positions.shape[0], head_size // 2, device=positions.device)
+    rotation = torch.complex(ones, torch.zeros_like(ones))
+    if temperature is None:
+        return Turn(rotation)
+    steps = torch.floor((positions.float() + 1.0) / temperature.floor)
+    return Turn(rotation, torch.log1p(steps) * temperature.scale + 1.0)
 
 
 def scaled_frequencies(rope: RopeConfig, head_size: int) -> torch.Tensor:

@@ -28,7 +28,9 @@ class LayerKV:
     value_size: int
     """One head's value; 0 where values are part of the keys, as in a latent vector."""
     window: int | None = None
-    """How many tokens a query sees, itself included; None: all before it."""
+    """How many tokens a query sees at most, itself included; None: all before it."""
+    is_chunked: bool = False
+    """Whether it sees those of its own chunk of `window` tokens instead of the last so many."""
 
     @property
     def num_elements(self) -> int:
@@ -60,7 +62,7 @@ class KVGroup:
     @property
     def sight(self) -> Sight:
         """How far back its tokens see."""
-        return Sight(self.each.window)
+        return Sight(self.each.window, self.each.is_chunked)
 
     def on_rank(self, stage: Span, tensor: int) -> "KVGroup":
         """The part of a rank that holds the layers of `stage`, as one of `tensor` ranks that divide them."""

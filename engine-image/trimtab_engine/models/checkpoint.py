@@ -40,7 +40,8 @@ def check_counts(config: ModelConfig, source: WeightSource) -> None:
     """Raise ModelError where there are fewer tensors than layers and experts: before the names of all are listed."""
     num_found, num_experts, num_mixtures = len(source.shapes()), 0, 0
     if config.moe is not None:
-        num_experts, num_mixtures = config.moe.num_experts, config.num_layers - len(config.moe.dense_layers)
+        num_experts = 1 if config.moe.is_stacked else config.moe.num_experts
+        num_mixtures = config.num_layers - len(config.moe.dense_layers)
     if max(config.num_layers, num_mixtures * num_experts) > num_found:
         raise ModelError(
             f"{source.where}: implies {config.num_layers} layers{f' and {num_experts} experts' * bool(num_experts)}, "
@@ -53,12 +54,14 @@ def check_tensors(config: ModelConfig, source: WeightSource) -> None:
     found = source.shapes()
     check_counts(config, source)
     expected = expected_shapes(config)
+    drafting = tuple(f"model.layers.{config.num_layers + layer}." for layer in range(config.num_draft_layers))
     scales = _scale_shapes(expected) if stored_quantization(source.config, source.where) else {}
     missing = sorted(expected.keys() - found.keys())
     extra = sorted(
         name
         for name in found.keys() - expected.keys()
         if not name.endswith((IGNORED_SUFFIX, *KV_SCALE_SUFFIXES))
+        and not name.startswith(drafting)
         and name not in scales
         and not (name == "lm_head.weight" and config.tie_word_embeddings)
     )

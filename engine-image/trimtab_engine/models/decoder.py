@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting
 from trimtab_kernels.native.decoder import DecoderShape, LayerWeights
 from trimtab_kernels.paged_attention import AttentionMetadata
 from trimtab_kernels.rms_norm import add_rms_norm, gather_rms_norm, rms_norm
@@ -23,12 +24,13 @@ from trimtab_engine.config.model import ModelConfig, MoeConfig
 from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.layers.attention import Attention, KVScales
 from trimtab_engine.layers.gated_mlp import GatedMlp, GeluMlp
+from trimtab_engine.layers.latent_attention import LatentAttention
 from trimtab_engine.layers.linear import MAX_ROWS, pads_rows
 from trimtab_engine.layers.moe import MixtureOfExperts
 from trimtab_engine.layers.quantized import stacked
-from trimtab_engine.layers.rotary import RotaryAngles
+from trimtab_engine.layers.rotary import RotaryAngles, Turn, no_turn
 from trimtab_engine.layers.vocabulary import LmHead, VocabularyEmbedding
-from trimtab_engine.memory.kv_groups import KVPlace, groups_of, places_of
+from trimtab_engine.memory.kv_groups import KVPlace, LayerKV, groups_of, places_of
 from trimtab_engine.models.compiled_layers import compile_layers, why_not
 from trimtab_engine.models.decoder_kv import decoder_kv
 from trimtab_engine.models.loading import Loader
@@ -59,7 +61,7 @@ def load_mlp(config: ModelConfig, prefix: str, shard: ModelShard, groups: RankGr
 def load_attention(config: ModelConfig, prefix: str, shard: ModelShard, groups: RankGroups, load: Loader) -> Attention:
     """This rank's heads."""
     size = config.head_size
-    heads, kv_heads = _elements(shard.heads, size), _elements(shard.kv_heads, size)
+    heads, kv_heads = head_rows(shard.heads, size), head_rows(shard.kv_heads, size)
     parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
     norms = None
     if config.qk_norm:
@@ -91,7 +93,7 @@ def load_mixture(
         w13.append(load.expert(of_expert, ("gate_proj", "up_proj"), rows=wide))
         w2.append(load.expert(of_expert, ("down_proj",), columns=wide))
     (gate_up, gate_up_scales), (down, down_scales) = stacked(w13), stacked(w2)
-    slots, held = _expert_places(moe, shard, down.device)
+    slots, held = expert_places(moe, shard, down.device)
     return MixtureOfExperts(
         load.router(prefix + "gate.weight", moe.num_experts),
         gate_up,
@@ -100,10 +102,32 @@ def load_mixture(
         w2_scales=down_scales,
         top_k=moe.num_experts_per_token,
         renormalize=moe.renormalize,
+        sigmoid=load_sigmoid(moe, prefix, load),
+        shared=load_shared(prefix + "shared_experts.", shard, load) if moe.shared_size else None,
         expert_map=held,
         groups=groups,
         slots=slots,
     )
+
+
+def load_sigmoid(moe: MoeConfig, prefix: str, load: Loader) -> SigmoidRouting | None:
+    """How experts are chosen by sigmoids; None where they are chosen by a softmax."""
+    how = moe.sigmoid
+    if how is None:
+        return None
+    return SigmoidRouting(
+        weighs_inputs=how.weighs_inputs,
+        bias=load.wide(prefix + "gate.e_score_correction_bias") if how.has_bias else None,
+        num_groups=how.num_groups,
+        num_top_groups=how.num_top_groups,
+        factor=how.factor,
+    )
+
+
+def load_shared(prefix: str, shard: ModelShard, load: Loader) -> GatedMlp:
+    """This rank's columns of what every token passes beside its experts, whose sum the mixture makes."""
+    wide = shard.shared_mlp
+    return GatedMlp(load.gated(prefix, "gate_proj", "up_proj", wide), load.part_of_sum(prefix + "down_proj", wide))
 
 
 def _load_stacked_mixture(
@@ -125,7 +149,7 @@ def _load_stacked_mixture(
         behind = load(prefix + "experts.down_proj_bias", rows=rows)[0]
         b2.append(torch.zeros_like(behind) if first else behind)
     down = torch.stack(w2)
-    slots, held = _expert_places(moe, shard, down.device)
+    slots, held = expert_places(moe, shard, down.device)
     return MixtureOfExperts(
         load.router(prefix + "router.weight", moe.num_experts, bias=prefix + "router.bias"),
         torch.stack(w13),
@@ -141,7 +165,7 @@ def _load_stacked_mixture(
     )
 
 
-def _expert_places(
+def expert_places(
     moe: MoeConfig, shard: ModelShard, device: torch.device
 ) -> tuple[ExpertSlots | None, torch.Tensor | None]:
     """(slots, where experts may move; else the map of those that are held, where others hold some)."""
@@ -167,25 +191,39 @@ class DecoderLayer:
         prefix = f"model.layers.{layer}."
         self._place = place
         self._eps = config.rms_norm_eps
-        self._rope = int(config.local_rope is not None and config.window(layer) is not None)
+        self._turn = turn_of(config, layer)
         self._input_norm = load_norm(config, prefix + "input_layernorm.weight", load)
-        self.attention = load_attention(config, prefix + "self_attn.", shard, groups, load)
+        self.attention = self.load_attention(config, layer, shard, groups, load)
         self._mlp_norm = load_norm(config, prefix + "post_attention_layernorm.weight", load)
         self.is_moe = config.is_moe_layer(layer)
-        make_mlp = load_mixture if self.is_moe else load_mlp
-        self.feed_forward = make_mlp(config, prefix + "mlp.", shard, groups, load)
+        self.feed_forward = self.load_feed_forward(config, layer, shard, groups, load)
+
+    @staticmethod
+    def load_attention(
+        config: ModelConfig, layer: int, shard: ModelShard, groups: RankGroups, load: Loader
+    ) -> Attention | LatentAttention:
+        """The first half, as most families store it."""
+        return load_attention(config, f"model.layers.{layer}.self_attn.", shard, groups, load)
+
+    @staticmethod
+    def load_feed_forward(
+        config: ModelConfig, layer: int, shard: ModelShard, groups: RankGroups, load: Loader
+    ) -> GatedMlp | MixtureOfExperts:
+        """The second half, likewise."""
+        make = load_mixture if config.is_moe_layer(layer) else load_mlp
+        return make(config, f"model.layers.{layer}.mlp.", shard, groups, load)
 
     def __call__(
         self,
         hidden: torch.Tensor,
         delta: torch.Tensor | None,
-        rotations: Sequence[torch.Tensor],
+        turns: Sequence[Turn],
         kv_cache: KVTensors,
         metadata: Sequence[AttentionMetadata],
     ) -> torch.Tensor | None:
         """hidden [num_tokens, hidden_size], changed in place. `delta`: what the layer before has still to add to it, so
         that the sum and the norm are one pass over memory; returned is what this one has. None: it has been added."""
-        attended = self._attend(hidden, delta, rotations, kv_cache, metadata)
+        attended = self._attend(hidden, delta, turns, kv_cache, metadata)
         if hidden.shape[0] <= MAX_ROWS or self.is_moe or hidden.is_cuda:
             return self._feed_forward(add_rms_norm(attended, hidden, self._mlp_norm, self._eps))
         hidden.add_(attended)
@@ -197,7 +235,7 @@ class DecoderLayer:
         self,
         hidden: torch.Tensor,
         delta: torch.Tensor | None,
-        rotations: Sequence[torch.Tensor],
+        turns: Sequence[Turn],
         kv_cache: KVTensors,
         metadata: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
@@ -208,7 +246,7 @@ class DecoderLayer:
             normalised = add_rms_norm(delta, hidden, self._input_norm, self._eps)
         place = self._place
         keys, values = kv_cache.keys[place.index], kv_cache.values[place.index]
-        return self.attention(normalised, rotations[self._rope], keys, values, metadata[place.group])
+        return self.attention(normalised, turns[self._turn], keys, values, metadata[place.group])
 
     def mlp(self, hidden: torch.Tensor) -> torch.Tensor:
         """The second half's result, to be added to hidden [rows, hidden_size]."""
@@ -220,6 +258,8 @@ class DecoderLayer:
 
     def compiled_weights(self) -> LayerWeights | None:
         """This layer for the compiled operators, None where its weights are not packed for them."""
+        if not isinstance(self.attention, Attention):
+            return None
         qkv, output = self.attention.qkv.native, self.attention.output.native
         if qkv is None or output is None or self.attention.sinks is not None:
             return None
@@ -248,12 +288,14 @@ class Decoder:
         groups: RankGroups = ALONE,
         *,
         layer_type: type[DecoderLayer] = DecoderLayer,
+        kv: Sequence[LayerKV] | None = None,
     ) -> None:
+        """`kv`: what each layer keeps, where that is not whole heads."""
         self.config = config
         dtype, device = load.dtype, load.device
         self._dtype, self._pipeline = dtype, groups.pipeline
         self._is_first_stage, self._is_last_stage = shard.is_first_stage, shard.is_last_stage
-        places = places_of(groups_of(decoder_kv(config)), shard.layers)
+        places = places_of(groups_of(decoder_kv(config) if kv is None else kv), shard.layers)
         self._layers = [
             layer_type(config, layer, place, shard, groups, load)
             for layer, place in zip(range(*shard.layers), places, strict=True)
@@ -271,7 +313,7 @@ class Decoder:
                 table if tied else load("lm_head.weight", rows=rows), config.vocab_size, groups.tensor
             )
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
-        self._rotaries = [RotaryAngles(rope, config.head_size, device) for rope in ropes]
+        self._rotaries = [RotaryAngles(rope, config.rotary_size, device) for rope in ropes]
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         self.pads_rows = pads_rows(dtype, device)
         shape = decoder_shape(config, shard)
@@ -339,14 +381,16 @@ class Decoder:
         """This stage's layers: what `forward` does between receiving and sending. `before`: the hidden states of the
         stage before, which are overwritten; the first stage has token ids alone."""
         hidden = self._embedded(token_ids) if before is None else before
-        rotations = [rotary(positions) for rotary in self._rotaries]
+        turns = [Turn(rotary(positions)) for rotary in self._rotaries]
+        if self.config.unturned:
+            turns.append(no_turn(positions, self.config.rotary_size, self.config.temperature))
         if metadata[0].native is not None:
             assert self._compiled is not None
-            self._compiled(hidden, rotations[0], kv_cache, metadata[0], num_layers)
+            self._compiled(hidden, turns[0].rotation, kv_cache, metadata[0], num_layers)
         else:
             delta = None
             for layer in self._layers[:num_layers]:
-                delta = layer(hidden, delta, rotations, kv_cache, metadata)
+                delta = layer(hidden, delta, turns, kv_cache, metadata)
             if delta is not None:
                 hidden.add_(delta)
         return hidden
@@ -364,12 +408,19 @@ class Decoder:
         return self._lm_head(gather_rms_norm(hidden, rows, self._norm, self.config.rms_norm_eps))
 
 
+def turn_of(config: ModelConfig, layer: int) -> int:
+    """Which of the turns of a step is the layer's: the rope's, the local rope's under windows, or none, the last."""
+    if layer in config.unturned:
+        return 1 if config.local_rope is None else 2
+    return int(config.local_rope is not None and config.window(layer) is not None)
+
+
 def attention_scale(config: ModelConfig) -> float:
     """By what scores are multiplied."""
     return config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
 
 
-def _elements(heads: Span, head_size: int) -> Span:
+def head_rows(heads: Span, head_size: int) -> Span:
     """Rows of a projection that belong to these heads."""
     return heads[0] * head_size, heads[1] * head_size
 

@@ -10,4 +10,5 @@ def decoder_kv(config: ModelConfig) -> list[LayerKV]:
     """The `kv` of families whose layers all keep whole heads of keys and values, of a window or of all tokens."""
     size = config.head_size
     each = LayerKV(num_kv_heads=config.num_kv_heads, key_size=size, value_size=size)
-    return [replace(each, window=config.window(layer)) for layer in range(config.num_layers)]
+    windows = [config.window(layer) for layer in range(config.num_layers)]
+    return [replace(each, window=window, is_chunked=config.is_chunked and window is not None) for window in windows]

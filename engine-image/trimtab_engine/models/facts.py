@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from trimtab_engine.config.model import ModelConfig
@@ -16,7 +15,7 @@ from trimtab_engine.models.registry import (
     open_model,
     parse_model_config,
 )
-from trimtab_engine.models.tensors import LINEAR_PARTS, elements_by_part
+from trimtab_engine.models.tensors import LINEAR_PARTS, PARTS, PROJECTION, elements_by_part
 from trimtab_engine.weights.source import WeightSource
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -39,12 +38,17 @@ def _supported(source: WeightSource) -> dict[str, Any]:
     config = parse_model_config(source.config, source.generation_config, source.where)
     if source.shapes():  # dummy weights are what is asked for
         check_counts(config, source)
-    counts = elements_by_part(expected_tensors(config))
+    tensors = expected_tensors(config)
+    counts = elements_by_part(tensors)
     quantization = stored_quantization(source.config, source.where)
     dtype_bytes = DTYPE_BYTES[config.dtype]
     linear_bytes = dtype_bytes if quantization is None else quantization.weight_bytes
+    small = elements_by_part({name: tensor for name, tensor in tensors.items() if name.endswith(PROJECTION)})
     by_part = {
-        part: round(count * (linear_bytes if part in LINEAR_PARTS else dtype_bytes)) for part, count in counts.items()
+        part: round(counts[part] * linear_bytes)
+        if part in LINEAR_PARTS
+        else round(small[part] * linear_bytes) + (counts[part] - small[part]) * dtype_bytes
+        for part in PARTS
     }
     return {
         "architecture": config.architecture,
@@ -62,7 +66,7 @@ def _supported(source: WeightSource) -> dict[str, Any]:
         "dtype": config.dtype,
         "tie_word_embeddings": config.tie_word_embeddings,
         **_mixture(config),
-        "latent_kv_size": 0,
+        "latent_kv_size": 0 if config.latent is None else config.latent.kept_size,
         "kv_groups": [_kv_group(group) for group in kv_groups_of(config)],
         "quantization": None if quantization is None else "fp8",
         "weights_by_part": by_part,
@@ -81,7 +85,14 @@ def _mixture(config: ModelConfig) -> dict[str, Any]:
 
 
 def _kv_group(group: KVGroup) -> dict[str, Any]:
-    return {"layers": [list(span) for span in group.layers], **asdict(group.each)}
+    each = group.each
+    return {
+        "layers": [list(span) for span in group.layers],
+        "num_kv_heads": each.num_kv_heads,
+        "key_size": each.key_size,
+        "value_size": each.value_size,
+        "window": each.window,
+    }
 
 
 def _unsupported(source: WeightSource) -> dict[str, Any]:

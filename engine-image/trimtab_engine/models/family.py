@@ -103,6 +103,10 @@ class Family:
 
     architectures: tuple[str, ...]
     """Its names in config.json."""
+    multimodal: tuple[str, ...] = ()
+    """Those of them whose checkpoints see images too: their text half is run, whose words are in `text_config`."""
+    not_on_cuda: str | None = None
+    """What CUDA's kernels lack of its layers; None: nothing, but for what its KV groups say."""
     parse: Callable[[ConfigWords], ModelConfig]
     """Reads config.json. Raises ModelError for what is missing, malformed or not built."""
     tensors: Callable[[ModelConfig], Tensors]

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from trimtab_engine.parallel.groups import RankGroups
     from trimtab_engine.parallel.shard import ModelShard
 
-UNSAID = {"head_dim": 256, "tie_word_embeddings": True, "rope_theta": 1e6, "max_position_embeddings": 131072}
+UNSAID = {
+    "head_dim": 256, "tie_word_embeddings": True, "rope_theta": 1e6, "max_position_embeddings": 131072,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208,
+}  # fmt: skip
 """What config.json leaves out where it is this, as transformers reads it."""
 LOCAL_THETA = 10_000.0  # of layers under a window, likewise
 PATTERN = 6  # every sixth layer sees all
@@ -66,7 +69,8 @@ def build(config: ModelConfig, load: "Loader", shard: "ModelShard", groups: "Ran
 
 
 FAMILY = Family(
-    architectures=("Gemma3ForCausalLM",),
+    architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    multimodal=("Gemma3ForConditionalGeneration",),
     parse=parse,
     tensors=tensors,
     build=build,

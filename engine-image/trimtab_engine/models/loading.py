@@ -58,6 +58,17 @@ class Loader:
             raise ModelError(f"{self._source.where}: {name} is {scales.tolist()[:4]}; one number above 0 is needed")
         return float(scales[0])
 
+    def dense(self, name: str, *, rows: Span) -> torch.Tensor:
+        """Rows of a weight in the computing dtype, however it is stored."""
+        weight = self._weight(name, rows=rows)
+        return weight if isinstance(weight, torch.Tensor) else weight.restored(self.dtype)
+
+    def wide(self, name: str) -> torch.Tensor:
+        """A tensor in float32, whatever the computing dtype."""
+        tensor = self._source.tensor(name)
+        self._progress(tensor.numel())
+        return tensor.to(device=self.device, dtype=torch.float32, copy=True)
+
     def copy(self, name: str) -> torch.Tensor:
         """A tensor of its own memory, for small weights."""
         return self(name).clone()
@@ -94,6 +105,12 @@ class Loader:
         if not isinstance(weight, torch.Tensor):
             return BlockFp8Linear(weight, bias, self.dtype, group)
         return Linear(weight, bias) if group is None else RowParallelLinear(weight, bias, group)
+
+    def part_of_sum(self, name: str, columns: Span) -> Projection:
+        """Columns of a projection without a bias, whose product is this rank's part of a sum that somebody else
+        makes."""
+        weight = self._as_computed([self._weight(f"{name}.weight", columns=columns)])
+        return Linear(weight) if isinstance(weight, torch.Tensor) else BlockFp8Linear(weight, None, self.dtype)
 
     def expert(
         self, prefix: str, names: tuple[str, ...], *, rows: Span | None = None, columns: Span | None = None

@@ -7,10 +7,11 @@ from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.errors import ModelError
 from trimtab_engine.memory.kv_groups import KVGroup, groups_of
-from trimtab_engine.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
+from trimtab_engine.models import deepseek, gemma3, gpt_oss, llama, llama4, mistral, qwen2, qwen3, qwen3_moe
 from trimtab_engine.models.family import Family
 from trimtab_engine.weights.open import open_source
 from trimtab_engine.weights.source import WeightSource
+from trimtab_engine.weights.text_half import TextHalf, text_words
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -20,6 +21,8 @@ FAMILIES: tuple[Family, ...] = (
     qwen3_moe.FAMILY,
     gemma3.FAMILY,
     gpt_oss.FAMILY,
+    llama4.FAMILY,
+    deepseek.FAMILY,
 )
 BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 GGUF_NAMES = {kind: names for family in FAMILIES for kind, names in family.gguf_names.items()}
@@ -46,7 +49,9 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     architecture = architecture_of(config, where)
     if architecture not in BY_ARCHITECTURE:
         raise ModelError(f"{where}: architecture {architecture} is not built; supported: {', '.join(BY_ARCHITECTURE)}")
-    return family_of(architecture).parse(ConfigWords(config, generation, where))
+    family = family_of(architecture)
+    words = text_words(config) if architecture in family.multimodal else config
+    return family.parse(ConfigWords(words, generation, where))
 
 
 def kv_groups_of(config: ModelConfig) -> tuple[KVGroup, ...]:
@@ -55,5 +60,10 @@ def kv_groups_of(config: ModelConfig) -> tuple[KVGroup, ...]:
 
 
 def open_model(model: str, load_format: str = "auto", *, seed: int = 0) -> WeightSource:
-    """Open a checkpoint; a GGUF file has its tensors under the names that its family knows. Raises ModelError."""
-    return open_source(model, load_format, seed=seed, gguf_names=GGUF_NAMES)
+    """Open a checkpoint; a GGUF file has its tensors under the names that its family knows, and one that sees images
+    those of its text half alone. Raises ModelError."""
+    source = open_source(model, load_format, seed=seed, gguf_names=GGUF_NAMES)
+    family = BY_ARCHITECTURE.get(ConfigWords(source.config, {}, source.where).architecture or "")
+    if family is None or not family.multimodal or source.format != "safetensors":
+        return source
+    return TextHalf(source)

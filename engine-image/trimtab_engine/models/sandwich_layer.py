@@ -11,6 +11,7 @@ from trimtab_kernels.rms_norm import rms_norm
 
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.device.kv_cache import KVTensors
+from trimtab_engine.layers.rotary import Turn
 from trimtab_engine.memory.kv_groups import KVPlace
 from trimtab_engine.models.decoder import DecoderLayer, load_norm
 from trimtab_engine.models.loading import Loader
@@ -34,12 +35,12 @@ class SandwichLayer(DecoderLayer):
         self,
         hidden: torch.Tensor,
         delta: torch.Tensor | None,
-        rotations: Sequence[torch.Tensor],
+        turns: Sequence[Turn],
         kv_cache: KVTensors,
         metadata: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
         """See DecoderLayer."""
-        attended = super()._attend(hidden, delta, rotations, kv_cache, metadata)
+        attended = super()._attend(hidden, delta, turns, kv_cache, metadata)
         return rms_norm(attended, self._attended_norm, self._eps)
 
     def _feed_forward(self, normalised: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ Part = Literal[
 PARTS: tuple[Part, ...] = get_args(Part)
 LINEAR_PARTS: tuple[Part, ...] = ("attention", "kv_projection", "dense_mlp", "experts", "shared_experts")
 """What quantization makes smaller."""
-PROJECTION = "_proj.weight"
+PROJECTION = ("_proj.weight", "_proj_with_mqa.weight")
 """How the names of weights that may be quantised end."""
 
 

@@ -40,9 +40,8 @@ class ExpertSlots:
         self._slot_of.copy_(slot_of)
         self.expert_map.copy_(torch.where(is_own, slot_of - first, -1))
 
-    def count(self, router_logits: torch.Tensor, top_k: int) -> None:
-        """Note where these tokens [num_tokens, num_experts] go."""
-        experts = router_logits.topk(top_k, dim=-1).indices
+    def count(self, experts: torch.Tensor) -> None:
+        """Note that tokens go to these experts [num_tokens, top_k]."""
         rows = torch.arange(experts.shape[0], device=experts.device) % self._slot_of.shape[0]
         slots = self._slot_of[rows[:, None], experts].flatten()
         self._load.index_add_(0, slots, torch.ones_like(slots))

@@ -27,6 +27,8 @@ class ModelShard:
     expert_index: int
     """This rank's place in its expert group."""
     expert_mlp: Span
+    shared_mlp: Span
+    """Rows of gate and up of what every token passes beside its experts."""
     is_first_stage: bool
     is_last_stage: bool
 
@@ -79,6 +81,9 @@ def shard_model(
         expert_placement=slots,
         expert_index=index,
         expert_mlp=expert_mlp,
+        shared_mlp=(0, 0)
+        if config.moe is None or not config.moe.shared_size
+        else equal_span(config.moe.shared_size, size, place.tensor, f"{flag} the shared expert's size"),
         is_first_stage=place.pipeline == 0,
         is_last_stage=place.pipeline == layout.pipeline - 1,
     )

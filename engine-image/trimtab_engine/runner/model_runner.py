@@ -70,7 +70,7 @@ class ModelFacts:
     num_attention_heads: int
     head_size: int
     kv_groups: tuple[KVGroup, ...]
-    """What this rank keeps of each token: keys and values of one size in all groups."""
+    """What this rank keeps of each token: keys and values of one size in all groups, or latent vectors."""
     dtype: str
     kv_cache_dtype: str
     kv_dtype_bytes: int
@@ -138,6 +138,7 @@ class ModelRunner:
             layer_partition=config.pipeline_layer_partition,
             num_redundant_experts=config.num_redundant_experts,
         )
+        _check_device(model_config, device)
         kv_groups = _kv_groups(model_config, shard, layout, device)
         dtype = DTYPES[_dtype_name(config, model_config, device)]
         kv_dtype_name = _kv_dtype_name(config, dtype, device)
@@ -396,7 +397,9 @@ class ModelRunner:
                     block_size=self._block_size,
                     device=device,
                     is_native=is_native,
-                    window=group.each.window,
+                    window=None if group.each.is_chunked else group.each.window,
+                    chunk_size=group.each.window if group.each.is_chunked else None,
+                    gone=inputs.gone(own) if group.each.is_chunked else (),
                 ),
                 self.facts.num_attention_heads,
                 kv_cache.keys[0],
@@ -495,16 +498,24 @@ def _open(config: EngineConfig) -> tuple[WeightSource, ModelConfig]:
     return source, model_config
 
 
+def _check_device(model: ModelConfig, device: Device) -> None:
+    """Raise NotBuiltError for a family whose layers this device's kernels do not have."""
+    if device.kind == "cuda" and (lacking := family_of(model.architecture).not_on_cuda):
+        raise NotBuiltError(f"{model.architecture} is not built on CUDA: {lacking}; use --device cpu")
+
+
 def _kv_groups(model: ModelConfig, shard: ModelShard, layout: Layout, device: Device) -> tuple[KVGroup, ...]:
     """What this rank keeps of each token. Raises NotBuiltError for another geometry than those that attention and the
-    KV cache have: keys and values of one size in all groups; on CUDA one group, whose tokens see all before them."""
+    KV cache have: keys and values of one size in all groups, or latent vectors that are both; on CUDA one group, whose
+    tokens see all before them."""
     groups = kv_groups_of(model)
     said = ", ".join(map(_in_words, groups))
-    if len({replace(group.each, window=None) for group in groups}) > 1 or any(
-        group.each.key_size != group.each.value_size for group in groups
+    if len({replace(group.each, window=None, is_chunked=False) for group in groups}) > 1 or any(
+        group.each.value_size not in (group.each.key_size, 0) for group in groups
     ):
         raise NotBuiltError(
-            f"the KV cache of {model.architecture} is not built: {said}; built are keys and values of one size"
+            f"the KV cache of {model.architecture} is not built: {said}; built are keys and values of one size, or "
+            f"latent vectors"
         )
     if device.kind == "cuda" and (len(groups) > 1 or groups[0].each.window is not None):
         raise NotBuiltError(
@@ -516,7 +527,9 @@ def _kv_groups(model: ModelConfig, shard: ModelShard, layout: Layout, device: De
 
 def _in_words(group: KVGroup) -> str:
     each = group.each
-    sight = "that see all" if each.window is None else f"of a window of {each.window}"
+    sight = "that see all"
+    if each.window is not None:
+        sight = f"of {'chunks' if each.is_chunked else 'a window'} of {each.window}"
     return f"{group.num_layers} layers {sight}, keys of {each.key_size} and values of {each.value_size}"
 
 

@@ -66,6 +66,15 @@ class StepInputs(msgspec.Struct, array_like=True):
         is_uniform = not decodes and all(now == longest for _, _, now in chunks)
         return StepShape(num_tokens, longest if is_uniform else None)
 
+    def gone(self, group: GroupInputs) -> list[int]:
+        """How many tokens lie before each table of a group, of its decodes and then of its chunks."""
+        before = [position + 1 - length for position, (_, length) in zip(self.positions, group.decodes, strict=False)]
+        index = len(group.decodes)
+        for _, start, count in group.chunks:
+            before.append(self.positions[index] - start)
+            index += count
+        return before
+
     def written_slots(self, block_size: int) -> Iterator[int]:
         """Slots of all groups that the step writes; found only when they are asked for."""
         return (slot for group in self.groups for slot in group.slots(block_size))

@@ -133,7 +133,7 @@ def heading(planned: Planned) -> str:
         f"on average {planned.load.prompt_tokens} in and {planned.load.output_tokens} out"
     )
     lines = [model, question]
-    if not facts.supported:
+    if not facts.is_run_on("cuda"):
         lines.append(f"Note: Trimtab's engine does not run {what_is_not_run(facts)}; the check refuses it")
     return "\n".join(lines)
 

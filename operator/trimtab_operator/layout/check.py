@@ -26,7 +26,7 @@ def check_layout(spec: Spec, facts: ModelFacts | None, gpu: Gpu | None = None) -
     parallelism = spec.parallelism
     if facts is None:
         return tuple(Refusal(problem.field, str(problem)) for problem in spec_problems(parallelism))
-    if not facts.supported and spec.runtime.kind == "trimtab":
+    if not facts.is_run_on(spec.runtime.device) and spec.runtime.kind == "trimtab":
         return (_not_run(facts),)
     on_gpu = gpu if spec.runtime.device == "cuda" else None
     envelope = Envelope.of_spec(spec, facts, on_gpu) if on_gpu is not None else None

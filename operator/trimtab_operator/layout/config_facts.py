@@ -1,7 +1,7 @@
 """Model facts from a config.json alone, without a checkpoint and without the engine.
 
 For planning: `trimtab plan` takes a folder that holds nothing but its config.json, and architectures that the engine
-does not run (DeepSeek-V3, Llama-4, Mixtral). What the engine runs has the same facts here as from
+does not run (Mixtral). What the engine runs has the same facts here as from
 `trimtab-engine inspect`; tests/golden/model_facts.json holds both to it. Vision towers are not counted.
 """
 
@@ -15,22 +15,31 @@ from trimtab_operator.layout.facts import DTYPE_BYTES, RUN_BY_THE_ENGINE, ModelF
 from trimtab_operator.layout.kv_groups import latent_groups, windowed_groups
 from trimtab_operator.layout.stored_weights import FP8_BLOCK
 
-PLANNED_ONLY = (
-    "MixtralForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "Llama4ForConditionalGeneration",
-    "Llama4ForCausalLM",
-)
+PLANNED_ONLY = ("MixtralForCausalLM",)
 MAX_COUNT = 1 << 40  # products of several such numbers stay floats
+LLAMA4: Mapping[str, Any] = {
+    "head_dim": 128, "max_position_embeddings": 131072, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+    "num_local_experts": 16, "num_experts_per_tok": 1, "attention_chunk_size": 8192, "no_rope_layer_interval": 4,
+}  # fmt: skip
+GEMMA3: Mapping[str, Any] = {
+    "head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 131072, "sliding_window": 4096,
+    "sliding_window_pattern": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208,
+}  # fmt: skip
 UNSAID: Mapping[str, Mapping[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": 4096},
-    "Gemma3ForCausalLM": {
-        "head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 131072, "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-    },
+    "Qwen2_5_VLForConditionalGeneration": {"max_position_embeddings": 32768},
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": GEMMA3,
     "GptOssForCausalLM": {
         "head_dim": 64, "attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2,
         "num_experts_per_tok": 4,
+    },
+    "Llama4ForCausalLM": LLAMA4,
+    "Llama4ForConditionalGeneration": LLAMA4,
+    "DeepseekV3ForCausalLM": {
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3, "max_position_embeddings": 4096,
     },
 }  # fmt: skip
 """What config.json leaves out where it is this, by architecture."""
@@ -96,7 +105,7 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
     is_gpt_oss = architecture == "GptOssForCausalLM"
     if is_gpt_oss and mixture is not None:
         per_expert += 2 * mixture.width + hidden  # biases
-    num_norms = 4 if architecture == "Gemma3ForCausalLM" else 2
+    num_norms = 4 if architecture.startswith("Gemma3") else 2
     linear = {
         "attention": num_layers * attention.queries_and_output,
         "kv_projection": num_layers * attention.keys_and_values,
@@ -105,7 +114,8 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
         "shared_experts": 0 if mixture is None else num_mixtures * 3 * hidden * mixture.shared_width,
         "replicated": num_layers * attention.latent,
     }
-    routers = 0 if mixture is None else num_mixtures * mixture.num_experts * (hidden + is_gpt_oss)
+    has_router_bias = architecture in ("GptOssForCausalLM", "DeepseekV3ForCausalLM")
+    routers = 0 if mixture is None else num_mixtures * mixture.num_experts * (hidden + has_router_bias)
     plain = {
         "embedding": vocabulary * hidden,
         "lm_head": 0 if tied else vocabulary * hidden,
@@ -126,7 +136,7 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
         model=model,
         architecture=architecture,
         supported=architecture in RUN_BY_THE_ENGINE
-        and _is_run(config.get("quantization_config"), head_size)
+        and _is_run(config.get("quantization_config"), 1 if is_latent else head_size)
         and not words.get("use_sliding_window"),
         num_layers=num_layers,
         hidden_size=hidden,
@@ -168,9 +178,10 @@ def _attention(
 ) -> _Attention:
     """Keys and values per KV head. Qwen2 has biases on q, k and v and does not say so."""
     q, kv = heads * head_size, 2 * kv_heads * head_size
-    qkv_bias = bool(words.get("attention_bias")) or architecture == "Qwen2ForCausalLM"
-    output_bias = bool(words.get("attention_bias")) and architecture != "Qwen2ForCausalLM"
-    qk_norm = architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
+    is_qwen2 = architecture.startswith("Qwen2")
+    qkv_bias = bool(words.get("attention_bias")) or is_qwen2
+    output_bias = bool(words.get("attention_bias")) and not is_qwen2
+    qk_norm = architecture.startswith(("Qwen3", "Gemma3"))
     sinks = heads if architecture == "GptOssForCausalLM" else 0
     return _Attention(
         queries_and_output=2 * hidden * q + q * qkv_bias,
@@ -184,15 +195,17 @@ def _latent_attention(words: Mapping[str, Any], hidden: int, heads: int) -> _Att
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): projections down to the latents are held by every
     rank, those up from them are divided by heads.
     """
-    q_rank, kv_rank = _count(words, "q_lora_rank"), _count(words, "kv_lora_rank")
+    is_direct = words.get("q_lora_rank") is None  # queries come from the hidden state
+    q_rank, kv_rank = 0 if is_direct else _count(words, "q_lora_rank"), _count(words, "kv_lora_rank")
     plain, rotary = _count(words, "qk_nope_head_dim"), _count(words, "qk_rope_head_dim")
     value = _count(words, "v_head_dim")
-    up = q_rank * heads * (plain + rotary) + kv_rank * heads * (plain + value)
+    up = (hidden if is_direct else q_rank) * heads * (plain + rotary) + kv_rank * heads * (plain + value)
+    biases = (q_rank + kv_rank + rotary + hidden) * bool(words.get("attention_bias"))
     return _Attention(
         queries_and_output=up + heads * value * hidden,
         keys_and_values=0,
         latent=hidden * (q_rank + kv_rank + rotary),
-        norms=q_rank + kv_rank,
+        norms=q_rank + kv_rank + biases,
     )
 
 
@@ -219,7 +232,9 @@ def _mixture(words: Mapping[str, Any], architecture: str, num_layers: int) -> _M
         step = _count(words, "interleave_moe_layer_step", default=1)
         width = _count(words, "intermediate_size")
         per_token = _count(words, "num_experts_per_tok")
-        dense = tuple(n for n in layers if (n + 1) % step)
+        listed = _layers(words, "moe_layers")
+        is_listed = words.get("moe_layers") is not None
+        dense = tuple(n for n in layers if (n not in listed if is_listed else (n + 1) % step))
         return _Mixture(_count(words, "num_local_experts"), per_token, width, width, dense)
     return None
 
@@ -259,10 +274,13 @@ def _is_run(scheme: Mapping[str, Any] | None, head_size: int) -> bool:
 
 
 def _windows(words: Mapping[str, Any], architecture: str, num_layers: int) -> list[int | None]:
-    """Per layer how many tokens a token sees; None: all. Mistral's window is every layer's, and none where no request
-    can leave it; of the others `layer_types` say which layers have one, or all but every so many do.
+    """Per layer how many tokens a token sees at most; None: all. Mistral's window is every layer's, and none where no
+    request can leave it, as Llama 4's chunks are; of the others `layer_types` say which layers have one, or all but
+    every so many do.
     """
-    window = words.get("sliding_window") if architecture in UNSAID else None
+    if architecture.startswith("Llama4"):
+        return _chunks(words, num_layers)
+    window = words.get("sliding_window") if architecture.startswith(("Mistral", "Gemma3", "GptOss")) else None
     if window is None:
         return [None] * num_layers
     window = _count(words, "sliding_window")
@@ -275,6 +293,20 @@ def _windows(words: Mapping[str, Any], architecture: str, num_layers: int) -> li
     if not isinstance(types, list) or len(types) != num_layers:
         raise ValueError(f"config.json: layer_types is {types!r:.100}; a list of {num_layers} is needed")
     return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _chunks(words: Mapping[str, Any], num_layers: int) -> list[int | None]:
+    """Per layer the chunk of positions of which a token sees its own; None: it sees all before it."""
+    interval = _count(words, "no_rope_layer_interval")
+    turned = words.get("no_rope_layers") or [(layer + 1) % interval for layer in range(num_layers)]
+    types = words.get("layer_types") or ["chunked_attention" if turns else "full_attention" for turns in turned]
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise ValueError(f"config.json: layer_types or no_rope_layers: a list of {num_layers} is needed")
+    if "chunked_attention" not in types:
+        return [None] * num_layers
+    size = _count(words, "attention_chunk_size")
+    chunk = size if size < _count(words, "max_position_embeddings") else None
+    return [chunk if kind == "chunked_attention" else None for kind in types]
 
 
 def _is_whole(value: Any) -> bool:

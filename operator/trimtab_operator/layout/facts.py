@@ -13,11 +13,18 @@ RUN_BY_THE_ENGINE = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
     "GptOssForCausalLM",
+    "Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration",
+    "DeepseekV3ForCausalLM",
 )
+ON_THE_CPU_ALONE = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration", "DeepseekV3ForCausalLM")
+"""What of it the engine's kernels for GPUs do not have yet."""
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -86,6 +93,10 @@ class ModelFacts:
     @property
     def weights_bytes(self) -> int:
         return self.weights.total
+
+    def is_run_on(self, device: str) -> bool:
+        """Whether Trimtab's engine runs it on `spec.runtime.device`."""
+        return self.supported and (device == "cpu" or self.architecture not in ON_THE_CPU_ALONE)
 
     @property
     def is_mixture(self) -> bool:

@@ -25,13 +25,15 @@ def as_run(facts: ModelFacts, gpu: Gpu, asked: str | None = None) -> ModelFacts:
     multiplies_fp8 = gpu.fp8_flops is not None
     if facts.quantization is None and asked == "fp8" and multiplies_fp8:
         return _with_projections(facts, FP8_BYTES / DTYPE_BYTES[facts.dtype], "fp8")
-    if facts.quantization == "fp8" and not multiplies_fp8 and facts.supported:
+    if facts.quantization == "fp8" and not multiplies_fp8 and facts.is_run_on("cuda"):
         return _with_projections(facts, DTYPE_BYTES[facts.dtype] / FP8_BYTES, None)
     return facts
 
 
 def what_is_not_run(facts: ModelFacts) -> str:
-    """Say what keeps the engine from running a model that it does not run."""
+    """Say what keeps the engine from running a model that it does not run, or not on GPUs."""
+    if facts.supported:
+        return f"{facts.architecture} on GPUs (with runtime.device cpu it is run)"
     if facts.architecture not in RUN_BY_THE_ENGINE or facts.quantization is None:
         return facts.architecture
     return f"{facts.architecture} with {facts.quantization} as its config.json has it ({BUILT_FORM})"

@@ -80,18 +80,25 @@ def test_a_stage_has_its_layers_of_each_group_or_none() -> None:
     assert alls.on_rank((0, 1), 1).num_elements == 0
 
 
-@given(window=st.integers(1, 70), step=st.integers(1, 50), block_size=st.sampled_from([1, 8, 16]), data=st.data())
+@given(
+    window=st.integers(1, 70),
+    is_chunked=st.booleans(),
+    step=st.integers(1, 50),
+    block_size=st.sampled_from([1, 8, 16]),
+    data=st.data(),
+)
 def test_a_windows_blocks_suffice_for_steps_of_any_size(
-    window: int, step: int, block_size: int, data: st.DataObject
+    window: int, is_chunked: bool, step: int, block_size: int, data: st.DataObject
 ) -> None:
     """Before a step: the blocks of its own tokens and of all that the first of them sees; others have been freed."""
     length = data.draw(st.integers(1, 300))
-    group = KVGroup(((0, 1),), LayerKV(num_kv_heads=1, key_size=1, value_size=1, window=window))
+    each = LayerKV(num_kv_heads=1, key_size=1, value_size=1, window=window, is_chunked=is_chunked)
+    group = KVGroup(((0, 1),), each)
     most = group.num_blocks(length, block_size=block_size, max_num_batched_tokens=step)
     computed = 0
     while computed < length:
         now = data.draw(st.integers(1, min(step, length - computed)))
-        first_seen = max(0, computed - window + 1)
+        first_seen = computed // window * window if is_chunked else max(0, computed - window + 1)
         assert (computed + now - 1) // block_size - first_seen // block_size + 1 <= most
         computed += now
 

@@ -7,12 +7,17 @@ from typing import Any
 import pytest
 import torch
 from engine_benchmarks.parity import Reference, compare, greedy_generator, load_runner, reference_tokens
+from safetensors.torch import save_file
 from served import Served, greedy_requests, serve
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MistralConfig,
     MistralForCausalLM,
 )
@@ -21,7 +26,7 @@ from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ModelError, NotBuiltError
 from trimtab_engine.memory.reserved import RANK_BYTES
 from trimtab_engine.messages import PatchConfig
-from trimtab_engine.models.checkpoint import num_parameters
+from trimtab_engine.models.checkpoint import check_counts, check_tensors, expected_shapes, num_parameters
 from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
@@ -31,6 +36,8 @@ VOCABULARY = 211
 NUM_TOKENS = 64
 DEVICE_BYTES = RANK_BYTES + (256 << 20)  # of which the least step of the utilisation is a few KV blocks
 BLOCK_SIZE = 8
+CORRECTION = "e_score_correction_bias"
+"""Transformers keeps it as no parameter of the model, and stores it."""
 PROMPTS = [[5], [5, 6, 7, 8, 9, 10, 11], list(range(20, 60)), [*range(20, 50), 3, 4]]
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -65,16 +72,66 @@ GPT_OSS: dict[str, Any] = SIZES | {
         "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     },
 }  # fmt: skip
+LLAMA4: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "sliding_window"} | {
+    "num_hidden_layers": 5,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 80,
+    "attention_chunk_size": 13,  # no multiple of a block
+    "no_rope_layers": [1, 1, 0, 1, 0],
+    "interleave_moe_layer_step": 2,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "attn_temperature_tuning": True,
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+    "attention_bias": True,
+    "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    },
+}  # fmt: skip
+DEEPSEEK: dict[str, Any] = {
+    key: value for key, value in SIZES.items() if key not in ("sliding_window", "head_dim")
+} | {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "attention_bias": True,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 1.2,
+    },
+}  # fmt: skip
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mistral": (MistralForCausalLM, MistralConfig, SIZES),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, GEMMA),
     "gpt-oss": (GptOssForCausalLM, GptOssConfig, GPT_OSS),
+    "llama4": (Llama4ForCausalLM, Llama4TextConfig, LLAMA4),
+    "deepseek": (DeepseekV3ForCausalLM, DeepseekV3Config, DEEPSEEK),
+    "deepseek, direct": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        DEEPSEEK
+        | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "attention_bias": False},
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """(folder, transformers' model): weights, biases, norms and sinks are random."""
+    """(folder, transformers' model): weights, biases, norms, sinks and what is added to scores are random."""
     model_class, config_class, config = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
@@ -83,6 +140,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         for name, parameter in model.named_parameters():
             centre = 1.0 if "norm" in name and request.param != "gemma3" else 0.0
             parameter.normal_(centre, 0.3 if parameter.dim() > 1 and "bias" not in name else 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith(CORRECTION):
+                buffer.normal_(0.0, 0.3)
     model.save_pretrained(folder)
     return folder, model
 
@@ -117,7 +177,8 @@ def test_the_number_of_parameters_is_the_checkpoints(checkpoint: tuple[Path, Any
     folder, model = checkpoint
     source = open_model(str(folder))
     config = parse_model_config(source.config, source.generation_config, source.where)
-    assert num_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
+    corrections = (buffer for name, buffer in model.named_buffers() if name.endswith(CORRECTION))
+    assert num_parameters(config) == sum(weight.numel() for weight in (*model.parameters(), *corrections))
 
 
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
@@ -175,12 +236,29 @@ def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transform
         ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, of full_attention; built are 4"),
         ("gpt-oss", {"num_experts_per_tok": 7}, "num_experts_per_tok 7 is above num_local_experts 6"),
         ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method 'mxfp4' is not built"),
+        ("deepseek", {"rope_interleave": False}, "rope_interleave False is not built"),
+        ("deepseek", {"topk_group": 5}, "topk_group 5 no more than n_group"),
+        ("deepseek", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 is above the 4 of topk_group groups"),
+        ("llama4", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not built"),
+        ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries; 5 are needed"),
+        ("llama4", {"layer_types": ["sliding_attention"] * 5}, "of sliding_attention; built are 5, of full_attention"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
     model_class, _, config = FAMILIES[name]
     with pytest.raises(ModelError, match=message):
         parse_model_config(config | {"architectures": [model_class.__name__]} | changes, {}, "config.json")
+
+
+def test_layers_that_predict_further_tokens_are_left_alone(tmp_path: Path) -> None:
+    config = parse_model_config(DEEPSEEK | {"architectures": ["DeepseekV3ForCausalLM"]}, {}, "config.json")
+    stored = {name: torch.zeros(shape) for name, shape in expected_shapes(config).items()}
+    (tmp_path / "config.json").write_text("{}")
+    save_file(stored | {"model.layers.3.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    check_tensors(config, open_model(str(tmp_path)))
+    save_file(stored | {"model.layers.4.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.layers\.4\.eh_proj\.weight; this variant is not built"):
+        check_tensors(config, open_model(str(tmp_path)))
 
 
 def test_what_is_not_said_is_as_transformers_reads_it() -> None:
@@ -200,7 +278,30 @@ def test_what_is_not_said_is_as_transformers_reads_it() -> None:
     assert gemma.windows == (512, None, 512, None)
 
 
+def test_released_configurations_of_llama_4_are_read_as_transformers_does() -> None:
+    said = {key: SIZES[key] for key in SIZES if key not in ("head_dim", "sliding_window", "max_position_embeddings")}
+    llama = parse_model_config(said | {"architectures": ["Llama4ForCausalLM"], "no_rope_layers": []}, {}, "config.json")
+    assert llama.moe is not None
+    assert (llama.windows, llama.is_chunked, llama.unturned) == ((8192, 8192, 8192, None), True, frozenset({3}))
+    assert (llama.intermediate_size, llama.moe.shared_size, llama.moe.dense_layers) == (16384, 80, frozenset())
+    assert (llama.head_size, llama.rope.theta, llama.rms_norm_eps, llama.qk_norm) == (128, 5e5, 1e-5, True)
+    assert llama.temperature is not None
+    assert (llama.temperature.floor, llama.temperature.scale) == (8192, 0.1)
+
+
+def test_experts_in_one_tensor_per_projection_are_no_tensors_of_their_own(tmp_path: Path) -> None:
+    """Released checkpoints have more experts than tensors."""
+    config = parse_model_config(
+        LLAMA4 | {"architectures": ["Llama4ForCausalLM"], "num_local_experts": 500}, {}, "config.json"
+    )
+    save_file({name: torch.zeros(1) for name in expected_shapes(config)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    check_counts(config, open_model(str(tmp_path)))
+
+
 def test_a_draft_model_beside_windows_is_refused_by_name(checkpoint: tuple[Path, Any]) -> None:
+    if not any(group.each.window for group in load_runner(str(checkpoint[0])).facts.kv_groups):
+        pytest.skip("it has none")
     from trimtab_engine.config.speculation import SpeculativeConfig
     from trimtab_engine.device.device import Device
     from trimtab_engine.runner.model_runner import ModelRunner

@@ -74,6 +74,35 @@ SINKS = MIXTURE | {
     "sliding_window": 13,
 }
 """Two KV groups."""
+CHUNKS = {key: value for key, value in MIXTURE.items() if key != "num_experts"} | {
+    "architectures": ["Llama4ForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_local_experts": 6,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 80,
+    "attention_chunk_size": 13,
+    "no_rope_layers": [1, 1, 0, 1],
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+}
+"""Four KV groups."""
+LATENT = {key: value for key, value in MIXTURE.items() if key not in ("num_experts", "head_dim", "norm_topk_prob")} | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+"""One KV group of latent vectors, the same on all tensor-parallel ranks."""
 SKEWED = MIXTURE | {"num_experts": 8}
 """Its experts 0 to 3 get nearly all tokens: those of the first of two ranks, at first."""
 
@@ -116,6 +145,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "moe": a_checkpoint(folder / "moe", MIXTURE),
         "windows": a_checkpoint(folder / "windows", WINDOWS),
         "sinks": a_checkpoint(folder / "sinks", SINKS),
+        "chunks": a_checkpoint(folder / "chunks", CHUNKS),
+        "latent": a_checkpoint(folder / "latent", LATENT),
         "skewed": a_checkpoint(folder / "skewed", SKEWED, skew),
     }
 

@@ -60,6 +60,18 @@ LAYOUTS = [
         {"tensor_parallel_size": 2, "enable_expert_parallel": True} | SEVERAL_GROUPS | SWAP,
         id="sinks tp2 ep swapping",
     ),
+    pytest.param("chunks", {"tensor_parallel_size": 2} | SEVERAL_GROUPS, id="chunks tp2"),
+    pytest.param("chunks", {"pipeline_parallel_size": 2} | SEVERAL_GROUPS | SWAP, id="chunks pp2 swapping"),
+    pytest.param(
+        "chunks",
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True} | SEVERAL_GROUPS | DRAFTS,
+        id="chunks tp2 ep with drafts",
+    ),
+    pytest.param("latent", {"tensor_parallel_size": 2}, id="latent tp2"),
+    pytest.param("latent", {"pipeline_parallel_size": 2} | SWAP, id="latent pp2 swapping"),
+    pytest.param(
+        "latent", {"tensor_parallel_size": 2, "enable_expert_parallel": True} | DRAFTS, id="latent tp2 ep with drafts"
+    ),
 ]
 
 

@@ -125,7 +125,7 @@ def test_moved_blocks_give_the_same_logits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kv", "words"),
     [
-        ([LayerKV(num_kv_heads=1, key_size=24, value_size=0)] * 2, "2 layers that see all, keys of 24 and values of 0"),
+        ([LayerKV(num_kv_heads=1, key_size=24, value_size=8)] * 2, "2 layers that see all, keys of 24 and values of 8"),
         (
             [LayerKV(num_kv_heads=1, key_size=size, value_size=size) for size in (16, 32)],
             "1 layers that see all, keys of 16 and values of 16, 1 layers that see all, keys of 32 and values of 32",
@@ -135,7 +135,7 @@ def test_moved_blocks_give_the_same_logits(tmp_path: Path) -> None:
 def test_a_kv_geometry_that_is_not_built_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: list[LayerKV], words: str
 ) -> None:
-    """Facts and memory formula know latent vectors and layers of several sizes; attention does not."""
+    """Facts and memory formula know layers of several sizes; attention does not."""
     family = replace(BY_ARCHITECTURE["LlamaForCausalLM"], kv=lambda config: kv)
     monkeypatch.setitem(BY_ARCHITECTURE, "LlamaForCausalLM", family)
     with pytest.raises(NotBuiltError, match=words):

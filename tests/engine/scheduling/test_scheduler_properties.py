@@ -490,6 +490,12 @@ class LivesOverGroups(SchedulerLives):
     sights = (Sight(6), SEES_ALL, Sight(6))
 
 
+class LivesOverChunks(SchedulerLives):
+    """The same where positions are cut into chunks."""
+
+    sights = (Sight(6, is_chunked=True), SEES_ALL, Sight(6, is_chunked=True))
+
+
 class LivesOfShortSteps(LivesOverGroups):
     """Steps that are short enough for windows to hold less than a request: the KV cache counts on that."""
 
@@ -501,6 +507,8 @@ TestSchedulerLives = SchedulerLives.TestCase
 TestSchedulerLives.settings = LIVES
 TestLivesOverGroups = LivesOverGroups.TestCase
 TestLivesOverGroups.settings = settings(LIVES, max_examples=150)
+TestLivesOverChunks = LivesOverChunks.TestCase
+TestLivesOverChunks.settings = settings(LIVES, max_examples=100)
 TestLivesOfShortSteps = LivesOfShortSteps.TestCase
 TestLivesOfShortSteps.settings = settings(LIVES, max_examples=150)
 

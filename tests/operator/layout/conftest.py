@@ -32,10 +32,10 @@ def published(configs: dict[str, Config]) -> Callable[[str], ModelFacts]:
 
 @pytest.fixture(scope="session")
 def a_spec() -> Callable[..., Spec]:
-    """A spec of a layout. What the engine does not run goes to the other runtime, so that numbers decide."""
+    """A spec of a layout. What the engine does not run on GPUs goes to the other runtime, so that numbers decide."""
 
     def build(facts: ModelFacts | None = None, *, engine: dict[str, Any] | None = None, **parallelism: Any) -> Spec:
-        kind = "trimtab" if facts is None or facts.supported else "vllm"
+        kind = "trimtab" if facts is None or facts.is_run_on("cuda") else "vllm"
         body = {"parallelism": parallelism, "engine": engine or {}, "runtime": {"kind": kind}}
         return Spec.model_validate({"model": {"uri": "file:///m"}, **body})
 

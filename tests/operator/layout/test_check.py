@@ -82,12 +82,20 @@ def test_published_models_on_known_gpus(
 
 
 @pytest.mark.parametrize("model", ["DeepSeek-V3", "Llama-4-Scout", "Llama-4-Maverick"])
-def test_an_architecture_that_the_engine_does_not_run_is_refused_by_name(published: Published, model: str) -> None:
+def test_an_architecture_that_the_engine_does_not_run_on_gpus_is_refused_by_name(
+    published: Published, model: str
+) -> None:
     facts = published(model)
     spec = Spec.model_validate({"model": {"uri": "file:///m"}, "parallelism": {"tensor": 8}})
     (refusal,) = check_layout(spec, facts, gpu_named("H200"))
     assert refusal.field == "spec.model.uri"
     assert facts.architecture in refusal.message
+
+
+def test_what_runs_on_the_cpu_alone_is_taken_there(published: Published) -> None:
+    facts = published("Llama-4-Maverick")
+    spec = Spec.model_validate({"model": {"uri": "file:///m"}, "runtime": {"device": "cpu"}})
+    assert check_layout(spec, facts) == ()
 
 
 def test_a_model_that_is_too_large_is_refused_with_the_sum_and_what_would_do(

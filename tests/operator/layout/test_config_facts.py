@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from trimtab_operator.layout.config_facts import PLANNED_ONLY, facts_of_config
-from trimtab_operator.layout.facts import RUN_BY_THE_ENGINE, ModelFacts
+from trimtab_operator.layout.facts import ON_THE_CPU_ALONE, RUN_BY_THE_ENGINE, ModelFacts
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 Published = Callable[[str], ModelFacts]
@@ -49,7 +49,8 @@ def test_fp8_blocks_halve_the_linear_layers_and_leave_the_rest(published: Publis
     assert facts.weights.experts == round(whole.weights.experts / 2 * (1 + 4 / 128**2))
     assert facts.weights.embedding == whole.weights.embedding
     assert facts.quantization == "fp8"
-    assert not facts.supported
+    assert facts.is_run_on("cpu")
+    assert not facts.is_run_on("cuda")
 
 
 def test_a_latent_cache_is_576_elements_per_token_and_layer_of_deepseek(published: Published) -> None:
@@ -67,6 +68,13 @@ def test_what_the_engine_runs_is_what_the_engine_says_it_runs() -> None:
 
     assert tuple(BY_ARCHITECTURE) == RUN_BY_THE_ENGINE
     assert not set(RUN_BY_THE_ENGINE) & set(PLANNED_ONLY)
+    assert tuple(name for name, family in BY_ARCHITECTURE.items() if family.not_on_cuda) == ON_THE_CPU_ALONE
+
+
+def test_a_chunk_of_positions_counts_as_a_window(published: Published) -> None:
+    assert [(group.num_layers, group.window) for group in published("Llama-4-Scout").kv_groups] == [
+        (12, 8192), (12, 8192), (12, 8192), (12, None),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

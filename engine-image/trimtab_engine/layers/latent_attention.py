@@ -1,0 +1,85 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) over a paged cache of latent vectors.
+
+All heads read one vector per token: c, the latent one, beside k, the rotated part of a key. The projection that makes
+keys of c is moved to the queries, and that which makes values of c behind the sum, so that nothing is ever unfolded:
+```
+score(head) = plain query · (K[head] c) + rotated query · k      =  [K[head]ᵀ plain query | rotated query] · [c | k]
+y(head)     = sum of weight * (V[head] c)                        =  V[head] (sum of weight * c)
+```
+To attention it is one kv head of kv_rank + rotary_size elements, whose values are its keys; of what it yields the first
+kv_rank elements are the sum of c. For the tokens of a long prompt that is more arithmetic than unfolded keys would be.
+"""
+
+import torch
+from trimtab_kernels.paged_attention import AttentionMetadata, paged_attention
+from trimtab_kernels.reshape_and_cache import reshape_and_cache
+from trimtab_kernels.rms_norm import rms_norm
+from trimtab_kernels.rotary_embedding import rotary_embedding
+
+from trimtab_engine.layers.quantized import Projection
+from trimtab_engine.layers.rotary import Turn
+
+
+class LatentQuery:
+    """Queries of this rank's heads. `down` and its norm make a latent vector of the hidden state first, or are not
+    there."""
+
+    def __init__(self, up: Projection, down: Projection | None, norm: torch.Tensor | None, eps: float) -> None:
+        self._up, self._down, self._norm, self._eps = up, down, norm, eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [num_tokens, hidden_size] -> [num_tokens, num_heads * (plain_size + rotary_size)]."""
+        if self._down is not None and self._norm is not None:
+            x = rms_norm(self._down(x), self._norm, self._eps)
+        return self._up(x)
+
+
+class LatentAttention:
+    """`keep` makes the latent vector, which `norm` normalises, and the rotated part of the key; keys [num_heads,
+    plain_size, kv_rank] and values [num_heads, kv_rank, value_size] unfold it; `output` sums over the ranks that share
+    the layer."""
+
+    def __init__(
+        self,
+        query: LatentQuery,
+        keep: Projection,
+        norm: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: Projection,
+        *,
+        scale: float,
+        eps: float,
+        kv_scale: float,
+    ) -> None:
+        self._query, self._keep, self._norm = query, keep, norm
+        self._keys, self._values, self._output = keys, values, output
+        self._scale, self._eps = scale, eps
+        self._kv_scales = {"key_scale": kv_scale, "value_scale": kv_scale}
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        turn: Turn,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """x [num_tokens, hidden_size] -> the same shape. keys: this layer's part of the KV cache, as is values."""
+        rows, (num_heads, plain_size, kv_rank) = x.shape[0], self._keys.shape
+        query = self._query(x).view(rows, num_heads, -1)
+        plain, rotated = query[..., :plain_size], query[..., plain_size:]
+        folded = torch.einsum("thp,hpc->thc", plain, self._keys)
+        query = torch.cat([folded, rotary_embedding(rotated.contiguous(), turn.rotation)], dim=-1)
+        kept = self._keep(x)
+        latent = rms_norm(kept[:, :kv_rank].contiguous(), self._norm, self._eps)
+        shared = rotary_embedding(kept[:, None, kv_rank:].contiguous(), turn.rotation)
+        key = torch.cat([latent.unsqueeze(1), shared], dim=-1)
+        real = slice(metadata.slot_mapping.shape[0])
+        new = key[real]
+        reshape_and_cache(
+            new, new, keys, values, metadata.slot_mapping, is_padded=metadata.is_padded, **self._kv_scales
+        )
+        y = paged_attention(query, key, key, keys, values, metadata, self._scale, sinks=None, **self._kv_scales)
+        unfolded = torch.einsum("thc,hcv->thv", y[..., :kv_rank], self._values)
+        return self._output(unfolded.reshape(rows, -1))

@@ -1,0 +1,76 @@
+"""The text half of a checkpoint that sees images too: its words in config.json, and its tensors under the names that a
+checkpoint of text alone has.
+
+```
+language_model.model.layers.0.…    model.layers.0.…        as they were released first
+model.language_model.layers.0.…    model.layers.0.…        as transformers 5 stores them
+vision_tower.…                     not there
+```
+"""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trimtab_engine.weights.source import Span, WeightSource
+
+if TYPE_CHECKING:
+    import torch
+
+PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
+"""How names begin, and what stands for it."""
+TOWERS = re.compile(r"(model\.)?(vision_model|vision_tower|visual|multi_modal_projector)\.")
+"""How the names of what only images pass begin."""
+
+
+def text_words(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json's words for the text half, where they are apart; ties are said for the whole."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return config
+    ties = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
+    return {**config, **text, **ties, "architectures": config.get("architectures")}
+
+
+class TextHalf:
+    """A source of weights without the towers of another."""
+
+    def __init__(self, whole: WeightSource) -> None:
+        self._whole = whole
+        self.format = whole.format
+        self._stored_names = {_plain(name): name for name in whole.shapes() if not TOWERS.match(name)}
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The whole checkpoint's."""
+        return self._whole.config
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The whole checkpoint's."""
+        return self._whole.generation_config
+
+    @property
+    def where(self) -> str:
+        """The whole checkpoint's file."""
+        return self._whole.where
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See WeightSource."""
+        whole = self._whole.shapes()
+        return {name: whole[stored] for name, stored in self._stored_names.items()}
+
+    def map_files(self) -> None:
+        """See WeightSource."""
+        self._whole.map_files()
+
+    def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
+        """See WeightSource."""
+        return self._whole.tensor(self._stored_names.get(name, name), rows=rows, columns=columns)
+
+
+def _plain(name: str) -> str:
+    for stored, plain in PREFIXES:
+        if name.startswith(stored):
+            return plain + name.removeprefix(stored)
+    return name
