@@ -41,7 +41,8 @@ def scaled(apply: Apply) -> Deployment:
         "watermark": {"max": "0.0"},
     }
     tuning = {"mode": "Auto", "bounds": bounds}
-    deployment = apply("scaled", scaling=SCALING, engine=pinned["engine"], tuning=tuning)
+    rollout = {"drainTimeout": "30s"}
+    deployment = apply("scaled", scaling=SCALING, engine=pinned["engine"], tuning=tuning, rollout=rollout)
     deployment.ready()
     return deployment
 

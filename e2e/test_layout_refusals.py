@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import Apply
+from conftest import Apply, Remove
 from harness.answer import EXPECTED, ask
 from harness.deployment import Deployment
 from harness.kube import CRD_KIND, Kube, KubectlError, Manifest, condition
@@ -73,7 +73,7 @@ def test_a_layout_that_works_then_runs_and_is_reported(refused: Deployment, kube
     assert EXPECTED in ask(refused).text
 
 
-def test_a_model_that_is_not_there_is_told_in_the_jobs_last_words(apply: Apply, kube: Kube) -> None:
+def test_a_model_that_is_not_there_is_told_in_the_jobs_last_words(apply: Apply, remove: Remove) -> None:
     absent = apply("absent", model={"uri": "file:///models/absent"})
 
     def unreadable() -> Manifest:
@@ -86,11 +86,10 @@ def test_a_model_that_is_not_there_is_told_in_the_jobs_last_words(apply: Apply, 
     assert "/models/absent" in told["message"]
     assert "exit code 2" in told["message"]
     assert not any(entry.startswith("StatefulSet/") for entry in absent.children())
-    kube.delete(CRD_KIND, absent.name, absent.namespace)
-    absent.gone()
+    remove(absent)
 
 
-def test_more_gpus_than_any_node_has_are_accepted_and_told(apply: Apply, kube: Kube) -> None:
+def test_more_gpus_than_any_node_has_are_accepted_and_told(apply: Apply, remove: Remove) -> None:
     """Pools scale from zero: what does not fit now may fit tomorrow."""
     hungry = apply("hungry", runtime={"device": "cuda"})
 
@@ -104,5 +103,4 @@ def test_more_gpus_than_any_node_has_are_accepted_and_told(apply: Apply, kube: K
     assert limited["status"] == "True"
     assert "asks for 1 GPU" in limited["message"]
     assert "no node has any" in limited["message"]
-    kube.delete(CRD_KIND, hungry.name, hungry.namespace)
-    hungry.gone()
+    remove(hungry)

@@ -1,4 +1,4 @@
-"""Story: replicas of several ranks and several pods: they answer as one rank does, and outlive a pod and a node."""
+"""Story: replicas of several ranks and several pods: they answer as one rank does, and outlive a pod."""
 
 from __future__ import annotations
 
@@ -7,53 +7,30 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import Apply
+from conftest import Apply, Remove
 from harness.answer import ask
 from harness.deployment import Deployment, describe
 from harness.engine import API_PORT
-from harness.install import Installation
 from harness.kube import Kube, Manifest, condition, is_true
-from harness.nodes import all_ready, node_of, not_ready, paused, pod_nodes, pretended, worker_nodes
+from harness.layouts import NEVER, QUESTION, READY_SECONDS, ROOM, await_ready, layout, needs_workers, nodes_of
+from harness.nodes import pod_nodes, pretended, worker_nodes
 from harness.report import measured
-from harness.target import Target
-from harness.wait import NotYet
+from harness.wait import NotYet, Waiter
 
-QUESTION = "Name the planets of the solar system."
-READY_SECONDS = 300.0  # three engines load at once on two cores
-NODE_SECONDS = 420.0  # about 40 s until Kubernetes says so, 60 s of ours, and a start
-NEVER = {"mode": "Off", "bounds": None}
-# Small enough that all pods of a replica find room on one node when the other is gone.
-ROOM = {"requests": {"cpu": "150m", "memory": "700Mi"}, "limits": {"memory": "1500Mi"}}
-SMALL = [{"name": "main", "resources": ROOM}]
 ACCELERATOR = "example.com/accelerator"
 
 
 def a_layout(apply: Apply, name: str, **parallelism: Any) -> Deployment:
-    return apply(name, parallelism=parallelism, tuning=NEVER, template={"spec": {"containers": SMALL}})
-
-
-def await_ready(deployment: Deployment, what: str, since: float, deadline_seconds: float = READY_SECONDS) -> None:
-    deployment.ready(deadline_seconds=deadline_seconds)
-    measured(f"{what}: Ready after {time.monotonic() - since:.0f} s")
-
-
-def remove(deployment: Deployment) -> None:
-    deployment.kube.delete("inferencedeployments.trimtab.dev", deployment.name, deployment.namespace)
-    deployment.gone()
-
-
-def nodes_of(deployment: Deployment) -> list[str]:
-    return [node_of(pod) for pod in deployment.group_pods()]
+    return apply(name, **layout(**parallelism))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def several_nodes(kube: Kube) -> None:
-    if len(worker_nodes(kube)) < 2:
-        pytest.skip("these stories need two nodes that take pods: python3 e2e/cluster up --workers 2")
+    needs_workers(kube)
 
 
 @pytest.fixture(scope="module")
-def expected(apply: Apply) -> str:
+def expected(apply: Apply, remove: Remove) -> str:
     """What one rank answers."""
     one = a_layout(apply, "one")
     one.ready(deadline_seconds=READY_SECONDS)
@@ -63,7 +40,7 @@ def expected(apply: Apply) -> str:
 
 
 @pytest.fixture(scope="module")
-def three(apply: Apply, expected: str) -> Iterator[Deployment]:
+def three(apply: Apply, remove: Remove, expected: str) -> Iterator[Deployment]:
     """One replica of three pods, a rank in each: 9 heads and 3 KV heads split by three."""
     began = time.monotonic()
     deployment = a_layout(apply, "three", tensor=3, gpusPerNode=1)
@@ -138,34 +115,6 @@ def test_a_rendezvous_service_that_is_deleted_comes_back_with_its_address_and_no
     assert ask(three, QUESTION).text == expected
 
 
-def test_a_lost_node_moves_the_group_elsewhere(
-    three: Deployment, expected: str, kube: Kube, target: Target, installation: Installation
-) -> None:
-    if not target.is_own:
-        pytest.skip("only a node of the cluster of e2e/cluster can be paused")
-    leader = node_of(installation.leader())  # another one would lead 20 s later: a story of its own
-    node = next(name for name in worker_nodes(kube) if name != leader)
-    assert node in nodes_of(three), f"no pod of the group on {node}"
-    with paused(kube, node):
-        began = time.monotonic()
-        waiter = three.waiter
-        waiter.until("Kubernetes takes the node for lost", lambda: not_ready(kube, node), deadline_seconds=120.0)
-        noticed = time.monotonic() - began
-        waiter.until("no pod of the group is on it", lambda: _none_on(three, node), deadline_seconds=180.0)
-        moved = time.monotonic() - began
-        three.ready(deadline_seconds=NODE_SECONDS)
-        total = time.monotonic() - began
-        measured(
-            f"node paused: NotReady after {noticed:.0f} s, pods given up after {moved:.0f} s, Ready after {total:.0f} s"
-        )
-        assert node not in nodes_of(three)
-        assert any(event["reason"] == "NodeLost" for event in kube.events(three.namespace, three.name))
-        assert ask(three, QUESTION).text == expected
-    three.waiter.until("all nodes are Ready again", lambda: all_ready(kube), deadline_seconds=180.0)
-    three.ready(deadline_seconds=READY_SECONDS)
-    assert ask(three, QUESTION).text == expected
-
-
 def _await_down(deployment: Deployment) -> None:
     def down() -> None:
         item = deployment.get()
@@ -175,55 +124,14 @@ def _await_down(deployment: Deployment) -> None:
     deployment.waiter.until("status says that the replica is down", down, deadline_seconds=60.0, every_seconds=0.5)
 
 
-def _none_on(deployment: Deployment, node: str) -> None:
-    pods = deployment.group_pods()
-    there = [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName") == node]
-    if there:
-        raise NotYet(f"still there: {', '.join(there)}")
-
-
 # --- other layouts ----------------------------------------------------------------------------------------------------
 
 
-def test_two_pipeline_stages_in_two_pods(apply: Apply, expected: str) -> None:
-    began = time.monotonic()
-    two = a_layout(apply, "stages", pipeline=2, gpusPerNode=1)
-    await_ready(two, "two pods, PP2, from apply", began)
-    assert len(set(nodes_of(two))) == 2
-    assert ask(two, QUESTION).text == expected
-    remove(two)
-
-
-def test_two_data_parallel_ranks_in_one_pod(apply: Apply, expected: str, kube: Kube) -> None:
-    began = time.monotonic()
-    name = "ranks"
-    memory = {"requests": {"cpu": "300m", "memory": "1400Mi"}, "limits": {"memory": "3000Mi"}}
-    template = {"spec": {"containers": [{"name": "main", "resources": memory}]}}
-    both = apply(name, parallelism={"data": 2, "gpusPerNode": 2}, tuning=NEVER, template=template)
-    await_ready(both, "one pod, DP2, from apply", began)
-    assert len(both.group_pods()) == 1
-    assert both.status()["layout"]["worldSize"] == 2
-    assert ask(both, QUESTION).text == expected
-    metrics = kube.pod_http(both.namespace, both.pod_name(), API_PORT, "/metrics")
-    assert 'vllm:num_requests_running{engine="1"' in metrics
-    remove(both)
-
-
-def test_two_data_parallel_ranks_in_two_pods(apply: Apply, expected: str, kube: Kube) -> None:
-    began = time.monotonic()
-    both = a_layout(apply, "spread", data=2, gpusPerNode=1)
-    await_ready(both, "two pods, DP2, from apply", began)
-    assert len(set(nodes_of(both))) == 2
-    assert ask(both, QUESTION).text == expected
-    metrics = kube.pod_http(both.namespace, both.pod_name(), API_PORT, "/metrics")
-    assert 'vllm:num_requests_running{engine="1"' in metrics
-    remove(both)
-
-
 def test_a_quota_that_refuses_a_pod_of_a_group_is_named_and_the_group_starts_when_it_is_raised(
-    apply: Apply, namespace: str, kube: Kube, expected: str
+    apply: Apply, remove: Remove, namespace: str, kube: Kube, expected: str
 ) -> None:
-    one_more = {"hard": {"pods": str(len(kube.items("pods", namespace)) + 1)}}
+    pods = Waiter(kube, namespace).until("no pod ends", lambda: _pods_that_stay(kube, namespace), deadline_seconds=90.0)
+    one_more = {"hard": {"pods": str(len(pods) + 1)}}
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": one_more}
     kube.apply(quota, namespace=namespace)
     try:
@@ -238,11 +146,55 @@ def test_a_quota_that_refuses_a_pod_of_a_group_is_named_and_the_group_starts_whe
     remove(half)
 
 
+def _pods_that_stay(kube: Kube, namespace: str) -> list[Manifest]:
+    """All pods, once none is on its way out: a quota would have room for another one then."""
+    pods = kube.items("pods", namespace)
+    ending = [pod["metadata"]["name"] for pod in pods if "deletionTimestamp" in pod["metadata"]]
+    if ending:
+        raise NotYet(f"there still: {', '.join(ending)}")
+    return pods
+
+
 def _refused(deployment: Deployment) -> tuple[str, str]:
     found = condition(deployment.get(), "ScalingLimited")
     if found is None or found["status"] != "True":
         raise NotYet(f"ScalingLimited: {found}")
     return found["reason"], found["message"]
+
+
+def test_two_pipeline_stages_in_two_pods(apply: Apply, remove: Remove, expected: str) -> None:
+    began = time.monotonic()
+    two = a_layout(apply, "stages", pipeline=2, gpusPerNode=1)
+    await_ready(two, "two pods, PP2, from apply", began)
+    assert len(set(nodes_of(two))) == 2
+    assert ask(two, QUESTION).text == expected
+    remove(two)
+
+
+def test_two_data_parallel_ranks_in_one_pod(apply: Apply, remove: Remove, expected: str, kube: Kube) -> None:
+    began = time.monotonic()
+    name = "ranks"
+    memory = {"requests": {"cpu": "300m", "memory": "1400Mi"}, "limits": {"memory": "3000Mi"}}
+    template = {"spec": {"containers": [{"name": "main", "resources": memory}]}}
+    both = apply(name, parallelism={"data": 2, "gpusPerNode": 2}, tuning=NEVER, template=template)
+    await_ready(both, "one pod, DP2, from apply", began)
+    assert len(both.group_pods()) == 1
+    assert both.status()["layout"]["worldSize"] == 2
+    assert ask(both, QUESTION).text == expected
+    metrics = kube.pod_http(both.namespace, both.pod_name(), API_PORT, "/metrics")
+    assert 'vllm:num_requests_running{engine="1"' in metrics
+    remove(both)
+
+
+def test_two_data_parallel_ranks_in_two_pods(apply: Apply, remove: Remove, expected: str, kube: Kube) -> None:
+    began = time.monotonic()
+    both = a_layout(apply, "spread", data=2, gpusPerNode=1)
+    await_ready(both, "two pods, DP2, from apply", began)
+    assert len(set(nodes_of(both))) == 2
+    assert ask(both, QUESTION).text == expected
+    metrics = kube.pod_http(both.namespace, both.pod_name(), API_PORT, "/metrics")
+    assert 'vllm:num_requests_running{engine="1"' in metrics
+    remove(both)
 
 
 # --- two groups, and GPUs for one -------------------------------------------------------------------------------------
@@ -272,7 +224,7 @@ def first_in_line(kube: Kube) -> Iterator[str]:
 
 
 def test_of_two_groups_that_hold_half_of_what_they_need_the_younger_gives_way(
-    apply: Apply, kube: Kube, expected: str, first_in_line: str
+    apply: Apply, remove: Remove, kube: Kube, expected: str, first_in_line: str
 ) -> None:
     """Each of two groups of two pods gets one of two accelerators: without us both would wait for ever."""
     one, other = worker_nodes(kube)[:2]
@@ -297,9 +249,9 @@ def test_of_two_groups_that_hold_half_of_what_they_need_the_younger_gives_way(
             limited = young.waiter.until("the younger says why", lambda: _limited(young), deadline_seconds=60.0)
             assert f"Insufficient {ACCELERATOR}" in limited["message"]
             assert ask(old, QUESTION).text == expected
-            remove(old)
             began = time.monotonic()
-            await_ready(young, "the younger, once the accelerators are free", began)
+            remove(old)
+            await_ready(young, "the younger, from the removal of the older", began)
             assert ask(young, QUESTION).text == expected
             remove(young)
 

@@ -1,4 +1,4 @@
-"""Story: the operator itself is killed, doubled and probed; what it looks after goes on."""
+"""Story: the operator itself is killed, doubled, probed, restricted and upgraded; what it looks after goes on."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from conftest import Apply
-from harness.deployment import Deployment
+from conftest import Apply, Remove
+from harness.answer import EXPECTED, ask
+from harness.deployment import TAKEN_BACK_SECONDS, Deployment
 from harness.install import NAMESPACE, Installation
-from harness.kube import CRD_KIND, Kube, KubectlError, condition, is_true
+from harness.kube import CRD_KIND, ENFORCE, Kube, KubectlError, condition, is_true
 from harness.report import measured, say
 from harness.wait import NotYet
 
@@ -18,6 +19,7 @@ HEALTH_PORT = 8081
 TAKE_OVER_SECONDS = 60.0
 FAILOVER_SECONDS = 20.0  # from the leader's end, killed, until another one leads
 SECRET = "trimtab-operator"
+START_TIMEOUT = "20s"
 
 
 def _pod_names(installation: Installation) -> list[str]:
@@ -34,6 +36,30 @@ def test_the_operator_answers_its_probes(installation: Installation, kube: Kube)
     assert containers[0]["livenessProbe"]["httpGet"]["path"] == "/healthz"
     with pytest.raises(KubectlError):
         kube.pod_http(NAMESPACE, pods[0], HEALTH_PORT, "/there-is-no-such-page")
+
+
+def test_a_single_replica_that_finds_no_node_returns_though_the_operator_was_killed(
+    apply: Apply, remove: Remove, installation: Installation, kube: Kube
+) -> None:
+    deployment = apply("single", rollout={"startTimeout": START_TIMEOUT, "drainTimeout": "5s"})
+    deployment.ready()
+    before = deployment.revisions()
+    overlay = {"spec": {"template": {"spec": {"nodeSelector": {"trimtab.dev/no-such-node": "true"}}}}}
+    kube.patch(CRD_KIND, deployment.name, deployment.namespace, overlay)
+
+    def is_under_way() -> None:
+        if deployment.revisions() == before:
+            raise NotYet("the replica has the old revision")
+
+    deployment.waiter.until("the change reaches the replica", is_under_way, deadline_seconds=30.0)
+    kube.delete("pod", installation.leader()["metadata"]["name"], NAMESPACE, grace=0)
+    say("operator killed while the change is tried")
+    installation.ready()
+    told = deployment.waiter.until("it is taken back", deployment.taken_back, deadline_seconds=TAKEN_BACK_SECONDS)
+    assert "within 20s" in told["message"]
+    assert deployment.revisions() == before
+    assert EXPECTED in ask(deployment).text
+    remove(deployment)
 
 
 def test_killed_midway_the_operator_goes_on_where_it_was(apply: Apply, installation: Installation, kube: Kube) -> None:
@@ -87,12 +113,20 @@ def _acts(deployment: Deployment, kube: Kube) -> None:
 
 
 @pytest.fixture
-def as_before(installation: Installation) -> Iterator[None]:
-    yield
-    installation.install()
+def restricted_operator(installation: Installation, kube: Kube) -> Iterator[Installation]:
+    """The operator's namespace, in which no pod is made that asks for more."""
+    kube.run("label", "namespace", NAMESPACE, "--overwrite", f"{ENFORCE}=restricted")
+    yield installation
+    kube.run("label", "namespace", NAMESPACE, f"{ENFORCE}-")
 
 
-@pytest.mark.usefixtures("as_before")
+def test_the_operator_is_admitted(restricted_operator: Installation, kube: Kube) -> None:
+    before = {pod["metadata"]["uid"] for pod in restricted_operator.pods()}
+    kube.run("rollout", "restart", "deployment/trimtab-operator", "--namespace", NAMESPACE)
+    restricted_operator.ready()
+    assert not before & {pod["metadata"]["uid"] for pod in restricted_operator.pods()}
+
+
 def test_an_upgrade_with_other_defaults_and_another_secret_restarts_no_engine(
     apply: Apply, installation: Installation, kube: Kube
 ) -> None:

@@ -5,7 +5,6 @@ The commands are read from docs/ and executed, page after page, on a cluster wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,17 +20,6 @@ DOCS = REPOSITORY / "docs"
 COMMAND_SECONDS = READY_SECONDS + 300.0
 DRAIN_SECONDS = 120.0  # the sample's drainTimeout, and what kubelets take
 AUTOSCALING = ("autoscaling/v2", "autoscaling/v2beta2")  # newest first; the page is written for the first
-
-
-@pytest.fixture(scope="module")
-def bare_cluster(installation: Installation, kube: Kube) -> Iterator[Installation]:
-    """The chart that the other stories share is removed; the pages install their own, and remove it again."""
-    installation.uninstall()
-    yield installation
-    if kube.get("crd", CRD_KIND) is not None:
-        kube.delete(CRD_KIND, "--all", "default")
-    installation.uninstall()
-    installation.install()  # for the fixture that removes it
 
 
 @pytest.fixture

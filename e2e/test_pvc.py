@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from conftest import Apply
+from conftest import Apply, Remove
 from harness.answer import EXPECTED, ask
 from harness.install import Installation
 from harness.kube import Kube, Manifest, condition
@@ -100,17 +100,16 @@ def claim(target: Target, installation: Installation, kube: Kube, namespace: str
     kube.delete("persistentvolume", VOLUME)
 
 
-def test_a_model_on_a_claim_is_served(apply: Apply, claim: str, kube: Kube, namespace: str) -> None:
+def test_a_model_on_a_claim_is_served(apply: Apply, remove: Remove, claim: str) -> None:
     deployment = apply("from-claim", model={"uri": f"pvc://{claim}/llm/{FOLDER}"})
     deployment.ready()
     mounts = deployment.pod()["spec"]["containers"][0]["volumeMounts"]
     assert [mount["readOnly"] for mount in mounts if mount["name"] == "model"] == [True]
     assert EXPECTED in ask(deployment).text
-    kube.delete("infd", deployment.name, namespace)
-    deployment.gone()
+    remove(deployment)
 
 
-def test_a_missing_claim_is_said_in_status(apply: Apply, kube: Kube, namespace: str) -> None:
+def test_a_missing_claim_is_said_in_status(apply: Apply, remove: Remove) -> None:
     deployment = apply("no-claim", model={"uri": "pvc://nobody-made-this/llm"})
 
     def said() -> None:
@@ -119,11 +118,10 @@ def test_a_missing_claim_is_said_in_status(apply: Apply, kube: Kube, namespace: 
             raise NotYet(f"Ready: {ready}")
 
     deployment.waiter.until("status names the missing claim", said, deadline_seconds=45.0)
-    kube.delete("infd", deployment.name, namespace)
-    deployment.gone()
+    remove(deployment)
 
 
-def test_a_missing_model_is_said_in_status(apply: Apply, claim: str, kube: Kube, namespace: str) -> None:
+def test_a_missing_model_is_said_in_status(apply: Apply, remove: Remove, claim: str) -> None:
     deployment = apply("no-model", model={"uri": f"pvc://{claim}/llm/absent"})
 
     def said() -> None:
@@ -132,5 +130,4 @@ def test_a_missing_model_is_said_in_status(apply: Apply, claim: str, kube: Kube,
             raise NotYet(f"Ready: {ready}")
 
     deployment.waiter.until("status repeats the engine's own words", said, deadline_seconds=90.0)
-    kube.delete("infd", deployment.name, namespace)
-    deployment.gone()
+    remove(deployment)

@@ -1,4 +1,4 @@
-"""Story: a change that does not come up is taken back while requests are answered; so is one of a single replica."""
+"""Story: a change that does not come up is taken back while requests are answered."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from conftest import Apply
+from conftest import Apply, Remove
 from harness.answer import EXPECTED, ask, ask_at
-from harness.deployment import Deployment
-from harness.install import NAMESPACE, Installation
+from harness.deployment import TAKEN_BACK_SECONDS, Deployment
 from harness.kube import CRD_KIND, Kube, Manifest, condition
-from harness.report import measured, say
+from harness.report import measured
 from harness.service import port_forward
 from harness.wait import NotYet
 
-START_TIMEOUT = "20s"
-TAKEN_BACK_SECONDS = 240.0  # drain, three starts with the kubelet's pauses between them, and the way back
 TOO_LONG = 8000  # tokens that one request may have: more than the KV cache of this device holds
 
 
@@ -54,21 +51,6 @@ def _asking(deployment: Deployment, group: str) -> Iterator[Asked]:
             thread.join(timeout=90.0)
 
 
-def _taken_back(deployment: Deployment) -> Manifest:
-    """The Degraded condition, when replicas are back at what worked, all of them ready."""
-    item = deployment.get()
-    degraded, progressing = condition(item, "Degraded"), condition(item, "Progressing")
-    if degraded is None or degraded["reason"] != "RolledBack" or progressing is None:
-        raise NotYet(f"Degraded: {degraded}")
-    if progressing["status"] != "False":
-        raise NotYet(f"Progressing: {progressing['message']}")
-    return degraded
-
-
-def _revisions(deployment: Deployment) -> list[str]:
-    return [group["revision"] for group in deployment.status()["groups"]]
-
-
 @pytest.fixture(scope="module")
 def two(apply: Apply) -> Deployment:
     deployment = apply(replicas=2, tuning={"mode": "Off", "bounds": None}, rollout={"startTimeout": "10m"})
@@ -79,16 +61,16 @@ def two(apply: Apply) -> Deployment:
 def test_a_change_that_the_engine_refuses_is_taken_back_while_the_other_replica_answers(
     two: Deployment, kube: Kube
 ) -> None:
-    before, begin = _revisions(two), time.monotonic()
+    before, begin = two.revisions(), time.monotonic()
     kept = two.restarts()
     with _asking(two, f"{two.name}-g1") as asked:
         kube.patch(CRD_KIND, two.name, two.namespace, {"spec": {"engine": {"maxModelLen": TOO_LONG}}})
-        told = two.waiter.until("it is taken back", lambda: _taken_back(two), deadline_seconds=TAKEN_BACK_SECONDS)
+        told = two.waiter.until("it is taken back", two.taken_back, deadline_seconds=TAKEN_BACK_SECONDS)
     assert str(TOO_LONG) in told["message"] or f"{TOO_LONG:,}" in told["message"], told
     assert "exit code 2" in told["message"]
     assert asked.failed == []
     assert asked.answered > 0
-    assert _revisions(two) == before
+    assert two.revisions() == before
     status = two.status()
     assert (status["readyReplicas"], status["updatedReplicas"]) == (2, 0)
     assert two.restarts() == kept, "a replica that served was replaced or restarted"
@@ -112,7 +94,7 @@ def test_it_is_not_tried_again_until_the_spec_changes(two: Deployment, kube: Kub
     assert EXPECTED in ask(two).text
 
 
-def test_an_image_that_does_not_exist_stops_no_replica(two: Deployment, kube: Kube) -> None:
+def test_an_image_that_does_not_exist_stops_no_replica(two: Deployment, remove: Remove, kube: Kube) -> None:
     image = two.get()["spec"]["runtime"]["image"]
     pods = two.restarts()
     kube.patch(CRD_KIND, two.name, two.namespace, {"spec": {"runtime": {"image": "no.such.registry.invalid/e:1"}}})
@@ -129,32 +111,4 @@ def test_an_image_that_does_not_exist_stops_no_replica(two: Deployment, kube: Ku
     kube.patch(CRD_KIND, two.name, two.namespace, {"spec": {"runtime": {"image": image}}})
     two.ready()
     assert two.restarts() == pods
-    kube.delete(CRD_KIND, two.name, two.namespace)
-    two.gone()
-
-
-def test_a_single_replica_that_finds_no_node_returns_though_the_operator_was_killed(
-    apply: Apply, installation: Installation, kube: Kube
-) -> None:
-    deployment = apply("single", rollout={"startTimeout": START_TIMEOUT, "drainTimeout": "5s"})
-    deployment.ready()
-    before = _revisions(deployment)
-    overlay = {"spec": {"template": {"spec": {"nodeSelector": {"trimtab.dev/no-such-node": "true"}}}}}
-    kube.patch(CRD_KIND, deployment.name, deployment.namespace, overlay)
-
-    def is_under_way() -> None:
-        if _revisions(deployment) == before:
-            raise NotYet("the replica has the old revision")
-
-    deployment.waiter.until("the change reaches the replica", is_under_way, deadline_seconds=30.0)
-    kube.delete("pod", installation.leader()["metadata"]["name"], NAMESPACE, grace=0)
-    say("operator killed while the change is tried")
-    installation.ready()
-    told = deployment.waiter.until(
-        "it is taken back", lambda: _taken_back(deployment), deadline_seconds=TAKEN_BACK_SECONDS
-    )
-    assert "within 20s" in told["message"]
-    assert _revisions(deployment) == before
-    assert EXPECTED in ask(deployment).text
-    kube.delete(CRD_KIND, deployment.name, deployment.namespace)
-    deployment.gone()
+    remove(two)

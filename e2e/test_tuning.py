@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Apply
+from conftest import Apply, Remove
 from harness.deployment import Deployment
 from harness.engine import EngineReading
 from harness.install import Installation
@@ -33,11 +34,12 @@ from harness.wait import NotYet
 
 
 @pytest.fixture
-def recommending(apply: Apply) -> Deployment:
+def recommending(apply: Apply, remove: Remove) -> Iterator[Deployment]:
     """The sample in mode Recommend, which nobody has tuned yet."""
     deployment = apply("headroom", tuning={"mode": "Recommend"})
     deployment.ready()
-    return deployment
+    yield deployment
+    remove(deployment)
 
 
 def test_preemptions_are_recommended_away_then_trimmed_away(
@@ -74,11 +76,9 @@ def test_preemptions_are_recommended_away_then_trimmed_away(
 
 
 def test_without_headroom_requests_are_admitted_later_before_anybody_loses_a_seat(
-    recommending: Deployment, apply: Apply, installation: Installation, kube: Kube, namespace: str
+    apply: Apply, installation: Installation, kube: Kube, namespace: str
 ) -> None:
     """KV blocks are kept free for what runs; users do not wait for fewer seats because of a count of preemptions."""
-    kube.delete(CRD_KIND, recommending.name, namespace, wait=True)
-    recommending.gone()
     deployment = apply("pinned", **pinned_utilization(start_utilization()))
     deployment.ready()
     before, restarts = deployment.engine(), deployment.restarts()

@@ -128,7 +128,9 @@ def details(machine: Machine, journey: Journey) -> list[str]:
     if "model" in journey.parts:
         rows.append(("model", "in the cache" if machine.has_model else "SmolLM2-135M-Instruct, from a package on PyPI"))
     if "images" in journey.parts:
-        rows.append(("images", "built, but for our own code" if machine.has_images else "operator, engine and model"))
+        others = ", and Prometheus" if "prometheus" in journey.parts else ""
+        ours = "built, but for our own code" if machine.has_images else "operator, engine and model"
+        rows.append(("images", f"{ours}{others}"))
     rows.append(("cache", f"{machine.cache}, which stays (`python3 e2e/cluster down --purge-cache` removes it)"))
     steps = [f"{name} {duration(each)}" for name, each in missing(machine, journey)]
     steps.append(f"{journey.then} {duration(journey.then_seconds)}")

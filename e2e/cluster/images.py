@@ -27,7 +27,7 @@ from .python_environment import pip_command
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 RECIPES = REPOSITORY / "images"
 NAMES = ("engine", "operator", "model")
-FOR_STORIES = ("prometheus",)  # built where a story asks for it
+FOR_STORIES = ("prometheus",)
 # No tests, C headers, static libraries or bytecode of another interpreter: nothing of these is read at run time.
 WASTE_FOLDERS = frozenset({"__pycache__", "tests"})
 WASTE_PATHS = ("torch/include", "torch/share", "torch/test", "bin")

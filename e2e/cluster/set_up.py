@@ -8,8 +8,8 @@ from collections.abc import Callable
 from . import docker_daemon, images, kind_cluster, model, native_operators, python_environment, target
 from .progress import in_parallel
 
-PARTS = ("python", "model", "cluster", "images")
-DEMO_IMAGES = ("operator", "model")  # the model's is the engine with its model
+PARTS = ("python", "model", "cluster", "images", "prometheus")
+IMAGES = ("operator", "model")  # the model's is the engine with its model
 
 
 def ensure(parts: frozenset[str], bring_up: Callable[[], object]) -> None:
@@ -22,7 +22,8 @@ def ensure(parts: frozenset[str], bring_up: Callable[[], object]) -> None:
         if parts & {"model", "images"}:
             model.ensure()
         if "images" in parts and not os.environ.get("TRIMTAB_IMAGES"):
-            built.update(images.ensure(docker_daemon.ensure(), list(DEMO_IMAGES)))
+            others = sorted(parts & set(images.FOR_STORIES))
+            built.update(images.ensure(docker_daemon.ensure(), [*IMAGES, *others]))
 
     in_parallel(python_side, *([bring_up] if "cluster" in parts else []))
     if built and "cluster" in parts and not target.uses_current():

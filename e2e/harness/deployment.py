@@ -19,6 +19,8 @@ from harness.wait import NotYet, Waiter
 SAMPLE = REPOSITORY / "config" / "samples" / "smollm2-cpu.yaml"
 READY_SECONDS = 180.0  # pod start, 0.5 GB of weights, profile: about 25 s on two idle cores
 BAKE_TIME = "5s"  # in which a story's change serves before it counts: its owner's choice, and 30 s would add up
+DRAIN_TIMEOUT = "10s"  # for answers of a few tokens; where an ended container is overlooked, its pod stays for 30 s
+TAKEN_BACK_SECONDS = 240.0  # drain, three starts with the kubelet's pauses between them, and the way back
 GONE_SECONDS = 90.0  # the drain timeout and the garbage collector
 CHILD_KINDS = "statefulsets,services,configmaps,pods,controllerrevisions,endpoints,endpointslices,secrets,jobs"
 
@@ -27,7 +29,10 @@ def sample(name: str | None = None, *, image: str, **changes: Any) -> Manifest:
     """The sample manifest with `image` and with `changes` laid over `spec` (None removes a field)."""
     manifest = dict(yaml.safe_load(SAMPLE.read_text()))
     manifest["metadata"] = {"name": name or manifest["metadata"]["name"]}
-    spec = laid_over(manifest["spec"], {"runtime": {"image": image}, "rollout": {"bakeTime": BAKE_TIME}})
+    spec = laid_over(
+        manifest["spec"],
+        {"runtime": {"image": image}, "rollout": {"bakeTime": BAKE_TIME, "drainTimeout": DRAIN_TIMEOUT}},
+    )
     manifest["spec"] = laid_over(spec, changes)
     return manifest
 
@@ -102,11 +107,31 @@ class Deployment:
 
         return self.waiter.until(f"{self.name} is settled", at_rest, deadline_seconds=deadline_seconds)
 
+    def taken_back(self) -> Manifest:
+        """The Degraded condition, when replicas are back at what worked, all of them ready. Raises NotYet."""
+        item = self.get()
+        degraded, progressing = condition(item, "Degraded"), condition(item, "Progressing")
+        if degraded is None or degraded["reason"] != "RolledBack" or progressing is None:
+            raise NotYet(f"Degraded: {degraded}")
+        if progressing["status"] != "False":
+            raise NotYet(f"Progressing: {progressing['message']}")
+        return degraded
+
+    def revisions(self) -> list[str]:
+        """What each replica runs, by the name of its revision."""
+        return [group["revision"] for group in self.status()["groups"]]
+
     def gone(self, *, deadline_seconds: float = GONE_SECONDS) -> None:
         self.waiter.until(f"nothing of {self.name} is left", self._gone, deadline_seconds=deadline_seconds)
 
-    def _gone(self) -> None:
-        left = self.children()
+    def going(self, *, deadline_seconds: float = GONE_SECONDS) -> None:
+        """The same, but pods may still be stopping: a kubelet takes up to a minute to say that one has ended."""
+        self.waiter.until(
+            f"nothing of {self.name} stays", lambda: self._gone(but_stopping=True), deadline_seconds=deadline_seconds
+        )
+
+    def _gone(self, *, but_stopping: bool = False) -> None:
+        left = self.children(but_stopping=but_stopping)
         if self.kube.get(CRD_KIND, self.name, self.namespace) is not None:
             left = [f"{CRD_KIND}/{self.name}", *left]
         if left:
@@ -114,11 +139,13 @@ class Deployment:
 
     # --- what belongs to it -------------------------------------------------------------------------------------------
 
-    def children(self) -> list[str]:
+    def children(self, *, but_stopping: bool = False) -> list[str]:
         """KIND/NAME of everything in the namespace that this resource owns, labels or is named after."""
         found = []
         for item in self.kube.items(CHILD_KINDS, self.namespace):
             metadata = item["metadata"]
+            if but_stopping and item["kind"] == "Pod" and "deletionTimestamp" in metadata:
+                continue
             labels = metadata.get("labels", {})
             owners = [owner["name"] for owner in metadata.get("ownerReferences", [])]
             if self.name in labels.values() or self.name in owners or metadata["name"].startswith(f"{self.name}-"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from harness.kube import Kube, Manifest
 from harness.report import say
@@ -29,12 +31,16 @@ class Installation:
     def waiter(self) -> Waiter:
         return Waiter(self.kube, NAMESPACE)
 
-    def helm_arguments(self, **values: str) -> list[str]:
-        settings = {
+    def settings(self, **values: str) -> dict[str, str]:
+        """The chart's values that are not its defaults, by their dotted names."""
+        return {
             **image_values("image", self.images.operator),
             **image_values("engine.image", self.images.model),
             **values,
         }
+
+    def helm_arguments(self, **values: str) -> list[str]:
+        settings = self.settings(**values)
         options = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
         return ["upgrade", "--install", RELEASE, str(CHART), "-n", NAMESPACE, "--create-namespace", *options]
 
@@ -42,6 +48,18 @@ class Installation:
         say("helm upgrade --install trimtab")
         run_tool("helm", *self.helm_arguments(**values), kube=self.kube)
         self.ready()
+
+    def ensure(self, **values: str) -> None:
+        """The same, but nothing is done where the chart is installed with just these values."""
+        found = json.loads(run_tool("helm", "list", "-n", NAMESPACE, "-o", "json", kube=self.kube))
+        if any(release["name"] == RELEASE and release["status"] == "deployed" for release in found):
+            given = json.loads(
+                run_tool("helm", "get", "values", RELEASE, "-n", NAMESPACE, "-o", "json", kube=self.kube)
+            )
+            if dict(dotted(given or {})) == self.settings(**values):
+                self.ready()
+                return
+        self.install(**values)
 
     def ready(self) -> None:
         """Wait until every operator pod is Ready and a resource is accepted: through the webhook, where there is one.
@@ -93,7 +111,7 @@ class Installation:
 
     def uninstall(self) -> None:
         say("helm uninstall trimtab")
-        run_tool("helm", "uninstall", RELEASE, "-n", NAMESPACE, "--ignore-not-found", "--wait", kube=self.kube)
+        run_tool("helm", "uninstall", RELEASE, "-n", NAMESPACE, "--ignore-not-found", kube=self.kube)
         self.kube.delete("namespace", NAMESPACE, wait=True)
 
 
@@ -107,6 +125,15 @@ def leave_others_alone(target: Target) -> None:
                 f"CLUSTER=current: release {release['name']} in namespace {release['namespace']} is Trimtab already, "
                 "and this would replace it; uninstall it first, or use another cluster"
             )
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Helm's values as --set has them: a name with dots, and the value as it is written."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def image_values(prefix: str, name: str) -> dict[str, str]:

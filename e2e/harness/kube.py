@@ -13,6 +13,7 @@ Manifest = dict[str, Any]
 
 COMMAND_SECONDS = 60.0  # no single kubectl call here takes longer on a healthy cluster
 CRD_KIND = "inferencedeployments.trimtab.dev"
+ENFORCE = "pod-security.kubernetes.io/enforce"  # of a namespace: the level of Pod Security below which no pod is made
 
 
 class KubectlError(Exception):

@@ -48,6 +48,11 @@ def facts() -> list[str]:
     return list(_reporter.facts)
 
 
+def remember(measured_elsewhere: list[str]) -> None:
+    """Values that another process has measured and said."""
+    _reporter.facts.extend(measured_elsewhere)
+
+
 @contextmanager
 def speaking_to(sink: Sink) -> Iterator[None]:
     """Send lines to `sink` for a while."""

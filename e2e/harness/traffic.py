@@ -6,6 +6,7 @@ The Service is addressed by its ClusterIP, so that nothing depends on cluster DN
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -95,7 +96,8 @@ class Load:
 
 @contextmanager
 def load(kube: Kube, namespace: str, image: str, options: LoadOptions, *, name: str = "load") -> Iterator[Load]:
-    """Run load until the block ends; the pod is deleted then."""
+    """Run load until the block ends; the pod is deleted then. `name` begins its name, so the next may follow."""
+    name = f"{name}-{secrets.token_hex(2)}"
     kube.apply(_pod(name, image, options), namespace=namespace)
     running = Load(kube, namespace, name)
     try:
@@ -107,7 +109,7 @@ def load(kube: Kube, namespace: str, image: str, options: LoadOptions, *, name: 
         yield running
     finally:
         try:
-            kube.delete("pod", name, namespace, wait=True, grace=0)
+            kube.delete("pod", name, namespace, grace=0)
         except KubectlError as error:
             say(f"the load pod could not be deleted: {error}")
 

@@ -1,0 +1,40 @@
+"""Replicas of several ranks: what they are asked, how small they are kept, and where their pods run."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from harness.deployment import Deployment
+from harness.kube import Kube
+from harness.nodes import node_of, worker_nodes
+from harness.report import measured
+
+QUESTION = "Name the planets of the solar system."
+READY_SECONDS = 300.0  # three engines load at once on two cores
+NEVER = {"mode": "Off", "bounds": None}
+# Small enough that all pods of a replica find room on one node when the other is gone.
+ROOM = {"requests": {"cpu": "150m", "memory": "700Mi"}, "limits": {"memory": "1500Mi"}}
+
+
+def layout(**parallelism: Any) -> dict[str, Any]:
+    """Changes to the sample's spec."""
+    containers = [{"name": "main", "resources": ROOM}]
+    return {"parallelism": parallelism, "tuning": NEVER, "template": {"spec": {"containers": containers}}}
+
+
+def await_ready(deployment: Deployment, what: str, since: float, deadline_seconds: float = READY_SECONDS) -> None:
+    deployment.ready(deadline_seconds=deadline_seconds)
+    measured(f"{what}: Ready after {time.monotonic() - since:.0f} s")
+
+
+def nodes_of(deployment: Deployment) -> list[str]:
+    return [node_of(pod) for pod in deployment.group_pods()]
+
+
+def needs_workers(kube: Kube) -> None:
+    """Skip the story where the cluster has not two nodes that take pods."""
+    if len(worker_nodes(kube)) < 2:
+        pytest.skip("these stories need two nodes that take pods: python3 e2e/cluster up --workers 2")

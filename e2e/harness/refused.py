@@ -1,0 +1,37 @@
+"""What cannot be carried out, and what whoever asks is told: by the webhook, by the CRD's rules, or by the loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Changes to the sample's spec, and what the refusal must say: the field, and what to do.
+REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("bucket", {"model": {"uri": "s3://org/model"}}, ("spec.model.uri", "s3:// is not built yet", "file:///path")),
+    ("hub", {"model": {"uri": "hf://model"}}, ("spec.model.uri", "write hf://ORG/NAME")),
+    ("relative-path", {"model": {"uri": "file://models/x"}}, ("spec.model.uri", "write file:///path")),
+    ("dots", {"model": {"uri": "file:///models/../etc"}}, ("spec.model.uri", "'..'")),
+    ("claim", {"model": {"uri": "pvc://Not_A_Claim/x"}}, ("spec.model.uri", "no name of a claim")),
+    ("revision", {"model": {"revision": "main"}}, ("spec.model.revision", "models that are downloaded")),
+    ("vllm", {"runtime": {"kind": "vllm"}}, ("spec.runtime.kind", "vllm is not built yet")),
+    ("args", {"runtime": {"args": ["--max-num-seqs=4"]}}, ("spec.runtime.args[0]", "spec.engine.maxNumSeqs")),
+    ("admin-port", {"runtime": {"args": ["--admin-port=9"]}}, ("spec.runtime.args[0]", "set by the operator")),
+    ("layout", {"parallelism": {"gpusPerNode": 3}}, ("spec.parallelism.gpusPerNode", "is 3", "has 1 rank")),
+    ("expert", {"parallelism": {"expert": True}}, ("spec.parallelism.expert", "set it to false")),
+    ("swap", {"engine": {"preemptionMode": "swap"}}, ("spec.engine.swapSpace", "preemptionMode swap")),
+    ("quantization", {"engine": {"quantization": "awq"}}, ("spec.engine.quantization", "only fp8 is built")),
+    ("eagle", {"engine": {"speculative": {"method": "eagle"}}}, ("spec.engine.speculative.method", "not built yet")),
+    ("step", {"engine": {"maxNumBatchedTokens": 8, "maxNumSeqs": 16}}, ("must be at least maxNumSeqs (16)",)),
+    ("start", {"engine": {"gpuMemoryUtilization": "0.99"}}, ("spec.engine.gpuMemoryUtilization", "outside")),
+    (
+        "bounds",
+        {"tuning": {"bounds": {"maxNumSeqs": {"min": 40, "max": 20}}}},
+        ("spec.tuning.bounds.maxNumSeqs", "min 40 exceeds max 20"),
+    ),
+    ("canary", {"tuning": {"restartClass": "Canary"}}, ("spec.tuning.restartClass", "set Never")),
+    ("scaling", {"scaling": {"minReplicas": 4, "maxReplicas": 3}}, ("spec.scaling.minReplicas", "above maxReplicas 3")),
+    ("zero", {"scaling": {"minReplicas": 0, "maxReplicas": 3}}, ("spec.scaling.minReplicas", "nothing is measured")),
+    ("objectives", {"objectives": {"ttft": {"target": "0s"}}}, ("spec.objectives.ttft", "above zero")),
+    ("labels", {"metrics": {"labels": {"engine": "0"}}}, ("spec.metrics.labels", "a label that engines give")),
+    ("container", {"template": {"spec": {"containers": [{"name": "other"}]}}}, ("spec.template", "main")),
+]
+WITHOUT_WEBHOOK = ("bucket", "layout", "start", "args")  # none that rules of the CRD refuse on a current Kubernetes

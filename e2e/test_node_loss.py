@@ -1,0 +1,62 @@
+"""Story: a node is lost, and a replica of several pods, one of which ran there, is complete again on the others."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from conftest import Apply
+from harness.answer import ask
+from harness.deployment import Deployment
+from harness.install import Installation
+from harness.kube import Kube
+from harness.layouts import QUESTION, READY_SECONDS, layout, needs_workers, nodes_of
+from harness.nodes import all_ready, node_of, not_ready, paused, worker_nodes
+from harness.report import measured
+from harness.target import Target
+from harness.wait import NotYet
+
+NODE_SECONDS = 420.0  # about 40 s until Kubernetes says so, 60 s of ours, and a start
+
+
+@pytest.fixture
+def three(target: Target, kube: Kube, apply: Apply) -> Deployment:
+    """One replica of three pods, on a cluster where one of their nodes may stand still."""
+    if not target.is_own:
+        pytest.skip("only a node of the cluster of e2e/cluster can be paused")
+    needs_workers(kube)
+    deployment = apply("three", **layout(tensor=3, gpusPerNode=1))
+    deployment.ready(deadline_seconds=READY_SECONDS)
+    return deployment
+
+
+def test_a_lost_node_moves_the_group_elsewhere(three: Deployment, kube: Kube, installation: Installation) -> None:
+    expected = ask(three, QUESTION).text
+    leader = node_of(installation.leader())  # another one would lead 20 s later: a story of its own
+    node = next(name for name in worker_nodes(kube) if name != leader)
+    assert node in nodes_of(three), f"no pod of the group on {node}"
+    with paused(kube, node):
+        began = time.monotonic()
+        waiter = three.waiter
+        waiter.until("Kubernetes takes the node for lost", lambda: not_ready(kube, node), deadline_seconds=120.0)
+        noticed = time.monotonic() - began
+        waiter.until("no pod of the group is on it", lambda: _none_on(three, node), deadline_seconds=180.0)
+        moved = time.monotonic() - began
+        three.ready(deadline_seconds=NODE_SECONDS)
+        total = time.monotonic() - began
+        measured(
+            f"node paused: NotReady after {noticed:.0f} s, pods given up after {moved:.0f} s, Ready after {total:.0f} s"
+        )
+        assert node not in nodes_of(three)
+        assert any(event["reason"] == "NodeLost" for event in kube.events(three.namespace, three.name))
+        assert ask(three, QUESTION).text == expected
+    three.waiter.until("all nodes are Ready again", lambda: all_ready(kube), deadline_seconds=180.0)
+    three.ready(deadline_seconds=READY_SECONDS)
+    assert ask(three, QUESTION).text == expected
+
+
+def _none_on(deployment: Deployment, node: str) -> None:
+    pods = deployment.group_pods()
+    there = [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName") == node]
+    if there:
+        raise NotYet(f"still there: {', '.join(there)}")
