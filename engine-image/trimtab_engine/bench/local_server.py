@@ -73,15 +73,19 @@ def end_on_sigterm() -> None:
 
 
 @asynccontextmanager
-async def local_server(model: str, flags: Sequence[str]) -> AsyncIterator[LocalServer]:
-    """Serve `model` with these flags, under the name SERVED_NAME. EngineDead when it does not come up."""
+async def local_server(model: str, flags: Sequence[str], log: Path | None = None) -> AsyncIterator[LocalServer]:
+    """Serve `model` with these flags, under the name SERVED_NAME. EngineDead when it does not come up, with its last
+    line where there is a `log` to take it from."""
     port, admin = _free_port(), _free_port()
     command = [sys.executable, "-m", "trimtab_engine.cli", "serve", model, "--served-model-name", SERVED_NAME]
     command += ["--host", "127.0.0.1", "--port", str(port), "--admin-port", str(admin), *flags]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220  # it must outlive no await
+    process = _started(command, log)
     try:
         server = LocalServer(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}", process.pid)
-        await _until_ready(server, process)
+        try:
+            await _until_ready(server, process)
+        except EngineDead as error:
+            raise EngineDead(f"{error}{_last_words(log)}") from None
         yield server
     finally:
         process.terminate()
@@ -89,6 +93,17 @@ async def local_server(model: str, flags: Sequence[str]) -> AsyncIterator[LocalS
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
         process.kill()
+
+
+def _started(command: Sequence[str], log: Path | None) -> "subprocess.Popen[bytes]":
+    with Path(os.devnull if log is None else log).open("wb") as stderr:
+        return subprocess.Popen(command, stderr=stderr)
+
+
+def _last_words(log: Path | None) -> str:
+    """The last line of its log, which says why it ended."""
+    lines = log.read_text(errors="replace").strip().splitlines() if log else []
+    return f": {lines[-1]}" if lines else ""
 
 
 async def _until_ready(server: LocalServer, process: "subprocess.Popen[bytes]") -> None:

@@ -46,7 +46,14 @@ def _with_config_file(arguments: Sequence[str], parser: OneLineParser) -> Sequen
 
 
 def _parser() -> OneLineParser:
-    from trimtab_engine.cli import bench_command, completion_command, fetch_command, inspect_command, serve_command
+    from trimtab_engine.cli import (
+        autotune_command,
+        bench_command,
+        completion_command,
+        fetch_command,
+        inspect_command,
+        serve_command,
+    )
 
     parser = OneLineParser(
         prog="trimtab-engine",
@@ -59,5 +66,6 @@ def _parser() -> OneLineParser:
     fetch_command.add_to(commands)
     inspect_command.add_to(commands)
     bench_command.add_to(commands)
+    autotune_command.add_to(commands)
     completion_command.add_to(commands, parser)
     return parser

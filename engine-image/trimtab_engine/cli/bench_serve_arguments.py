@@ -45,7 +45,7 @@ def add_to(kinds: Any) -> None:
     add_dataset_flags(parser)
     _add_trace(parser.add_argument_group("recorded loads (--dataset-name trace)"))
     _add_traffic(parser.add_argument_group("when it is sent"))
-    _add_sampling(parser.add_argument_group("sampling (not sent unless given: the server's defaults)"))
+    add_sampling_flags(parser.add_argument_group("sampling (not sent unless given: the server's defaults)"))
     _add_result(parser.add_argument_group("what comes of it"))
     for flag in NOT_BUILT:
         parser.add_argument(flag, action=_NotBuilt, nargs="?", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
@@ -85,9 +85,6 @@ class _NotBuilt(types.RefusedFlag):
         parser.error(str(NotBuiltError(f"{option_string} is not built yet; leave it out")))
 
 
-DEFAULT_PROMPTS = 1000
-
-
 def _add_server(group: Any) -> None:
     group.add_argument("--base-url", metavar="URL", help="such as https://host:8443 (default: from --host and --port)")
     group.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
@@ -116,7 +113,11 @@ def _add_server(group: Any) -> None:
     )
 
 
-def add_dataset_choice(group: Any, *, with_trace: bool) -> None:
+DEFAULT_PROMPTS = 1000
+
+
+def add_dataset_choice(group: Any, *, with_trace: bool, default_prompts: str | None = None) -> None:
+    """`default_prompts`: how many requests there are by default, in words."""
     names = DATASETS if with_trace else DATASETS[:-1]
     default = "default: random; with --trace-path trace" if with_trace else "default: random"
     group.add_argument("--dataset-name", choices=names, help=default)
@@ -125,7 +126,7 @@ def add_dataset_choice(group: Any, *, with_trace: bool) -> None:
         "--num-prompts",
         type=types.positive,
         metavar="N",
-        help=f"requests (default: {DEFAULT_PROMPTS}; of a trace: all)",
+        help=f"requests (default: {default_prompts or f'{DEFAULT_PROMPTS}; of a trace: all'})",
     )
     group.add_argument("--input-len", type=types.positive, metavar="TOKENS", help="as --random-input-len")
     group.add_argument("--output-len", type=types.positive, metavar="TOKENS", help="tokens out, whatever the dataset")
@@ -180,7 +181,7 @@ def _add_trace(group: Any) -> None:
         "--trace-duration", type=_above_zero, metavar="SECONDS", help="as much of the trace (default: all)"
     )
     group.add_argument(
-        "--trace-sample", type=_share, default=1.0, metavar="SHARE", help="share of requests (default: 1)"
+        "--trace-sample", type=share, default=1.0, metavar="SHARE", help="share of requests (default: 1)"
     )
     group.add_argument(
         "--trace-length-scale",
@@ -217,7 +218,7 @@ def _add_traffic(group: Any) -> None:
     )
 
 
-def _add_sampling(group: Any) -> None:
+def add_sampling_flags(group: Any) -> None:
     group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
     group.add_argument("--top-p", type=float, metavar="P", help="most likely tokens that make up P")
     group.add_argument("--top-k", type=int, metavar="K", help="the K most likely tokens")
@@ -279,7 +280,8 @@ def _above_zero(text: str) -> float:
     return number
 
 
-def _share(text: str) -> float:
+def share(text: str) -> float:
+    """Above 0 and up to 1."""
     if not 0 < (number := _number(text)) <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share, above 0 and up to 1")
     return number

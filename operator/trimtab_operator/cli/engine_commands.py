@@ -44,6 +44,11 @@ def bench(arguments: Annotated[list[str] | None, typer.Argument(metavar="KIND [F
     _hand_over("bench", arguments)
 
 
+def autotune(arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL_OR_URL [FLAG ...]")] = None) -> None:
+    """Find the knobs by which an engine does most under latency limits."""
+    _hand_over("autotune", arguments)
+
+
 def inspect(arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL [FLAG ...]")] = None) -> None:
     """Print what a model is: layers, heads, sizes."""
     _hand_over("inspect", arguments)

@@ -1,4 +1,4 @@
-"""`trimtab serve`, `bench` and `inspect`: handed to `trimtab-engine` as they are."""
+"""`trimtab serve`, `bench`, `autotune` and `inspect`: handed to `trimtab-engine` as they are."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ["serve", "--help"],
         ["bench", "serve", "--model", "m", "--", "x"],
         ["inspect", "MODEL", "-o", "json"],
+        ["autotune", "MODEL", "--limits", "ttft:500"],
         ["serve"],
     ],
 )

@@ -63,10 +63,10 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 
 async def _measure(arguments: argparse.Namespace) -> tuple[Outcome, dict[str, Any]]:
-    base, headers = base_url(arguments), _headers(arguments)
+    base, headers = base_url(arguments), headers_of(arguments)
     await server.wait_until_ready(base, headers, arguments.ready_check_timeout_sec)
     model = await server.served_model(base, headers, _model_name(arguments))
-    load, notes = _load(arguments, base, headers, model)
+    load, notes = load_of(arguments, base, headers, model)
     admin, admin_headers = _profiler_at(arguments, base, headers)
     if arguments.profile:
         await server.profile(admin, admin_headers, "start")
@@ -95,9 +95,10 @@ def _model_name(arguments: argparse.Namespace) -> str | None:
 # --- what is sent -------------------------------------------------------------------------------------------------
 
 
-def _load(
+def load_of(
     arguments: argparse.Namespace, base: str, headers: dict[str, str], model: server.ServedModel
 ) -> tuple[Load, dict[str, Any]]:
+    """What the arguments of the load ask to be sent where and when, and notes on it. Raises ConfigError."""
     tokenizer = _tokenizer(arguments, model)
     samples, notes = dataset_samples(arguments, tokenizer, model.max_model_len)
     if not samples:
@@ -161,7 +162,8 @@ def base_url(arguments: argparse.Namespace) -> str:
     return url.rstrip("/")
 
 
-def _headers(arguments: argparse.Namespace) -> dict[str, str]:
+def headers_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """Headers of every request, from --api-key and --header. Raises ConfigError."""
     headers = {"Content-Type": "application/json"}
     if arguments.api_key:
         headers["Authorization"] = f"Bearer {arguments.api_key}"

@@ -1,0 +1,195 @@
+"""The whole command against a real server: files, resuming, what is put back, refusals."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from trimtab_engine.cli import main
+
+DEADLINE_SECONDS = 120.0
+MODELS = Path(os.environ.get("TRIMTAB_CACHE", "~/.cache/trimtab")).expanduser() / "models"
+TUNED = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    admin_url: str
+    model: Path
+
+    def config(self) -> dict[str, Any]:
+        answer: dict[str, Any] = httpx.get(f"{self.admin_url}/admin/v1/config", timeout=60).json()
+        return answer
+
+    def tuned(self) -> dict[str, float]:
+        return {name: self.config()["desired"][name] for name in TUNED}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with room above its start values."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [sys.executable, "-m", "trimtab_engine.cli", "serve", str(tiny_model), "--served-model-name", "tiny"]
+    command += ["--load-format", "dummy", "--device", "cpu", "--cpu-threads", "1", "--max-model-len", "128"]
+    command += ["--device-memory-bytes", "1Gi", "--gpu-memory-utilization", "0.5"]
+    command += ["--gpu-memory-utilization-cap", "0.52", "--max-num-seqs", "4", "--max-num-batched-tokens", "32"]
+    command += ["--host", "127.0.0.1", "--port", "0", "--admin-port", "0"]
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, stderr=stream)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while len(found := re.findall(r"listens on 127\.0\.0\.1 port (\d+)\n", log.read_text())) < 2:
+        assert time.monotonic() < deadline, log.read_text()[-1000:]
+        time.sleep(0.01)
+    yield Server(f"http://127.0.0.1:{found[0]}", f"http://127.0.0.1:{found[1]}", tiny_model)
+    process.terminate()
+    process.wait(DEADLINE_SECONDS)
+
+
+def arguments(server: Server, folder: Path, *more: str) -> list[str]:
+    common = ["autotune", server.url, "--admin-url", server.admin_url, "--ready-check-timeout-sec", "100"]
+    common += ["--num-seqs-list", "1,4", "--num-batched-tokens-list", "8,32", "--num-prompts", "6"]
+    common += ["--tokenizer", str(server.model)]
+    return [*common, "--input-len", "12", "--output-len", "3", "--result-dir", str(folder), *more]
+
+
+def test_it_finds_values_reports_them_and_puts_back_the_start_values(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(server, tmp_path, "--name", "chat", "--namespace", "prod")) == 0
+    captured = capsys.readouterr()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert set(report["found"]) == set(TUNED)
+    assert report["found"]["gpu_memory_utilization"] == 0.52  # the cap works
+    assert len(report["candidates"]) == 4
+    assert "Final run" in captured.out
+    assert "about" in captured.err  # how long it will still take
+    patch = yaml.safe_load((tmp_path / "patch.yaml").read_text())
+    assert patch["metadata"] == {"name": "chat", "namespace": "prod"}
+    assert patch["spec"]["engine"]["maxNumSeqs"] == report["found"]["max_num_seqs"]
+    assert "<svg" in (tmp_path / "report.html").read_text()
+    assert server.tuned() == {"gpu_memory_utilization": 0.5, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+
+    generation = server.config()["generation"]
+    assert main([*arguments(server, tmp_path), "-o", "json"]) == 0  # everything is known: no run is made
+    again = capsys.readouterr()
+    assert json.loads(again.out)["found"] == report["found"]
+    assert again.err.count("(from state.json)") == len(report["runs"])
+    assert server.config()["generation"] == generation
+
+    assert main(arguments(server, tmp_path, "--num-prompts", "7")) == 2
+    assert "num_prompts is 6 there and 7 now" in capsys.readouterr().err
+
+
+def test_keep_leaves_what_was_found(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = server.tuned()
+    assert main(arguments(server, tmp_path, "--num-seqs-list", "2", "--num-batched-tokens-list", "16", "--keep")) == 0
+    kept = server.tuned()
+    httpx.patch(f"{server.admin_url}/admin/v1/config", json=start, timeout=60).raise_for_status()
+    assert kept == {"gpu_memory_utilization": 0.52, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+
+
+def test_limits_that_nothing_keeps_are_exit_code_1_without_a_patch(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "patch.yaml").write_text("of an earlier search")
+    assert main(arguments(server, tmp_path, "--limits", "e2el:0.001")) == 1
+    assert "Nothing keeps the limits. The nearest is" in capsys.readouterr().out
+    assert not (tmp_path / "patch.yaml").exists()
+
+
+def test_shared_prefixes_make_the_cache_hits_that_are_asked_for(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--input-len", "40", "--min-cache-hit", "0.4", "--num-seqs-list", "4", "--num-batched-tokens-list", "32")
+    assert main(arguments(server, tmp_path, *more)) == 0
+    final = json.loads((tmp_path / "report.json").read_text())["final"]
+    assert final["figures"]["prefix_cache_hit_rate"] >= 0.4
+    assert "after 16 shared ones" in capsys.readouterr().out
+
+
+def test_ctrl_c_puts_back_the_start_values_and_the_same_command_goes_on(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = server.tuned()
+    words = arguments(server, tmp_path, "--output-len", "20", "--num-prompts", "40")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "trimtab_engine.cli", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        first = process.stderr.readline()  # of the first run; another one is under way
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(DEADLINE_SECONDS) == 130, first + rest
+    assert "the same command goes on from" in rest
+    assert server.tuned() == start
+    assert main(words) == 0
+    assert "(from state.json)" in capsys.readouterr().err
+
+
+def test_requests_that_no_values_would_mend_end_the_search_with_their_reason(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(server, tmp_path, "--temperature", "-1")) == 2
+    told = capsys.readouterr().err
+    assert "6 × HTTP 400" in told
+    assert "not one request of the first run was answered" in told
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line that a refusal prints."""
+    try:
+        code: Any = main(["autotune", *words])
+    except SystemExit as end:
+        code = end.code
+    captured = capsys.readouterr()
+    assert code == 2, captured.err
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["http://127.0.0.1:1"], "give --admin-url http://HOST:PORT"),
+        (["http://127.0.0.1:1", "--admin-url", "http://127.0.0.1:1", "--serve-flags=--device=cpu"], "--serve-flags"),
+        (["m", "--limits", "ttft"], "such as ttft:500"),
+        (["m", "--trace-path", "x"], "--trace-path is no flag of autotune"),
+        (["m", "--request-rate", "4"], "the rate is what is searched"),
+        (["m", "--max-num-seqs", "4"], "write --num-seqs-list"),
+        (["m", "--keep"], "leave it out"),
+        (["m", "--namespace", "n"], "give --name, too"),
+        (["m", "--max-utilization", "0.925"], "not in hundredths"),
+        (["m", "--num-seqs-list", "4,x"], "'x' is not an integer"),
+        (["m", "--result-dir", "/dev/null/x"], "--result-dir /dev/null/x"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in refused(capsys, *words)
+
+
+@pytest.mark.model
+@pytest.mark.timeout(600)
+def test_a_real_model_is_tuned_by_a_server_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--device cpu --device-memory-bytes 2Gi --gpu-memory-utilization 0.7 --max-model-len 256 --max-num-seqs 4"
+    words = ["autotune", str(MODELS / "SmolLM2-135M-Instruct"), f"--serve-flags={flags} --max-num-batched-tokens 64"]
+    words += ["--max-utilization", "0.75", "--num-seqs-list", "2,4", "--num-batched-tokens-list", "64"]
+    words += ["--input-len", "16", "--output-len", "4", "--num-prompts", "4", "--result-dir", str(tmp_path)]
+    assert main([*words, "--limits", "e2el:600000"]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["model"] == "SmolLM2-135M-Instruct"
+    assert report["found"]["gpu_memory_utilization"] == 0.75
+    assert (tmp_path / "patch.yaml").exists()
