@@ -133,7 +133,9 @@ class Execution:
         per request; above 0 no step may be in flight."""
         speculates = self._proposer is not None and depth > 0
         inputs, unknown = (NO_INPUTS, []) if speculates else self._runner.flatten(batch.sequences)
-        scoring = [(s.request, s.start, num_scored(s)) for s in batch.sequences if num_scored(s)]
+        scoring = [
+            (s.request, s.start, num_scored(s)) for s in batch.sequences if not s.request.is_plain and num_scored(s)
+        ]
         kind, context = batch.kind, batch.num_context_tokens
         # A decode step computes one token of a sequence, which attends to all of it: the two sums are one.
         attended = (
@@ -155,9 +157,11 @@ class Execution:
         """Start computing behind a flight that it can follow."""
         sampled = flight.step.batch.sampling
         places = dict(zip(sampled, range(len(sampled)), strict=True))
-        fed = {request: places[request] for _, request, _ in step.unknown}
-        feed = [(index, fed[request]) for index, request, _ in step.unknown]
-        rows = [DeviceRow(request, fed.get(request)) for request in step.batch.sampling]
+        feed = [(index, places[request]) for index, request, _ in step.unknown]
+        rows: list[DeviceRow] | None = None
+        if not takes_likeliest(step.batch):
+            fed = {request for _, request, _ in step.unknown}
+            rows = [DeviceRow(request, places[request] if request in fed else None) for request in step.batch.sampling]
         self._announce_swap(step.batch.swap_out, step.batch.swap_in)
         self._runner.send(step.inputs, feed)
         return Flight(step, started, self._launch(step, feed, rows), feeds=True)
@@ -187,7 +191,7 @@ class Execution:
         batch = step.batch
         self._runner.send(step.inputs)
         if self._samples_on_device(batch):
-            rows = [DeviceRow(request) for request in batch.sampling]
+            rows = None if takes_likeliest(batch) else [DeviceRow(request) for request in batch.sampling]
             return Flight(step, started, self._launch(step, (), rows), feeds=True)
         masks = self._masks.begin(_masked_requests(batch.sampling))
         self._copy_swapped(batch, step.inputs)
@@ -201,15 +205,16 @@ class Execution:
 
         return Flight(step, started, land)
 
-    def _launch(self, step: PreparedStep, feed: Feed, rows: list[DeviceRow]) -> Callable[[], StepResult]:
-        """Queue a whole step on the device, sampling included. Returns what waits for its tokens."""
+    def _launch(self, step: PreparedStep, feed: Feed, rows: list[DeviceRow] | None) -> Callable[[], StepResult]:
+        """Queue a whole step on the device, sampling included. Returns what waits for its tokens. `rows`: whose they
+        are; None: nothing but the likeliest is asked for."""
         batch, steps = step.batch, self._runner.steps
         assert steps is not None
         self._copy_swapped(batch, step.inputs)
         logits = self._runner.run(step.inputs, feed)
         assert logits is not None  # the engine holds a rank of the last stage
         scores = self._runner.take_scores()
-        tokens = steps.sample(logits, rows) if rows else None
+        tokens = steps.sample(logits, rows) if batch.sampling else None
 
         def land() -> StepResult:
             result = self._of(SampledTokens([], []) if tokens is None else tokens.result())
@@ -303,6 +308,11 @@ class Execution:
 
     def _take_swapped(self) -> Swapped:
         return NOTHING_SWAPPED if self._swap_cache is None else self._swap_cache.take_swapped()
+
+
+def takes_likeliest(batch: Batch) -> bool:
+    """Whether each of its tokens is the likeliest, whatever is asked."""
+    return False not in [request.takes_likeliest for request in batch.sampling]
 
 
 def _read(scores: ScoresInFlight | None) -> list[TokenLogprobs]:

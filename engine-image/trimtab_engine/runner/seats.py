@@ -46,7 +46,7 @@ class Seats:
         """The seats of a step's tables, and what must be told before their first `counts` blocks are read: the caller
         tells it."""
         self._step += 1
-        found = [self._by_id.get(id(table)) for table in tables]
+        found = list(map(self._by_id.get, map(id, tables)))
         if None in found:
             self._last_steps[[seat for seat in found if seat is not None]] = self._step
             found = [self._take(table) if seat is None else seat for table, seat in zip(tables, found, strict=True)]

@@ -51,6 +51,12 @@ class ChosenTokens:
     reports: list[ReportsInFlight]
 
 
+def likeliest(logits: torch.Tensor) -> ChosenTokens:
+    """What plain greedy requests get."""
+    token_ids = logits.argmax(dim=-1)
+    return ChosenTokens(token_ids, best_logits(logits, token_ids), [])
+
+
 @dataclass(frozen=True, slots=True)
 class Edit:
     """What is done to the logits of the step's row `index` before its token is chosen."""

@@ -62,6 +62,8 @@ class Batch:
         """prefill, decode or mixed: by whether sequences compute more than their newest token; idle when empty."""
         if not self.sequences:
             return "idle"
+        if self.num_tokens == len(self.sequences) == len(self.sampling):
+            return "decode"
         num_prefills = sum(1 for s in self.sequences if s.num_tokens > 1 + len(s.draft_token_ids) or not s.samples)
         if num_prefills == 0:
             return "decode"

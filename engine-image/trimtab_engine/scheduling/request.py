@@ -119,11 +119,14 @@ class Request:
     for."""
     is_plain: bool = field(init=False)
     """Its sampling's: asked in every step."""
+    takes_likeliest: bool = field(init=False)
+    """It is plain, and greedy."""
     num_ever_computed_tokens: int = 0
     """High-water mark of num_computed_tokens over preemptions: what is computed below it is computed again."""
 
     def __post_init__(self) -> None:
         self.is_plain = self.sampling.is_plain
+        self.takes_likeliest = self.is_plain and self.sampling.temperature == 0
 
     @classmethod
     def of(

@@ -38,11 +38,12 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether each token is chosen from the model's own logits, whatever came before, and nothing is reported."""
+        """Whether each token is chosen from the model's own logits, whatever came before, and nothing is reported, of
+        the prompt neither."""
         return (
             self.presence_penalty == self.frequency_penalty == 0
             and self.repetition_penalty == 1
-            and self.logprobs is None
+            and self.logprobs is self.prompt_logprobs is None
             and self.grammar is None
             and not (self.min_tokens or self.bad_words or self.logit_bias or self.allowed_token_ids)
         )

@@ -138,7 +138,7 @@ def _are_plain_decodes(sequences: list[ScheduledSequence], max_decode_tokens: in
     for s in sequences:
         if s.num_tokens != 1 or not s.samples or s.draft_token_ids or s.start >= max_decode_tokens:
             return False
-        if s.request.sampling.prompt_logprobs is not None:
+        if not s.request.is_plain and s.request.sampling.prompt_logprobs is not None:
             return False
     return True
 

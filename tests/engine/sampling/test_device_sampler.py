@@ -75,6 +75,7 @@ def test_what_a_random_choice_depends_on_is_made_once_per_request() -> None:
         {"frequency_penalty": 0.1},
         {"repetition_penalty": 1.1},
         {"logprobs": 0},
+        {"prompt_logprobs": 0},
         {"grammar": "x"},
         {"min_tokens": 1},
         {"bad_words": ((1,),)},
@@ -85,3 +86,6 @@ def test_what_a_random_choice_depends_on_is_made_once_per_request() -> None:
 def test_a_request_is_plain_when_nothing_but_its_logits_decides(asked: dict[str, Any]) -> None:
     assert a_request(temperature=0.9, top_p=0.5, top_k=3, min_p=0.1, seed=4).is_plain
     assert not a_request(**asked).is_plain
+    assert a_request(temperature=0.0).takes_likeliest
+    assert not a_request(temperature=0.1).takes_likeliest
+    assert not a_request(**asked).takes_likeliest

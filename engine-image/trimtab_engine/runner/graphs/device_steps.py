@@ -25,7 +25,7 @@ from trimtab_engine.runner.graphs.plan import GraphKey, GraphPlan
 from trimtab_engine.runner.graphs.recorder import Outside, Recorder, Replay
 from trimtab_engine.runner.graphs.seated_tables import SeatedTables
 from trimtab_engine.runner.graphs.step_buffers import Capacity, Feed, StepBuffers
-from trimtab_engine.sampling.device_sampler import DeviceSampler, ReportsInFlight
+from trimtab_engine.sampling.device_sampler import DeviceSampler, ReportsInFlight, likeliest
 from trimtab_engine.sampling.failures import failures_of
 from trimtab_engine.sampling.sampler import SampledTokens
 from trimtab_engine.sampling.token_table import DeviceRow
@@ -267,11 +267,11 @@ class DeviceSteps:
         return hidden, buffers.longs["sampled"][: len(inputs.sampled)]
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: Sequence[DeviceRow]) -> TokensInFlight:
+    def sample(self, logits: torch.Tensor, rows: Sequence[DeviceRow] | None) -> TokensInFlight:
         """Choose a step's tokens from its logits [rows, vocab_size], keep them for the next one, and start their way to
-        the host."""
+        the host. `rows` None: the likeliest of each."""
         assert self.sampler is not None  # this rank samples
-        chosen = self.sampler.sample(logits, rows, self.last_tokens)
+        chosen = likeliest(logits) if rows is None else self.sampler.sample(logits, rows, self.last_tokens)
         count = chosen.token_ids.shape[0]
         self.last_tokens[:count].copy_(chosen.token_ids)
         self._turn = (self._turn + 1) % NUM_TOKEN_BUFFERS

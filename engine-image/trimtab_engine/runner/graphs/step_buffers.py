@@ -19,7 +19,7 @@ Where a sequence of padding has several rows its length is their number, and it 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -202,8 +202,8 @@ class _Host:
         sources = self._longs["sources"]
         sources[:rows] = KNOWN
         if feed:
-            indices, fed = zip(*feed, strict=True)
-            sources[list(indices)] = fed
+            pairs = np.fromiter(chain.from_iterable(feed), np.int64, 2 * len(feed)).reshape(-1, 2)
+            sources[pairs[:, 0]] = pairs[:, 1]
         self._longs["sampled"][: len(inputs.sampled)] = inputs.sampled
 
     def write_slots(self, inputs: GroupInputs, rows: int, of_decodes: Array, block_size: int) -> None:
