@@ -98,6 +98,8 @@ class BlockManager:
         self._full = tuple(group for group, sight in groups if sight.window is None)
         self._windowed = tuple((group, sight) for group, sight in groups if sight.window is not None)
         self.has_windows = bool(self._windowed)
+        self._is_one_group = len(groups) == 1 and not self._windowed
+        """All layers see all: nearly every model."""
         self._widest = self._full[0] if self._full else 0
         self._suffixes = tuple(group.to_bytes(2, "big") if group else b"" for group, _ in groups)
         """Per group: what follows the hash of a block's content in the key by which it is found."""
@@ -173,13 +175,17 @@ class BlockManager:
         num_new = num_blocks - request.num_blocks
         if num_new <= 0:
             return True
+        if num_new == 1 and self._is_one_group and self._empty:  # nearly always: a decode needs its next block
+            block = self._empty.pop()
+            self._num_users[block] = 1
+            request.block_tables[0].append(block)
+            request.num_blocks = num_blocks
+            return True
         if num_new * len(request.block_tables) > len(self._empty) + len(self._cached):
             return False
         for table in request.block_tables:
-            if num_new == 1:  # as decodes need
+            for _ in range(num_new):
                 table.append(self._take())
-            else:
-                table.extend([self._take() for _ in range(num_new)])
         request.num_blocks = num_blocks
         return True
 
@@ -336,13 +342,19 @@ class BlockManager:
         if last <= first:
             return
         self._extend_hashes(request, num_tokens)
+        if last == first + 1 and self._is_one_group:  # nearly always: a decode has filled a block
+            self._offer(request.block_tables[0][first], request.block_hashes[first])
+            request.num_offered_blocks = last
+            return
         for table, num_gone, suffix in zip(request.block_tables, request.num_gone, self._suffixes, strict=True):
             for index in range(max(first, num_gone), last):
-                block, key = table[index - num_gone], request.block_hashes[index] + suffix
-                if self._hashes[block] is None and key not in self._by_hash:
-                    self._hashes[block] = key
-                    self._by_hash[key] = block
+                self._offer(table[index - num_gone], request.block_hashes[index] + suffix)
         request.num_offered_blocks = last
+
+    def _offer(self, block: int, key: bytes) -> None:
+        if self._hashes[block] is None and key not in self._by_hash:
+            self._hashes[block] = key
+            self._by_hash[key] = block
 
     def disown(self, request: Request) -> None:
         """Forget the content of all blocks of the request's tables, wherever it is. Others that share them keep what
