@@ -28,7 +28,15 @@ from trimtab_operator.decisions.downloads import download_notes
 from trimtab_operator.decisions.findings import Findings
 from trimtab_operator.decisions.in_vain import Futile, sift
 from trimtab_operator.decisions.memory import Memory, Recalled, recalled, with_layouts
-from trimtab_operator.decisions.model_facts import Gate, gate_of, plan_facts, with_commit, with_kept
+from trimtab_operator.decisions.model_facts import (
+    FactsState,
+    Gate,
+    Known,
+    gate_of,
+    plan_facts,
+    with_commit,
+    with_kept,
+)
 from trimtab_operator.decisions.optional_children import plan_optional
 from trimtab_operator.decisions.plan import differing, plan, plan_meeting_secret, plan_tuning_state
 from trimtab_operator.decisions.rollback import (
@@ -42,6 +50,7 @@ from trimtab_operator.decisions.rollback import (
     stored_rollout,
     surge_of,
 )
+from trimtab_operator.decisions.step_prior import step_prior
 from trimtab_operator.decisions.tuning import (
     desired_replicas,
     remembered_text,
@@ -178,7 +187,7 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
     """Bring replicas and engines one step nearer to what the course asks for."""
     deployment = world.deployment
     target = deployment if course.target is None else course.target.deployment
-    tuned = _tuned(world, known, target)
+    tuned = _tuned(world, known, target, gate.model)
     standing = standing_replicas(deployment, known.memory.tuner)
     count = standing if deployment.is_paused else desired_replicas(deployment, tuned)
     moment = datetime.fromtimestamp(world.at, UTC)
@@ -301,9 +310,10 @@ def _metrics_source(world: World) -> str | None:
     return ", ".join(sorted({said.source.value for said in world.engines.values() if said.source is not None})) or None
 
 
-def _tuned(world: World, known: Recalled, target: InferenceDeployment) -> Outcome:
+def _tuned(world: World, known: Recalled, target: InferenceDeployment, model: FactsState) -> Outcome:
     """Let the tuner look. Starts and bounds are those of what runs; mode, promises and how many replicas there may be
-    are the owner's latest word."""
+    are the owner's latest word. It begins with what steps of this model on this GPU should take, where both are known;
+    where they are not for a while, what was learned stands."""
     owners = settings_of(world.deployment.spec)
     settings = replace(
         settings_of(target.spec),
@@ -312,9 +322,15 @@ def _tuned(world: World, known: Recalled, target: InferenceDeployment) -> Outcom
         scaling=owners.scaling,
         pace=Pace(tick_seconds=world.tick_seconds, sample_seconds=world.sample_seconds),
     )
-    assert known.memory.tuner is not None
+    memory = known.memory.tuner
+    assert memory is not None
+    gpu = gpu_for(target, world.nodes or ())
+    if isinstance(model, Known) and gpu is not None:
+        settings = replace(settings, prior=step_prior(model.facts, target.spec.parallelism, gpu))
+    elif memory.model is not None:
+        settings = replace(settings, prior=memory.model.prior)
     looks = [look_of(group, world.engines.get(group.name)) for group in known.groups]
-    return decide(looks, known.memory.tuner, settings, world.at)
+    return decide(looks, memory, settings, world.at)
 
 
 def _remembered(

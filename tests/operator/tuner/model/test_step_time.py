@@ -4,8 +4,7 @@ import random
 
 import pytest
 from trimtab_operator.tuner.looks import Work
-from trimtab_operator.tuner.model import Device, Shape, StepTime, prior_cost
-from trimtab_operator.tuner.model.prior import device_named
+from trimtab_operator.tuner.model import StepTime
 from trimtab_operator.tuner.twin import StepCost
 
 TRUE = StepCost(8e-3, 1 / 16_000, 3e-5, 4e-9)
@@ -78,11 +77,3 @@ def test_too_few_steps_teach_nothing() -> None:
     model = StepTime.of(TRUE)
     assert model.learned(Work(2, 2, 2, 2, 2, 5.0), NOTHING) == model
     assert not model.is_fitted
-
-
-def test_a_prior_of_a_real_model_on_a_real_gpu_is_plausible() -> None:
-    shape = Shape(8.03e9, 16.06e9, 131_072, 4 * 32 * 32 * 128)
-    cost = prior_cost(shape, device_named("NVIDIA H200"))
-    assert 0.005 < cost.per_step < 0.012
-    assert 20_000 < 1 / cost.per_token < 60_000
-    assert prior_cost(shape, Device(4.8e12, 9.9e14, count=2)).per_token == pytest.approx(cost.per_token / 2)
