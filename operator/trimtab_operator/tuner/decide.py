@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from trimtab_operator.tuner.explanation import sentence_of
 from trimtab_operator.tuner.knobs import Knob, Values
 from trimtab_operator.tuner.learning import attained, learned, objectives_of, with_foresight
+from trimtab_operator.tuner.load.arrivals import since
 from trimtab_operator.tuner.looks import Look, Phase
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount, Restart, decision_id
 from trimtab_operator.tuner.objectives import Objectives
@@ -201,9 +202,9 @@ class _Turn:
         share, _ = self._attained(self.now - FELT_SECONDS)
         if share is None:
             return
-        since = self.memory.missed_since
+        began = self.memory.missed_since
         missed = share < self.objectives.share
-        self.memory = replace(self.memory, missed_since=(self.now if since is None else since) if missed else None)
+        self.memory = replace(self.memory, missed_since=(self.now if began is None else began) if missed else None)
 
     def tune(self) -> None:
         """Judge the trial in flight; when none is, let the first rule that wants something start one."""
@@ -285,8 +286,8 @@ class _Turn:
         """What the rules see; None where nothing can be believed, or nothing was measured since the last change."""
         trusted = self.observation.trusted
         pace = self.settings.pace
-        since = self.memory.last_hot_move + SETTLE_SECONDS
-        window = self.observation.total(seconds=pace.window_seconds, since=since if math.isfinite(since) else None)
+        settled = self.memory.last_hot_move + SETTLE_SECONDS
+        window = self.observation.total(seconds=pace.window_seconds, since=settled if math.isfinite(settled) else None)
         model = self.memory.model
         rate = self.memory.demand.rate(pace.window_seconds)
         if not trusted or window is None or model is None or rate is None:
@@ -313,11 +314,11 @@ class _Turn:
             attained=self._attained(since_move)[0],
         )
 
-    def _attained(self, since: float) -> tuple[float | None, int]:
+    def _attained(self, start: float) -> tuple[float | None, int]:
+        """The share of those that came since then and kept their promises, and how many have ended."""
         least = self.settings.pace.least_requests
-        share = attained(self.memory, self.objectives, now=self.now, since=since, least=least)
-        count = sum(1 for felt in self.memory.felt if felt.arrived_at >= since)
-        return share, count
+        share = attained(self.memory, self.objectives, now=self.now, start=start, least=least)
+        return share, len(since(self.memory.felt, start))
 
     def _judge(self, trial: Trial, situation: Situation) -> None:
         start = trial.at + SETTLE_SECONDS

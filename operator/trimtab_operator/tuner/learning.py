@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from statistics import median
 
 from trimtab_operator.tuner.foresight import Foresight, Found
-from trimtab_operator.tuner.foresight.capacity import FIRST_STRIDE, RUNS_AFTER_SHIFT
+from trimtab_operator.tuner.foresight.capacity import (
+    FIRST_STRIDE,
+    KNOWN_STRIDE,
+    WORK_AFTER_SHIFT,
+    WORK_PER_TURN,
+)
+from trimtab_operator.tuner.load.arrivals import since, with_new
+from trimtab_operator.tuner.load.clients import Count
 from trimtab_operator.tuner.load.demand import Point
-from trimtab_operator.tuner.load.lengths import Lengths, Pair
+from trimtab_operator.tuner.load.lengths import Lengths
 from trimtab_operator.tuner.looks import Finished, Unfinished
 from trimtab_operator.tuner.model import StepTime
 from trimtab_operator.tuner.objectives import Objectives
@@ -39,8 +45,9 @@ def learned(memory: Memory, observation: Observation, settings: Settings) -> Mem
     memory = _with_model(memory, observation, settings)
     memory = _with_lengths(memory, observation)
     memory = _with_demand(memory, observation, settings)
+    memory = _with_clients(memory, observation)
     memory = _with_starts(memory, observation)
-    memory = _with_quiet(memory, observation)
+    memory = _with_quiet(memory, observation, settings)
     return _with_felt(memory, observation, objectives_of(memory, settings))
 
 
@@ -90,10 +97,24 @@ def _with_demand(memory: Memory, observation: Observation, settings: Settings) -
     demand = memory.demand.with_point(Point(max(part.end for part in new), seconds, per_second * seconds + begun))
     horizon = cold_start(memory, settings) + settings.pace.tick_seconds
     growth = memory.growth.settled(demand, observation.at, window=LEVEL_SECONDS)
-    level = demand.rate(LEVEL_SECONDS)
+    level = demand.level(LEVEL_SECONDS)
     if level is not None and demand.seen_seconds(LEVEL_SECONDS) >= LEVEL_SECONDS / 2:
         growth = growth.foreseen(observation.at + horizon, level, demand.trend())
     return replace(memory, demand=demand, growth=growth)
+
+
+def _with_clients(memory: Memory, observation: Observation) -> Memory:
+    read = [seen for seen in observation.trusted if seen.has_new_interval]
+    if not read:
+        return memory
+    latest = [seen.intervals[-1] for seen in read]
+    count = Count(
+        replicas=len(read),
+        there=math.fsum(part.gauges.running + part.gauges.waiting for part in latest),
+        waiting=math.fsum(part.gauges.waiting for part in latest),
+        ended=math.fsum(part.finished for part in latest),
+    )
+    return replace(memory, clients=memory.clients.with_count(count))
 
 
 def _arrived(part: Interval) -> float:
@@ -113,15 +134,15 @@ def _with_starts(memory: Memory, observation: Observation) -> Memory:
     return replace(memory, cold_starts=(*memory.cold_starts, *new)[-KEEP_COLD_STARTS:]) if new else memory
 
 
-def _with_quiet(memory: Memory, observation: Observation) -> Memory:
-    """Since when nothing was preempted for room, and how full the caches have been since."""
+def _with_quiet(memory: Memory, observation: Observation, settings: Settings) -> Memory:
+    """Since when nothing was preempted for room, and how full the caches have been since, as far as that counts."""
     new = _new_intervals(observation, warm=False)
     if not new:
         return memory
-    peak = max(part.gauges.kv_usage for part in new)
     if any(part.preempted_for_room > 0 for part in new) or memory.quiet_since is None:
-        return replace(memory, quiet_since=observation.at, kv_peak=peak)
-    return replace(memory, kv_peak=max(memory.kv_peak, peak))
+        memory = replace(memory, quiet_since=observation.at, kv_uses=())
+    peak = max(part.gauges.kv_usage for part in new)
+    return memory.with_kv_use(observation.at, peak, keep_seconds=settings.pace.quiet_seconds)
 
 
 # --- what users felt --------------------------------------------------------------------------------------------------
@@ -140,24 +161,24 @@ def _with_felt(memory: Memory, observation: Observation, objectives: Objectives)
     if not rows:
         return memory
     new = [Felt(row.arrived_at, _is_met(row, objectives)) for row in rows if row.reason in ("stop", "length")]
-    kept = [felt for felt in memory.felt if felt.arrived_at > observation.at - KEEP_FELT_SECONDS]
+    felt = since(with_new(memory.felt, new), observation.at - KEEP_FELT_SECONDS)
     seconds = 0.0 if memory.kept_at is None else observation.at - memory.kept_at
-    met = sum(felt.is_met for felt in new)
+    met = sum(one.is_met for one in new)
     account = memory.kept.later(seconds, met=met, missed=len(new) - met)
-    return replace(memory, felt=tuple((*kept, *new)[-MAX_FELT:]), kept=account, kept_at=observation.at)
+    return replace(memory, felt=tuple(felt[-MAX_FELT:]), kept=account, kept_at=observation.at)
 
 
 def _is_met(row: Finished, objectives: Objectives) -> bool:
     return objectives.is_met(prompt=row.prompt_tokens, ttft=row.ttft_seconds, mean_gap=row.mean_gap)
 
 
-def attained(memory: Memory, objectives: Objectives, *, now: float, since: float, least: int) -> float | None:
-    """Share of the requests that came since then and kept their promises. One that waits for its first token longer
+def attained(memory: Memory, objectives: Objectives, *, now: float, start: float, least: int) -> float | None:
+    """Share of the requests that came since `start` and kept their promises. One that waits for its first token longer
     than promised has broken them; of others that still run nothing is known. None: too few to say."""
-    known = [felt.is_met for felt in memory.felt if felt.arrived_at >= since]
-    late = sum(1 for row in memory.lengths.unfinished if row.arrived_at >= since and _is_late(row, objectives, now))
+    known = since(memory.felt, start)
+    late = sum(1 for row in memory.lengths.unfinished if row.arrived_at >= start and _is_late(row, objectives, now))
     count = len(known) + late
-    return sum(known) / count if count >= least else None
+    return sum(felt.is_met for felt in known) / count if count >= least else None
 
 
 def _is_late(row: Unfinished, objectives: Objectives, now: float) -> bool:
@@ -176,23 +197,23 @@ def with_foresight(memory: Memory, objectives: Objectives, *, now: float, level:
     cost, variation = memory.model.cost, math.sqrt(memory.lengths.dispersion(now))
     old = memory.foresight
     if old is not None and not _is_outdated(memory, old, cost, variation, objectives, now, level):
-        old.begin_turn(partial(_found, memory.lengths, now))
+        old.begin_turn(partial(_found, memory.lengths, old, now), clients_wait=memory.clients.do_wait)
         return memory
     pairs = memory.lengths.sample(now)
     made = Foresight(cost, pairs, objectives, variation, level)
     if old is not None:
         made.guesses = {candidate: rate * old.mean_work / made.mean_work for candidate, rate in old.capacities.items()}
-    if old is not None and memory.foresight_key[0] != memory.lengths.version:
-        made.stride, made.runs_left = FIRST_STRIDE, RUNS_AFTER_SHIFT
-    made.find = partial(_found, memory.lengths, now)
+        is_shift = memory.foresight_key[0] != memory.lengths.version
+        made.stride, made.work_left = (FIRST_STRIDE, WORK_AFTER_SHIFT) if is_shift else (KNOWN_STRIDE, WORK_PER_TURN)
+    made.find, made.clients_wait = partial(_found, memory.lengths, made, now), memory.clients.do_wait
     return replace(memory, foresight=made, foresight_key=(memory.lengths.version, now))
 
 
-def _found(lengths: Lengths, now: float) -> tuple[Found, ...]:
+def _found(lengths: Lengths, foresight: Foresight, now: float) -> tuple[Found, ...]:
     """What runs and waits in all that can be believed."""
     return tuple(
         Found(max(0.0, now - u.arrived_at), max(1, u.prompt_tokens - u.cached_tokens), output, u.output_tokens)
-        for u, output in lengths.going_on(now)
+        for u, output in lengths.going_on(foresight.survival)
     )
 
 
@@ -216,13 +237,12 @@ def _is_outdated(
     if now - made_at < SETTLED_SECONDS:
         return False
     ratio = max(variation, old.variation) / min(variation, old.variation)
-    return ratio > UNEVENNESS_CHANGE or _change(old.cost, cost, old.pairs) > COST_CHANGE
+    return ratio > UNEVENNESS_CHANGE or _change(old.cost, cost, old.typical_context) > COST_CHANGE
 
 
-def _change(one: StepCost, other: StepCost, pairs: Iterable[Pair]) -> float:
+def _change(one: StepCost, other: StepCost, typical_context: float) -> float:
     """How much the time of a typical step has changed, as a share."""
-    known = list(pairs)
-    context = round(TYPICAL_BATCH * sum(pair.prompt + pair.output / 2 for pair in known) / max(1, len(known)))
+    context = round(TYPICAL_BATCH * typical_context)
     changes = []
     for tokens in (TYPICAL_BATCH, TYPICAL_CHUNK):
         before = one.seconds(tokens, TYPICAL_BATCH, context, context)

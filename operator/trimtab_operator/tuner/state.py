@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from trimtab_operator.tuner.foresight import Foresight
 from trimtab_operator.tuner.knobs import Knob, Value, Values
-from trimtab_operator.tuner.load import Demand, Growth, Lengths
+from trimtab_operator.tuner.load import Clients, Demand, Growth, Lengths
 from trimtab_operator.tuner.model import StepTime
 from trimtab_operator.tuner.moves import Decision, Expectation
 from trimtab_operator.tuner.observation import Track
@@ -111,15 +111,18 @@ class Memory:
     lengths: Lengths = field(default_factory=Lengths)
     demand: Demand = field(default_factory=Demand)
     growth: Growth = field(default_factory=Growth)
+    clients: Clients = field(default_factory=Clients)
     felt: tuple[Felt, ...] = ()
+    """In the order of arrival."""
     kept: Kept = field(default_factory=Kept)
     kept_at: float | None = None
     foresight: Foresight | None = None
     foresight_key: tuple[object, ...] = ()
     quiet_since: float | None = None
     """No request was preempted for room since then."""
-    kv_peak: float = 0.0
-    """Highest share of the KV cache in use since then."""
+    kv_uses: tuple[tuple[float, float], ...] = ()
+    """Shares of the KV cache in use since then, by when they were seen: each until one as high came, or it is older
+    than what counts as long. The first is the highest."""
     missed_since: float | None = None
     """Promises have been missed since then, without a pause."""
 
@@ -134,7 +137,7 @@ class Memory:
             applied={**self.applied, knob: value},
             moved_at={**self.moved_at, knob.value: now},
             quiet_since=now,
-            kv_peak=0.0,
+            kv_uses=(),
         )
 
     def with_outcome(self, decision: str, outcome: str) -> Memory:
@@ -143,6 +146,16 @@ class Memory:
             self,
             history=tuple(replace(e, outcome=outcome) if e.id == decision else e for e in self.history),
         )
+
+    def with_kv_use(self, now: float, usage: float, *, keep_seconds: float) -> Memory:
+        """After one more look at the caches; what is older than `keep_seconds` says nothing any more."""
+        higher = [(at, seen) for at, seen in self.kv_uses if seen > usage and at > now - keep_seconds]
+        return replace(self, kv_uses=(*higher, (now, usage)))
+
+    @property
+    def kv_peak(self) -> float:
+        """The highest share of the KV cache in use that is remembered; 0 before a look."""
+        return self.kv_uses[0][1] if self.kv_uses else 0.0
 
     @property
     def last_hot_move(self) -> float:

@@ -67,14 +67,19 @@ def _by_preemption(trial: Trial, s: Situation, since: Interval) -> str | None:
     not the change's fault."""
     if not _is_comparable(trial, s) or trial.knob is Knob.MAX_NUM_BATCHED_TOKENS:
         return None
+    share, before = _share_of_new_victims(since), trial.recomputed_share
+    if not _is_more(share, before):
+        return None
     old = s.predicted(s.with_knob(trial.knob, trial.before))
     if old is None and s.now - trial.at < s.settings.pace.judge_seconds:
         return None
-    share, before = _share_of_new_victims(since), trial.recomputed_share
-    reference = before if old is None else max(before, old.recomputed_share)
-    if share > WORSE_FACTOR * reference + WORSE_SHARE:
+    if old is None or _is_more(share, old.recomputed_share):
         return f"{share:.1%} of the tokens are computed twice, {before:.1%} before"
     return None
+
+
+def _is_more(share: float, reference: float) -> bool:
+    return share > WORSE_FACTOR * reference + WORSE_SHARE
 
 
 def _share_of_new_victims(since: Interval) -> float:
@@ -88,17 +93,23 @@ def _share_of_new_victims(since: Interval) -> float:
 
 
 def _by_feeling(trial: Trial, s: Situation, attained: float | None, requests: int) -> str | None:
-    """Clearly fewer requests keep their promises than before, and than the old value is predicted to bring now."""
+    """Clearly fewer requests keep their promises than before, and than the old value is predicted to bring now. Clients
+    that wait send fewer where they are served worse: of them it is counted beside how many came before."""
     if attained is None or requests < s.settings.pace.least_requests or trial.attained is None:
         return None
-    reference = trial.attained
+    come = s.rate / trial.rate if s.memory.clients.do_wait and trial.rate > 0 else 1.0
+    if not _is_less(attained * come, trial.attained, requests):
+        return None
     old = s.predicted(s.with_knob(trial.knob, trial.before))
-    if old is not None:
-        reference = min(reference, old.attainment)
-    chance = math.sqrt(CLUSTERING * max(reference * (1 - reference), 0.01 * 0.99) / requests)
-    if attained < reference - DEVIATIONS * chance - CLEAR_LOSS:
+    if old is None or _is_less(attained, old.good_share, requests):
         return f"{attained:.1%} of {requests} requests kept their promises, {trial.attained:.1%} before"
     return None
+
+
+def _is_less(share: float, reference: float, requests: int) -> bool:
+    """Whether so many requests tell the share from the reference, beyond a loss that nobody minds."""
+    chance = math.sqrt(CLUSTERING * max(min(reference, 1.0) * (1 - min(reference, 1.0)), 0.01 * 0.99) / requests)
+    return share < reference - DEVIATIONS * chance - CLEAR_LOSS
 
 
 def _is_comparable(trial: Trial, s: Situation) -> bool:

@@ -1,10 +1,11 @@
-"""The demo's two scenes in virtual time, each beside the same load with nothing moved: clients that ask, wait and ask
-again, on an engine whose KV cache holds half of them; with headroom on the device and without."""
+"""Clients that ask, wait and ask again, in virtual time, each scene beside the same load with nothing moved: the demo's
+two, on an engine whose KV cache holds half of them, with headroom on the device and without; and drawn ones."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import pytest
 from trimtab_operator.tuner.decide import decide
@@ -17,7 +18,6 @@ from trimtab_operator.tuner.twin import KvBlocks, Sequence, StepCost, TwinEngine
 from twin_samples import sample_of
 
 COST = StepCost(0.02, 0.004, 0.002, 1e-6)  # a small model on a few processor cores
-GUESS = StepCost(0.026, 0.0052, 0.0026, 1.3e-6)
 CLIENTS, PROMPT, ANSWER = 16, 64, 192
 BLOCK, LEAST_BLOCKS, MOST_BLOCKS = 16, 127, 305
 LEAST, MOST = 0.80, 0.95  # of the device, where the KV cache has so many blocks
@@ -31,6 +31,11 @@ class Scene:
     """An engine, and clients of whom each asks as soon as it has its answer."""
 
     headroom: bool
+    clients: int = CLIENTS
+    cost: StepCost = COST
+    draw: Callable[[random.Random], tuple[int, int]] = lambda _: (PROMPT, ANSWER)
+    """Lengths of one request."""
+    fewest_blocks: int = LEAST_BLOCKS
     values: dict[Knob, Value] = field(
         default_factory=lambda: {
             Knob.GPU_MEMORY_UTILIZATION: LEAST,
@@ -44,11 +49,11 @@ class Scene:
     generation: int = 1
 
     def __post_init__(self) -> None:
-        self.engine = TwinEngine(COST, self.policy, KvBlocks(self.blocks, BLOCK))
-        rng = random.Random(1)
-        for at in sorted(rng.uniform(0.0, 5.0) for _ in range(CLIENTS)):
+        self.engine = TwinEngine(self.cost, self.policy, KvBlocks(self.blocks, BLOCK))
+        self.rng = random.Random(1)
+        for at in sorted(self.rng.uniform(0.0, 5.0) for _ in range(self.clients)):
             self.engine.run_until(at)
-            self.engine.add(Sequence(at, PROMPT, ANSWER))
+            self.engine.add(Sequence(at, *self.draw(self.rng)))
 
     @property
     def policy(self) -> TwinPolicy:
@@ -58,14 +63,14 @@ class Scene:
     @property
     def blocks(self) -> int:
         share = (float(self.values[Knob.GPU_MEMORY_UTILIZATION]) - LEAST) / (MOST - LEAST)
-        return round(LEAST_BLOCKS + share * (MOST_BLOCKS - LEAST_BLOCKS))
+        return round(self.fewest_blocks * (1 + share * (MOST_BLOCKS / LEAST_BLOCKS - 1)))
 
     @property
     def most(self) -> float:
         return MOST if self.headroom else LEAST
 
     def patch(self, values: dict[Knob, Value]) -> None:
-        self.values |= values
+        self.values = {**self.values, **values}
         self.generation += 1
         self.engine.set_policy(self.policy)
         self.engine.resize(self.blocks)
@@ -78,7 +83,7 @@ class Scene:
             self.engine.run_until(self.now)
             for done in self.engine.finished[count:]:
                 assert done.finished_at is not None
-                self.engine.add(Sequence(done.finished_at, PROMPT, ANSWER))
+                self.engine.add(Sequence(done.finished_at, *self.draw(self.rng)))
 
     def look(self) -> Look:
         engine = self.engine
@@ -90,7 +95,7 @@ class Scene:
             Knob.MAX_NUM_SEQS: FieldRange(True, 1, 32),
             Knob.MAX_NUM_BATCHED_TOKENS: FieldRange(True, 64, 2048),
         }
-        device = round((MOST_BLOCKS - LEAST_BLOCKS) / (MOST - LEAST))
+        device = round(self.fewest_blocks * (MOST_BLOCKS / LEAST_BLOCKS - 1) / (MOST - LEAST))
         free = int((1 - float(self.values[Knob.GPU_MEMORY_UTILIZATION])) * device) if self.headroom else 0
         config = Config(self.generation, dict(self.values), fields, 2048)
         ledger = Ledger(device, engine.blocks.total, BLOCK, 1, free_bytes=free)
@@ -110,7 +115,7 @@ def played(scene: Scene, promised: Objectives | None, seconds: float) -> Scene:
         if promised is None:
             continue
         bounds = {Knob.GPU_MEMORY_UTILIZATION: Bounds(LEAST, scene.most)}
-        settings = Settings(Mode.AUTO, promised, bounds, prior=GUESS)
+        settings = Settings(Mode.AUTO, promised, bounds, prior=_guess(scene.cost))
         outcome = decide([scene.look()], memory, settings, scene.now)
         memory = outcome.memory
         for values in outcome.patches.values():
@@ -131,15 +136,36 @@ def test_with_headroom_far_more_answers_keep_their_promises_than_with_nothing_mo
     assert tuned.good_tokens(promised, 120.0) / 360 > 1.5 * off.good_tokens(promised, 120.0) / 780
 
 
-@pytest.mark.parametrize(
-    ("promised", "least"),
-    [
-        (QUICK_TO_BEGIN, 0.9),  # chance: of some 400 answers two thirds begin in time, in either case
-        (QUICK_TO_GO_ON, 1.1),
-    ],
-    ids=["ttft", "itl"],
-)
+@pytest.mark.parametrize(("promised", "least"), [(QUICK_TO_BEGIN, 1.0), (QUICK_TO_GO_ON, 1.1)], ids=["ttft", "itl"])
 def test_without_headroom_no_fewer_answers_keep_their_promises(promised: Objectives, least: float, off: Scene) -> None:
     tuned = played(Scene(headroom=False), promised, 900.0)
-    assert tuned.good_tokens(promised, 120.0) > least * off.good_tokens(promised, 120.0)
-    assert tuned.engine.counters.preempted["capacity"] < 0.8 * off.engine.counters.preempted["capacity"]
+    assert tuned.good_tokens(promised, 120.0) >= least * off.good_tokens(promised, 120.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_drawn_clients_no_fewer_answers_keep_their_promises_than_with_nothing_moved(seed: int) -> None:
+    """As many clients, as long requests, as fast an engine and as small a cache as chance will have it. Lengths differ
+    from request to request, so that what is told apart is only what chance does not do: a tenth of some 1,000."""
+    rng = random.Random(seed)
+    prompt, answer, clients = rng.randint(40, 600), rng.randint(40, 400), rng.randint(6, 40)
+    cost = StepCost(*(value * rng.uniform(0.1, 1.0) for value in (0.02, 0.004, 0.002, 1e-6)))
+    held = rng.uniform(0.3, 0.8) * clients * (prompt + answer / 2) / BLOCK
+    scene = Scene(
+        headroom=False,
+        clients=clients,
+        cost=cost,
+        draw=lambda draws: (round(prompt * draws.uniform(0.5, 1.5)), round(answer * draws.uniform(0.5, 1.5))),
+        fewest_blocks=max(2 * (2 * prompt + 2 * answer) // BLOCK, round(held)),
+    )
+    alone = played(replace(scene), None, 600.0)
+    done = [s for s in alone.engine.finished if s.arrival >= 60.0]
+    ttfts, gaps = sorted(s.ttft or 0.0 for s in done), sorted(s.mean_gap or 0.0 for s in done)
+    middle = round(rng.uniform(0.3, 0.8) * len(done))  # a promise that some of them keep
+    promised = rng.choice([Objectives(ttft=Ttft(ttfts[middle])), Objectives(itl=Itl(gaps[middle]))])
+    tuned = played(replace(scene), promised, 600.0)
+    assert tuned.good_tokens(promised, 120.0) >= 0.9 * alone.good_tokens(promised, 120.0)
+
+
+def _guess(cost: StepCost) -> StepCost:
+    """What the tuner begins with: some of a third off."""
+    return StepCost(1.3 * cost.per_step, 1.3 * cost.per_token, 1.3 * cost.per_sequence, 1.3 * cost.per_context)

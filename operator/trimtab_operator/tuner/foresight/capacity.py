@@ -2,12 +2,15 @@
 
 A capacity is the highest rate at which the promises are predicted to be kept by the wanted share of the requests. Of
 many replicas it is that of a few, scaled: beyond FEW more of them smooth the load no further that matters.
+
+A search goes on from look to look, as a turn that made all predictions at once would take seconds: until it has ended,
+the best that is known of a capacity is told, and rules that need it whole wait for it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trimtab_operator.tuner.foresight.prediction import (
@@ -15,19 +18,22 @@ from trimtab_operator.tuner.foresight.prediction import (
     Found,
     Load,
     Prediction,
+    attains,
     predict,
+    predict_clients,
     requests_for,
 )
-from trimtab_operator.tuner.load.lengths import Pair
+from trimtab_operator.tuner.load.lengths import Pair, Survival
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.twin import StepCost
 
 FEW = 4  # replicas that are simulated at most
 TOLERANCE = 0.03  # of a capacity: bisection ends there
 FIRST_STRIDE = 1.15  # from a guess outwards, then ever further
-KNOWN_STRIDE = 1.06  # from what it was before the state of knowledge changed
-RUNS_AFTER_SHIFT = 12  # predictions in the turn that finds another mix of requests: what was known is wrong
-RUNS_PER_TURN = 2  # predictions that may be put off: a turn that makes all of them at once would take seconds
+KNOWN_STRIDE = 1 + TOLERANCE  # from what it was before the state of knowledge changed: where it still is, two looks do
+WORK_PER_TURN = 3000  # requests that a turn serves in its searches, and one prediction more: some 100 ms
+WORK_AFTER_SHIFT = 6000  # in the turn that finds another mix of requests: what was known is wrong
+WORK_AT_FIRST = 15_000  # in the turn that searches first: nothing is known
 RATE_STEP = 0.02  # rates within this share of each other are predicted once
 TYPICAL_BATCH = 32
 LEAST_RATE = 1e-4  # requests a second and replica: below that a candidate holds nothing
@@ -37,8 +43,53 @@ Find = Callable[[], Sequence[Found]]
 """Asks what runs and waits now."""
 
 
-class _EnoughForNow(Exception):
-    """This turn has computed as much as a turn may."""
+@dataclass(slots=True)
+class Bracket:
+    """What is known of one capacity: the highest rate that was seen to be held, and the lowest that was not."""
+
+    stride: float
+    """To the next rate outwards; it grows."""
+    held: float = 0.0
+    failed: float = math.inf
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the search has ended."""
+        return self.failed <= self.held * (1 + TOLERANCE) or self.failed <= LEAST_RATE
+
+    def holds(self, rate: float) -> bool | None:
+        """Whether the rate is held; None: it is not known yet."""
+        if rate <= self.held:
+            return True
+        return False if rate >= self.failed else None
+
+    def next_rate(self, guess: float) -> float:
+        """Which rate to look at: from the guess outwards, then inwards, in shares."""
+        if self.held > 0 and self.failed < math.inf:
+            return math.sqrt(self.held * self.failed)
+        if self.held > 0:
+            return self.held * self.stride
+        return guess if self.failed == math.inf else max(self.failed / self.stride, LEAST_RATE)
+
+    def told(self, rate: float, *, is_held: bool) -> None:
+        """Learn what came of a rate."""
+        if is_held:
+            self.held = max(self.held, rate)
+        else:
+            self.failed = min(self.failed, rate)
+
+    def widened(self) -> None:
+        """Go further outwards the next time, where only one side is known."""
+        if (self.held > 0) != (self.failed < math.inf):
+            self.stride *= self.stride
+
+    def best(self, guess: float) -> float:
+        """The capacity, as far as it is known."""
+        if self.held > 0:
+            return max(self.held, min(guess, self.failed / (1 + TOLERANCE)))
+        if self.failed == math.inf:
+            return guess
+        return 0.0 if self.is_narrow else min(guess, self.failed / self.stride)
 
 
 @dataclass(slots=True)
@@ -61,16 +112,19 @@ class Foresight:
     find: Find = tuple
     """What runs and waits now, oldest first: where predictions of what users would feel begin. It is asked for once in
     a turn, where at all. Capacities begin with nothing."""
+    clients_wait: bool = False
+    """Whether those who send what is found wait for their answers: predictions of what they feel are then of them."""
     runs: int = 0
     """Predictions that were computed, for those who watch the time."""
-    runs_left: int = RUNS_PER_TURN
-    """How many more predictions that may be put off this turn makes."""
+    work_left: int = WORK_AT_FIRST
+    """How many more requests this turn serves in its searches."""
     _loads: dict[int, Load] = field(default_factory=dict)
     _predictions: dict[tuple[Candidate, int], Prediction] = field(default_factory=dict)
-    _capacities: dict[Candidate, float] = field(default_factory=dict)
+    _brackets: dict[Candidate, Bracket] = field(default_factory=dict)
     _found: Sequence[Found] | None = None
     _work: tuple[float, float] | None = None
-    _attained: dict[tuple[Candidate, float], bool] = field(default_factory=dict)
+    _means: tuple[float, float] | None = None
+    _survival: Survival | None = None
 
     def at(self, candidate: Candidate, rate: float) -> Prediction:
         """What its users would feel at so many requests a second in all, from how its replicas are found now."""
@@ -79,16 +133,16 @@ class Foresight:
         key = (few, step)
         if key not in self._predictions:
             own = math.exp(step * math.log1p(RATE_STEP))
-            self._predictions[key] = predict(
-                few, self.cost, self._load(own), own, self.objectives, self.found_by(few, candidate)
-            )
+            found = self.found_by(few, candidate)
+            serve = predict_clients if self.clients_wait and found else predict
+            self._predictions[key] = serve(few, self.cost, self._load(own), own, self.objectives, found)
             self.runs += 1
         return self._predictions[key]
 
-    def begin_turn(self, find: Find = tuple) -> None:
+    def begin_turn(self, find: Find = tuple, *, clients_wait: bool = False) -> None:
         """Allow some more of the predictions that may be put off; what is found now is found anew."""
-        self.runs_left = RUNS_PER_TURN
-        self.find, self._found = find, None
+        self.work_left = WORK_PER_TURN
+        self.find, self._found, self.clients_wait = find, None, clients_wait
         self._predictions.clear()
 
     def found_by(self, few: Candidate, candidate: Candidate) -> list[Found]:
@@ -101,10 +155,10 @@ class Foresight:
     @property
     def capacities(self) -> Mapping[Candidate, float]:
         """What is known so far; what was not searched anew yet is as it was."""
-        return {**self.guesses, **self._capacities}
+        return {**self.guesses, **{one: bracket.best(self._guess(one)) for one, bracket in self._brackets.items()}}
 
     def capacity(self, candidate: Candidate) -> float:
-        """Requests a second that it holds in all.
+        """Requests a second that it holds in all, as far as it is known.
 
         Searched for one replica and for FEW; between them what each holds grows as evenness does, by 1 - 1/n.
         """
@@ -115,22 +169,55 @@ class Foresight:
         alone = self._searched(replace(candidate, replicas=1))
         return count * (alone + (most - alone) * (1 - 1 / count) / (1 - 1 / FEW))
 
+    def capacity_later(self, candidate: Candidate) -> float | None:
+        """The capacity; None as long as it is searched: ask next turn."""
+        capacity, count = self.capacity(candidate), candidate.replicas
+        searched = {FEW} if count >= FEW else {1} if count == 1 else {1, FEW}
+        if all(self._bracket(replace(candidate, replicas=n)).is_narrow for n in searched):
+            return capacity
+        return None
+
+    def as_known(self, candidate: Candidate) -> float:
+        """The capacity as it is known without any search: for the order in which candidates are looked at."""
+        few = self._few(candidate)
+        return self._bracket(few).best(self._guess(few)) * candidate.replicas / few.replicas
+
     def attains_later(self, candidate: Candidate, rate: float) -> bool | None:
         """Whether it holds the rate; None: it is not known yet, and this turn has computed enough. Ask next turn."""
         few = self._few(candidate)
-        try:
-            return self._attains(few, rate * few.replicas / candidate.replicas, is_urgent=False)
-        except _EnoughForNow:
-            return None
+        own = rate * few.replicas / candidate.replicas
+        if self._bracket(few).holds(own) is None and self.work_left > 0:
+            self._look_at(few, own)
+        return self._bracket(few).holds(own)
+
+    @property
+    def survival(self) -> Survival:
+        """How long answers are that go on."""
+        if self._survival is None:
+            self._survival = Survival.of([pair.output for pair in self.pairs], [])
+        return self._survival
 
     def _searched(self, candidate: Candidate) -> float:
-        """The capacity; while it is searched anew, over some turns, what it was before."""
-        if candidate not in self._capacities:
-            try:
-                self._capacities[candidate] = self._bisected(candidate)
-            except _EnoughForNow:
-                return self.guesses[candidate]
-        return self._capacities[candidate]
+        """The capacity, after as much search as this turn has left for it."""
+        bracket, guess = self._bracket(candidate), self._guess(candidate)
+        while not bracket.is_narrow and self.work_left > 0:
+            rate = bracket.next_rate(guess)
+            if rate != guess:
+                bracket.widened()
+            self._look_at(candidate, rate)
+        return bracket.best(guess)
+
+    def _look_at(self, candidate: Candidate, rate: float) -> None:
+        """Serve that rate, and learn whether it is held."""
+        is_held, served = attains(candidate, self.cost, self._load(rate), rate, self.objectives, self.level)
+        self._bracket(candidate).told(rate, is_held=is_held)
+        self.runs += 1
+        self.work_left -= served
+
+    def _bracket(self, candidate: Candidate) -> Bracket:
+        if candidate not in self._brackets:
+            self._brackets[candidate] = Bracket(self.stride if candidate in self.guesses else FIRST_STRIDE)
+        return self._brackets[candidate]
 
     @property
     def sampling_error(self) -> float:
@@ -158,14 +245,6 @@ class Foresight:
         variance = math.fsum((each - mean) ** 2 for each in work) / (count - 1)
         return mean, math.sqrt(variance / count) / mean
 
-    def holds(self, candidate: Candidate, rate: float) -> bool:
-        """Whether its users' promises are predicted to be kept at that rate by the wanted share."""
-        return self.at(candidate, rate).attainment >= self.level
-
-    def needed(self, candidate: Candidate, rate: float, counts: Iterable[int]) -> int | None:
-        """The fewest of these replica counts, in rising order, that hold the rate; None: none does."""
-        return next((n for n in counts if self.capacity(replace(candidate, replicas=n)) >= rate), None)
-
     def _few(self, candidate: Candidate) -> Candidate:
         return candidate if candidate.replicas <= FEW else replace(candidate, replicas=FEW)
 
@@ -175,44 +254,6 @@ class Foresight:
             self._loads[count] = Load.drawn(self.pairs, variation=self.variation, count=count)
         return self._loads[count]
 
-    def _bisected(self, candidate: Candidate) -> float:
-        """The highest rate that is held: from a guess outwards, then inwards, in shares. Where nothing is known of it,
-        it is searched at once."""
-        is_urgent = candidate not in self.guesses
-
-        def holds(rate: float) -> bool:
-            return self._attains(candidate, rate, is_urgent=is_urgent)
-
-        low = high = self._guess(candidate)
-        stride = self.stride if candidate in self.guesses else FIRST_STRIDE
-        if holds(low):
-            high = low * stride
-            while holds(high):
-                stride *= stride
-                low, high = high, high * stride
-        else:
-            while not holds(low):
-                high, low = low, low / stride
-                stride *= stride
-                if low < LEAST_RATE * candidate.replicas:
-                    return 0.0
-        while high / low > 1 + TOLERANCE:
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if holds(middle) else (low, middle)
-        return low
-
-    def _attains(self, candidate: Candidate, rate: float, *, is_urgent: bool) -> bool:
-        """Whether it holds the rate. Raises _EnoughForNow where that can wait and this turn has computed enough."""
-        key = (candidate, rate)
-        if key not in self._attained:
-            if self.runs_left <= 0 and not is_urgent:
-                raise _EnoughForNow
-            self.runs += 1
-            self.runs_left -= 1
-            prediction = predict(candidate, self.cost, self._load(rate), rate, self.objectives)
-            self._attained[key] = prediction.attainment >= self.level
-        return self._attained[key]
-
     def _guess(self, candidate: Candidate) -> float:
         """What it was before; else from the capacity of a cousin with other values; else from the work alone: prompts
         at the prefill's rate, and each token's share of a well-filled step."""
@@ -220,23 +261,34 @@ class Foresight:
         if known:
             return known
         cousins = [
-            (abs(c.replicas - candidate.replicas), rate / c.replicas) for c, rate in self._capacities.items() if rate
+            (abs(c.replicas - candidate.replicas), bracket.held / c.replicas)
+            for c, bracket in self._brackets.items()
+            if bracket.held and bracket.is_narrow
         ]
         if cousins:
             return min(cousins)[1] * candidate.replicas
         cost = self.cost
-        prompt, output = self._means()
+        prompt, output = self._mean_lengths()
         seconds = cost.per_token * prompt + output * self._token_seconds(candidate.max_num_seqs) + cost.per_step
         return 0.6 * candidate.replicas / max(seconds, 1e-9)
 
-    def _means(self) -> tuple[float, float]:
-        count = max(1, len(self.pairs))
-        prompt = sum(pair.prompt - pair.cached for pair in self.pairs) / count
-        return prompt, sum(pair.output for pair in self.pairs) / count
+    def _mean_lengths(self) -> tuple[float, float]:
+        """Of prompts as they are computed, and of answers."""
+        if self._means is None:
+            count = max(1, len(self.pairs))
+            prompt = sum(pair.prompt - pair.cached for pair in self.pairs) / count
+            self._means = prompt, sum(pair.output for pair in self.pairs) / count
+        return self._means
+
+    @property
+    def typical_context(self) -> float:
+        """Tokens of a request half-way through its answer."""
+        prompt, output = self._mean_lengths()
+        return prompt + output / 2
 
     def _token_seconds(self, seats: int = TYPICAL_BATCH) -> float:
         """What one token of an answer costs, its share of a well-filled step."""
         cost = self.cost
-        prompt, output = self._means()
+        prompt, output = self._mean_lengths()
         batch = max(1.0, min(seats, TYPICAL_BATCH))
         return cost.per_step / batch + cost.per_token + cost.per_sequence + cost.per_context * (prompt + output / 2)

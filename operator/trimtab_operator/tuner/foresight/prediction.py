@@ -1,14 +1,16 @@
 """What a candidate would do under a load: replicas of the twin, fed with drawn lengths, and what users would feel.
 
 Equal inputs predict alike: arrivals and lengths are drawn evenly and by a fixed seed, so that two candidates differ
-only by what they are.
+only by what they are. Who sends the requests is one of two: a stream, which comes whatever the engine does, or clients
+that wait, of which each sends its next request when it has its answer.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from collections.abc import Sequence as Values
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab_operator.tuner.load.draws import Draws
 from trimtab_operator.tuner.load.lengths import Pair
@@ -22,6 +24,9 @@ WARM_UP = 0.2  # share of the requests that only fill the replicas, where they b
 SOON_SECONDS = 300.0  # that a prediction covers which begins with what is there: as long as a change is judged
 LEAST_SOON = 100  # requests of one
 MOST_REPEATS = 6  # with other draws, where few come in so short a time: chance alone would tell candidates apart
+ROUNDS = 3  # of the clients that wait, which a prediction of them serves at least
+CHECK_EVERY = 32  # requests that were sent it is looked whether a load fails: most that do are clear before the end
+ROUNDING = 1e-9
 MODEL_ERROR = 0.05  # of a predicted latency, in the median of what was compared with replays
 SEED = 20
 
@@ -84,11 +89,19 @@ class Prediction:
     running: float
     """Sequences that ran in a replica on average."""
     requests: int
+    good_share: float
+    """Requests that keep every promise, as a share of those that come now: the attainment, where these come whatever is
+    done. Clients that wait send more or fewer of them, and the share may exceed 1."""
 
     @property
     def attainment_error(self) -> float:
         """Standard error of the attainment, by how many requests were drawn."""
         return math.sqrt(self.attainment * (1 - self.attainment) / max(1, self.requests))
+
+    @property
+    def good_error(self) -> float:
+        """Standard error of the good share, likewise."""
+        return self.attainment_error * self.good_share / self.attainment if self.attainment > 0 else 0.0
 
     def interval(self, value: float, uncertainty: float) -> tuple[float, float]:
         """Where a predicted latency is expected: the twin's own error and the model's together, two thirds of the time
@@ -120,7 +133,7 @@ def predict(
     objectives: Objectives,
     found: Values[Found] = (),
 ) -> Prediction:
-    """Serve the load at `rate` requests a second with the candidate's replicas, each request where the fewest are.
+    """Serve a stream of `rate` requests a second with the candidate's replicas, each request where the fewest are.
 
     `found`: what runs and waits in them at the beginning, and what comes within SOON_SECONDS is judged, time and again
     as far as the load lasts. Without it they begin empty, and what comes after a while is judged.
@@ -128,13 +141,130 @@ def predict(
     """
     if not found:
         served = _served(candidate, cost, load, range(len(load.pairs)), rate, objectives, found)
-        return _judged(served.sequences[int(WARM_UP * len(served.sequences)) :], [served], objectives)
+        return _judged_stream(served.sequences[_warm_up(len(served.sequences)) :], [served], objectives)
     count = min(len(load.pairs), max(LEAST_SOON, round(rate * SOON_SECONDS)))
     starts = range(0, len(load.pairs) - count + 1, count)[:MOST_REPEATS]
     all_served = [
         _served(candidate, cost, load, range(start, start + count), rate, objectives, found) for start in starts
     ]
-    return _judged([sequence for served in all_served for sequence in served.sequences], all_served, objectives)
+    return _judged_stream([sequence for served in all_served for sequence in served.sequences], all_served, objectives)
+
+
+def attains(
+    candidate: Candidate, cost: StepCost, load: Load, rate: float, objectives: Objectives, level: float
+) -> tuple[bool, int]:
+    """Whether predict() would find that `level` of the requests keep their promises, and how many requests were served
+    to say so: it ends as soon as too many have broken theirs."""
+    fleet = _Fleet(candidate, cost, objectives)
+    count = len(load.pairs)
+    first = _warm_up(count)
+    undecided: list[Sequence] = []
+    missed = 0
+    for index, at in enumerate(_arrivals(load, range(count), rate)):
+        sequence = fleet.send(load.pairs[index], at)
+        if index >= first:
+            undecided.append(sequence)
+        if index % CHECK_EVERY == 0:
+            undecided, more = _decided(undecided, objectives, at)
+            missed += more
+            if 1 - missed / (count - first) < level - ROUNDING:
+                return False, index + 1
+    fleet.drain()
+    missed += sum(not _is_kept(sequence, objectives) for sequence in undecided)
+    return (count - first - missed) / (count - first) >= level, count
+
+
+def predict_clients(
+    candidate: Candidate,
+    cost: StepCost,
+    load: Load,
+    rate: float,
+    objectives: Objectives,
+    found: Values[Found],
+) -> Prediction:
+    """Serve clients that wait: each of those whose requests are `found` sends its next one when it has its answer.
+
+    Judged is what comes once all of them have begun anew, beside the `rate` at which requests come now.
+    """
+    fleet = _Fleet(candidate, cost, objectives)
+    fleet.place(found)
+    wanted = max(len(load.pairs), ROUNDS * len(found))
+    ended: list[Sequence] = []
+    sent = 0
+    while len(ended) < wanted:
+        for done in fleet.next_ended():
+            assert done.finished_at is not None
+            if done.arrival > 0:  # not one of those that were found: nobody knows when their answers began
+                ended.append(done)
+            fleet.send(load.pairs[sent % len(load.pairs)], done.finished_at)
+            sent += 1
+    judged = ended[_warm_up(len(ended)) :]
+    times = [done.finished_at or 0.0 for done in judged]
+    took = max(1e-9, times[-1] - times[0])
+    busy = math.fsum(_busy_sequences(engine) for engine in fleet.engines)
+    lived = math.fsum(engine.now for engine in fleet.engines)
+    prediction = _judged(judged, fleet.engines, objectives, took=took, running=busy / max(1e-9, lived))
+    return replace(prediction, good_share=prediction.attainment * (len(judged) - 1) / took / max(1e-9, rate))
+
+
+def _warm_up(count: int) -> int:
+    """How many of so many requests only fill the replicas."""
+    return int(WARM_UP * count)
+
+
+def _arrivals(load: Load, indices: range, rate: float) -> Iterator[float]:
+    """When they come."""
+    now = 0.0
+    for index in indices:
+        now += load.gaps[index] / rate
+        yield now
+
+
+class _Fleet:
+    """The candidate's replicas while they serve. Requests are sent in the order of time."""
+
+    def __init__(self, candidate: Candidate, cost: StepCost, objectives: Objectives) -> None:
+        policy = TwinPolicy(candidate.max_num_seqs, candidate.max_num_batched_tokens, candidate.watermark)
+        size = candidate.block_size
+        self._longest = candidate.kv_blocks * size
+        self.engines = [
+            TwinEngine(cost, policy, KvBlocks(candidate.kv_blocks, size), slow_gap=objectives.slow_gap)
+            for _ in range(candidate.replicas)
+        ]
+
+    def place(self, found: Values[Found]) -> None:
+        """Have them begin with what is found, in turns."""
+        for index, there in enumerate(found):
+            engine = self.engines[index % len(self.engines)]
+            prompt = min(max(1, there.prompt), self._longest - 1)
+            output = min(max(there.output, there.num_generated + 1), self._longest - prompt)
+            sequence = Sequence(-there.age, prompt, output)
+            if 0 < there.num_generated < output:
+                engine.find(sequence, there.num_generated)
+            else:
+                engine.add(sequence)
+
+    def send(self, pair: Pair, at: float) -> Sequence:
+        """One more request."""
+        prompt = min(max(1, pair.prompt - pair.cached), self._longest - 1)
+        sequence = Sequence(at, prompt, min(pair.output, self._longest - prompt))
+        _least_busy(self.engines, at).add(sequence)
+        return sequence
+
+    def next_ended(self) -> list[Sequence]:
+        """Let time pass until requests end, and take them, in the order of their ends. Something must be there."""
+        while not any(engine.finished for engine in self.engines):
+            engine = min(self.engines, key=TwinEngine.quiet_until)
+            engine.run_until(math.nextafter(engine.quiet_until(), math.inf))
+        ended = [sequence for engine in self.engines for sequence in engine.finished]
+        for engine in self.engines:
+            engine.finished.clear()
+        return sorted(ended, key=lambda sequence: sequence.finished_at or 0.0)
+
+    def drain(self) -> None:
+        """Serve all that was sent."""
+        for engine in self.engines:
+            engine.drain()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,35 +293,15 @@ def _served(
     found: Values[Found],
 ) -> _Served:
     """Serve a part of the load."""
-    policy = TwinPolicy(candidate.max_num_seqs, candidate.max_num_batched_tokens, candidate.watermark)
-    size = candidate.block_size
-    longest = candidate.kv_blocks * size
-    engines = [
-        TwinEngine(cost, policy, KvBlocks(candidate.kv_blocks, size), slow_gap=objectives.slow_gap)
-        for _ in range(candidate.replicas)
-    ]
-    for index, there in enumerate(found):
-        prompt = min(max(1, there.prompt), longest - 1)
-        sequence = Sequence(-there.age, prompt, min(max(there.output, there.num_generated + 1), longest - prompt))
-        if 0 < there.num_generated < sequence.num_output:
-            engines[index % len(engines)].find(sequence, there.num_generated)
-        else:
-            engines[index % len(engines)].add(sequence)
-    now = 0.0
-    sequences: list[Sequence] = []
-    for index in indices:
-        pair = load.pairs[index]
-        now += load.gaps[index] / rate
-        prompt = min(max(1, pair.prompt - pair.cached), longest - 1)
-        sequence = Sequence(now, prompt, min(pair.output, longest - prompt))
-        sequences.append(sequence)
-        _least_busy(engines, now).add(sequence)
-    for engine in engines:
-        engine.run_until(now)
-    busy = math.fsum(_busy_sequences(engine) for engine in engines)
-    for engine in engines:
-        engine.drain()
-    return _Served(sequences, engines, busy)
+    fleet = _Fleet(candidate, cost, objectives)
+    fleet.place(found)
+    times = _arrivals(load, indices, rate)
+    sequences = [fleet.send(load.pairs[index], at) for index, at in zip(indices, times, strict=True)]
+    for engine in fleet.engines:
+        engine.run_until(sequences[-1].arrival)
+    busy = math.fsum(_busy_sequences(engine) for engine in fleet.engines)
+    fleet.drain()
+    return _Served(sequences, fleet.engines, busy)
 
 
 def _least_busy(engines: list[TwinEngine], now: float) -> TwinEngine:
@@ -211,7 +321,49 @@ def _busy_sequences(engine: TwinEngine) -> float:
     return math.fsum(one.seconds * one.sequences / one.steps for one in sums if one.steps)
 
 
-def _judged(sequences: list[Sequence], all_served: list[_Served], objectives: Objectives) -> Prediction:
+def _decided(undecided: list[Sequence], objectives: Objectives, now: float) -> tuple[list[Sequence], int]:
+    """Those of which it is not known yet whether they keep their promises, and how many are now known to break them."""
+    left: list[Sequence] = []
+    missed = 0
+    for sequence in undecided:
+        if sequence.finished_at is not None:
+            missed += not _is_kept(sequence, objectives)
+        elif _is_late(sequence, objectives, now):
+            missed += 1
+        else:
+            left.append(sequence)
+    return left, missed
+
+
+def _is_late(sequence: Sequence, objectives: Objectives, now: float) -> bool:
+    """Whether its first token came too late, or has not come and is too late by now."""
+    if objectives.ttft is None:
+        return False
+    ttft = sequence.ttft
+    return (now - sequence.arrival if ttft is None else ttft) > objectives.ttft.limit(sequence.num_prompt)
+
+
+def _is_kept(sequence: Sequence, objectives: Objectives) -> bool:
+    """Whether a request that has ended kept every promise."""
+    itl = objectives.itl
+    if itl is None or itl.kind is not ItlKind.TOKENS:
+        return objectives.is_met(prompt=sequence.num_prompt, ttft=sequence.ttft, mean_gap=sequence.mean_gap)
+    own = sequence.num_output - 1
+    return not _is_late(sequence, objectives, math.inf) and sequence.num_slow_gaps <= (1 - itl.share) * own
+
+
+def _judged_stream(sequences: list[Sequence], all_served: list[_Served], objectives: Objectives) -> Prediction:
+    took = math.fsum(max(engine.now for engine in one.engines) - one.sequences[0].arrival for one in all_served)
+    replica_seconds = math.fsum(len(one.engines) * one.seconds for one in all_served)
+    running = math.fsum(one.busy for one in all_served) / max(1e-9, replica_seconds)
+    engines = [engine for served in all_served for engine in served.engines]
+    return _judged(sequences, engines, objectives, took=took, running=running)
+
+
+def _judged(
+    sequences: list[Sequence], engines: list[TwinEngine], objectives: Objectives, *, took: float, running: float
+) -> Prediction:
+    """What users felt of these requests, all of which have ended."""
     ttfts: list[float] = []
     means: list[float] = []
     met = on_time = even = gaps = slow = 0
@@ -219,31 +371,22 @@ def _judged(sequences: list[Sequence], all_served: list[_Served], objectives: Ob
     by_tokens = objectives.itl is not None and objectives.itl.kind is ItlKind.TOKENS
     for sequence in sequences:
         ttft, mean = sequence.ttft, sequence.mean_gap
-        assert ttft is not None  # all are drained
+        assert ttft is not None
         ttfts.append(ttft)
         if mean is not None:
             means.append(mean)
-        is_met = objectives.is_met(prompt=sequence.num_prompt, ttft=ttft, mean_gap=mean)
-        is_on_time = objectives.ttft is None or ttft <= objectives.ttft.limit(sequence.num_prompt)
-        is_even = objectives.itl is None or mean is None or mean <= objectives.itl.seconds
         if by_tokens:
-            own = sequence.num_output - 1
-            gaps += own
+            gaps += sequence.num_output - 1
             slow += sequence.num_slow_gaps
-            assert objectives.itl is not None
-            is_met = is_on_time and sequence.num_slow_gaps <= (1 - objectives.itl.share) * own
-        met += is_met
-        on_time += is_on_time
-        even += is_even
+        met += _is_kept(sequence, objectives)
+        on_time += not _is_late(sequence, objectives, math.inf)
+        even += objectives.itl is None or mean is None or mean <= objectives.itl.seconds
         tokens += sequence.num_output
     count = len(sequences)
     ttfts.sort()
     means.sort()
-    engines = [engine for served in all_served for engine in served.engines]
     computed = sum(one.tokens for engine in engines for one in engine.counters.sums.values())
     recomputed = sum(engine.counters.recomputed_tokens for engine in engines)
-    took = math.fsum(max(engine.now for engine in one.engines) - one.sequences[0].arrival for one in all_served)
-    replica_seconds = math.fsum(len(one.engines) * one.seconds for one in all_served)
     return Prediction(
         attainment=met / count,
         ttft_share=on_time / count,
@@ -254,8 +397,9 @@ def _judged(sequences: list[Sequence], all_served: list[_Served], objectives: Ob
         itl_p95=_quantile(means, 0.95),
         recomputed_share=recomputed / computed if computed else 0.0,
         tokens_per_second=tokens / max(1e-9, took),
-        running=math.fsum(one.busy for one in all_served) / max(1e-9, replica_seconds),
+        running=running,
         requests=count,
+        good_share=met / count,
     )
 
 

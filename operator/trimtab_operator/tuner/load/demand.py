@@ -16,6 +16,10 @@ LEAST_POINTS = 6
 MAX_DISPERSION = 25.0  # of counts: gaps with a coefficient of variation of 5
 TREND_SECONDS = 60.0
 MOST_TREND = 0.3  # a load that has changed more is as if it had changed by this
+STEADY_SECONDS = 600.0  # over which few requests are taken to come at one rate, unless they clearly do not
+STEADY_REQUESTS = 10.0  # that this counts as, beside those that were counted
+CLEARLY = 4.0  # standard deviations from the rate before: a jump, however few requests came
+VARIANCE_STEADYING = 3 / 8  # added to a count, whose root then has the same spread whatever its mean (Anscombe 1948)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +58,29 @@ class Demand:
         total = math.fsum(point.seconds for point in found)
         return math.fsum(point.requests for point in found) / total if total > 0 else None
 
+    def level(self, seconds: float, *, until: float | None = None) -> float | None:
+        """What rate the last `seconds` tell of. Three requests in a minute are three by chance: few of them count
+        together with those of the ten minutes before, as the mean of a gamma distribution does that begins with
+        STEADY_REQUESTS at the rate of these. Many count alone, and so do few that are a jump."""
+        found = self._last(seconds, until)
+        counted = math.fsum(point.seconds for point in found)
+        if counted <= 0:
+            return None
+        requests = math.fsum(point.requests for point in found)
+        before = self.rate(STEADY_SECONDS, until=found[0].at - found[0].seconds)
+        if not before:
+            return requests / counted
+        came, usual = (math.sqrt(count + VARIANCE_STEADYING) for count in (requests, before * counted))
+        if 2 * abs(came - usual) > CLEARLY:
+            return requests / counted
+        return (requests + STEADY_REQUESTS) / (counted + STEADY_REQUESTS / before)
+
     def trend(self) -> float:
-        """Logarithm of the rate of the last minute over that of the three before, within MOST_TREND; 0: not known."""
+        """Logarithm of the level of the last minute over that of the three before, within MOST_TREND; 0: not known."""
         if not self.points:
             return 0.0
-        now = self.rate(TREND_SECONDS)
-        before = self.rate(3 * TREND_SECONDS, until=self.points[-1].at - TREND_SECONDS)
+        now = self.level(TREND_SECONDS)
+        before = self.level(3 * TREND_SECONDS, until=self.points[-1].at - TREND_SECONDS)
         if not now or not before:
             return 0.0
         return max(-MOST_TREND, min(MOST_TREND, math.log(now / before)))
@@ -144,7 +165,7 @@ class Growth:
             return self
         cases = list(self.cases)
         for case in due:
-            came = demand.rate(window, until=case.at + window / 2)
+            came = demand.level(window, until=case.at + window / 2)
             if came is not None and came > 0:
                 cases.append(replace(case, error=math.log(came / case.rate)))
         kept = tuple(case for case in cases if case.at > now - LEARN_SECONDS)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from trimtab_operator.tuner.load.arrivals import arrival, with_new
 from trimtab_operator.tuner.load.draws import Draws
 from trimtab_operator.tuner.looks import Finished, Unfinished
 
@@ -31,6 +32,7 @@ SHIFT_PAUSE_SECONDS = 120.0  # between two shifts: else every swing relearns eve
 UNEVEN_SECONDS = 600.0  # over which unevenness is measured
 BIN_SECONDS = 2.5  # in which arrivals are counted
 LEAST_BINS = 12  # with arrivals
+KEEP_BINS = 2 * int(UNEVEN_SECONDS / BIN_SECONDS)
 MAX_DISPERSION = 25.0  # of counts: gaps with a coefficient of variation of 5
 RECHECK_SECONDS = 30.0  # between two checks that find none: half of them would look at the same requests
 COUNTED_REASONS = frozenset({"stop", "length"})  # how a request ends when it ends by itself
@@ -62,6 +64,8 @@ class Lengths:
     version: int = 0
     """Counts epochs; predictions are kept as long as it holds."""
     checked_at: float = 0.0
+    ended_in: Mapping[int, int] = field(default_factory=dict)
+    """How many of those that have ended came in each bin of time, as far as it counts for unevenness."""
 
     def with_news(self, finished: Iterable[Finished], unfinished: Iterable[Unfinished]) -> Lengths:
         """After what was told in one look."""
@@ -73,8 +77,18 @@ class Lengths:
         running = tuple(u for u in unfinished if u.prompt_tokens > 0)
         if not new:
             return replace(self, unfinished=running)
-        merged = sorted((*self.pairs, *new), key=lambda pair: pair.arrived_at)
-        return replace(self, pairs=tuple(merged[-KEEP_PAIRS:]), unfinished=running)
+        pairs = with_new(self.pairs, new)[-KEEP_PAIRS:]
+        return replace(self, pairs=pairs, unfinished=running, ended_in=self._with_bins(new))
+
+    def _with_bins(self, new: Iterable[Pair]) -> dict[int, int]:
+        """The counts with these too; of many bins the latest are kept."""
+        bins = dict(self.ended_in)
+        for pair in new:
+            index = _bin(pair.arrived_at)
+            bins[index] = bins.get(index, 0) + 1
+        if len(bins) <= 2 * KEEP_BINS:
+            return bins
+        return {index: bins[index] for index in sorted(bins)[-KEEP_BINS:]}
 
     @property
     def is_known(self) -> bool:
@@ -84,7 +98,7 @@ class Lengths:
     @property
     def num_of_epoch(self) -> int:
         """How many pairs came since the present mix began."""
-        return len(self.pairs) - bisect_right(self.pairs, self.epoch, key=lambda pair: pair.arrived_at)
+        return len(self.pairs) - bisect_right(self.pairs, self.epoch, key=arrival)
 
     def checked(self, now: float) -> Lengths:
         """Look whether the mix has shifted: then a new epoch begins, with the recent cohort that differs most."""
@@ -110,16 +124,14 @@ class Lengths:
 
     def _came(self, start: float, end: float) -> Cohort:
         """Those that arrived from `start` to `end`: ended, and running."""
-        first = bisect_right(self.pairs, start, key=lambda pair: pair.arrived_at)
-        last = bisect_right(self.pairs, end, key=lambda pair: pair.arrived_at)
+        first = bisect_right(self.pairs, start, key=arrival)
+        last = bisect_right(self.pairs, end, key=arrival)
         return self.pairs[first:last], [u for u in self.unfinished if start < u.arrived_at <= end]
 
-    def going_on(self, now: float) -> tuple[tuple[Unfinished, int], ...]:
+    def going_on(self, survival: Survival) -> tuple[tuple[Unfinished, int], ...]:
         """What runs and waits, in the order of arrival, each with an answer as long as those that came further."""
-        known = self.sample(now)
-        survival = Survival.of([pair.output for pair in known], [])
-        draws = Draws(len(known))
-        ordered = sorted(self.unfinished, key=lambda u: u.arrived_at)
+        draws = Draws(len(survival.lengths))
+        ordered = sorted(self.unfinished, key=arrival)
         return tuple((u, survival.beyond(u.output_tokens, draws.share())) for u in ordered)
 
     def sample(self, now: float) -> tuple[Pair, ...]:
@@ -144,16 +156,11 @@ class Lengths:
         times would take a load that comes and goes within minutes, which replicas follow, for bursts.
         From differences of neighbours, whose mean square is twice the variance.
         """
-        start = now - UNEVEN_SECONDS
-        if len(self.pairs) >= KEEP_PAIRS:
-            start = max(start, self.pairs[0].arrived_at)
-        counts = [0] * max(0, int((now - start) / BIN_SECONDS))
-        first = bisect_right(self.pairs, start, key=lambda pair: pair.arrived_at)
-        times = [pair.arrived_at for pair in self.pairs[first:]]
-        times += [running.arrived_at for running in self.unfinished if running.arrived_at > start]
-        for at in times:
-            index = int((at - start) / BIN_SECONDS)
-            if index < len(counts):
+        first, last = _bin(now - UNEVEN_SECONDS) + 1, _bin(now)  # whole bins
+        counts = [self.ended_in.get(index, 0) for index in range(first, last)]
+        for running in self.unfinished:
+            index = _bin(running.arrived_at) - first
+            if 0 <= index < len(counts):
                 counts[index] += 1
         total = sum(counts)
         if sum(1 for count in counts if count) < LEAST_BINS or total < LEAST_PAIRS:
@@ -175,6 +182,10 @@ class Lengths:
             for u in censored
         ]
         return known + imputed
+
+
+def _bin(at: float) -> int:
+    return int(at // BIN_SECONDS)
 
 
 def _of_prompts(recent: Cohort, before: Cohort) -> float:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab_operator.tuner.foresight import Candidate
+from trimtab_operator.tuner.foresight import Candidate, Foresight
+from trimtab_operator.tuner.foresight.capacity import TOLERANCE
 from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.moves import Expectation, Measure, Move, Reason
 from trimtab_operator.tuner.rules.pressure import expected_attainment
@@ -24,6 +25,7 @@ GAIN_BACK = 1.12  # to turn back within REMEMBERED_SECONDS: what is best by a li
 REMEMBERED_SECONDS = 1800.0
 ATTAINMENT_GAIN = 0.02  # under overload, where no budget holds what comes …
 DEVIATIONS = 2.0  # … and no accident of what was drawn
+TRIED = (0, 2)  # budgets on each side of the present one that are then compared: the next, and a far one
 UNSURE = 0.1  # of a capacity
 
 
@@ -33,28 +35,31 @@ def better_budget(s: Situation) -> Move | None:
     if found is None or s.foresight is None or not found.is_live:
         return None
     foresight, current = s.foresight, int(found.current)
-    capacities = {current: foresight.capacity(_with(s, current))}
-    present = capacities[current]
+    present = foresight.capacity_later(_with(s, current))
+    if present is None or (s.settings.scaling is not None and foresight.capacity_later(_some(s)) is None):
+        return None  # nothing is compared with what is not known yet, and replicas are asked for by it first
     others = [budget for budget in rungs(found) if budget != current]
-    if present >= s.rate:
-        held = {b: foresight.attains_later(_with(s, b), _gain(s, b > current) * present) for b in others}
-        if None in held.values():
-            return None  # not all of them are known yet: next turn
-        capacities |= {budget: foresight.capacity(_with(s, budget)) for budget, holds in held.items() if holds}
-        best = max(capacities, key=lambda budget: (capacities[budget], -abs(budget - current)))
-        if best == current or capacities[best] < _gain(s, best > current) * present:
-            return None
-        before, after = present, capacities[best]
-        expected = (Expectation(Measure.CAPACITY, before, after, (1 - UNSURE) * after, (1 + UNSURE) * after),)
+    more = _holding_more(s, foresight, others, current, present)
+    if more is None and present >= s.rate:
+        return None  # not all of them are known yet: next turn
+    expected: tuple[Expectation, ...]
+    capacities = {current: present, **(more or {})}
+    best = max(capacities, key=lambda budget: capacities[budget])
+    if best != current:
+        after = capacities[best]
+        expected = (Expectation(Measure.CAPACITY, present, after, (1 - UNSURE) * after, (1 + UNSURE) * after),)
+    elif present >= s.rate:
+        return None
     else:
-        nearest = [*[b for b in others if b < current][-1:], current, *[b for b in others if b > current][:1]]
-        predictions = {budget: foresight.at(_with(s, budget), s.rate) for budget in nearest}
-        shares = {budget: prediction.attainment for budget, prediction in predictions.items()}
+        below, above = [b for b in others if b < current][::-1], [b for b in others if b > current]
+        tried = [current, *(side[index] for side in (below, above) for index in TRIED if index < len(side))]
+        predictions = {budget: foresight.at(_with(s, budget), s.rate) for budget in tried}
+        shares = {budget: prediction.good_share for budget, prediction in predictions.items()}
         best = max(shares, key=lambda budget: (shares[budget], -abs(budget - current)))
-        least = max(ATTAINMENT_GAIN, DEVIATIONS * predictions[best].attainment_error)
+        least = max(ATTAINMENT_GAIN, DEVIATIONS * predictions[best].good_error)
         if best == current or shares[best] < shares[current] + least:
             return None
-        expected = (expected_attainment(s, shares[best]),)
+        expected = (expected_attainment(s, predictions[best].attainment),)
         capacities[best] = foresight.capacity(_with(s, best))
     reason = Reason.CHUNKS_TOO_LARGE if best < current else Reason.CHUNKS_TOO_SMALL
     evidence = {
@@ -76,6 +81,27 @@ def better_budget(s: Situation) -> Move | None:
     )
 
 
+def _holding_more(
+    s: Situation, foresight: Foresight, others: list[int], current: int, present: float
+) -> dict[int, float] | None:
+    """Budgets that hold clearly more than the present one, and what comes, with their capacities. Once one is known to,
+    the next must hold more than it: most are out after one look. None: it is not known yet."""
+    found: dict[int, float] = {}
+    for budget in sorted(others, key=lambda budget: -foresight.as_known(_with(s, budget))):
+        best = max(found.values(), default=0.0)
+        least = max(_gain(s, budget > current) * present, (1 + TOLERANCE) * best, s.rate)
+        holds = foresight.attains_later(_with(s, budget), least)
+        if holds is None:
+            return None
+        if holds:
+            capacity = foresight.capacity_later(_with(s, budget))
+            if capacity is None:
+                return None
+            if capacity >= least:
+                found[budget] = capacity
+    return found
+
+
 def _gain(s: Situation, is_raise: bool) -> float:
     """How much more must be held for a move in this direction: more than the lengths that are known can tell apart, and
     twice that to turn back."""
@@ -91,6 +117,11 @@ def rungs(found: Range) -> list[int]:
     ends = {int(found.current), int(found.highest)}
     inside = {rung for rung in LADDER if found.lowest <= rung <= found.highest}
     return sorted({rung for rung in inside | ends if found.lowest <= rung <= found.highest} | {int(found.current)})
+
+
+def _some(s: Situation) -> Candidate:
+    """Two of what runs: what they hold is between what one holds and what many do."""
+    return replace(s.candidate, replicas=2)
 
 
 def _with(s: Situation, budget: int) -> Candidate:

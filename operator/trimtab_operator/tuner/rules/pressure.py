@@ -8,7 +8,8 @@ from trimtab_operator.tuner.situation import Situation
 
 PRESSED_SHARE = 0.01  # of the computed tokens, computed twice: less costs less than a move may
 FULL = 0.8  # of the KV cache: where no look found more in use, want of room is not the cause
-HARM = 0.005  # of the attainment: a move that is predicted to cost more is not made
+HARM = 0.005  # of the requests that keep their promises: a move that is predicted to cost more is not made
+GAIN_DEVIATIONS = 2.0  # standard errors of that share, which clients that wait must gain
 UNSURE = 0.02  # of a share: what a prediction of it is off by, mostly
 
 
@@ -40,12 +41,14 @@ def evidence(s: Situation) -> dict[str, float]:
 
 def expected_relief(s: Situation, knob: Knob, value: Value) -> tuple[Expectation, ...] | None:
     """What a move against preemption should bring; None when it is predicted to do harm. Without foresight: that at
-    least half of what is computed twice is spared."""
+    least half of what is computed twice is spared. With clients that wait what is spared is worth only what they get
+    more of it: their queue fills again."""
     share = s.window.recomputed_share
     before, after = s.predicted(s.candidate), s.predicted(s.with_knob(knob, value))
     if before is None or after is None:
         return (Expectation(Measure.RECOMPUTED, share, 0.0, 0.0, share / 2),)
-    if after.attainment < before.attainment - HARM:
+    least = GAIN_DEVIATIONS * after.good_error if s.memory.clients.do_wait else -HARM
+    if after.good_share < before.good_share + least:
         return None
     spared = Expectation(
         Measure.RECOMPUTED, share, after.recomputed_share, 0.0, max(share / 2, after.recomputed_share + UNSURE)

@@ -14,7 +14,7 @@ from trimtab_operator.tuner.moves import Expectation, Move, Reason
 from trimtab_operator.tuner.rules.pressure import expected_attainment, is_pressed, peak_usage
 from trimtab_operator.tuner.situation import Situation
 
-CLEARLY = 0.02  # of the attainment, that a change of seats must gain by prediction
+CLEARLY = 0.02  # of the requests that keep their promises, that a change of seats must gain by prediction
 NEEDED_FACTOR = 1.1  # of the sequences that must run for what comes to be served
 BLOCKED_SHARE = 0.05  # of the time that the queue waits for a seat
 MORE = 1.5  # times the seats, at a step
@@ -44,8 +44,8 @@ def fewer_seats(s: Situation) -> Move | None:
     least = max(float(found.lowest), 1.0)
     tried = {max(least, min(float(found.current), value)) for value in (fit, 0.85 * fit, NEEDED_FACTOR * fit)}
     shares = {int(seats): s.foresight.at(s.with_knob(Knob.MAX_NUM_SEQS, int(seats)), s.rate) for seats in tried}
-    best = max(shares, key=lambda seats: (shares[seats].attainment, seats))
-    if best >= found.current or shares[best].attainment < present.attainment + CLEARLY:
+    best = max(shares, key=lambda seats: (shares[seats].good_share, seats))
+    if best >= found.current or shares[best].good_share < present.good_share + CLEARLY:
         return None
     return Move(
         Reason.BATCH_TOO_LARGE,
@@ -78,7 +78,7 @@ def more_seats(s: Situation) -> Move | None:
     expected: tuple[Expectation, ...] = ()
     present, then = s.predicted(s.candidate), s.predicted(s.with_knob(Knob.MAX_NUM_SEQS, after))
     if present is not None and then is not None:
-        if then.attainment < present.attainment:
+        if then.good_share < present.good_share:
             return None
         expected = (expected_attainment(s, then.attainment),)
     return Move(

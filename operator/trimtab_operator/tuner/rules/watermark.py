@@ -13,13 +13,14 @@ from trimtab_operator.tuner.rules.pressure import PRESSED_SHARE, evidence, expec
 from trimtab_operator.tuner.situation import Situation
 
 STEP = 0.05  # of the KV cache
+LEARN_SECONDS = 120.0  # that a new tuner waits for enough lengths to predict from
 USUAL_MAXIMUM = 0.10  # beyond it what stays free costs more than preemption does; bounds may allow more
 
 
 def raise_watermark(s: Situation) -> Move | None:
     """Preemptions, and no headroom on the device: too much is admitted for this KV cache."""
     found = s.ranges.get(Knob.WATERMARK)
-    if found is None or not is_pressed(s):
+    if found is None or not is_pressed(s) or _is_learning(s):
         return None
     bounds = s.settings.bounds.get(Knob.WATERMARK)
     most = found.highest if bounds is not None and bounds.maximum is not None else min(found.highest, USUAL_MAXIMUM)
@@ -38,6 +39,13 @@ def raise_watermark(s: Situation) -> Move | None:
         expected,
         f"less than {PRESSED_SHARE:.0%} of the tokens computed twice, or headroom for more KV memory",
     )
+
+
+def _is_learning(s: Situation) -> bool:
+    """Whether it will soon be known what a watermark does to those who wait: clients that send their next request when
+    they have an answer fill the queue again that it was to drain."""
+    told = s.memory.lengths.pairs or s.memory.lengths.unfinished
+    return s.foresight is None and bool(told) and s.memory.demand.seen_seconds(2 * LEARN_SECONDS) < LEARN_SECONDS
 
 
 def lower_watermark(s: Situation) -> Move | None:

@@ -87,11 +87,11 @@ def bound(demand: Demand, growth: Growth, caution: Caution, confident: float) ->
     The present level times the growth that is seldom exceeded within a start-up by a load with this trend. Adding a
     slope to it was tried and made it worse: what slopes foretell is in the growths that were seen.
     """
-    level = demand.rate(LEVEL_SECONDS)
+    level = demand.level(LEVEL_SECONDS)
     if level is None:
         return None
     factor = growth.quantile(confident, prior_sd=caution.prior_sd, trend=demand.trend())
-    quick = demand.rate(QUICK_SECONDS) or 0.0
+    quick = demand.level(QUICK_SECONDS) or 0.0
     error = math.sqrt(max(quick, 1 / QUICK_SECONDS) * demand.dispersion() / QUICK_SECONDS)
     up = max(level * factor, level, quick - caution.jump_deviations * error)
     return min(up, max(level, caution.beyond_highest * demand.highest(LEVEL_SECONDS))), factor

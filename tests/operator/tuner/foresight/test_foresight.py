@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 from trimtab_operator.tuner.foresight import Candidate, Foresight, Found
-from trimtab_operator.tuner.foresight.capacity import RUNS_PER_TURN
+from trimtab_operator.tuner.foresight.capacity import TOLERANCE, WORK_PER_TURN, Bracket
+from trimtab_operator.tuner.foresight.prediction import (
+    MOST_REQUESTS,
+    Load,
+    attains,
+    predict,
+    predict_clients,
+)
 from trimtab_operator.tuner.load import Pair
 from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
 from trimtab_operator.tuner.twin import StepCost
@@ -20,6 +27,16 @@ def pairs(prompt: float, output: float, count: int = 2000) -> tuple[Pair, ...]:
     return tuple(
         Pair(0, 1 + int(rng.expovariate(1 / prompt)), 1 + int(rng.expovariate(1 / output))) for _ in range(count)
     )
+
+
+def searched(foresight: Foresight, candidate: Candidate) -> float:
+    """The capacity, after as many turns as its search takes."""
+    for _ in range(40):
+        found = foresight.capacity_later(candidate)
+        if found is not None:
+            return found
+        foresight.begin_turn()
+    raise AssertionError("the search does not end")
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +58,24 @@ def test_more_load_is_felt(code: Foresight) -> None:
 
 
 def test_short_answers_want_small_chunks(code: Foresight) -> None:
-    small, large = code.capacity(ONE), code.capacity(replace(ONE, max_num_batched_tokens=8192))
+    small, large = searched(code, ONE), searched(code, replace(ONE, max_num_batched_tokens=8192))
     assert small > 2 * large
 
 
 def test_capacity_is_where_promises_begin_to_break(code: Foresight) -> None:
-    capacity = code.capacity(ONE)
+    capacity = searched(code, ONE)
     assert code.at(ONE, 0.9 * capacity).attainment >= 0.985
     assert code.at(ONE, 1.3 * capacity).attainment < 0.99
 
 
 def test_more_replicas_hold_more(code: Foresight) -> None:
-    assert code.capacity(replace(ONE, replicas=3)) > 2.5 * code.capacity(ONE)
-    assert code.needed(ONE, 2.2 * code.capacity(ONE), range(1, 9)) in (2, 3)
+    assert searched(code, replace(ONE, replicas=3)) > 2.5 * searched(code, ONE)
 
 
 def test_asked_again_nothing_is_computed_again(code: Foresight) -> None:
-    code.capacity(ONE)
+    searched(code, ONE)
     runs = code.runs
+    code.begin_turn()
     code.capacity(ONE)
     assert code.runs == runs
 
@@ -82,7 +99,7 @@ def test_a_watermark_ends_preemption() -> None:
 
 def test_nothing_that_cannot_be_promised_is_held() -> None:
     impossible = Objectives(Ttft(1e-6, 0.0, 0.99))
-    assert Foresight(COST, pairs(1000, 10), impossible).capacity(ONE) == 0.0
+    assert searched(Foresight(COST, pairs(1000, 10), impossible), ONE) == 0.0
 
 
 def test_few_lengths_leave_a_capacity_unsure() -> None:
@@ -92,32 +109,104 @@ def test_few_lengths_leave_a_capacity_unsure() -> None:
     assert Foresight(COST, pairs(1000, 200, 1), BOTH).sampling_error == 1.0
 
 
-def test_what_is_searched_anew_is_as_it_was_until_it_is_found() -> None:
+def test_a_search_goes_on_from_look_to_look_and_tells_the_best_it_knows() -> None:
     known = pairs(1238, 221)
     before = Foresight(COST, known, BOTH)
-    was = before.capacity(ONE)
+    was = searched(before, ONE)
     slower = replace(COST, per_token=2 * COST.per_token)
     after = Foresight(slower, known, BOTH, guesses=dict(before.capacities))
-    assert after.capacity(ONE) == was
-    turns = 0
-    while after.capacity(ONE) == was:
-        runs = after.runs
+    true = searched(Foresight(slower, known, BOTH), ONE)
+    after.work_left = 0
+    told = [after.capacity(ONE)]
+    while after.capacity_later(ONE) is None:
         after.begin_turn()
-        after.capacity(ONE)
-        assert after.runs - runs <= RUNS_PER_TURN
-        turns += 1
-    assert turns <= 8
-    assert after.capacity(ONE) == pytest.approx(Foresight(slower, known, BOTH).capacity(ONE), rel=0.07)
+        told.append(after.capacity(ONE))
+        assert after.work_left > -MOST_REQUESTS
+    assert told[0] == pytest.approx(was)  # as it was, until something is known
+    errors = [abs(each / true - 1) for each in told]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.07
+    assert len(told) <= 8
 
 
 def test_what_can_wait_is_computed_over_some_turns() -> None:
     foresight = Foresight(COST, pairs(1238, 221), BOTH)
     budgets = [replace(ONE, max_num_batched_tokens=budget) for budget in (256, 512, 2048, 4096, 8192)]
-    assert [foresight.attains_later(one, 3.0) for one in budgets].count(None) == 5 - RUNS_PER_TURN
-    for _ in range(2):
+    answers: list[bool | None] = [None]
+    turns = 0
+    while None in answers:
         foresight.begin_turn()
         answers = [foresight.attains_later(one, 3.0) for one in budgets]
-    assert None not in answers
+        assert foresight.work_left > -MOST_REQUESTS
+        turns += 1
+    assert 1 < turns <= 1 + 5 * MOST_REQUESTS // WORK_PER_TURN
+    foresight.begin_turn()
+    assert foresight.attains_later(budgets[0], 2.9) in (answers[0], True)  # what holds more holds less, unasked
+    assert foresight.work_left == WORK_PER_TURN or not answers[0]
+
+
+@pytest.mark.parametrize(
+    ("told", "rate", "holds"),
+    [
+        ([], 5.0, None),
+        ([(4.0, True)], 3.9, True),
+        ([(4.0, True)], 4.1, None),
+        ([(4.0, False)], 4.1, False),
+        ([(4.0, False)], 3.9, None),
+        ([(4.0, True), (6.0, False)], 5.0, None),
+    ],
+)
+def test_a_rate_between_what_was_seen_is_not_known(
+    told: list[tuple[float, bool]], rate: float, holds: bool | None
+) -> None:
+    bracket = Bracket(1.15)
+    for seen, is_held in told:
+        bracket.told(seen, is_held=is_held)
+    assert bracket.holds(rate) is holds
+
+
+@pytest.mark.parametrize("true", [0.3, 4.9, 5.0, 80.0])
+def test_a_search_ends_at_the_highest_rate_that_is_held(true: float) -> None:
+    bracket, looks = Bracket(1.15), 0
+    while not bracket.is_narrow:
+        rate = bracket.next_rate(5.0)
+        if looks:
+            bracket.widened()
+        bracket.told(rate, is_held=rate <= true)
+        looks += 1
+    assert true / (1 + TOLERANCE) <= bracket.best(5.0) <= true
+    assert looks <= 16
+
+
+@pytest.mark.parametrize("rate", [2.0, 3.5, 4.2, 4.6, 6.0])
+@pytest.mark.parametrize("objectives", [BOTH, Objectives(Ttft(2.0), Itl(0.05, ItlKind.TOKENS, 0.9))])
+def test_a_verdict_is_that_of_the_whole_prediction(rate: float, objectives: Objectives) -> None:
+    load = Load.drawn(pairs(2052, 27), variation=1.0, count=900)
+    whole = predict(ONE, COST, load, rate, objectives)
+    is_held, served = attains(ONE, COST, load, rate, objectives, 0.97)
+    assert is_held == (whole.attainment >= 0.97)
+    assert served <= 900
+    if rate > 5:
+        assert served < 600  # it is clear long before the end
+
+
+def test_clients_that_wait_send_less_where_they_are_served_worse() -> None:
+    load = Load.drawn(pairs(300, 100), variation=1.0, count=900)
+    found = [Found(1.0, 300, 100, 10 * (i % 9)) for i in range(32)]
+    easy = Objectives(Ttft(1000.0))
+    many = predict_clients(ONE, COST, load, 10.0, easy, found)
+    few = predict_clients(replace(ONE, max_num_seqs=4), COST, load, 10.0, easy, found)
+    assert many.attainment == few.attainment == 1.0
+    assert few.good_share < 0.5 * many.good_share
+    per_second = 10.0 * few.good_share  # four at a time, and none of them waits for anything but its tokens
+    step = COST.seconds(4, 4, 4 * 350, 4 * 350)
+    assert per_second == pytest.approx(4 / (100 * step), rel=0.25)
+
+
+def test_a_stream_comes_whatever_is_done() -> None:
+    load = Load.drawn(pairs(300, 100), variation=1.0, count=900)
+    foresight = predict(ONE, COST, load, 3.0, BOTH)
+    assert foresight.good_share == foresight.attainment
 
 
 def test_what_is_there_already_is_felt_by_those_who_come() -> None:
@@ -128,7 +217,7 @@ def test_what_is_there_already_is_felt_by_those_who_come() -> None:
     before, then = empty.at(small, 1.0), full.at(small, 1.0)
     assert then.ttft_p95 > 2 * before.ttft_p95
     assert then.recomputed_share > before.recomputed_share
-    assert full.capacity(small) == empty.capacity(small)  # that of any day, not of this minute
+    assert searched(full, small) == searched(empty, small)  # that of any day, not of this minute
 
 
 def test_each_simulated_replica_has_as_much_to_do_as_a_real_one() -> None:

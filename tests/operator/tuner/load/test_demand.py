@@ -26,6 +26,28 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
     assert Demand().rate(60) is None
 
 
+@pytest.mark.parametrize(
+    ("usual", "came", "low", "high"),
+    [
+        (1, 2, 0.07, 0.09),  # four and eight a minute are hardly told apart
+        (1, 32, 2.1, 2.2),  # a jump is, however few requests came
+        (150, 180, 11.9, 12.0),  # and so are many
+    ],
+)
+def test_a_level_is_told_by_many_requests_or_by_a_jump(usual: int, came: int, low: float, high: float) -> None:
+    demand = Demand()
+    for index in range(40):
+        demand = demand.with_point(Point(15.0 * (index + 1), 15.0, usual if index < 36 else came))
+    level = demand.level(60.0)
+    assert level is not None
+    assert low <= level <= high
+
+
+def test_without_anything_before_a_level_is_the_rate() -> None:
+    assert Demand().level(60.0) is None
+    assert Demand().with_point(Point(15.0, 15.0, 3)).level(60.0) == 0.2
+
+
 @pytest.mark.parametrize(("burst", "low", "high"), [(1, 1.0, 1.6), (9, 5.0, 14.0)])
 def test_unevenness_is_measured_through_a_trend(burst: int, low: float, high: float) -> None:
     demand = counted([10 + 0.2 * i for i in range(40)], burst=burst)
@@ -72,6 +94,6 @@ def test_the_trend_is_that_of_a_minute_within_limits() -> None:
     rising = Demand()
     for index in range(16):
         rising = rising.with_point(Point(15.0 * (index + 1), 15.0, 150 if index < 12 else 165))
-    assert rising.trend() == pytest.approx(math.log(1.1))
+    assert rising.trend() == pytest.approx(math.log(1.1), rel=0.03)
     assert rising.with_point(Point(255.0, 15.0, 9000)).trend() == 0.3
     assert Demand().trend() == 0.0

@@ -29,15 +29,24 @@ class SmallHoldMore:
 
     gain: float
     sampling_error: float
+    unknown: tuple[int, ...] = ()
 
     def capacity(self, candidate: Candidate) -> float:
         return 10.0 * (self.gain if candidate.max_num_batched_tokens < 8192 else 1.0)
+
+    def capacity_later(self, candidate: Candidate) -> float | None:
+        return None if candidate.max_num_batched_tokens in self.unknown else self.capacity(candidate)
+
+    def as_known(self, candidate: Candidate) -> float:
+        return self.capacity(candidate)
 
     def attains_later(self, candidate: Candidate, rate: float) -> bool:
         return self.capacity(candidate) >= rate
 
 
-def wanted(gain: float, *, error: float, history: tuple[Decision, ...] = ()) -> Move | None:
+def wanted(
+    gain: float, *, error: float, history: tuple[Decision, ...] = (), unknown: tuple[int, ...] = ()
+) -> Move | None:
     tracks: dict[str, Track] = {}
     for now in (NOW - 30, NOW - 15, NOW):
         observation, tracks = observe(tracks, [a_look(sample=a_sample(now))], now=now, patience=Patience())
@@ -56,7 +65,7 @@ def wanted(gain: float, *, error: float, history: tuple[Decision, ...] = ()) -> 
             ledger=ledger,
             objectives=promised,
             cost=StepCost(8e-3, 6e-5, 3e-5, 4e-9),
-            foresight=cast("Foresight", SmallHoldMore(gain, error)),
+            foresight=cast("Foresight", SmallHoldMore(gain, error, unknown)),
             rate=5.0,
             replicas=1,
             coming=0,
@@ -83,3 +92,9 @@ def test_who_has_just_raised_it_needs_twice_as_much_to_lower_it(gain: float, mov
     raised = Move(Reason.CHUNKS_TOO_SMALL, BUDGET, 4096, 8192)
     history = (Decision("a", NOW - 600, raised, "raised"),)
     assert (wanted(gain, error=0.03, history=history) is not None) is moves
+
+
+@pytest.mark.parametrize("unknown", [8192, 256], ids=["the present", "the best of the others"])
+def test_what_is_still_searched_is_not_compared(unknown: int) -> None:
+    assert wanted(2.0, error=0.001) is not None
+    assert wanted(2.0, error=0.001, unknown=(unknown,)) is None

@@ -106,6 +106,24 @@ def test_every_raise_goes_back_to_its_start_after_long_quiet(knob: Knob, value: 
     assert decisions[0].at - 1000.0 >= 1800.0
 
 
+def test_memory_goes_back_once_the_busy_minute_after_its_raise_is_long_past() -> None:
+    """Full caches are a reason to keep the memory only as long as they say something of what is needed now."""
+    _, busy = steered(4, {"kv_usage": 0.95}, memory=Memory(applied={UTILIZATION: 0.9}, starts=KNOBS))
+    decisions, outcome = steered(300, CALM, memory=busy.memory, start=1060.0)
+    assert outcome.memory.applied[UTILIZATION] == KNOBS[UTILIZATION]
+    assert decisions[0].at >= 1045.0 + 1800.0
+
+
+def test_memory_stays_while_the_last_half_hour_needed_it() -> None:
+    memory = Memory(applied={UTILIZATION: 0.9}, starts=KNOBS)
+    for hour in range(4):  # a busy minute in every quarter
+        decisions, outcome = steered(56, CALM, memory=memory, start=1000.0 + 900.0 * hour)
+        assert not decisions
+        decisions, outcome = steered(4, {"kv_usage": 0.95}, memory=outcome.memory, start=1840.0 + 900.0 * hour)
+        assert not decisions
+        memory = outcome.memory
+
+
 def test_recommend_says_it_once_and_changes_nothing() -> None:
     decisions, outcome = steered(20, PRESSED, mode=Mode.RECOMMEND)
     assert len(decisions) == 1

@@ -1,6 +1,7 @@
 """How many replicas: for what is foreseen, out at once, in late, and later still after a regret."""
 
 import math
+import random
 
 import pytest
 from trimtab_operator.tuner.load.demand import Case, Demand, Growth, Point
@@ -8,6 +9,7 @@ from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Uni
 from trimtab_operator.tuner.scaling.law import (
     HOLD_COLD_STARTS,
     LEARN_COLD_STARTS,
+    LEVEL_SECONDS,
     Caution,
     ScalingMemory,
     bound,
@@ -52,6 +54,38 @@ def test_a_jump_counts_at_once() -> None:
     found = bound(loaded(*[10.0] * 20, 40.0, 40.0), grown(1.0), Caution(), 0.9)
     assert found is not None
     assert found[0] > 25
+
+
+def provided_for(rates: list[float], *, seed: int) -> list[float]:
+    """What is provided for at each look, while requests come by chance at these rates."""
+    rng, demand, growth, found = random.Random(seed), Demand(), Growth(), []
+    for index, rate in enumerate(rates):
+        now, count, left = 15.0 * (index + 1), 0, rng.expovariate(1.0)
+        while left < 15.0 * rate:
+            count, left = count + 1, left + rng.expovariate(1.0)
+        demand = demand.with_point(Point(now, 15.0, count))
+        growth = growth.settled(demand, now, window=LEVEL_SECONDS)
+        level = demand.level(LEVEL_SECONDS)
+        assert level is not None
+        up = bound(demand, growth, Caution(), Caution().confidence)
+        assert up is not None
+        found.append(up[0])
+        growth = growth.foreseen(now + COLD + 15.0, level, demand.trend())
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_three_requests_a_minute_are_not_six_because_six_came_in_one(seed: int) -> None:
+    rate = 3 / 60
+    found = provided_for([rate] * 720, seed=seed)[40:]
+    assert max(found) < 2.6 * rate
+    assert sorted(found)[len(found) // 2] < 1.5 * rate
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_jump_of_a_small_load_counts_within_a_minute(seed: int) -> None:
+    found = provided_for([3 / 60] * 240 + [60 / 60] * 8, seed=seed)
+    assert found[240 + 3] > 0.6
 
 
 def test_the_fewest_replicas_that_hold_it_and_those_for_the_queue() -> None:
