@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from trimtab_engine.bench.autotune.engine import ChangedMeanwhile, LiveEngine, Place
 from trimtab_engine.cli import main
 
 DEADLINE_SECONDS = 120.0
@@ -32,13 +33,16 @@ class Server:
         answer: dict[str, Any] = httpx.get(f"{self.admin_url}/admin/v1/config", timeout=60).json()
         return answer
 
+    def patch(self, values: dict[str, float]) -> None:
+        httpx.patch(f"{self.admin_url}/admin/v1/config", json=values, timeout=60).raise_for_status()
+
     def tuned(self) -> dict[str, float]:
         return {name: self.config()["desired"][name] for name in TUNED}
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with room above its start values."""
+    """A ready server with room above its start values."""
     log = tmp_path_factory.mktemp("server") / "log"
     command = [sys.executable, "-m", "trimtab_engine.cli", "serve", str(tiny_model), "--served-model-name", "tiny"]
     command += ["--load-format", "dummy", "--device", "cpu", "--cpu-threads", "1", "--max-model-len", "128"]
@@ -51,13 +55,16 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     while len(found := re.findall(r"listens on 127\.0\.0\.1 port (\d+)\n", log.read_text())) < 2:
         assert time.monotonic() < deadline, log.read_text()[-1000:]
         time.sleep(0.01)
+    while httpx.get(f"http://127.0.0.1:{found[0]}/readyz", timeout=60).status_code != 200:
+        assert time.monotonic() < deadline, log.read_text()[-1000:]
+        time.sleep(0.05)
     yield Server(f"http://127.0.0.1:{found[0]}", f"http://127.0.0.1:{found[1]}", tiny_model)
     process.terminate()
     process.wait(DEADLINE_SECONDS)
 
 
 def arguments(server: Server, folder: Path, *more: str) -> list[str]:
-    common = ["autotune", server.url, "--admin-url", server.admin_url, "--ready-check-timeout-sec", "100"]
+    common = ["autotune", server.url, "--admin-url", server.admin_url]
     common += ["--num-seqs-list", "1,4", "--num-batched-tokens-list", "8,32", "--num-prompts", "6"]
     common += ["--tokenizer", str(server.model)]
     return [*common, "--input-len", "12", "--output-len", "3", "--result-dir", str(folder), *more]
@@ -95,7 +102,7 @@ def test_keep_leaves_what_was_found(server: Server, tmp_path: Path, capsys: pyte
     start = server.tuned()
     assert main(arguments(server, tmp_path, "--num-seqs-list", "2", "--num-batched-tokens-list", "16", "--keep")) == 0
     kept = server.tuned()
-    httpx.patch(f"{server.admin_url}/admin/v1/config", json=start, timeout=60).raise_for_status()
+    server.patch(start)
     assert kept == {"gpu_memory_utilization": 0.52, "max_num_seqs": 2, "max_num_batched_tokens": 16}
 
 
@@ -144,6 +151,29 @@ def test_requests_that_no_values_would_mend_end_the_search_with_their_reason(
     told = capsys.readouterr().err
     assert "6 × HTTP 400" in told
     assert "not one request of the first run was answered" in told
+
+
+async def test_somebody_elses_change_is_noticed_and_left(server: Server) -> None:
+    start = server.tuned()
+    engine = await LiveEngine.look(Place(server.url, server.admin_url, {}, {}))
+    assert await engine.set(start | {"max_num_seqs": 3}) is None
+    await engine.check_unchanged()
+    theirs: dict[str, float] = {"max_num_seqs": 2}
+    server.patch(theirs)
+    with pytest.raises(ChangedMeanwhile, match=r"set spec\.tuning\.mode to Off"):
+        await engine.check_unchanged()
+    with pytest.raises(ChangedMeanwhile):
+        await engine.set(start)
+    assert server.tuned() == start | theirs
+    server.patch(start)
+
+
+def test_no_run_begins_after_the_time_that_was_given(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(server, tmp_path, "--max-seconds", "0")) == 1
+    assert "--max-seconds 0 are over" in capsys.readouterr().err
+    assert json.loads((tmp_path / "report.json").read_text())["found"] is None
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
