@@ -96,7 +96,7 @@ def _with_demand(memory: Memory, observation: Observation, settings: Settings) -
     begun = math.fsum(_arrived(part) for seen in fresh for part in seen.intervals)
     demand = memory.demand.with_point(Point(max(part.end for part in new), seconds, per_second * seconds + begun))
     horizon = cold_start(memory, settings) + settings.pace.tick_seconds
-    growth = memory.growth.settled(demand, observation.at, window=LEVEL_SECONDS)
+    growth = memory.growth.settled(demand, observation.at)
     level = demand.level(LEVEL_SECONDS)
     if level is not None and demand.seen_seconds(LEVEL_SECONDS) >= LEVEL_SECONDS / 2:
         growth = growth.foreseen(observation.at + horizon, level, demand.trend())

@@ -15,6 +15,7 @@ FRESH_SECONDS = 300.0  # over which unevenness is measured
 LEAST_POINTS = 6
 MAX_DISPERSION = 25.0  # of counts: gaps with a coefficient of variation of 5
 TREND_SECONDS = 60.0
+CHANCE_ERRORS = 3.0  # standard errors of a count that chance does not explain
 MOST_TREND = 0.3  # a load that has changed more is as if it had changed by this
 STEADY_SECONDS = 600.0  # over which few requests are taken to come at one rate, unless they clearly do not
 STEADY_REQUESTS = 10.0  # that this counts as, beside those that were counted
@@ -85,6 +86,22 @@ class Demand:
             return 0.0
         return max(-MOST_TREND, min(MOST_TREND, math.log(now / before)))
 
+    def has_doubled(self, within: float) -> bool:
+        """Whether the rate of the last minute is twice what it was at some time in the `within` seconds before, and
+        more than chance can make of it."""
+        rate = self.rate(TREND_SECONDS)
+        if not rate:
+            return False
+        newest = self.points[-1].at
+        before = [
+            self.rate(TREND_SECONDS, until=point.at)
+            for point in self._last(within, newest - 1e-3)
+            if point.at - self.points[0].at >= TREND_SECONDS / 2
+        ]
+        lowest = min((past for past in before if past is not None), default=rate)
+        grown = (rate - lowest) * TREND_SECONDS
+        return rate >= 2 * lowest and grown >= CHANCE_ERRORS * math.sqrt((rate + lowest) * TREND_SECONDS)
+
     def seen_seconds(self, seconds: float) -> float:
         """How much of the last `seconds` was seen."""
         return math.fsum(point.seconds for point in self._last(seconds, None))
@@ -129,8 +146,9 @@ class Demand:
 
 
 LEARN_SECONDS = 4 * 3600.0  # of errors: a quantile of old ones says little
-LEAST_ERRORS = 40.0  # before that the prior speaks
-ALIKE = 0.1  # of trends: the width of the bell by which cases count
+LEAST_ERRORS = 80.0  # alike cases, before which the prior speaks too: an hour shows a few jumps at most
+ALIKE = 0.04  # of trends: the width of the bell by which cases count, as wide as chance moves the trend of a usual load
+CAME_SECONDS = 120.0  # over which that is counted which came: a queue adds up, and one minute's chance is no growth
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +176,14 @@ class Growth:
         """Remember what is foreseen for a time to come."""
         return replace(self, open=(*self.open, Case(at, rate, trend))) if rate > 0 else self
 
-    def settled(self, demand: Demand, now: float, *, window: float) -> Growth:
-        """Compare what was foreseen for up to now with what came in the `window` around it."""
-        due = [case for case in self.open if case.at + window / 2 <= now]
+    def settled(self, demand: Demand, now: float) -> Growth:
+        """Compare what was foreseen for up to now with what came in the CAME_SECONDS around it."""
+        due = [case for case in self.open if case.at + CAME_SECONDS / 2 <= now]
         if not due:
             return self
         cases = list(self.cases)
         for case in due:
-            came = demand.level(window, until=case.at + window / 2)
+            came = demand.level(CAME_SECONDS, until=case.at + CAME_SECONDS / 2)
             if came is not None and came > 0:
                 cases.append(replace(case, error=math.log(came / case.rate)))
         kept = tuple(case for case in cases if case.at > now - LEARN_SECONDS)

@@ -90,6 +90,7 @@ def wanted_replicas(
         may_lower=may_lower,
         behavior=scaling.behavior,
         spent=memory.kept.spent(objectives.share),
+        is_burst=memory.demand.has_doubled(start),
     )
     if target == current:
         return Chosen(target, kept)
@@ -118,7 +119,9 @@ def _need(
         return (Need(least, 0.0, 0.0, 1.0), None) if _is_idle(memory, s) else None
     foresight, one = s.foresight, s.candidate
     spent = memory.kept.spent(objectives.share)
-    found = bound(memory.demand, memory.growth, settings.caution, confidence(settings.caution, spent))
+    start = cold_start(memory, settings)
+    confident = confidence(settings.caution, spent)
+    found = bound(memory.demand, memory.growth, settings.caution, confident, cold_start=start)
     if found is None:
         return None
     up, factor = found
@@ -127,7 +130,7 @@ def _need(
         _waiting_seconds(s),
         replicas=max(1, s.replicas),
         promise=promise,
-        cold_start=cold_start(memory, settings),
+        cold_start=start,
     )
     sure = 1.0 - min(MOST_UNSURE, foresight.sampling_error)
 

@@ -3,25 +3,32 @@
 up    = the demand that is not exceeded in `confidence` of the cases, one start-up ahead
 need  = the fewest replicas that hold it, and some more for a queue that is there already
 out   at once, to the need
-in    to the highest need of the hold, which is as long as a start-up costs and doubles when it was regretted
+in    to the highest need of the hold: a start-up's length; three where the load comes in bursts; and once a scale-in
+      was regretted, longer than the lull was that it trusted
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab_operator.tuner.load.demand import Demand, Growth
 from trimtab_operator.tuner.scaling.behavior import Behavior, ScaleEvent, limited, stabilized
 
-HOLD_COLD_STARTS = 3.0  # ski rental: one start-up's cost breaks even; from three on, loads that switch cost least
+HOLD_COLD_STARTS = 1.0  # ski rental: a replica that is kept for as long as a new one starts costs as much
 LEAST_HOLD_SECONDS = 120.0
+BURST_HOLD_COLD_STARTS = 3.0  # what doubled within a start-up comes back as fast, and no new replica is in time for it
+LEAST_BURST_HOLD_SECONDS = 360.0
+BURST_SECONDS = 3600.0  # that a burst is remembered
 MOST_HOLD_SECONDS = 900.0
+LULL_HOLDS = 1.25  # times the lull that a regretted scale-in trusted: the next one like it is waited out
 LEARN_COLD_STARTS = 3.0  # of load that must be seen before the first replica goes: a lull tells nothing of the bursts
-REGRET_SECONDS = 600.0  # scaling out so soon after scaling in is a regret
+REGRET_SECONDS = 720.0  # scaling out so soon after scaling in is a regret; six start-ups pay for the one that it cost
 FORGIVE_SECONDS = 1800.0  # without regret after which the hold halves
 KEEP_WANTED_SECONDS = 3600.0
+OVERSPENT_HOLDS = 2.0  # times the hold once more requests were missed than is allowed, and MOST_HOLD_SECONDS at least
+PRIOR_COLD_START_SECONDS = 120.0  # what Caution.prior_sd is told for
 LEVEL_SECONDS = 60.0  # over which the present rate is taken
 QUICK_SECONDS = 30.0  # over which a jump is seen
 QUEUE_SHARE = 0.5  # of the first token's promise that the queue may take before it is worth a replica
@@ -34,11 +41,11 @@ class Caution:
 
     confidence: float = 0.9
     """Share of the growths seen so far, within a start-up, that are provided for."""
-    overspent: float = 0.98
+    overspent: float = 0.95
     """The same once more requests were missed than the promise allows. There is no lower share for who has missed
     none: one jump of the load that was not provided for costs more misses than an hour may have."""
     prior_sd: float = 0.16
-    """Standard deviation of the logarithm of that growth, before any was seen."""
+    """Standard deviation of the logarithm of the growth within PRIOR_COLD_START, before any was seen."""
     beyond_highest: float = 1.25
     """Times the highest rate of the last hours: no more is provided for, however much the last burst grew."""
     jump_deviations: float = 0.5
@@ -58,6 +65,8 @@ class ScalingMemory:
     regretted_at: float | None = None
     began_at: float | None = None
     """Since when the load has been watched."""
+    burst_at: float | None = None
+    """When the load had last doubled within a start-up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +90,9 @@ def confidence(caution: Caution, spent: float | None) -> float:
     return caution.overspent if spent is not None and spent > 1.0 else caution.confidence
 
 
-def bound(demand: Demand, growth: Growth, caution: Caution, confident: float) -> tuple[float, float] | None:
+def bound(
+    demand: Demand, growth: Growth, caution: Caution, confident: float, *, cold_start: float
+) -> tuple[float, float] | None:
     """The rate to provide for, and the factor of growth in it, which `confident` of the growths seen did not exceed.
 
     The present level times the growth that is seldom exceeded within a start-up by a load with this trend. Adding a
@@ -90,7 +101,9 @@ def bound(demand: Demand, growth: Growth, caution: Caution, confident: float) ->
     level = demand.level(LEVEL_SECONDS)
     if level is None:
         return None
-    factor = growth.quantile(confident, prior_sd=caution.prior_sd, trend=demand.trend())
+    wandering = math.sqrt(cold_start / PRIOR_COLD_START_SECONDS)  # variance grows with time
+    prior_sd = caution.prior_sd * wandering
+    factor = growth.quantile(confident, prior_sd=prior_sd, trend=demand.trend())
     quick = demand.level(QUICK_SECONDS) or 0.0
     error = math.sqrt(max(quick, 1 / QUICK_SECONDS) * demand.dispersion() / QUICK_SECONDS)
     up = max(level * factor, level, quick - caution.jump_deviations * error)
@@ -133,14 +146,23 @@ def decided(
     may_lower: bool,
     behavior: Behavior,
     spent: float | None = None,
+    is_burst: bool = False,
 ) -> tuple[int, ScalingMemory]:
-    """The replica count to ask for, and what to remember. `current` counts those that start. `spent` is how much of the
-    misses that are allowed was used: who has used all of them scales in to the highest need of an hour, no lower."""
-    memory = replace(_with_hold(memory, now, cold_start), began_at=now if memory.began_at is None else memory.began_at)
+    """The replica count to ask for, and what to remember. `current` counts those that start. `is_burst`: the load has
+    doubled within a start-up just now. `spent` is how much of the misses that are allowed was used: who has used all of
+    them holds for twice as long, MOST_HOLD_SECONDS at least."""
+    memory = replace(
+        memory,
+        began_at=now if memory.began_at is None else memory.began_at,
+        burst_at=now if is_burst else memory.burst_at,
+    )
+    memory = _with_hold(memory, now, cold_start)
     before = memory.wanted or ((now - 1.0, current),)  # windows begin with what is there, after a restart too
     wanted = (*(entry for entry in before if entry[0] > now - KEEP_WANTED_SECONDS), (now, need))
     memory = replace(memory, wanted=wanted)
-    hold = KEEP_WANTED_SECONDS if spent is not None and spent > 1.0 else memory.hold_seconds
+    hold = memory.hold_seconds
+    if spent is not None and spent > 1.0:
+        hold = max(MOST_HOLD_SECONDS, OVERSPENT_HOLDS * hold)
     target = stabilized(_after_regret(behavior, memory), current, wanted, now=now, own_hold=hold)
     learned_for = now - memory.began_at if memory.began_at is not None else 0.0
     if target < current and (not may_lower or learned_for < LEARN_COLD_STARTS * cold_start):
@@ -156,7 +178,7 @@ def decided(
     if target < current:
         return target, replace(memory, last_in_at=now)
     if memory.last_in_at is not None and now - memory.last_in_at < REGRET_SECONDS:
-        longer = min(MOST_HOLD_SECONDS, 2 * memory.hold_seconds)
+        longer = min(MOST_HOLD_SECONDS, max(2 * memory.hold_seconds, LULL_HOLDS * _lull(wanted, need, now)))
         memory = replace(memory, hold_seconds=longer, regretted_at=now, last_in_at=None)
     return target, memory
 
@@ -170,11 +192,20 @@ def _after_regret(behavior: Behavior, memory: ScalingMemory) -> Behavior:
     return replace(behavior, down=replace(behavior.down, stabilization_seconds=max(window, memory.hold_seconds)))
 
 
+def _lull(wanted: Sequence[tuple[float, int]], need: int, now: float) -> float:
+    """How long it is since as many were needed as now: since the oldest entry where they never were."""
+    return now - max((at for at, count in wanted[:-1] if count >= need), default=wanted[0][0])
+
+
 def _with_hold(memory: ScalingMemory, now: float, cold_start: float) -> ScalingMemory:
-    """The hold begins at the start-up's cost, and halves towards it when nothing was regretted for long."""
+    """The hold is as long as a start-up costs, longer after bursts; what regrets added halves when none came again."""
     least = max(LEAST_HOLD_SECONDS, HOLD_COLD_STARTS * cold_start)
-    hold = max(least, memory.hold_seconds)
+    if memory.burst_at is not None and now - memory.burst_at < BURST_SECONDS:
+        least = max(LEAST_BURST_HOLD_SECONDS, BURST_HOLD_COLD_STARTS * cold_start)
     regretted = memory.regretted_at
-    if regretted is not None and now - regretted > FORGIVE_SECONDS:
+    if regretted is None:
+        return replace(memory, hold_seconds=least)
+    hold = max(least, memory.hold_seconds)
+    if now - regretted > FORGIVE_SECONDS:
         return replace(memory, hold_seconds=max(least, hold / 2), regretted_at=now if hold / 2 > least else None)
     return replace(memory, hold_seconds=hold)

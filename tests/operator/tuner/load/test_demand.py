@@ -68,12 +68,22 @@ def test_what_grows_more_than_foreseen_is_provided_for_after_a_while() -> None:
         now = 15.0 * (index + 1)
         rate = 10.0 * math.exp(0.3 * math.sin(index / 6))
         demand = demand.with_point(Point(now, 15.0, rate * 15))
-        growth = growth.settled(demand, now, window=60.0)
+        growth = growth.settled(demand, now)
         growth = growth.foreseen(now + 135.0, demand.rate(60.0) or 0.0)
     high = growth.quantile(0.9, prior_sd=0.05)
     assert 1.3 < high < 1.9
     assert growth.quantile(0.5, prior_sd=0.05) < high
     assert Growth().quantile(0.9, prior_sd=0.1) == pytest.approx(math.exp(0.128), rel=0.01)
+
+
+def test_what_chance_does_to_single_minutes_is_no_growth() -> None:
+    """A minute of 11 and one of 9 requests a second by turns: a queue of two minutes sees 10."""
+    demand, growth = Demand(), Growth()
+    for index in range(600):
+        now = 15.0 * (index + 1)
+        demand = demand.with_point(Point(now, 15.0, 15.0 * (11 if index // 4 % 2 else 9)))
+        growth = growth.settled(demand, now).foreseen(now + 135.0, demand.rate(60.0) or 0.0)
+    assert growth.quantile(0.95, prior_sd=0.16) < 1.12  # 10 after 9, and never 11 after 9
 
 
 def test_who_was_level_provides_for_less_than_who_rises() -> None:
@@ -83,11 +93,31 @@ def test_who_was_level_provides_for_less_than_who_rises() -> None:
         part = index % 80
         rate = 10.0 if part < 50 else 10.0 * math.exp(0.08 * min(part - 50, 12))  # level for long, then it rises
         demand = demand.with_point(Point(now, 15.0, rate * 15))
-        growth = growth.settled(demand, now, window=60.0)
+        growth = growth.settled(demand, now)
         growth = growth.foreseen(now + 135.0, demand.rate(60.0) or 0.0, demand.trend())
     level, rising = growth.quantile(0.75, prior_sd=0.16), growth.quantile(0.75, prior_sd=0.16, trend=0.3)
     assert rising > 1.2 * growth.quantile(0.75, prior_sd=0.16, trend=0.0)
     assert level == growth.quantile(0.75, prior_sd=0.16, trend=0.0)
+
+
+@pytest.mark.parametrize(
+    ("rates", "has_doubled"),
+    [
+        ([10.0] * 20, False),
+        ([10.0] * 20 + [30.0] * 4, True),  # within a minute
+        ([10.0] * 20 + [30.0] * 30, False),  # long ago
+        ([10.0 + 0.25 * index for index in range(60)], False),  # it has doubled, but by and by
+        ([0.0] * 12 + [10.0] * 4, True),
+        ([0.05] * 20 + [0.2] * 2, False),  # three requests more may be chance
+        ([10.0], False),
+        ([], False),
+    ],
+)
+def test_a_load_has_doubled_when_its_minute_has_within_a_start_up(rates: list[float], has_doubled: bool) -> None:
+    demand = Demand()
+    for index, rate in enumerate(rates):
+        demand = demand.with_point(Point(15.0 * (index + 1), 15.0, 15.0 * rate))
+    assert demand.has_doubled(120.0) is has_doubled
 
 
 def test_the_trend_is_that_of_a_minute_within_limits() -> None:

@@ -286,7 +286,7 @@ def test_one_that_went_and_was_missed_is_told_to_be_regretted() -> None:
     back = scaled_to(1, 2, NOW - 130), scaled_to(2, 1, NOW - 40)
     assert outcomes_of(*back, now=NOW)[0] == "regretted: more were needed again 90 s later"
     assert outcomes_of(scaled_to(2, 3, NOW - 130), now=NOW) == [""]
-    assert outcomes_of(scaled_to(2, 3, NOW - 700), now=NOW) == ["kept: no more were needed for 700 s"]
+    assert outcomes_of(scaled_to(2, 3, NOW - 1000), now=NOW) == ["kept: no more were needed for 1000 s"]
 
 
 def test_what_was_only_recommended_came_to_nothing() -> None:

@@ -7,9 +7,14 @@ import pytest
 from trimtab_operator.tuner.load.demand import Case, Demand, Growth, Point
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Unit
 from trimtab_operator.tuner.scaling.law import (
+    BURST_HOLD_COLD_STARTS,
+    BURST_SECONDS,
     HOLD_COLD_STARTS,
     LEARN_COLD_STARTS,
     LEVEL_SECONDS,
+    LULL_HOLDS,
+    MOST_HOLD_SECONDS,
+    OVERSPENT_HOLDS,
     Caution,
     ScalingMemory,
     bound,
@@ -34,15 +39,25 @@ def grown(factor: float) -> Growth:
 
 
 def test_the_growth_that_was_seen_is_provided_for() -> None:
-    found = bound(loaded(*[10.0] * 20, *[20.0] * 8, *[10.0] * 20), grown(1.5), Caution(), 0.9)
+    found = bound(loaded(*[10.0] * 20, *[20.0] * 8, *[10.0] * 20), grown(1.5), Caution(), 0.9, cold_start=COLD)
     assert found is not None
     assert found[0] == pytest.approx(15.0)
 
 
 def test_no_more_than_a_quarter_above_the_highest_rate_is_provided_for() -> None:
-    found = bound(loaded(*[10.0] * 20), grown(4.0), Caution(), 0.9)
+    found = bound(loaded(*[10.0] * 20), grown(4.0), Caution(), 0.9, cold_start=COLD)
     assert found is not None
     assert found[0] == pytest.approx(12.5)
+
+
+@pytest.mark.parametrize("times", [0.25, 4.0])
+def test_before_anything_was_seen_loads_may_wander_as_far_as_a_start_up_is_long(times: float) -> None:
+    """The spread of a random walk goes by the root of the time."""
+    found = bound(loaded(*[10.0] * 20), Growth(), Caution(), 0.9, cold_start=COLD)
+    other = bound(loaded(*[10.0] * 20), Growth(), Caution(), 0.9, cold_start=times * COLD)
+    assert found is not None
+    assert other is not None
+    assert math.log(other[1]) == pytest.approx(math.sqrt(times) * math.log(found[1]))
 
 
 def test_more_growth_is_provided_for_once_more_was_missed_than_is_allowed() -> None:
@@ -51,7 +66,7 @@ def test_more_growth_is_provided_for_once_more_was_missed_than_is_allowed() -> N
 
 
 def test_a_jump_counts_at_once() -> None:
-    found = bound(loaded(*[10.0] * 20, 40.0, 40.0), grown(1.0), Caution(), 0.9)
+    found = bound(loaded(*[10.0] * 20, 40.0, 40.0), grown(1.0), Caution(), 0.9, cold_start=COLD)
     assert found is not None
     assert found[0] > 25
 
@@ -64,10 +79,10 @@ def provided_for(rates: list[float], *, seed: int) -> list[float]:
         while left < 15.0 * rate:
             count, left = count + 1, left + rng.expovariate(1.0)
         demand = demand.with_point(Point(now, 15.0, count))
-        growth = growth.settled(demand, now, window=LEVEL_SECONDS)
+        growth = growth.settled(demand, now)
         level = demand.level(LEVEL_SECONDS)
         assert level is not None
-        up = bound(demand, growth, Caution(), Caution().confidence)
+        up = bound(demand, growth, Caution(), Caution().confidence, cold_start=COLD)
         assert up is not None
         found.append(up[0])
         growth = growth.foreseen(now + COLD + 15.0, level, demand.trend())
@@ -106,8 +121,9 @@ def walked(
     start: int = 2,
     behavior: Behavior | None = None,
     spent: float | None = None,
+    burst: int | None = None,
 ) -> list[int]:
-    """The counts asked for, a look every 15 s."""
+    """The counts asked for, a look every 15 s. `burst` is the look at which the load has just doubled."""
     memory, count, counts = ScalingMemory(), start, []
     for index, need in enumerate(needs):
         count, memory = decided(
@@ -119,6 +135,7 @@ def walked(
             may_lower=may_lower,
             behavior=behavior or Behavior(),
             spent=spent,
+            is_burst=index == burst,
         )
         counts.append(count)
     return counts
@@ -135,20 +152,42 @@ def test_nothing_goes_while_something_is_unknown_or_starts() -> None:
     assert set(walked([2] * 4 + [5] + [2] * 100, may_lower=False)[4:]) == {5}
 
 
-def test_who_has_missed_more_than_is_allowed_goes_no_lower_than_an_hour_asked_for() -> None:
-    needs = [2] * 4 + [5] + [2] * 300
-    counts = walked(needs, spent=1.5)
+def test_who_has_missed_more_than_is_allowed_holds_for_longer_but_not_for_an_hour() -> None:
+    """What was missed cannot be bought back: an hour of replicas was paid for it, and nobody was served better."""
+    counts = walked([2] * 4 + [5] + [2] * 300, spent=1.5)
     assert counts[4] == 5
-    assert 15.0 * (counts.index(2, 5) - 4) >= 3600.0
+    held = 15.0 * (counts.index(2, 5) - 4)
+    assert max(MOST_HOLD_SECONDS, OVERSPENT_HOLDS * HOLD_COLD_STARTS * COLD) <= held < 1800.0
 
 
-def test_a_regretted_scale_in_holds_longer_the_next_time() -> None:
-    needs = [3] * 60 + [2] * 40 + [3] + [2] * 120
-    counts = walked(needs, start=3)
-    first = next(i for i, count in enumerate(counts) if count == 2)
-    back = next(i for i in range(first, len(counts)) if counts[i] == 3)
-    again = next(i for i in range(back, len(counts)) if counts[i] == 2)
-    assert 15.0 * (again - back) >= 1.9 * HOLD_COLD_STARTS * COLD
+def test_what_grew_slowly_goes_after_the_start_up_that_it_costs() -> None:
+    counts = walked([3] * 60 + [2] * 60, start=3)
+    assert 15.0 * (counts.index(2) - 59) == pytest.approx(HOLD_COLD_STARTS * COLD, abs=30.0)
+
+
+def test_what_came_in_a_burst_is_held_longer_as_it_comes_back_as_fast() -> None:
+    needs = [1] * 30 + [6] * 5 + [1] * 300
+    slow, burst = walked(needs, start=1), walked(needs, start=1, burst=30)
+    assert 15.0 * (slow.index(1, 35) - 34) == pytest.approx(HOLD_COLD_STARTS * COLD, abs=30.0)
+    assert 15.0 * (burst.index(1, 35) - 34) == pytest.approx(BURST_HOLD_COLD_STARTS * COLD, abs=30.0)
+
+
+def test_a_burst_is_forgotten_after_an_hour() -> None:
+    hour = round(BURST_SECONDS / 15)
+    needs = [3] * (60 + hour) + [2] * 60
+    counts = walked(needs, start=3, burst=59)
+    assert 15.0 * (counts.index(2) - 59 - hour) == pytest.approx(HOLD_COLD_STARTS * COLD, abs=30.0)
+
+
+@pytest.mark.parametrize("lull", [20, 40])
+def test_a_regretted_scale_in_waits_out_the_next_lull_like_it(lull: int) -> None:
+    """A load that switches: it is followed into its first lull, and no more into the next ones."""
+    counts = walked([3] * 60 + ([2] * lull + [3] * 40) * 2, start=3)
+    first = counts.index(2)
+    back = counts.index(3, first)
+    assert back <= 60 + lull
+    assert set(counts[back:]) == {3}
+    assert LULL_HOLDS > 1.0
 
 
 def test_a_regretted_scale_in_holds_longer_than_the_owners_window() -> None:
