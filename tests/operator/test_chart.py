@@ -67,16 +67,16 @@ WORKLOADS = {
     ("trimtab.dev", "inferencedeployments", ("get", "list", "watch")),
     ("trimtab.dev", "inferencedeployments/status", ("patch",)),
     ("apps", "statefulsets", ("get", "list", "watch", "create", "patch", "delete")),
-    ("batch", "jobs", ("get", "list", "create", "patch", "delete")),
+    ("batch", "jobs", ("get", "list", "watch", "create", "patch", "delete")),
     ("", "services", ("get", "list", "watch", "create", "patch", "delete")),
-    ("", "configmaps", ("get", "list", "create", "patch")),
+    ("", "configmaps", ("get", "list", "watch", "create", "patch")),
     ("", "secrets", ("get", "create", "patch")),  # the one of each resource's groups of several pods
     ("", "pods", ("list", "watch", "delete")),
-    ("", "serviceaccounts", ("get", "list", "create", "patch")),
-    ("policy", "poddisruptionbudgets", ("get", "list", "create", "patch")),
-    ("networking.k8s.io", "networkpolicies", ("get", "list", "create", "patch", "delete")),
-    ("monitoring.coreos.com", "podmonitors", ("get", "list", "create", "patch", "delete")),
-    ("monitoring.coreos.com", "prometheusrules", ("get", "list", "create", "patch", "delete")),
+    ("", "serviceaccounts", ("get", "list", "watch", "create", "patch")),
+    ("policy", "poddisruptionbudgets", ("get", "list", "watch", "create", "patch")),
+    ("networking.k8s.io", "networkpolicies", ("get", "list", "watch", "create", "patch", "delete")),
+    ("monitoring.coreos.com", "podmonitors", ("get", "list", "watch", "create", "patch", "delete")),
+    ("monitoring.coreos.com", "prometheusrules", ("get", "list", "watch", "create", "patch", "delete")),
     ("", "events", ("get", "list", "create", "patch")),
 }
 WORKLOAD_RIGHTS = {(group, resource, verb, None) for group, resource, verbs in WORKLOADS for verb in verbs}

@@ -65,7 +65,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ .Values.engine.image.repository }}:{{ include "trimtab.tag" (list .Values.engine.image.tag .Chart.AppVersion) }}
 {{- end -}}
 
-{{/* What the operator does in the namespaces it looks after. */}}
+{{/* What the operator does in the namespaces it looks after. What it lists it also watches: looks ask a cache. */}}
 {{- define "trimtab.workloadRules" -}}
 - apiGroups: [trimtab.dev]
   resources: [inferencedeployments] # never written: a resource's spec and metadata are its owner's
@@ -78,13 +78,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [batch]
   resources: [jobs]
-  verbs: [get, list, create, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [services]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [configmaps]
-  verbs: [get, list, create, patch]
+  verbs: [get, list, watch, create, patch]
 # The Secret that the pods of a replica of several share: by its name, never listed.
 - apiGroups: [""]
   resources: [secrets]
@@ -94,17 +94,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [list, watch, delete]
 - apiGroups: [""]
   resources: [serviceaccounts]
-  verbs: [get, list, create, patch]
+  verbs: [get, list, watch, create, patch]
 # Where the cluster serves them; one that an administrator no longer wants is deleted.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [get, list, create, patch]
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
-  verbs: [get, list, create, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [monitoring.coreos.com]
   resources: [podmonitors, prometheusrules]
-  verbs: [get, list, create, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [events]
   verbs: [get, list, create, patch]

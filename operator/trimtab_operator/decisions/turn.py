@@ -92,6 +92,11 @@ class Turn:
     """The part of the memory that may be adopted only once the children were applied."""
 
     @property
+    def is_acting(self) -> bool:
+        """Whether anything is to be written but Events, values of engines and the status."""
+        return bool(self.remember or self.care or self.children)
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is to be done, and nothing told but the status."""
         return not (self.remember or self.care or self.children or self.patches or self.decisions or self.notes)

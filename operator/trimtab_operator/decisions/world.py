@@ -52,6 +52,8 @@ class World:
     former_token: str | None = field(default=None, repr=False)
     sample_seconds: float = 0.0
     """How often metrics change where they are read: Prometheus scrapes at its own pace. 0: with each look."""
+    remembered: Manifest | None = field(default=None, repr=False)
+    """The resource as a cache knew it, if it and its children come from there; None: the API server was asked."""
 
     @property
     def tokens(self) -> Tokens:

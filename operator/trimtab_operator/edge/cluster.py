@@ -13,11 +13,12 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime
 from typing import Any
 
+import aiohttp
 import kubernetes.aio.client
 import kubernetes.aio.config
 from kubernetes.aio.client.exceptions import ApiException
@@ -26,6 +27,7 @@ from kubernetes.aio.dynamic.exceptions import ConflictError, DynamicApiError, No
 from kubernetes.aio.dynamic.resource import Resource
 
 from trimtab_operator.builders.labels import children_selector, meeting_secret_name
+from trimtab_operator.edge.cache import Cache
 from trimtab_operator.edge.rights import Right, missing_right
 from trimtab_operator.errors import MisconfiguredOperator, NameTaken, NotYet
 from trimtab_operator.layout import layout_of
@@ -38,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 FIELD_MANAGER = "trimtab-operator"
 STATUS_MANAGER = "trimtab-status"
-REQUEST_SECONDS = 30.0  # no request to the API server takes longer
+REQUEST_SECONDS = 30.0  # no request to the API server takes longer, but for a watch
+CONNECT_SECONDS = 10.0
 
 API_ERRORS = (DynamicApiError, ApiException)  # what the API server answered; connection trouble is an OSError
 RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, version, plural, namespaced
@@ -68,6 +71,9 @@ RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, versi
 OPTIONAL = ("PodDisruptionBudget", "NetworkPolicy", "PodMonitor", "PrometheusRule")  # engines do without them
 OPTIONAL_FRESH_SECONDS = 60.0  # what only guards and watches engines is looked at once a minute
 SERVED_FRESH_SECONDS = 300.0  # a kind that is installed later is found within minutes
+MEETING_FRESH_SECONDS = 60.0  # a Secret is never listed nor watched: it is read once a minute by whom it concerns
+CHILDREN = ("Service", "StatefulSet", "ConfigMap", "Pod", "Job", "ServiceAccount")  # what every look reads
+PAGE = 500  # objects of one answer
 
 FORBIDDEN, NOT_FOUND, INVALID = 403, 404, 422
 
@@ -83,14 +89,17 @@ def is_invalid(error: BaseException) -> bool:
 
 
 class Cluster:
-    """One connection to one API server. Use it as an async context manager."""
+    """One connection to one API server. Use it as an async context manager. `cache`, where there is one, is told of
+    what is written."""
 
     def __init__(self) -> None:
+        self.cache: Cache | None = None
         self._stack = AsyncExitStack()
         self._client: Any = None  # the client library is untyped
         self._resources: dict[str, Any] = {}
         self._served: dict[str, tuple[float, bool]] = {}
         self._optional: dict[str, tuple[float, Mapping[str, tuple[Manifest, ...]]]] = {}
+        self._meeting: dict[str, tuple[float, tuple[Manifest, ...]]] = {}
 
     async def __aenter__(self) -> Cluster:
         """Connect: from inside a pod by its service account, else by KUBECONFIG. Raises MisconfiguredOperator."""
@@ -104,6 +113,10 @@ class Cluster:
                 raise MisconfiguredOperator(
                     f"no cluster: not in a pod, and KUBECONFIG cannot be read ({error}); set KUBECONFIG"
                 ) from error
+        return await self.connect(configuration)
+
+    async def connect(self, configuration: Any) -> Cluster:
+        """Connect as the client library is configured."""
         api = await self._stack.enter_async_context(kubernetes.aio.client.ApiClient(configuration))
         self._client = _untyped(DynamicClient)(api)
         for kind, (group, version, plural, namespaced) in RESOURCES.items():
@@ -141,6 +154,40 @@ class Cluster:
         found = await self._call("get", path, label_selector=selector, field_selector=fields)
         return list(found.get("items") or [])
 
+    async def list_at(
+        self, kind: str, namespace: str | None, *, selector: str | None = None
+    ) -> tuple[tuple[dict[str, Any], ...], str]:
+        """Every object of a kind, page by page, and the version at which that was all."""
+        path, next_page = self._path(kind, namespace, None), None
+        found: tuple[dict[str, Any], ...] = ()
+        while True:
+            page = await self._call("get", path, label_selector=selector, limit=PAGE, _continue=next_page)
+            found += tuple(page.get("items") or ())
+            next_page = page["metadata"].get("continue")
+            if not next_page:
+                return found, str(page["metadata"]["resourceVersion"])
+
+    @asynccontextmanager
+    async def watching(
+        self, kind: str, namespace: str | None, *, selector: str | None, version: str, seconds: int
+    ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+        """The events of a kind after a version, for so many seconds, as the API server words them."""
+        response = await self._client.request(
+            "get",
+            self._path(kind, namespace, None),
+            serialize=False,
+            query_params=[("allowWatchBookmarks", "true")],
+            watch="true",
+            label_selector=selector,
+            resource_version=version,
+            timeout_seconds=seconds,
+            _request_timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+        )
+        try:
+            yield _events(response)
+        finally:
+            response.close()
+
     async def create(self, manifest: Manifest) -> dict[str, Any]:
         """Create; raises ConflictError when it exists."""
         path = self._path(manifest["kind"], manifest["metadata"].get("namespace"), None)
@@ -175,11 +222,12 @@ class Cluster:
                 )
         body = {**manifest, "metadata": metadata}
         if manifest["kind"] not in OPTIONAL:
-            await self._apply(body, FIELD_MANAGER)
+            self._meeting.pop(owner.uid, None)
+            self._wrote(body, owner, await self._apply(body, FIELD_MANAGER))
             return
         self._optional.pop(owner.uid, None)
         try:
-            await self._apply(body, FIELD_MANAGER)
+            self._wrote(body, owner, await self._apply(body, FIELD_MANAGER))
         except API_ERRORS as error:
             if missing_right(error) is None:
                 raise
@@ -193,7 +241,7 @@ class Cluster:
             "metadata": {"name": deployment.name, "namespace": deployment.namespace, "uid": deployment.uid},
             "status": status,
         }
-        await self._apply(body, STATUS_MANAGER, subresource="/status")
+        self._wrote(body, deployment, await self._apply(body, STATUS_MANAGER, subresource="/status"))
 
     async def delete(self, kind: str, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None) -> None:
         """Delete, if it still is the object with this uid; one that is gone already is fine.
@@ -209,28 +257,47 @@ class Cluster:
             await self._call("delete", self._path(kind, namespace, name), body=body)
         except (NotFoundError, ConflictError):
             return
+        if self.cache is not None:
+            self.cache.deleted(kind, namespace, name, uid)
 
     # --- compositions -------------------------------------------------------------------------------------------------
 
     async def observe(self, deployment: InferenceDeployment) -> Observed:
-        """The children of a resource: those that it owns, and the pods of its groups."""
+        """The children of a resource as the API server gives them now: those that it owns, and its groups' pods."""
         selector = children_selector(deployment.name)
-        kinds = ("Service", "StatefulSet", "ConfigMap", "Pod", "Job", "ServiceAccount")
-        found = (self.list(kind, deployment.namespace, selector=selector) for kind in kinds)
-        lists = dict(zip(kinds, await asyncio.gather(*found), strict=True))
+        found = await asyncio.gather(*(self.list(kind, deployment.namespace, selector=selector) for kind in CHILDREN))
+        lists = dict(zip(CHILDREN, found, strict=True))
         secrets = await self._meeting_secret(deployment, lists["StatefulSet"])
-        stateful_sets, jobs = owned(lists["StatefulSet"], deployment.uid), owned(lists["Job"], deployment.uid)
-        makers = {m["metadata"]["name"]: str(m["metadata"]["uid"]) for m in (*stateful_sets, *jobs)}
-        return Observed(
-            services=owned(lists["Service"], deployment.uid),
-            stateful_sets=stateful_sets,
-            config_maps=owned(lists["ConfigMap"], deployment.uid),
-            pods=tuple(pod for pod in lists["Pod"] if is_of_workload(pod, deployment.name, makers)),
-            jobs=jobs,
-            accounts=owned(lists["ServiceAccount"], deployment.uid),
-            secrets=owned(secrets, deployment.uid),
-            optional=await self._optional_children(deployment),
-        )
+        return _observed(deployment, lists, secrets, await self._optional_children(deployment))
+
+    async def recall(self, deployment: InferenceDeployment, cache: Cache) -> Observed | None:
+        """The children of a resource as watches have told of them; None where one of them says nothing."""
+        namespace, owner = deployment.namespace, (deployment.namespace, deployment.name)
+        if not all(cache.is_heard(kind, namespace) for kind in CHILDREN):
+            return None
+        optional = {}
+        for kind in OPTIONAL:
+            if cache.is_not_served(kind, namespace) or self._is_done_without(kind):
+                continue
+            if not cache.is_heard(kind, namespace):
+                return None
+            optional[kind] = owned(cache.of(kind, owner), deployment.uid)
+        lists = {kind: cache.of(kind, owner) for kind in CHILDREN}
+        secrets = await self._fresh_meeting_secret(deployment, lists["StatefulSet"])
+        return _observed(deployment, lists, secrets, optional)
+
+    async def are_current(self, manifests: Iterable[Manifest]) -> bool:
+        """Whether objects are still as they are known, each by one read."""
+        return all(await asyncio.gather(*map(self._is_current, manifests)))
+
+    async def _is_current(self, known: Manifest) -> bool:
+        metadata = known["metadata"]
+        name, namespace = metadata["name"], metadata["namespace"]
+        if known["kind"] == "Pod":  # there is a right to list them, and none to get one
+            present = next(iter(await self.list("Pod", namespace, fields=f"metadata.name={name}")), None)
+        else:
+            present = await self.get(known["kind"], namespace, name)
+        return present is not None and present["metadata"]["resourceVersion"] == metadata["resourceVersion"]
 
     async def _optional_children(self, deployment: InferenceDeployment) -> Mapping[str, tuple[Manifest, ...]]:
         """The children of a resource of kinds that can be done without, as they were at most a minute ago; right after
@@ -247,7 +314,7 @@ class Cluster:
 
     async def _optional_of(self, kind: str, deployment: InferenceDeployment) -> tuple[Manifest, ...] | None:
         """None where the cluster does not serve the kind, or the operator has no right to it."""
-        if not await self._serves(kind):
+        if not await self.serves(kind):
             return None
         try:
             found = await self.list(kind, deployment.namespace, selector=children_selector(deployment.name))
@@ -263,7 +330,12 @@ class Cluster:
         self._served[kind] = time.monotonic(), False
         logger.warning("no %s is made: the operator has no right to %s", kind, right)
 
-    async def _serves(self, kind: str) -> bool:
+    def _is_done_without(self, kind: str) -> bool:
+        """Whether none of a kind is made for now: there was no right to."""
+        asked_at, is_served = self._served.get(kind, (0.0, True))
+        return not is_served and time.monotonic() - asked_at <= SERVED_FRESH_SECONDS
+
+    async def serves(self, kind: str) -> bool:
         """Whether the API server knows a kind in the version that is used here."""
         now = time.monotonic()
         asked_at, is_served = self._served.get(kind, (now, None))
@@ -292,6 +364,18 @@ class Cluster:
             return ()
         found = await self.get("Secret", deployment.namespace, meeting_secret_name(deployment))
         return () if found is None else (found,)
+
+    async def _fresh_meeting_secret(
+        self, deployment: InferenceDeployment, stateful_sets: Iterable[Manifest]
+    ) -> tuple[Manifest, ...]:
+        """The same as it was at most a minute ago, and not before it was last written here."""
+        now = time.monotonic()
+        read_at, known = self._meeting.get(deployment.uid, (now, None))
+        if known is None or now - read_at > MEETING_FRESH_SECONDS:
+            known = await self._meeting_secret(deployment, stateful_sets)
+            if known:  # one that is not there is looked for each time
+                self._meeting[deployment.uid] = now, known
+        return known
 
     async def event(
         self, deployment: InferenceDeployment, *, kind: str, reason: str, message: str, now: datetime, key: str = ""
@@ -338,9 +422,15 @@ class Cluster:
     def _path(self, kind: str, namespace: str | None, name: str | None) -> str:
         return str(self._resources[kind].path(name=name, namespace=namespace))
 
-    async def _apply(self, manifest: Manifest, manager: str, *, subresource: str = "") -> None:
+    def _wrote(self, body: Manifest, owner: InferenceDeployment, answer: Manifest) -> None:
+        """Let the cache know what is still to be heard of."""
+        kind = str(body["kind"])
+        if self.cache is not None and kind != "Secret" and "metadata" in answer:
+            self.cache.wrote(kind, (owner.namespace, owner.name), answer, is_status="status" in body)
+
+    async def _apply(self, manifest: Manifest, manager: str, *, subresource: str = "") -> dict[str, Any]:
         metadata = manifest["metadata"]
-        await self._call(
+        return await self._call(
             "patch",
             self._path(manifest["kind"], metadata["namespace"], metadata["name"]) + subresource,
             body=manifest,
@@ -355,6 +445,36 @@ class Cluster:
         )
         answer: dict[str, Any] = await response.json()
         return answer
+
+
+async def _events(response: Any) -> AsyncIterator[dict[str, Any]]:
+    """The lines of a watch; a line may be longer than any buffer."""
+    rest = b""
+    async for chunk in response.content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield json.loads(line)
+
+
+def _observed(
+    deployment: InferenceDeployment,
+    lists: Mapping[str, Sequence[Manifest]],
+    secrets: Iterable[Manifest],
+    optional: Mapping[str, tuple[Manifest, ...]],
+) -> Observed:
+    """What of these objects belongs to a resource: labels are anybody's, ownership is not."""
+    stateful_sets, jobs = owned(lists["StatefulSet"], deployment.uid), owned(lists["Job"], deployment.uid)
+    makers = {m["metadata"]["name"]: str(m["metadata"]["uid"]) for m in (*stateful_sets, *jobs)}
+    return Observed(
+        services=owned(lists["Service"], deployment.uid),
+        stateful_sets=stateful_sets,
+        config_maps=owned(lists["ConfigMap"], deployment.uid),
+        pods=tuple(pod for pod in lists["Pod"] if is_of_workload(pod, deployment.name, makers)),
+        jobs=jobs,
+        accounts=owned(lists["ServiceAccount"], deployment.uid),
+        secrets=owned(secrets, deployment.uid),
+        optional=optional,
+    )
 
 
 def _untyped(function: Any) -> Any:

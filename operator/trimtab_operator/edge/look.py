@@ -1,7 +1,8 @@
 """One look at a resource: everything that a turn decides by, read once.
 
 First the resource and its children, then, all at once, what `questions_of` finds worth asking beyond them: nodes, the
-groups of other resources, Events, engines.
+groups of other resources, Events, engines. The resource and its children come from the cache where there is one; what
+is to be done by it is confirmed first (`confirmed`): docs/decisions/cache-fed-by-watches.md.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, GROUP_LABEL, MANA
 from trimtab_operator.decisions.memory import Memory
 from trimtab_operator.decisions.placement import Age, ages_of_partly_placed
 from trimtab_operator.decisions.world import World, as_read, questions_of
+from trimtab_operator.edge.cache import Cache
 from trimtab_operator.edge.cluster import API_ERRORS, Cluster, is_forbidden
 from trimtab_operator.edge.engines import Engines
 from trimtab_operator.edge.nodes import Nodes
@@ -27,6 +29,9 @@ from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
 
+CONFIRMATIONS = 3  # before the API server is asked for all: a cache that lags has caught up by then
+CATCH_UP_SECONDS = 0.1
+MAX_LIVE_LOOKS = 8  # that ask the API server at once: with a thousand resources the lists of all would smother it
 ALL_GROUPS = f"app.kubernetes.io/managed-by={MANAGED_BY},{DEPLOYMENT_LABEL},{GROUP_LABEL}"
 
 
@@ -55,6 +60,8 @@ class Eyes:
     former_secret: bytes | None = None
     installation: Installation = field(default_factory=Installation)
     prometheus: Prometheus | None = None
+    cache: Cache | None = None
+    _live: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LIVE_LOOKS))
 
     async def look(self, key: Key, memory: Memory, engines: Engines) -> World:
         """See the resource, its children, its engines and what else matters now. Raises Gone."""
@@ -68,28 +75,67 @@ class Eyes:
         )
         return replace(world, at=self.clock(), engines=said, nodes=nodes, rivals=rivals, refused_creations=refused)
 
+    def forget(self, key: Key) -> None:
+        """Drop what is expected of a resource that is gone."""
+        if self.cache is not None:
+            self.cache.forget((key.namespace, key.name))
+
     async def resource(self, key: Key) -> InferenceDeployment:
         """See the resource alone. Raises Gone."""
-        return as_read(await self._body(key), default_image=self.default_image, powers=self.installation.powers)[0]
+        return self._world(key, await self._body(key)).deployment
 
     async def _body(self, key: Key) -> Manifest:
-        body = await self.cluster.get(KIND, key.namespace, key.name)
-        if body is None or body["metadata"]["uid"] != key.uid or is_terminating(body):
-            raise Gone
-        return body
+        return _expected(await self.cluster.get(KIND, key.namespace, key.name), key)
 
     async def glance(self, key: Key) -> World:
         """See the resource and its children alone. Raises Gone."""
-        body = await self._body(key)
+        return await self._remembered(key) or await self._asked(key)
+
+    async def _asked(self, key: Key) -> World:
+        """The same from the API server."""
+        async with self._live:
+            world = self._world(key, await self._body(key))
+            return replace(world, children=await self.cluster.observe(world.deployment))
+
+    async def _remembered(self, key: Key) -> World | None:
+        """The same from the cache; None where it does not say enough, or has not heard of our own writes."""
+        owner = key.namespace, key.name
+        if self.cache is None or not self.cache.is_heard(KIND, key.namespace) or not await self.cache.settled(owner):
+            return None
+        body = next(iter(self.cache.of(KIND, owner)), None)
+        if body is None or body["metadata"]["uid"] != key.uid:
+            return None  # a loop ends by what the API server says alone
+        world = self._world(key, _expected(body, key))
+        children = await self.cluster.recall(world.deployment, self.cache)
+        return None if children is None else replace(world, children=children, remembered=body)
+
+    async def confirmed(self, key: Key, world: World) -> World:
+        """The same world, if what is known of it from the cache is still so; else what the API server says now, beside
+        what the engines said. Raises Gone.
+
+        Read again are the resource, its StatefulSets and their pods: who goes and who stays depends on them. Other
+        children are written over with what the spec asks for, whatever they are.
+        """
+        known: World | None = world
+        for _ in range(CONFIRMATIONS):
+            if known is None or known.remembered is None:
+                break
+            if await self.cluster.are_current((known.remembered, *known.children.stateful_sets, *known.children.pods)):
+                return known
+            await asyncio.sleep(CATCH_UP_SECONDS)
+            known = await self._remembered(key)
+            known = None if known is None else _beside_the_same(known, world)
+        return world if world.remembered is None else _beside_the_same(await self._asked(key), world)
+
+    def _world(self, key: Key, body: Manifest) -> World:
+        """What the resource itself says; its children are still to be read."""
         deployment, misread = as_read(body, default_image=self.default_image, powers=self.installation.powers)
-        children = await self.cluster.observe(deployment)
         token = admin_token(self.secret, key.uid)
         former = None if self.former_secret is None else admin_token(self.former_secret, key.uid)
         return World(
             self.clock(),
             deployment,
             token,
-            children,
             misread=misread,
             tick_seconds=self.tick_seconds,
             former_token=former,
@@ -128,6 +174,24 @@ class Eyes:
             if not is_forbidden(error):
                 raise
             return ()
+
+
+def _beside_the_same(world: World, seen: World) -> World:
+    """A world with what was seen beside the children: engines tell of each request once."""
+    return replace(
+        world,
+        engines=seen.engines,
+        nodes=seen.nodes,
+        rivals=seen.rivals,
+        refused_creations=seen.refused_creations,
+    )
+
+
+def _expected(body: Manifest | None, key: Key) -> Manifest:
+    """The resource that is meant. Raises Gone where that is no more, or about to be."""
+    if body is None or body["metadata"]["uid"] != key.uid or is_terminating(body):
+        raise Gone
+    return body
 
 
 async def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""Kopf's decorators, and nothing else: a daemon per resource, and wake-ups for it.
+"""Kopf's decorators, and nothing else: a daemon per resource. What wakes it is the cache's to tell (edge/cache.py).
 
 The daemon needs no finalizer: children go by ownership, and the loop ends when its resource is gone. So a resource can
 be deleted while no operator runs (docs/decisions/no-finalizer.md).
@@ -12,13 +12,12 @@ from typing import Any
 
 import kopf
 
-from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, MANAGED_BY
 from trimtab_operator.loop.reconciler import Reconciler
 from trimtab_operator.resource.spec import GROUP, PLURAL, VERSION
 
 CANCELLATION_SECONDS = 10.0  # a loop that is told to stop gets so long for the request in flight
-WATCHED_CHILDREN = (("", "v1", "pods"), ("apps", "v1", "statefulsets"), ("", "v1", "services"))
-OURS = {"app.kubernetes.io/managed-by": MANAGED_BY}
+WATCH_SECONDS = 50  # an integer: the API server parses nothing else
+PATIENCE_SECONDS = 60.0  # a watch that is not ended by then died without a word
 
 
 class NothingKept(kopf.ProgressStorage):
@@ -66,16 +65,6 @@ def build_registry(reconciler: Reconciler) -> kopf.OperatorRegistry:
         assert uid is not None
         await reconciler.run(namespace, name, uid)
 
-    @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
-    def resource_changed(namespace: str | None, name: str | None, **_: Any) -> None:
-        reconciler.wake_ups.ring(namespace or "", name or "")
-
-    for group, version, plural in WATCHED_CHILDREN:
-
-        @kopf.on.event(group, version, plural, registry=registry, labels=OURS, id=f"{plural}_changed")
-        def child_changed(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
-            reconciler.wake_ups.ring(namespace or "", str(labels.get(DEPLOYMENT_LABEL, "")))
-
     _without_finalizer(registry)
     return registry
 
@@ -95,16 +84,15 @@ def _without_finalizer(registry: kopf.OperatorRegistry) -> None:
 
 
 def build_settings() -> kopf.OperatorSettings:
-    """Kopf with no state of its own in our resources, watching only what is ours, and patient with nobody."""
+    """Kopf with no state of its own in our resources, and patient with nobody."""
     settings = kopf.OperatorSettings()
     settings.persistence.progress_storage = NothingKept()
     settings.persistence.diffbase_storage = NothingCompared()
     settings.posting.enabled = False
     settings.scanning.disabled = True  # no rights to list CRDs and namespaces are needed
-    settings.watching.server_timeout = 600  # an integer: the API server parses nothing else
+    settings.watching.server_timeout = WATCH_SECONDS
+    settings.watching.client_timeout = PATIENCE_SECONDS
     settings.watching.connect_timeout = 10.0
     settings.networking.request_timeout = 30.0
     settings.process.ultimate_exiting_timeout = 30.0
-    for _, _, plural in WATCHED_CHILDREN:
-        settings.watching.label_selectors[plural] = ",".join(f"{key}={value}" for key, value in OURS.items())
     return settings

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 BUSY_TICK_SECONDS = 5.0  # while something moves: load progress and readiness should show soon
 TICK_DEADLINE_SECONDS = 120.0  # a tick that takes longer hangs; it is abandoned and begun anew
+RESTING_SECONDS = 60.0  # between looks at a resource that is well, whose engines nobody tunes and whose children ring
 MAX_BACKOFF_SECONDS = 60.0  # between ticks that fail
 FAILURES_TO_SHOW = 3  # in a row, before the status says so: one lost connection is no news
 GATHER_SECONDS = 0.2  # wake-ups come in bursts: one tick serves all
@@ -79,6 +80,7 @@ class Reconciler:
                 await _wait(alarm, delay)
         except Gone:
             self.hands.metrics.forget(namespace, name)
+            self.eyes.forget(loop.key)
             logger.info("resource is gone; its children follow by ownership", extra={"resource": str(loop.key)})
         finally:
             loop.engines.close()
@@ -88,15 +90,23 @@ class Reconciler:
     async def tick(self, loop: Loop) -> float:
         """Bring the resource one step nearer to what is wanted; seconds until the next tick."""
         world = await self.eyes.look(loop.key, loop.memory, loop.engines)
-        async with self._thinking:
-            decided = await asyncio.to_thread(turn, world, loop.memory)
+        decided = await self._decided(world, loop.memory)
+        if decided.is_acting:
+            seen, world = world, await self.eyes.confirmed(loop.key, world)
+            if world is not seen:  # the cache lagged
+                decided = await self._decided(world, loop.memory)
         loop.decided = world, decided
         await self.hands.remember(world, decided)
         loop.memory = decided.memory  # only now: what could not be written is decided again
         status = await self.hands.act(world, decided, loop.engines)
         loop.memory = replace(decided.memory, futile=decided.futile)
-        is_busy = not decided.is_idle or _is_moving(status)
-        return min(BUSY_TICK_SECONDS, self.eyes.tick_seconds) if is_busy else self.eyes.tick_seconds
+        if not decided.is_idle or _is_moving(status):
+            return min(BUSY_TICK_SECONDS, self.eyes.tick_seconds)
+        return RESTING_SECONDS if _may_rest(world, status) else self.eyes.tick_seconds
+
+    async def _decided(self, world: World, memory: Memory) -> Turn:
+        async with self._thinking:
+            return await asyncio.to_thread(turn, world, memory)
 
     async def guarded_tick(self, loop: Loop) -> float:
         """Tick once; seconds until the next. Errors end here, except that the resource is gone."""
@@ -160,6 +170,14 @@ def _reason_of(error: Exception) -> Reason:
 def _is_moving(status: Mapping[str, Any]) -> bool:
     by_type = {c["type"]: c for c in status["conditions"]}
     return bool(by_type["Progressing"]["status"] == "True" or by_type["TuningActive"]["reason"] == "NotYetApplied")
+
+
+def _may_rest(world: World, status: Mapping[str, Any]) -> bool:
+    """Whether nothing is missed by looking seldom: what happens to the children rings, and nobody watches engines."""
+    spec = world.deployment.spec
+    by_type = {c["type"]: c["status"] for c in status["conditions"]}
+    is_well = by_type["Ready"] == "True" and by_type["Degraded"] == "False"
+    return world.remembered is not None and is_well and spec.tuning.mode == "Off" and spec.scaling is None
 
 
 async def _wait(alarm: asyncio.Event, seconds: float) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import kopf
 
 from trimtab_operator.builders.admin_token import FORMER_KEY, SECRET_KEY, new_secret
-from trimtab_operator.edge import bounded_http
+from trimtab_operator.edge import bounded_http, watching
 from trimtab_operator.edge.cluster import API_ERRORS, Cluster
 from trimtab_operator.edge.health import Heartbeats, OperatorMetrics, measure_lag, serve_health, serve_metrics
 from trimtab_operator.edge.lease import CONNECTION_ERRORS, LeaderLease
@@ -29,7 +29,9 @@ from trimtab_operator.loop.handlers import build_registry, build_settings
 from trimtab_operator.loop.hands import Hands
 from trimtab_operator.loop.reconciler import Reconciler
 from trimtab_operator.loop.wake_ups import WakeUps
+from trimtab_operator.observed.groups import is_terminating
 from trimtab_operator.resource.installation import Installation
+from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND
 
 logger = logging.getLogger(__name__)
@@ -135,6 +137,8 @@ async def _lead(
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(bounded_http.new_client())
         secret = await cluster.secret(options.operator_namespace, options.secret_name, {SECRET_KEY: new_secret()})
+        wake_ups = WakeUps()
+        cache = cluster.cache = watching.new_cache(options.namespaces, wake_ups.ring)
         eyes = Eyes(
             cluster,
             nodes,
@@ -146,9 +150,11 @@ async def _lead(
             prometheus=None
             if options.prometheus is None
             else await stack.enter_async_context(Prometheus(options.prometheus)),
+            cache=cache,
         )
         hands = Hands(cluster, metrics, eyes.clock, lambda: lease.is_held)
-        reconciler = Reconciler(eyes, hands, http, heartbeats, WakeUps())
+        reconciler = Reconciler(eyes, hands, http, heartbeats, wake_ups)
+        await stack.enter_async_context(_running([watching.keep(cluster, cache)]))
         code = await _work(lease, reconciler, options, stop)
     metrics.leader.set(0)
     await lease.release()
@@ -157,17 +163,7 @@ async def _lead(
 
 async def _work(lease: LeaderLease, reconciler: Reconciler, options: Options, stop: asyncio.Event) -> int:
     """Run Kopf until told to stop (0), or until the Lease is lost or Kopf ends by itself (1)."""
-    operator = asyncio.create_task(
-        kopf.operator(
-            registry=build_registry(reconciler),
-            settings=build_settings(),
-            standalone=True,
-            clusterwide=not options.namespaces,
-            namespaces=options.namespaces,
-            stop_flag=stop,
-        ),
-        name="kopf",
-    )
+    operator = asyncio.create_task(_run_loops(reconciler, options, stop), name="kopf")
     keeper = asyncio.create_task(lease.keep(), name="lease")
     stopper = asyncio.create_task(stop.wait(), name="stop")
     watcher = asyncio.create_task(_compare(reconciler, options), name="compare")
@@ -185,20 +181,38 @@ async def _work(lease: LeaderLease, reconciler: Reconciler, options: Options, st
     return 0 if is_clean else 1
 
 
+async def _run_loops(reconciler: Reconciler, options: Options, stop: asyncio.Event) -> None:
+    """Run Kopf, once the cache was filled: else every loop would begin by asking for itself."""
+    if reconciler.eyes.cache is not None:
+        await watching.first_heard(reconciler.eyes.cache)
+    await kopf.operator(
+        registry=build_registry(reconciler),
+        settings=build_settings(),
+        standalone=True,
+        clusterwide=not options.namespaces,
+        namespaces=options.namespaces,
+        stop_flag=stop,
+    )
+
+
 async def _compare(reconciler: Reconciler, options: Options) -> None:
     """Look from time to time whether every resource has a loop: a watch may die without a word."""
     while True:
         await asyncio.sleep(COMPARE_SECONDS)
         try:
-            found = [
-                f"{item['metadata']['namespace']}/{item['metadata']['name']}"
-                for namespace in options.namespaces or (None,)
-                for item in await reconciler.eyes.cluster.list(KIND, namespace)
-                if not item["metadata"].get("deletionTimestamp")
-            ]
-            reconciler.heartbeats.compare(found)
+            reconciler.heartbeats.compare(await _names(reconciler, options))
         except CONNECTION_ERRORS as error:
             logger.warning("resources could not be listed", extra={"error": str(error)})
+
+
+async def _names(reconciler: Reconciler, options: Options) -> list[str]:
+    """The resources that there are: by watches that are not Kopf's where they say enough, else by a list."""
+    cache, cluster = reconciler.eyes.cache, reconciler.eyes.cluster
+    found: list[Manifest] = []
+    for namespace in options.namespaces or (None,):
+        known = None if cache is None else cache.all_of(KIND, namespace)
+        found += await cluster.list(KIND, namespace) if known is None else known
+    return [f"{item['metadata']['namespace']}/{item['metadata']['name']}" for item in found if not is_terminating(item)]
 
 
 async def _first(awaited: Coroutine[None, None, None], stop: asyncio.Event) -> bool:

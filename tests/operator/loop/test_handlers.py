@@ -24,9 +24,15 @@ def test_kopf_writes_nothing_into_resources() -> None:
     assert not patch
 
 
-def test_kopf_watches_only_what_is_ours() -> None:
-    settings = build_settings()
+def test_a_watch_that_died_without_a_word_is_begun_anew_within_75_seconds() -> None:
+    watching = build_settings().watching
+    assert watching.server_timeout is not None
+    assert watching.client_timeout is not None
+    assert watching.server_timeout < watching.client_timeout <= 75 - 10  # and the time to connect
+
+
+def test_kopf_watches_resources_alone() -> None:
+    """Their children are the cache's to watch."""
+    settings, registry = build_settings(), build_registry(Mock())
     assert settings.scanning.disabled
-    selectors = dict(settings.watching.label_selectors)
-    assert len(selectors) == 3
-    assert set(selectors.values()) == {"app.kubernetes.io/managed-by=trimtab-operator"}
+    assert not registry._watching._handlers

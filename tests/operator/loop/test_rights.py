@@ -21,8 +21,8 @@ from trimtab_operator.edge.health import Heartbeats, OperatorMetrics
 from trimtab_operator.edge.lease import LeaderLease
 from trimtab_operator.edge.look import Eyes
 from trimtab_operator.edge.nodes import Nodes
+from trimtab_operator.edge.watching import REQUIRED
 from trimtab_operator.edge.webhook import Webhook
-from trimtab_operator.loop.handlers import WATCHED_CHILDREN
 from trimtab_operator.loop.hands import Hands
 from trimtab_operator.loop.reconciler import Loop, Reconciler
 from trimtab_operator.loop.wake_ups import WakeUps
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.skipif(HELM is None, reason=NO_HELM)
 
 TWO_PODS = {"pipeline": 2, "gpusPerNode": 1}
 EVERYTHING = Installation(NetworkAccess(operator={"podSelector": {}}), PodMonitoring(), Alerts())
-WATCHED = {Grant(GROUP, PLURAL, "watch")} | {Grant(group, plural, "watch") for group, _, plural in WATCHED_CHILDREN}
-"""What Kopf does beside the door: it lists and watches."""
+WATCHED = {Grant(RESOURCES[kind][0], RESOURCES[kind][2], "watch") for kind in (*REQUIRED, *OPTIONAL)}
+"""What Kopf and the cache do beside what the door is used for here."""
 
 
 def granted(*settings: str) -> set[Grant]:
