@@ -313,7 +313,7 @@ def test_a_name_on_the_hub_is_told_how_to_come_here_without_a_network(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    line = refused(capsys, "serve", "HuggingFaceTB/SmolLM2-135M-Instruct", "--device", "cpu")
+    line = refused(capsys, "serve", "HuggingFaceTB/SmolLM2-135M-Instruct", "--device", "cpu", "--port", "0")
     assert "hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir FOLDER" in line
 
 
