@@ -136,7 +136,7 @@ def _on_cache(kube: Kube, namespace: str, image: str, name: str, script: str) ->
 
 @pytest.fixture(scope="module")
 def hub(installation: Installation, kube: Kube, namespace: str) -> str:
-    """Where the hub answers."""
+    """Where the hub answers: an address, as not every cluster of the stories has names."""
     kube.apply(*_hub(installation.images.model), namespace=namespace)
 
     def answers() -> None:
@@ -146,7 +146,9 @@ def hub(installation: Installation, kube: Kube, namespace: str) -> str:
             raise NotYet(f"the hub's pod: {ready}")
 
     Waiter(kube, namespace).until("the hub answers", answers, deadline_seconds=HUB_SECONDS)
-    return f"http://hub:{PORT}"
+    service = kube.get("service", "hub", namespace)
+    assert service is not None
+    return f"http://{service['spec']['clusterIP']}:{PORT}"
 
 
 @pytest.fixture(scope="module")
