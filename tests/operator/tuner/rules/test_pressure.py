@@ -1,0 +1,82 @@
+"""What a move against preemption must bring, by who sends the requests and by what they were promised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import pytest
+from trimtab_operator.tuner.foresight import Candidate, Foresight, Prediction
+from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.load.clients import Clients, Count
+from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
+from trimtab_operator.tuner.observation import observe
+from trimtab_operator.tuner.observation.track import Patience, Track
+from trimtab_operator.tuner.rules.pressure import expected_relief
+from trimtab_operator.tuner.settings import Mode, Settings
+from trimtab_operator.tuner.situation import Range, Situation
+from trimtab_operator.tuner.state import Memory
+from trimtab_operator.tuner.twin import StepCost
+from tuner_looks import KNOBS, a_look, a_sample
+
+NOW = 10_000.0
+GIVEN = Objectives(Ttft(2.0))
+DEFAULTS = Objectives(Ttft(0.1), Itl(0.05), are_given=False)
+WAIT = Clients(tuple(Count(1, 16, 6, 9) for _ in range(4)))
+
+
+@dataclass
+class ByWatermark:
+    """Foresight of the share that is good and of the tokens a second, without a watermark and with one."""
+
+    good: tuple[float, float]
+    tokens: tuple[float, float]
+
+    def at(self, candidate: Candidate, _rate: float) -> Prediction:
+        index = int(candidate.watermark > 0)
+        good = self.good[index]
+        return Prediction(good, good, good, 1.0, 2.0, 0.05, 0.1, 0.2, self.tokens[index], 10.0, 900, good)
+
+
+def is_made(objectives: Objectives, clients: Clients, foresight: ByWatermark) -> bool:
+    tracks: dict[str, Track] = {}
+    for now in (NOW - 30, NOW - 15, NOW):
+        observation, tracks = observe(tracks, [a_look(sample=a_sample(now))], now=now, patience=Patience())
+    window, ledger = observation.total(seconds=60.0), observation.trusted[0].ledger
+    assert window is not None
+    assert ledger is not None
+    situation = Situation(
+        now=NOW,
+        settings=Settings(Mode.AUTO, objectives, starts=KNOBS),
+        memory=Memory(clients=clients),
+        observation=observation,
+        window=window,
+        ranges={Knob.WATERMARK: Range(0.0, 0.0, 0.1, True)},
+        ledger=ledger,
+        objectives=objectives,
+        cost=StepCost(8e-3, 6e-5, 3e-5, 4e-9),
+        foresight=cast("Foresight", foresight),
+        rate=5.0,
+        replicas=1,
+        coming=0,
+        attained=None,
+    )
+    return expected_relief(situation, Knob.WATERMARK, 0.05) is not None
+
+
+@pytest.mark.parametrize(("after", "made"), [(0.60, True), (0.598, True), (0.58, False)])
+def test_a_stream_must_not_be_harmed(after: float, made: bool) -> None:
+    assert is_made(GIVEN, Clients(), ByWatermark((0.60, after), (100.0, 100.0))) is made
+
+
+@pytest.mark.parametrize(("after", "made"), [(0.60, False), (0.62, False), (0.66, True)])
+def test_clients_that_wait_must_get_more_answers_that_keep_their_promises(after: float, made: bool) -> None:
+    """More tokens are worth nothing to whom something else was promised."""
+    assert is_made(GIVEN, WAIT, ByWatermark((0.60, after), (100.0, 120.0))) is made
+
+
+@pytest.mark.parametrize(("tokens", "made"), [(105.0, True), (95.0, False)])
+def test_clients_that_wait_and_were_promised_nothing_must_get_more_tokens(tokens: float, made: bool) -> None:
+    """Of the defaults, three times what an idle engine takes, a full engine breaks most, with a watermark and without:
+    what chance leaves of them tells nothing."""
+    assert is_made(DEFAULTS, WAIT, ByWatermark((0.02, 0.015), (100.0, tokens))) is made
