@@ -42,9 +42,9 @@ def raise_watermark(s: Situation) -> Move | None:
 
 
 def _is_learning(s: Situation) -> bool:
-    """Whether it will soon be known what a watermark does to those who wait: clients that send their next request when
-    they have an answer fill the queue again that it was to drain."""
-    told = s.memory.lengths.pairs or s.memory.lengths.unfinished
+    """Whether it will soon be known what a watermark does to those who were promised something: clients that send their
+    next request when they have an answer fill the queue again that it was to drain."""
+    told = s.objectives.are_given and (s.memory.lengths.pairs or s.memory.lengths.unfinished)
     return s.foresight is None and bool(told) and s.memory.demand.seen_seconds(2 * LEARN_SECONDS) < LEARN_SECONDS
 
 

@@ -8,11 +8,12 @@ from typing import cast
 import pytest
 from trimtab_operator.tuner.foresight import Candidate, Foresight, Prediction
 from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.load import Lengths, Pair
 from trimtab_operator.tuner.load.clients import Clients, Count
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
 from trimtab_operator.tuner.observation import observe
 from trimtab_operator.tuner.observation.track import Patience, Track
-from trimtab_operator.tuner.rules.pressure import expected_relief
+from trimtab_operator.tuner.rules.watermark import raise_watermark
 from trimtab_operator.tuner.settings import Mode, Settings
 from trimtab_operator.tuner.situation import Range, Situation
 from trimtab_operator.tuner.state import Memory
@@ -38,30 +39,35 @@ class ByWatermark:
         return Prediction(good, good, good, 1.0, 2.0, 0.05, 0.1, 0.2, self.tokens[index], 10.0, 900, good)
 
 
-def is_made(objectives: Objectives, clients: Clients, foresight: ByWatermark) -> bool:
+def a_situation(objectives: Objectives, memory: Memory, foresight: ByWatermark | None) -> Situation:
+    """An engine whose cache is full, and which computes a tenth of its tokens twice."""
     tracks: dict[str, Track] = {}
     for now in (NOW - 30, NOW - 15, NOW):
-        observation, tracks = observe(tracks, [a_look(sample=a_sample(now))], now=now, patience=Patience())
+        sample = a_sample(now, kv_usage=0.95, preemptions={"capacity": now}, recomputed_tokens=14.0 * now)
+        observation, tracks = observe(tracks, [a_look(sample=sample)], now=now, patience=Patience())
     window, ledger = observation.total(seconds=60.0), observation.trusted[0].ledger
     assert window is not None
     assert ledger is not None
-    situation = Situation(
+    return Situation(
         now=NOW,
         settings=Settings(Mode.AUTO, objectives, starts=KNOBS),
-        memory=Memory(clients=clients),
+        memory=memory,
         observation=observation,
         window=window,
         ranges={Knob.WATERMARK: Range(0.0, 0.0, 0.1, True)},
         ledger=ledger,
         objectives=objectives,
         cost=StepCost(8e-3, 6e-5, 3e-5, 4e-9),
-        foresight=cast("Foresight", foresight),
+        foresight=cast("Foresight | None", foresight),
         rate=5.0,
         replicas=1,
         coming=0,
         attained=None,
     )
-    return expected_relief(situation, Knob.WATERMARK, 0.05) is not None
+
+
+def is_made(objectives: Objectives, clients: Clients, foresight: ByWatermark) -> bool:
+    return raise_watermark(a_situation(objectives, Memory(clients=clients), foresight)) is not None
 
 
 @pytest.mark.parametrize(("after", "made"), [(0.60, True), (0.598, True), (0.58, False)])
@@ -80,3 +86,11 @@ def test_clients_that_wait_and_were_promised_nothing_must_get_more_tokens(tokens
     """Of the defaults, three times what an idle engine takes, a full engine breaks most, with a watermark and without:
     what chance leaves of them tells nothing."""
     assert is_made(DEFAULTS, WAIT, ByWatermark((0.02, 0.015), (100.0, tokens))) is made
+
+
+@pytest.mark.parametrize(("objectives", "waits"), [(GIVEN, True), (DEFAULTS, False)])
+def test_only_where_something_is_promised_a_watermark_waits_until_it_can_be_foretold(
+    objectives: Objectives, waits: bool
+) -> None:
+    memory = Memory(clients=WAIT, lengths=Lengths(pairs=(Pair(NOW - 60, 64, 192),)))
+    assert (raise_watermark(a_situation(objectives, memory, None)) is None) is waits
