@@ -9,9 +9,10 @@ from trimtab_operator.builders.hub import hub_flags
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, LEADER, RENDEZVOUS_PORT
 from trimtab_operator.builders.meeting_secret import MEETING_MOUNT, MEETING_SECRET_KEY
 from trimtab_operator.layout import layout_of
+from trimtab_operator.resource.forms import HUB_SCHEME
 from trimtab_operator.resource.knobs import knobs
 from trimtab_operator.resource.quantity import parse_seconds
-from trimtab_operator.resource.spec import HUB_SCHEME, InferenceDeployment, Spec, Speculative
+from trimtab_operator.resource.spec import InferenceDeployment, Spec, Speculative
 
 SWITCH = object()  # in place of the value of a flag that has none
 MEETING_FLAG = "--master-addr"

@@ -24,7 +24,8 @@ from trimtab_operator.builders.pod import pod_spec, worker_pod_spec
 from trimtab_operator.builders.record import RECORD_ANNOTATION, Record, asked_of
 from trimtab_operator.layout import layout_of
 from trimtab_operator.resource.canonical_json import compact
-from trimtab_operator.resource.spec import HUB_SCHEME, RESTARTED_AT, InferenceDeployment
+from trimtab_operator.resource.forms import HUB_SCHEME
+from trimtab_operator.resource.spec import RESTARTED_AT, InferenceDeployment
 
 GAVE_BACK_ANNOTATION = "trimtab.dev/gave-back"  # on a leader's StatefulSet: see observed/hold.py
 REVISION_LENGTH = 10  # hex digits: 40 bits tell the few revisions of one resource apart

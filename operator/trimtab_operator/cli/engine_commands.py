@@ -49,6 +49,11 @@ def autotune(arguments: Annotated[list[str] | None, typer.Argument(metavar="MODE
     _hand_over("autotune", arguments)
 
 
+def fetch(arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL [FLAG ...]")] = None) -> None:
+    """Bring a model of the Hugging Face hub into the cache, before anything serves it."""
+    _hand_over("fetch", arguments)
+
+
 def inspect(arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL [FLAG ...]")] = None) -> None:
     """Print what a model is: layers, heads, sizes."""
     _hand_over("inspect", arguments)

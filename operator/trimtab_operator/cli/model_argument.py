@@ -47,12 +47,13 @@ def _read(model: str) -> tuple[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no text"
         remedy = "give a folder with a config.json, or the facts that inspect prints"
-        if HUB_NAME.fullmatch(model):
+        name = model.removeprefix("hf://")
+        if HUB_NAME.fullmatch(name):
             remedy = (
-                f"if that is a name on the Hugging Face hub: hf download {model} config.json --local-dir FOLDER, then "
+                f"if that is a name on the Hugging Face hub: hf download {name} config.json --local-dir FOLDER, then "
                 f"give FOLDER"
             )
-        raise ValueError(f"{path}: cannot be read: {reason}; {remedy}") from error
+        raise ValueError(f"{model}: cannot be read: {reason}; {remedy}") from error
     if is_large:
         raise ValueError(f"{path}: is too large for a config.json or facts; of a GGUF file give what `inspect` prints")
     return str(path), text

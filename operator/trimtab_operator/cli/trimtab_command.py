@@ -51,7 +51,13 @@ trimtab why NAME -n NAMESPACE
 trimtab replay --prometheus http://localhost:9090 --from 2h -f deployment.yaml"""
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=ABOUT, epilog=EXAMPLES)
-for engine_command in (engine_commands.serve, engine_commands.bench, engine_commands.autotune, engine_commands.inspect):
+for engine_command in (
+    engine_commands.serve,
+    engine_commands.bench,
+    engine_commands.autotune,
+    engine_commands.fetch,
+    engine_commands.inspect,
+):
     app.command(
         cls=engine_commands.EngineCommand,
         context_settings=engine_commands.PASSED_ON,

@@ -18,12 +18,12 @@ from trimtab_operator.builders.pod import PRE_STOP_SECONDS, stop_seconds
 from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
+from trimtab_operator.resource.forms import DNS_LABEL
 from trimtab_operator.resource.knobs import knobs
 from trimtab_operator.resource.powers import HOST_PATH, LOCK_MEMORY, LOCKS_MEMORY, POD_FIELDS, way_to
 from trimtab_operator.resource.quantity import parse_quantity, parse_seconds
 from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import (
-    DNS_LABEL,
     MAX_NAME_LENGTH,
     NO_MEASURE_WITHOUT_REPLICAS,
     SERVED_NAME,

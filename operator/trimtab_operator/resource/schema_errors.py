@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from functools import cache
 from types import UnionType
 from typing import get_args
 
 from pydantic import BaseModel, ValidationError
+
+from trimtab_operator.resource.forms import EXAMPLES, HUB_SCHEME, MODEL_URI
 
 
 def schema_errors(error: ValidationError, root: type[BaseModel]) -> list[tuple[str, str]]:
@@ -21,6 +24,8 @@ def schema_errors(error: ValidationError, root: type[BaseModel]) -> list[tuple[s
             meant = _meant(path, root)
             hint = f"did you mean {meant}? " if meant else ""
             found.append((path, f"there is no such field: {hint}`kubectl explain infd.spec --recursive` lists them"))
+        elif entry["type"] == "string_pattern_mismatch":
+            found.append((path, _about_form(entry["ctx"]["pattern"], entry["input"])))
         else:
             found.append((path, entry["msg"] + _about_quotes(entry["type"], entry.get("input"))))
     return found
@@ -60,6 +65,16 @@ def _models_in(annotation: object) -> list[type[BaseModel]]:
     """The models of `Model | None`: lists and maps are left out, since their paths hold numbers and names."""
     parts = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+
+
+def _about_form(pattern: str, given: str) -> str:
+    """What a text should look like: an example says more than the regular expression does."""
+    example = EXAMPLES.get(pattern)
+    if example is None:
+        return f"{given!r} does not match {pattern}"
+    said = f"{given!r} is not of that form: write {example}"
+    on_hub = re.fullmatch(r"(?:hf:/*|https://huggingface\.co/)?([\w.-]+/[\w.-]+)", given)
+    return f"{said}: did you mean {HUB_SCHEME}{on_hub[1]}?" if pattern == MODEL_URI and on_hub else said
 
 
 def _about_quotes(kind: str, given: object) -> str:

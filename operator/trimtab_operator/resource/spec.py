@@ -15,6 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from trimtab_operator.errors import InvalidSpec
+from trimtab_operator.resource.forms import (
+    DNS_LABEL,
+    DURATION,
+    FINE_DURATION,
+    FRACTION,
+    HUB_SCHEME,
+    MODEL_URI,
+    QUANTITY,
+)
 from trimtab_operator.resource.powers import NO_POWERS
 from trimtab_operator.resource.schema_errors import schema_errors
 
@@ -27,13 +36,7 @@ PLURAL = "inferencedeployments"
 MAX_REPLICAS = 1000
 MAX_NAME_LENGTH = 40  # child names and the pods' generated labels get suffixes and must stay below 63
 
-DURATION = r"^([0-9]{1,5}h)?([0-9]{1,5}m)?([0-9]{1,6}s)?$|^[0-9]{1,8}ms$"
-FINE_DURATION = r"^[0-9]{1,7}(us|ms)$"
-QUANTITY = r"^[0-9]{1,15}(\.[0-9]{1,6})?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
-FRACTION = r"^(0\.[0-9]{1,4}|1(\.0{1,4})?)$"
-DNS_LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 
-HUB_SCHEME = "hf://"
 SERVED_NAME = r"^[A-Za-z0-9][-A-Za-z0-9_./:]*$"
 
 Fraction = Annotated[str, Field(pattern=FRACTION, max_length=6)]
@@ -93,7 +96,7 @@ class ModelSource(Model):
     """What is served."""
 
     uri: str = Field(
-        pattern=r"^(hf|pvc|file|s3|oci)://.+$",
+        pattern=MODEL_URI,
         max_length=1024,
         description="Where the weights are: hf://ORG/NAME[@REVISION] of the Hugging Face hub, file:///path in the "
         "image, or pvc://CLAIM/path on a PersistentVolumeClaim.",

@@ -42,6 +42,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ["bench", "serve", "--model", "m", "--", "x"],
         ["inspect", "MODEL", "-o", "json"],
         ["autotune", "MODEL", "--limits", "ttft:500"],
+        ["fetch", "hf://ORG/NAME", "--revision", "main"],
         ["serve"],
     ],
 )

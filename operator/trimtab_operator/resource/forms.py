@@ -1,0 +1,20 @@
+"""The forms that texts of a spec have: the expressions that the schema holds, and what to write where one is missed."""
+
+from __future__ import annotations
+
+DURATION = r"^([0-9]{1,5}h)?([0-9]{1,5}m)?([0-9]{1,6}s)?$|^[0-9]{1,8}ms$"
+FINE_DURATION = r"^[0-9]{1,7}(us|ms)$"
+QUANTITY = r"^[0-9]{1,15}(\.[0-9]{1,6})?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
+FRACTION = r"^(0\.[0-9]{1,4}|1(\.0{1,4})?)$"
+DNS_LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
+MODEL_URI = r"^(hf|pvc|file|s3|oci)://.+$"
+HUB_SCHEME = "hf://"
+
+EXAMPLES = {
+    MODEL_URI: "a model's URI: hf://ORG/NAME, pvc://CLAIM/FOLDER or file:///FOLDER",
+    QUANTITY: "a quantity such as 200Gi, 1500Mi or 2G",
+    DURATION: "a duration such as 90s, 5m, 1h30m or 250ms",
+    FINE_DURATION: "a duration such as 125us or 2ms",
+    FRACTION: 'a share from 0 to 1 with at most four digits, such as "0.9"',
+}
+"""By the expression that a text does not match, what to write."""
