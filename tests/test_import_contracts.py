@@ -30,6 +30,7 @@ ENGINE_ROOMS = "Engine: every room is in its place, and rooms import downwards"
 NO_CIRCLE = "Engine and kernels: no two modules import each other, whatever lies between them"
 LAPTOP = "Engine: the scheduler runs on any laptop"
 SAID = "Engine: what is configured, sized and said between processes knows no tensor"
+ITEMS = "Engine: what images and videos are to a request are plain values"
 SERVER = "Engine: a server knows no tensor; it reaches the core by messages"
 LAUNCH = "Kernels: what launches them is no kernel and imports none"
 
@@ -109,6 +110,7 @@ def test_engine_and_kernels_as_they_are_keep_their_contracts(tmp_path: Path) -> 
         ("trimtab_engine/scheduling/policy.py", "from trimtab_engine.config import quantity", {ENGINE_ROOMS}),
         ("trimtab_engine/device/device.py", "from trimtab_engine.core import lifecycle", {ENGINE_ROOMS}),
         ("trimtab_engine/memory/formula.py", "import torch", {SAID}),
+        ("trimtab_engine/multimodal/items.py", "import numpy", {LAPTOP, ITEMS}),
         ("trimtab_engine/api/openai/routes.py", "from trimtab_engine.core import step_stats", {SERVER}),
         ("trimtab_engine/api/http/errors.py", "from trimtab_engine.api.openai import state", {NO_CIRCLE}),
         ("trimtab_engine/somewhere.py", "import json", {ENGINE_ROOMS}),  # a module without a room

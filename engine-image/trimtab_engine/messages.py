@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from trimtab_engine.config.engine import LogLevel
+from trimtab_engine.multimodal.items import Span
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -56,6 +57,8 @@ class AddRequest(msgspec.Struct, tag="add"):
     """Requests share cached prefixes only with those of the same salt: the request's own, and that of its API key."""
     client_index: int = 0
     """Which API server asked: its outputs go there. The index is the place in the core's list of clients."""
+    spans: tuple[Span, ...] = ()
+    """Images and videos in the prompt, in its order; the prompt's ids are placeholders there."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):

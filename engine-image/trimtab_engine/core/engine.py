@@ -17,7 +17,7 @@ from trimtab_engine.config.engine import set_log_level
 from trimtab_engine.config.live.patch import LiveConfig
 from trimtab_engine.config.live.reading import Refusal
 from trimtab_engine.core.execution import Execution, Flight, PreparedStep, StepResult
-from trimtab_engine.core.intake import check_token_ids
+from trimtab_engine.core.intake import check_items, check_token_ids
 from trimtab_engine.core.lifecycle import Lifecycle, Refused, RemainingWork
 from trimtab_engine.core.preemption_watch import PreemptionWatch
 from trimtab_engine.core.step_stats import note_graphs, step_stats
@@ -150,6 +150,7 @@ class Engine:
             return
         try:
             check_token_ids(message, self._runner.facts.vocab_size)
+            check_items(message)
         except InvalidRequest as error:
             self._refuse(message.request_id, error)
             return

@@ -23,3 +23,12 @@ def check_token_ids(message: AddRequest, vocab_size: int) -> None:
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequest(f"{name} has token id {token_id}, out of a vocabulary of {vocab_size} tokens")
+
+
+def check_items(message: AddRequest) -> None:
+    """Raise InvalidRequest for images and videos: no tower is built that would compute them."""
+    if message.spans:
+        kinds = sorted({span.item.modality for span in message.spans})
+        raise InvalidRequest(
+            f"the prompt has {' and '.join(kinds)} input, which this engine does not compute; send text"
+        )

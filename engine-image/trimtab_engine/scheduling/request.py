@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from trimtab_engine.multimodal.items import Span
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
 
@@ -74,6 +75,8 @@ class Request:
     """Under the policy `priority`: the lowest number goes first."""
     cache_salt: str = ""
     """Requests share cached blocks only with those of the same salt."""
+    spans: tuple[Span, ...] = ()
+    """Images and videos in its prompt, in its order."""
     order: int = 0
     """How many requests were added before it; set when the scheduler takes it."""
     status: RequestStatus = RequestStatus.WAITING
@@ -138,10 +141,10 @@ class Request:
         arrival_time: float,
         priority: int = 0,
         cache_salt: str = "",
+        spans: tuple[Span, ...] = (),
     ) -> "Request":
-        return cls(
-            request_id, list(prompt_token_ids), len(prompt_token_ids), sampling, arrival_time, priority, cache_salt
-        )
+        token_ids = list(prompt_token_ids)
+        return cls(request_id, token_ids, len(prompt_token_ids), sampling, arrival_time, priority, cache_salt, spans)
 
     def note_prompt_logprobs(self, position: int, judged: list[TokenLogprobs]) -> None:
         """Keep those of the tokens behind `position`, …; what was judged before a preemption is not kept twice."""

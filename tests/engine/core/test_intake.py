@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
-from trimtab_engine.core.intake import check_token_ids
+from trimtab_engine.core.intake import check_items, check_token_ids
 from trimtab_engine.errors import InvalidRequest
 from trimtab_engine.messages import AddRequest
+from trimtab_engine.multimodal.items import MultiModalItem, Span
 from trimtab_engine.scheduling.sampling import Sampling
 
 
@@ -33,3 +34,11 @@ def test_a_token_id_outside_the_vocabulary_is_refused_and_named(
 def test_the_vocabulary_s_own_ids_pass_and_so_do_stops_that_no_token_can_meet() -> None:
     restricted = {"logit_bias": {0: 1.0, 49: -1.0}, "allowed_token_ids": (0, 49), "stop_token_ids": (50,)}
     check_token_ids(a_message([0, 49], **restricted, bad_words=((50,),)), vocab_size=50)
+
+
+def test_images_and_videos_are_refused_by_name_where_no_tower_computes_them() -> None:
+    message = a_message([1, 1, 1])
+    check_items(message)
+    message.spans = (Span(1, MultiModalItem("image", b"its digest", 1, (1, 2, 2), None)),)
+    with pytest.raises(InvalidRequest, match="the prompt has image input, which this engine does not compute"):
+        check_items(message)
