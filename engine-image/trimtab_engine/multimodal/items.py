@@ -19,20 +19,38 @@ import msgspec
 from trimtab_engine.errors import InvalidRequest
 
 Modality = Literal["image", "video"]
-FLOAT32_BYTES = 4
+MEANINGS_BYTES = 4 * 256  # of one channel: a float32 for each value of 8 bits
 
 
 class Patches(msgspec.Struct, array_like=True, frozen=True):
-    """What a processor made of one item, as the tower reads it: a row per patch, in the tower's own order."""
+    """What a processor made of one item: a row per patch, in the tower's own order (patches.py makes numbers of it)."""
 
     row_size: int
-    """Numbers per patch: channels, frames per patch, height and width of a patch multiplied."""
+    """Values per patch: channels, frames per patch, height and width of a patch multiplied, channels slowest."""
     values: bytes
-    """float32, little-endian, row after row."""
+    """8 bits each, row after row, as pictures have them: a quarter of what the tower reads."""
+    meanings: bytes
+    """float32 [channels, 256], little-endian: what a value of a channel is to the tower, normalised."""
 
     @property
     def num_rows(self) -> int:
-        return len(self.values) // (FLOAT32_BYTES * max(1, self.row_size))
+        return len(self.values) // max(1, self.row_size)
+
+    @property
+    def num_channels(self) -> int:
+        return len(self.meanings) // MEANINGS_BYTES
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether rows and table are whole, and fit each other."""
+        channels = self.num_channels
+        return (
+            channels > 0
+            and len(self.meanings) == channels * MEANINGS_BYTES
+            and self.row_size > 0
+            and self.row_size % channels == 0
+            and len(self.values) % self.row_size == 0
+        )
 
 
 class MultiModalItem(msgspec.Struct, array_like=True, frozen=True):
@@ -80,6 +98,8 @@ def check_spans(spans: Sequence[Span], num_prompt_tokens: int) -> None:
             raise InvalidRequest(
                 f"{which} has {item.num_tokens} tokens over a grid of {item.grid}; both must be above 0"
             )
+        if item.patches is not None and not item.patches.is_whole:
+            raise InvalidRequest(f"{which} brings patches that are not whole: rows of {item.patches.row_size} values")
         if item.patches is not None and item.patches.num_rows != item.num_patches:
             raise InvalidRequest(
                 f"{which} brings {item.patches.num_rows} patches, but its grid {item.grid} has {item.num_patches}"

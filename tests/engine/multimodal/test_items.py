@@ -9,7 +9,11 @@ from trimtab_engine.scheduling.sampling import Sampling
 
 
 def an_image(num_tokens: int = 4, grid: tuple[int, int, int] = (1, 4, 4), num_rows: int = 16) -> MultiModalItem:
-    return MultiModalItem("image", b"its digest", num_tokens, grid, Patches(2, bytes(8 * num_rows)))
+    return MultiModalItem("image", b"its digest", num_tokens, grid, Patches(6, bytes(6 * num_rows), bytes(3 * 1024)))
+
+
+def a_video(patches: Patches | None) -> MultiModalItem:
+    return MultiModalItem("video", b"its digest", 4, (2, 2, 4), patches)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +46,11 @@ def test_patches_may_be_where_the_item_is_not() -> None:
         ([Span(0, an_image(num_tokens=0))], "has 0 tokens"),
         ([Span(0, an_image(grid=(1, 0, 4), num_rows=0))], r"over a grid of \(1, 0, 4\)"),
         ([Span(0, an_image(num_rows=15))], "brings 15 patches, but its grid .* has 16"),
-        ([Span(0, MultiModalItem("video", b"", 4, (2, 2, 4), Patches(0, b"1234")))], "brings 1 patches"),
+        ([Span(0, a_video(Patches(0, b"1234", bytes(1024))))], r"item 0 \(video\) .* not whole: rows of 0 values"),
+        ([Span(0, a_video(Patches(4, bytes(65), bytes(1024))))], "not whole"),  # a row and a bit
+        ([Span(0, a_video(Patches(4, bytes(64), bytes(3 * 1024))))], "not whole"),  # 4 values of 3 channels
+        ([Span(0, a_video(Patches(4, bytes(64), bytes(1000))))], "not whole"),  # not a number for each of 256 values
+        ([Span(0, a_video(Patches(4, bytes(64), b"")))], "not whole"),
     ],
 )
 def test_what_does_not_lie_in_the_prompt_or_is_not_whole_is_refused_and_named(spans: list[Span], words: str) -> None:
