@@ -2,8 +2,9 @@
 
 An engine's answer is a stranger's word, and may never come. So nobody waits for it longer than PATIENCE_SECONDS: what
 is under way goes on beside the loop, and its answer is taken up by the next look. An engine that is still being asked
-since an earlier look is not waited for at all. A change that is on its way is not sent again before it is answered, nor
-one that was refused before anything changes.
+since an earlier look is not waited for at all. What one that is late said last stands for a while: else the status of
+every resource on a busy node would change back and forth. A change that is on its way is not sent again before it is
+answered, nor one that was refused before anything changes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from trimtab_operator.tuner.moves import Reason
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 1.0  # an engine at rest answers within milliseconds; a busy CPU's may be taken up by the next look
+REPEATED_SECONDS = 20.0  # an engine's last word, while it is late: on a busy node any is at times
 REFUSED_SECONDS = 300.0  # before what an engine refused is asked of it again: what may be set can have changed
 MAX_ASKED_AT_ONCE = 8  # engines of one resource, each of up to five things: its share of all connections
 
@@ -55,6 +57,8 @@ class _Conversation:
     """The last finished request that a look has told of."""
     told: Sample | None = None
     """The last sample that a look has told of."""
+    word: tuple[EngineSeen, float] | None = None
+    """What it said last, and when (by `clock`) a look heard it; None once it was asked to change."""
 
     def end(self) -> None:
         for task in (self.asking, self.patching):
@@ -132,14 +136,25 @@ class Engines:
         said, conversation.asking = conversation.asking.result(), None
         if said.ready != target.ready:
             return None
-        if said.sample is None:
-            return said
         if conversation.told is not None and self._is_old(said, conversation.told):
-            return replace(said, sample=replace(conversation.told, requests=None))
-        conversation.told = said.sample
-        if said.next_request is not None:
-            conversation.after_request = said.next_request
+            said = replace(said, sample=conversation.told.repeated())
+        elif said.sample is not None:
+            conversation.told = said.sample
+            if said.next_request is not None:
+                conversation.after_request = said.next_request
+        conversation.word = said, self.clock()
         return said
+
+    def _repeated(self, target: Target) -> EngineSeen | None:
+        """What it said last, as long as that may still be so: one that answers late now and then is not silent, and
+        says nothing new by it. The age of its sample says how old that is."""
+        conversation = self._with.get(target.instance)
+        if conversation is None or conversation.word is None:
+            return None
+        said, heard_at = conversation.word
+        if said.ready != target.ready or not 0 <= self.clock() - heard_at < REPEATED_SECONDS:
+            return None
+        return said if said.sample is None else replace(said, sample=said.sample.repeated())
 
     def _is_old(self, said: EngineSeen, told: Sample) -> bool:
         """Whether Prometheus has not scraped since a look told of a sample: requests that ended since wait for it to. A
@@ -155,7 +170,7 @@ class Engines:
         if said is not None:
             return said if late is None else _with_requests_of(late, said)
         waiting = f"no answer within {self.patience_seconds:g} s; it is still waited for"
-        return late if late is not None else _unsaid(target, waiting)
+        return late or self._repeated(target) or _unsaid(target, waiting)
 
     async def patch(self, orders: Iterable[Patch], tokens: Tokens, on_answer: OnAnswer) -> None:
         """Send every change at once. `on_answer` hears each answer, in time or later."""
@@ -175,6 +190,7 @@ class Engines:
         if conversation.asking is not None:  # its answer would speak of the values before
             conversation.asking.cancel()
             conversation.asking = None
+        conversation.word = None
         conversation.patching = asyncio.create_task(self._patch(order, tokens, on_answer))
         return conversation.patching
 
@@ -185,8 +201,9 @@ class Engines:
         client = EngineClient(self.http, pod_url(address, port), token)
         answer = await client.patch(order.fields, if_match=order.if_match)
         is_refused = isinstance(answer, OutOfBounds | Rejected)
-        refused = (order.fields, order.if_match, self.clock()) if is_refused else None
-        self._with.setdefault(order.target.instance, _Conversation()).refused = refused
+        conversation = self._with.setdefault(order.target.instance, _Conversation())
+        conversation.refused = (order.fields, order.if_match, self.clock()) if is_refused else None
+        conversation.word = None  # it may have been said before the change
         await on_answer(order, answer)
 
     def close(self) -> None:

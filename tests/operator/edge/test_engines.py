@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import httpx
@@ -14,7 +15,7 @@ from trimtab_operator.builders.admin_token import Tokens
 from trimtab_operator.decisions.actions import Patch
 from trimtab_operator.edge import metrics
 from trimtab_operator.edge.engine_client import OutOfBounds, Patched
-from trimtab_operator.edge.engines import REFUSED_SECONDS, Engines, PatchAnswer
+from trimtab_operator.edge.engines import REFUSED_SECONDS, REPEATED_SECONDS, Engines, PatchAnswer
 from trimtab_operator.observed.engines import Target
 from trimtab_operator.tuner.knobs import Knob
 
@@ -108,6 +109,53 @@ async def test_a_late_answer_of_a_pod_that_is_ready_by_now_is_not_taken_for_its_
     await asyncio.sleep(0.1)
     said = await engines.look([a_target(engine)], TOKEN)
     assert said["u"].ready
+    engines.close()
+
+
+async def test_an_engine_that_is_late_for_once_says_what_it_said_last(
+    engine: ContractEngine, http: httpx.AsyncClient
+) -> None:
+    engines = engines_at(http)
+    before = (await engines.look([a_target(engine)], TOKEN))["u"]
+    engine.hangs, engines.patience_seconds = True, 0.0
+    late = (await engines.look([a_target(engine)], TOKEN))["u"]
+    assert before.sample is not None
+    assert late == replace(before, sample=replace(before.sample, requests=None))  # each request is told once
+    engines.close()
+
+
+async def test_one_that_stays_silent_is_said_to_be_silent(engine: ContractEngine, http: httpx.AsyncClient) -> None:
+    now = [1000.0]
+    engines = Engines(http, clock=lambda: now[0], patience_seconds=5.0)
+    await engines.look([a_target(engine)], TOKEN)
+    engine.hangs, engines.patience_seconds = True, 0.0
+    now[0] += REPEATED_SECONDS - 1.0
+    assert (await engines.look([a_target(engine)], TOKEN))["u"].problem is None
+    now[0] += 1.0
+    silent = (await engines.look([a_target(engine)], TOKEN))["u"]
+    assert silent.problem == "no answer within 0 s; it is still waited for"
+    assert silent.config is None
+    engines.close()
+
+
+async def test_what_a_pod_said_while_it_was_not_ready_is_not_repeated_once_it_is(
+    engine: ContractEngine, http: httpx.AsyncClient
+) -> None:
+    engines = engines_at(http)
+    await engines.look([a_target(engine, ready=False)], TOKEN)
+    engine.hangs, engines.patience_seconds = True, 0.0
+    assert (await engines.look([a_target(engine)], TOKEN))["u"].problem is not None
+    engines.close()
+
+
+async def test_what_an_engine_said_before_a_change_is_not_repeated_after_it(
+    engine: ContractEngine, http: httpx.AsyncClient
+) -> None:
+    heard, engines = Heard(), engines_at(http)
+    await engines.look([a_target(engine)], TOKEN)
+    await engines.patch([Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 16}, 1)], TOKEN, heard.hear)
+    engine.hangs, engines.patience_seconds = True, 0.0
+    assert (await engines.look([a_target(engine)], TOKEN))["u"].config is None
     engines.close()
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, cast
 
+import httpx
 import pytest
 from kubernetes.aio.client.exceptions import ApiException
 from operator_builders import MODEL_FACTS
 from operator_cluster import KEY, TICK_SECONDS, FakeCluster, a_loop, a_reconciler
 from prometheus_client import generate_latest
 from trimtab_operator.decisions.actions import Apply
+from trimtab_operator.edge import metrics
+from trimtab_operator.edge.engines import Engines
 from trimtab_operator.errors import Gone, NameTaken
-from trimtab_operator.loop.reconciler import BUSY_TICK_SECONDS
+from trimtab_operator.loop.reconciler import BUSY_TICK_SECONDS, Loop
 from trimtab_operator.loop.wake_ups import WakeUps
+from trimtab_operator.observed.engines import EngineSeen, Target
 from trimtab_operator.tuner.decide import Condition, Outcome
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.state import Memory
@@ -31,6 +36,31 @@ async def test_the_first_tick_creates_and_when_all_runs_a_tick_writes_nothing() 
     assert cluster.condition("Ready")["status"] == "True"
     written = cluster.writes
     assert await reconciler.tick(loop) == reconciler.eyes.tick_seconds
+    assert cluster.writes == written
+
+
+@pytest.mark.parametrize("mode", ["Off", "Recommend", "Auto"])
+async def test_engines_at_rest_that_are_late_now_and_then_cause_no_write(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = FakeCluster(tuning={"mode": mode})
+    cluster.settle()
+    is_late = iter([False, True, False, False, True, True, False, True, False])
+
+    async def answers(target: Target, **_: Any) -> EngineSeen:
+        if next(is_late):
+            await asyncio.sleep(0.1)
+        return cluster.said(target)
+
+    monkeypatch.setattr(metrics, "ask", answers)
+    engines = Engines(cast("httpx.AsyncClient", None), lambda: cluster.now, patience_seconds=0.02)
+    reconciler, loop = a_reconciler(cluster), Loop(KEY, engines)
+    await reconciler.tick(loop)
+    written = cluster.writes
+    for _ in range(8):
+        cluster.now += 5.0
+        await reconciler.tick(loop)
+        await asyncio.sleep(0.1)  # what was late has come before the next look
     assert cluster.writes == written
 
 

@@ -7,7 +7,7 @@ Times are Unix seconds of the operator's clock, unless a name says otherwise.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from trimtab_operator.tuner.knobs import FieldRange, Knob, Values
@@ -172,6 +172,10 @@ class Sample:
     mean_itl: Histogram | None = None
     """Each request's mean gap."""
     requests: RequestNews | None = None
+
+    def repeated(self) -> Sample:
+        """The same numbers in another look; each request is told once."""
+        return replace(self, requests=None)
 
 
 @dataclass(frozen=True, slots=True)
