@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from operator_builders import a_deployment
 from operator_cluster import BROKEN, TICK_SECONDS, TOKEN, FakeCluster
+from trimtab_operator.decisions.plan import allowed_down
 from trimtab_operator.decisions.rollback import from_text
 from trimtab_operator.decisions.surge import PATIENCE_SECONDS, allowed_surge
 from trimtab_operator.decisions.validation import refusals
@@ -277,3 +278,56 @@ def test_whatever_is_asked_for_meanwhile_no_replica_is_lost_while_a_change_rolls
     assert cluster.fewest_ready >= least
     assert len(set(cluster.revisions)) == 1
     assert len(cluster.groups) == cluster.deployment.replicas
+
+
+def ready_pods(cluster: FakeCluster) -> set[str]:
+    return {group.leader["metadata"]["uid"] for group in cluster.groups if group.is_ready and group.leader is not None}
+
+
+def kept_pods(cluster: FakeCluster) -> set[str]:
+    """The pods that nobody has told to go."""
+    owners = {manifest["metadata"]["name"] for (kind, _), manifest in cluster.objects.items() if kind == "StatefulSet"}
+    return {
+        pod["metadata"]["uid"]
+        for pod in cluster.pods.values()
+        if pod["metadata"]["ownerReferences"][0]["name"] in owners
+    }
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_wherever_pods_blink_and_rooms_are_full_no_more_is_taken_than_may_be_missing(seed: int) -> None:
+    """Who serves is taken only while enough others do: all that are wanted, or, where there is no room for one more or
+    none is asked for, all but `maxUnavailable`."""
+    chance = random.Random(seed)
+    replicas, surge, unavailable = chance.randrange(1, 5), chance.choice([0, 1, 2]), chance.choice([1, 2, "50%"])
+    rollout = {"maxSurge": surge, "maxUnavailable": unavailable, "bakeTime": chance.choice(["0s", "10s"])}
+    cluster = settled(replicas, nodes=replicas + chance.choice([0, 1, 9]), rollout=rollout)
+    for _ in range(50):
+        what = chance.random()
+        if what < 0.15:
+            cluster.edit(runtime=a_runtime(f"--seed={chance.randrange(3)}"))
+        elif what < 0.3:
+            cluster.unready = {name for name in cluster.pods if chance.random() < 0.3}
+            cluster.kubelets()
+        elif what < 0.35:
+            cluster.restart_operator()
+        elif what < 0.4:
+            cluster.nodes = replicas + chance.choice([0, 1, 9])
+        before, is_full = ready_pods(cluster), was_no_room(cluster)
+        cluster.turn()
+        left = before & kept_pods(cluster)
+        may_be_missing = allowed_down(cluster.deployment, replicas) if surge == 0 or is_full else 0
+        assert left == before or len(left) >= replicas - may_be_missing
+        cluster.now += TICK_SECONDS
+        cluster.controllers()
+    cluster.unready.clear()
+    cluster.kubelets()
+    cluster.settle()
+    assert len(set(cluster.revisions)) == 1
+    assert len(cluster.groups) == replicas
+
+
+def was_no_room(cluster: FakeCluster) -> bool:
+    """Whether the operator has found that there is none for the change under way."""
+    kept = cluster.objects.get(("ConfigMap", "m-rollout"), {}).get("data", {}).get("rollout.json")
+    return from_text(kept, key=TOKEN).no_room is not None
