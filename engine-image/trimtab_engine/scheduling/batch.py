@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from trimtab_engine.multimodal.items import MultiModalItem
 from trimtab_engine.scheduling.request import Request
 
 
@@ -56,6 +57,10 @@ class Batch:
     """How many of `swap_in` come from there."""
     sampling: list[Request] = field(default_factory=list)
     """Requests that get a token, in the order of the sequences."""
+    displaced: list[bytes] = field(default_factory=list)
+    """Keys of embeddings that are kept no more: they go before `missing` are computed."""
+    missing: list[tuple[bytes, MultiModalItem]] = field(default_factory=list)
+    """Images and videos to compute before the tokens, each by the key that its embeddings are kept by."""
 
     @property
     def kind(self) -> str:

@@ -367,7 +367,9 @@ class BlockManager:
                 self._forget(block)
 
     def _extend_hashes(self, request: Request, num_tokens: int) -> None:
-        extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, num_tokens, request.cache_salt)
+        extend_block_hashes(
+            request.block_hashes, request.token_ids, self.block_size, num_tokens, request.cache_salt, request.spans
+        )
 
     def reset_cache(self) -> None:
         """Forget all content, the host cache's too. What is in use stays in use; it is found no more."""
@@ -549,6 +551,7 @@ class BlockManager:
         end = (other.index + 1) * self.block_size
         one, two = first.request, other.request
         alike = one.token_ids[:end] == two.token_ids[:end] and len(one.token_ids) >= end
+        alike = alike and _contents_before(end, one) == _contents_before(end, two)
         same_place = (first.group, first.index) == (other.group, other.index)
         if one is two or not (alike and same_place and one.num_computed_tokens >= end):
             raise IntegrityError(
@@ -590,6 +593,11 @@ class _Holder:
     request: Request
     group: int
     index: int
+
+
+def _contents_before(end: int, request: Request) -> list[tuple[int, bytes]]:
+    """Where the request's items begin and what they are, of those that have tokens before `end`."""
+    return [(span.offset, span.item.content_hash) for span in request.spans if span.offset < end]
 
 
 def _holders(request: Request) -> Iterator[tuple[_Holder, int]]:

@@ -3,11 +3,18 @@
 The hash of block i covers all tokens up to its end: H(i) = sha256(H(i-1) + tokens of block i), and the chain starts at
 a root that depends on the request's salt. So equal hashes mean equal prefixes under equal salts, and requests with
 different salts share nothing (vLLM V1's scheme; the bytes that are hashed are our own).
+
+Placeholders of two images are the same tokens. So what the items that touch a block are, and where they begin, is
+hashed with its tokens.
 """
 
 import hashlib
+import struct
 from array import array
+from collections.abc import Sequence
 from functools import lru_cache
+
+from trimtab_engine.multimodal.items import Span
 
 NONE_HASH = hashlib.sha256(b"trimtab-none-hash").digest()
 
@@ -19,10 +26,29 @@ def chain_root(cache_salt: str) -> bytes:
 
 
 def extend_block_hashes(
-    hashes: list[bytes], token_ids: list[int], block_size: int, num_tokens: int, cache_salt: str
+    hashes: list[bytes],
+    token_ids: list[int],
+    block_size: int,
+    num_tokens: int,
+    cache_salt: str,
+    spans: Sequence[Span] = (),
 ) -> None:
     """Append to `hashes` until they cover all full blocks of the first `num_tokens` tokens."""
     parent = hashes[-1] if hashes else chain_root(cache_salt)
     for start in range(len(hashes) * block_size, num_tokens - block_size + 1, block_size):
-        parent = hashlib.sha256(parent + array("I", token_ids[start : start + block_size]).tobytes()).digest()
+        end = start + block_size
+        named = parent + array("I", token_ids[start:end]).tobytes()
+        for span in spans:
+            if span.offset < end and start < span.end:
+                named += _name(span)
+        parent = hashlib.sha256(named).digest()
         hashes.append(parent)
+
+
+def _name(span: Span) -> bytes:
+    """What the keys and values of its tokens, and the positions of those behind it, depend on beside the tokens. Its
+    length comes first, so that no other bytes read the same."""
+    item = span.item
+    place = struct.pack("<q3qd", span.offset, *item.grid, item.seconds_per_step)
+    named = b"item" + item.modality.encode() + b"\0" + place + item.content_hash
+    return len(named).to_bytes(8, "little") + named

@@ -15,8 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trimtab_engine.errors import IntegrityError, InvalidRequest
+from trimtab_engine.multimodal.items import check_spans
 from trimtab_engine.scheduling.batch import Batch, Preempted, ScheduledSequence
 from trimtab_engine.scheduling.block_manager import BlockManager, CachedPrefix, Copies, ShrinkPlan
+from trimtab_engine.scheduling.encoder_cache import EncoderCache, Reach
 from trimtab_engine.scheduling.policy import SchedulingPolicy
 from trimtab_engine.scheduling.preemption import VICTIM_CANDIDATES, PreemptionCosts, cheaper_mode, choose_victim
 from trimtab_engine.scheduling.request import Request, RequestStatus
@@ -58,10 +60,13 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         eos_token_ids: Iterable[int] = (),
         num_stages: int = 1,
+        encoder: EncoderCache | None = None,
     ) -> None:
+        """`encoder`: what the device keeps of images and videos; None: the model computes none."""
         self.costs = PreemptionCosts()
         """What preemption is measured to cost; replaced by whoever measures."""
         self._blocks = block_manager
+        self._encoder = encoder
         self._max_model_len = max_model_len
         self._chunked_prefill = enable_chunked_prefill
         self._num_stages = num_stages
@@ -114,6 +119,8 @@ class Scheduler:
             )
         if sampling.max_tokens < 1:
             raise InvalidRequest(f"max_tokens is {sampling.max_tokens}; it must be 1 or more")
+        if request.spans:
+            self._check_items(request)
         request.max_num_tokens = min(request.num_prompt_tokens + sampling.max_tokens, self._max_model_len)
         ends = frozenset() if sampling.ignore_eos else self._eos_token_ids
         request.end_token_ids = ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
@@ -124,6 +131,26 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._waiting.add(request)
         self._stats.note_arrived(request.num_prompt_tokens)
+
+    def _check_items(self, request: Request) -> None:
+        """Raise InvalidRequest unless each of its images and videos can be computed in some step, and all of them in
+        one where prompts are not cut."""
+        if self._encoder is None:
+            raise InvalidRequest("the prompt has images or videos, which this model does not compute; send text alone")
+        check_spans(request.spans, request.num_prompt_tokens)
+        most = self._encoder.largest_item
+        items = {span.item.content_hash: span.item for span in request.spans}.values()
+        largest = max(item.num_tokens for item in items)
+        if largest > most:
+            raise InvalidRequest(
+                f"an image or video takes {largest} tokens, and the largest that is computed {most}; send a smaller one"
+            )
+        together = sum(item.num_tokens for item in items)
+        if not self._chunked_prefill and together > most:
+            raise InvalidRequest(
+                f"the images and videos take {together} tokens together, and without chunked prefill a step computes "
+                f"all of them, {most} tokens at most; send fewer or smaller ones"
+            )
 
     def abort(
         self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
@@ -143,6 +170,8 @@ class Scheduler:
     def disown(self, request: Request) -> None:
         """Let nobody find the blocks that it uses any more: what it computed cannot be trusted."""
         self._blocks.disown(request)
+        if self._encoder is not None:
+            self._encoder.disown(request)
 
     def set_policy(self, policy: SchedulingPolicy) -> None:
         """Be steered by `policy` from the next step on. Lowering limits drains down: what runs goes on."""
@@ -205,6 +234,8 @@ class Scheduler:
         self._blocked = None
         if not (self._swap_out or self._swap_in):  # else the last batch was empty, and took no copies along
             self._blocks.swap_space.settle()
+        if self._encoder is not None:
+            self._encoder.begin_step()
         batch = Batch(self.next_step, [], 0, [])
         budget = self._schedule_running(batch, now)
         if self._waiting:
@@ -223,6 +254,8 @@ class Scheduler:
             batch.swap_in, self._swap_in = self._swap_in, []
             self._num_restored = 0
             self._blocks.swap_space.settle()
+            if self._encoder is not None:
+                batch.displaced = self._encoder.take_displaced()
         return batch
 
     def update(self, batch: Batch, token_ids: Sequence[int | list[int]], now: float) -> list[Sampled]:
@@ -328,11 +361,18 @@ class Scheduler:
                 if owed >= budget or (is_staged and len(batch.sequences) + owed >= share):
                     continue
                 end = start + self._chunk_of(num_left, budget - owed)
+                if request.spans:
+                    reach = self._reach(request, start, end)
+                    if reach.end == start:
+                        continue
+                    end = reach.end
                 samples = end == num_known
             if end > request.num_blocks * block_size:
                 if not self._make_room(index, end, preempted, now):
                     break
                 owed = None if preempted else owed  # fewer may be behind it now
+            if request.spans and not is_decode:
+                self._take_items(batch, request, reach)
             if caching:  # what a decode filled in earlier steps; what a chunk fills now
                 if not is_decode:
                     self._blocks.offer(request, end)
@@ -366,6 +406,19 @@ class Scheduler:
         if 0 < threshold < num_left and len(self._running) + len(self._waiting) > 1:
             num_left = threshold
         return min(num_left, budget)
+
+    def _reach(self, request: Request, start: int, end: int) -> Reach:
+        """How far a request with images or videos can go towards `end`."""
+        assert self._encoder is not None  # else it was refused
+        return self._encoder.reach(request, start, end)
+
+    def _take_items(self, batch: Batch, request: Request, reach: Reach) -> None:
+        """Have the step compute what the request needs to go so far, and keep it for as long as it does."""
+        assert self._encoder is not None
+        missing = self._encoder.take(request, reach)
+        batch.missing += missing
+        self._stats.num_encoded_items += len(missing)
+        self._stats.num_encoded_tokens += sum(item.num_tokens for _, item in missing)
 
     def _num_decodes_behind(self, index: int) -> int:
         """How many of the running requests behind the one at `index` take one token of this step."""
@@ -443,8 +496,15 @@ class Scheduler:
             if not blocks.can_allocate(num_tokens, held, spare=spare):
                 self._blocked = BlockedReason.KV
                 break
-            waiting.pop_head()
             end = start + self._chunk_of(num_tokens - start, budget)
+            if request.spans:
+                reach = self._reach(request, start, end)
+                if reach.end == start or (reach.end < end and not self._chunked_prefill):
+                    self._blocked = BlockedReason.ENCODER
+                    break
+                end = reach.end
+                self._take_items(batch, request, reach)
+            waiting.pop_head()
             self._take_on(request, cached, start, end, now)
             sequence = ScheduledSequence(request, start, end - start, end == num_tokens)
             self._insert_running(sequence)
@@ -539,6 +599,8 @@ class Scheduler:
             request.num_computed_tokens = 0
         else:
             self._swap_out += copies
+        if self._encoder is not None:
+            self._encoder.release(request)
         request.draft_token_ids = []
         request.num_preemptions += 1
         request.preempted_at = now
@@ -571,6 +633,8 @@ class Scheduler:
         self._blocks.free(request)
         self._blocks.swap_space.release(request.host_block_ids)
         request.num_computed_tokens = 0
+        if self._encoder is not None:
+            self._encoder.release(request)
         del self._requests[request.request_id]
 
     def _drop_finished(self) -> None:
@@ -698,3 +762,5 @@ class Scheduler:
                     f"tokens and may have {request.max_num_tokens}"
                 )
         self._blocks.check_integrity(queued)
+        if self._encoder is not None:
+            self._encoder.check_integrity(running)

@@ -18,6 +18,7 @@ class BlockedReason(StrEnum):
     KV = "kv"  # its tokens do not fit into the free blocks, or this step had to preempt
     SEQS = "seqs"  # max_num_seqs requests run already
     TOKENS = "tokens"  # the step's token budget is spent
+    ENCODER = "encoder"  # its next image or video finds no room in the encoder's budget or cache
 
 
 @dataclass(slots=True)
@@ -49,6 +50,9 @@ class SchedulerStats:
     """Tokens of new requests that were looked up and not found on the device, while there is a host cache."""
     host_cache_hits: int = 0
     """How many of these it had."""
+    num_encoded_items: int = 0
+    """Images and videos that steps computed."""
+    num_encoded_tokens: int = 0
 
     def note_arrived(self, num_prompt_tokens: int) -> None:
         self.num_arrived += 1

@@ -20,9 +20,11 @@ from trimtab_engine.config.live.patch import LiveConfig
 from trimtab_engine.config.live.values import Envelope, LiveValues
 from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.kv_groups import uniform_group
+from trimtab_engine.multimodal.items import MultiModalItem, Span
 from trimtab_engine.runner.seats import Seats
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager, Copies
+from trimtab_engine.scheduling.encoder_cache import EncoderCache, key_of, spans_between
 from trimtab_engine.scheduling.policy import PreemptionMode, SchedulingPolicy
 from trimtab_engine.scheduling.request import Request, RequestStatus
 from trimtab_engine.scheduling.sampling import Sampling
@@ -129,6 +131,8 @@ class StubExecutor:
     sights: tuple[Sight, ...]
     blocks: dict[int, Block] = field(default_factory=dict)
     host: dict[int, Block] = field(default_factory=dict)
+    embeddings: dict[bytes, list[int]] = field(default_factory=dict)
+    """What it keeps of images, by key."""
 
     def resize(self, num_blocks: int, moves: Iterable[tuple[int, int]] = (), swap_out: Copies | None = None) -> None:
         self.swap(swap_out or [], [])
@@ -151,8 +155,15 @@ class StubExecutor:
         assert batch.num_offloaded <= len(batch.swap_out)
         assert batch.num_restored <= len(batch.swap_in)
         self.swap(batch.swap_out, batch.swap_in)
+        for key in batch.displaced:
+            del self.embeddings[key]
+        for key, image in batch.missing:
+            assert key not in self.embeddings  # it is computed once, as long as it is kept
+            self.embeddings[key] = seen_of(image)
         for work in prepared.work:
             tokens = work.request.token_ids + work.drafts
+            for span in spans_between(work.request.spans, work.start, work.end):
+                tokens[span.offset : span.end] = self.embeddings[key_of(work.request, span.item)]
             if work.request.status.is_finished:
                 tokens.append(0)  # it ended while its newest token was in flight: that one was dropped
             for group, (table, num_gone) in enumerate(work.tables):
@@ -220,7 +231,7 @@ class Standing:
             assert [s.request for s in batch.sequences] == self.decodes[:budget]
         if any(s.draft_token_ids for s in batch.sequences):
             assert not left_out
-            assert all(r in served for r in self.prefills if r.status is RequestStatus.RUNNING)
+            assert all(r in served or r.spans for r in self.prefills if r.status is RequestStatus.RUNNING)
 
 
 @dataclass
@@ -242,6 +253,32 @@ class Turns:
                     assert times[later] < 2, f"{request.request_id} waits for {later.request_id}"
 
 
+IMAGES = tuple(
+    MultiModalItem("image", bytes([number] * 32), num_tokens, (1, 1, num_tokens), None)
+    for number, num_tokens in enumerate([3, 5, 5, 8])
+)
+PLACEHOLDER = VOCABULARY - 1
+
+
+def seen_of(image: MultiModalItem) -> list[int]:
+    """The tower: what an image's tokens are computed from instead of its placeholders, which all images share."""
+    return [100 + 10 * image.content_hash[0] + row for row in range(image.num_tokens)]
+
+
+def a_prompt_with(parts: list[int | MultiModalItem]) -> tuple[list[int], tuple[Span, ...]]:
+    """Images among runs of so many tokens of text, as far as they fit."""
+    prompt: list[int] = []
+    spans: list[Span] = []
+    for part in parts:
+        if isinstance(part, MultiModalItem) and len(prompt) + part.num_tokens < MAX_MODEL_LEN:
+            spans.append(Span(len(prompt), part))
+            prompt += [PLACEHOLDER] * part.num_tokens
+        elif isinstance(part, int):
+            prompt = [*prompt, *range(part)][: MAX_MODEL_LEN - 1]
+    return prompt, tuple(spans)
+
+
+PARTS = st.lists(st.one_of(st.integers(1, 6), st.sampled_from(IMAGES)), min_size=1, max_size=8)
 SAMPLING = st.builds(
     lambda max_tokens, min_tokens, stop, ignore_eos: Sampling(
         max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=stop, ignore_eos=ignore_eos
@@ -274,6 +311,7 @@ class SchedulerLives(RuleBasedStateMachine):
 
     sights: tuple[Sight, ...] = (SEES_ALL,)
     max_step_tokens = 2 * MAX_MODEL_LEN
+    encoder: EncoderCache | None = None
     num_seats = 12
     """As many tables are remembered; a step has at most as many sequences."""
 
@@ -308,6 +346,7 @@ class SchedulerLives(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             enable_chunked_prefill=self.chunked,
             eos_token_ids=[EOS],
+            encoder=self.encoder,
         )
         self.executor = StubExecutor(self.sights)
         self.executor.resize(self.manager.num_total)
@@ -502,6 +541,69 @@ class LivesOfShortSteps(LivesOverGroups):
     max_step_tokens = 8
 
 
+class LivesWithImages(LivesOverGroups):
+    """Prompts with images, of which the device keeps few and computes few in a step. Placeholders are all alike, so
+    whoever gets another's blocks, or another's embeddings, goes on with wrong tokens."""
+
+    @initialize(
+        blocks=st.integers(BLOCKS_PER_REQUEST, CAP_BLOCKS),
+        policy=POLICIES,
+        host_blocks=st.sampled_from([0, 3, 12, 40]),
+        kept_blocks=st.sampled_from([0, 0, 3, 12, 80]),
+        capacity=st.integers(8, 20),
+        step_budget=st.integers(8, 20),
+    )
+    def start_with(
+        self,
+        blocks: int,
+        policy: SchedulingPolicy,
+        host_blocks: int,
+        kept_blocks: int,
+        capacity: int,
+        step_budget: int,
+    ) -> None:
+        self.encoder = EncoderCache(capacity, step_budget)
+        SchedulerLives.start(self, blocks, policy, True, host_blocks, kept_blocks=kept_blocks)
+
+    start = None  # type: ignore[assignment]  # start_with is the one that hypothesis calls
+
+    @rule(parts=PARTS, sampling=SAMPLING, priority=st.integers(0, 2), salt=st.sampled_from(["", "", "a tenant"]))
+    def add_with_images(
+        self, parts: list[int | MultiModalItem], sampling: Sampling, priority: int = 0, salt: str = ""
+    ) -> None:
+        prompt, spans = a_prompt_with([*parts, 1])
+        request = Request.of(
+            f"r{self.num_added}",
+            prompt,
+            sampling,
+            arrival_time=self.now,
+            priority=priority,
+            cache_salt=salt,
+            spans=spans,
+        )
+        self.num_added += 1
+        self.scheduler.add(request)
+        seen = list(prompt)
+        for span in spans:
+            seen[span.offset : span.end] = seen_of(span.item)
+        self.alive[request.request_id] = (request, seen)
+        self.delivered[request.request_id] = []
+
+    @rule(crowd=st.lists(PARTS, min_size=4, max_size=8))
+    def add_a_crowd_with_images(self, crowd: list[list[int | MultiModalItem]]) -> None:
+        for parts in crowd:
+            self.add_with_images(parts, Sampling(max_tokens=MAX_MODEL_LEN, ignore_eos=True))
+
+    def schedule(self, in_flight: bool = False) -> Prepared:
+        """Neither the budget of a step nor what is kept is ever exceeded; the executor sees to the rest: it has no
+        embeddings but those that it was told to compute and not to drop."""
+        prepared = super().schedule(in_flight)
+        assert self.encoder is not None
+        assert sum(image.num_tokens for _, image in prepared.batch.missing) <= self.encoder.step_budget
+        assert self.encoder.num_kept_tokens <= self.encoder.capacity
+        return prepared
+
+
 LIVES = settings(max_examples=300, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TestSchedulerLives = SchedulerLives.TestCase
 TestSchedulerLives.settings = LIVES
@@ -509,6 +611,8 @@ TestLivesOverGroups = LivesOverGroups.TestCase
 TestLivesOverGroups.settings = settings(LIVES, max_examples=150)
 TestLivesOverChunks = LivesOverChunks.TestCase
 TestLivesOverChunks.settings = settings(LIVES, max_examples=100)
+TestLivesWithImages = LivesWithImages.TestCase
+TestLivesWithImages.settings = settings(LIVES, max_examples=100)
 TestLivesOfShortSteps = LivesOfShortSteps.TestCase
 TestLivesOfShortSteps.settings = settings(LIVES, max_examples=150)
 
