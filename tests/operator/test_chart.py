@@ -56,6 +56,29 @@ def test_the_charts_crd_is_the_repositorys_and_outlives_the_release() -> None:
     assert (CHART / "files" / "crds" / CRD.name).read_text() == CRD.read_text()
 
 
+@pytest.mark.parametrize(("version", "has_rules", "has_words"), [("1.24.0", 0, 0), ("1.28.9", 1, 0), ("1.29.0", 1, 1)])
+def test_an_older_kubernetes_gets_what_its_cel_knows(version: str, has_rules: bool, has_words: bool) -> None:
+    rendered = one(render(options=["--kube-version", version]), "CustomResourceDefinition")
+    wanted = yaml.safe_load(CRD.read_text())
+    for entries in rules_in(wanted):
+        for entry in entries if has_rules and not has_words else []:
+            entry.pop("messageExpression", None)
+    assert bool(rules_in(rendered)) is bool(has_rules)
+    assert not has_rules or rules_in(rendered) == rules_in(wanted)
+
+
+def rules_in(node: Any) -> list[list[dict[str, str]]]:
+    """All CEL rules of a CRD, in order."""
+    if isinstance(node, list):
+        return [found for child in node for found in rules_in(child)]
+    if not isinstance(node, dict):
+        return []
+    own = [node["x-kubernetes-validations"]] if "x-kubernetes-validations" in node else []
+    return own + [
+        found for name, child in node.items() if name != "x-kubernetes-validations" for found in rules_in(child)
+    ]
+
+
 def test_the_crd_can_be_left_out_or_go_with_the_release() -> None:
     assert all(manifest["kind"] != "CustomResourceDefinition" for manifest in render("crds.install=false"))
     assert "annotations" not in one(render("crds.keep=false"), "CustomResourceDefinition")["metadata"]

@@ -48,17 +48,18 @@ SPEC_RULES = [
         "!has(self.engine) || !has(self.engine.maxNumSeqs) || !has(self.engine.maxNumBatchedTokens) || "
         "self.engine.maxNumSeqs <= self.engine.maxNumBatchedTokens",
         "engine.maxNumBatchedTokens must be at least engine.maxNumSeqs: every running request needs one token per step",
-        "'spec.engine.maxNumBatchedTokens: maxNumBatchedTokens (' + string(self.engine.maxNumBatchedTokens) + "
-        "') must be at least maxNumSeqs (' + string(self.engine.maxNumSeqs) + '): every running request needs one "
-        "token per step; raise the former or lower the latter'",
+        "spec.engine.maxNumBatchedTokens: maxNumBatchedTokens (%s) must be at least maxNumSeqs (%s): every running "
+        "request needs one token per step; raise the former or lower the latter",
+        "self.engine.maxNumBatchedTokens",
+        "self.engine.maxNumSeqs",
     ),
 ]
 ROOT_RULES = [
     cel(
         f"self.metadata.name.size() <= {MAX_NAME_LENGTH}",
         f"the name must not exceed {MAX_NAME_LENGTH} characters: names of pods and Services are made from it",
-        "'metadata.name: has ' + string(self.metadata.name.size()) + ' characters; use at most "
-        f"{MAX_NAME_LENGTH}: names of pods and Services are made from it'",
+        f"metadata.name: has %s characters; use at most {MAX_NAME_LENGTH}: names of pods and Services are made from it",
+        "self.metadata.name.size()",
     )
 ]
 PRINTER_COLUMNS = [

@@ -44,8 +44,14 @@ def cel_refusals(body: dict[str, Any], before: dict[str, Any] | None = None) -> 
         values = {"self": node} | ({} if old is None else {"oldSelf": old})
         if not cel.evaluate(entry["rule"], values):
             expression = entry.get("messageExpression")
-            said.append(entry["message"] if expression is None else str(cel.evaluate(expression, values)))
+            words = {**values, "format": _format}
+            said.append(entry["message"] if expression is None else str(cel.evaluate(expression, words)))
     return said
+
+
+def _format(pattern: str, texts: list[str]) -> str:
+    """CEL's `format` of the strings library, which the evaluator lacks, for texts."""
+    return pattern % tuple(texts)
 
 
 def with_defaults(body: Any, node: dict[str, Any] | None = None) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+from crd_rules import cel_rules
 from trimtab_operator.resource.crd import definition, render
 
 ROOT = Path(__file__).parents[3]
@@ -44,6 +47,13 @@ def test_every_string_and_list_is_bounded() -> None:
     bounded = {p for p, n in ALL if "maxLength" in n or "enum" in n or n.get("format") == "date-time"}
     assert [p for p in strings if p not in bounded] == []
     assert [p for p, n in ALL if n.get("type") == "array" and "maxItems" not in n] == []
+
+
+@pytest.mark.parametrize("words", [rule["messageExpression"] for _, rule in cel_rules() if "messageExpression" in rule])
+def test_an_api_server_can_foresee_what_a_message_costs(words: str) -> None:
+    """It refuses a CRD with a text of no bound in a `+`, such as `string(number)`; it asks `format` for none."""
+    assert re.fullmatch(r"'[^'\n]+'\.format\(\[string\([^\n]+\)\]\)", words)
+    assert words.split("'")[1].count("%s") == words.count("string(")
 
 
 def test_the_schema_is_structural() -> None:
