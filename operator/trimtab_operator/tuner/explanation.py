@@ -10,6 +10,7 @@ from trimtab_operator.tuner.moves import Decision, Expectation, Measure, Move, R
 from trimtab_operator.tuner.settings import Mode
 
 MIB = 1 << 20
+MOST_DIGITS = 9  # beyond those that are usual, to tell two figures apart
 
 GUIDE: Mapping[Reason, str] = {
     Reason.KV_CACHE_TOO_SMALL: "Increase gpu_memory_utilization. […] By increasing utilization, you can provide more "
@@ -61,7 +62,8 @@ def _told(decision: Decision) -> list[str]:
             "" if math.isinf(entry.high) else f" (between {_amount(entry, entry.low)} and {_amount(entry, entry.high)})"
         )
         before, after = _amount(entry, entry.before), _amount(entry, entry.after)
-        lines.append(f"    predicted: {entry.measure.value} from {before} to {after}{interval}")
+        change = f"stays at {after}" if before == after else f"from {before} to {after}"
+        lines.append(f"    predicted: {entry.measure.value} {change}{interval}")
     guide = GUIDE.get(decision.reason)
     if guide is not None:
         lines.append(f'    the guide: "{guide}"')
@@ -87,9 +89,9 @@ def _change(move: Move, mode: Mode) -> str:
 
 
 def _preemption(move: Move) -> str:
-    share, count = move.evidence["recomputed_share"], int(move.evidence["preemptions"])
+    twice, count = move.evidence["recomputed_share"], int(move.evidence["preemptions"])
     noun = "preemption" if count == 1 else "preemptions"
-    return f"{share:.1%} of the tokens are computed twice ({count:,} {noun} in a minute)"
+    return f"{percent(twice)} of the tokens are computed twice ({count:,} {noun} in a minute)"
 
 
 def _kv_too_small(move: Move, mode: Mode) -> str:
@@ -117,16 +119,34 @@ def _watermark_not_needed(move: Move, mode: Mode) -> str:
 
 
 def _budget(move: Move, mode: Mode) -> str:
-    now, then = move.evidence["capacity_now"], move.evidence["capacity_then"]
-    rate = move.evidence["requests_per_second"]
-    return f"{_change(move, mode)}: {then:.3g} requests/s within the promises instead of {now:.3g}; {rate:.3g} come"
+    name = next((name for name in _GAINS if f"{name}_then" in move.evidence), "capacity")
+    now, then = move.evidence[f"{name}_now"], move.evidence[f"{name}_then"]
+    told = apart(now, then, percent if name == "attainment" else figure)
+    come = figure(move.evidence["requests_per_second"])
+    return f"{_change(move, mode)}: {_GAINS[name].format(now=told[0], then=told[1])}; {come} requests/s come"
+
+
+_GAINS: Mapping[str, str] = {
+    "capacity": "{then} requests/s within the promises instead of {now}",
+    "attainment": "{then} of the requests within the promises instead of {now}",
+    "good_requests_per_second": "{then} requests/s that keep their promises instead of {now}",
+    "tokens_per_second": "{then} tokens/s instead of {now}, and nothing is promised",
+}
+"""What a budget brings, by the name of the evidence."""
 
 
 def _batch_too_large(move: Move, mode: Mode) -> str:
     step, target = move.evidence["decode_step_seconds"] * 1000, move.evidence["itl_target_seconds"] * 1000
+    running, promised = f"{move.evidence['running']:.0f} requests", f"{figure(target)} ms between tokens are promised"
+    if step <= target:
+        return (
+            f"{_change(move, mode)}: the answers of {running} do not fit the KV cache, those that are preempted stall, "
+            f"and {promised}"
+        )
+    took, target_told = apart(step, target, figure)
     return (
-        f"{_change(move, mode)}: a decode step of {move.evidence['running']:.0f} requests takes {step:.0f} ms, "
-        f"and {target:.0f} ms between tokens are promised"
+        f"{_change(move, mode)}: a decode step of {running} takes {took} ms, and {target_told} ms between tokens are "
+        f"promised"
     )
 
 
@@ -211,17 +231,45 @@ _TELL: Mapping[Reason, Callable[[Move, Mode], str]] = {
 
 
 def _expected(entry: Expectation) -> str:
-    return f"{entry.measure.value} should go from {_amount(entry, entry.before)} to {_amount(entry, entry.after)}"
+    before, after = _amount(entry, entry.before), _amount(entry, entry.after)
+    if before == after:
+        return f"{entry.measure.value} should stay at {after}"
+    return f"{entry.measure.value} should go from {before} to {after}"
 
 
 def _amount(entry: Expectation, value: float) -> str:
     if entry.measure in (Measure.ATTAINMENT, Measure.RECOMPUTED):
-        return f"{value:.1%}"
+        return percent(value)
     if entry.measure in (Measure.TTFT_P95, Measure.ITL_P95):
-        return f"{value * 1000:,.0f} ms"
-    if entry.measure is Measure.CAPACITY:
-        return f"{value:.3g} requests/s"
+        return f"{figure(value * 1000)} ms"
+    if entry.measure in (Measure.CAPACITY, Measure.GOOD):
+        return f"{figure(value)} requests/s"
+    if entry.measure is Measure.TOKENS:
+        return f"{figure(value)} tokens/s"
     return "more" if math.isinf(value) else f"{value:,.0f}"
+
+
+def apart(one: float, other: float, tell: Callable[[float, int], str]) -> tuple[str, str]:
+    """Both figures as `tell` writes them, with as many more digits as tell them apart."""
+    for more in range(MOST_DIGITS):
+        told = tell(one, more), tell(other, more)
+        if told[0] != told[1]:
+            break
+    return told
+
+
+def percent(value: float, more: int = 0) -> str:
+    """A share in percent, with one decimal and some more."""
+    return f"{value:.{1 + more}%}"
+
+
+def figure(value: float, more: int = 0) -> str:
+    """A number with three digits and some more, or all of a larger one's."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:.3g}"
+    decimals = max(0, 2 + more - math.floor(math.log10(abs(value))))
+    told = f"{value:,.{decimals}f}"
+    return told.rstrip("0").rstrip(".") if "." in told else told
 
 
 def _number(value: float) -> str:

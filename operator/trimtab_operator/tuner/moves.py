@@ -84,6 +84,8 @@ class Measure(StrEnum):
     ATTAINMENT = "attainment"  # share of requests that keep every promise
     RECOMPUTED = "recomputed share"  # of the computed tokens
     CAPACITY = "capacity"  # requests a second
+    GOOD = "goodput"  # requests a second that keep every promise, of clients that wait
+    TOKENS = "throughput"  # tokens of answers a second
     TTFT_P95 = "TTFT p95"  # seconds
     ITL_P95 = "ITL p95"  # seconds, of the requests' mean gaps
     KV_TOKENS = "KV tokens"

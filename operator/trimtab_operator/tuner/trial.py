@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from trimtab_operator.tuner.explanation import apart, percent
 from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.moves import Expectation, Measure
 from trimtab_operator.tuner.observation import Interval
@@ -101,9 +102,12 @@ def _by_feeling(trial: Trial, s: Situation, attained: float | None, requests: in
     if not _is_less(attained * come, trial.attained, requests):
         return None
     old = s.predicted(s.with_knob(trial.knob, trial.before))
-    if old is None or _is_less(attained, old.good_share, requests):
-        return f"{attained:.1%} of {requests} requests kept their promises, {trial.attained:.1%} before"
-    return None
+    if old is not None and not _is_less(attained, old.good_share, requests):
+        return None
+    if attained < trial.attained:
+        now, before = apart(attained, trial.attained, percent)
+        return f"{now} of {requests} requests kept their promises, {before} before"
+    return f"{come:.0%} as many requests come as before, and {percent(attained)} of {requests} kept their promises"
 
 
 def _is_less(share: float, reference: float, requests: int) -> bool:

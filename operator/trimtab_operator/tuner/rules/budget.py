@@ -15,7 +15,7 @@ from trimtab_operator.tuner.foresight import Candidate, Foresight
 from trimtab_operator.tuner.foresight.capacity import TOLERANCE
 from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.moves import Expectation, Measure, Move, Reason
-from trimtab_operator.tuner.rules.pressure import expected_attainment
+from trimtab_operator.tuner.rules.gain import clear_gain, rounded
 from trimtab_operator.tuner.situation import Range, Situation
 
 LADDER = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -23,10 +23,15 @@ GAIN = 1.05  # of the capacity: less is within the twin's noise
 GAIN_DEVIATIONS = 3.0  # standard errors of a request's mean work, likewise
 GAIN_BACK = 1.12  # to turn back within REMEMBERED_SECONDS: what is best by a little changes with every hour's lengths
 REMEMBERED_SECONDS = 1800.0
-ATTAINMENT_GAIN = 0.02  # under overload, where no budget holds what comes …
-DEVIATIONS = 2.0  # … and no accident of what was drawn
-TRIED = (0, 2)  # budgets on each side of the present one that are then compared: the next, and a far one
+TRIED = (0, 2)  # budgets on each side of the present one that are compared under overload: the next, and a far one
 UNSURE = 0.1  # of a capacity
+EVIDENCE = {
+    Measure.CAPACITY: "capacity",
+    Measure.ATTAINMENT: "attainment",
+    Measure.GOOD: "good_requests_per_second",
+    Measure.TOKENS: "tokens_per_second",
+}
+"""What a measure is called as evidence."""
 
 
 def better_budget(s: Situation) -> Move | None:
@@ -40,44 +45,47 @@ def better_budget(s: Situation) -> Move | None:
         return None  # nothing is compared with what is not known yet, and replicas are asked for by it first
     others = [budget for budget in rungs(found) if budget != current]
     more = _holding_more(s, foresight, others, current, present)
-    if more is None and present >= s.rate:
-        return None  # not all of them are known yet: next turn
-    expected: tuple[Expectation, ...]
-    capacities = {current: present, **(more or {})}
-    best = max(capacities, key=lambda budget: capacities[budget])
-    if best != current:
-        after = capacities[best]
-        expected = (Expectation(Measure.CAPACITY, present, after, (1 - UNSURE) * after, (1 + UNSURE) * after),)
-    elif present >= s.rate:
+    if more:
+        best = max(more, key=lambda budget: more[budget])
+        then = more[best]
+        gain = Expectation(Measure.CAPACITY, present, then, (1 - UNSURE) * then, (1 + UNSURE) * then)
+        return _move(s, current, best, gain, f"a gain of less than {GAIN - 1:.0%} in the load that is held")
+    if present >= s.rate:
+        return None  # or not all of them are known yet: next turn
+    return _serving_more(s, foresight, others, current)
+
+
+def _serving_more(s: Situation, foresight: Foresight, others: list[int], current: int) -> Move | None:
+    """Under overload, where no budget holds what comes: one under which clearly more is gained of what decides."""
+    below, above = [b for b in others if b < current][::-1], [b for b in others if b > current]
+    tried = [side[index] for side in (below, above) for index in TRIED if index < len(side)]
+    present = foresight.at(_with(s, current), s.rate)
+    gains = {budget: clear_gain(s, present, foresight.at(_with(s, budget), s.rate)) for budget in tried}
+    clear = {budget: gain for budget, gain in gains.items() if gain is not None}
+    if not clear:
         return None
-    else:
-        below, above = [b for b in others if b < current][::-1], [b for b in others if b > current]
-        tried = [current, *(side[index] for side in (below, above) for index in TRIED if index < len(side))]
-        predictions = {budget: foresight.at(_with(s, budget), s.rate) for budget in tried}
-        shares = {budget: prediction.good_share for budget, prediction in predictions.items()}
-        best = max(shares, key=lambda budget: (shares[budget], -abs(budget - current)))
-        least = max(ATTAINMENT_GAIN, DEVIATIONS * predictions[best].good_error)
-        if best == current or shares[best] < shares[current] + least:
-            return None
-        expected = (expected_attainment(s, predictions[best].attainment),)
-        capacities[best] = foresight.capacity(_with(s, best))
-    reason = Reason.CHUNKS_TOO_LARGE if best < current else Reason.CHUNKS_TOO_SMALL
+    best = max(clear, key=lambda budget: (clear[budget].after, -abs(budget - current)))
+    return _move(s, current, best, clear[best], "a gain that chance may have made")
+
+
+def _move(s: Situation, current: int, best: int, gain: Expectation, would_change: str) -> Move:
+    """`gain`: what is predicted to become more, and the reason for it."""
     evidence = {
-        "capacity_now": round(capacities[current], 4),
-        "capacity_then": round(capacities[best], 4),
-        "requests_per_second": round(s.rate, 4),
+        f"{EVIDENCE[gain.measure]}_now": rounded(gain.before),
+        f"{EVIDENCE[gain.measure]}_then": rounded(gain.after),
+        "requests_per_second": rounded(s.rate),
         "blocked_by_tokens_share": round(s.window.blocked_share("tokens"), 4),
     }
     if s.attained is not None:
         evidence["attained"] = round(s.attained, 4)
     return Move(
-        reason,
+        Reason.CHUNKS_TOO_LARGE if best < current else Reason.CHUNKS_TOO_SMALL,
         Knob.MAX_NUM_BATCHED_TOKENS,
         current,
         best,
         evidence,
-        expected,
-        f"a gain of less than {GAIN - 1:.0%} in the load that is held, as with other lengths or promises",
+        (gain,),
+        f"{would_change}, as with other lengths or promises",
     )
 
 

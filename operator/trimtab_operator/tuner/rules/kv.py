@@ -30,10 +30,12 @@ def grow_kv(s: Situation) -> Move | None:
     if room < SMALLEST_STEP or room * s.ledger.device_bytes < s.ledger.bytes_per_block:
         return None
     for after in _targets(s, float(found.current), room):
+        gained = (s.blocks_at(after) - s.ledger.blocks_total) * s.ledger.block_size
+        if gained <= 0:
+            continue
         expected = expected_relief(s, Knob.GPU_MEMORY_UTILIZATION, after)
         if expected is None:
             continue
-        gained = (s.blocks_at(after) - s.ledger.blocks_total) * s.ledger.block_size
         tokens = Expectation(
             Measure.KV_TOKENS,
             s.ledger.kv_tokens,

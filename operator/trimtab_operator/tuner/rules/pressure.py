@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from trimtab_operator.tuner.foresight import Prediction
 from trimtab_operator.tuner.knobs import Knob, Value
 from trimtab_operator.tuner.moves import Expectation, Measure
+from trimtab_operator.tuner.rules.gain import UNSURE, clear_gain, is_harm, what_decides
 from trimtab_operator.tuner.situation import Situation
 
 PRESSED_SHARE = 0.01  # of the computed tokens, computed twice: less costs less than a move may
 FULL = 0.8  # of the KV cache: where no look found more in use, want of room is not the cause
-HARM = 0.005  # of the requests that keep their promises: a move that is predicted to cost more is not made
-GAIN_DEVIATIONS = 2.0  # standard errors of that share, which clients that wait must gain of what they were promised
-UNSURE = 0.02  # of a share: what a prediction of it is off by, mostly
+LEAST_RELIEF = 0.1  # of what is computed twice: a move that is predicted to spare less of it is none against it
 
 
 def is_pressed(s: Situation) -> bool:
@@ -42,32 +40,24 @@ def evidence(s: Situation) -> dict[str, float]:
 
 def expected_relief(s: Situation, knob: Knob, value: Value) -> tuple[Expectation, ...] | None:
     """What a move against preemption should bring; None when it is predicted not to be worth it. Without foresight:
-    that at least half of what is computed twice is spared."""
+    that at least half of what is computed twice is spared.
+
+    The queue of a stream drains by what is spared: no harm is enough. That of clients that wait fills again: for them
+    it must bring clearly more of what decides.
+    """
     share = s.window.recomputed_share
     before, after = s.predicted(s.candidate), s.predicted(s.with_knob(knob, value))
     if before is None or after is None:
         return (Expectation(Measure.RECOMPUTED, share, 0.0, 0.0, share / 2),)
-    if not _is_worth_it(s, before, after):
+    left = after.recomputed_share
+    if before.recomputed_share > 0:
+        left *= share / before.recomputed_share  # what is seen, changed as the prediction is
+    if left > (1 - LEAST_RELIEF) * share:
         return None
-    spared = Expectation(
-        Measure.RECOMPUTED, share, after.recomputed_share, 0.0, max(share / 2, after.recomputed_share + UNSURE)
+    is_worth_it = (
+        clear_gain(s, before, after) is not None if s.memory.clients.do_wait else not is_harm(s, before, after)
     )
-    return (spared, expected_attainment(s, after.attainment))
-
-
-def _is_worth_it(s: Situation, before: Prediction, after: Prediction) -> bool:
-    """Whether users are better off for it. A stream's queue drains by what is spared: no harm is enough. That of
-    clients that wait fills again: for them it must bring more answers that keep their promises or, where nobody
-    promised anything and most of the defaults are broken whatever is done, more tokens."""
-    if not s.memory.clients.do_wait:
-        return after.good_share >= before.good_share - HARM
-    if s.objectives.are_given:
-        return after.good_share >= before.good_share + GAIN_DEVIATIONS * after.good_error
-    return after.tokens_per_second > before.tokens_per_second
-
-
-def expected_attainment(s: Situation, after: float) -> Expectation:
-    """The share of requests that keep their promises, as felt or predicted now and as predicted afterwards."""
-    now = s.predicted(s.candidate)
-    before = now.attainment if now is not None else (s.attained if s.attained is not None else after)
-    return Expectation(Measure.ATTAINMENT, before, after, max(0.0, after - UNSURE), min(1.0, after + UNSURE))
+    if not is_worth_it:
+        return None
+    spared = Expectation(Measure.RECOMPUTED, share, left, 0.0, max(share / 2, left + UNSURE))
+    return (spared, what_decides(s, before, after))

@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 
 from trimtab_operator.tuner.knobs import Knob
-from trimtab_operator.tuner.moves import Expectation, Move, Reason
-from trimtab_operator.tuner.rules.pressure import expected_attainment, is_pressed, peak_usage
+from trimtab_operator.tuner.moves import Expectation, Measure, Move, Reason
+from trimtab_operator.tuner.rules.gain import clear_gain, is_harm, what_decides
+from trimtab_operator.tuner.rules.pressure import is_pressed, peak_usage
 from trimtab_operator.tuner.situation import Situation
 
-CLEARLY = 0.02  # of the requests that keep their promises, that a change of seats must gain by prediction
 NEEDED_FACTOR = 1.1  # of the sequences that must run for what comes to be served
 BLOCKED_SHARE = 0.05  # of the time that the queue waits for a seat
 MORE = 1.5  # times the seats, at a step
 KV_AT_MOST = 0.9  # of the cache in use after more are admitted
+SOONER = 0.05  # by which slow first tokens must come sooner, by prediction, for more seats
 
 
 def fewer_seats(s: Situation) -> Move | None:
@@ -45,22 +46,23 @@ def fewer_seats(s: Situation) -> Move | None:
     tried = {max(least, min(float(found.current), value)) for value in (fit, 0.85 * fit, NEEDED_FACTOR * fit)}
     shares = {int(seats): s.foresight.at(s.with_knob(Knob.MAX_NUM_SEQS, int(seats)), s.rate) for seats in tried}
     best = max(shares, key=lambda seats: (shares[seats].good_share, seats))
-    if best >= found.current or shares[best].good_share < present.good_share + CLEARLY:
-        return None
+    expected = clear_gain(s, present, shares[best])
+    if best >= found.current or expected is None or expected.measure is Measure.TOKENS:
+        return None  # only a promise may have others wait for the sake of what runs
     return Move(
         Reason.BATCH_TOO_LARGE,
         Knob.MAX_NUM_SEQS,
         found.current,
         best,
         {
-            "decode_step_seconds": round(step, 5),
+            "decode_step_seconds": round(step, 7),
             "itl_target_seconds": target,
             "running": round(running, 2),
             "context_tokens": round(context, 1),
             "requests_per_second": round(s.rate, 4),
         },
-        (expected_attainment(s, shares[best].attainment),),
-        f"decode steps within {target * 1000:.0f} ms",
+        (expected,),
+        f"decode steps within {target * 1000:.0f} ms" if step > target else "room for all that runs",
     )
 
 
@@ -78,9 +80,11 @@ def more_seats(s: Situation) -> Move | None:
     expected: tuple[Expectation, ...] = ()
     present, then = s.predicted(s.candidate), s.predicted(s.with_knob(Knob.MAX_NUM_SEQS, after))
     if present is not None and then is not None:
-        if then.good_share < present.good_share:
+        if is_harm(s, present, then) or then.ttft_p95 > (1 - SOONER) * present.ttft_p95:
             return None
-        expected = (expected_attainment(s, then.attainment),)
+        low, high = then.interval(then.ttft_p95, 0.0)
+        sooner = Expectation(Measure.TTFT_P95, present.ttft_p95, then.ttft_p95, low, high)
+        expected = (sooner, what_decides(s, present, then))
     return Move(
         Reason.TOO_FEW_SEATS,
         Knob.MAX_NUM_SEQS,

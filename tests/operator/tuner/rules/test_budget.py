@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import cast
 
 import pytest
-from trimtab_operator.tuner.foresight import Candidate, Foresight
+from trimtab_operator.tuner.explanation import sentence_of
+from trimtab_operator.tuner.foresight import Candidate, Foresight, Prediction
 from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.load.clients import Clients, Count
 from trimtab_operator.tuner.moves import Decision, Move, Reason
-from trimtab_operator.tuner.objectives import Objectives, Ttft
+from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
 from trimtab_operator.tuner.observation import observe
 from trimtab_operator.tuner.observation.track import Patience, Track
 from trimtab_operator.tuner.rules.budget import better_budget
@@ -44,8 +46,41 @@ class SmallHoldMore:
         return self.capacity(candidate) >= rate
 
 
-def wanted(
-    gain: float, *, error: float, history: tuple[Decision, ...] = (), unknown: tuple[int, ...] = ()
+@dataclass
+class Overloaded:
+    """Foresight by which no budget holds what comes, and what users feel with 8,192 and with less."""
+
+    kept: tuple[float, float]
+    """Shares of requests that keep their promises."""
+    tokens: tuple[float, float]
+
+    sampling_error: float = 0.01
+
+    def capacity(self, _candidate: Candidate) -> float:
+        return 0.657
+
+    def capacity_later(self, candidate: Candidate) -> float:
+        return self.capacity(candidate)
+
+    def as_known(self, candidate: Candidate) -> float:
+        return self.capacity(candidate)
+
+    def attains_later(self, _candidate: Candidate, rate: float) -> bool:
+        return rate <= 0.657
+
+    def at(self, candidate: Candidate, _rate: float) -> Prediction:
+        index = int(candidate.max_num_batched_tokens < 8192)
+        kept = self.kept[index]
+        return Prediction(kept, kept, kept, 1.0, 2.0, 0.05, 0.1, 0.0, self.tokens[index], 10.0, 900, kept)
+
+
+GIVEN = Objectives(Ttft(2.0))
+DEFAULTS = Objectives(Ttft(0.1), Itl(0.05), are_given=False)
+WAIT = Clients(tuple(Count(1, 16, 6, 9) for _ in range(4)))
+
+
+def wanted_by(
+    foresight: SmallHoldMore | Overloaded, memory: Memory | None = None, promised: Objectives = GIVEN
 ) -> Move | None:
     tracks: dict[str, Track] = {}
     for now in (NOW - 30, NOW - 15, NOW):
@@ -53,25 +88,30 @@ def wanted(
     window, ledger = observation.total(seconds=60.0), observation.trusted[0].ledger
     assert window is not None
     assert ledger is not None
-    promised = Objectives(Ttft(2.0))
     return better_budget(
         Situation(
             now=NOW,
             settings=Settings(Mode.AUTO, promised, starts=KNOBS),
-            memory=Memory(history=history),
+            memory=memory or Memory(),
             observation=observation,
             window=window,
             ranges={BUDGET: Range(8192, 64, 8192, True)},
             ledger=ledger,
             objectives=promised,
             cost=StepCost(8e-3, 6e-5, 3e-5, 4e-9),
-            foresight=cast("Foresight", SmallHoldMore(gain, error, unknown)),
+            foresight=cast("Foresight", foresight),
             rate=5.0,
             replicas=1,
             coming=0,
             attained=None,
         )
     )
+
+
+def wanted(
+    gain: float, *, error: float, history: tuple[Decision, ...] = (), unknown: tuple[int, ...] = ()
+) -> Move | None:
+    return wanted_by(SmallHoldMore(gain, error, unknown), Memory(history=history))
 
 
 @pytest.mark.parametrize(
@@ -98,3 +138,26 @@ def test_who_has_just_raised_it_needs_twice_as_much_to_lower_it(gain: float, mov
 def test_what_is_still_searched_is_not_compared(unknown: int) -> None:
     assert wanted(2.0, error=0.001) is not None
     assert wanted(2.0, error=0.001, unknown=(unknown,)) is None
+
+
+@pytest.mark.parametrize("clients", [Clients(), WAIT], ids=["a stream", "clients that wait"])
+def test_where_nobody_promised_anything_a_few_more_defaults_kept_in_an_overload_move_nothing(clients: Clients) -> None:
+    """A fifth keeps three times what an idle engine takes, a quarter with another budget: that is nobody's promise."""
+    memory = Memory(clients=clients)
+    assert wanted_by(Overloaded((0.207, 0.245), (100.0, 100.5)), memory, DEFAULTS) is None
+    more = wanted_by(Overloaded((0.207, 0.245), (100.0, 105.0)), memory, DEFAULTS)
+    assert more is not None
+    assert "105 tokens/s instead of 100, and nothing is promised" in sentence_of(more, Mode.AUTO)
+
+
+def test_where_something_is_promised_the_figures_that_decide_are_told() -> None:
+    overload = Overloaded((0.207, 0.245), (100.0, 100.0))
+    stream, clients = wanted_by(overload), wanted_by(overload, Memory(clients=WAIT))
+    assert stream is not None
+    assert clients is not None
+    assert "24.5% of the requests within the promises instead of 20.7%" in sentence_of(stream, Mode.AUTO)
+    assert "1.23 requests/s that keep their promises instead of 1.03" in sentence_of(clients, Mode.AUTO)
+
+
+def test_what_chance_may_have_made_of_what_was_drawn_moves_nothing() -> None:
+    assert wanted_by(Overloaded((0.50, 0.53), (100.0, 100.0))) is None  # a standard error is 1.7 %

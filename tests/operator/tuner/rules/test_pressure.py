@@ -32,11 +32,13 @@ class ByWatermark:
 
     good: tuple[float, float]
     tokens: tuple[float, float]
+    twice: tuple[float, float] = (0.2, 0.05)
+    """Shares of the tokens that are computed twice."""
 
     def at(self, candidate: Candidate, _rate: float) -> Prediction:
         index = int(candidate.watermark > 0)
         good = self.good[index]
-        return Prediction(good, good, good, 1.0, 2.0, 0.05, 0.1, 0.2, self.tokens[index], 10.0, 900, good)
+        return Prediction(good, good, good, 1.0, 2.0, 0.05, 0.1, self.twice[index], self.tokens[index], 10.0, 900, good)
 
 
 def a_situation(objectives: Objectives, memory: Memory, foresight: ByWatermark | None) -> Situation:
@@ -81,7 +83,12 @@ def test_clients_that_wait_must_get_more_answers_that_keep_their_promises(after:
     assert is_made(GIVEN, WAIT, ByWatermark((0.60, after), (100.0, 120.0))) is made
 
 
-@pytest.mark.parametrize(("tokens", "made"), [(105.0, True), (95.0, False)])
+@pytest.mark.parametrize(("after", "made"), [(0.1, True), (0.19, False), (0.3, False)])
+def test_a_move_against_preemption_must_spare_some_of_what_is_computed_twice(after: float, made: bool) -> None:
+    assert is_made(GIVEN, Clients(), ByWatermark((0.60, 0.60), (100.0, 100.0), (0.2, after))) is made
+
+
+@pytest.mark.parametrize(("tokens", "made"), [(105.0, True), (101.0, False), (95.0, False)])
 def test_clients_that_wait_and_were_promised_nothing_must_get_more_tokens(tokens: float, made: bool) -> None:
     """Of the defaults, three times what an idle engine takes, a full engine breaks most, with a watermark and without:
     what chance leaves of them tells nothing."""
