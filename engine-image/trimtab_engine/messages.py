@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from trimtab_engine.config.engine import LogLevel
-from trimtab_engine.multimodal.items import Span
+from trimtab_engine.multimodal.items import Modality, Span
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -34,6 +34,8 @@ class CoreStart(msgspec.Struct):
     clients: list[ClientAddresses]
     clock_offset: float = 0.0
     """Seconds to add to this host's CLOCK_MONOTONIC to have that of the API servers, which are on another one."""
+    media_cache_bytes: int = 0
+    """How much of images and videos the core keeps for each client, which then sends their hashes alone."""
     joins: bool = False
     """Beside cores that serve already: when it has loaded it says so, and waits for the call `adopt`."""
 
@@ -58,7 +60,8 @@ class AddRequest(msgspec.Struct, tag="add"):
     client_index: int = 0
     """Which API server asked: its outputs go there. The index is the place in the core's list of clients."""
     spans: tuple[Span, ...] = ()
-    """Images and videos in the prompt, in its order; the prompt's ids are placeholders there."""
+    """Images and videos in the prompt, in its order; the prompt's ids are placeholders there. On its way the prompt has
+    one placeholder for each, and items that the core has lack their patches (multimodal/mirror.py)."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):
@@ -202,6 +205,12 @@ class StartWave(msgspec.Struct, tag="wave"):
     number: int
 
 
+class ForgetMedia(msgspec.Struct, tag="forget_media"):
+    """Forget this client's images and videos: what it sends from now on comes whole."""
+
+    client_index: int
+
+
 class RetireSeen(msgspec.Struct, tag="retire_seen"):
     """The answer to CoreRetiring: this client sends the core no further request."""
 
@@ -212,7 +221,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Leave the loop; requests that still run are aborted."""
 
 
-ToCore = AddRequest | AbortRequests | AdminCall | StartWave | RetireSeen | Shutdown
+ToCore = AddRequest | AbortRequests | AdminCall | StartWave | ForgetMedia | RetireSeen | Shutdown
 
 
 # --- engine core -> API server ------------------------------------------------------------------------------------
@@ -237,6 +246,8 @@ class CoreReady(msgspec.Struct, tag="ready"):
     """Label values of vllm:cache_config_info."""
     num_ranks: int = 1
     """That really run for this core."""
+    modalities: list[Modality] = []
+    """What this engine computes besides text."""
 
 
 class CoreBusy(msgspec.Struct, tag="busy"):

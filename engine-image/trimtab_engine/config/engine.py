@@ -82,6 +82,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_offload_bytes: int = 0
     """Host memory for what the KV cache evicts; 0: it is forgotten."""
     kv_offload_bytes_cap: int = 0
+    mm_processor_cache_bytes: int = 4 << 30
+    """Of images and videos that were processed: kept by each API server, and again by each engine core. 0: none."""
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
     """Schedule the next step while the device works on one. None: on CUDA."""
@@ -167,6 +169,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_local_api_servers(self) -> int:
         """On this node: the first one has them all."""
         return self.api_server_count if self.node_rank == 0 else 0
+
+    @property
+    def media_cache_bytes(self) -> int:
+        """How much of images and videos a core keeps for each API server: its cache is divided among them."""
+        return self.mm_processor_cache_bytes // max(1, self.api_server_count)
 
     @property
     def has_first_process(self) -> bool:

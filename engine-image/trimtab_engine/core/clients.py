@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import zmq
 
+from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.messages import (
     REFUSED,
     AbortRequests,
@@ -12,11 +13,13 @@ from trimtab_engine.messages import (
     ClientAddresses,
     ClientOutputs,
     CoreFailed,
+    ForgetMedia,
     FromCore,
     SequenceOutput,
     StepOutputs,
     ToCore,
 )
+from trimtab_engine.multimodal.mirror import Receiver
 from trimtab_engine.processes.network import is_ipv6_url, is_on_network
 from trimtab_engine.processes.shared_secret import SharedSecret
 
@@ -46,10 +49,13 @@ def _open_to(socket: "zmq.Socket[bytes]", address: str, secret: SharedSecret | N
 
 class Clients:
     """Two one-way sockets to each client (API server). The clients bind, the core connects. `secret`: that of the
-    nodes, for clients on another one."""
+    nodes, for clients on another one. `media_cache_bytes`: how much of its images and videos is kept for each."""
 
-    def __init__(self, clients: Sequence[ClientAddresses], secret: SharedSecret | None = None) -> None:
+    def __init__(
+        self, clients: Sequence[ClientAddresses], secret: SharedSecret | None = None, *, media_cache_bytes: int = 0
+    ) -> None:
         self._secret = secret
+        self._media = [Receiver(media_cache_bytes) for _ in clients]
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         for client in clients:
@@ -103,8 +109,27 @@ class Clients:
         while self._inbox.poll(0 if messages else timeout_milliseconds):
             message = self._decoder.decode(self._inbox.recv())
             self._note_client(message)
+            match message:
+                case AddRequest(spans=spans) if spans and not self._is_completed(message):
+                    continue
+                case ForgetMedia(index):
+                    self._media[index].clear()
+                    continue
             messages.append(message)
         return messages
+
+    def _is_completed(self, message: AddRequest) -> bool:
+        """Whether the request has all its placeholders and patches now; else it has ended."""
+        try:
+            message.prompt_token_ids, message.spans = self._media[message.client_index].completed(
+                message.prompt_token_ids, message.spans
+            )
+        except (IntegrityError, InvalidRequest) as error:
+            self._client_of.pop(message.request_id, None)
+            ended = SequenceOutput(message.request_id, [], "error", error=str(error), is_engines_fault=True)
+            self.send(ClientOutputs([ended]), message.client_index)
+            return False
+        return True
 
     def _note_client(self, message: ToCore) -> None:
         match message:

@@ -234,7 +234,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API server tells us what to do
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     start = msgspec.json.decode(sys.stdin.readline(), type=CoreStart)
-    clients = Clients(start.clients, _secret(start))
+    clients = Clients(start.clients, _secret(start), media_cache_bytes=start.media_cache_bytes)
     try:
         config = msgspec.convert(start.config, EngineConfig)
         set_log_level(config.log_level)

@@ -38,6 +38,7 @@ from trimtab_engine.messages import (
     CoreReady,
     CoreRetiring,
     EngineState,
+    ForgetMedia,
     FromCore,
     LoadProgress,
     PatchConfig,
@@ -52,6 +53,7 @@ from trimtab_engine.messages import (
     ToCore,
     WakeUp,
 )
+from trimtab_engine.multimodal.mirror import Sender
 from trimtab_engine.processes.network import is_ipv6_url, is_on_network
 from trimtab_engine.processes.shared_secret import SharedSecret
 
@@ -76,7 +78,8 @@ class CoreClient:
     `on_step` with the statistics of each step, in order; only client 0 gets those. `on_state` is called whenever the
     state of all cores together is another, `on_gone` with the rank of a core that has retired, or could not join.
     `silence_timeout`: seconds after which a core that says nothing counts as hung; 0: never. `secret`: what cores on
-    other nodes have to know.
+    other nodes have to know. `media_cache_bytes`: how much each core keeps of this client's images and videos, as it
+    was told when it was started.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class CoreClient:
         first_rank: int = 0,
         silence_timeout: float = 0.0,
         secret: SharedSecret | None = None,
+        media_cache_bytes: int = 0,
         on_ready: Callable[[CoreReady], None] | None = None,
         on_step: Callable[[StepStats], None] | None = None,
         on_state: Callable[[EngineState], None] | None = None,
@@ -98,6 +102,8 @@ class CoreClient:
         self.roster = CoreRoster(len(addresses), num_initial or len(addresses))
         self._vital_signs = VitalSigns(silence_timeout)
         self._secret = secret
+        self._media = [Sender(media_cache_bytes) for _ in addresses]
+        self._media_cache_bytes = media_cache_bytes
         self._joining: dict[int, asyncio.Future[None]] = {}
         self._on_ready, self._on_step, self._on_state, self._on_gone = on_ready, on_step, on_state, on_gone
         self._states: dict[int, EngineState] = {}
@@ -189,7 +195,7 @@ class CoreClient:
         finished = False
         try:
             self._raise_if_dead()
-            self._send(request, asked.core)
+            self._send_request(request, asked.core)
             while not finished:
                 output = await asked.outputs.get()
                 if output is None:
@@ -224,7 +230,19 @@ class CoreClient:
         asked.core = self._balancer.choose(refused, among=serving)
         self._balancer.sent(asked.core)
         request.may_queue = refused.issuperset(serving)
-        self._send(request, asked.core)
+        self._send_request(request, asked.core)
+
+    def _send_request(self, request: AddRequest, core: int) -> None:
+        if request.spans:
+            token_ids, spans = self._media[core].shortened(request.prompt_token_ids, request.spans)
+            request = msgspec.structs.replace(request, prompt_token_ids=token_ids, spans=spans)
+        self._send(request, core)
+
+    def forget_media(self) -> None:
+        """Have all cores forget this client's images and videos."""
+        for core in self.roster.present:
+            self._media[core].clear()
+            self._send(ForgetMedia(self._client_index), core)
 
     def abort(self, request_ids: list[str]) -> None:
         """Free these requests at the next step boundary. Never waits, so that it is safe while being cancelled."""
@@ -316,6 +334,7 @@ class CoreClient:
         """A core that is about to be started beside those that serve: done when it has loaded, EngineDead when it ends
         before."""
         self.roster.joins(core)
+        self._media[core] = Sender(self._media_cache_bytes)  # another process, which has nothing yet
         self._progress[core] = LoadProgress("starting", 0.0)
         future = self._joining[core] = asyncio.get_running_loop().create_future()
         return future

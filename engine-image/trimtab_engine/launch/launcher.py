@@ -110,7 +110,9 @@ class CoreLauncher:
         return first, [self._core_start(core) for core in range(first, first + count)]
 
     def _core_start(self, core: int) -> CoreStart:
-        return CoreStart(msgspec.to_builtins(self._configs[core]), [addresses[core] for addresses in self.addresses])
+        config = self._configs[core]
+        addresses = [addresses[core] for addresses in self.addresses]
+        return CoreStart(msgspec.to_builtins(config), addresses, media_cache_bytes=config.media_cache_bytes)
 
     async def close(self, client: CoreClient) -> None:
         """End the cores, by word if they still listen, and remove the sockets."""

@@ -15,6 +15,8 @@ import msgspec
 
 from trimtab_engine.processes.frames import MAX_FRAME_BYTES, PREFIX, encode_frame
 
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""A worker computes one thing at a time; threads for every CPU would take its address space."""
 START_SECONDS = 60.0  # for a process to start and read what it needs; about half a second on an idle machine
 
 
@@ -97,7 +99,7 @@ class WorkerPool:
                 self._module,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                env={**os.environ, **ONE_THREAD},
                 start_new_session=True,  # Ctrl-C is for the server, which ends this one
             )
         )

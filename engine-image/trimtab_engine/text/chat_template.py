@@ -133,7 +133,13 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
     *before, last = messages
     if not last.get("content"):
         raise InvalidRequest("continue_final_message needs a last message with content to go on with")
-    return [*before, {**last, "content": last["content"] + END_OF_MESSAGE}]
+    content = last["content"]
+    if isinstance(content, str):
+        return [*before, {**last, "content": content + END_OF_MESSAGE}]
+    *parts, end = content
+    if "text" not in end:
+        raise InvalidRequest("continue_final_message needs a last message that ends with text to go on with")
+    return [*before, {**last, "content": [*parts, {**end, "text": end["text"] + END_OF_MESSAGE}]}]
 
 
 def _up_to_mark(text: str) -> str:

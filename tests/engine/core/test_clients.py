@@ -19,6 +19,8 @@ from trimtab_engine.messages import (
     StepStats,
     ToCore,
 )
+from trimtab_engine.multimodal.items import MultiModalItem, Patches, Span
+from trimtab_engine.multimodal.mirror import Sender
 from trimtab_engine.scheduling.sampling import Sampling
 
 TIMEOUT_MILLISECONDS = 10_000
@@ -73,6 +75,42 @@ def test_outputs_go_to_the_one_who_asked_and_statistics_to_the_first(three: Thre
     assert first.receive() == StepOutputs([], STATS)
     assert second.receive() == ClientOutputs([SequenceOutput("a", [7])], 1)
     assert third.receive() == ClientOutputs([SequenceOutput("b", [8], "stop")], 1)
+
+
+def an_image() -> MultiModalItem:
+    return MultiModalItem("image", b"digest", 3, (1, 2, 6), Patches(1, bytes(12), bytes(1024)))
+
+
+def test_images_that_come_by_name_are_put_back_for_each_client_alone(tmp_path: Path) -> None:
+    addresses = [ClientAddresses(f"ipc://{tmp_path}/t{i}", f"ipc://{tmp_path}/f{i}") for i in range(2)]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    first, second = (Client(context, each) for each in addresses)
+    link, sender = Clients(addresses, media_cache_bytes=10_000), Sender(10_000)
+
+    def sent(request_id: str) -> AddRequest:
+        token_ids, spans = sender.shortened([5, 9, 9, 9, 6], [Span(1, an_image())])
+        return AddRequest(request_id, token_ids, Sampling(), 0.0, spans=spans)
+
+    for request_id in ("whole", "by name"):
+        first.send(sent(request_id))
+        (received,) = link.receive(TIMEOUT_MILLISECONDS)
+        assert isinstance(received, AddRequest)
+        assert (received.prompt_token_ids, received.spans) == ([5, 9, 9, 9, 6], (Span(1, an_image()),))
+    stranger = sent("by another's name")
+    stranger.client_index = 1
+    second.send(stranger)
+    first.send(AbortRequests(["x"]))
+    heard: list[ToCore] = []
+    while AbortRequests(["x"]) not in heard or not second.has_more():
+        heard += link.receive(50)
+    assert heard == [AbortRequests(["x"])]
+    answer = second.receive()
+    assert isinstance(answer, ClientOutputs)
+    (output,) = answer.outputs
+    assert (output.finish_reason, output.is_engines_fault) == ("error", True)
+    assert "which this core lacks" in output.error
+    link.close()
+    context.destroy(linger=0)
 
 
 def test_a_client_without_outputs_hears_nothing(three: Three) -> None:

@@ -57,6 +57,13 @@ def lifecycle_routes(state: ServerState) -> APIRouter:
         asked = await _asked(request, {"reset_running_requests"})
         return _response(await _call(state, _reset(asked)))
 
+    async def reset_mm_cache(request: Request) -> Response:
+        await _asked(request, set())
+        if state.core.ready is None:
+            raise ApiError(503, state.not_ready_reason or "the engine is loading")
+        state.on_forget_media()
+        return JSONResponse({"reset": True})
+
     async def show(request: Request) -> Response:
         return _response(await _call(state, GetLifecycle()))
 
@@ -66,6 +73,7 @@ def lifecycle_routes(state: ServerState) -> APIRouter:
         "sleep": sleep,
         "wake_up": wake_up,
         "reset_prefix_cache": reset_prefix_cache,
+        "reset_mm_cache": reset_mm_cache,
     }
     for prefix in ("/admin/v1", ""):
         for name, route in posts.items():

@@ -22,6 +22,10 @@ class CacheMetrics:
         )
         self._queries = families.counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache")
         self._hits = families.counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache")
+        self._media_queries = families.counter(
+            "vllm:mm_cache_queries", "Images and videos looked up in the processor cache"
+        )
+        self._media_hits = families.counter("vllm:mm_cache_hits", "Images and videos found in the processor cache")
         self._evicted = families.counter(
             "trimtab_evicted_blocks", "Cached KV blocks taken for something else: what a larger KV cache would keep"
         )
@@ -46,6 +50,11 @@ class CacheMetrics:
             self._offloaded.labels(*self._values, direction)
         for place in (DEVICE, HOST):
             self._cached_by_source.labels(*self._values, place)
+
+    def media_looked_up(self, queries: int, hits: int) -> None:
+        """By a request, in its API server."""
+        self._media_queries.inc(queries)
+        self._media_hits.inc(hits)
 
     def on_step(self, stats: StepStats) -> None:
         if stats.num_prompt_tokens:

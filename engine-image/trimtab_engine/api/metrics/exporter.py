@@ -115,6 +115,11 @@ class EngineExporter:
         if self.metrics is not None:
             self.metrics.rejected(reason)
 
+    def media_looked_up(self, queries: int, hits: int) -> None:
+        """The processor cache is the servers': it is counted with the first core's."""
+        if self.metrics is not None:
+            self.metrics.media_looked_up(queries, hits)
+
     async def exposition(self) -> bytes:
         return self.text()
 

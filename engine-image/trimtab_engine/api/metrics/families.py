@@ -135,6 +135,10 @@ class EngineMetrics:
         """A request was refused because the queue is as long as it may be."""
         self._rejections.labels(*self._values, reason).inc()
 
+    def media_looked_up(self, queries: int, hits: int) -> None:
+        """Images and videos were looked up in the processor cache."""
+        self._cache.media_looked_up(queries, hits)
+
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
 

@@ -47,6 +47,9 @@ class Observer(Protocol):
     def rejected(self, reason: str) -> None:
         """A request was refused because the queue is as long as it may be."""
 
+    def media_looked_up(self, queries: int, hits: int) -> None:
+        """So many images and videos of a request were looked up in the processor cache, and found."""
+
 
 class Observations(msgspec.Struct, tag="observations"):
     """What one server has seen since its last batch, and how many generation requests it answers now."""
@@ -60,11 +63,14 @@ class Observations(msgspec.Struct, tag="observations"):
     """n, the longest sequence's tokens, and the core, per HTTP request."""
     rejections: list[str] = []
     """Why, per request that was refused at admission."""
+    media_queries: int = 0
+    """Images and videos that were looked up in the processor cache."""
+    media_hits: int = 0
 
     @property
     def is_empty(self) -> bool:
         seconds = self.first_token_seconds or self.next_token_seconds
-        return not (seconds or self.sequences or self.requests or self.rejections)
+        return not (seconds or self.sequences or self.requests or self.rejections or self.media_queries)
 
     def tell(self, observer: Observer) -> None:
         """Hand everything to the one who counts."""
@@ -80,6 +86,8 @@ class Observations(msgspec.Struct, tag="observations"):
             observer.request_finished(n, longest, engine)
         for reason in self.rejections:
             observer.rejected(reason)
+        if self.media_queries:
+            observer.media_looked_up(self.media_queries, self.media_hits)
 
 
 class ObservationBuffer:
@@ -102,6 +110,10 @@ class ObservationBuffer:
 
     def rejected(self, reason: str) -> None:
         self._batch.rejections.append(reason)
+
+    def media_looked_up(self, queries: int, hits: int) -> None:
+        self._batch.media_queries += queries
+        self._batch.media_hits += hits
 
     def take(self, num_http_requests: int) -> Observations:
         batch, self._batch = self._batch, Observations()

@@ -13,6 +13,7 @@ from trimtab_engine.api.metrics.tracing import Tracer
 from trimtab_engine.api.openai.admission import Ticket
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.messages import AddRequest, SequenceOutput
+from trimtab_engine.multimodal.items import Span
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_engine.text.stream import TextStream
 from trimtab_engine.text.tokenizer import Tokenizer
@@ -34,6 +35,8 @@ class GenerationPlan:
     skip_special_tokens: bool
     arrival_time: float
     cache_salt: str = ""
+    spans: tuple[Span, ...] = ()
+    """Images and videos, of a plan with one prompt."""
     priority: int = 0
     data_parallel_rank: int | None = None
     """The core that shall run it. None: any."""
@@ -162,6 +165,7 @@ class Generator:
             priority=plan.priority,
             data_parallel_rank=plan.data_parallel_rank,
             cache_salt=plan.cache_salt,
+            spans=plan.spans,
         )
         outputs = self._client.generate(request)
         held: Piece | None = None

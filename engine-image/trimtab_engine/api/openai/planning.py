@@ -10,6 +10,7 @@ from trimtab_engine.api.http.request_identity import key_salt
 from trimtab_engine.api.metrics.tracing import TRACE_HEADERS
 from trimtab_engine.api.openai.forms import AnswerForm
 from trimtab_engine.api.openai.generation import GenerationPlan
+from trimtab_engine.api.openai.media import Media, PromptMedia
 from trimtab_engine.api.openai.prompt_fields import TemplateFields
 from trimtab_engine.api.openai.protocol import (
     MAX_REPORTED,
@@ -18,9 +19,11 @@ from trimtab_engine.api.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    media_of,
 )
 from trimtab_engine.api.openai.restrictions import Restrictions
 from trimtab_engine.api.openai.state import ServerState, Serving
+from trimtab_engine.multimodal.items import Span
 
 MAX_RANK_CHARACTERS = 4
 MAX_CHARACTERS_PER_TOKEN = 64  # no prompt within max_model_len is longer; beyond it, tokenising would be a waste
@@ -58,16 +61,39 @@ async def completion_prompts(
 
 
 async def chat_prompt(
-    serving: Serving, body: ChatRequest, tools: Sequence[dict[str, Any]] | None, *, max_tokens: int | None
-) -> list[int]:
-    """Token ids of a conversation, up to where the assistant's answer begins."""
+    serving: Serving, body: ChatRequest, tools: Sequence[dict[str, Any]] | None, *, max_tokens: int | None, salt: str
+) -> tuple[list[int], tuple[Span, ...]]:
+    """Token ids of a conversation, up to where the assistant's answer begins, and the images and videos in it, which
+    are shared with requests of the same salt."""
+    media = media_of(body.messages)
+    if media:
+        taken = _check_media(serving, media)
+        if body.truncate_prompt_tokens is not None:
+            raise invalid("truncate_prompt_tokens could cut an image in two; leave it out", "truncate_prompt_tokens")
     text = await rendered(serving, body.messages, body, tools=tools)
     ids = await bounded(serving, text, "messages", add_special_tokens=bool(body.add_special_tokens))
     if not ids:
         raise invalid("messages have no tokens; send at least one", "messages")
     ids = body.kept(ids, max_model_len=serving.facts.max_model_len, max_tokens=max_tokens)
     _check_known(serving, ids, "messages")
-    return ids
+    if not media:
+        return ids, ()
+    return taken.placed(ids, await taken.items(media, salt=salt, max_tokens=serving.facts.max_model_len))
+
+
+def _check_media(serving: Serving, media: Sequence[Media]) -> PromptMedia:
+    """What reads images and videos. ApiError 400 where nothing does, for kinds that are not taken, and for too many."""
+    if serving.media is None:
+        kinds = " and ".join(sorted({f"{each.modality}_url" for each in media}))
+        raise invalid(f"content of type {kinds} is not supported by this model; send text", "messages")
+    serving.media.check(media)
+    return serving.media
+
+
+def refuse_media(messages: Sequence[ChatMessage], route: str) -> None:
+    """ApiError 400 for images and videos, where only what generates takes them."""
+    if media_of(messages):
+        raise invalid(f"images and videos are not supported by {route} yet; send text", "messages")
 
 
 async def rendered(
@@ -111,8 +137,10 @@ def plan_of(
     prompt_logprobs: int | None,
     restrictions: Restrictions,
     arrival: float,
+    spans: tuple[Span, ...] = (),
 ) -> GenerationPlan:
-    """`max_tokens` None: as much as fits; 0: one token, which the answer leaves out."""
+    """`max_tokens` None: as much as fits; 0: one token, which the answer leaves out. `spans`: images and videos of the
+    only prompt."""
     vocab_size = serving.facts.vocab_size
     asked = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"  # the field that holds the number
     for name, count in ((asked, logprobs), ("prompt_logprobs", prompt_logprobs)):
@@ -143,7 +171,8 @@ def plan_of(
         include_stop=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
         arrival_time=arrival,
-        cache_salt=key_salt(request) + (body.cache_salt or ""),
+        cache_salt=salt_of(request, body),
+        spans=spans,
         priority=body.priority,
         data_parallel_rank=_pinned_rank(state, request),
         stream_interval=body.stream_interval or state.options.stream_interval,
@@ -151,6 +180,11 @@ def plan_of(
         if state.options.otlp_traces_endpoint
         else {},
     )
+
+
+def salt_of(request: Request, body: GenerationRequest) -> str:
+    """What a request shares with others only of the same: the tenant's, and its own."""
+    return key_salt(request) + (body.cache_salt or "")
 
 
 def _check_reported(

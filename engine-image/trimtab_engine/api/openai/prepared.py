@@ -11,7 +11,7 @@ from trimtab_engine.api.http.request_identity import request_id_of
 from trimtab_engine.api.openai.constraints import Constraint
 from trimtab_engine.api.openai.forms import AnswerForm, ChatForm, CompletionForm
 from trimtab_engine.api.openai.generation import GenerationPlan
-from trimtab_engine.api.openai.planning import chat_prompt, completion_prompts, plan_of
+from trimtab_engine.api.openai.planning import chat_prompt, completion_prompts, plan_of, salt_of
 from trimtab_engine.api.openai.protocol import ChatRequest, CompletionRequest
 from trimtab_engine.api.openai.respond import Echo
 from trimtab_engine.api.openai.restrictions import restrictions_of
@@ -73,7 +73,8 @@ async def prepared_chat(state: ServerState, serving: Serving, body: ChatRequest,
         is_constrained=body.constraint() is not None,
     )
     form = _chat_form(state, serving, body, request, use)
-    ids = await chat_prompt(serving, body, use.for_template, max_tokens=max_tokens)
+    salt = salt_of(request, body)
+    ids, spans = await chat_prompt(serving, body, use.for_template, max_tokens=max_tokens, salt=salt)
     plan = plan_of(
         state,
         serving,
@@ -86,6 +87,7 @@ async def prepared_chat(state: ServerState, serving: Serving, body: ChatRequest,
         prompt_logprobs=body.prompt_logprobs,
         restrictions=await restrictions_of(body, serving, use.constraint),
         arrival=arrival,
+        spans=spans,
     )
     return Prepared(form, plan, constraint=use.constraint or body.constraint())
 

@@ -4,12 +4,14 @@ Known features that are not built yet are refused by name (NOT_BUILT); unknown f
 is accepted and then ignored. Only fields that by OpenAI's definition have no effect on the answer may be passed over.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trimtab_engine.api.http.errors import WrongField
 from trimtab_engine.api.http.request_identity import REQUEST_ID
+from trimtab_engine.api.openai.media import Media
 from trimtab_engine.api.openai.prompt_fields import PromptFields, TemplateFields
 from trimtab_engine.api.openai.restrictions import NO_RESTRICTIONS, RestrictionFields, Restrictions
 from trimtab_engine.api.openai.tools import OfferedTools, ToolCalls, ToolFields
@@ -223,16 +225,47 @@ class TextPart(BaseModel):
         return _check_number_of_fields(data)
 
 
+class ImageUrl(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    url: str
+    detail: Literal["auto"] | None = None
+    """OpenAI's low and high ask for other sizes, which a model has none of here."""
+
+
+class VideoUrl(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    url: str
+
+
+class ImagePart(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class VideoPart(BaseModel):
+    """vLLM's form; OpenAI has none."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["video_url"]
+    video_url: VideoUrl
+
+
+ContentPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+PART_TYPES = ("text", "image_url", "video_url")
+MAX_PARTS = 4096  # of one message
+
+
 WITHOUT_TEXT = ("audio", "function_call", "refusal", "tool_calls", "tool_call_id", "annotations")
 """Fields of messages that clients send back empty from an earlier answer."""
 
 
 class ChatMessage(BaseModel):
-    """One message. Content parts other than text (images, audio) are not supported yet."""
+    """One message. Users may send images and videos between texts, where the model takes them (media.py)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
     tool_calls: ToolCalls | None = None
     tool_call_id: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
@@ -250,8 +283,8 @@ class ChatMessage(BaseModel):
                 raise ValueError(f"{name} in a message is not supported yet; leave it out")
         for part in data["content"] if isinstance(data.get("content"), list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
-                raise ValueError(f"content of type {kind[:50]} is not supported yet; send text")
+            if isinstance(kind, str) and kind not in PART_TYPES:
+                raise ValueError(f"content of type {kind[:50]} is not supported yet; send {', '.join(PART_TYPES)}")
         return {key: value for key, value in data.items() if key not in WITHOUT_TEXT or value}
 
     @model_validator(mode="after")
@@ -260,6 +293,8 @@ class ChatMessage(BaseModel):
             raise ValueError(f"a message of role {self.role} has tool_calls; only the assistant's do")
         if self.tool_call_id is not None and self.role != "tool":
             raise ValueError(f"a message of role {self.role} has a tool_call_id; only the tool's do")
+        if self.role != "user" and self.has_media:
+            raise ValueError(f"a message of role {self.role} has an image or a video; only the user's may")
         if self.content is None and not self.tool_calls:
             raise ValueError("content is missing; only an assistant's message with tool_calls may do without")
         return self
@@ -268,14 +303,45 @@ class ChatMessage(BaseModel):
     def text(self) -> str:
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        return "\n".join(part.text for part in self.content)
+        return "\n".join(part.text for part in self.content if isinstance(part, TextPart))
+
+    @property
+    def has_media(self) -> bool:
+        return isinstance(self.content, list) and any(not isinstance(part, TextPart) for part in self.content)
+
+    def media(self, number: int) -> list[Media]:
+        """Its images and videos, in order; it is message `number`."""
+        found: list[Media] = []
+        for place, part in enumerate(self.content if isinstance(self.content, list) else ()):
+            match part:
+                case ImagePart():
+                    found.append(Media("image", part.image_url.url, f"messages[{number}].content[{place}].image_url"))
+                case VideoPart():
+                    found.append(Media("video", part.video_url.url, f"messages[{number}].content[{place}].video_url"))
+        return found
+
+    @property
+    def _parts(self) -> list[dict[str, str]]:
+        """What templates write of them: a text, or that there is something else."""
+        assert isinstance(self.content, list)
+        kinds = {"image_url": "image", "video_url": "video"}
+        return [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": kinds[part.type]}
+            for part in self.content
+        ]
 
     def for_template(self) -> dict[str, Any]:
         """Raises ValueError for tool calls whose arguments are no JSON."""
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        content = self._parts if self.has_media else self.text
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message | {k: v for k, v in (("name", self.name), ("tool_call_id", self.tool_call_id)) if v}
+
+
+def media_of(messages: Sequence[ChatMessage]) -> list[Media]:
+    """All images and videos of a conversation, in order."""
+    return [media for number, message in enumerate(messages) for media in message.media(number)]
 
 
 class ChatRequest(GenerationRequest, ToolFields, TemplateFields):

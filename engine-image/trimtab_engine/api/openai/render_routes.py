@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from trimtab_engine.api.openai.constraints import Constraint
+from trimtab_engine.api.openai.planning import refuse_media
 from trimtab_engine.api.openai.prepared import Prepared, prepared_chat, prepared_completion
 from trimtab_engine.api.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from trimtab_engine.api.openai.state import ServerState
@@ -29,6 +30,7 @@ def render_router(state: ServerState) -> APIRouter:
 
     @router.post("/v1/chat/completions/render")
     async def render_chat(body: ChatRequest, request: Request) -> Json:
+        refuse_media(body.messages, "/v1/chat/completions/render")
         prepared = await prepared_chat(state, state.require_serving(), body, request)
         return _rendered(body, prepared, state.check_model(body.model), 0, "")
 

@@ -12,8 +12,10 @@ from trimtab_engine.api.openai.admission import Admission
 from trimtab_engine.api.openai.chat_renderer import ChatRenderer
 from trimtab_engine.api.openai.generation import Generator
 from trimtab_engine.api.openai.grammar_trials import GrammarTrials
+from trimtab_engine.api.openai.media import PromptMedia
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.messages import CoreReady, EngineState
+from trimtab_engine.multimodal.sources import NOTHING_ELSE, AllowedSources
 from trimtab_engine.text.tokenizer import Tokenizer
 
 RETRY_SECONDS = 5  # in Retry-After: about what a drain or the end of a load takes to show elsewhere
@@ -40,6 +42,8 @@ class ServerOptions:
     """Seconds; 0: a core may be silent for ever."""
     api_key_for_metrics: bool = False
     """Whether /metrics and /load ask for the API key too."""
+    media_sources: AllowedSources = NOTHING_ELSE
+    """Where images and videos may come from besides the request itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +55,13 @@ class Serving:
     generator: Generator
     trials: GrammarTrials
     renderer: ChatRenderer
+    media: PromptMedia | None = None
+    """None: the model takes text alone."""
 
     async def close(self) -> None:
         """End the processes that it has started."""
+        if self.media is not None:
+            await self.media.close()
         await self.trials.close()
         await self.renderer.close()
 
@@ -74,6 +82,8 @@ class ServerState:
     started: float = field(default_factory=time.time)
     on_drain: Callable[[], None] = lambda: None
     """Called once, when it begins to drain."""
+    on_forget_media: Callable[[], None] = lambda: None
+    """Called when all servers are to forget their images and videos."""
     admission: Admission = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,6 +95,12 @@ class ServerState:
         if not self.draining:
             self.draining = True
             self.on_drain()
+
+    def forget_media(self) -> None:
+        """Forget what this server, and each core for it, keeps of images and videos."""
+        if self.serving is not None and self.serving.media is not None:
+            self.serving.media.reader.cache.clear()
+            self.core.forget_media()
 
     @contextmanager
     def answering(self) -> Iterator[ExitStack]:

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from trimtab_engine.api.http.errors import invalid
-from trimtab_engine.api.openai.planning import bounded, rendered
+from trimtab_engine.api.openai.planning import bounded, refuse_media, rendered
 from trimtab_engine.api.openai.protocol import DetokenizeRequest, TokenizeRequest
 from trimtab_engine.api.openai.state import ServerState
 
@@ -18,6 +18,7 @@ def tokenize_router(state: ServerState) -> APIRouter:
         serving = state.require_serving()
         state.check_model(body.model)
         if body.messages is not None:
+            refuse_media(body.messages, "/tokenize")
             tools = body.for_template(template_knows_tools=serving.renderer.uses_tools)
             text = await rendered(serving, body.messages, body, tools=tools)
             ids = await bounded(serving, text, "messages", add_special_tokens=bool(body.add_special_tokens))

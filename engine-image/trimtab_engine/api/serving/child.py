@@ -27,6 +27,7 @@ from trimtab_engine.api.serving.child_messages import (
     Failed,
     Flush,
     Flushed,
+    ForgetAllMedia,
     LoadFailed,
     Serve,
     ServerLoaded,
@@ -97,6 +98,7 @@ class ChildServer:
             first_rank=start.config.data_parallel_first_rank,
             silence_timeout=start.options.core_silence_timeout,
             secret=SharedSecret.read(start.config.rendezvous_secret_file),
+            media_cache_bytes=start.config.media_cache_bytes,
             on_state=lambda state: set_log_level(state.log_level),
         )
         self._exporter = LinkExporter(link)
@@ -153,6 +155,8 @@ class ChildServer:
                     self._state.serving = self._serving
                 case Drain():
                     self._state.begin_drain()
+                case ForgetAllMedia():
+                    self._state.forget_media()
                 case AbortAll():
                     self._core.abort_all()
                 case Failed(failure):

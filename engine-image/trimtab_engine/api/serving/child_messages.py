@@ -30,6 +30,10 @@ class Drain(msgspec.Struct, tag="drain"):
     """Accept nothing new; what runs goes on."""
 
 
+class ForgetAllMedia(msgspec.Struct, tag="forget_all_media"):
+    """Forget all images and videos, here and in the cores."""
+
+
 class AbortAll(msgspec.Struct, tag="abort_all"):
     """End what still runs."""
 
@@ -59,7 +63,7 @@ class Answer(msgspec.Struct, tag="answer"):
     body: bytes
 
 
-ToServer = Start | Serve | Drain | AbortAll | Failed | End | Flush | Answer
+ToServer = Start | Serve | Drain | ForgetAllMedia | AbortAll | Failed | End | Flush | Answer
 
 # --- server -> first process --------------------------------------------------------------------------------------
 

@@ -28,6 +28,9 @@ class Front(Protocol):
     def begin_drain(self) -> None:
         """Accept nothing new."""
 
+    def forget_media(self) -> None:
+        """Forget images and videos, here and in the cores."""
+
     async def settle(self) -> None:
         """Return when num_http_requests is that of now."""
 

@@ -75,6 +75,7 @@ class _EngineServer:
             first_rank=config.data_parallel_first_rank,
             silence_timeout=options.core_silence_timeout,
             secret=SharedSecret.read(config.rendezvous_secret_file),
+            media_cache_bytes=config.media_cache_bytes,
             on_ready=self._exporter.begin,
             on_step=self._exporter.on_step,
             on_state=self._on_state,
@@ -90,6 +91,7 @@ class _EngineServer:
             others = self._launcher.addresses[1:]
             self._servers = SeveralServers(config, options, self._exporter, sockets[0], others, self._core)
         self._state.on_drain = self._servers.begin_drain
+        self._state.on_forget_media = self._servers.forget_media
         self._admin = (
             HttpServer(build_admin_app(self._state, self._scaling.call, self._exporter.requests), sockets[1])
             if len(sockets) > 1

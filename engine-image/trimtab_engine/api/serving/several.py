@@ -26,6 +26,7 @@ from trimtab_engine.api.serving.child_messages import (
     Failed,
     Flush,
     Flushed,
+    ForgetAllMedia,
     FromServer,
     LoadFailed,
     Serve,
@@ -81,6 +82,9 @@ class SeveralServers:
         for server in self._servers:
             await server.loaded
         self._tell(Serve())
+
+    def forget_media(self) -> None:
+        self._tell(ForgetAllMedia())
 
     def begin_drain(self) -> None:
         self._tell(Drain())

@@ -40,6 +40,9 @@ class SingleServer:
     def _observer(self) -> Observer | None:
         return None if self._exporter.metrics is None else self._exporter
 
+    def forget_media(self) -> None:
+        self._state.forget_media()
+
     def begin_drain(self) -> None:
         self._state.begin_drain()
 

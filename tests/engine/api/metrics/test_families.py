@@ -60,6 +60,7 @@ def test_every_family_of_the_contract_is_there(metrics: EngineMetrics) -> None:
         "prefill",
         "decode",
         "mixed",
+        "encoder",
         "expert_weights",
         "nan",
         "nothing_left",

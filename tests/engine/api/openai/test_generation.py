@@ -73,6 +73,9 @@ class Seen:
     def rejected(self, reason: str) -> None:
         raise AssertionError("nothing is rejected")
 
+    def media_looked_up(self, queries: int, hits: int) -> None:
+        raise AssertionError("there are no images")
+
 
 def a_plan() -> GenerationPlan:
     return GenerationPlan("r", [[1, 2]], [Sampling(max_tokens=9)], [], False, True, arrival_time=100.0)

@@ -1,0 +1,201 @@
+"""From the bytes of a file to pixels, by Pillow. It runs in a process that can be killed (worker.py): what comes here
+is a client's, and may be made to take for ever, or all memory.
+
+Sizes are judged before anything is decoded, by what the file says of itself; what a file does not keep of its word ends
+with the process's own limits.
+"""
+
+import base64
+import binascii
+import io
+import struct
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import GifImagePlugin, Image, ImageOps, ImageSequence, UnidentifiedImageError
+
+from trimtab_engine.errors import InvalidRequest
+
+MIMES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif", "BMP": "image/bmp"}
+"""What is decoded: Pillow's names and what files of them are called."""
+ANIMATED = ("GIF", "WEBP", "PNG")
+"""Formats with several frames, which are videos when they are sent as such."""
+ALIASES = {
+    "image/jpg": "image/jpeg",
+    "image/pjpeg": "image/jpeg",
+    "image/apng": "image/png",
+    "image/x-ms-bmp": "image/bmp",
+}
+FRAME_LIST = "video/jpeg"
+"""A video as JPEG pictures, in base64 with commas between them: vLLM's form."""
+UNKNOWN_FPS = 24.0  # of frames without times: what transformers takes then
+Pixels = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLimits:
+    """`max_pixels`: of one picture, and of all frames that are kept of a video, before they are resized. `max_frames`:
+    how many a video may have; `num_frames`: how many of them are kept, evenly spread."""
+
+    max_bytes: int = 32 << 20
+    max_pixels: int = 32 << 20
+    max_frames: int = 768
+    num_frames: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """Pictures in RGB, one after the other. `fps`: how many of those kept make a second; an image has one picture."""
+
+    pictures: Sequence[Image.Image]
+    fps: float = UNKNOWN_FPS
+
+
+def decode_base64(text: str, limits: DecodeLimits) -> bytes:
+    """The content of a data: URL. Raises InvalidRequest for what is no base64, or too long."""
+    if len(text) // 4 * 3 > limits.max_bytes + 2:
+        raise InvalidRequest(f"it has more than {limits.max_bytes} bytes; that is the most of one file")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest(f"its content is no base64: {error}") from None
+
+
+def decode_image(data: bytes, mime: str | None, limits: DecodeLimits) -> Frames:
+    """One picture, turned as its camera says, on white where it is transparent; of several frames the first. Raises
+    InvalidRequest, which names the limit or what is wrong."""
+    with _opened(data, mime, limits) as image:
+        return Frames([_in_rgb(image)])
+
+
+def decode_video(data: bytes, mime: str | None, limits: DecodeLimits) -> Frames:
+    """The frames of an animation, evenly spread where it has more than are kept. Raises InvalidRequest."""
+    with _opened(data, mime, limits, kinds=ANIMATED) as image:
+        if isinstance(image, GifImagePlugin.GifImageFile):
+            num_frames = _num_gif_frames(image, limits)
+        else:
+            num_frames = int(getattr(image, "n_frames", 1))
+        _check_num_frames(num_frames, limits)
+        kept = kept_frames(num_frames, limits.num_frames)
+        _check_pixels(image, limits, times=len(kept))
+        return _frames(image, num_frames, frozenset(kept))
+
+
+def decode_frame_list(texts: Sequence[str], limits: DecodeLimits) -> Frames:
+    """The frames that were sent as JPEG pictures of one size, in base64. Raises InvalidRequest."""
+    _check_num_frames(len(texts), limits)
+    pictures: list[Image.Image] = []
+    num_pixels = 0
+    for number in kept_frames(len(texts), limits.num_frames):
+        try:
+            picture = decode_image(decode_base64(texts[number], limits), "image/jpeg", limits).pictures[0]
+        except InvalidRequest as error:
+            raise InvalidRequest(f"frame {number}: {error}") from None
+        num_pixels += picture.width * picture.height
+        if num_pixels > limits.max_pixels:
+            raise InvalidRequest(f"its frames have more than {limits.max_pixels} pixels together; send smaller ones")
+        if pictures and picture.size != pictures[0].size:
+            raise InvalidRequest(f"frame {number} has size {picture.size}, the first one {pictures[0].size}")
+        pictures.append(picture)
+    return Frames(pictures)
+
+
+def kept_frames(num_frames: int, most: int) -> list[int]:
+    """Which frames of a video are kept: all, or so many from the first to the last at even distances."""
+    if num_frames <= most:
+        return list(range(num_frames))
+    return [int(place) for place in np.linspace(0, num_frames - 1, most)]
+
+
+def _opened(data: bytes, mime: str | None, limits: DecodeLimits, kinds: Sequence[str] = tuple(MIMES)) -> Image.Image:
+    """The file, of which nothing is decoded yet."""
+    names = ", ".join(MIMES[kind] for kind in kinds)
+    if len(data) > limits.max_bytes:
+        raise InvalidRequest(f"it has {len(data)} bytes; at most {limits.max_bytes} are read of one file")
+    Image.MAX_IMAGE_PIXELS = None  # its own check warns first; ours comes before any decoding
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what Pillow finds odd about a file
+            image = Image.open(io.BytesIO(data), formats=list(MIMES))
+    except UnidentifiedImageError:
+        raise InvalidRequest(f"it is none of {names}") from None
+    except (OSError, ValueError, SyntaxError, struct.error, EOFError, IndexError) as error:
+        raise InvalidRequest(f"it cannot be read: {_reason(error)}") from None
+    found = "JPEG" if image.format == "MPO" else str(image.format)  # several pictures of a camera, in one JPEG
+    if found not in kinds:
+        raise InvalidRequest(f"it is {MIMES[found]}; send one of {names}")
+    said = ALIASES.get(mime or "", mime)
+    if said is not None and said != MIMES[found]:
+        raise InvalidRequest(f"it is said to be {said[:80]}, but is {MIMES[found]}")
+    _check_pixels(image, limits)
+    return image
+
+
+def _check_pixels(image: Image.Image, limits: DecodeLimits, times: int = 1) -> None:
+    num_pixels = image.width * image.height * times
+    if min(image.size) < 1 or num_pixels > limits.max_pixels:
+        frames = f" in {times} frames" if times > 1 else ""
+        raise InvalidRequest(
+            f"it has {image.width} x {image.height} pixels{frames}; at most {limits.max_pixels} are decoded"
+        )
+
+
+def _check_num_frames(num_frames: int, limits: DecodeLimits) -> None:
+    if num_frames > limits.max_frames:
+        raise InvalidRequest(f"it has {num_frames} frames; at most {limits.max_frames} are read")
+
+
+def _num_gif_frames(image: GifImagePlugin.GifImageFile, limits: DecodeLimits) -> int:
+    """Its frames, as far as the limit: a GIF has no number of them, and may go on for long."""
+    num_frames = 0
+    try:
+        for num_frames in range(1, limits.max_frames + 1):
+            image.seek(num_frames)
+    except EOFError:
+        return num_frames
+    except (OSError, ValueError, SyntaxError, struct.error, IndexError) as error:
+        raise InvalidRequest(f"frame {num_frames} cannot be read: {_reason(error)}") from None
+    raise InvalidRequest(f"it has more than {limits.max_frames} frames, which is the most that are read")
+
+
+def _frames(image: Image.Image, num_frames: int, kept: frozenset[int]) -> Frames:
+    pictures: list[Image.Image] = []
+    milliseconds = 0.0
+    for number, frame in _each_frame(image, num_frames):
+        milliseconds += float(frame.info.get("duration", 0) or 0)
+        if number in kept:
+            pictures.append(_in_rgb(frame))
+    seconds = milliseconds / 1000
+    return Frames(pictures, len(kept) / seconds if seconds > 0 else UNKNOWN_FPS)
+
+
+def _each_frame(image: Image.Image, num_frames: int) -> Iterator[tuple[int, Image.Image]]:
+    frames = ImageSequence.Iterator(image)
+    for number in range(num_frames):
+        try:
+            frame = frames[number]
+            frame.load()
+        except (OSError, ValueError, SyntaxError, struct.error, EOFError, IndexError) as error:
+            raise InvalidRequest(f"frame {number} cannot be read: {_reason(error)}") from None
+        yield number, frame
+
+
+def _in_rgb(image: Image.Image) -> Image.Image:
+    """As transformers does it: on white."""
+    try:
+        image.load()
+        turned = ImageOps.exif_transpose(image)
+        if "A" in turned.getbands() or turned.info.get("transparency") is not None:
+            turned = turned.convert("RGBA")
+            white = Image.new("RGBA", turned.size, (255, 255, 255, 255))
+            return Image.alpha_composite(white, turned).convert("RGB")
+        return turned.convert("RGB")
+    except (OSError, ValueError, SyntaxError, struct.error, EOFError, IndexError, TypeError) as error:
+        raise InvalidRequest(f"it cannot be decoded: {_reason(error)}") from None
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error) or type(error).__name__)[:200]

@@ -1,0 +1,165 @@
+"""What Qwen2-VL and Qwen2.5-VL are given of a picture (arXiv:2409.12191, section 2.1), by the words of the checkpoint.
+
+A picture is resized so that its sides are multiples of what becomes one token, and its area is within bounds; then cut
+into patches, those that become one token next to each other:
+
+```
+ ┌──┬──┐┌──┬──┐      rows 0 1 2 3 | 4 5 6 7 | 8 …         a row: [channels, frames, patch, patch], 8 bits each
+ │0 │1 ││4 │5 │                   one token each           frames: 2; an image is both of them
+ │2 │3 ││6 │7 │
+ └──┴──┘└──┴──┘
+```
+Rows are sent as 8-bit values: a quarter of the bytes of float32. What each value of a channel means, after the
+rescaling and normalisation that transformers does on whole pictures, is a table of 256 numbers per channel
+(`meanings`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from trimtab_engine.errors import InvalidRequest, ModelError
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+MAX_ASPECT_RATIO = 200
+BICUBIC = 3  # Pillow's number for it, which checkpoints have
+NUM_LEVELS = 256
+KNOWN_TYPES = (
+    "Qwen2VLImageProcessor",
+    "Qwen2VLImageProcessorFast",
+    "Qwen2VLImageProcessorPil",
+    "Qwen2_5_VLImageProcessor",
+)
+Grid = tuple[int, int, int]
+"""Patches over time, height and width."""
+
+
+@dataclass(frozen=True, slots=True)
+class PatchProcessor:
+    """How pictures become rows of patches. `min_pixels` and `max_pixels`: the area after resizing."""
+
+    patch_size: int = 14
+    frames_per_patch: int = 2
+    merge_size: int = 2
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
+    rescale_factor: float = 1 / 255
+
+    @classmethod
+    def parse(cls, words: Mapping[str, Any], where: str) -> "PatchProcessor":
+        """Read preprocessor_config.json, or the part `image_processor` of processor_config.json. Raises ModelError for
+        what is not done here."""
+        kind = words.get("image_processor_type", KNOWN_TYPES[0])
+        if kind not in KNOWN_TYPES:
+            raise ModelError(f"{where}: image_processor_type {kind!r} is not built; supported: {KNOWN_TYPES[0]}")
+        for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+            if words.get(step, True) is not True:
+                raise ModelError(f"{where}: {step} is {words[step]!r}; only true is built")
+        if words.get("resample", BICUBIC) != BICUBIC:
+            raise ModelError(f"{where}: resample is {words['resample']!r}; only {BICUBIC} (bicubic) is built")
+        size = words.get("size") if isinstance(words.get("size"), Mapping) else {}
+        assert isinstance(size, Mapping)
+        plain = cls()
+        found = cls(
+            patch_size=_whole(words, "patch_size", plain.patch_size, where),
+            frames_per_patch=_whole(words, "temporal_patch_size", plain.frames_per_patch, where),
+            merge_size=_whole(words, "merge_size", plain.merge_size, where),
+            min_pixels=_whole(words, "min_pixels", _whole(size, "shortest_edge", plain.min_pixels, where), where),
+            max_pixels=_whole(words, "max_pixels", _whole(size, "longest_edge", plain.max_pixels, where), where),
+            mean=_channels(words, "image_mean", plain.mean, where),
+            std=_channels(words, "image_std", plain.std, where),
+            rescale_factor=_number(words.get("rescale_factor", plain.rescale_factor), "rescale_factor", where),
+        )
+        if found.min_pixels > found.max_pixels or found.side**2 > found.max_pixels:
+            raise ModelError(f"{where}: min_pixels {found.min_pixels} and max_pixels {found.max_pixels} leave no size")
+        return found
+
+    @property
+    def row_size(self) -> int:
+        """Values per patch."""
+        return len(self.mean) * self.frames_per_patch * self.patch_size**2
+
+    @property
+    def side(self) -> int:
+        """Pixels along a side of what becomes one token."""
+        return self.patch_size * self.merge_size
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width after resizing: multiples of `side` within the bounds of the area, of nearly the same shape.
+        Raises InvalidRequest for a picture that is too long and thin."""
+        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+            raise InvalidRequest(
+                f"it has {width} x {height} pixels; one side may be {MAX_ASPECT_RATIO} times the other"
+            )
+        side = self.side
+        tall, wide = round(height / side) * side, round(width / side) * side
+        if tall * wide > self.max_pixels:
+            by = math.sqrt(height * width / self.max_pixels)
+            tall, wide = (max(side, math.floor(edge / by / side) * side) for edge in (height, width))
+        elif tall * wide < self.min_pixels:
+            by = math.sqrt(self.min_pixels / (height * width))
+            tall, wide = (math.ceil(edge * by / side) * side for edge in (height, width))
+        return tall, wide
+
+    def grid(self, num_frames: int, height: int, width: int) -> Grid:
+        """The patches of so many frames of this size, before merging."""
+        tall, wide = self.size(height, width)
+        return math.ceil(num_frames / self.frames_per_patch), tall // self.patch_size, wide // self.patch_size
+
+    def num_tokens(self, grid: Grid) -> int:
+        """Placeholders in the prompt."""
+        return math.prod(grid) // self.merge_size**2
+
+    def rows(self, pictures: Sequence[Image.Image]) -> NDArray[np.uint8]:
+        """RGB pictures of one size -> [num_patches, channels * frames * patch * patch] uint8. Where the last patch over
+        time is not full, the last picture is repeated: an image is a video of one."""
+        grid = self.grid(len(pictures), pictures[0].height, pictures[0].width)
+        times, tall, wide = grid
+        patch, merge, frames = self.patch_size, self.merge_size, self.frames_per_patch
+        size = (wide * patch, tall * patch)
+        pixels = np.stack([np.asarray(p.resize(size, resample=Image.Resampling.BICUBIC)) for p in pictures])
+        missing = times * frames - len(pictures)
+        if missing:
+            pixels = np.concatenate([pixels, np.repeat(pixels[-1:], missing, axis=0)])
+        # [t, f, h/m, m, p, w/m, m, p, c] -> [t, h/m, w/m, m, m, c, f, p, p]
+        cut = pixels.reshape(times, frames, tall // merge, merge, patch, wide // merge, merge, patch, 3)
+        ordered = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+        return np.ascontiguousarray(ordered).reshape(math.prod(grid), self.row_size)
+
+    def meanings(self) -> NDArray[np.float32]:
+        """[channels, 256] float32: what a value of a channel is to the tower, bit for bit as transformers says."""
+        levels = (np.arange(NUM_LEVELS, dtype=np.float64) * self.rescale_factor).astype(np.float32)
+        mean, std = np.array(self.mean, dtype=np.float32), np.array(self.std, dtype=np.float32)
+        return np.asarray((levels[None, :] - mean[:, None]) / std[:, None], dtype=np.float32)
+
+
+def _whole(words: Mapping[str, Any], name: str, default: int, where: str) -> int:
+    value = words.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or value < 1:
+        raise ModelError(f"{where}: {name} is {value!r}; expected a whole number above 0")
+    return value
+
+
+def _number(value: object, name: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value == 0:
+        raise ModelError(f"{where}: {name} is {value!r}; expected a number other than 0")
+    return float(value)
+
+
+def _channels(words: Mapping[str, Any], name: str, default: tuple[float, ...], where: str) -> tuple[float, ...]:
+    value = words.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, list) or len(value) != len(default):
+        raise ModelError(f"{where}: {name} is {value!r}; expected {len(default)} numbers")
+    return tuple(_number(each, name, where) if each != 0 else 0.0 for each in value)

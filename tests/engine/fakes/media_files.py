@@ -1,0 +1,56 @@
+"""Pictures and animations as bytes, whole and broken, for tests."""
+
+import base64
+import io
+import struct
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+
+def a_picture(width: int = 40, height: int = 30, seed: int = 0, mode: str = "RGB") -> Image.Image:
+    """Random pixels, the same for the same seed."""
+    channels = len(Image.new(mode, (1, 1)).getbands())
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+    return Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels, mode)
+
+
+def encoded(picture: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+def animated(pictures: Sequence[Image.Image], kind: str = "GIF", milliseconds: int = 500) -> bytes:
+    return encoded(pictures[0], kind, save_all=True, append_images=list(pictures[1:]), duration=milliseconds, loop=0)
+
+
+def in_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def data_url(data: bytes, mime: str = "image/png") -> str:
+    return f"data:{mime};base64,{in_base64(data)}"
+
+
+def a_png_that_says(width: int, height: int, data: bytes = b"") -> bytes:
+    """A PNG whose header has this size, whatever it holds."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+
+
+def a_png_of_zeros(width: int, height: int) -> bytes:
+    """A decompression bomb: a thousandth of what it becomes."""
+    return a_png_that_says(width, height, bytes(height * (1 + 3 * width)))
+
+
+def a_gif_of(num_frames: int) -> bytes:
+    """One pixel, so many times: 30 bytes a frame, without anything that says how many there are."""
+    frame = b"!\xf9\x04\x00\x0a\x00\x00\x00" + b",\x00\x00\x00\x00\x01\x00\x01\x00\x00" + b"\x02\x02D\x01\x00"
+    return b"GIF89a\x01\x00\x01\x00\x80\x00\x00\x00\x00\x00\xff\xff\xff" + frame * num_frames + b";"

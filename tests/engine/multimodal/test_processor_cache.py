@@ -1,0 +1,93 @@
+"""What was made once is found again while its bytes fit; what is asked for twice at once is made once."""
+
+import asyncio
+
+import pytest
+from trimtab_engine.errors import InvalidRequest
+from trimtab_engine.multimodal.items import MultiModalItem, Patches
+from trimtab_engine.multimodal.processor_cache import ProcessorCache
+
+TABLE = bytes(1024)
+
+
+class Maker:
+    """Makes items of a size, and counts them. It waits for `go`, and raises what it is given."""
+
+    def __init__(self, size: int = 2048, raises: Exception | None = None) -> None:
+        self.size, self.raises, self.count = size, raises, 0
+        self.go = asyncio.Event()
+        self.go.set()
+
+    async def __call__(self) -> MultiModalItem:
+        self.count += 1
+        await self.go.wait()
+        if self.raises is not None:
+            raise self.raises
+        return MultiModalItem("image", b"", 1, (1, 2, 2), Patches(1, bytes(self.size - len(TABLE)), TABLE))
+
+
+async def test_an_item_is_made_once() -> None:
+    lookups: list[bool] = []
+    cache, make = ProcessorCache(10_000, lookups.append), Maker()
+    assert await cache.get(b"a", make) is await cache.get(b"a", make)
+    assert (make.count, lookups, cache.num_bytes) == (1, [False, True], 2048)
+
+
+async def test_the_least_recently_used_goes_when_the_bytes_do_not_suffice() -> None:
+    cache, make = ProcessorCache(2 * 2048), Maker()
+    for name in (b"a", b"b", b"a", b"c"):  # b is the oldest when c comes
+        await cache.get(name, make)
+    assert (len(cache), cache.num_bytes, make.count) == (2, 4096, 3)
+    await cache.get(b"a", make)
+    await cache.get(b"c", make)
+    assert make.count == 3
+    await cache.get(b"b", make)
+    assert make.count == 4
+
+
+async def test_what_is_larger_than_all_is_not_kept_and_drives_nothing_out() -> None:
+    cache = ProcessorCache(4096)
+    await cache.get(b"a", Maker())
+    assert (await cache.get(b"large", Maker(5000))).patches is not None
+    assert (len(cache), cache.num_bytes) == (1, 2048)
+
+
+async def test_a_cache_of_nothing_keeps_nothing() -> None:
+    cache, make = ProcessorCache(0), Maker()
+    await cache.get(b"a", make)
+    await cache.get(b"a", make)
+    assert (make.count, len(cache)) == (2, 0)
+
+
+async def test_requests_at_once_wait_for_one() -> None:
+    cache, make = ProcessorCache(10_000), Maker()
+    make.go.clear()
+    waiting = [asyncio.create_task(cache.get(b"a", make)) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()  # who began it leaves
+    await asyncio.sleep(0)
+    make.go.set()
+    assert await waiting[1] is await waiting[2]
+    assert make.count == 1
+
+
+async def test_a_failure_is_for_all_who_wait_and_is_not_kept() -> None:
+    cache, make = ProcessorCache(10_000), Maker(raises=InvalidRequest("broken"))
+    answers = await asyncio.gather(*(cache.get(b"a", make) for _ in range(2)), return_exceptions=True)
+    assert [str(answer) for answer in answers] == ["broken", "broken"]
+    assert make.count == 1
+    with pytest.raises(InvalidRequest, match="broken"):
+        await cache.get(b"a", make)
+    assert make.count == 2
+
+
+async def test_what_is_forgotten_is_made_again_even_if_it_was_being_made() -> None:
+    cache, make = ProcessorCache(10_000), Maker()
+    await cache.get(b"a", make)
+    make.go.clear()
+    waiting = asyncio.create_task(cache.get(b"b", make))
+    await asyncio.sleep(0)
+    cache.clear()
+    make.go.set()
+    await waiting
+    assert (len(cache), cache.num_bytes) == (0, 0)
