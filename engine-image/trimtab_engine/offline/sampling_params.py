@@ -108,9 +108,10 @@ def _grammar(checked: GenerationRequest) -> str | None:
     constraint = checked.constraint()
     if constraint is None:
         return None
+    from trimtab_engine.structured.reasons import in_one_sentence
     from trimtab_engine.structured.trial import grammar_text  # llguidance is needed by those who use it
 
     try:
         return grammar_text(constraint.to_json())
     except ValueError as error:
-        raise InvalidRequest(f"structured_outputs: {error}") from None
+        raise InvalidRequest(f"structured_outputs: {in_one_sentence(str(error))}") from None

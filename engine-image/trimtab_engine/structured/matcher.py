@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from trimtab_engine.structured.reasons import in_one_sentence
+
 WORD_BYTES = 4  # masks are rows of 32-bit words
 MAX_LEXER_EXPRESSIONS = 200_000  # bounds what one mask can cost to 0.07 s as seen; llguidance's 1,000,000 gives 0.8 s
 MAX_STEP_ITEMS = 50_000  # Earley items for one mask; llguidance's own limit, about 3 ms
@@ -70,7 +72,9 @@ class GrammarMatcher:
         """Why it cannot go on: a limit was reached, or a token came that the grammar does not allow."""
         if self._overrun_seconds:
             return f"one mask took {self._overrun_seconds:.2f} s of processor time, above {MAX_MASK_SECONDS} s"
-        return (self._matcher.get_error().split("\n<")[0] or "unknown error") if self._matcher.is_error() else None
+        if not self._matcher.is_error():
+            return None
+        return in_one_sentence(self._matcher.get_error().split("\n<")[0]) or "unknown error"
 
     @property
     def is_complete(self) -> bool:

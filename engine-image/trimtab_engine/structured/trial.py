@@ -6,7 +6,6 @@ and tighter ones. See docs/structured-output.md for the sizes, docs/decisions/st
 """
 
 import random
-import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,13 +16,11 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 from trimtab_engine.processes.frames import serve_frames
 from trimtab_engine.structured.deep_stack import deep_stack_executor
 from trimtab_engine.structured.matcher import WORD_BYTES, GrammarMatcher, Vocabulary
+from trimtab_engine.structured.reasons import in_one_sentence
 
 STACK_BYTES = 2 << 20  # a thirty-second of the core's (deep_stack.py)
 NUM_STEPS = 12  # into the grammar, along random tokens that it allows
 MAX_MASK_SECONDS = 0.1  # of processor time; usual is a hundredth of it, and the core ends a request at 0.25
-MAX_ERROR_CHARACTERS = 400
-REGEX_ERROR = re.compile(r"regex parse error:\n    [^\n]*\n    (?P<before> *)\^+\nerror: (?P<what>[^\n]+)")
-"""The library's drawing: the expression, a caret below what is wrong with it, and the reason."""
 WHITESPACE = r"[ \t\r\n]{1,64}"
 """Between JSON's tokens, unless a request says otherwise. A bound, as small models would write spaces for ever."""
 
@@ -59,10 +56,10 @@ def try_grammar(tokenizer: LLTokenizer, spec: Mapping[str, Any]) -> Json:
     try:
         grammar = grammar_text(spec)
     except ValueError as error:
-        return {"error": _short(str(error))}
+        return {"error": in_one_sentence(str(error))}
     matcher = GrammarMatcher.of(tokenizer, grammar)
     refusal = matcher.error or _walk(matcher)
-    return {"grammar": grammar} if refusal is None else {"error": _short(refusal)}
+    return {"grammar": grammar} if refusal is None else {"error": refusal}
 
 
 def _walk(matcher: GrammarMatcher) -> str | None:
@@ -86,15 +83,6 @@ def _walk(matcher: GrammarMatcher) -> str | None:
         if matcher.error is not None:
             return matcher.error
     return None
-
-
-def _short(message: str) -> str:
-    """One line, without what is drawn below the text: of a regular expression what is wrong with it, and where."""
-    regex = REGEX_ERROR.search(message)
-    if regex:
-        return f"{regex['what']}, at character {len(regex['before']) + 1}"[:MAX_ERROR_CHARACTERS]
-    said = [line for line in message.splitlines() if line and not line.startswith(" ")] or [message]
-    return " ".join(" ".join(said).split())[:MAX_ERROR_CHARACTERS]
 
 
 def start(settings: Json) -> Callable[[Json], Json]:

@@ -210,3 +210,9 @@ def test_a_grammar_that_cannot_be_says_why(llm: LLM) -> None:
     choice = output.outputs[0]
     assert (choice.finish_reason, choice.text) == ("error", "")
     assert choice.error
+
+
+def test_what_is_wrong_with_a_grammar_is_one_sentence_with_its_place(llm: LLM) -> None:
+    params = SamplingParams(structured_outputs={"regex": "ab(c"}, max_tokens=5)
+    (output,) = llm.generate(["one"], params, use_tqdm=False)
+    assert output.outputs[0].error == "the grammar cannot be built: unclosed group, at character 3"

@@ -8,6 +8,7 @@ import pytest
 from llguidance import LLTokenizer
 from trimtab_engine.structured import trial
 from trimtab_engine.structured.matcher import GrammarMatcher
+from trimtab_engine.structured.reasons import MAX_CHARACTERS
 from trimtab_engine.structured.trial import try_grammar
 from trimtab_engine.structured.vocabulary import read_vocabulary
 
@@ -74,11 +75,11 @@ def test_a_mask_above_its_limit_is_refused(tokenizer: LLTokenizer, monkeypatch: 
 
 def test_a_reason_is_one_short_line(tokenizer: LLTokenizer) -> None:
     error = try_grammar(tokenizer, {"kind": "regex", "value": "(" * 5000})["error"]
-    assert len(error) <= trial.MAX_ERROR_CHARACTERS
+    assert len(error) <= MAX_CHARACTERS
     assert "\n" not in error
 
 
 def test_of_a_regular_expression_it_is_said_what_is_wrong_and_where(tokenizer: LLTokenizer) -> None:
     assert try_grammar(tokenizer, {"kind": "regex", "value": "ab(c"})["error"] == "unclosed group, at character 3"
     error = try_grammar(tokenizer, {"kind": "grammar", "value": "start: foo"})["error"]
-    assert error == 'at 1(8): unknown name: "foo"', "without the drawing below it"
+    assert error == 'unknown name: "foo", at line 1 column 8', "without the drawing below it"
