@@ -13,6 +13,7 @@ import harness
 import pytest
 from conftest import Apply
 from harness.answer import EXPECTED, ask
+from harness.claims import MOUNT, FolderClaim
 from harness.deployment import Deployment
 from harness.install import Installation
 from harness.kube import CRD_KIND, Kube, Manifest, condition
@@ -27,7 +28,6 @@ PORT = 8080
 CUT_BYTES = 100_000_000  # of 538 MB
 LOST_BYTES = 20_000_000  # of what came before a cut, what the HTTP client had not handed over yet
 CHUNK_SECONDS = 0.005  # before each 64 KiB: a download of 40 s at least, that somebody can look at
-CLAIM, VOLUME, SIZE = "model-cache", "trimtab-e2e-hub", "2Gi"
 HUB_SECONDS = 180.0  # its pod, and the digests of all files
 FIRST_SECONDS = 480.0  # the model is read, downloaded at that pace, and loaded
 ENGINE_USER = 10001
@@ -76,64 +76,6 @@ def _hub(image: str) -> list[Manifest]:
     ]
 
 
-def _cache(node: str) -> list[Manifest]:
-    """A claim whose files are in a folder of one node, so that all who use it run there."""
-    here = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolume",
-            "metadata": {"name": VOLUME},
-            "spec": {
-                "capacity": {"storage": SIZE},
-                "accessModes": ["ReadWriteMany"],
-                "storageClassName": "",
-                "persistentVolumeReclaimPolicy": "Retain",
-                "hostPath": {"path": f"/var/{VOLUME}", "type": "DirectoryOrCreate"},
-                "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [here]}]}},
-            },
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": CLAIM},
-            "spec": {
-                "accessModes": ["ReadWriteMany"],
-                "storageClassName": "",
-                "volumeName": VOLUME,
-                "resources": {"requests": {"storage": SIZE}},
-            },
-        },
-    ]
-
-
-def _on_cache(kube: Kube, namespace: str, image: str, name: str, script: str) -> None:
-    """Run a script as root in the cache's folder: no kubelet gives a folder of its node to another group."""
-    container: Manifest = {"name": name, "image": image, "command": ["sh", "-c", script]}
-    container["volumeMounts"] = [{"name": "cache", "mountPath": "/cache"}]
-    pod: Manifest = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name},
-        "spec": {
-            "restartPolicy": "Never",
-            "securityContext": {"runAsUser": 0},
-            "containers": [container],
-            "volumes": [{"name": "cache", "persistentVolumeClaim": {"claimName": CLAIM}}],
-        },
-    }
-    kube.apply(pod, namespace=namespace)
-
-    def ended() -> None:
-        phase = ((kube.get("pod", name, namespace) or {}).get("status") or {}).get("phase")
-        assert phase != "Failed", kube.logs(namespace, name)
-        if phase != "Succeeded":
-            raise NotYet(f"pod {name} is {phase}")
-
-    Waiter(kube, namespace).until(f"pod {name} has ended", ended, deadline_seconds=120.0)
-    kube.delete("pod", name, namespace, wait=True)
-
-
 @pytest.fixture(scope="module")
 def hub(installation: Installation, kube: Kube, namespace: str) -> str:
     """Where the hub answers: an address, as not every cluster of the stories has names."""
@@ -156,15 +98,14 @@ def cache(target: Target, installation: Installation, kube: Kube, namespace: str
     """A claim that the engines may write; its files are removed from the node afterwards."""
     if not target.is_own:
         pytest.skip("CLUSTER=current: this story writes to a folder of a node, so it runs on a cluster of its own")
-    kube.delete("persistentvolume", VOLUME)
-    volume, claim = _cache(pod_nodes(kube)[0])
-    kube.apply(volume)
-    kube.apply(claim, namespace=namespace)
+    folder = FolderClaim("model-cache", "trimtab-e2e-hub", "2Gi", "ReadWriteMany", node=pod_nodes(kube)[0])
+    folder.make(kube, namespace)
     image = installation.images.model
-    _on_cache(kube, namespace, image, "give", f"chown {ENGINE_USER}:{ENGINE_USER} /cache && rm -rf /cache/*")
-    yield CLAIM
-    _on_cache(kube, namespace, image, "empty", "rm -rf /cache/*")
-    kube.delete("persistentvolume", VOLUME)
+    give = f"chown {ENGINE_USER}:{ENGINE_USER} {MOUNT} && rm -rf {MOUNT}/*"
+    folder.run(kube, namespace, name="give", image=image, script=give)
+    yield folder.name
+    folder.run(kube, namespace, name="empty", image=image, script=f"rm -rf {MOUNT}/*")
+    folder.delete_volume(kube)
 
 
 @pytest.fixture(scope="module")

@@ -7,82 +7,13 @@ from collections.abc import Iterator
 import pytest
 from conftest import Apply, Remove
 from harness.answer import EXPECTED, ask
+from harness.claims import MOUNT, FolderClaim
 from harness.install import Installation
-from harness.kube import Kube, Manifest, condition
+from harness.kube import Kube, condition
 from harness.target import Target
-from harness.wait import NotYet, Waiter
+from harness.wait import NotYet
 
-CLAIM = "models"
-VOLUME = "trimtab-e2e-pvc"
-SIZE = "2Gi"
 FOLDER = "SmolLM2-135M-Instruct"
-COPY_SECONDS = 120.0
-
-
-def _volume() -> Manifest:
-    """A folder of the node, with no class, so that no provisioner is needed."""
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": VOLUME},
-        "spec": {
-            "capacity": {"storage": SIZE},
-            "accessModes": ["ReadWriteOnce"],
-            "storageClassName": "",
-            "persistentVolumeReclaimPolicy": "Retain",
-            "hostPath": {"path": f"/var/{VOLUME}", "type": "DirectoryOrCreate"},
-        },
-    }
-
-
-def _claim() -> Manifest:
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": CLAIM},
-        "spec": {
-            "accessModes": ["ReadWriteOnce"],
-            "storageClassName": "",
-            "volumeName": VOLUME,
-            "resources": {"requests": {"storage": SIZE}},
-        },
-    }
-
-
-def _pod(name: str, image: str, command: list[str]) -> Manifest:
-    """A pod that runs one command as root on the claim."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name},
-        "spec": {
-            "restartPolicy": "Never",
-            "securityContext": {"runAsUser": 0},
-            "containers": [
-                {
-                    "name": name,
-                    "image": image,
-                    "command": command,
-                    "volumeMounts": [{"name": "claim", "mountPath": "/claim"}],
-                }
-            ],
-            "volumes": [{"name": "claim", "persistentVolumeClaim": {"claimName": CLAIM}}],
-        },
-    }
-
-
-def _run_pod(kube: Kube, namespace: str, pod: Manifest) -> None:
-    name = pod["metadata"]["name"]
-    kube.apply(pod, namespace=namespace)
-
-    def ended() -> None:
-        phase = ((kube.get("pod", name, namespace) or {}).get("status") or {}).get("phase")
-        assert phase != "Failed", kube.logs(namespace, name)
-        if phase != "Succeeded":
-            raise NotYet(f"pod {name} is {phase}")
-
-    Waiter(kube, namespace).until(f"pod {name} has ended", ended, deadline_seconds=COPY_SECONDS)
-    kube.delete("pod", name, namespace, wait=True)
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +21,13 @@ def claim(target: Target, installation: Installation, kube: Kube, namespace: str
     """A claim with the model in a folder; the files are removed from the node afterwards."""
     if not target.is_own:
         pytest.skip("CLUSTER=current: this story writes to a folder of the node, so it runs on a cluster of its own")
-    kube.delete("persistentvolume", VOLUME)
-    kube.apply(_volume())
-    kube.apply(_claim(), namespace=namespace)
-    copy = f"mkdir -p /claim/llm && cp -r /models/{FOLDER} /claim/llm/ && chmod -R a+rX /claim/llm"
-    _run_pod(kube, namespace, _pod("fill", installation.images.model, ["sh", "-c", copy]))
-    yield CLAIM
-    _run_pod(kube, namespace, _pod("empty", installation.images.model, ["sh", "-c", "rm -rf /claim/llm"]))
-    kube.delete("persistentvolume", VOLUME)
+    folder, image = FolderClaim("models", "trimtab-e2e-pvc", "2Gi"), installation.images.model
+    folder.make(kube, namespace)
+    copy = f"mkdir -p {MOUNT}/llm && cp -r /models/{FOLDER} {MOUNT}/llm/ && chmod -R a+rX {MOUNT}/llm"
+    folder.run(kube, namespace, name="fill", image=image, script=copy)
+    yield folder.name
+    folder.run(kube, namespace, name="empty", image=image, script=f"rm -rf {MOUNT}/llm")
+    folder.delete_volume(kube)
 
 
 def test_a_model_on_a_claim_is_served(apply: Apply, remove: Remove, claim: str) -> None:
