@@ -11,7 +11,18 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from . import docker_daemon, host_settings, images, kind_cluster, make_commands, model, set_up, target, tools
+from . import (
+    docker_daemon,
+    host_settings,
+    images,
+    killed_daemon,
+    kind_cluster,
+    make_commands,
+    model,
+    set_up,
+    target,
+    tools,
+)
 from .bring_up import bring_up
 from .cache import locked, remove_tree
 from .errors import ClusterError, UsageError
@@ -155,7 +166,8 @@ def down(arguments: argparse.Namespace) -> int:
         stopped = docker_daemon.stop()
         if stopped:
             say("docker: stopped")
-        host_settings.put_back(docker_stopped=stopped)
+        cleared = killed_daemon.clear()
+        host_settings.put_back(docker_stopped=stopped or cleared)
     if arguments.purge_cache:
         if others:
             raise ClusterError(f"the cache is in use by {', '.join(others)}; take them down first")

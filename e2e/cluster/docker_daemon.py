@@ -132,8 +132,14 @@ def stop() -> bool:
             say(f"docker: pid {pid} ignores SIGTERM after {STOP_SECONDS:g} s: killing it")
             os.kill(pid, signal.SIGKILL)
         (own_folder() / "dockerd.pid").unlink(missing_ok=True)
-        run(["ip", "link", "delete", "docker0"], log="docker") if Path("/sys/class/net/docker0").exists() else None
+        delete_bridge()
         return True
+
+
+def delete_bridge() -> None:
+    """Docker's own bridge, which no daemon takes away at its end."""
+    if Path("/sys/class/net/docker0").exists():
+        run(["ip", "link", "delete", "docker0"], log="docker")
 
 
 def _reap(pid: int) -> None:
