@@ -8,7 +8,11 @@ class TrimtabError(Exception):
 
 
 class InvalidSpec(TrimtabError):
-    """The user acts: the resource asks for something that cannot be. The message names the field and the way out."""
+    """The user acts: the resource asks for something that cannot be. Each finding names the field and the way out."""
+
+    def __init__(self, *findings: str) -> None:
+        super().__init__("; ".join(findings))
+        self.findings = findings
 
 
 class NotYet(TrimtabError):

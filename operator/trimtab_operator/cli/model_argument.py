@@ -12,6 +12,7 @@ from trimtab_operator.layout.facts import ModelFacts
 
 MAX_FACTS_BYTES = 1 << 20
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+NAME_ALONE = re.compile(r"[A-Za-z0-9][\w.-]*(?<!\.json)(?<!\.gguf)")
 
 
 def facts_of(model: str) -> ModelFacts:
@@ -52,6 +53,11 @@ def _read(model: str) -> tuple[str, str]:
             remedy = (
                 f"if that is a name on the Hugging Face hub: hf download {name} config.json --local-dir FOLDER, then "
                 f"give FOLDER"
+            )
+        elif NAME_ALONE.fullmatch(model) and not path.exists():
+            remedy = (
+                f"{remedy}. A model of the Hugging Face hub is ORG/NAME: hf download ORG/{model} config.json "
+                f"--local-dir FOLDER, then give FOLDER"
             )
         raise ValueError(f"{model}: cannot be read: {reason}; {remedy}") from error
     if is_large:

@@ -38,6 +38,8 @@ EXIT_FAILED = 1
 UNKNOWN_TOKEN_HASH = "0" * 64  # stands for the hash that depends on the resource's uid
 UNKNOWN_SECRET = base64.b64encode(b"0" * 64).decode()
 UNKNOWN_ADDRESS = "0.0.0.0"
+UNKNOWN_IMAGE = "the-operators-default-image"
+"""Stands for the image of resources that name none, where the operator's is not told: the chart always sets one."""
 
 ABOUT = (
     "Runs large language models on Kubernetes and keeps them in trim. `run` is what the chart starts; "
@@ -246,9 +248,8 @@ def validate(
     model, device = None if facts is None else _facts(facts), None if gpu is None else given_gpu(gpu)
     if gpu is not None and facts is None:
         refuse("--gpu: what fits depends on the model; give --facts as well")
-    image = default_image or "image"
     powers = _powers(allow_power)
-    found = [_verdict(body, image, powers, model, device) for body in _resources(file)]
+    found = [_verdict(body, default_image or UNKNOWN_IMAGE, powers, model, device) for body in _resources(file)]
     if output is Output.JSON:
         typer.echo(json.dumps(found, indent=2))
     else:
@@ -273,14 +274,20 @@ def _verdict(
 def render(file: File, default_image: DefaultImage = None, allow_power: AllowPower = None) -> None:
     """Print what the operator would create, as YAML. The token's hash and the addresses of
     rendezvous Services depend on the cluster and are shown as zeros; so does the secret that pods of one replica
-    share."""
+    share. A default image that was not told is shown as such."""
     manifests: list[dict[str, Any]] = []
-    powers = _powers(allow_power)
+    powers, image = _powers(allow_power), default_image or UNKNOWN_IMAGE
     for body in _resources(file):
-        wrong = refusals_of(body, default_image=default_image, powers=powers)
+        wrong = refusals_of(body, default_image=image, powers=powers)
         if wrong:
             refuse("\n".join(f"{_name(body)}: {line}" for line in wrong))
-        manifests += _manifests(InferenceDeployment.parse(body, default_image=default_image, powers=powers))
+        deployment = InferenceDeployment.parse(body, default_image=image, powers=powers)
+        if deployment.image == UNKNOWN_IMAGE:
+            told = (
+                f"spec.runtime.image is missing: {UNKNOWN_IMAGE} stands for the operator's; say it by --default-image"
+            )
+            typer.echo(f"{_name(body)}: {told}", err=True)
+        manifests += _manifests(deployment)
     typer.echo(yaml.safe_dump_all(manifests, sort_keys=False, width=120), nl=False)
 
 
@@ -305,12 +312,14 @@ def _resources(file: Path) -> list[dict[str, Any]]:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
         documents = [document for document in yaml.safe_load_all(text) if document is not None]
     except (OSError, UnicodeDecodeError) as error:
-        refuse(f"{file} cannot be read: {error}")
+        refuse(f"{file} cannot be read: {error.strerror if isinstance(error, OSError) else error}")
     except yaml.YAMLError as error:
-        refuse(f"{file} is not YAML: {' '.join(str(error).split())}")
+        refuse(f"{file} is not YAML: {_fault(error)}")
     found = [d for d in documents if isinstance(d, dict) and d.get("kind") == KIND]
     if not found:
-        refuse(f"{file} holds no {KIND} ({GROUP}/{VERSION})")
+        kinds = [str(d["kind"]) for d in documents if isinstance(d, dict) and d.get("kind")]
+        beside = f"; it holds {', '.join(dict.fromkeys(kinds))}" if kinds else ""
+        refuse(f"{file} holds no {KIND} ({GROUP}/{VERSION}){beside}")
     for body in found:
         if body.get("apiVersion") != f"{GROUP}/{VERSION}":
             refuse(f"{_name(body)}: apiVersion is {body.get('apiVersion')!r}; write {GROUP}/{VERSION}")
@@ -319,6 +328,14 @@ def _resources(file: Path) -> list[dict[str, Any]]:
         if not body["metadata"].get("name"):
             refuse("metadata.name is missing; give the resource a name")
     return [_as_sent(body) for body in found]
+
+
+def _fault(error: yaml.YAMLError) -> str:
+    """What is wrong and where, without the drawing of it."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    said = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return said + (": YAML is indented by spaces" if "'\\t'" in (error.problem or "") else "")
 
 
 def _facts(model: str) -> ModelFacts:

@@ -189,14 +189,19 @@ def _shown_step(planned: Planned, row: Row) -> float:
 
 
 def legend(planned: Planned) -> str:
-    """What the columns mean."""
+    """What the columns mean, a line for each."""
     load = "one request runs" if planned.objective == "latency" else "the batch runs"
-    return (
-        "weights/GPU: of the fullest rank. KV tokens, requests: of one engine; requests of the full length at once. "
-        f"batch: average requests at once, of one engine: what the KV cache holds, at most max_num_seqs "
-        f"{planned.envelope.max_num_seqs}. step: what a request waits for a token when {load}. tokens/s: of all "
-        "GPUs. Times and rates are estimates from a roofline (docs/layout-planning.md), for comparing rows."
-    )
+    meanings = {
+        "weights/GPU": "of the fullest rank",
+        "KV tokens": "of one engine",
+        "requests": "at once in one engine, of the full length",
+        "batch": f"at once in one engine, of average length; at most max_num_seqs {planned.envelope.max_num_seqs}",
+        "step": f"what a request waits for a token when {load}",
+        "tokens/s": "of all GPUs",
+    }
+    width = max(map(len, meanings))
+    lines = [f"{name:<{width}}  {meaning}" for name, meaning in meanings.items()]
+    return "\n".join([*lines, "Times and rates are estimates for comparing rows (docs/layout-planning.md)."])
 
 
 def refused_table(planned: Planned) -> Table:

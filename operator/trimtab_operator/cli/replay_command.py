@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trimtab_operator.cli import prometheus_flags
-from trimtab_operator.cli.shared import refuse
+from trimtab_operator.cli.shared import check_read, check_written, refuse
 from trimtab_operator.decisions.tuning import settings_of
 from trimtab_operator.errors import InvalidSpec, MisconfiguredOperator
 from trimtab_operator.resource.knobs import knobs
@@ -148,6 +148,8 @@ def replay_recording(
         refuse("replay: give a RECORDING, or --prometheus and --from: one of them")
     if str(recording) == "-" and str(decided) == "-":
         refuse("replay: standard input holds the recording or what was decided; give one of the two as a file")
+    check_read("--decided", decided)
+    check_written("--save", save)
     if prometheus is not None:
         where = _where(deployment, name, namespace)
         span = _moment("--from", begin), _moment("--to", end)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from trimtab_operator.cli.shared import EXIT_REFUSED
+from trimtab_operator.cli.shared import EXIT_REFUSED, check_read, check_written
 from trimtab_operator.tuner.knobs import Knob, Value
 
 if TYPE_CHECKING:
@@ -84,7 +83,8 @@ def simulate(
 ) -> None:
     """Replay a trace under policies, and score each by GPU-hours and by the requests that met their objectives.
 
-    Exit code 1 when the report cannot be written, 2 when a flag or a file is refused; nothing is replayed then.
+    Exit code 2 when a flag or a file is refused, before anything is replayed; 1 when the report cannot be written after
+    all.
     """
     from trimtab_simulator.contest import Contest
     from trimtab_simulator.errors import BadRequest, SimulatorError
@@ -98,6 +98,9 @@ def simulate(
     from trimtab_simulator.results import compete, without_plots
     from trimtab_simulator.trace.load import Transform, load_trace
 
+    for flag, file in (("--trace", trace), ("--lengths", lengths), ("--calibration", calibration)):
+        check_read(flag, file)
+    check_written("--report", report)
     told = _Progress()
     try:
         entries = parse_entries(policy)
@@ -145,8 +148,6 @@ def simulate(
         contest = Contest(loaded, settings, loop, objectives, told)
         if report is None:
             contest = without_plots(contest)
-        else:
-            _check_folder(report)
         typer.echo(f"objectives: {objectives.in_words()}", err=True)
         for note in loaded.notes:
             typer.echo(f"{trace}: {note}", err=True)
@@ -199,26 +200,14 @@ def _seconds(value: float | None) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"
 
 
-def _check_folder(path: Path) -> None:
-    """Refuse a report that could not be written before anything is replayed: replays take minutes."""
-    if path.is_dir():
-        _not_written(path, "is a folder")
-    if not os.access(path.parent, os.W_OK):
-        _not_written(path, "cannot be written" if path.parent.is_dir() else f"has no folder {path.parent}")
-
-
-def _not_written(path: Path, why: str) -> NoReturn:
-    typer.echo(f"--report {path} {why}; name a file in a folder that exists and is yours", err=True)
-    raise typer.Exit(EXIT_NOT_WRITTEN)
-
-
 def _write(path: Path, contest: Contest, results: list[Result]) -> None:
     from trimtab_simulator.report import html_report
 
     try:
         path.write_text(html_report(contest, results))
     except OSError as error:
-        _not_written(path, f"cannot be written: {error.strerror}")
+        typer.echo(f"--report {path} cannot be written: {error.strerror}; name another place", err=True)
+        raise typer.Exit(EXIT_NOT_WRITTEN) from None
 
 
 class _Progress:

@@ -201,8 +201,9 @@ def _print(planned: Planned, *, limit: int, with_refused: bool) -> None:
         console.print(rows_table(planned, limit=limit, narrow=narrow))
         for reason in reasons(planned, limit=limit) if narrow else ():
             console.print(reason, markup=False)
-        more = f"{len(rows) - limit} more with --all. " if len(rows) > limit else ""
-        console.print(more + legend(planned), soft_wrap=True, markup=False)
+        if len(rows) > limit:
+            console.print(f"{len(rows) - limit} more with --all.", markup=False)
+        console.print(legend(planned), soft_wrap=True, markup=False)
     else:
         console.print("No layout of this model works on these GPUs.", markup=False)
     if refused and (with_refused or not rows):

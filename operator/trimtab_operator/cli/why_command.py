@@ -138,7 +138,7 @@ def _read(name: str, namespace: str | None, context: str | None) -> Found:
         _, current = config.list_kube_config_contexts(config_file=path)
         config.load_kube_config(config_file=path, context=context, client_configuration=configuration)
     except (kubernetes.config.ConfigException, OSError, yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
-        said = " ".join(str(error).split())[:MAX_SAID]
+        said = " ".join(str(error).split())[:MAX_SAID].rstrip(".")
         refuse(f"why: there is no cluster to ask: {said}; set KUBECONFIG, or --context")
     client = kubernetes.client.ApiClient(configuration)
     chosen = namespace or (current["context"].get("namespace") if context is None else None) or "default"

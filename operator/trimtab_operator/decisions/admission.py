@@ -43,7 +43,7 @@ def refusals_of(
     try:
         deployment = InferenceDeployment.parse(body, default_image=default_image, powers=powers)
     except InvalidSpec as error:
-        return str(error).split("; ")
+        return list(error.findings)
     return [str(refusal) for refusal in refusals(deployment, facts, gpu)]
 
 

@@ -120,7 +120,9 @@ def model_path_is_plain(deployment: InferenceDeployment) -> Iterator[Refusal]:
     if scheme == "file" and not (rest.startswith("/") and rest.strip("/")):
         yield Refusal("spec.model.uri", f"{deployment.spec.model.uri} has no absolute path; write file:///path")
     if scheme == "pvc" and not re.match(DNS_LABEL, rest.split("/", 1)[0]):
-        yield Refusal("spec.model.uri", f"{rest.split('/', 1)[0]!r} is no name of a claim; write pvc://CLAIM/path")
+        claim = rest.split("/", 1)[0]
+        wrong = f"{claim!r} is no name of a claim" if claim else f"{deployment.spec.model.uri} names no claim"
+        yield Refusal("spec.model.uri", f"{wrong}; write pvc://CLAIM/path, such as pvc://models/smollm2")
     if scheme in ("file", "pvc") and (".." in rest.split("/") or re.search(r"[\s\x00?#$]", rest)):
         yield Refusal("spec.model.uri", "the path must hold neither '..' nor white space nor ?, #, $; write it out")
     elif rest.strip("/") and not re.fullmatch(SERVED_NAME, deployment.spec.model.name_for_clients):
@@ -144,8 +146,12 @@ def a_download_is_named_whole(deployment: InferenceDeployment) -> Iterator[Refus
     if re.fullmatch(HUB_REPO, repo) is None:
         hint = "; GGUF files of the hub are not built yet" if repo.endswith(".gguf") else ""
         yield Refusal("spec.model.uri", f"{model.uri} names no model; write hf://ORG/NAME or …@REVISION{hint}")
+    elif model.uri.endswith("@"):
+        yield Refusal(
+            "spec.model.uri", f"{model.uri} names no revision behind the @; write {model.uri}main, or leave the @ out"
+        )
     if revision is not None and (re.fullmatch(HUB_REVISION, revision) is None or ".." in revision):
-        yield Refusal("spec.model.revision", f"{revision!r} is no branch, tag or commit")
+        yield Refusal("spec.model.revision", f"{revision!r} is no branch, tag or commit; write one, such as main")
     if model.revision is not None and revision != model.revision:
         yield Refusal("spec.model.revision", f"is {model.revision}, and the uri says {revision}; write one of them")
     if model.cache is not None and model.cache.size is not None and parse_quantity(model.cache.size) <= 0:

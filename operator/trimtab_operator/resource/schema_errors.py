@@ -6,7 +6,7 @@ import difflib
 import re
 from functools import cache
 from types import UnionType
-from typing import get_args
+from typing import get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -27,12 +27,15 @@ def schema_errors(error: ValidationError, root: type[BaseModel]) -> list[tuple[s
         elif entry["type"] == "string_pattern_mismatch":
             found.append((path, _about_form(entry["ctx"]["pattern"], entry["input"])))
         else:
-            found.append((path, entry["msg"] + _about_quotes(entry["type"], entry.get("input"))))
+            given = entry.get("input")
+            said = _about_quotes(entry["type"], given) or _about_type(entry["type"], given, path, root)
+            found.append((path, entry["msg"] + said))
     return found
 
 
 def _meant(unknown: str, root: type[BaseModel]) -> str | None:
-    """The field that a misspelt one was meant to be: a name like it in the same place, else one in another place."""
+    """The field that a misspelt one was meant to be: a name like it in the same place, else one in another place.
+    vLLM's tensorParallelSize is our tensor."""
     parent, _, name = unknown.rpartition(".")
     places = _places(root)
     beside = [place.rpartition(".")[2] for place in places if place.rpartition(".")[0] == parent]
@@ -40,7 +43,8 @@ def _meant(unknown: str, root: type[BaseModel]) -> str | None:
     for each in beside:
         if close and _plain(each) == close[0]:
             return each
-    return next((place for place in places if _plain(place.rpartition(".")[2]) == _plain(name)), None)
+    meant = (_plain(name), _plain(name).removesuffix("parallelsize"))
+    return next((place for place in places if _plain(place.rpartition(".")[2]) in meant), None)
 
 
 def _plain(name: str) -> str:
@@ -58,13 +62,29 @@ def _places(root: type[BaseModel]) -> tuple[str, ...]:
             place = f"{path}.{field.alias or name}"
             found.append(place)
             waiting += [(place, inner) for inner in _models_in(field.annotation)]
+            if get_origin(field.annotation) is tuple:
+                waiting += [(f"{place}[0]", inner) for item in get_args(field.annotation) for inner in _models_in(item)]
     return tuple(found)
 
 
 def _models_in(annotation: object) -> list[type[BaseModel]]:
-    """The models of `Model | None`: lists and maps are left out, since their paths hold numbers and names."""
+    """The models of `Model | None`: maps are left out, since their paths hold names."""
     parts = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+
+
+def _about_type(kind: str, given: object, path: str, root: type[BaseModel]) -> str:
+    """What to write where a text stands for fields, a number or a list."""
+    below = [place.removeprefix(f"{path}.") for place in _places(root) if place.rpartition(".")[0] == path]
+    if below and not isinstance(given, dict):
+        return f": its fields stand below it: {', '.join(below)}"
+    if kind == "int_type" and isinstance(given, str):
+        return (
+            f": write {given} without quotes" if given.isdecimal() else f": {given!r} is a text: write a whole number"
+        )
+    if kind in ("tuple_type", "list_type") and isinstance(given, str):
+        return f": write a list: {given.split()}"
+    return ""
 
 
 def _about_form(pattern: str, given: str) -> str:

@@ -621,9 +621,7 @@ class InferenceDeployment:
                 json.dumps(body.get("spec") or {}), strict=True, by_alias=True, by_name=False
             )
         except ValidationError as error:
-            raise InvalidSpec(
-                "; ".join(f"{field}: {message}" for field, message in schema_errors(error, Spec))
-            ) from error
+            raise InvalidSpec(*(f"{field}: {message}" for field, message in schema_errors(error, Spec))) from error
         return cls(
             namespace=str(metadata.get("namespace") or "default"),
             name=str(metadata.get("name") or ""),

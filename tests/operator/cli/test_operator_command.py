@@ -27,6 +27,8 @@ def run(command: str, text: str, folder: Path) -> tuple[int, str]:
     [
         ("kind: [", "is not YAML"),
         ("kind: ConfigMap", "holds no InferenceDeployment"),
+        ("kind: InferenceDeploymnet", "; it holds InferenceDeploymnet"),
+        ("spec:\n\tmodel: m", "line 2, column 1: found character '\\t' that cannot start any token: YAML is indented"),
         (f"{HEAD}metadata: {{}}\nspec: {{{SPEC}}}", "metadata.name is missing"),
         (f"{HEAD}metadata: {{name: m}}\nspec: {{{SPEC}, when: 2020-01-01}}", "spec.when: there is no such field"),
         (f"{HEAD}metadata: {{name: m}}\nspec: &a {{{SPEC}, x: *a}}", "cannot be sent as JSON"),
@@ -54,6 +56,17 @@ def test_a_good_file_is_accepted_and_rendered(tmp_path: Path) -> None:
     code, said = run("render", text, tmp_path)
     assert code == 0
     assert "kind: StatefulSet" in said
+
+
+def test_a_resource_without_an_image_is_accepted_by_both_and_rendered_with_what_stands_for_the_operators(
+    tmp_path: Path,
+) -> None:
+    text = f"{HEAD}metadata: {{name: m}}\nspec: {{model: {{uri: 'file:///models/m'}}, runtime: {{device: cpu}}}}"
+    assert run("validate", text, tmp_path) == (0, "m: accepted\n")
+    code, said = run("render", text, tmp_path)
+    assert code == 0
+    assert "m: spec.runtime.image is missing: the-operators-default-image stands for the operator's" in said
+    assert "image: the-operators-default-image" in said
 
 
 def test_with_a_gpu_the_memory_is_judged_too(tmp_path: Path) -> None:

@@ -266,11 +266,11 @@ def test_what_is_no_list_of_decisions_is_refused(text: str, tmp_path: Path) -> N
     assert f"--decided {then}" in refused(looks, "--decided", then)
 
 
-def test_looks_that_cannot_be_saved_are_said(tmp_path: Path) -> None:
-    looks = write_looks(tmp_path / "looks.jsonl", lived(3)[0])
-    done = run(looks, "--save", tmp_path / "no" / "folder")
-    assert done.exit_code == 3
-    assert "cannot be written" in done.stderr
+def test_files_are_looked_at_before_the_recording_is_read(tmp_path: Path) -> None:
+    looks = write_looks(tmp_path / "looks.jsonl", [])
+    assert "there is no folder" in refused(looks, "--save", tmp_path / "no" / "folder")
+    assert "is a folder" in refused(looks, "--save", tmp_path)
+    assert "is not there" in refused(looks, "--decided", tmp_path / "gone.json")
 
 
 def test_a_prometheus_that_is_not_there_is_one_sentence() -> None:

@@ -80,11 +80,23 @@ def test_a_report_is_one_page_with_everybody_in_it(log: Path, tmp_path: Path) ->
     assert "<script" not in text
 
 
-def test_a_report_that_cannot_be_written_ends_with_1(log: Path, tmp_path: Path) -> None:
-    done = simulate("--trace", log, *PROMISES, "--policy", "aimd", "--report", tmp_path / "none" / "r.html")
-    assert done.exit_code == 1
-    assert "--report" in done.stderr
-    assert "aimd" not in done.stderr  # before anything was replayed
+@pytest.mark.parametrize(
+    ("flag", "name", "said"),
+    [
+        ("--report", "none/r.html", "there is no folder"),
+        ("--report", ".", "is a folder"),
+        ("--calibration", "none.json", "is not there"),
+        ("--lengths", "none.csv", "is not there"),
+        ("--lengths", ".", "is a folder"),
+    ],
+)
+def test_files_are_looked_at_before_the_trace_is_read(flag: str, name: str, said: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("no trace")
+    done = simulate("--trace", trace, *PROMISES, "--policy", "aimd", flag, tmp_path / name)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"{flag} {tmp_path / name}")
+    assert said in done.stderr
 
 
 def test_what_was_asked_for_is_said_with_units(log: Path) -> None:
@@ -109,7 +121,7 @@ def test_equal_seeds_print_equal_figures(log: Path) -> None:
         ((*PROMISES, "--speed", "0"), "--speed is 0.0"),
         ((*PROMISES, "--model", "m"), "no step times are known of m on h200"),
         ((*PROMISES, "--min-replicas", "3", "--max-replicas", "2"), "--start-replicas 3 must be within"),
-        ((*PROMISES, "--calibration", "none.json"), "none.json cannot be read"),
+        ((*PROMISES, "--calibration", "none.json"), "none.json: is not there"),
         ((*PROMISES, "--max-num-seqs", "64", "--max-num-batched-tokens", "32"), "--max-num-seqs 64 is above"),
         (("--ttft", "soon"), "--ttft is 'soon'"),
     ],

@@ -47,8 +47,10 @@ def test_in_80_columns_no_line_is_longer_and_reasons_stand_below(folder: Path, m
     monkeypatch.setenv("COLUMNS", "80")
     result = plan(str(folder), "--gpu", "H100", "--max-model-len", "8192", "--limit", "2")
     assert result.exit_code == 0
-    table = result.output.splitlines()[2:5]
-    assert [line for line in table if len(line) > 80] == []
+    below_heading = result.output.splitlines()[2:]
+    table, legend = below_heading[:3], below_heading[below_heading.index("weights/GPU  of the fullest rank") :]
+    assert [line for line in (*table, *legend) if len(line) > 80] == []
+    assert legend[-1] == "Times and rates are estimates for comparing rows (docs/layout-planning.md)."
     assert table[0].split()[:3] == ["TP", "PP", "GPUs"]
     assert "\n2: " in result.output
     assert "every layer over 4 GPUs of one node" in " ".join(result.output.split())
@@ -193,6 +195,13 @@ def test_a_name_on_the_hub_is_told_how_its_config_comes_here() -> None:
     assert "hf download Qwen/Qwen3-8B config.json --local-dir FOLDER, then give FOLDER" in " ".join(
         result.stderr.split()
     )
+
+
+def test_a_name_without_its_organisation_is_told_the_form_of_names_on_the_hub() -> None:
+    result = plan("Qwen3-8B", "--gpu", "H100")
+    assert result.exit_code == 2
+    assert "A model of the Hugging Face hub is ORG/NAME: hf download ORG/Qwen3-8B" in " ".join(result.stderr.split())
+    assert "hub" not in plan("facts.json", "--gpu", "H100").stderr
 
 
 def test_neither_the_engine_nor_a_cluster_client_is_imported(folder: Path) -> None:

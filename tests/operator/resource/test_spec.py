@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from trimtab_operator.decisions.admission import refusals_of
+from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.resource.schema_errors import schema_errors
-from trimtab_operator.resource.spec import Spec
+from trimtab_operator.resource.spec import InferenceDeployment, Spec
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,39 @@ def test_what_yaml_made_of_a_text_without_quotes_is_told(spec: dict[str, Any], t
 @pytest.mark.parametrize(
     ("spec", "told"),
     [
+        (
+            {"model": "Qwen/Qwen3-8B"},
+            "spec.model: Input should be an object: its fields stand below it: uri, revision,",
+        ),
+        ({"objectives": {"ttft": "500ms"}}, "its fields stand below it: percentile, target"),
+        ({"tuning": "Auto"}, "its fields stand below it: mode,"),
+        ({"replicas": "2"}, "spec.replicas: Input should be a valid integer: write 2 without quotes"),
+        ({"engine": {"maxModelLen": "8k"}}, "a valid integer: '8k' is a text: write a whole number"),
+        ({"runtime": {"args": "--seed 1"}}, "a valid array: write a list: ['--seed', '1']"),
+        ({"tuning": {"bounds": {"maxNumSeqs": [1, 2]}}}, "its fields stand below it: min, max"),
+    ],
+)
+def test_a_value_of_another_kind_is_told_what_belongs_there(spec: dict[str, Any], told: str) -> None:
+    body = {"model": {"uri": "file:///models/x"}, **spec}
+    with pytest.raises(InvalidSpec) as error:
+        InferenceDeployment.parse({"metadata": {"name": "m"}, "spec": body})
+    (finding,) = error.value.findings
+    assert told in finding
+
+
+def test_each_finding_is_a_line_of_its_own_whatever_it_says() -> None:
+    spec = {"model": {"uri": "file:///models/x"}, "engine": {"gpuMemoryUtilization": 0.9}, "replicas": "2"}
+    lines = refusals_of({"metadata": {"name": "m"}, "spec": spec}, default_image="i")
+    assert [line.partition(":")[0] for line in lines] == ["spec.engine.gpuMemoryUtilization", "spec.replicas"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ({"tensorParallelSize": 2}, "did you mean spec.parallelism.tensor?"),
+        ({"parallelism": {"tensorParallelSize": 2}}, "did you mean spec.parallelism.tensor?"),
+        ({"resources": {}}, "did you mean spec.template.spec.containers[0].resources?"),
+        ({"nodeSelector": {}}, "did you mean spec.template.spec.nodeSelector?"),
         ({"engine": {"gpuMemoryUtilisation": "0.5"}}, "did you mean gpuMemoryUtilization?"),
         ({"engine": {"gpu_memory_utilization": "0.5"}}, "did you mean gpuMemoryUtilization?"),
         ({"maxNumSeqs": 8}, "spec.maxNumSeqs: there is no such field: did you mean spec.engine.maxNumSeqs?"),
