@@ -12,7 +12,13 @@ from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.errors import ModelError
 from trimtab_engine.memory.kv_groups import LayerKV
 from trimtab_engine.models.family import Family, Model
-from trimtab_engine.models.tensors import StoredTensor, mixture_tensors, mlp_tensors, outer_tensors
+from trimtab_engine.models.tensors import (
+    StoredTensor,
+    mixture_tensors,
+    mlp_tensors,
+    outer_tensors,
+    shared_expert_tensors,
+)
 
 if TYPE_CHECKING:
     from trimtab_engine.models.loading import Loader
@@ -100,9 +106,7 @@ def _mixture(words: ConfigWords) -> MoeConfig:
 def tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     """Of the projections down to latent vectors every rank has the whole."""
     assert config.moe is not None
-    hidden, wide = config.hidden_size, config.moe.shared_size
-    norm = StoredTensor((hidden,), "replicated")
-    rows, columns = StoredTensor((wide, hidden), "shared_experts"), StoredTensor((hidden, wide), "shared_experts")
+    norm = StoredTensor((config.hidden_size,), "replicated")
     found = outer_tensors(config)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
@@ -114,10 +118,8 @@ def tensors(config: ModelConfig) -> dict[str, StoredTensor]:
             continue
         found |= mixture_tensors(config, mlp)
         found[mlp + "gate.e_score_correction_bias"] = StoredTensor((config.moe.num_experts,), "replicated")
-        if wide:
-            shared = mlp + "shared_experts."
-            found |= {shared + "gate_proj.weight": rows, shared + "up_proj.weight": rows}
-            found[shared + "down_proj.weight"] = columns
+        if config.moe.shared_size:
+            found |= shared_expert_tensors(config, mlp + "shared_experts.")
     return found
 
 

@@ -10,7 +10,13 @@ from trimtab_engine.config.model_words import FULL, ConfigWords
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.decoder_kv import decoder_kv
 from trimtab_engine.models.family import Family, Model
-from trimtab_engine.models.tensors import StoredTensor, attention_tensors, mlp_tensors, outer_tensors
+from trimtab_engine.models.tensors import (
+    StoredTensor,
+    attention_tensors,
+    mlp_tensors,
+    outer_tensors,
+    shared_expert_tensors,
+)
 
 if TYPE_CHECKING:
     from trimtab_engine.models.loading import Loader
@@ -92,7 +98,6 @@ def tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     assert config.moe is not None
     hidden, wide, experts = config.hidden_size, config.moe.intermediate_size, config.moe.num_experts
     norm = StoredTensor((hidden,), "replicated")
-    rows, columns = StoredTensor((wide, hidden), "shared_experts"), StoredTensor((hidden, wide), "shared_experts")
     found = outer_tensors(config)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
@@ -106,9 +111,7 @@ def tensors(config: ModelConfig) -> dict[str, StoredTensor]:
             mlp + "router.weight": StoredTensor((experts, hidden), "replicated"),
             mlp + "experts.gate_up_proj": StoredTensor((experts, hidden, 2 * wide), "experts"),
             mlp + "experts.down_proj": StoredTensor((experts, wide, hidden), "experts"),
-            mlp + "shared_expert.gate_proj.weight": rows,
-            mlp + "shared_expert.up_proj.weight": rows,
-            mlp + "shared_expert.down_proj.weight": columns,
+            **shared_expert_tensors(config, mlp + "shared_expert."),
         }
     return found
 

@@ -99,6 +99,18 @@ def mixture_tensors(config: ModelConfig, prefix: str) -> dict[str, StoredTensor]
     return tensors
 
 
+def shared_expert_tensors(config: ModelConfig, prefix: str) -> dict[str, StoredTensor]:
+    """The expert that every token passes, beside those that the router chooses."""
+    assert config.moe is not None
+    hidden, wide = config.hidden_size, config.moe.shared_size
+    rows, columns = StoredTensor((wide, hidden), "shared_experts"), StoredTensor((hidden, wide), "shared_experts")
+    return {
+        prefix + "gate_proj.weight": rows,
+        prefix + "up_proj.weight": rows,
+        prefix + "down_proj.weight": columns,
+    }
+
+
 def _projection(name: str, shape: tuple[int, int], part: Part, has_bias: bool) -> dict[str, StoredTensor]:
     """Rows are divided, and the bias with them."""
     weight = {name + ".weight": StoredTensor(shape, part)}
