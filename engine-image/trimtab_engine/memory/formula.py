@@ -15,6 +15,7 @@ from trimtab_engine.memory.kv_groups import KVGroup
 
 UTILIZATION_STEPS = 10_000  # min_utilization is a multiple of 0.0001: fine enough for a 141 GiB device (15 MiB)
 GIB = 1 << 30
+NONE_ON_DEVICE: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,12 +179,18 @@ def check_before_loading(formula: MemoryFormula, *, fixed_by: str | None, limit_
     )
 
 
-def check_one_request_fits(formula: MemoryFormula) -> None:
-    """Raise ConfigError, with what to set, when the KV cache does not hold one request of max_model_len."""
+def check_one_request_fits(formula: MemoryFormula, host_space: Mapping[str, int] = NONE_ON_DEVICE) -> None:
+    """Raise ConfigError, with what to set, when the KV cache does not hold one request of max_model_len. `host_space`:
+    bytes of host memory that lie on the device, as on the CPU, by what sets them."""
     if formula.num_blocks >= formula.blocks_per_request:
         return
     minimum = formula.min_utilization
-    remedies = []
+    missing = formula.min_device_bytes - formula.requested_bytes
+    remedies = [
+        f"lower {name} from {size >> 20}Mi to {(size - missing) >> 20}Mi or less (on the CPU it is part of this memory)"
+        for name, size in host_space.items()
+        if size >= missing
+    ]
     if minimum is not None:
         remedies.append(f"raise --gpu-memory-utilization from {formula.gpu_memory_utilization} to {minimum} or more")
     device_bytes = math.ceil(formula.min_device_bytes / Fraction(formula.gpu_memory_utilization))

@@ -168,7 +168,8 @@ def _answer(base: PlanBase, values: Mapping[str, Value]) -> Json:
     if values["max_model_len"] == "auto":
         formula = replace(formula, max_model_len=max(1, formula.longest_model_len(formula.num_blocks)))
     try:
-        check_one_request_fits(formula)
+        swap_space_bytes = _int(values, "swap_space_bytes") if base.swap_is_on_device else 0
+        check_one_request_fits(formula, {"swap_space_bytes": swap_space_bytes})
         message = f"{formula.num_tokens} tokens of KV cache: {formula.max_concurrency:.2f} requests of max_model_len"
     except ConfigError as error:
         message = str(error)

@@ -93,11 +93,20 @@ def size_kv_cache(config: EngineConfig, formula: MemoryFormula) -> KVSize:
     """How large the KV cache starts and may become. Raises ConfigError when not one request would fit."""
     fixed = fixed_blocks(config, formula)
     if fixed is None:
-        check_one_request_fits(formula)
+        check_one_request_fits(formula, _host_space(config))
         return KVSize(formula.num_blocks, formula.at(config.gpu_memory_utilization_cap).num_blocks, None)
     num_blocks, flag = fixed
     check_one_request_fits_fixed(formula, num_blocks, flag)
     return KVSize(num_blocks, num_blocks, flag)
+
+
+def _host_space(config: EngineConfig) -> dict[str, int]:
+    """What of host memory lies on the device, by the flag that sets it: on the CPU it is the same memory."""
+    if config.device != "cpu":
+        return {}
+    swap = "--swap-space" if config.swap_space_bytes == config.swap_space_bytes_cap else "--swap-space-cap"
+    cache = "--kv-offload-size" if config.kv_offload_bytes == config.kv_offload_bytes_cap else "--kv-offload-size-cap"
+    return {swap: config.swap_space_bytes_cap, cache: config.kv_offload_bytes_cap}
 
 
 def what_is_too_much(config: EngineConfig, formula: MemoryFormula, size: KVSize, room_bytes: int) -> str | None:

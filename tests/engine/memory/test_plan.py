@@ -106,6 +106,16 @@ def test_swap_space_on_the_cpu_is_taken_from_the_kv_cache() -> None:
     assert (status, elsewhere["num_blocks"]) == (200, planned()["num_blocks"])
 
 
+def test_swap_space_that_is_too_large_on_the_cpu_is_named_as_what_to_lower() -> None:
+    too_much = planned(swap_space_bytes="1Gi")
+    assert too_much["fits"] is False
+    assert "What to do: lower swap_space_bytes from 1024Mi to 167Mi or less" in too_much["message"]
+    assert planned(swap_space_bytes="167Mi")["fits"] is True
+    assert planned(swap_space_bytes="168Mi")["fits"] is False
+    no_swap = planned(gpu_memory_utilization=0.75)
+    assert "swap_space_bytes" not in no_swap["message"], "without it there is nothing to lower"
+
+
 def test_tensor_parallel_ranks_share_weights_and_heads() -> None:
     body = planned(tensor_parallel_size=3)
     assert body["kinds"]["weights"] == 171 * MIB

@@ -107,3 +107,20 @@ def test_what_others_do_not_leave_is_warned_of_with_the_number_to_set(
     if warning is not None and remedy is not None:
         assert remedy in warning
         assert f"there are {room / GIB:.2f} GiB" in warning
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"swap_space_bytes": 5 * GIB, "swap_space_bytes_cap": 5 * GIB}, "lower --swap-space from 5120Mi to 4300Mi"),
+        ({"swap_space_bytes_cap": 5 * GIB}, "lower --swap-space-cap from 5120Mi to 4300Mi or less"),
+        ({"kv_offload_bytes": 5 * GIB, "kv_offload_bytes_cap": 5 * GIB}, "lower --kv-offload-size from 5120Mi"),
+        ({"swap_space_bytes_cap": 5 * GIB, "device": "cuda"}, None),  # there it is other memory
+    ],
+)
+def test_host_memory_that_leaves_no_room_on_the_cpu_is_named(config: dict[str, Any], said: str | None) -> None:
+    wanted = a_config(**{"device": "cpu", **config})
+    with pytest.raises(ConfigError) as refused:
+        size_kv_cache(wanted, a_formula(workspace_bytes=5 * GIB))
+    assert (said or "To serve at least one request") in str(refused.value)
+    assert ("on the CPU it is part of this memory" in str(refused.value)) == (said is not None)
