@@ -1,6 +1,6 @@
 """The facts of a model as people read them. `inspect -o json` has every number; here each line answers one question."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +8,14 @@ UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 COUNTS = (("billion", 10**9), ("million", 10**6), ("thousand", 10**3))
 
 
-def facts_table(facts: Mapping[str, Any], dtype_bytes: int, disk_bytes: int) -> str:
-    """Lines of "name  words". What the facts do not hold (null: an architecture that is not built) has no line."""
+def facts_table(facts: Mapping[str, Any], dtype_bytes: int, disk_bytes: int, stored_types: Sequence[str] = ()) -> str:
+    """Lines of "name  words". What the facts do not hold (null: an architecture that is not built) has no line.
+    `stored_types`: of a GGUF file, which is run in another type."""
     rows = {
         "model": facts["model"],
         "architecture": _architecture(facts),
         "parameters": _known(facts["num_parameters"], _count),
-        "weights": f"{_weights(facts)}; {size(disk_bytes)} on disk ({facts['format']})",
+        "weights": f"{_weights(facts)}; {size(disk_bytes)} on disk ({', '.join((facts['format'], *stored_types))})",
         "layers": _known(facts["num_layers"], lambda count: f"{count}{_of_width(facts['hidden_size'])}"),
         "attention": _known(facts["num_attention_heads"], lambda _: _attention(facts)),
         "MLP": _known(facts["intermediate_size"], lambda width: f"{width} wide"),

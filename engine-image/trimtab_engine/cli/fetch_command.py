@@ -5,10 +5,11 @@ import sys
 import time
 from typing import Any
 
-from trimtab_engine.errors import ConfigError
+from trimtab_engine.errors import ConfigError, ModelError
 from trimtab_engine.flags.hub import add_hub_flags, fetch_options, model_of_hub
 from trimtab_engine.hub.fetch import fetch
 from trimtab_engine.hub.progress import Progress
+from trimtab_engine.weights.open import model_path, not_loaded_from
 
 SAY_SECONDS = 10.0  # between two lines where nobody watches
 
@@ -27,7 +28,7 @@ def add_to(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     model = model_of_hub(arguments.model, arguments)
     if model is None:
-        raise ConfigError(f"{arguments.model} is no model of the hub; write hf://ORG/NAME")
+        raise ConfigError(_nothing_to_fetch(arguments.model))
     with_screen = sys.stderr.isatty()
     said = 0.0
 
@@ -47,3 +48,14 @@ def run(arguments: argparse.Namespace) -> int:
     print(fetched.path)
     fetched.close()
     return 0
+
+
+def _nothing_to_fetch(model: str) -> str:
+    """Why MODEL is none of the hub, and what to do."""
+    if "://" in model and not model.startswith("file:"):
+        return not_loaded_from(model)
+    try:
+        there = model_path(model)
+    except ModelError as error:
+        return f"fetch takes a model of the Hugging Face hub, hf://ORG/NAME[@REVISION]; {error}"
+    return f"{there} is on this machine already: there is nothing to fetch; give it to trimtab-engine serve"

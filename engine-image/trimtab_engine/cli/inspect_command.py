@@ -55,8 +55,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output == "json":
         print(json.dumps(facts, indent=2))
     else:
-        print(facts_table(facts, DTYPE_BYTES.get(facts["dtype"], 4), stored_bytes))
+        types = _stored_types(arguments.model) if facts["format"] == "gguf" else ()
+        print(facts_table(facts, DTYPE_BYTES.get(facts["dtype"], 4), stored_bytes, types))
     return 0
+
+
+def _stored_types(model: str) -> tuple[str, ...]:
+    from trimtab_engine.models.registry import open_model
+    from trimtab_engine.weights.gguf_file import GgufSource
+
+    source = open_model(model)
+    return source.stored_types if isinstance(source, GgufSource) else ()
 
 
 def _facts_of_hub(model: HubModel) -> tuple[dict[str, Any], int]:

@@ -17,6 +17,7 @@ from trimtab_engine.flags.parallel import add_parallel_flags, parallel_fields
 from trimtab_engine.flags.speculation import add_speculative_flags, speculative_fields
 from trimtab_engine.hub.name import SCHEME
 from trimtab_engine.models.registry import open_model, parse_model_config
+from trimtab_engine.weights.open import not_loaded_from
 
 LARGE_GPU_BYTES = 70 << 30  # from here on vLLM's larger defaults hold
 DEFAULT_LIMITS = {"cpu": (128, 2048), "cuda": (256, 2048), "large": (1024, 8192)}
@@ -256,10 +257,7 @@ def named_model(arguments: argparse.Namespace) -> str:
     if path.startswith("file://"):
         return path.removeprefix("file://")
     if "://" in path and not path.startswith(SCHEME):
-        raise ConfigError(
-            f"{path} is not built; models are folders and .gguf files (file:// or a plain path), or of the Hugging "
-            f"Face hub (hf://ORG/NAME)"
-        )
+        raise ConfigError(not_loaded_from(path))
     return path
 
 

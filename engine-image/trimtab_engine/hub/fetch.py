@@ -63,7 +63,7 @@ def fetch(model: HubModel, options: FetchOptions, on_progress: OnProgress = lamb
             return found
     on_progress(Progress(str(model), 0, 0))
     if remote.is_offline():
-        return _kept(shelf, model, "HF_HUB_OFFLINE is set")
+        return _kept(shelf, model, f"the hub is not asked, as {remote.OFFLINE}: unset it")
     known = shelf.commit_of(model)
     is_kept = known is not None and shelf.is_complete(known, model.file)
     try:

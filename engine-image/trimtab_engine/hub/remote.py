@@ -20,6 +20,7 @@ from trimtab_engine.hub.name import HubModel
 
 ANSWER_SECONDS = 20.0
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+OFFLINE = "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
 PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0)
 """Between attempts at an answer."""
 
@@ -58,7 +59,10 @@ def ask(model: HubModel, endpoint: str | None, *, patient: bool = True) -> Listi
                 model.repo, revision=model.revision, files_metadata=True, timeout=ANSWER_SECONDS
             )
         except OfflineModeIsEnabled:
-            raise HubSilent(f"{model}: HF_HUB_OFFLINE forbids to ask the hub") from None
+            raise HubSilent(
+                f"{model}: the hub is not asked, as {OFFLINE}; unset it, or, where the cache has the model, give the "
+                f"folder that trimtab-engine fetch {model} prints"
+            ) from None
         except HfHubHTTPError as error:
             if error.response.status_code not in TRANSIENT:
                 raise refused(model, error, endpoint) from None

@@ -77,6 +77,15 @@ class GgufSource:
             raise ModelError(f"{file}: is truncated: {size} bytes of {end}; download the file again")
 
     @property
+    def stored_types(self) -> tuple[str, ...]:
+        """llama.cpp's names of the types that the tensors have in the file, the one with the most bytes first."""
+        sizes: dict[str, int] = {}
+        for tensor in self._tensors.values():
+            name = str(tensor.tensor_type.name)
+            sizes[name] = sizes.get(name, 0) + int(tensor.n_bytes)
+        return tuple(sorted(sizes, key=lambda name: -sizes[name]))
+
+    @property
     def generation_config(self) -> Mapping[str, Any]:
         """The tokenizer's end-of-sequence id."""
         return {} if self._eos is None else {"eos_token_id": int(self._eos)}

@@ -12,6 +12,9 @@ from trimtab_engine.weights.safetensors_files import SafetensorsSource
 from trimtab_engine.weights.source import CONFIG_FILE, WeightSource
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:[/?#].*)?")
+NAME_ALONE = re.compile(r"[A-Za-z0-9][\w.-]*(?<!\.gguf)(?<!\.safetensors)")
+"""What may be a name on the hub whose organisation was left out."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 MODEL_FILES = (CONFIG_FILE, "tokenizer.json", "*.safetensors", "*.gguf", *(f"*{suffix}" for suffix in PICKLE_SUFFIXES))
 """A folder without any of these is not a model at all, whatever of it is missing."""
@@ -22,13 +25,29 @@ def model_path(model: str) -> Path:
     if model.startswith("file:"):
         path = Path(unquote(urlsplit(model).path))
     elif "://" in model:
-        raise ModelError(
-            f"model {model}: only a local path, file:///… or hf://ORG/NAME can be loaded; mount or bake it"
-        )
+        raise ModelError(not_loaded_from(model))
     else:
         path = Path(model)
     check_is_there(path)
     return path
+
+
+def not_loaded_from(model: str) -> str:
+    """Why a URI of another kind is no model here, and what to write or do."""
+    page = HUB_PAGE.fullmatch(model)
+    if page is not None:
+        return f"{model} is a page of the Hugging Face hub; write hf://{page['repo']}"
+    if model.startswith("hf://"):
+        return (
+            f"{model}: of these only MODEL is fetched by its name; trimtab-engine fetch {model}, then give the folder"
+        )
+    if model.startswith("pvc://"):
+        return f"{model} is a model for an InferenceDeployment; here give the folder at which the claim is mounted"
+    scheme = model.partition("://")[0]
+    return (
+        f"{model}: models of {scheme}:// are not built; copy it to this machine and give its folder or .gguf file, or "
+        f"name one of the Hugging Face hub, hf://ORG/NAME"
+    )
 
 
 def check_is_there(path: Path) -> None:
@@ -40,6 +59,8 @@ def check_is_there(path: Path) -> None:
                 f"if that is a name on the Hugging Face hub: of these only MODEL is fetched by its name; "
                 f"trimtab-engine fetch {path}, then give the folder that it prints"
             )
+        elif NAME_ALONE.fullmatch(str(path)):
+            remedy = f"{remedy}; one of the Hugging Face hub is written hf://ORG/NAME, such as hf://ORG/{path}"
         raise ModelError(f"there is no model at {path}; {remedy}")
     if path.is_dir() and not any(found for pattern in MODEL_FILES for found in path.glob(pattern)):
         raise ModelError(

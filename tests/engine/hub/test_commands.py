@@ -59,6 +59,40 @@ def test_inspect_says_why_a_model_cannot_be_had(llama: HubServer, tmp_path: Path
     assert "no such model" in target.read_text()
 
 
+def test_offline_inspect_says_so_and_where_the_cached_folder_is(
+    llama: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("trimtab_engine.hub.remote.PAUSES_SECONDS", ())
+    assert main(["inspect", MODEL]) == 2
+    said = capsys.readouterr().err
+    assert "the hub is not asked, as HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it" in said
+    assert f"the folder that trimtab-engine fetch {MODEL} prints" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("s3://bucket/llama", "models of s3:// are not built; copy it to this machine and give its folder"),
+        ("https://huggingface.co/org/llama/tree/main", "is a page of the Hugging Face hub; write hf://org/llama"),
+        ("https://example.com/llama.gguf", "models of https:// are not built; copy it to this machine"),
+        ("pvc://claim/llama", "give the folder at which the claim is mounted"),
+        ("llama-that-is-nowhere", "written hf://ORG/NAME, such as hf://ORG/llama-that-is-nowhere"),
+    ],
+)
+@pytest.mark.parametrize("command", ["fetch", "inspect", "serve"])
+def test_what_is_no_model_of_the_hub_is_told_what_it_is(
+    command: str, model: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, model]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_of_this_machine_is_nothing_to_fetch(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch", str(tiny_model)]) == 2
+    assert "is on this machine already: there is nothing to fetch" in capsys.readouterr().err
+
+
 def test_fetch_prints_the_folder(llama: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch", MODEL]) == 0
     folder = Path(capsys.readouterr().out.strip())

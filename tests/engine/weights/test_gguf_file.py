@@ -6,6 +6,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from trimtab_engine.cli import main
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
@@ -90,6 +91,15 @@ def test_quantised_tensors_are_dequantised(tmp_path: Path) -> None:
     source = open_model(str(tmp_path / "model.gguf"))
     for name, tensor in tensors.items():
         torch.testing.assert_close(source.tensor(name), tensor, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_1", "Q8_0", "BF16"])
+def test_inspect_names_the_types_that_are_in_the_file(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_gguf(tmp_path / "model.gguf", gguf.GGMLQuantizationType[name])
+    assert main(["inspect", str(tmp_path / "model.gguf")]) == 0
+    assert f"on disk (gguf, {name}, F32)" in capsys.readouterr().out
 
 
 def test_the_permutation_is_undone() -> None:
