@@ -28,7 +28,7 @@ CRD := crds/trimtab.dev_inferencedeployments.yaml
 CHART_CRD := charts/trimtab/files/crds/trimtab.dev_inferencedeployments.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu bench-gpu-wheels test-gpu tune-gpu aot clients soak crds clean
+.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu bench-gpu-wheels test-gpu tune-gpu aot clients soak crds schema-current clean
 
 help: ## this list
 	@echo "Trimtab: make TARGET"
@@ -60,6 +60,9 @@ format: venv ## format the sources
 crds: venv ## write the CRD and the chart's copy of it from spec.py
 	$(BIN)/python -m trimtab_operator.resource.crd --write
 	cp $(CRD) $(CHART_CRD)
+
+schema-current: venv ## the CRD and all refusals before the code of a current API server (6 min the first time, then 10 s)
+	PYTHONPATH=e2e $(BIN)/python e2e/current_schema.py
 
 test: ## unit tests with the real model: no cluster, no network (20 min at most)
 	@$(CLUSTER_TOOL) set-up --for "make test" --then "the tests" --then-seconds $(TEST_SECONDS) $(DRY) python model
