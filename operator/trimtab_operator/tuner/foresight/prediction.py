@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Values
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from trimtab_operator.tuner.load.draws import Draws
 from trimtab_operator.tuner.load.lengths import Pair
@@ -158,20 +158,19 @@ def attains(
     fleet = _Fleet(candidate, cost, objectives)
     count = len(load.pairs)
     first = _warm_up(count)
-    undecided: list[Sequence] = []
-    missed = 0
+    undecided = _Undecided(objectives)
     for index, at in enumerate(_arrivals(load, range(count), rate)):
         sequence = fleet.send(load.pairs[index], at)
         if index >= first:
-            undecided.append(sequence)
+            undecided.asked.append(sequence)
         if index % CHECK_EVERY == 0:
-            undecided, more = _decided(undecided, objectives, at)
-            missed += more
-            if 1 - missed / (count - first) < level - ROUNDING:
+            fleet.run_until(at)
+            undecided.decide(at)
+            if 1 - undecided.missed / (count - first) < level - ROUNDING:
                 return False, index + 1
     fleet.drain()
-    missed += sum(not _is_kept(sequence, objectives) for sequence in undecided)
-    return (count - first - missed) / (count - first) >= level, count
+    undecided.decide(math.inf)
+    return (count - first - undecided.missed) / (count - first) >= level, count
 
 
 def predict_clients(
@@ -231,6 +230,9 @@ class _Fleet:
             TwinEngine(cost, policy, KvBlocks(candidate.kv_blocks, size), slow_gap=objectives.slow_gap)
             for _ in range(candidate.replicas)
         ]
+        self._counts = [0] * candidate.replicas
+        self._quiet = [-math.inf] * candidate.replicas
+        """Until when each count holds: an engine whose count is known need not be run for an arrival elsewhere."""
 
     def place(self, found: Values[Found]) -> None:
         """Have them begin with what is found, in turns."""
@@ -248,8 +250,26 @@ class _Fleet:
         """One more request."""
         prompt = min(max(1, pair.prompt - pair.cached), self._longest - 1)
         sequence = Sequence(at, prompt, min(pair.output, self._longest - prompt))
-        _least_busy(self.engines, at).add(sequence)
+        index = self._least_busy(at) if len(self.engines) > 1 else 0
+        engine = self.engines[index]
+        engine.run_until(at)
+        engine.add(sequence)
+        self._counts[index] += 1
+        self._quiet[index] = -math.inf  # it is looked at by the next step
         return sequence
+
+    def _least_busy(self, now: float) -> int:
+        """The replica with the fewest requests; the router, or the kubelet's luck, does no better for long."""
+        counts, quiet = self._counts, self._quiet
+        for index, engine in enumerate(self.engines):
+            if quiet[index] > now:
+                continue
+            engine.run_until(now)
+            counts[index] = engine.in_flight(now)
+            # What ended in the step that goes on is not known to have ended before that step is over.
+            has_ended = counts[index] != engine.in_flight(engine.now)
+            quiet[index] = engine.now if has_ended else engine.quiet_until()
+        return counts.index(min(counts))
 
     def next_ended(self) -> list[Sequence]:
         """Let time pass until requests end, and take them, in the order of their ends. Something must be there."""
@@ -260,6 +280,11 @@ class _Fleet:
         for engine in self.engines:
             engine.finished.clear()
         return sorted(ended, key=lambda sequence: sequence.finished_at or 0.0)
+
+    def run_until(self, at: float) -> None:
+        """Let time pass in all of them."""
+        for engine in self.engines:
+            engine.run_until(at)
 
     def drain(self) -> None:
         """Serve all that was sent."""
@@ -297,22 +322,10 @@ def _served(
     fleet.place(found)
     times = _arrivals(load, indices, rate)
     sequences = [fleet.send(load.pairs[index], at) for index, at in zip(indices, times, strict=True)]
-    for engine in fleet.engines:
-        engine.run_until(sequences[-1].arrival)
+    fleet.run_until(sequences[-1].arrival)
     busy = math.fsum(_busy_sequences(engine) for engine in fleet.engines)
     fleet.drain()
     return _Served(sequences, fleet.engines, busy)
-
-
-def _least_busy(engines: list[TwinEngine], now: float) -> TwinEngine:
-    """The replica with the fewest requests; the router, or the kubelet's luck, does no better for long."""
-    best, fewest = engines[0], math.inf
-    for engine in engines:
-        engine.run_until(now)
-        count = engine.in_flight(now)
-        if count < fewest:
-            best, fewest = engine, count
-    return best
 
 
 def _busy_sequences(engine: TwinEngine) -> float:
@@ -321,18 +334,32 @@ def _busy_sequences(engine: TwinEngine) -> float:
     return math.fsum(one.seconds * one.sequences / one.steps for one in sums if one.steps)
 
 
-def _decided(undecided: list[Sequence], objectives: Objectives, now: float) -> tuple[list[Sequence], int]:
-    """Those of which it is not known yet whether they keep their promises, and how many are now known to break them."""
-    left: list[Sequence] = []
-    missed = 0
-    for sequence in undecided:
-        if sequence.finished_at is not None:
-            missed += not _is_kept(sequence, objectives)
-        elif _is_late(sequence, objectives, now):
-            missed += 1
-        else:
-            left.append(sequence)
-    return left, missed
+@dataclass(slots=True)
+class _Undecided:
+    """Requests of which it is not known yet whether they keep their promises, and how many are known to break them."""
+
+    objectives: Objectives
+    asked: list[Sequence] = field(default_factory=list)
+    """Those whose first token has not been seen."""
+    answering: list[Sequence] = field(default_factory=list)
+    """Those whose first token was in time."""
+    missed: int = 0
+
+    def decide(self, now: float) -> None:
+        """Look at each that may have been decided since."""
+        objectives, asked = self.objectives, self.asked
+        ended = [sequence for sequence in self.answering if sequence.finished_at is not None]
+        if ended:
+            self.answering = [sequence for sequence in self.answering if sequence.finished_at is None]
+        self.asked = []
+        for sequence in asked:
+            if sequence.finished_at is not None:
+                ended.append(sequence)
+            elif _is_late(sequence, objectives, now):
+                self.missed += 1
+            else:
+                (self.asked if sequence.first_token_at is None else self.answering).append(sequence)
+        self.missed += sum(not _is_kept(sequence, objectives) for sequence in ended)
 
 
 def _is_late(sequence: Sequence, objectives: Objectives, now: float) -> bool:
