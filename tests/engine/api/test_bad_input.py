@@ -113,7 +113,10 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"prompt": [[97] * 200] * 8, "logprobs": 20, "n": 8, "max_tokens": 0, "echo": True}, "prompt_logprobs"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
         ({"store": True}, "store"),
-        ({"temprature": 1}, "temprature"),
+        ({"temprature": 1}, "did you mean temperature?"),
+        ({"max_new_tokens": 1}, "did you mean max_tokens?"),
+        ({"messages": []}, "it belongs to /v1/chat/completions"),
+        ({"response_format": "json"}, 'write {"type": "json_object"}'),
         ({"x" * 5000: 1}, "xxx"),
         ({"model": 7}, "model"),
         ({"model": "\ud800"}, "model"),
@@ -136,6 +139,7 @@ def test_a_wrong_completion_request_is_400_and_names_what_is_wrong(
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": "hi"}, "messages"),
+        ({"prompt": "hi"}, "it belongs to /v1/completions"),
         ({"messages": [{"role": "wizard", "content": "a"}]}, "role"),
         ({"messages": [{"role": "function", "content": "a"}]}, "function"),
         ({"messages": [{"role": "user"}]}, "content"),
@@ -156,7 +160,7 @@ def test_a_wrong_completion_request_is_400_and_names_what_is_wrong(
         ({"logprobs": 3}, "logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 5, "min_tokens": 6}, "min_tokens"),
-        ({"service_tier": "flex"}, "service_tier"),
+        ({"service_tier": "flex"}, 'service_tier is not supported yet but as "auto" or "default"; leave it out'),
     ],
 )
 def test_a_wrong_chat_request_is_400_and_names_what_is_wrong(server: Any, fields: dict[str, Any], word: str) -> None:

@@ -160,7 +160,12 @@ def test_max_model_len_auto_is_the_longest_that_fits() -> None:
     ("asked", "field", "nearest", "message"),
     [
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization", 1, "between 0.0001 and 1"),
-        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization", None, "must be a number, not a string"),
+        (
+            {"gpu_memory_utilization": "0.9"},
+            "gpu_memory_utilization",
+            None,
+            'must be a number, not "0.9"; write 0.9 without quotes',
+        ),
         ({"max_model_len": 9000}, "max_model_len", 8192, "between 1 and 8192"),
         ({"max_model_len": "long"}, "max_model_len", None, "must be an integer"),
         ({"block_size": 12}, "block_size", 8, "one of 8, 16, 32"),

@@ -14,6 +14,7 @@ from trimtab_engine.api.admin.profile import profile_routes
 from trimtab_engine.api.http.body_limit import BodyLimit
 from trimtab_engine.api.http.errors import ApiError, add_error_handlers, shorten
 from trimtab_engine.api.http.request_identity import bearer_digest
+from trimtab_engine.api.http.wrong_path import PUBLIC_PORT
 from trimtab_engine.api.metrics.request_log import RequestLog
 from trimtab_engine.api.openai.state import ServerState
 from trimtab_engine.errors import EngineDead
@@ -40,8 +41,7 @@ Engine = Callable[[Call], Awaitable[AdminReply]]
 def build_admin_app(state: ServerState, engine: Engine, log: RequestLog) -> FastAPI:
     """The admin application. With a token hash every call needs the token; without one the caller binds loopback."""
     app = FastAPI(title="Trimtab engine admin", docs_url=None, redoc_url=None)
-    add_error_handlers(app)
-    app.add_exception_handler(ApiError, _on_error)
+    add_error_handlers(app, PUBLIC_PORT, _flat)
     app.add_exception_handler(EngineDead, _on_engine_dead)
     authorized = [Depends(_authorized(state.options.admin_token_sha256))]
     app.include_router(_routes(state, engine, log), dependencies=authorized)
@@ -153,13 +153,8 @@ def _deadline(body: Any) -> float:
     return float(seconds)
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
-    """The admin API's errors are flat: {"message"}, as its 412 and 422 are."""
-    assert isinstance(error, ApiError)
-    return _flat(error)
-
-
 def _flat(error: ApiError) -> Response:
+    """The admin API's errors are flat: {"message"}, as its 412 and 422 are."""
     return JSONResponse({"message": error.message}, error.status)
 
 

@@ -1,6 +1,7 @@
 """Errors in OpenAI's form, {"error": {"message", "type", "param", "code"}}, so that clients raise the right ones."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -8,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from trimtab_engine.api.http.wrong_path import OtherPort, why_no_method, why_no_path
 from trimtab_engine.errors import EngineDead
 
 TYPE_NAME = re.compile(r"^(str|int|float|bool|none|dict|list)$|[\[\]()-]")
@@ -37,6 +39,9 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
+Respond = Callable[[ApiError], Response]
+
+
 class ClientGone(Exception):
     """The client closed the connection: nobody waits for the answer any more."""
 
@@ -55,18 +60,24 @@ class WrongField(ValueError):
         self.field = field
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    app.add_exception_handler(ApiError, _on_api_error)
+def add_error_handlers(app: FastAPI, other: OtherPort, respond: Respond = ApiError.response) -> None:
+    """`other` is the server's other port, which may have what is asked for here; `respond` writes errors, in OpenAI's
+    form unless told otherwise."""
+
+    async def on_api_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return respond(error)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return respond(_http_error(request, error, other))
+
+    app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(EngineDead, _on_engine_dead)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(Exception, _on_internal_error)
-
-
-async def _on_api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
 
 
 async def _on_validation_error(_: Request, error: Exception) -> Response:
@@ -117,13 +128,18 @@ def _place(loc: tuple[str | int, ...]) -> tuple[str, ...]:
     return tuple(str(part) for part in loc if part != "body" and not TYPE_NAME.search(str(part)))
 
 
-async def _on_http_error(_: Request, error: Exception) -> Response:
-    """404 and 405 of the router."""
-    assert isinstance(error, HTTPException)
+def _http_error(request: Request, error: HTTPException, other: OtherPort) -> ApiError:
+    """404 and 405 of the router, in words; and a body that FastAPI could not read."""
     if isinstance(cause := error.__cause__, UnicodeDecodeError):  # FastAPI says only that there was an error
         wrong = f"the byte at {cause.start} is {cause.object[cause.start]:#04x}"
-        return invalid(f"the body is not UTF-8 text: {wrong}; send JSON in UTF-8").response()
-    return ApiError(error.status_code, str(error.detail)).response()
+        return invalid(f"the body is not UTF-8 text: {wrong}; send JSON in UTF-8")
+    path = shorten(request.url.path)
+    if error.status_code == 404:
+        return ApiError(404, why_no_path(path, request.app.openapi()["paths"], other))
+    if error.status_code == 405:
+        methods = request.app.openapi()["paths"].get(path, ())
+        return ApiError(405, why_no_method(request.method, path, [name.upper() for name in methods]))
+    return ApiError(error.status_code, str(error.detail))
 
 
 async def _on_engine_dead(_: Request, error: Exception) -> Response:

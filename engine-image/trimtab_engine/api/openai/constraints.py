@@ -76,6 +76,8 @@ class ResponseFormat(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_is_not_built(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            raise ValueError('it is a text; write {"type": "json_object"}, or json_schema with a schema')
         if isinstance(data, dict) and data.get("type") == "structural_tag":
             raise ValueError("structural_tag is not supported yet; use json_schema, or structured_outputs")
         return data

@@ -4,6 +4,8 @@ Known features that are not built yet are refused by name (NOT_BUILT); unknown f
 is accepted and then ignored. Only fields that by OpenAI's definition have no effect on the answer may be passed over.
 """
 
+import difflib
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -30,6 +32,8 @@ MAX_NAME_CHARACTERS = 512
 MAX_PRIORITY = 2**31 - 1
 MAX_FIELDS = 256  # of one JSON object: each unknown one is reported, and many would hold up other requests
 MAX_INT64 = 2**63 - 1
+MAX_FIELD_CHARACTERS = 64  # of a name for which a like one is looked for
+ONLY_AT = {"prompt": "/v1/completions", "messages": "/v1/chat/completions"}
 LEAST_REPETITION_PENALTY = 0.01  # logits divided by less overflow
 LEAST_TEMPERATURE = 1e-5  # below it a choice is greedy, as in vLLM: logits divided by less overflow
 
@@ -72,6 +76,28 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 # The first wrong element is enough: a report on each of a million would take minutes and gigabytes.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
+def _not_supported(name: str) -> str:
+    """What to do instead: leave it out, or write a value that asks for nothing."""
+    harmless: list[Any] = []
+    for value in NOT_BUILT[name]:
+        if value and value not in harmless:
+            harmless.append(value)
+    if not harmless:
+        return f"{name} is not supported yet; leave it out"
+    values = " or ".join(json.dumps(value) for value in harmless)
+    return f"{name} is not supported yet but as {values}; leave it out, or write that"
+
+
+def _meant(unknown: Any, known: set[str]) -> str | None:
+    """What an unknown field was to be: one of the other kind of completions, or a misspelt one; None: nobody knows."""
+    if not isinstance(unknown, str) or len(unknown) > MAX_FIELD_CHARACTERS:
+        return None
+    if unknown in ONLY_AT:
+        return f"it belongs to {ONLY_AT[unknown]}"
+    close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.75)
+    return f"did you mean {close[0]}?" if close else None
 
 
 class StreamOptions(BaseModel):
@@ -120,8 +146,12 @@ class GenerationRequest(RestrictionFields, PromptFields):
         _check_number_of_fields(data)
         for name in data.keys() & (NOT_BUILT.keys() - cls.model_fields.keys()):
             if not any(_same(data[name], harmless) for harmless in NOT_BUILT[name]):
-                raise WrongField(name, f"{name} is not supported yet; leave it out")
+                raise WrongField(name, _not_supported(name))
         passed_over = (NOT_BUILT.keys() - cls.model_fields.keys()).union(WITHOUT_EFFECT)
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name in data.keys() - known - passed_over:
+            if meant := _meant(name, known):
+                raise WrongField(name, f"unrecognized request argument: {name}; {meant}")
         return {key: value for key, value in data.items() if key not in passed_over}
 
     @model_validator(mode="after")

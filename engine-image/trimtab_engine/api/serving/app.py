@@ -12,6 +12,7 @@ from trimtab_engine.api.http.closing import CloseWhileDraining
 from trimtab_engine.api.http.errors import add_error_handlers
 from trimtab_engine.api.http.loading_gate import LoadingGate
 from trimtab_engine.api.http.request_identity import ApiKeyGuard, RequestIds
+from trimtab_engine.api.http.wrong_path import ADMIN_PORT
 from trimtab_engine.api.openai.not_built_routes import not_built_router
 from trimtab_engine.api.openai.protocol import MAX_BODY_BYTES
 from trimtab_engine.api.openai.render_routes import render_router
@@ -27,7 +28,7 @@ LOOK = ["GET", "HEAD"]  # load balancers, and aiperf before it measures, look wi
 def build_app(state: ServerState) -> FastAPI:
     """The application. It answers probes from the first moment; generation waits for `state.serving`."""
     app = FastAPI(title="Trimtab engine", version=version("trimtab"), docs_url=None, redoc_url=None)
-    add_error_handlers(app)
+    add_error_handlers(app, ADMIN_PORT)
     app.include_router(_probes(state))
     app.include_router(openai_router(state))
     app.include_router(render_router(state))

@@ -52,7 +52,7 @@ def read(
         value = size
     wanted = WANTED[kind]
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return Unreadable(f"{given} must be {wanted}, not {kind_of(value)}")
+        return Unreadable(f"{given} must be {wanted}, not {_in_its_words(value)}")
     if isinstance(value, float) and not math.isfinite(value):
         return Unreadable(f"{given} must be {wanted}, not {value}")
     value = clamp(value, -LARGEST_NUMBER - 1, LARGEST_NUMBER + 1)  # the ends stand for all that lies beyond
@@ -62,6 +62,14 @@ def read(
         low, high = bounds or (Bound(-LARGEST_NUMBER, ""), Bound(LARGEST_NUMBER, ""))
         return Unreadable(f"{given} must be {wanted}, not {value}", clamp(round(value), low.value, high.value))
     return int(value)
+
+
+def _in_its_words(value: object) -> str:
+    """A text as it was given, with what a number in it lacks: quotes are not."""
+    if not isinstance(value, str):
+        return kind_of(value)
+    is_number = value.strip().replace(".", "", 1).isdecimal()
+    return f'"{shorten(value)}"' + (f"; write {value.strip()} without quotes" if is_number else "")
 
 
 def _read_choice(given: str, value: object, choices: tuple[str, ...]) -> str | Unreadable:

@@ -4,6 +4,7 @@ import hashlib
 from typing import Any
 
 import pytest
+from trimtab_engine.api.http.wrong_path import ADMIN_PORT, PUBLIC_PORT
 
 TOKEN = "operator-secret"
 
@@ -40,8 +41,26 @@ def test_without_the_token_a_drain_changes_nothing(guarded: Any) -> None:
 
 
 def test_the_admin_api_is_not_on_the_public_port(server: Any) -> None:
-    assert server.http.get("/admin/v1/config").status_code == 404
-    assert server.admin.get("/v1/models").status_code == 404
+    answers = server.http.get("/admin/v1/config"), server.admin.get("/v1/models")
+    assert [answer.status_code for answer in answers] == [404, 404]
+    assert "on the server's admin port, that of its --admin-port" in answers[0].json()["error"]["message"]
+    assert "on the server's public port, that of its --port" in answers[1].json()["message"]
+
+
+def test_each_port_knows_what_the_other_one_has(server: Any) -> None:
+    for asked, other in ((server.http, PUBLIC_PORT), (server.admin, ADMIN_PORT)):
+        paths = asked.get("/openapi.json").json()["paths"]
+        assert [path for path in paths if not other.has(path)] == []
+
+
+def test_a_path_or_method_that_is_none_is_told_what_was_meant(server: Any) -> None:
+    answer = server.http.post("/chat/completions", json={})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].endswith("did you mean /v1/chat/completions?")
+    answer = server.http.get("/v1/chat/completions")
+    assert answer.status_code == 405
+    assert answer.json()["error"]["message"] == "/v1/chat/completions is not there for GET; it takes POST"
+    assert server.admin.get("/admin/v1/confg").json()["message"].endswith("did you mean /admin/v1/config?")
 
 
 @pytest.mark.parametrize(

@@ -156,11 +156,11 @@ def test_a_value_outside_its_bounds_is_refused_with_the_nearest_that_would_do(
     ("value", "message"),
     [
         (True, "must be an integer, not true or false"),
-        ("64", "must be an integer, not a string"),
+        ("64", 'must be an integer, not "64"; write 64 without quotes'),
         (None, "must be an integer, not null"),
         (float("nan"), "must be an integer, not nan"),
         (float("inf"), "must be an integer, not inf"),
-        ("x" * 10_000, "not a string"),
+        ("x" * 10_000, 'not "xxx'),
     ],
 )
 def test_what_is_no_number_is_refused_and_has_no_nearest(value: object, message: str) -> None:
@@ -229,7 +229,7 @@ def test_without_swap_space_in_the_envelope_nothing_can_be_swapped() -> None:
 
 
 def test_text_that_is_no_size_is_refused() -> None:
-    assert "or a size such as 4Gi, not a string" in refused(a_config(), {"swap_space_bytes": "4 GB"})["message"]
+    assert 'or a size such as 4Gi, not "4 GB"' in refused(a_config(), {"swap_space_bytes": "4 GB"})["message"]
 
 
 def test_every_live_value_has_one_row_in_the_table() -> None:
