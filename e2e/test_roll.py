@@ -12,12 +12,18 @@ from harness.report import measured
 from harness.traffic import LoadOptions, load
 
 CLIENTS = 4
+ASKS_PER_SECOND = 25.0  # each over a connection of its own: a gap of a tenth of a second would be seen
 SETTLED_SECONDS = 300.0  # another engine loads beside one that serves on the same cores, and the old one drains
 
 
 def _options(deployment: Deployment) -> LoadOptions:
     return LoadOptions(
-        deployment.cluster_url(), deployment.served_name(), concurrency=CLIENTS, prompt_tokens=16, output_tokens=16
+        deployment.cluster_url(),
+        deployment.served_name(),
+        concurrency=CLIENTS,
+        prompt_tokens=16,
+        output_tokens=16,
+        asks_per_second=ASKS_PER_SECOND,
     )
 
 
@@ -36,6 +42,7 @@ def test_a_single_replica_is_replaced_under_load_without_a_failed_request(
         report = running.stop()
     assert report.failed == []
     assert report.completed > 0
+    assert report.asked >= 20 * took
     assert deployment.pod()["metadata"]["uid"] != uid
     assert [group["revision"] for group in after["status"]["groups"]] != [
         group["revision"] for group in before["status"]["groups"]

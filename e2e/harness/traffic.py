@@ -24,7 +24,8 @@ DRAIN_SECONDS = 240.0  # running requests may have to be computed to their end o
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """A closed loop: `concurrency` clients, each with one request of fixed size at a time. Sizes in tokens."""
+    """A closed loop: `concurrency` clients, each with one request of fixed size at a time. Sizes in tokens. Beside them
+    `asks_per_second` for the list of models, each over a connection of its own."""
 
     url: str
     model: str
@@ -34,6 +35,7 @@ class LoadOptions:
     duration_seconds: float = 1800.0  # a limit only: stop() ends it
     stagger_seconds: float = 0.0  # between the clients' first requests
     pause_seconds: float = 0.0  # of each client, between two of its requests
+    asks_per_second: float = 0.0
 
     def as_json(self) -> str:
         return json.dumps({name: getattr(self, name) for name in self.__slots__})
@@ -45,6 +47,8 @@ class LoadReport:
 
     seconds: float
     completed: int
+    asked: int
+    """How often the list of models was answered, beside `completed` requests."""
     failed: list[dict[str, Any]]
     output_tokens: int
     ttft_seconds: dict[str, float]
@@ -53,8 +57,9 @@ class LoadReport:
 
     def __str__(self) -> str:
         rate = self.output_tokens / self.seconds if self.seconds else 0.0
+        asked = f" and {self.asked} lists of models" if self.asked else ""
         return (
-            f"{self.completed} requests completed, {len(self.failed)} failed in {self.seconds:.0f} s, "
+            f"{self.completed} requests{asked} completed, {len(self.failed)} failed in {self.seconds:.0f} s, "
             f"{rate:.0f} tokens/s; time to first token p50 {self.ttft_seconds.get('p50', 0):.2f} s, "
             f"p95 {self.ttft_seconds.get('p95', 0):.2f} s"
         )
