@@ -12,7 +12,6 @@ class CacheMetrics:
     """Fed with every StepStats."""
 
     def __init__(self, families: FamilyFactory) -> None:
-        self._values = families.values
         self._by_source = families.labelled_counter(
             "vllm:prompt_tokens_by_source", "Prompt tokens by where their keys and values came from", "source"
         )
@@ -44,12 +43,12 @@ class CacheMetrics:
         )
         self._swap_seconds = families.counter("trimtab_swap_seconds", "Seconds spent copying to and from the host")
         for source in SOURCES:
-            self._by_source.labels(*self._values, source)
+            self._by_source.of(source)
         for direction in ("out", "in"):
-            self._swapped.labels(*self._values, direction)
-            self._offloaded.labels(*self._values, direction)
+            self._swapped.of(direction)
+            self._offloaded.of(direction)
         for place in (DEVICE, HOST):
-            self._cached_by_source.labels(*self._values, place)
+            self._cached_by_source.of(place)
 
     def media_looked_up(self, queries: int, hits: int) -> None:
         """By a request, in its API server."""
@@ -59,12 +58,12 @@ class CacheMetrics:
     def on_step(self, stats: StepStats) -> None:
         if stats.num_prompt_tokens:
             cached = stats.num_cached_prompt_tokens
-            self._by_source.labels(*self._values, "local_compute").inc(stats.num_prompt_tokens - cached)
-            self._by_source.labels(*self._values, "local_cache_hit").inc(cached)
+            self._by_source.of("local_compute").inc(stats.num_prompt_tokens - cached)
+            self._by_source.of("local_cache_hit").inc(cached)
             self._cached.inc(cached)
             on_host = stats.num_host_cached_prompt_tokens
-            self._cached_by_source.labels(*self._values, DEVICE).inc(cached - on_host)
-            self._cached_by_source.labels(*self._values, HOST).inc(on_host)
+            self._cached_by_source.of(DEVICE).inc(cached - on_host)
+            self._cached_by_source.of(HOST).inc(on_host)
         if stats.prefix_cache_queries:
             self._queries.inc(stats.prefix_cache_queries)
             self._hits.inc(stats.prefix_cache_hits)
@@ -73,12 +72,12 @@ class CacheMetrics:
             self._host_hits.inc(stats.host_cache_hits)
         self._host_blocks.set(stats.host_cache_blocks)
         if stats.offloaded_bytes or stats.restored_bytes:
-            self._offloaded.labels(*self._values, "out").inc(stats.offloaded_bytes)
-            self._offloaded.labels(*self._values, "in").inc(stats.restored_bytes)
+            self._offloaded.of("out").inc(stats.offloaded_bytes)
+            self._offloaded.of("in").inc(stats.restored_bytes)
         if stats.evicted_blocks:
             self._evicted.inc(stats.evicted_blocks)
         if stats.swapped_out_bytes or stats.swapped_in_bytes:
-            self._swapped.labels(*self._values, "out").inc(stats.swapped_out_bytes)
-            self._swapped.labels(*self._values, "in").inc(stats.swapped_in_bytes)
+            self._swapped.of("out").inc(stats.swapped_out_bytes)
+            self._swapped.of("in").inc(stats.swapped_in_bytes)
         if stats.swap_seconds:
             self._swap_seconds.inc(stats.swap_seconds)

@@ -8,7 +8,6 @@ class ExpertMetrics:
     """Fed with every StepStats. Without load balancing of experts the gauge has no sample and the counters stay 0."""
 
     def __init__(self, families: FamilyFactory) -> None:
-        self._values = families.values
         self._balancedness = families.labelled_gauge(
             "trimtab_expert_balancedness",
             "Mean over maximum of the ranks' loads with tokens, over the layers of the core's pipeline stage",
@@ -26,7 +25,7 @@ class ExpertMetrics:
         if news is None:
             return
         if news.balancedness is not None:
-            self._balancedness.labels(*self._values).set(news.balancedness)
+            self._balancedness.of().set(news.balancedness)
         self._rearrangements.inc(news.num_rearrangements)
         self._moved.inc(news.moved_bytes)
         self._seconds.inc(news.seconds)

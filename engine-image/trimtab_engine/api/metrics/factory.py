@@ -1,6 +1,7 @@
 """How families of metrics are made: vLLM's labels on each, one registry per engine, buckets that can be replaced."""
 
 from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -15,34 +16,54 @@ LATENCY_BUCKETS = (
 Buckets = Mapping[str, Sequence[float]]
 """Upper bounds by name of a histogram family, such as vllm:time_to_first_token_seconds."""
 
+Child = TypeVar("Child", Counter, Gauge, Histogram)
+
+
+class Labelled(Generic[Child]):
+    """A family that has labels beside the model's and the engine's. Each child is looked up once: prometheus_client
+    takes a lock and formats every label at each look, which steps would pay for a dozen times."""
+
+    def __init__(self, family: Child, values: Sequence[str]) -> None:
+        self._family: Child = family
+        self._values = values
+        self._children: dict[tuple[str, ...], Child] = {}
+
+    def of(self, *labels: str) -> Child:
+        """The child with these values of the further labels; it shows from now on."""
+        child = self._children.get(labels)
+        if child is None:
+            child = self._children[labels] = self._family.labels(*self._values, *labels)
+        return child
+
 
 class FamilyFactory:
     """Makes families for one engine core. `custom` replaces the buckets of the histograms that it names."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, engine: str, custom: Buckets) -> None:
         self._registry, self._custom = registry, custom
-        self.values = (model_name, engine)
+        self._values = (model_name, engine)
         self._unused = set(custom)
 
     def gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, LABELS, registry=self._registry).labels(*self.values)
+        return Gauge(name, text, LABELS, registry=self._registry).labels(*self._values)
 
-    def labelled_gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, (*LABELS, *labels), registry=self._registry)
+    def labelled_gauge(self, name: str, text: str, *labels: str) -> Labelled[Gauge]:
+        return Labelled(Gauge(name, text, (*LABELS, *labels), registry=self._registry), self._values)
 
     def counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, LABELS, registry=self._registry).labels(*self.values)
+        return Counter(name, text, LABELS, registry=self._registry).labels(*self._values)
 
-    def labelled_counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, (*LABELS, *labels), registry=self._registry)
+    def labelled_counter(self, name: str, text: str, *labels: str) -> Labelled[Counter]:
+        return Labelled(Counter(name, text, (*LABELS, *labels), registry=self._registry), self._values)
 
     def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return self.labelled_histogram(name, text, buckets).labels(*self.values)
+        return self.labelled_histogram(name, text, buckets).of()
 
-    def labelled_histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+    def labelled_histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Labelled[Histogram]:
         self._unused.discard(name)
         bounds = self._custom.get(name, buckets)
-        return Histogram(name, text, (*LABELS, *labels), registry=self._registry, buckets=bounds)
+        family = Histogram(name, text, (*LABELS, *labels), registry=self._registry, buckets=bounds)
+        return Labelled(family, self._values)
 
     def check_all_used(self) -> None:
         """Raise ConfigError when custom buckets name a histogram that there is not."""

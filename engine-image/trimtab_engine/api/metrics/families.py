@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 
 from trimtab_engine.api.metrics.cache import CacheMetrics
 from trimtab_engine.api.metrics.experts import ExpertMetrics
-from trimtab_engine.api.metrics.factory import LATENCY_BUCKETS, Buckets, FamilyFactory
+from trimtab_engine.api.metrics.factory import LATENCY_BUCKETS, Buckets, FamilyFactory, Labelled
 from trimtab_engine.api.metrics.graphs import GraphMetrics
 from trimtab_engine.api.metrics.observations import FinishedSequence
 from trimtab_engine.api.metrics.saturation import SaturationMetrics
@@ -47,7 +47,7 @@ class EngineMetrics:
         self.is_gone = False
         """The core has ended while others serve: its gauges are not shown."""
         self._families = FamilyFactory(self.registry, model_name, engine, custom_buckets or {})
-        self._values = self._families.values
+        self._engine = engine
         self._build_gauges()
         self._build_counters()
         self._build_histograms(length_buckets(max_model_len))
@@ -69,7 +69,7 @@ class EngineMetrics:
         info = Gauge(
             "vllm:cache_config_info", "Information of the KV cache's configuration", names, registry=self.registry
         )
-        info.labels(*values.values(), self._values[1]).set(1)
+        info.labels(*values.values(), self._engine).set(1)
 
     def layout(self, num_ranks: int) -> None:
         """trimtab_layout_ranks: those that really run for this core."""
@@ -96,12 +96,12 @@ class EngineMetrics:
             ("cached", stats.kv_blocks_cached),
             ("cap", stats.kv_blocks_cap),
         ):
-            self._kv_blocks.labels(*self._values, state).set(blocks)
+            self._kv_blocks.of(state).set(blocks)
         self._generation.set(stats.config_generation)
         for name, value in (stats.config_values or {}).items():
-            self._config_value.labels(*self._values, name).set(value)
+            self._config_value.of(name).set(value)
         for kind, size in (stats.memory_bytes or {}).items():
-            self._memory.labels(*self._values, kind).set(size)
+            self._memory.of(kind).set(size)
         self._count(stats)
 
     def _count(self, stats: StepStats) -> None:
@@ -111,29 +111,29 @@ class EngineMetrics:
             self._generation_tokens.inc(stats.num_generation_tokens)
         for mode, reason, count in ((m, r, n) for m, reasons in stats.preempted.items() for r, n in reasons.items()):
             self._preemptions.inc(count)
-            self._preempted.labels(*self._values, mode, reason).inc(count)
+            self._preempted.of(mode, reason).inc(count)
         self._recomputed.inc(stats.recomputed_tokens)
         for collective, num_bytes in stats.wire_bytes.items():
-            self._wire.labels(*self._values, collective).inc(num_bytes)
+            self._wire.of(collective).inc(num_bytes)
         for reason, seconds in stats.blocked_seconds.items():
-            self._blocked.labels(*self._values, reason).inc(seconds)
+            self._blocked.of(reason).inc(seconds)
         for seconds in stats.preempt_stall_seconds:
             self._stall.observe(seconds)
         if stats.num_scheduled_tokens:
             self._iteration.observe(stats.num_scheduled_tokens)
         for reason, count in stats.failed_requests.items():
-            self._failed.labels(*self._values, reason).inc(count)
+            self._failed.of(reason).inc(count)
         self._speculation.note(stats)
 
     def sleep_level(self, level: int | None) -> None:
         """Which of vLLM's sleep states the engine is in; a paused one (level 0) has discarded nothing."""
         now = {1: "weights_offloaded", 2: "discard_all"}.get(level or 0, "awake")
         for name in SLEEP_STATES:
-            self._sleep_state.labels(*self._values, name).set(name == now)
+            self._sleep_state.of(name).set(name == now)
 
     def rejected(self, reason: str) -> None:
         """A request was refused because the queue is as long as it may be."""
-        self._rejections.labels(*self._values, reason).inc()
+        self._rejections.of(reason).inc()
 
     def media_looked_up(self, queries: int, hits: int) -> None:
         """Images and videos were looked up in the processor cache."""
@@ -146,7 +146,7 @@ class EngineMetrics:
         self._itl.observe(seconds)
 
     def finished(self, life: FinishedSequence) -> None:
-        self._success.labels(*self._values, life.reason).inc()
+        self._success.of(life.reason).inc()
         self._e2e.observe(life.end - life.arrival)
         self._length_prompt.observe(life.num_prompt_tokens)
         self._length_computed.observe(life.num_prompt_tokens - life.num_cached_tokens)
@@ -199,19 +199,19 @@ class EngineMetrics:
             "vllm:admission_rejections", "Requests refused because the queue is full", "reason"
         )
         for reason in ("max_num_queued_reqs", "max_num_queued_tokens"):
-            self._rejections.labels(*self._values, reason)
+            self._rejections.of(reason)
         for reason in ("stop", "length", "abort", "error"):
-            self._success.labels(*self._values, reason)
+            self._success.of(reason)
         for mode in ("recompute", "swap"):
             for reason in ("capacity", "resize", "reset"):
-                self._preempted.labels(*self._values, mode, reason)
+                self._preempted.of(mode, reason)
         self._failed = self._labelled_counter(
             "trimtab_failed_requests", "Requests that no token could be chosen for", "reason"
         )
         for reason in ("nan", "nothing_left"):
-            self._failed.labels(*self._values, reason)
+            self._failed.of(reason)
         for reason in ("kv", "seqs", "tokens"):
-            self._blocked.labels(*self._values, reason)
+            self._blocked.of(reason)
 
         self._speculation = SpeculationMetrics(self._families)
 
@@ -249,13 +249,13 @@ class EngineMetrics:
     def _gauge(self, name: str, text: str) -> Gauge:
         return self._families.gauge(name, text)
 
-    def _labelled_gauge(self, name: str, text: str, label: str) -> Gauge:
+    def _labelled_gauge(self, name: str, text: str, label: str) -> Labelled[Gauge]:
         return self._families.labelled_gauge(name, text, label)
 
     def _counter(self, name: str, text: str) -> Counter:
         return self._families.counter(name, text)
 
-    def _labelled_counter(self, name: str, text: str, *labels: str) -> Counter:
+    def _labelled_counter(self, name: str, text: str, *labels: str) -> Labelled[Counter]:
         return self._families.labelled_counter(name, text, *labels)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:

@@ -11,7 +11,6 @@ class GraphMetrics:
     """Fed with every StepStats. On the CPU, where there are no graphs, all stay 0."""
 
     def __init__(self, families: FamilyFactory) -> None:
-        self._values = families.values
         self._steps = families.labelled_counter(
             "trimtab_graph_steps", "Steps that replayed CUDA graphs: one for the whole step, or pieces", "kind"
         )
@@ -24,15 +23,15 @@ class GraphMetrics:
             "trimtab_kernel_compilations", "Kernels compiled while serving: after start-up none should be"
         )
         for kind in KINDS:
-            self._steps.labels(*self._values, kind)
+            self._steps.of(kind)
         for reason in REASONS:
-            self._eager.labels(*self._values, reason)
+            self._eager.of(reason)
 
     def on_step(self, stats: StepStats) -> None:
         for kind, count in stats.graph_steps.items():
-            self._steps.labels(*self._values, kind).inc(count)
+            self._steps.of(kind).inc(count)
         for reason, count in stats.eager_steps.items():
-            self._eager.labels(*self._values, reason).inc(count)
+            self._eager.of(reason).inc(count)
         self._padding.inc(stats.graph_padding_tokens)
         self._captures.inc(stats.graph_captures)
         self._compilations.inc(stats.kernel_compilations)

@@ -11,7 +11,6 @@ class SaturationMetrics:
     """Fed with every StepStats."""
 
     def __init__(self, families: FamilyFactory) -> None:
-        self._values = families.values
         self._max_num_seqs = 0.0
         self._waiting_by_reason = families.labelled_gauge(
             "vllm:num_requests_waiting_by_reason", "Requests that wait, by what for", "reason"
@@ -26,8 +25,8 @@ class SaturationMetrics:
         self._fill = families.histogram("trimtab_batch_fill_ratio", "Requests of a step to max_num_seqs", RATIO_BUCKETS)
 
     def on_step(self, stats: StepStats) -> None:
-        self._waiting_by_reason.labels(*self._values, "capacity").set(stats.num_waiting)
-        self._waiting_by_reason.labels(*self._values, "deferred").set(stats.num_deferred)
+        self._waiting_by_reason.of("capacity").set(stats.num_waiting)
+        self._waiting_by_reason.of("deferred").set(stats.num_deferred)
         self._waiting_tokens.set(stats.num_waiting_tokens)
         oldest = stats.oldest_waiting_arrival
         self._oldest.set(0.0 if oldest is None else max(0.0, stats.time - oldest))

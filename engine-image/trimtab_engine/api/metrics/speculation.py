@@ -8,7 +8,6 @@ class SpeculationMetrics:
     """Counters of one engine; without speculation they stay 0. A "draft" is one request's guesses in one step."""
 
     def __init__(self, families: FamilyFactory) -> None:
-        self._labels = families.values
         self._drafts = families.counter("vllm:spec_decode_num_drafts", "Requests, per step, whose drafts were verified")
         self._draft_tokens = families.counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified")
         self._accepted = families.counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that stood")
@@ -25,4 +24,4 @@ class SpeculationMetrics:
         self._draft_tokens.inc(stats.num_draft_tokens)
         self._accepted.inc(sum(stats.accepted_per_position))
         for position, count in enumerate(stats.accepted_per_position):
-            self._per_position.labels(*self._labels, str(position)).inc(count)
+            self._per_position.of(str(position)).inc(count)

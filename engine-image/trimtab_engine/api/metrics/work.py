@@ -15,7 +15,6 @@ class WorkMetrics:
     """Fed with every StepStats."""
 
     def __init__(self, families: FamilyFactory) -> None:
-        self._values = families.values
         self._seconds = families.labelled_histogram("trimtab_step_seconds", "A step's time", STEP_BUCKETS, "kind")
         self._tokens = families.labelled_counter("trimtab_step_tokens", "Tokens that steps computed", "kind")
         self._sequences = families.labelled_counter("trimtab_step_sequences", "Sequences in steps", "kind")
@@ -29,7 +28,7 @@ class WorkMetrics:
         self._arrived_tokens = families.counter("trimtab_arrived_prompt_tokens", "Prompt tokens of those")
         for kind in KINDS:
             for family in (self._seconds, self._tokens, self._sequences, self._context, self._attended):
-                family.labels(*self._values, kind)
+                family.of(kind)
 
     def on_step(self, stats: StepStats) -> None:
         if stats.num_arrived:
@@ -37,9 +36,9 @@ class WorkMetrics:
             self._arrived_tokens.inc(stats.num_arrived_prompt_tokens)
         if not stats.num_scheduled_tokens:
             return
-        labels = (*self._values, stats.kind)
-        self._seconds.labels(*labels).observe(stats.step_seconds)
-        self._tokens.labels(*labels).inc(stats.num_scheduled_tokens)
-        self._sequences.labels(*labels).inc(stats.num_batch_requests)
-        self._context.labels(*labels).inc(stats.num_context_tokens)
-        self._attended.labels(*labels).inc(stats.num_attended_tokens)
+        kind = stats.kind
+        self._seconds.of(kind).observe(stats.step_seconds)
+        self._tokens.of(kind).inc(stats.num_scheduled_tokens)
+        self._sequences.of(kind).inc(stats.num_batch_requests)
+        self._context.of(kind).inc(stats.num_context_tokens)
+        self._attended.of(kind).inc(stats.num_attended_tokens)

@@ -29,8 +29,8 @@ def build_app(state: ServerState) -> FastAPI:
     """The application. It answers probes from the first moment; generation waits for `state.serving`."""
     app = FastAPI(title="Trimtab engine", version=version("trimtab"), docs_url=None, redoc_url=None)
     add_error_handlers(app, ADMIN_PORT)
+    app.include_router(openai_router(state))  # first: routes are tried in order, and these are asked most
     app.include_router(_probes(state))
-    app.include_router(openai_router(state))
     app.include_router(render_router(state))
     app.include_router(tokenize_router(state))
     app.include_router(not_built_router())

@@ -1,0 +1,27 @@
+"""How families are made: children of further labels are looked up once, and show from then on."""
+
+from prometheus_client import CollectorRegistry
+from trimtab_engine.api.metrics.factory import FamilyFactory
+
+LABELS = {"model_name": "m", "engine": "0"}
+
+
+def test_a_child_shows_from_its_first_look_and_stays_the_same() -> None:
+    registry = CollectorRegistry()
+    blocks = FamilyFactory(registry, "m", "0", {}).labelled_gauge("blocks", "KV blocks", "state")
+    assert registry.get_sample_value("blocks", LABELS | {"state": "used"}) is None
+    used = blocks.of("used")
+    assert registry.get_sample_value("blocks", LABELS | {"state": "used"}) == 0
+    used.set(7)
+    assert blocks.of("used") is used
+    assert registry.get_sample_value("blocks", LABELS | {"state": "used"}) == 7
+
+
+def test_children_differ_by_every_label() -> None:
+    registry = CollectorRegistry()
+    preempted = FamilyFactory(registry, "m", "0", {}).labelled_counter("preempted", "Requests", "mode", "reason")
+    preempted.of("swap", "capacity").inc(2)
+    preempted.of("swap", "resize").inc(3)
+    for reason, count in (("capacity", 2), ("resize", 3)):
+        labels = LABELS | {"mode": "swap", "reason": reason}
+        assert registry.get_sample_value("preempted_total", labels) == count
