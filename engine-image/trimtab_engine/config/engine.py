@@ -15,6 +15,7 @@ from trimtab_engine.config.experts import EplbConfig
 from trimtab_engine.config.graphs import DEFAULT_LEVEL, MODES_BY_LEVEL, CompilationConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.multimodal.items import MODALITIES, Modality
 from trimtab_engine.scheduling.policy import PreemptionMode, QueueOrder
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
@@ -126,6 +127,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool = False
     optimization_level: int = DEFAULT_LEVEL
     compilation: CompilationConfig = CompilationConfig()
+    limit_mm_per_prompt: dict[str, int] = {}
+    """Images and videos that a prompt may have, by kind; where all are 0, or none is said, no tower is loaded."""
+    max_num_encoder_input_tokens: int | None = None
+    """Of images and videos that a step computes. None: as many as of the largest one, or as a step computes of text."""
+    encoder_cache_size: int | None = None
+    """Tokens of images and videos whose embeddings are kept. None: likewise."""
     api_server_count: int = 0
     """Processes that serve HTTP before this engine. 0: none, it is used from Python."""
     rendezvous_id: str = ""
@@ -213,6 +220,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"--{flag} is {value}; it must be 0 or more")
             if value > cap:
                 raise _above_cap(flag, value, cap)
+        if self.modalities and self.speculative is not None:
+            raise NotBuiltError(
+                "speculation beside images and videos is not built; use --limit-mm-per-prompt with 0 each"
+            )
         self._check_speculation()
         for name, (low, high) in RANGES.items():
             if not low <= getattr(self, name) <= high:
@@ -294,6 +305,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "--data-parallel-rank and --data-parallel-hybrid-lb, where every server has its own cores, go neither "
                 "with --nnodes nor with --data-parallel-size-cap; leave those out"
             )
+
+    @property
+    def modalities(self) -> list[Modality]:
+        """What prompts may have besides text."""
+        return [modality for modality in MODALITIES if self.limit_mm_per_prompt.get(modality)]
 
     def _check_speculation(self) -> None:
         depth_cap = 0 if self.speculative is None else self.speculative.num_speculative_tokens

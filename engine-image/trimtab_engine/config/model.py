@@ -21,6 +21,9 @@ class RopeConfig:
     """Whether yarn's range of frequencies is rounded to whole ones."""
     attention_factor: float = 1.0
     """Factor that rotated queries and keys are both multiplied by."""
+    sections: tuple[int, ...] = ()
+    """How many frequencies turn by a token's position over time, then by those over height and width; none: all turn by
+    one position."""
 
 
 @dataclass(frozen=True, slots=True)

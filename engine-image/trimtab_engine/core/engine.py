@@ -17,7 +17,7 @@ from trimtab_engine.config.engine import set_log_level
 from trimtab_engine.config.live.patch import LiveConfig
 from trimtab_engine.config.live.reading import Refusal
 from trimtab_engine.core.execution import Execution, Flight, PreparedStep, StepResult
-from trimtab_engine.core.intake import check_items, check_token_ids
+from trimtab_engine.core.intake import check_items, check_token_ids, rope_of
 from trimtab_engine.core.lifecycle import Lifecycle, Refused, RemainingWork
 from trimtab_engine.core.preemption_watch import PreemptionWatch
 from trimtab_engine.core.step_stats import note_graphs, step_stats
@@ -150,7 +150,7 @@ class Engine:
             return
         try:
             check_token_ids(message, self._runner.facts.vocab_size)
-            check_items(message)
+            check_items(message, self._runner.facts.vision)
         except InvalidRequest as error:
             self._refuse(message.request_id, error)
             return
@@ -161,6 +161,8 @@ class Engine:
             arrival_time=message.arrival_time,
             priority=message.priority,
             cache_salt=message.cache_salt,
+            spans=message.spans,
+            rope=rope_of(message, self._runner.facts.vision),
         )
         if message.sampling.grammar is None or self._grammars.start(request):
             self._queue(request)

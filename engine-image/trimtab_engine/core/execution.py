@@ -133,6 +133,8 @@ class Execution:
         per request; above 0 no step may be in flight."""
         speculates = self._proposer is not None and depth > 0
         inputs, unknown = (NO_INPUTS, []) if speculates else self._runner.flatten(batch.sequences)
+        if batch.displaced or batch.missing:  # never beside drafts
+            inputs.displaced, inputs.missing = batch.displaced, batch.missing
         scoring = [
             (s.request, s.start, num_scored(s)) for s in batch.sequences if not s.request.is_plain and num_scored(s)
         ]

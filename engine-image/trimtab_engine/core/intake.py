@@ -7,8 +7,11 @@ end it for everybody, or read zeros in silence where the table is split among ra
 
 from collections.abc import Collection
 
+from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.errors import InvalidRequest
 from trimtab_engine.messages import AddRequest
+from trimtab_engine.multimodal.items import check_spans
+from trimtab_engine.multimodal.positions import RopePositions
 
 
 def check_token_ids(message: AddRequest, vocab_size: int) -> None:
@@ -25,10 +28,38 @@ def check_token_ids(message: AddRequest, vocab_size: int) -> None:
                 raise InvalidRequest(f"{name} has token id {token_id}, out of a vocabulary of {vocab_size} tokens")
 
 
-def check_items(message: AddRequest) -> None:
-    """Raise InvalidRequest for images and videos: no tower is built that would compute them."""
-    if message.spans:
+def check_items(message: AddRequest, vision: VisionConfig | None) -> None:
+    """Raise InvalidRequest unless the tower can compute each image and video; None: there is no tower."""
+    if not message.spans:
+        return
+    if vision is None:
         kinds = sorted({span.item.modality for span in message.spans})
         raise InvalidRequest(
             f"the prompt has {' and '.join(kinds)} input, which this engine does not compute; send text"
         )
+    check_spans(message.spans, len(message.prompt_token_ids))
+    for number, span in enumerate(message.spans):
+        item = span.item
+        which = f"multi-modal item {number} ({item.modality})"
+        if item.patches is None or item.patches.row_size != vision.row_size:
+            brought = "none" if item.patches is None else f"patches of {item.patches.row_size} values"
+            raise InvalidRequest(f"{which} brings {brought}; the tower reads patches of {vision.row_size}")
+        _, height, width = item.grid
+        is_even = height % vision.merge_size == width % vision.merge_size == 0
+        if not is_even or item.num_tokens * vision.patches_per_token != item.num_patches:
+            raise InvalidRequest(
+                f"{which} has {item.num_tokens} tokens over a grid of {item.grid}; the tower makes a token of "
+                f"{vision.merge_size} x {vision.merge_size} patches"
+            )
+
+
+def rope_of(message: AddRequest, vision: VisionConfig | None) -> RopePositions | None:
+    """Where the tokens of a prompt with images are over time, height and width; None for one of text alone."""
+    if vision is None or not message.spans:
+        return None
+    return RopePositions.of(
+        message.spans,
+        len(message.prompt_token_ids),
+        merge_size=vision.merge_size,
+        tokens_per_second=vision.tokens_per_second,
+    )

@@ -21,6 +21,7 @@ from trimtab_engine.core.loading_log import LoadingLog
 from trimtab_engine.device.device import is_out_of_memory
 from trimtab_engine.device.host_memory import family_bytes, room_bytes
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.memory.encoder import encoder_tokens
 from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.plan import PlanBase
 from trimtab_engine.memory.sizing import KVSize, longest_that_fits, out_of_memory, size_kv_cache, what_is_too_much
@@ -29,6 +30,7 @@ from trimtab_engine.models.registry import kv_groups_of
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.start import GRAPHS_STAGE
 from trimtab_engine.scheduling.block_manager import BlockManager
+from trimtab_engine.scheduling.encoder_cache import EncoderCache
 from trimtab_engine.scheduling.scheduler import Scheduler
 from trimtab_engine.scheduling.swap_space import SwapSpace
 from trimtab_engine.speculative.loading import Speculation
@@ -161,7 +163,16 @@ def _scheduler(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula
         enable_chunked_prefill=config.enable_chunked_prefill,
         eos_token_ids=runner.facts.eos_token_ids,
         num_stages=num_stages(config, runner),
+        encoder=_encoder_cache(config, runner),
     )
+
+
+def _encoder_cache(config: EngineConfig, runner: ModelRunner) -> EncoderCache | None:
+    """What is kept of images and videos; None: none are computed."""
+    if runner.facts.vision is None:
+        return None
+    most = encoder_tokens(config.max_num_batched_tokens_cap, runner.facts.max_model_len)
+    return EncoderCache(config.encoder_cache_size or most, config.max_num_encoder_input_tokens or most)
 
 
 def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula, size: KVSize) -> LiveConfig:
@@ -302,6 +313,7 @@ def _ready(
             "kv_cache_size_tokens": str(formula.tokens_of(size.num_blocks)),
         },
         num_ranks=num_ranks,
+        modalities=[] if runner.facts.vision is None else config.modalities,
     )
 
 

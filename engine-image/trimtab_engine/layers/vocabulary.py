@@ -6,6 +6,9 @@ import torch.nn.functional as F
 from trimtab_engine.layers.linear import Linear
 from trimtab_engine.parallel.groups import RankGroup
 
+Placed = tuple[torch.Tensor, torch.Tensor]
+"""What takes its embedding from elsewhere: (index [rows] int64 in a step, embeddings [rows, hidden_size])."""
+
 
 class VocabularyEmbedding:
     """table: rows [first, first + rows) of the vocabulary. With a group each rank looks up its own, and they sum."""

@@ -66,12 +66,35 @@ def check_tensors(config: ModelConfig, source: WeightSource) -> None:
         and not (name == "lm_head.weight" and config.tie_word_embeddings)
     )
     if missing:
-        raise ModelError(f"{source.where}: the weights lack {len(missing)} tensors, first {missing[0]}")
+        raise _lacking(source, missing)
     if extra:
         raise ModelError(
             f"{source.where}: the weights hold {len(extra)} tensors that {config.architecture} does not use, first "
             f"{extra[0]}; this variant is not built"
         )
-    for name, shape in (expected | {name: scales[name] for name in scales.keys() & found.keys()}).items():
+    _check_shapes(source, expected | {name: scales[name] for name in scales.keys() & found.keys()})
+
+
+def check_tower(expected: Shapes, source: WeightSource) -> None:
+    """Raise ModelError unless the towers of a checkpoint are the tensors that are expected."""
+    found = source.shapes()
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing:
+        raise _lacking(source, missing)
+    if extra:
+        raise ModelError(
+            f"{source.where}: the tower has {len(extra)} tensors that are not used, first {extra[0]}; this variant is "
+            f"not built"
+        )
+    _check_shapes(source, expected)
+
+
+def _lacking(source: WeightSource, missing: list[str]) -> ModelError:
+    return ModelError(f"{source.where}: the weights lack {len(missing)} tensors, first {missing[0]}")
+
+
+def _check_shapes(source: WeightSource, expected: Shapes) -> None:
+    found = source.shapes()
+    for name, shape in expected.items():
         if found[name] != shape:
             raise ModelError(f"{source.where}: tensor {name} is {list(found[name])}, config.json implies {list(shape)}")

@@ -29,7 +29,7 @@ from trimtab_engine.layers.linear import MAX_ROWS, pads_rows
 from trimtab_engine.layers.moe import MixtureOfExperts
 from trimtab_engine.layers.quantized import stacked
 from trimtab_engine.layers.rotary import RotaryAngles, Turn, no_turn
-from trimtab_engine.layers.vocabulary import LmHead, VocabularyEmbedding
+from trimtab_engine.layers.vocabulary import LmHead, Placed, VocabularyEmbedding
 from trimtab_engine.memory.kv_groups import KVPlace, LayerKV, groups_of, places_of
 from trimtab_engine.models.compiled_layers import compile_layers, why_not
 from trimtab_engine.models.decoder_kv import decoder_kv
@@ -340,9 +340,11 @@ class Decoder:
         metadata: Sequence[AttentionMetadata],
         *,
         num_layers: int | None = None,
+        placed: Placed | None = None,
     ) -> torch.Tensor:
         """token_ids, positions [num_tokens] int64 -> hidden states [num_tokens, hidden_size] before the last norm.
-        `metadata` has an entry per KV group.
+        `metadata` has an entry per KV group. Where tokens have positions over time, height and width, `positions` is
+        [3, num_tokens]. `placed`: what the first stage takes for embeddings of tokens that are no text.
 
         `num_layers` runs the first layers only, for profiling: they all use the same memory. A stage gets the hidden
         states from the one before it and sends its own to the next.
@@ -352,7 +354,9 @@ class Decoder:
             rows = token_ids.shape[0]
             before = torch.empty(rows, self.config.hidden_size, dtype=self._dtype, device=token_ids.device)
             self.receive(before)
-        hidden = self.compute(token_ids, positions, kv_cache, metadata, before=before, num_layers=num_layers)
+        hidden = self.compute(
+            token_ids, positions, kv_cache, metadata, before=before, num_layers=num_layers, placed=placed
+        )
         self.send(hidden)
         return hidden
 
@@ -377,10 +381,11 @@ class Decoder:
         *,
         before: torch.Tensor | None,
         num_layers: int | None = None,
+        placed: Placed | None = None,
     ) -> torch.Tensor:
         """This stage's layers: what `forward` does between receiving and sending. `before`: the hidden states of the
         stage before, which are overwritten; the first stage has token ids alone."""
-        hidden = self._embedded(token_ids) if before is None else before
+        hidden = self._embedded(token_ids, placed) if before is None else before
         turns = [Turn(rotary(positions)) for rotary in self._rotaries]
         if self.config.unturned:
             turns.append(no_turn(positions, self.config.rotary_size, self.config.temperature))
@@ -395,9 +400,10 @@ class Decoder:
                 hidden.add_(delta)
         return hidden
 
-    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def _embedded(self, token_ids: torch.Tensor, placed: Placed | None) -> torch.Tensor:
         hidden = self._embed(token_ids)
-        return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
+        hidden = hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
+        return hidden if placed is None else hidden.index_copy_(0, *placed)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
         """These rows [num_rows] int64 of `forward`'s result -> [num_rows, vocab_size] float32 on the last stage's first

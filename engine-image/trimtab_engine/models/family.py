@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.model_words import ConfigWords
+from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.memory.kv_groups import LayerKV
 from trimtab_engine.models.tensors import Tensors
 from trimtab_engine.weights.gguf_file import GgufNames
@@ -18,9 +19,18 @@ if TYPE_CHECKING:
 
     from trimtab_engine.device.kv_cache import KVTensors
     from trimtab_engine.layers.moe import MixtureOfExperts
+    from trimtab_engine.layers.vocabulary import Placed
     from trimtab_engine.models.loading import Loader
     from trimtab_engine.parallel.groups import RankGroups
     from trimtab_engine.parallel.shard import ModelShard
+
+
+class Tower(Protocol):
+    """Computes one image or video at a time, on one device."""
+
+    def __call__(self, rows: "torch.Tensor", grid: tuple[int, int, int]) -> "torch.Tensor":
+        """rows [num_patches, row_size] float32 -> embeddings [num_tokens, hidden_size] for the text half."""
+        ...
 
 
 class Model(Protocol):
@@ -44,9 +54,11 @@ class Model(Protocol):
         metadata: "Sequence[AttentionMetadata]",
         *,
         num_layers: int | None = None,
+        placed: "Placed | None" = None,
     ) -> "torch.Tensor":
         """token_ids, positions [num_tokens] int64 -> hidden states [num_tokens, hidden_size] before the last norm.
-        `metadata` has an entry per KV group.
+        `metadata` has an entry per KV group. Where tokens have positions over time, height and width, `positions` is
+        [3, num_tokens]. `placed`: what the first stage takes for embeddings of tokens that are no text.
 
         `num_layers` runs the first layers only, for profiling: they all use the same memory. A stage gets the hidden
         states from the one before it and sends its own to the next.
@@ -70,6 +82,7 @@ class Model(Protocol):
         *,
         before: "torch.Tensor | None",
         num_layers: int | None = None,
+        placed: "Placed | None" = None,
     ) -> "torch.Tensor":
         """This stage's layers: what `forward` does between receiving and sending. `before`: the hidden states of the
         stage before, which are overwritten; the first stage has token ids alone."""
@@ -97,6 +110,17 @@ def build_decoder(config: ModelConfig, load: "Loader", shard: "ModelShard", grou
     return Decoder(config, load, shard, groups)
 
 
+@dataclass(frozen=True, slots=True)
+class TowerKind:
+    """What computes a family's images and videos."""
+
+    parse: Callable[[ConfigWords, ModelConfig], VisionConfig]
+    """Reads config.json, for this text half. Raises ModelError."""
+    tensors: Callable[[VisionConfig], Tensors]
+    """Everything that a checkpoint must hold of it, and nothing else."""
+    build: "Callable[[VisionConfig, Loader], Tower]"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One family of models."""
@@ -105,6 +129,8 @@ class Family:
     """Its names in config.json."""
     multimodal: tuple[str, ...] = ()
     """Those of them whose checkpoints see images too: their text half is run, whose words are in `text_config`."""
+    tower: TowerKind | None = None
+    """None: images and videos are not computed."""
     not_on_cuda: str | None = None
     """What CUDA's kernels lack of its layers; None: nothing, but for what its KV groups say."""
     parse: Callable[[ConfigWords], ModelConfig]

@@ -11,7 +11,7 @@ from trimtab_engine.models import deepseek, gemma3, gpt_oss, llama, llama4, mist
 from trimtab_engine.models.family import Family
 from trimtab_engine.weights.open import open_source
 from trimtab_engine.weights.source import WeightSource
-from trimtab_engine.weights.text_half import TextHalf, text_words
+from trimtab_engine.weights.text_half import text_half, text_words, tower_half
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -66,4 +66,12 @@ def open_model(model: str, load_format: str = "auto", *, seed: int = 0) -> Weigh
     family = BY_ARCHITECTURE.get(ConfigWords(source.config, {}, source.where).architecture or "")
     if family is None or not family.multimodal or source.format != "safetensors":
         return source
-    return TextHalf(source)
+    return text_half(source)
+
+
+def open_tower(model: str, load_format: str = "auto", *, seed: int = 0) -> WeightSource:
+    """Open the towers of a checkpoint that sees images. Raises ModelError."""
+    source = open_source(model, load_format, seed=seed, gguf_names=GGUF_NAMES)
+    if source.format == "gguf":
+        raise ModelError(f"{source.where}: a GGUF file holds no tower for images; give a folder with safetensors")
+    return tower_half(source) if source.format == "safetensors" else source

@@ -12,13 +12,14 @@ stands around an item (a token that begins vision, one that ends it) is text.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from trimtab_engine.errors import InvalidRequest
 
 Modality = Literal["image", "video"]
+MODALITIES: tuple[Modality, ...] = get_args(Modality)
 MEANINGS_BYTES = 4 * 256  # of one channel: a float32 for each value of 8 bits
 
 

@@ -13,7 +13,9 @@ from trimtab_kernels.paged_batch import warm_up_attention
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.experts import EplbConfig
 from trimtab_engine.config.model import ModelConfig
+from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.config.quantization import Quantization, stored_quantization, wanted_quantization
+from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.device.address_range import AddressSpace
 from trimtab_engine.device.device import Device
 from trimtab_engine.device.kv_cache import KVCache, KVLayers, KVTensors, copy_across
@@ -22,14 +24,15 @@ from trimtab_engine.device.transfer import Mark, send
 from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.layers.quantized import multiplies_float8
+from trimtab_engine.memory.encoder import encoder_tokens, kept_bytes, tower_peak_bytes
 from trimtab_engine.memory.formula import Ledger
 from trimtab_engine.memory.kv_groups import KVGroup
 from trimtab_engine.memory.reserved import cpu_activation_bytes
 from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit, reserved_for_processes
-from trimtab_engine.models.checkpoint import check_tensors, expected_shapes, expected_tensors
-from trimtab_engine.models.family import Model
+from trimtab_engine.models.checkpoint import check_tensors, check_tower, expected_shapes, expected_tensors
+from trimtab_engine.models.family import Model, Tower
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.models.registry import family_of, kv_groups_of, open_model, parse_model_config
+from trimtab_engine.models.registry import family_of, kv_groups_of, open_model, open_tower, parse_model_config
 from trimtab_engine.models.tensors import Tensors, num_elements, num_quantizable
 from trimtab_engine.parallel.expert_balancer import ExpertBalancer
 from trimtab_engine.parallel.groups import ALONE, RankGroups
@@ -40,6 +43,7 @@ from trimtab_engine.runner.graphs.device_steps import AttentionShape, DeviceStep
 from trimtab_engine.runner.graphs.plan import GraphPlan
 from trimtab_engine.runner.graphs.recorder import Recorder
 from trimtab_engine.runner.graphs.step_buffers import Feed
+from trimtab_engine.runner.item_encoder import ItemEncoder
 from trimtab_engine.sampling.device_sampler import DeviceSampler
 from trimtab_engine.sampling.logprobs import ScoresInFlight
 from trimtab_engine.sampling.sampler import ROWS_AT_ONCE, sample
@@ -49,6 +53,7 @@ from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.step_inputs import StepInputs, Unknown, flatten
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.weights.source import WeightSource
+from trimtab_engine.weights.text_half import text_words
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -57,6 +62,8 @@ ONE_RANK = Layout()
 GREEDY = Sampling(temperature=0.0)
 COSTLIEST_SAMPLING = Sampling(top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1)
 Progress = Callable[[str, float], None]
+Loaded = tuple[Model, Tower | None]
+"""What is read of a checkpoint: the tower only where this rank computes images and videos."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,8 @@ class ModelFacts:
     """What loading them took of the device."""
     whole: ModelConfig
     """The whole model's facts."""
+    vision: VisionConfig | None = None
+    """The tower's; None: images and videos are not computed. Only ranks of the first stage have it."""
 
 
 class ModelRunner:
@@ -95,8 +104,8 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Model,
-        rebuild: Callable[[], Model],
+        loaded: Loaded,
+        rebuild: Callable[[], Loaded],
         facts: ModelFacts,
         shard: ModelShard,
         groups: RankGroups,
@@ -107,7 +116,8 @@ class ModelRunner:
         eplb: EplbConfig | None,
     ) -> None:
         self.facts = facts
-        self._model, self._rebuild, self.shard, self.groups = model, rebuild, shard, groups
+        (self._model, self._tower), self._rebuild, self.shard, self.groups = loaded, rebuild, shard, groups
+        self._items = ItemEncoder(device.torch)
         self._device, self._block_size, self._dtype = device, block_size, dtype
         self._kv_dtype = kv_dtype
         self._scores: ScoresInFlight | None = None
@@ -129,6 +139,7 @@ class ModelRunner:
         """Read one rank's weights. progress gets ("weights", percent of them). Raises ModelError or ConfigError."""
         torch.manual_seed(config.seed)  # requests that bring no seed of their own draw from this generator
         source, model_config = _open(config)
+        vision = _vision(config, source, model_config)
         max_model_len = _max_model_len(config, model_config)
         shard = shard_model(
             model_config,
@@ -162,17 +173,18 @@ class ModelRunner:
         )
         check_weights_fit(config, unmeasured)
 
-        def build(source: WeightSource, report: Callable[[int], None]) -> Model:
+        def build(source: WeightSource, report: Callable[[int], None]) -> Loaded:
             device.before_weights()
             with torch.inference_mode():
                 load = Loader(source, dtype, device.torch, report, quantization)
                 model = family_of(model_config.architecture).build(model_config, load, shard, groups)
+                tower = _load_tower(config, model_config, vision, load) if shard.is_first_stage else None
             device.after_weights()
-            return model
+            return model, tower
 
         source.map_files()  # before, so that what is measured is what the model keeps
         with device.measure() as growth:
-            model = build(source, _percent("weights", num_parameters, progress))
+            loaded = build(source, _percent("weights", num_parameters, progress))
         facts = ModelFacts(
             vocab_size=model_config.vocab_size,
             max_model_len=max_model_len,
@@ -186,9 +198,10 @@ class ModelRunner:
             quantization=None if quantization is None else "fp8",
             weights_bytes=max(0, growth.kept),
             whole=model_config,
+            vision=vision,
         )
         rebuild = lambda: build(_open(config)[0], lambda count: None)  # noqa: E731
-        return cls(model, rebuild, facts, shard, groups, device, config.block_size, dtype, kv_dtype, config.eplb)
+        return cls(loaded, rebuild, facts, shard, groups, device, config.block_size, dtype, kv_dtype, config.eplb)
 
     def _new_balancer(self) -> ExpertBalancer | None:
         """A balancer of experts that are where they were loaded."""
@@ -202,14 +215,14 @@ class ModelRunner:
         if self.steps is not None:
             self.steps.drop_model()
         self.balancer = None
-        del self._model
+        del self._model, self._tower
         self._device.after_weights()
 
     def reload_weights(self) -> None:
         """Read them again, from where they were read. Raises ModelError; MemoryError, without weights, where the device
         has no room for them."""
         try:
-            self._model = self._rebuild()
+            self._model, self._tower = self._rebuild()
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error).splitlines()[0]) from error
         self.balancer = self._new_balancer()
@@ -231,7 +244,17 @@ class ModelRunner:
             self._dummy_step([(longest_decode, 1)] * min(2, max_num_seqs), GREEDY)
             for rows in reversed(sizes):
                 self._dummy_step([(0, 1)] * rows, GREEDY)
-        return growth.peak if self._device.kind == "cuda" else cpu_activation_bytes(growth.peak, len(sizes))
+        peak = growth.peak if self._device.kind == "cuda" else cpu_activation_bytes(growth.peak, len(sizes))
+        return peak + self._items_bytes(max_num_batched_tokens)
+
+    def _items_bytes(self, max_num_batched_tokens: int) -> int:
+        """What images and videos take of this rank's device beside text, at most."""
+        vision = self.facts.vision
+        if vision is None or self._tower is None:
+            return 0
+        num_tokens = encoder_tokens(max_num_batched_tokens, self.facts.max_model_len)
+        size = self._dtype.itemsize
+        return kept_bytes(vision, num_tokens, size) + tower_peak_bytes(vision, num_tokens, size)
 
     def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
         """Reserve the KV cache's address range, with a draft model's layers in it, and map block 0: attention, which on
@@ -350,7 +373,13 @@ class ModelRunner:
         """The batch as plain values, and which of its tokens are not known yet."""
         longest = max_decode_tokens(self._device.torch)
         num_groups = len(self.facts.kv_groups)
-        return flatten(sequences, block_size=self._block_size, max_decode_tokens=longest, num_groups=num_groups)
+        return flatten(
+            sequences,
+            block_size=self._block_size,
+            max_decode_tokens=longest,
+            num_groups=num_groups,
+            with_items=self.facts.vision is not None,
+        )
 
     wave: Wave | None = None
     """The steps that data-parallel cores make together; None: this core is on its own."""
@@ -408,10 +437,13 @@ class ModelRunner:
         ]
         hidden = self._model.forward(
             torch.tensor(inputs.token_ids + padding, dtype=torch.int64, device=device),
-            torch.tensor(inputs.positions + padding, dtype=torch.int64, device=device),
+            torch.tensor(
+                [axis + padding for axis in inputs.axes] or inputs.positions + padding, dtype=torch.int64, device=device
+            ),
             kv_cache,
             metadata,
             num_layers=num_layers,
+            placed=None if self._tower is None else self._items.place(inputs, self._tower),
         )
         rows = padded_rows(num_rows) if self._model.pads_rows and num_rows else num_rows
         wanted = torch.tensor(inputs.sampled + [0] * (rows - num_rows), dtype=torch.int64, device=device)
@@ -496,6 +528,33 @@ def _open(config: EngineConfig) -> tuple[WeightSource, ModelConfig]:
         source.expect(expected_shapes(model_config))
     check_tensors(model_config, source)
     return source, model_config
+
+
+def _vision(config: EngineConfig, source: WeightSource, model: ModelConfig) -> VisionConfig | None:
+    """The tower that is to compute images and videos; None: there is none, or none is wanted. Raises ModelError, and
+    NotBuiltError where it is not built."""
+    kind = family_of(model.architecture).tower
+    if kind is None or not config.modalities or "vision_config" not in source.config:
+        return None
+    if config.device == "cuda":
+        raise NotBuiltError(
+            f"images and videos are not built on CUDA for {model.architecture}; serve its text alone, with "
+            f"""--limit-mm-per-prompt '{{"image": 0, "video": 0}}', or use --device cpu"""
+        )
+    return kind.parse(ConfigWords(text_words(source.config), source.generation_config, source.where), model)
+
+
+def _load_tower(config: EngineConfig, model: ModelConfig, vision: VisionConfig | None, text: Loader) -> Tower | None:
+    """The whole tower, in the dtype of the text half and never quantised."""
+    kind = family_of(model.architecture).tower
+    if kind is None or vision is None:
+        return None
+    source = open_tower(config.model, config.load_format, seed=config.seed)
+    shapes = {name: tensor.shape for name, tensor in kind.tensors(vision).items()}
+    if isinstance(source, DummySource):
+        source.expect(shapes)
+    check_tower(shapes, source)
+    return kind.build(vision, Loader(source, text.dtype, text.device, lambda count: None))
 
 
 def _check_device(model: ModelConfig, device: Device) -> None:

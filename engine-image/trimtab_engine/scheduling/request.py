@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Protocol
 
 from trimtab_engine.multimodal.items import Span
+from trimtab_engine.multimodal.positions import RopePositions
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
 
@@ -77,6 +78,8 @@ class Request:
     """Requests share cached blocks only with those of the same salt."""
     spans: tuple[Span, ...] = ()
     """Images and videos in its prompt, in its order."""
+    rope: RopePositions | None = None
+    """Where its tokens are over time, height and width; None: where they are in it, on all three."""
     order: int = 0
     """How many requests were added before it; set when the scheduler takes it."""
     status: RequestStatus = RequestStatus.WAITING
@@ -142,9 +145,12 @@ class Request:
         priority: int = 0,
         cache_salt: str = "",
         spans: tuple[Span, ...] = (),
+        rope: RopePositions | None = None,
     ) -> "Request":
-        token_ids = list(prompt_token_ids)
-        return cls(request_id, token_ids, len(prompt_token_ids), sampling, arrival_time, priority, cache_salt, spans)
+        token_ids, num_tokens = list(prompt_token_ids), len(prompt_token_ids)
+        return cls(
+            request_id, token_ids, num_tokens, sampling, arrival_time, priority, cache_salt, spans=spans, rope=rope
+        )
 
     def note_prompt_logprobs(self, position: int, judged: list[TokenLogprobs]) -> None:
         """Keep those of the tokens behind `position`, …; what was judged before a preemption is not kept twice."""

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+from trimtab_engine.multimodal.items import MultiModalItem
 from trimtab_engine.scheduling.batch import ScheduledSequence
+from trimtab_engine.scheduling.encoder_cache import key_of, spans_between
 from trimtab_engine.scheduling.request import Request
 
 Unknown = tuple[int, Request, int]
@@ -52,6 +54,14 @@ class StepInputs(msgspec.Struct, array_like=True):
     agreed: StepShape | None = None
     """What data-parallel ranks in lockstep have agreed on: rows to compute at least, padding included, and whether all
     of their steps are uniform. None: this step is its core's own."""
+    axes: list[list[int]] = []
+    """Positions over time, height and width, each with an entry per token; none: all three are `positions`."""
+    displaced: list[bytes] = []
+    """Keys of embeddings to drop, before anything is computed."""
+    missing: list[tuple[bytes, MultiModalItem]] = []
+    """Images and videos to compute then, each with the key by which its embeddings are kept."""
+    placed: list[tuple[int, int, bytes, int]] = []
+    """(index in token_ids, how many tokens, key, first row): what takes its embeddings from what is kept."""
 
     @property
     def shape(self) -> StepShape:
@@ -84,13 +94,20 @@ NO_INPUTS = StepInputs([], [], [], [GroupInputs([], [])])
 
 
 def flatten(
-    sequences: list[ScheduledSequence], *, block_size: int, max_decode_tokens: int, num_groups: int = 1
+    sequences: list[ScheduledSequence],
+    *,
+    block_size: int,
+    max_decode_tokens: int,
+    num_groups: int = 1,
+    with_items: bool = False,
 ) -> tuple[StepInputs, list[Unknown]]:
     """Lay out a batch for so many KV groups. A decode whose context passes max_decode_tokens is a chunk of one token.
+    `with_items`: the model computes images and videos, and some of the prompts may have had some.
 
     Chunks of equally many tokens come together, longest context first, so that attention can group them.
     """
-    if num_groups == 1 and sequences and _are_plain_decodes(sequences, max_decode_tokens):
+    with_items = with_items and any(s.request.spans for s in sequences)
+    if num_groups == 1 and sequences and not with_items and _are_plain_decodes(sequences, max_decode_tokens):
         return _flatten_decodes(sequences, block_size)
     decodes: list[tuple[ScheduledSequence, int, int]] = []  # with its first row and the number of its rows
     chunks: list[tuple[ScheduledSequence, int, int]] = []
@@ -128,9 +145,27 @@ def flatten(
     short, long = [entry[0] for entry in decodes], [entry[0] for entry in chunks]
     groups = [_group_inputs(group, short, long, block_size) for group in range(num_groups)]
     inputs = StepInputs(token_ids, positions, sampled, groups)
+    if with_items:
+        _add_items(inputs, [entry[0] for entry in (*decodes, *chunks)])
     if first_index:
         inputs.scored = [entry for s in sequences if id(s) in first_index for entry in _scored(s, first_index[id(s)])]
     return inputs, unknown
+
+
+def _add_items(inputs: StepInputs, sequences: list[ScheduledSequence]) -> None:
+    """Where the tokens of sequences, in this order, are over time, height and width, and which are no text."""
+    inputs.axes = [[], [], []]
+    for s in sequences:
+        index, end = len(inputs.axes[0]), s.start + s.num_tokens
+        rope, own = s.request.rope, list(range(s.start, end))
+        for axis, places in zip(
+            inputs.axes, (own, own, own) if rope is None else rope.between(s.start, end), strict=True
+        ):
+            axis.extend(places)
+        for span in spans_between(s.request.spans, s.start, end):
+            first, last = max(s.start, span.offset), min(end, span.end)
+            key = key_of(s.request, span.item)
+            inputs.placed.append((index + first - s.start, last - first, key, first - span.offset))
 
 
 def _are_plain_decodes(sequences: list[ScheduledSequence], max_decode_tokens: int) -> bool:

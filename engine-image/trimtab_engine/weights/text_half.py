@@ -1,10 +1,11 @@
-"""The text half of a checkpoint that sees images too: its words in config.json, and its tensors under the names that a
-checkpoint of text alone has.
+"""The two halves of a checkpoint that sees images too: the text half's words in config.json, its tensors under the
+names that a checkpoint of text alone has; and the towers' tensors.
 
 ```
-language_model.model.layers.0.…    model.layers.0.…        as they were released first
-model.language_model.layers.0.…    model.layers.0.…        as transformers 5 stores them
-vision_tower.…                     not there
+                                   text half               towers
+language_model.model.layers.0.…    model.layers.0.…                    as they were released first
+model.language_model.layers.0.…    model.layers.0.…                    as transformers 5 stores them
+model.visual.blocks.0.…                                    blocks.0.…
 ```
 """
 
@@ -32,13 +33,13 @@ def text_words(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, **text, **ties, "architectures": config.get("architectures")}
 
 
-class TextHalf:
-    """A source of weights without the towers of another."""
+class Half:
+    """Some of another source's tensors, under other names."""
 
-    def __init__(self, whole: WeightSource) -> None:
+    def __init__(self, whole: WeightSource, stored_names: Mapping[str, str]) -> None:
         self._whole = whole
         self.format = whole.format
-        self._stored_names = {_plain(name): name for name in whole.shapes() if not TOWERS.match(name)}
+        self._stored_names = stored_names
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -67,6 +68,17 @@ class TextHalf:
     def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
         """See WeightSource."""
         return self._whole.tensor(self._stored_names.get(name, name), rows=rows, columns=columns)
+
+
+def text_half(whole: WeightSource) -> Half:
+    """A checkpoint without its towers."""
+    return Half(whole, {_plain(name): name for name in whole.shapes() if not TOWERS.match(name)})
+
+
+def tower_half(whole: WeightSource) -> Half:
+    """Its towers alone, by names without what all of them begin with."""
+    found = ((TOWERS.match(name), name) for name in whole.shapes())
+    return Half(whole, {name[match.end() :]: name for match, name in found if match is not None})
 
 
 def _plain(name: str) -> str:

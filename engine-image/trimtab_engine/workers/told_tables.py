@@ -34,7 +34,7 @@ class TableTeller:
             for own in inputs.groups
         ]
         told = [self._tell(seats, own) for seats, own in zip(self._groups, inputs.groups, strict=True)]
-        return StepInputs(inputs.token_ids, inputs.positions, inputs.sampled, bare, inputs.scored, inputs.agreed), told
+        return msgspec.structs.replace(inputs, groups=bare), told
 
     def _tell(self, seats: Seats, inputs: GroupInputs) -> ToldTables:
         tables = [table for table, _ in inputs.decodes] + [table for table, _, _ in inputs.chunks]
@@ -55,7 +55,7 @@ class TableReader:
         groups = [
             self._read(tables, own, news) for tables, own, news in zip(self._groups, inputs.groups, told, strict=True)
         ]
-        return StepInputs(inputs.token_ids, inputs.positions, inputs.sampled, groups, inputs.scored, inputs.agreed)
+        return msgspec.structs.replace(inputs, groups=groups)
 
     def _read(self, tables: dict[int, list[int]], inputs: GroupInputs, told: ToldTables) -> GroupInputs:
         for seat, first, blocks in told.news:

@@ -1,9 +1,12 @@
 """Angles equal to transformers' in float32."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from trimtab_engine.config.model import RopeConfig
 from trimtab_engine.layers.rotary import RotaryAngles
 from trimtab_engine.models.registry import parse_model_config
 
@@ -43,3 +46,16 @@ def test_angles_equal_transformers(rope: dict[str, object]) -> None:
     rotation = RotaryAngles(ours.rope, ours.head_size, torch.device("cpu"))(positions)
     assert torch.equal(rotation.real, cos[0, :, : ours.head_size // 2])
     assert torch.equal(rotation.imag, sin[0, :, : ours.head_size // 2])
+
+
+def test_each_frequency_turns_by_the_position_of_its_section() -> None:
+    rope = RopeConfig(theta=100.0)
+    over_time, height, width = (torch.tensor(axis) for axis in ([0, 7, 2], [3, 1, 4], [5, 9, 6]))
+    single = RotaryAngles(rope, 8, torch.device("cpu"))
+    several = RotaryAngles(replace(rope, sections=(1, 2, 1)), 8, torch.device("cpu"))
+    turned = several(torch.stack([over_time, height, width]))
+    assert turned.is_contiguous()  # compiled layers read it as it lies
+    assert torch.equal(turned[:, :1], single(over_time)[:, :1])
+    assert torch.equal(turned[:, 1:3], single(height)[:, 1:3])
+    assert torch.equal(turned[:, 3:], single(width)[:, 3:])
+    assert torch.equal(several(height), single(height))  # of text alone

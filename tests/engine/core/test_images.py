@@ -1,0 +1,225 @@
+"""Whatever the engine does with requests that have images and videos, they get the tokens of transformers."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import engine_builders
+import pytest
+from engine_benchmarks.parity import NEAR_TIE, Reference
+from seeing_model import SeeingPrompt, a_prompt, an_item, reference_of, save, the_reference
+from trimtab_engine.config.speculation import SpeculativeConfig
+from trimtab_engine.core.engine import Engine
+from trimtab_engine.core.startup import start_engine
+from trimtab_engine.errors import NotBuiltError
+from trimtab_engine.messages import PatchConfig, StepOutputs
+
+NUM_TOKENS = 64
+BASE = {"load_format": "auto", "dtype": "float32", "num_gpu_blocks_override": 200}
+SEES = {"limit_mm_per_prompt": {"image": 4, "video": 1}}
+A_PICTURE, ANOTHER = an_item((1, 4, 6), seed=1), an_item((1, 4, 6), seed=2)
+PROMPTS: dict[str, SeeingPrompt] = {
+    "one image": a_prompt(4, A_PICTURE, 5),
+    "the same words around another": a_prompt(4, ANOTHER, 5),
+    "three interleaved": a_prompt(an_item((1, 10, 6), seed=3), 2, A_PICTURE, 1, an_item((1, 2, 8), seed=4), 3),
+    "a video": a_prompt(3, an_item((4, 4, 6), kind="video", seed=5, seconds=0.7), 6),
+    "a video that lasts longer than what is said of it": a_prompt(2, an_item((6, 2, 2), kind="video", seed=6), 3),
+    "one image twice": a_prompt(1, ANOTHER, 1, ANOTHER, 2),
+    "no image": a_prompt(20),
+}
+SWAP = {"swap_space_bytes": 64 << 20, "swap_space_bytes_cap": 64 << 20, "preemption_mode": "swap"}
+TIGHT = {"max_model_len": 128, "num_gpu_blocks_override": 18, "max_num_batched_tokens": 16}
+SHORT = {"encoder_cache_size": 48, "max_num_encoder_input_tokens": 48}
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return the_reference()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(reference: Any) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(save(reference, Path(folder)))
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Any) -> dict[str, Reference]:
+    return {name: reference_of(reference, prompt, NUM_TOKENS) for name, prompt in PROMPTS.items()}
+
+
+def an_engine(checkpoint: Path, **changes: Any) -> Engine:
+    return engine_builders.an_engine(checkpoint, **BASE | SEES | changes)
+
+
+class Run:
+    """An engine's answers, and what its steps said of themselves."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokens: dict[str, list[int]] = {}
+        self.errors: dict[str, str] = {}
+        self.num_preempted: dict[str, int] = {}
+        self.num_cached = 0
+
+    def add(self, prompts: dict[str, SeeingPrompt], **request: Any) -> None:
+        for name, prompt in prompts.items():
+            self.tokens[name] = []
+            self.engine.add(prompt.request(name, NUM_TOKENS, **request))
+
+    def step(self) -> None:
+        report: StepOutputs = self.engine.step()
+        for output in report.outputs:
+            self.tokens[output.request_id] += output.token_ids
+            if output.error:
+                self.errors[output.request_id] = output.error
+        for mode, reasons in report.stats.preempted.items():
+            self.num_preempted[mode] = self.num_preempted.get(mode, 0) + sum(reasons.values())
+        self.num_cached += report.stats.prefix_cache_hits
+        self.engine.check_integrity()
+
+    def to_the_end(self) -> Run:
+        while self.engine.has_work:
+            self.step()
+        return self
+
+
+def defects(tokens: dict[str, list[int]], expected: dict[str, Reference]) -> list[str]:
+    """Where they differ though the reference was decided."""
+    found = []
+    for name, own in tokens.items():
+        wanted = expected[name]
+        pairs = zip(own, wanted.tokens, wanted.gaps, strict=True)
+        first = next(((place, gap) for place, (a, b, gap) in enumerate(pairs) if a != b), None)
+        if first is not None and first[1] >= NEAR_TIE:
+            found.append(f"{name}: token {first[0]} differs, where the gap is {first[1]:.1e}")
+    return found
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_alone(name: str, checkpoint: Path, expected: dict[str, Reference]) -> None:
+    run = Run(an_engine(checkpoint))
+    run.add({name: PROMPTS[name]})
+    assert defects(run.to_the_end().tokens, expected) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "preempted"),
+    [
+        ({}, None),
+        ({"async_scheduling": True}, None),
+        ({"enable_prefix_caching": False, "max_num_batched_tokens": 16}, None),  # chunks cut through the images
+        (SHORT | {"max_num_batched_tokens": 16}, None),  # prompts stop before images that find no room
+        (TIGHT | SHORT, "recompute"),
+        (TIGHT | SHORT | SWAP | {"async_scheduling": True}, "swap"),
+        (TIGHT | SHORT | SWAP | {"enable_prefix_caching": False}, "swap"),
+    ],
+    ids=["together", "overlapping", "chunked", "little room", "preempted", "swapped, overlapping", "swapped"],
+)
+def test_beside_others(
+    changes: dict[str, Any], preempted: str | None, checkpoint: Path, expected: dict[str, Reference]
+) -> None:
+    run = Run(an_engine(checkpoint, **changes))
+    run.add(PROMPTS)
+    assert defects(run.to_the_end().tokens, expected) == []
+    assert preempted is None or run.num_preempted.get(preempted, 0) > 2
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2} | SWAP,
+    ],
+    ids=["tp2", "pp2", "tp2 pp2 swapping"],
+)
+def test_over_ranks(layout: dict[str, Any], checkpoint: Path, expected: dict[str, Reference]) -> None:
+    """Every rank of the first stage has the tower, and keeps what it makes."""
+    engine = an_engine(checkpoint, **TIGHT | SHORT | layout)
+    try:
+        run = Run(engine)
+        for _ in range(2):
+            run.add(PROMPTS)
+            assert defects(run.to_the_end().tokens, expected) == []
+        assert sum(run.num_preempted.values()) > 2
+    finally:
+        engine.close()
+
+
+def test_from_the_prefix_cache(checkpoint: Path, expected: dict[str, Reference]) -> None:
+    """Blocks of equal words are not shared where the images in them differ; those of equal images are."""
+    run = Run(an_engine(checkpoint))
+    for _ in range(2):
+        run.add(PROMPTS)
+        assert defects(run.to_the_end().tokens, expected) == []
+    longest = sum((len(prompt.token_ids) - 1) // 8 * 8 for prompt in PROMPTS.values())
+    assert run.num_cached == longest
+
+
+def test_while_the_kv_cache_is_resized(checkpoint: Path, expected: dict[str, Reference]) -> None:
+    """Down to what one request needs, and up again."""
+    free = {"max_model_len": 128, "num_gpu_blocks_override": None}
+    least = an_engine(checkpoint, **free).config()["fields"]["gpu_memory_utilization"]["min"]
+    most = least + 0.0002  # about 200 blocks more
+    engine = an_engine(
+        checkpoint,
+        **free,
+        gpu_memory_utilization=f"{most:.6f}",
+        gpu_memory_utilization_cap=f"{most:.6f}",
+        **SHORT,
+    )
+    live = engine.config()["fields"]["gpu_memory_utilization"]
+    run = Run(engine)
+    run.add(PROMPTS)
+    for number in itertools.count():
+        if not engine.has_work:
+            break
+        if number % 6 == 5:
+            sizes = {"gpu_memory_utilization": live["max"] if number % 12 == 5 else live["min"]}
+            assert engine.patch_config(PatchConfig(sizes))[0] == 200
+        run.step()
+    assert defects(run.tokens, expected) == []
+    assert run.num_preempted["recompute"] > 2
+
+
+def test_a_tenants_images_are_computed_for_it_alone_and_give_the_same_tokens(
+    checkpoint: Path, expected: dict[str, Reference]
+) -> None:
+    run = Run(an_engine(checkpoint))
+    for salt in ("one", "another"):
+        run.add({"one image": PROMPTS["one image"]}, salt=salt)
+        assert defects(run.to_the_end().tokens, expected) == []
+    assert run.num_cached == 0
+
+
+def test_servers_are_told_what_the_engine_takes_besides_text(checkpoint: Path) -> None:
+    for limits, taken in (
+        ({"image": 4, "video": 1}, ["image", "video"]),
+        ({"image": 2, "video": 0}, ["image"]),
+        ({}, []),
+    ):
+        config = engine_builders.a_config(checkpoint, **BASE, limit_mm_per_prompt=limits)
+        _, ready = start_engine(config, lambda stage, percent: None, time.monotonic)
+        assert ready.modalities == taken
+
+
+def test_an_engine_that_shall_see_nothing_has_no_tower_and_refuses_images_alone(
+    checkpoint: Path, expected: dict[str, Reference]
+) -> None:
+    run = Run(an_engine(checkpoint, limit_mm_per_prompt={"image": 0, "video": 0}))
+    run.add({name: PROMPTS[name] for name in ("one image", "no image")})
+    run.to_the_end()
+    assert "which this engine does not compute" in run.errors.pop("one image")
+    assert run.errors == {}
+    assert defects({"no image": run.tokens["no image"]}, expected) == []
+
+
+def test_drafts_beside_images_are_refused_by_name(checkpoint: Path) -> None:
+    with pytest.raises(NotBuiltError, match="speculation beside images"):
+        an_engine(checkpoint, speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=2))

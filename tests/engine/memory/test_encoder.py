@@ -1,0 +1,40 @@
+"""What images and videos take of a device, before any comes."""
+
+import pytest
+from trimtab_engine.config.vision import VisionConfig
+from trimtab_engine.memory.encoder import encoder_tokens, kept_bytes, tower_peak_bytes
+
+VISION = VisionConfig(
+    hidden_size=10,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_channels=3,
+    patch_size=2,
+    frames_per_patch=1,
+    merge_size=2,
+    window_size=4,
+    whole_layers=frozenset(),
+    output_size=7,
+    tokens_per_second=1,
+)
+
+
+@pytest.mark.parametrize(
+    ("max_num_batched_tokens", "max_model_len", "tokens"),
+    [
+        (2048, 1024, 2048),  # a step's worth
+        (2048, 8192, 8191),  # an image that leaves room for a token of output
+        (2048, 131_072, 16_384),  # the largest image
+        (32_768, 131_072, 32_768),
+    ],
+)
+def test_a_step_s_worth_and_the_largest_image_are_kept(
+    max_num_batched_tokens: int, max_model_len: int, tokens: int
+) -> None:
+    assert encoder_tokens(max_num_batched_tokens, max_model_len) == tokens
+
+
+def test_embeddings_take_their_own_size_and_a_tower_that_of_all_patches() -> None:
+    assert kept_bytes(VISION, 100, 2) == 100 * 7 * 2
+    assert tower_peak_bytes(VISION, 100, 2) == 100 * 4 * (12 * 10 * 4 + 2 * 12 * 4)  # 4 patches a token, in float32
