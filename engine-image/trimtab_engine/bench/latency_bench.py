@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from trimtab_engine import LLM, SamplingParams
+from trimtab_engine.bench.inputs import check_inputs, check_target
 from trimtab_engine.bench.serving.samples import Words
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.flags.engine import engine_config
@@ -24,6 +25,9 @@ EXIT_INTERRUPTED = 130
 def run_latency(arguments: argparse.Namespace) -> int:
     """Warm up, measure, report. Ctrl-C reports the rounds that were measured. Returns the exit code."""
     check_profile(arguments)
+    check_inputs(arguments)
+    if arguments.output_json:
+        check_target("--output-json", Path(arguments.output_json))
     arguments, fetched = local_model(arguments)
     with closing(fetched) if fetched else nullcontext(), LLM.of(engine_config(arguments)) as llm:
         room = llm.ready.max_model_len

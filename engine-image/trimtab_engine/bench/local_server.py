@@ -15,12 +15,13 @@ from typing import Any
 
 import aiohttp
 
-from trimtab_engine.errors import EngineDead
+from trimtab_engine.errors import ConfigError, EngineDead
 
 START_SECONDS = 300.0
 STOP_SECONDS = 10.0
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 SERVED_NAME = "bench"
+EXIT_REFUSED = 2  # of serve: not allowed as asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ def end_on_sigterm() -> None:
 
 @asynccontextmanager
 async def local_server(model: str, flags: Sequence[str], log: Path | None = None) -> AsyncIterator[LocalServer]:
-    """Serve `model` with these flags, under the name SERVED_NAME. EngineDead when it does not come up, with its last
-    line where there is a `log` to take it from."""
+    """Serve `model` with these flags, under the name SERVED_NAME. ConfigError when it refuses them, EngineDead when it
+    does not come up for another reason, with its last line where there is a `log` to take it from."""
     port, admin = _free_port(), _free_port()
     command = [sys.executable, "-m", "trimtab_engine.cli", "serve", model, "--served-model-name", SERVED_NAME]
     command += ["--host", "127.0.0.1", "--port", str(port), "--admin-port", str(admin), *flags]
@@ -85,7 +86,8 @@ async def local_server(model: str, flags: Sequence[str], log: Path | None = None
         try:
             await _until_ready(server, process)
         except EngineDead as error:
-            raise EngineDead(f"{error}{_last_words(log)}") from None
+            kind = ConfigError if process.poll() == EXIT_REFUSED else EngineDead
+            raise kind(f"{error}{_last_words(log)}") from None
         yield server
     finally:
         process.terminate()

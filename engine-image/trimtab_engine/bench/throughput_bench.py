@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab_engine import LLM, SamplingParams
+from trimtab_engine.bench.inputs import check_inputs, check_target
 from trimtab_engine.bench.latency_bench import check_profile, profile
 from trimtab_engine.bench.serving.samples import Sample
 from trimtab_engine.bench.serving.workload import dataset_samples
@@ -20,6 +21,9 @@ from trimtab_engine.offline.outputs import RequestOutput
 def run_throughput(arguments: argparse.Namespace) -> int:
     """Generate for all samples at once and report. Returns the exit code; Ctrl-C ends without figures (130)."""
     check_profile(arguments)
+    check_inputs(arguments)
+    if arguments.output_json:
+        check_target("--output-json", Path(arguments.output_json))
     arguments, fetched = local_model(arguments)
     with closing(fetched) if fetched else nullcontext(), LLM.of(engine_config(arguments)) as llm:
         samples, _ = dataset_samples(arguments, llm.get_tokenizer())

@@ -93,19 +93,8 @@ def _add_engine(group: Any) -> None:
     )
     group.add_argument("--admin-url", metavar="URL", help="the admin port of a server that runs")
     group.add_argument("--admin-token", metavar="TOKEN", help="its bearer token")
-    group.add_argument("--served-model-name", metavar="NAME", help="which served model (default: the server's first)")
-    group.add_argument("--tokenizer", metavar="PATH", help="folder with the model's tokenizer, where text is made")
-    group.add_argument(
-        "--backend", choices=("openai", "openai-chat"), default="openai", help="openai-chat: chats (default: openai)"
-    )
-    group.add_argument("--api-key", metavar="KEY", help="sent as Authorization: Bearer KEY")
-    group.add_argument("--header", nargs="*", metavar="NAME=VALUE", help="headers of every request")
-    group.add_argument(
-        "--ready-check-timeout-sec",
-        type=types.seconds,
-        default=0.0,
-        metavar="SECONDS",
-        help="wait so long (default: 0)",
+    bench_serve_arguments.add_client_flags(
+        group, backends=("openai", "openai-chat"), name="which served model (default: the server's first)"
     )
 
 

@@ -70,7 +70,10 @@ def chosen_dataset(arguments: argparse.Namespace) -> str:
     if dataset_path is not None and name in ("random", "prefix_repetition"):
         raise ConfigError(f"--dataset-name {name} makes its prompts and reads no --dataset-path; leave one of them out")
     if name is None and trace_path is None and dataset_path is not None:
-        raise ConfigError(f"--dataset-path {dataset_path}: of which kind is it? add --dataset-name sharegpt or custom")
+        recorded = "; a recorded load is --trace-path FILE" if hasattr(arguments, "trace_path") else ""
+        raise ConfigError(
+            f"--dataset-path {dataset_path}: of which kind is it? add --dataset-name sharegpt or custom{recorded}"
+        )
     return name or ("random" if trace_path is None else "trace")
 
 
@@ -89,19 +92,19 @@ def _add_server(group: Any) -> None:
     group.add_argument("--base-url", metavar="URL", help="such as https://host:8443 (default: from --host and --port)")
     group.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     group.add_argument("--port", type=types.port, default=8000, help="default: 8000")
-    group.add_argument(
-        "--backend",
-        choices=("openai", "vllm", "openai-chat"),
-        default="openai",
-        help="openai-chat: chats (default: openai)",
-    )
     group.add_argument("--endpoint", default="/v1/completions", metavar="PATH", help="default: /v1/completions")
     group.add_argument("--model", metavar="NAME", help="which served model (default: the server's first)")
-    group.add_argument("--served-model-name", metavar="NAME", help="the same, where --model is a path")
+    add_client_flags(group, backends=("openai", "vllm", "openai-chat"), name="the same, where --model is a path")
+    group.add_argument("--skip-tokenizer-init", action="store_true", help="use no tokenizer even where there is one")
+
+
+def add_client_flags(group: Any, *, backends: Sequence[str], name: str) -> None:
+    """How requests are made and for whom they are; `name` says what --served-model-name is for."""
+    group.add_argument("--served-model-name", metavar="NAME", help=name)
     group.add_argument(
         "--tokenizer", metavar="PATH", help="folder with the model's tokenizer, where text is counted or made"
     )
-    group.add_argument("--skip-tokenizer-init", action="store_true", help="use no tokenizer even where there is one")
+    group.add_argument("--backend", choices=backends, default="openai", help="openai-chat: chats (default: openai)")
     group.add_argument("--api-key", metavar="KEY", help="sent as Authorization: Bearer KEY")
     group.add_argument("--header", nargs="*", metavar="NAME=VALUE", help="headers of every request")
     group.add_argument(

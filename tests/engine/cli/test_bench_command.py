@@ -79,6 +79,7 @@ def test_the_files_that_are_given_say_what_is_sent(
         ("random", Path("a.csv"), None, "--trace-path a.csv is of --dataset-name trace, not of random"),
         ("random", None, Path("x.json"), "--dataset-name random makes its prompts and reads no --dataset-path"),
         (None, None, Path("x.json"), "--dataset-path x.json: of which kind is it"),
+        (None, None, Path("azure.csv"), "a recorded load is --trace-path FILE"),
     ],
 )
 def test_a_file_is_never_ignored(
@@ -86,3 +87,32 @@ def test_a_file_is_never_ignored(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         chosen_dataset(Namespace(dataset_name=name, trace_path=trace_path, dataset_path=dataset_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("serve --dataset-name custom --dataset-path nowhere.jsonl", "--dataset-path nowhere.jsonl: there is no such"),
+        ("serve --dataset-name custom --dataset-path .", "--dataset-path .: is a folder"),
+        ("serve --dataset-name sharegpt", "--dataset-name sharegpt needs --dataset-path FILE"),
+        ("serve --dataset-name trace", "--dataset-name trace needs --trace-path FILE"),
+        ("serve --trace-path nowhere.csv", "--trace-path nowhere.csv: there is no such file"),
+        ("serve --tokenizer nowhere", "--tokenizer nowhere: there is no such folder"),
+        ("serve --save-result --result-dir taken", "--result-dir taken: "),
+        ("serve --append-result --result-filename taken", "--append-result: taken holds no JSON"),
+        ("serve --ramp-up-strategy linear", "needs --ramp-up-start-rps"),
+        ("serve --header x", "write NAME=VALUE"),
+        ("throughput --model m --dataset-name custom --dataset-path no.jsonl", "--dataset-path no.jsonl: there is no"),
+        ("throughput --model m --output-json nowhere/x.json", "there is no folder nowhere"),
+        ("latency --model m --output-json .", "--output-json .: is a folder"),
+    ],
+)
+def test_what_is_read_and_written_is_looked_at_before_a_server_is_asked_or_a_model_loaded(
+    words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "taken").write_text("no JSON")
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -7,6 +7,7 @@ import json
 import math
 import platform
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -24,10 +25,13 @@ from trimtab_engine.bench.autotune.search import Search, Steps, Trial
 from trimtab_engine.bench.autotune.space import Space, space_of
 from trimtab_engine.bench.autotune.state import Run, State, open_state
 from trimtab_engine.bench.autotune.trials import ENDED, Interrupted, Trials, check_answers
+from trimtab_engine.bench.inputs import check_folder, check_inputs
 from trimtab_engine.bench.local_server import SERVED_NAME, end_on_sigterm, local_server
 from trimtab_engine.bench.serving import server
 from trimtab_engine.bench.serving.run import headers_of
 from trimtab_engine.errors import ConfigError, EngineDead
+from trimtab_engine.hub.name import hub_model
+from trimtab_engine.weights.open import model_path
 
 EXIT_NOT_FOUND, EXIT_INTERRUPTED = 1, 130
 LOAD_FIELDS = (
@@ -44,17 +48,42 @@ def run_autotune(arguments: argparse.Namespace) -> int:
     """Search and report. Exit code: 0 found and confirmed, 1 nothing keeps the limits, 130 Ctrl-C."""
     limits = Limits.parse(arguments.limits or [], arguments.min_cache_hit)
     folder = Path(arguments.result_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--result-dir {folder}: {error.strerror}; name a folder that can be written") from None
+    check_folder("--result-dir", folder)
+    _check(arguments)
+    was_there = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
     if arguments.restart:
         (folder / "state.json").unlink(missing_ok=True)
     try:
         return asyncio.run(_tune(arguments, limits, folder))
+    except ConfigError:
+        if not was_there and not (folder / "state.json").exists():
+            shutil.rmtree(folder)  # nothing but the log of a server that refused, whose last line is told
+        raise
     except (Interrupted, KeyboardInterrupt):
         print(f"\ninterrupted; the same command goes on from {folder / 'state.json'}", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for what can be known to be wrong before a server starts, or is asked."""
+    headers_of(arguments)
+    check_inputs(arguments)
+    if is_url(arguments.model):
+        if arguments.admin_url is None:
+            raise ConfigError(
+                f"{arguments.model} is changed through its admin API; start the server with --admin-port PORT, and "
+                f"give --admin-url http://HOST:PORT"
+            )
+        if arguments.serve_flags:
+            raise ConfigError("--serve-flags are of a server that is started here, and a URL is one that runs")
+        return
+    try:
+        shlex.split(arguments.serve_flags or "")
+    except ValueError as error:
+        raise ConfigError(f"--serve-flags {arguments.serve_flags!r}: {error}; close what was opened") from None
+    if hub_model(arguments.model) is None:
+        model_path(arguments.model)
 
 
 async def _tune(arguments: argparse.Namespace, limits: Limits, folder: Path) -> int:
@@ -87,13 +116,6 @@ async def _engine(arguments: argparse.Namespace, folder: Path) -> AsyncIterator[
     headers = headers_of(arguments)
     token = {"Authorization": f"Bearer {arguments.admin_token}"} if arguments.admin_token else {}
     if is_url(arguments.model):
-        if arguments.admin_url is None:
-            raise ConfigError(
-                f"{arguments.model} is changed through its admin API; start the server with --admin-port PORT, and "
-                f"give --admin-url http://HOST:PORT"
-            )
-        if arguments.serve_flags:
-            raise ConfigError("--serve-flags are of a server that is started here, and a URL is one that runs")
         yield Place(arguments.model.rstrip("/"), arguments.admin_url.rstrip("/"), headers, token)
         return
     end_on_sigterm()

@@ -6,6 +6,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from trimtab_engine.errors import ConfigError
+
 WIDTH = 50
 HEADERS = {
     "ttft": ("TTFT", "Time to First Token"),
@@ -115,7 +117,15 @@ def save(result: dict[str, Any], path: Path, *, append: bool) -> None:
     """Write the result as JSON; appending adds it to a list of those that are there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if append and path.exists():
-        before = json.loads(path.read_text())
-        path.write_text(json.dumps([*(before if isinstance(before, list) else [before]), result], indent=1) + "\n")
+        path.write_text(json.dumps([*earlier(path), result], indent=1) + "\n")
     else:
         path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def earlier(path: Path) -> list[Any]:
+    """The results that a file has. Raises ConfigError where it holds something else."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        raise ConfigError(f"--append-result: {path} holds no JSON; name another file, or move it away") from None
+    return found if isinstance(found, list) else [found]

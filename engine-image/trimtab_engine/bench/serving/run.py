@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from trimtab_engine.bench.inputs import check_folder, check_inputs, check_target
 from trimtab_engine.bench.serving import report, server
 from trimtab_engine.bench.serving.client import RequestResult, Target
 from trimtab_engine.bench.serving.load import Load, Outcome, run_load
@@ -22,7 +23,7 @@ from trimtab_engine.bench.serving.statistics import (
     parse_percentiles,
     summarize,
 )
-from trimtab_engine.bench.serving.workload import dataset_samples, send_times
+from trimtab_engine.bench.serving.workload import dataset_samples, ramp_of, send_times
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.offline.progress_bar import progress_bar
 from trimtab_engine.text.tokenizer import Tokenizer
@@ -46,6 +47,10 @@ def run_serve(arguments: argparse.Namespace) -> int:
     percentiles = parse_percentiles(arguments.metric_percentiles)
     metrics = parse_metrics(arguments.percentile_metrics)
     _metadata(arguments)  # faults are found before anything is measured
+    headers_of(arguments)
+    ramp_of(arguments)
+    check_inputs(arguments)
+    _check_result(arguments)
     if arguments.plot:
         check_plot(arguments.plot, made_anyway=arguments.result_dir if arguments.save_result else None)
     arguments.content_seed = secrets.randbelow(MAX_CONTENT_SEED) if arguments.seed is None else arguments.seed
@@ -224,6 +229,19 @@ def _write(arguments: argparse.Namespace, result: dict[str, Any], outcome: Outco
     if arguments.save_result or arguments.append_result:
         _save(arguments, result, outcome)
     print(json.dumps(result, indent=1) if arguments.output == "json" else report.table(result))
+
+
+def _check_result(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError where the result could not be saved."""
+    if not (arguments.save_result or arguments.append_result):
+        return
+    folder = Path(arguments.result_dir or ".")
+    check_folder("--result-dir", folder)
+    if arguments.result_filename and folder.is_dir():
+        path = folder / arguments.result_filename
+        check_target("--result-filename", path)
+        if arguments.append_result and path.exists():
+            report.earlier(path)
 
 
 def _save(arguments: argparse.Namespace, result: dict[str, Any], outcome: Outcome) -> None:

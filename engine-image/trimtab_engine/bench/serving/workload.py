@@ -23,7 +23,8 @@ from trimtab_engine.text.tokenizer import Tokenizer
 def dataset_samples(
     arguments: argparse.Namespace, tokenizer: Tokenizer | None, max_model_len: int | None = None
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """What --dataset-name and its flags ask for, and what the result should say about it. Raises ConfigError."""
+    """What --dataset-name and its flags ask for, and what the result should say about it; check_inputs has found them
+    complete. Raises ConfigError."""
     seed, count = arguments.seed or 0, arguments.num_prompts
     words = Words(tokenizer, seed, content_seed=getattr(arguments, "content_seed", None))
     output_len = arguments.output_len
@@ -49,26 +50,19 @@ def dataset_samples(
             if tokenizer is None:
                 raise ConfigError("--dataset-name sharegpt counts tokens; give --tokenizer the model's folder")
             wanted = output_len or arguments.sharegpt_output_len
-            return sharegpt_samples(_path(arguments), count, wanted, tokenizer, seed), {}
+            return sharegpt_samples(arguments.dataset_path, count, wanted, tokenizer, seed), {}
         case "custom":
-            return custom_samples(_path(arguments), count, output_len or arguments.custom_output_len, tokenizer), {}
+            return custom_samples(
+                arguments.dataset_path, count, output_len or arguments.custom_output_len, tokenizer
+            ), {}
         case _:
             return _trace(arguments, words, max_model_len)
-
-
-def _path(arguments: argparse.Namespace) -> Path:
-    if arguments.dataset_path is None:
-        raise ConfigError(f"--dataset-name {arguments.dataset_name} needs --dataset-path FILE")
-    path: Path = arguments.dataset_path
-    return path
 
 
 def _trace(
     arguments: argparse.Namespace, words: Words, max_model_len: int | None
 ) -> tuple[list[Sample], dict[str, Any]]:
-    path = arguments.trace_path or arguments.dataset_path
-    if path is None:
-        raise ConfigError("--dataset-name trace needs --trace-path FILE")
+    path: Path = arguments.trace_path or arguments.dataset_path
     cut = Cut(arguments.trace_start, arguments.trace_duration, arguments.trace_sample)
     requests = read_trace(path, cut=cut, seed=arguments.seed or 0, lengths=arguments.trace_lengths)
     if arguments.num_prompts_given:
@@ -79,14 +73,19 @@ def _trace(
     return samples, {"trace": str(path), "trace_length_scale": scale, "trace_speedup": arguments.trace_speedup}
 
 
+def ramp_of(arguments: argparse.Namespace) -> RampUp | None:
+    """How the rate changes; None: it does not. Raises ConfigError for a ramp without its ends."""
+    if not arguments.ramp_up_strategy:
+        return None
+    start, end = arguments.ramp_up_start_rps, arguments.ramp_up_end_rps
+    if start is None or end is None or end <= 0 or (start <= 0 and arguments.ramp_up_strategy == "exponential"):
+        raise ConfigError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, above 0")
+    return RampUp(arguments.ramp_up_strategy, start, end)
+
+
 def send_times(arguments: argparse.Namespace, samples: Sequence[Sample]) -> list[float]:
-    """Seconds after the start at which each sample is sent. Raises ConfigError for a ramp without its ends."""
-    ramp_up = None
-    if arguments.ramp_up_strategy:
-        start, end = arguments.ramp_up_start_rps, arguments.ramp_up_end_rps
-        if start is None or end is None or end <= 0 or (start <= 0 and arguments.ramp_up_strategy == "exponential"):
-            raise ConfigError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, above 0")
-        ramp_up = RampUp(arguments.ramp_up_strategy, start, end)
+    """Seconds after the start at which each sample is sent."""
+    ramp_up = ramp_of(arguments)
     rate = arguments.request_rate
     if arguments.dataset_name == "trace" and rate == float("inf") and ramp_up is None:
         return recorded_times(samples)

@@ -2,11 +2,9 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,26 +39,13 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(start_server: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A ready server with room above its start values."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, "-m", "trimtab_engine.cli", "serve", str(tiny_model), "--served-model-name", "tiny"]
-    command += ["--load-format", "dummy", "--device", "cpu", "--cpu-threads", "1", "--max-model-len", "128"]
-    command += ["--device-memory-bytes", "1Gi", "--gpu-memory-utilization", "0.5"]
-    command += ["--gpu-memory-utilization-cap", "0.52", "--max-num-seqs", "4", "--max-num-batched-tokens", "32"]
-    command += ["--host", "127.0.0.1", "--port", "0", "--admin-port", "0"]
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command, stderr=stream)
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while len(found := re.findall(r"listens on 127\.0\.0\.1 port (\d+)\n", log.read_text())) < 2:
-        assert time.monotonic() < deadline, log.read_text()[-1000:]
-        time.sleep(0.01)
-    while httpx.get(f"http://127.0.0.1:{found[0]}/readyz", timeout=60).status_code != 200:
-        assert time.monotonic() < deadline, log.read_text()[-1000:]
-        time.sleep(0.05)
-    yield Server(f"http://127.0.0.1:{found[0]}", f"http://127.0.0.1:{found[1]}", tiny_model)
-    process.terminate()
-    process.wait(DEADLINE_SECONDS)
+    flags = ["--max-model-len", "128", "--device-memory-bytes", "1Gi", "--gpu-memory-utilization", "0.5"]
+    flags += ["--gpu-memory-utilization-cap", "0.52", "--max-num-seqs", "4", "--max-num-batched-tokens", "32"]
+    with start_server(tmp_path_factory.mktemp("server"), *flags) as ports:
+        ports.wait_until_ready()
+        yield Server(ports.url, ports.admin_url, tiny_model)
 
 
 def arguments(server: Server, folder: Path, *more: str) -> list[str]:
@@ -202,6 +187,14 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["m", "--max-utilization", "0.925"], "not in hundredths"),
         (["m", "--num-seqs-list", "4,x"], "'x' is not an integer"),
         (["m", "--result-dir", "/dev/null/x"], "--result-dir /dev/null/x"),
+        (["m"], "there is no model at m"),
+        (["s3://bucket/m"], "models of s3:// are not built"),
+        (["m", "--serve-flags='--device"], "--serve-flags"),
+        (["m", "--header", "x"], "write NAME=VALUE"),
+        (["m", "--dataset-name", "custom"], "--dataset-name custom needs --dataset-path FILE"),
+        (["m", "--dataset-name", "custom", "--dataset-path", "x.jsonl"], "x.jsonl: there is no such file"),
+        (["m", "--tokenizer", "x"], "--tokenizer x: there is no such folder"),
+        (["http://127.0.0.1:1", "--admin-url", "http://127.0.0.1:1"], "is the server up"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_one_line(
@@ -209,6 +202,18 @@ def test_what_cannot_be_asked_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert said in refused(capsys, *words)
+    assert list(tmp_path.iterdir()) == [], "what is refused leaves nothing behind"
+
+
+def test_what_the_server_of_its_own_refuses_is_told_in_its_words_and_leaves_nothing(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    folder = tmp_path / "autotune"
+    words = ["autotune", str(tiny_model), "--serve-flags=--device cpu", "--result-dir"]
+    assert main([*words, str(folder)]) == 2
+    assert "no safetensors or GGUF file in it" in capsys.readouterr().err
+    assert not folder.exists()
 
 
 @pytest.mark.model

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -28,23 +27,14 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(start_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that listens; it may still be loading."""
     folder = tmp_path_factory.mktemp("server")
-    log, profiles = folder / "log", folder / "profiles"
-    command = [sys.executable, "-m", "trimtab_engine.cli", "serve", str(tiny_model), "--served-model-name", "tiny"]
-    command += ["--load-format", "dummy", "--device", "cpu", "--cpu-threads", "1", "--max-model-len", "256"]
-    command += ["--num-gpu-blocks-override", "60", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
-    command += ["--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--profiler-dir", str(profiles)]
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command, stderr=stream)
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while len(found := re.findall(r"listens on 127\.0\.0\.1 port (\d+)\n", log.read_text())) < 2:
-        assert time.monotonic() < deadline, log.read_text()[-1000:]
-        time.sleep(0.01)
-    yield Server(found[0], f"http://127.0.0.1:{found[1]}", profiles)
-    process.terminate()
-    process.wait(DEADLINE_SECONDS)
+    profiles = folder / "profiles"
+    flags = ["--max-model-len", "256", "--num-gpu-blocks-override", "60", "--max-num-seqs", "8"]
+    flags += ["--max-num-batched-tokens", "64", "--profiler-dir", str(profiles)]
+    with start_server(folder, *flags) as ports:
+        yield Server(ports.url.rpartition(":")[2], ports.admin_url, profiles)
 
 
 @pytest.fixture
