@@ -11,13 +11,23 @@ from typing import Any
 
 import engine_builders
 import pytest
+import torch
 from engine_benchmarks.parity import NEAR_TIE, Reference
-from seeing_model import SeeingPrompt, a_prompt, an_item, reference_of, save, the_reference
+from seeing_model import (
+    SeeingPrompt,
+    a_prompt,
+    an_item,
+    reference_of,
+    save,
+    the_reference,
+    what_transformers_gets,
+)
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import NotBuiltError
-from trimtab_engine.messages import PatchConfig, StepOutputs
+from trimtab_engine.messages import WAKE_TAGS, AddRequest, PatchConfig, Sleep, StepOutputs, WakeUp
+from trimtab_engine.scheduling.sampling import Sampling
 
 NUM_TOKENS = 64
 BASE = {"load_format": "auto", "dtype": "float32", "num_gpu_blocks_override": 200}
@@ -32,6 +42,7 @@ PROMPTS: dict[str, SeeingPrompt] = {
     "one image twice": a_prompt(1, ANOTHER, 1, ANOTHER, 2),
     "no image": a_prompt(20),
 }
+LIKELY = Sampling(max_tokens=1, temperature=0.0, logprobs=20)
 SWAP = {"swap_space_bytes": 64 << 20, "swap_space_bytes_cap": 64 << 20, "preemption_mode": "swap"}
 TIGHT = {"max_model_len": 128, "num_gpu_blocks_override": 18, "max_num_batched_tokens": 16}
 SHORT = {"encoder_cache_size": 48, "max_num_encoder_input_tokens": 48}
@@ -106,6 +117,21 @@ def test_alone(name: str, checkpoint: Path, expected: dict[str, Reference]) -> N
     run = Run(an_engine(checkpoint))
     run.add({name: PROMPTS[name]})
     assert defects(run.to_the_end().tokens, expected) == []
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_the_likeliest_tokens_are_as_likely_as_in_transformers(name: str, checkpoint: Path, reference: Any) -> None:
+    """Within 1e-4 of the range of the logits."""
+    prompt = PROMPTS[name]
+    engine = an_engine(checkpoint)
+    engine.add(AddRequest("r", list(prompt.token_ids), LIKELY, arrival_time=0.0, spans=prompt.spans))
+    told = next(output.logprobs for _ in range(9) for output in engine.step().outputs)
+    assert told is not None
+    ids = torch.tensor([prompt.token_ids])
+    with torch.inference_mode():
+        logits = reference(ids, attention_mask=torch.ones_like(ids), **what_transformers_gets(prompt)).logits[0, -1]
+    expected = logits.log_softmax(dim=-1)[torch.tensor(told[0].token_ids)]
+    assert (torch.tensor(told[0].logprobs) - expected).abs().max() <= 1e-4 * (logits.max() - logits.min())
 
 
 @pytest.mark.parametrize(
@@ -186,6 +212,19 @@ def test_while_the_kv_cache_is_resized(checkpoint: Path, expected: dict[str, Ref
         run.step()
     assert defects(run.tokens, expected) == []
     assert run.num_preempted["recompute"] > 2
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_while_the_weights_go_and_come_back(level: int, checkpoint: Path, expected: dict[str, Reference]) -> None:
+    """The tower's too, in the middle of prompts that are cut."""
+    run = Run(an_engine(checkpoint, max_num_batched_tokens=16, **SHORT))
+    run.add(PROMPTS)
+    for _ in range(4):
+        run.step()
+    for call in (Sleep(level=level, mode="keep"), WakeUp(tags=[*WAKE_TAGS])):
+        status, answer = run.engine.lifecycle(call)
+        assert status == 200, answer
+    assert defects(run.to_the_end().tokens, expected) == []
 
 
 def test_a_tenants_images_are_computed_for_it_alone_and_give_the_same_tokens(
