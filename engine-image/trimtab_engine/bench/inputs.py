@@ -26,6 +26,14 @@ def check_inputs(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--tokenizer {tokenizer}: there is no such folder; give the model's, or leave it out")
 
 
+def check_urls(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for the address of a server that is no URL."""
+    for name, flag in (("base_url", "--base-url"), ("admin_url", "--admin-url")):
+        url: str | None = getattr(arguments, name, None)
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{flag} {url}: is no URL; write http://{url.rpartition('//')[2]}")
+
+
 def check_target(flag: str, file: Path) -> None:
     """Raise ConfigError where the file could not be written."""
     if file.is_dir():

@@ -18,6 +18,7 @@ from trimtab_engine.errors import NotBuiltError
 LENGTH_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 """vLLM's: lower case decimal, upper case binary."""
 MAX_INT64 = 2**63 - 1
+LIKE_ENOUGH = 0.7  # of a choice: gpu is no misspelt cpu
 
 
 class RefusedFlag(argparse.Action):
@@ -42,7 +43,7 @@ class OneLineParser(argparse.ArgumentParser):
         command = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if command:
             names = re.findall(r"[\w.-]+", command.group(2))
-            close = next(iter(difflib.get_close_matches(command.group(1), names, n=1)), None)
+            close = next(iter(difflib.get_close_matches(command.group(1), names, n=1, cutoff=LIKE_ENOUGH)), None)
             return f"; did you mean {close}?" if close else ""
         return ""
 

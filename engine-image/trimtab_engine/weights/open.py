@@ -62,6 +62,8 @@ def check_is_there(path: Path) -> None:
         elif NAME_ALONE.fullmatch(str(path)):
             remedy = f"{remedy}; one of the Hugging Face hub is written hf://ORG/NAME, such as hf://ORG/{path}"
         raise ModelError(f"there is no model at {path}; {remedy}")
+    if path.is_file() and path.suffix.lower() not in (".gguf", *PICKLE_SUFFIXES):
+        raise ModelError(f"model {path}: give a folder with safetensors files, or a .gguf file")
     if path.is_dir() and not any(found for pattern in MODEL_FILES for found in path.glob(pattern)):
         raise ModelError(
             f"there is no model in {path}: neither {CONFIG_FILE} with safetensors nor a .gguf file; give the folder "

@@ -102,6 +102,8 @@ def test_a_file_is_never_ignored(
         ("serve --append-result --result-filename taken", "--append-result: taken holds no JSON"),
         ("serve --ramp-up-strategy linear", "needs --ramp-up-start-rps"),
         ("serve --header x", "write NAME=VALUE"),
+        ("serve --base-url 127.0.0.1:8000", "--base-url 127.0.0.1:8000: is no URL; write http://127.0.0.1:8000"),
+        ("serve --profile --admin-url localhost:8001", "--admin-url localhost:8001: is no URL; write http://local"),
         ("throughput --model m --dataset-name custom --dataset-path no.jsonl", "--dataset-path no.jsonl: there is no"),
         ("throughput --model m --output-json nowhere/x.json", "there is no folder nowhere"),
         ("latency --model m --output-json .", "--output-json .: is a folder"),

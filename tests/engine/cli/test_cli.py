@@ -110,6 +110,11 @@ def test_a_flag_that_is_not_built_is_never_offered(
     assert "did you mean" not in line
 
 
+def test_a_choice_is_offered_only_where_it_is_spelt_alike(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "did you mean" not in refused(capsys, "serve", str(tmp_path), "--device", "gpu")
+    assert "did you mean cuda?" in refused(capsys, "serve", str(tmp_path), "--device", "cuba")
+
+
 def test_a_model_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "/no/such/model" in refused(capsys, "serve", "/no/such/model", "--device", "cpu")
     assert "s3://a/b: models of s3:// are not built" in refused(capsys, "serve", "s3://a/b", "--device", "cpu")
@@ -286,6 +291,7 @@ def test_a_chat_template_is_a_file_or_the_template_itself(tmp_path: Path) -> Non
     ("flags", "words"),
     [
         (["--host", "192.0.2.1"], ["this machine has no such address", "leave --host out"]),
+        (["--host", "localhost:8000"], ["has no port in it, such as 127.0.0.1"]),
         (["--profiler-dir", "/proc/nope"], ["cannot write to --profiler-dir /proc/nope"]),
         (["--port", "8000", "--admin-port", "8000"], ["--port and --admin-port are both 8000; choose another"]),
         (

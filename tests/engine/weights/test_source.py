@@ -63,6 +63,9 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     assert "there is no model at" in refusal(tmp_path / "missing")
     assert "neither config.json with safetensors nor a .gguf file" in refusal(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "give a folder with safetensors files, or a .gguf file" in refusal(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").unlink()
     assert "trimtab-engine fetch hf://org/model, then give the folder" in refusal("hf://org/model")
     a_folder(tmp_path)
     (tmp_path / "config.json").unlink()

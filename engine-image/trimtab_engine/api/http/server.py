@@ -66,6 +66,8 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
         remedy = f"choose another {flag}"
         if error.errno == errno.EADDRNOTAVAIL:
             remedy = "this machine has no such address; leave --host out to listen on all that it has"
+        elif isinstance(error, socket.gaierror):
+            remedy = "--host is a name or an address of this machine and has no port in it, such as 127.0.0.1"
         elif error.errno == errno.EACCES:
             remedy = f"ports below 1024 are root's; {remedy}"
         raise ConfigError(f"cannot listen on {in_url(host)}:{port}: {error.strerror}; {remedy}") from None

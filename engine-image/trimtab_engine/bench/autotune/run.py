@@ -25,7 +25,7 @@ from trimtab_engine.bench.autotune.search import Search, Steps, Trial
 from trimtab_engine.bench.autotune.space import Space, space_of
 from trimtab_engine.bench.autotune.state import Run, State, open_state
 from trimtab_engine.bench.autotune.trials import ENDED, Interrupted, Trials, check_answers
-from trimtab_engine.bench.inputs import check_folder, check_inputs
+from trimtab_engine.bench.inputs import check_folder, check_inputs, check_urls
 from trimtab_engine.bench.local_server import SERVED_NAME, end_on_sigterm, local_server
 from trimtab_engine.bench.serving import server
 from trimtab_engine.bench.serving.run import headers_of
@@ -68,6 +68,7 @@ def run_autotune(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for what can be known to be wrong before a server starts, or is asked."""
     headers_of(arguments)
+    check_urls(arguments)
     check_inputs(arguments)
     if is_url(arguments.model):
         if arguments.admin_url is None:

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trimtab_engine.bench.inputs import check_folder, check_inputs, check_target
+from trimtab_engine.bench.inputs import check_folder, check_inputs, check_target, check_urls
 from trimtab_engine.bench.serving import report, server
 from trimtab_engine.bench.serving.client import RequestResult, Target
 from trimtab_engine.bench.serving.load import Load, Outcome, run_load
@@ -48,6 +48,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     metrics = parse_metrics(arguments.percentile_metrics)
     _metadata(arguments)  # faults are found before anything is measured
     headers_of(arguments)
+    check_urls(arguments)
     ramp_of(arguments)
     check_inputs(arguments)
     _check_result(arguments)
