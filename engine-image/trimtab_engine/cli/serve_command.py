@@ -16,6 +16,7 @@ from trimtab_engine.device.profiler import check_profiler_dir
 from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
 from trimtab_engine.flags.engine import engine_config, named_model
 from trimtab_engine.flags.local_model import is_of_hub, local_model
+from trimtab_engine.flags.media import media_sources
 from trimtab_engine.flags.serve import add_serve_flags
 from trimtab_engine.hub.fetch import Fetched
 from trimtab_engine.processes.end import prepare_to_leave
@@ -115,6 +116,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         custom_histogram_buckets=arguments.custom_histogram_buckets,
         core_silence_timeout=arguments.core_silence_timeout,
         api_key_for_metrics=arguments.api_key_for_metrics,
+        media_sources=media_sources(arguments),
     )
     host = arguments.host or any_address()
     admin_host = host if arguments.admin_token_sha256 else LOOPBACK

@@ -12,11 +12,12 @@ from trimtab_engine.flags.experts import eplb_fields
 from trimtab_engine.flags.graphs import add_graph_flags, graph_fields
 from trimtab_engine.flags.hub import add_hub_flags
 from trimtab_engine.flags.live import add_scheduling_flags, live_values
+from trimtab_engine.flags.media import add_media_flags, media_fields
 from trimtab_engine.flags.not_built import add_not_built
 from trimtab_engine.flags.parallel import add_parallel_flags, parallel_fields
 from trimtab_engine.flags.speculation import add_speculative_flags, speculative_fields
 from trimtab_engine.hub.name import SCHEME
-from trimtab_engine.models.registry import open_model, parse_model_config
+from trimtab_engine.models.registry import open_model, parse_model_config, sees_images
 from trimtab_engine.weights.open import not_loaded_from
 
 LARGE_GPU_BYTES = 70 << 30  # from here on vLLM's larger defaults hold
@@ -32,6 +33,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_parallel_flags(parser.add_argument_group("parallel layout"))
     _add_scheduler_flags(parser.add_argument_group("scheduler"))
     add_speculative_flags(parser.add_argument_group("speculative decoding"))
+    add_media_flags(parser.add_argument_group("images and videos"))
     add_graph_flags(parser.add_argument_group("CUDA graphs"))
     parser.add_argument_group("profiling").add_argument(
         "--profiler-dir",
@@ -187,7 +189,8 @@ def engine_config(
     kind, gpu_bytes = device
     defaults = limits["large" if gpu_bytes >= LARGE_GPU_BYTES else kind]
     num_seqs, num_tokens = _limits(arguments, defaults)
-    utilization = arguments.gpu_memory_utilization
+    utilization, speculation = arguments.gpu_memory_utilization, speculative_fields(arguments)
+    sees_built = kind == "cpu" and speculation["speculative"] is None
     return EngineConfig(
         model=model,
         tokenizer=arguments.tokenizer,
@@ -212,10 +215,11 @@ def engine_config(
         async_scheduling=arguments.async_scheduling,
         **live_values(arguments, kind),
         seed=arguments.seed,
-        **speculative_fields(arguments),
+        **speculation,
         **parallel_fields(arguments),
         **eplb_fields(arguments),
         **graph_fields(arguments),
+        **media_fields(arguments, sees_images=sees_images(model), is_built=sees_built),
         profiler_dir=arguments.profiler_dir,
     )
 

@@ -14,8 +14,6 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
     "--enable-lora": (),
     "--enable-sleep-mode": (),
     "--kv-offloading-size": ("0",),
-    "--limit-mm-per-prompt": (),
-    "--mm-processor-cache-gb": (),
     "--performance-mode": ("balanced",),
     "--root-path": (),
     "--ssl-certfile": (),

@@ -6,6 +6,7 @@ from typing import Any
 from trimtab_engine.flags import parser as types
 from trimtab_engine.flags.engine import add_engine_flags
 from trimtab_engine.flags.live import add_log_flags, add_queue_flags
+from trimtab_engine.flags.media import add_media_source_flags
 
 SERVER_GROUPS = ("server", "admin API")
 """The groups of --help whose flags say how it is served, which an engine in its user's process has no use for."""
@@ -102,6 +103,7 @@ def _add_server_flags(group: Any) -> None:
         metavar="JSON",
         help='replace histograms\' buckets: {"vllm:time_to_first_token_seconds": [0.1, 1, 10]}',
     )
+    add_media_source_flags(group)
     add_queue_flags(group)
     add_log_flags(group)
 

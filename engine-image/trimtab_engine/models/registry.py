@@ -1,6 +1,8 @@
 """The families that are built. Adding one is a file beside this one, and a line in FAMILIES. Needs no torch."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trimtab_engine.config.model import ModelConfig
@@ -10,7 +12,7 @@ from trimtab_engine.memory.kv_groups import KVGroup, groups_of
 from trimtab_engine.models import deepseek, gemma3, gpt_oss, llama, llama4, mistral, qwen2, qwen3, qwen3_moe
 from trimtab_engine.models.family import Family
 from trimtab_engine.weights.open import open_source
-from trimtab_engine.weights.source import WeightSource
+from trimtab_engine.weights.source import CONFIG_FILE, WeightSource
 from trimtab_engine.weights.text_half import text_half, text_words, tower_half
 
 FAMILIES: tuple[Family, ...] = (
@@ -75,3 +77,17 @@ def open_tower(model: str, load_format: str = "auto", *, seed: int = 0) -> Weigh
     if source.format == "gguf":
         raise ModelError(f"{source.where}: a GGUF file holds no tower for images; give a folder with safetensors")
     return tower_half(source) if source.format == "safetensors" else source
+
+
+def sees_images(model: str) -> bool | None:
+    """Whether images and videos are computed for this checkpoint; None where it cannot be read, which is told when it
+    is loaded. A file alone (GGUF) has no tower."""
+    if Path(model).is_file():
+        return False
+    try:
+        config = json.loads((Path(model) / CONFIG_FILE).read_text(encoding="utf-8"))
+        architecture = architecture_of(config, model)
+    except (OSError, ValueError, AttributeError, ModelError):
+        return None
+    family = BY_ARCHITECTURE.get(architecture)
+    return family is not None and family.tower is not None and architecture in family.multimodal

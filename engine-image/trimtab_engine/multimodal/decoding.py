@@ -68,7 +68,7 @@ def decode_image(data: bytes, mime: str | None, limits: DecodeLimits) -> Frames:
     """One picture, turned as its camera says, on white where it is transparent; of several frames the first. Raises
     InvalidRequest, which names the limit or what is wrong."""
     with _opened(data, mime, limits) as image:
-        return Frames([_in_rgb(image)])
+        return Frames([in_rgb(image)])
 
 
 def decode_video(data: bytes, mime: str | None, limits: DecodeLimits) -> Frames:
@@ -167,7 +167,7 @@ def _frames(image: Image.Image, num_frames: int, kept: frozenset[int]) -> Frames
     for number, frame in _each_frame(image, num_frames):
         milliseconds += float(frame.info.get("duration", 0) or 0)
         if number in kept:
-            pictures.append(_in_rgb(frame))
+            pictures.append(in_rgb(frame))
     seconds = milliseconds / 1000
     return Frames(pictures, len(kept) / seconds if seconds > 0 else UNKNOWN_FPS)
 
@@ -183,8 +183,8 @@ def _each_frame(image: Image.Image, num_frames: int) -> Iterator[tuple[int, Imag
         yield number, frame
 
 
-def _in_rgb(image: Image.Image) -> Image.Image:
-    """As transformers does it: on white."""
+def in_rgb(image: Image.Image) -> Image.Image:
+    """As transformers does it: turned as its camera says, on white. Raises InvalidRequest where it cannot be read."""
     try:
         image.load()
         turned = ImageOps.exif_transpose(image)

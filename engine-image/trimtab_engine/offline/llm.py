@@ -17,7 +17,9 @@ from trimtab_engine.device.host_memory import with_device_memory
 from trimtab_engine.device.profiler import Profiler
 from trimtab_engine.errors import ConfigError, EngineDead, InvalidRequest
 from trimtab_engine.messages import AddRequest, PatchConfig
+from trimtab_engine.multimodal.items import Span
 from trimtab_engine.offline.arguments import in_keywords, read_keywords
+from trimtab_engine.offline.conversations import Message, split_pictures
 from trimtab_engine.offline.outputs import Choice, RequestOutput
 from trimtab_engine.offline.progress import OnStep, Rates, Statistics, interruptible
 from trimtab_engine.offline.progress_bar import progress_bar
@@ -27,8 +29,8 @@ from trimtab_engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from trimtab_engine.core.engine import Engine
+    from trimtab_engine.offline.media import OfflineMedia
 
-Message = Mapping[str, str]
 MAX_LOGPROBS = 20  # most that a prompt may ask for, unless the keyword says otherwise
 
 logger = logging.getLogger("trimtab_engine.offline.llm")
@@ -72,6 +74,8 @@ class LLM:
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_path = config.tokenizer or config.model
         self._numbers = itertools.count()
+        self._config = config
+        self._media: OfflineMedia | None = None
         self._statistics = Statistics(on_step, log=self._log_stats, device=config.device)
         self._profiler = Profiler(config.profiler_dir)
         self._closed = False
@@ -105,16 +109,15 @@ class LLM:
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, written as the model's chat template writes them."""
+        """Answer one conversation or several, written as the model's chat template writes them. A content may be a list
+        of parts, pictures among them (conversations.py)."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[dict[str, Any]] = []
         for conversation in conversations:
-            text = self.get_tokenizer().render_chat(
-                [dict(message) for message in conversation],  # type: ignore[arg-type]  # narrowed by the first one
-                add_generation_prompt=add_generation_prompt,
-            )
+            written, pictures = split_pictures(conversation)  # type: ignore[arg-type]  # narrowed by the first one
+            text = self.get_tokenizer().render_chat(written, add_generation_prompt=add_generation_prompt)
             ids = self.get_tokenizer().encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
+            prompts.append({"prompt": text, "prompt_token_ids": ids, "multi_modal_data": pictures})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -180,6 +183,10 @@ class LLM:
     def _ask(self, prompt: Prompt, params: SamplingParams) -> Asked:
         """A prompt as the engine takes it. Raises InvalidRequest when it does not fit."""
         text, ids = tokens_of(prompt, self.get_tokenizer())
+        spans: tuple[Span, ...] = ()
+        data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+        if data:
+            ids, spans = self._require_media().placed(ids, data)
         limit = self.ready.max_model_len
         if not ids:
             raise InvalidRequest("a prompt has no tokens; give at least one")
@@ -200,8 +207,18 @@ class LLM:
             text,
             ids,
             [Choice(i, params, of.min_tokens, self.get_tokenizer(), now, ids) for i, of in enumerate(sampling)],
-            [AddRequest(f"{request_id}-{i}", ids, of, now) for i, of in enumerate(sampling)],
+            [AddRequest(f"{request_id}-{i}", ids, of, now, spans=spans) for i, of in enumerate(sampling)],
         )
+
+    def _require_media(self) -> "OfflineMedia":
+        """What reads images and videos. Raises InvalidRequest where the engine computes none."""
+        if not self.ready.modalities:
+            raise InvalidRequest("this model takes no multi_modal_data here; give text alone")
+        if self._media is None:
+            from trimtab_engine.offline.media import OfflineMedia  # Pillow comes with it
+
+            self._media = OfflineMedia(self._config.model, self.ready.modalities, self._config.limit_mm_per_prompt)
+        return self._media
 
     def _run(self, asked: list[Asked], *, show_progress: bool) -> None:
         """Step until all have finished. What still runs when this is left early is aborted."""

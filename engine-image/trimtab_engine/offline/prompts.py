@@ -11,7 +11,7 @@ from trimtab_engine.offline.sampling_params import SamplingParams
 from trimtab_engine.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the last two with {"multi_modal_data": …} besides."""
 
 
 @dataclass(slots=True)

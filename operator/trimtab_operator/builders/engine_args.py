@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from decimal import Decimal
 
 from trimtab_operator.builders.hub import hub_flags
@@ -11,7 +12,7 @@ from trimtab_operator.builders.meeting_secret import MEETING_MOUNT, MEETING_SECR
 from trimtab_operator.layout import layout_of
 from trimtab_operator.resource.forms import HUB_SCHEME
 from trimtab_operator.resource.knobs import knobs
-from trimtab_operator.resource.quantity import parse_seconds
+from trimtab_operator.resource.quantity import parse_quantity, parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment, Spec, Speculative
 
 SWITCH = object()  # in place of the value of a flag that has none
@@ -77,6 +78,8 @@ def _engine_flags(spec: Spec) -> dict[str, object | None]:
         "--swap-space": engine.swap_space,
         "--kv-offload-size": engine.kv_offload_size,
         "--enable-prefix-caching" if caching else "--no-enable-prefix-caching": None if caching is None else SWITCH,
+        "--limit-mm-per-prompt": _modality_limits(engine.limit_mm_per_prompt),
+        "--mm-processor-cache-gb": _gibibytes(engine.mm_processor_cache),
         "--speculative-config": _speculative_config(engine.speculative),
         "--api-server-count": engine.api_server_count,
         "--enforce-eager": SWITCH if engine.enforce_eager else None,
@@ -110,6 +113,16 @@ def group_flags(*, address: str, revision: str, role: str) -> list[str]:
         f"--rendezvous-id={revision}",
         f"--node-rank={0 if role == LEADER else 'auto'}",
     ]
+
+
+def _modality_limits(limits: Mapping[str, int] | None) -> str | None:
+    """vLLM's JSON, in one spelling per value."""
+    return None if limits is None else json.dumps(limits, sort_keys=True)
+
+
+def _gibibytes(size: str | None) -> str | None:
+    """A quantity as a number of GiB, which is what the flag takes."""
+    return None if size is None else plain(parse_quantity(size) / (1 << 30))
 
 
 def _speculative_config(speculative: Speculative | None) -> str | None:

@@ -292,18 +292,6 @@ class NotBuilt:
 
 NOT_BUILT_ENGINE_FIELDS = (
     NotBuilt("quantization", "quantization", lambda v: v == "fp8", "only fp8 is built; set fp8 or remove it"),
-    NotBuilt(
-        "mm_processor_cache",
-        "mmProcessorCache",
-        lambda v: parse_quantity(v) == 0,
-        "multimodal input is not built yet; remove it",
-    ),
-    NotBuilt(
-        "limit_mm_per_prompt",
-        "limitMmPerPrompt",
-        lambda v: not any(v.values()),
-        "multimodal input is not built yet; remove it",
-    ),
 )
 
 
@@ -339,6 +327,16 @@ def speculation_is_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
     elif speculative.method == "draft_model" and not (speculative.model or "").startswith("file:///"):
         given = "is missing" if speculative.model is None else f"is {speculative.model}"
         yield Refusal(f"{where}.model", f"{given}; a draft model is read from the image: write file:///path")
+
+
+MODALITIES = ("image", "video")
+"""What a prompt may have besides text."""
+
+
+def modalities_are_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    limits = deployment.spec.engine.limit_mm_per_prompt or {}
+    for name in sorted(limits.keys() - set(MODALITIES)):
+        yield Refusal("spec.engine.limitMmPerPrompt", f"has {name}; its keys are {' and '.join(MODALITIES)}")
 
 
 def utilization_is_above_zero(deployment: InferenceDeployment) -> Iterator[Refusal]:
@@ -667,6 +665,7 @@ RULES: tuple[Rule, ...] = (
     args_repeat_no_field,
     engine_fields_are_built,
     swapping_has_space,
+    modalities_are_built,
     speculation_is_built,
     utilization_is_above_zero,
     a_step_holds_every_running_request,

@@ -216,9 +216,12 @@ class Engine(Model):
     enable_prefix_caching: bool | None = Field(default=None, description="Reuse KV blocks of equal prefixes.")
     speculative: Speculative | None = Field(default=None, description="Speculative decoding.")
     api_server_count: int | None = Field(default=None, ge=1, le=64, description="API server processes per replica.")
-    mm_processor_cache: Quantity | None = Field(default=None, description="Cache of processed images and sounds.")
+    mm_processor_cache: Quantity | None = Field(
+        default=None,
+        description="Host memory for processed images and videos, in each API server and again in each engine core.",
+    )
     limit_mm_per_prompt: dict[str, int] | None = Field(
-        default=None, description="Most items of each modality in one prompt, for example {image: 2}."
+        default=None, description="Most images and videos in one prompt, for example {image: 2, video: 0}."
     )
     enforce_eager: bool | None = Field(default=None, description="Run without CUDA graphs.")
     cudagraph_capture_sizes: tuple[Annotated[int, Field(ge=1, le=65536)], ...] | None = Field(

@@ -1,9 +1,12 @@
 """Keywords of LLM: vLLM's names, read by the parser of `trimtab-engine serve`."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from trimtab_engine import CompilationConfig, CompilationLevel
+from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.offline.arguments import in_keywords, read_keywords
 
@@ -68,16 +71,32 @@ def test_the_examples_of_the_tuning_guide_are_understood(keywords: dict[str, Any
     assert known == {name: getattr(config, name) for name in known}
 
 
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"limit_mm_per_prompt": {"image": 2}},
-        {"mm_processor_cache_gb": 8},
-    ],
-)
-def test_those_that_are_not_built_are_refused_by_name(keywords: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(keywords))):
-        read_keywords("m", {"device": "cpu", **keywords})
+def test_the_guide_s_examples_of_images_are_understood(model_of: Callable[..., Path]) -> None:
+    seeing, text = str(model_of(architectures=["Qwen2_5_VLForConditionalGeneration"])), str(model_of())
+
+    def read(model: str, **keywords: Any) -> EngineConfig:
+        config, *_ = read_keywords(model, {"device": "cpu", **keywords})
+        return config
+
+    assert read(seeing).limit_mm_per_prompt == {"image": 999, "video": 999}
+    assert read(seeing).mm_processor_cache_bytes == 4 << 30
+    assert read(seeing, mm_processor_cache_gb=8).mm_processor_cache_bytes == 8 << 30
+    assert read(seeing, mm_processor_cache_gb=0).mm_processor_cache_bytes == 0
+    assert read(seeing, limit_mm_per_prompt={"image": 2}).limit_mm_per_prompt == {"image": 2, "video": 999}
+    assert not read(seeing, limit_mm_per_prompt={"image": 0, "video": 0}).modalities
+    assert not read(seeing, speculative_config={"method": "ngram", "num_speculative_tokens": 2}).modalities
+    assert read(text).limit_mm_per_prompt == {}
+    with pytest.raises(ConfigError, match=r"^limit_mm_per_prompt .*: this model takes text alone; leave it out"):
+        read(text, limit_mm_per_prompt={"image": 2})
+    with pytest.raises(ConfigError, match="limit_mm_per_prompt has 'images'; did you mean image"):
+        read(seeing, limit_mm_per_prompt={"images": 2})
+    with pytest.raises(ConfigError, match=r"mm_processor_cache_gb.* is not a number of GiB"):
+        read(seeing, mm_processor_cache_gb=-1)
+
+
+def test_those_that_are_not_built_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="cpu_offload_gb"):
+        read_keywords("m", {"device": "cpu", "cpu_offload_gb": 8})
 
 
 def test_what_asks_for_nothing_is_accepted() -> None:

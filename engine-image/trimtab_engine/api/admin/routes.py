@@ -47,7 +47,7 @@ def build_admin_app(state: ServerState, engine: Engine, log: RequestLog) -> Fast
     app.include_router(_routes(state, engine, log), dependencies=authorized)
     app.include_router(profile_routes(state), dependencies=authorized)
     app.include_router(lifecycle_routes(state), dependencies=authorized)
-    app.add_middleware(BodyLimit, max_bytes=MAX_ADMIN_BODY_BYTES, remedy="name fewer fields", respond=_flat)
+    app.add_middleware(BodyLimit, max_bytes=lambda: MAX_ADMIN_BODY_BYTES, remedy="name fewer fields", respond=_flat)
     return app
 
 

@@ -12,21 +12,26 @@ from trimtab_engine.api.http.errors import ApiError
 class BodyLimit:
     """Refuses bodies above a size before anything reads them: by Content-Length, and by counting what comes.
 
-    `respond` makes the answer of an ApiError.
+    `max_bytes` is asked at each request; `respond` makes the answer of an ApiError.
     """
 
     def __init__(
-        self, app: ASGIApp, max_bytes: int, remedy: str, respond: Callable[[ApiError], Response] = ApiError.response
+        self,
+        app: ASGIApp,
+        max_bytes: Callable[[], int],
+        remedy: str,
+        respond: Callable[[ApiError], Response] = ApiError.response,
     ) -> None:
-        self._app, self._max, self._remedy, self._respond = app, max_bytes, remedy, respond
+        self._app, self._max_bytes, self._remedy, self._respond = app, max_bytes, remedy, respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        most = self._max_bytes()
         announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if not announced.isdigit() or int(announced[:20]) > self._max:
-            await self._respond(self._refusal())(scope, receive, send)
+        if not announced.isdigit() or int(announced[:20]) > most:
+            await self._respond(self._refusal(most))(scope, receive, send)
             return
         num_bytes = 0
 
@@ -35,18 +40,18 @@ class BodyLimit:
             message = await receive()
             if message["type"] == "http.request":
                 num_bytes += len(message.get("body", b""))
-                if num_bytes > self._max:
-                    raise self._refusal()
+                if num_bytes > most:
+                    raise self._refusal(most)
             return message
 
         async def unless_refused(message: Message) -> None:
-            if num_bytes <= self._max:  # what the framework makes of our error is no answer
+            if num_bytes <= most:  # what the framework makes of our error is no answer
                 await send(message)
 
         with contextlib.suppress(ApiError):
             await self._app(scope, counted, unless_refused)
-        if num_bytes > self._max:
-            await self._respond(self._refusal())(scope, receive, send)
+        if num_bytes > most:
+            await self._respond(self._refusal(most))(scope, receive, send)
 
-    def _refusal(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._max} bytes; {self._remedy}")
+    def _refusal(self, most: int) -> ApiError:
+        return ApiError(413, f"the body is larger than {most} bytes; {self._remedy}")

@@ -8,6 +8,7 @@ from trimtab_engine.api.metrics.tracing import Tracer
 from trimtab_engine.api.openai.chat_renderer import ChatRenderer
 from trimtab_engine.api.openai.generation import Generator
 from trimtab_engine.api.openai.grammar_trials import GrammarTrials
+from trimtab_engine.api.openai.media import PromptMedia
 from trimtab_engine.api.openai.state import ServerOptions, Serving
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.launch.client import CoreClient
@@ -40,7 +41,24 @@ async def load_serving(
         await renderer.close()
         return None
     trials = GrammarTrials(lambda: _vocabulary(facts, tokenizer))
-    return Serving(facts, tokenizer, Generator(core, tokenizer, watcher, tracer), trials, renderer)
+    media = _media(config, options, facts, watcher)
+    return Serving(facts, tokenizer, Generator(core, tokenizer, watcher, tracer), trials, renderer, media)
+
+
+def _media(config: EngineConfig, options: ServerOptions, facts: CoreReady, observer: Observer) -> PromptMedia | None:
+    """What reads images and videos, where the engine computes them. Raises ModelError where the checkpoint does not say
+    how they are processed."""
+    if not facts.modalities:
+        return None
+    # Imported here: Pillow and numpy are needed by servers of models that see images.
+    from trimtab_engine.multimodal.checkpoint import read_placeholders, read_processors
+    from trimtab_engine.multimodal.processor_cache import ProcessorCache
+    from trimtab_engine.multimodal.reader import MediaReader
+
+    cache = ProcessorCache(config.mm_processor_cache_bytes, lambda found: observer.media_looked_up(1, int(found)))
+    reader = MediaReader(read_processors(config.model), options.media_sources, cache)
+    placeholders = read_placeholders(config.model, facts.modalities)
+    return PromptMedia(reader, placeholders, config.limit_mm_per_prompt)
 
 
 def _templates(options: ServerOptions, tokenizer: Tokenizer) -> ChatTemplates:

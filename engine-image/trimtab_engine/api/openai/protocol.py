@@ -20,6 +20,7 @@ from trimtab_engine.api.openai.tools import OfferedTools, ToolCalls, ToolFields
 from trimtab_engine.scheduling.sampling import Sampling
 
 MAX_BODY_BYTES = 8 << 20  # a prompt of a million tokens fits; nothing larger is read
+MAX_MEDIA_BODY_BYTES = 64 << 20  # one image of the largest size in base64, and a conversation around it
 MAX_N = 128  # choices per prompt
 MAX_SEQUENCES = 1024  # prompts times n: each is a request of its own to the core
 MAX_REPORTED = 100_000  # log-probabilities in one answer: half a kilobyte each while it is made

@@ -14,7 +14,7 @@ from trimtab_engine.api.http.loading_gate import LoadingGate
 from trimtab_engine.api.http.request_identity import ApiKeyGuard, RequestIds
 from trimtab_engine.api.http.wrong_path import ADMIN_PORT
 from trimtab_engine.api.openai.not_built_routes import not_built_router
-from trimtab_engine.api.openai.protocol import MAX_BODY_BYTES
+from trimtab_engine.api.openai.protocol import MAX_BODY_BYTES, MAX_MEDIA_BODY_BYTES
 from trimtab_engine.api.openai.render_routes import render_router
 from trimtab_engine.api.openai.routes import openai_router
 from trimtab_engine.api.openai.state import RETRY_SECONDS, ServerOptions, ServerState
@@ -36,10 +36,16 @@ def build_app(state: ServerState) -> FastAPI:
     app.include_router(not_built_router())
     app.add_middleware(LoadingGate, not_loaded=state.loading_reason, retry_seconds=RETRY_SECONDS)
     app.add_middleware(ApiKeyGuard, keys=state.options.api_keys, open_paths=_open_paths(state.options))
-    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, remedy="send a shorter prompt")
+    app.add_middleware(BodyLimit, max_bytes=lambda: _max_body_bytes(state), remedy="send a shorter prompt")
     app.add_middleware(RequestIds)
     app.add_middleware(CloseWhileDraining, is_draining=lambda: state.draining)
     return app
+
+
+def _max_body_bytes(state: ServerState) -> int:
+    """More where requests bring images."""
+    sees_images = state.serving is not None and state.serving.media is not None
+    return MAX_MEDIA_BODY_BYTES if sees_images else MAX_BODY_BYTES
 
 
 def _open_paths(options: ServerOptions) -> frozenset[str]:

@@ -1,0 +1,73 @@
+"""Images and videos of prompts of the offline LLM class: Pillow's pictures, which are the caller's own and processed in
+this process.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+
+from trimtab_engine.errors import InvalidRequest
+from trimtab_engine.multimodal.checkpoint import read_placeholders, read_processors
+from trimtab_engine.multimodal.decoding import Frames, in_rgb
+from trimtab_engine.multimodal.items import Modality, MultiModalItem, Span
+from trimtab_engine.multimodal.placeholders import expand
+from trimtab_engine.multimodal.reader import item_of
+from trimtab_engine.multimodal.worker import processed
+
+MODALITIES: tuple[Modality, ...] = ("image", "video")
+
+
+class OfflineMedia:
+    """What the prompts of a model may bring besides text; `limits`: how many of each."""
+
+    def __init__(self, model: str, modalities: Sequence[Modality], limits: Mapping[str, int]) -> None:
+        self._processors = read_processors(model)
+        self._placeholders = read_placeholders(model, modalities)
+        self._limits = limits
+        self._meanings = {kind: self._processors[kind].meanings().tobytes() for kind in MODALITIES}
+
+    def placed(self, token_ids: Sequence[int], data: Mapping[str, Any]) -> tuple[list[int], tuple[Span, ...]]:
+        """The prompt with room for what `data` has (vLLM's multi_modal_data: pictures under "image", lists of frames
+        under "video"), and where that is. Raises InvalidRequest for what is no picture, too many, or has no place."""
+        unknown = sorted(map(str, data.keys() - set(MODALITIES)))
+        if unknown:
+            raise InvalidRequest(f"multi_modal_data has {unknown[0]!r}; its keys are {' and '.join(MODALITIES)}")
+        left = {kind: list(_every(kind, data[kind])) for kind in MODALITIES if data.get(kind)}
+        for kind, given in left.items():
+            limit = self._limits.get(kind, 0)
+            if len(given) > limit:
+                raise InvalidRequest(
+                    f"a prompt has {len(given)} {kind}s; at most {limit} may be in one prompt (limit_mm_per_prompt)"
+                )
+        kinds = {token_id: kind for kind, token_id in self._placeholders.items()}
+        order = [kinds[token_id] for token_id in token_ids if token_id in kinds]
+        items = [self._item(kind, left[kind].pop(0)) for kind in order if left.get(kind)]
+        items += [self._item(kind, pictures) for kind in MODALITIES for pictures in left.get(kind, ())]
+        return expand(token_ids, items, self._placeholders)
+
+    def _item(self, modality: Modality, pictures: Sequence[Image.Image]) -> MultiModalItem:
+        frames = Frames([in_rgb(picture) for picture in pictures])
+        digest = hashlib.sha256(f"{modality} {[picture.size for picture in frames.pictures]}".encode())
+        for picture in frames.pictures:
+            digest.update(picture.tobytes())
+        made = processed(frames, self._processors[modality])
+        return item_of(modality, digest.digest(), made, self._meanings[modality])
+
+
+def _every(modality: Modality, given: Any) -> Sequence[Sequence[Image.Image]]:
+    """One or several: each an image of one picture, or a video of some."""
+    several = given if isinstance(given, list | tuple) else [given]
+    if modality == "image":
+        found = [[picture] for picture in several]
+    elif all(isinstance(frame, Image.Image) for frame in several):
+        found = [list(several)]
+    else:
+        found = [list(video) if isinstance(video, list | tuple) else [video] for video in several]
+    if not all(video and all(isinstance(picture, Image.Image) for picture in video) for video in found):
+        raise InvalidRequest(f"multi_modal_data: {modality} must be PIL images; a video is a list of them")
+    sizes = [{picture.size for picture in video} for video in found]
+    if any(len(each) > 1 for each in sizes):
+        raise InvalidRequest("multi_modal_data: the frames of a video must have one size")
+    return found

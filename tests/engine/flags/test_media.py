@@ -1,0 +1,42 @@
+"""Whence a server takes images and videos is said at its start, or it is nowhere."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags.media import media_sources
+from trimtab_engine.flags.parser import OneLineParser
+from trimtab_engine.flags.serve import add_serve_flags
+from trimtab_engine.multimodal.sources import NOTHING_ELSE, AllowedHost
+
+
+def arguments(*flags: str) -> argparse.Namespace:
+    parser = OneLineParser(prog="serve")
+    add_serve_flags(parser)
+    return parser.parse_args(["model", *flags])
+
+
+def test_by_default_nothing_is_read_but_what_is_sent() -> None:
+    assert media_sources(arguments()) == NOTHING_ELSE
+
+
+def test_a_folder_and_hosts_are_read_where_they_are_named(tmp_path: Path) -> None:
+    hosts = ("--allowed-media-domains", "images.example.com", "10.0.0.5:9000")
+    allowed = media_sources(arguments("--allowed-local-media-path", str(tmp_path), *hosts))
+    assert allowed.local_path == str(tmp_path)
+    assert allowed.hosts == (AllowedHost("images.example.com"), AllowedHost("10.0.0.5", 9000))
+
+
+def test_a_folder_or_host_that_is_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--allowed-local-media-path .* is no folder"):
+        media_sources(arguments("--allowed-local-media-path", str(tmp_path / "none")))
+    with pytest.raises(ConfigError, match=r"--allowed-media-domains: '\*' is no host"):
+        media_sources(arguments("--allowed-media-domains", "*"))
+
+
+@pytest.mark.parametrize("size", ["-1", "x", "nan", "1e9"])
+def test_a_size_of_the_cache_that_is_none_is_told(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(f"--mm-processor-cache-gb={size}")
+    assert "is not a number of GiB" in capsys.readouterr().err
