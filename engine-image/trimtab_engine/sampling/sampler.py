@@ -100,7 +100,7 @@ def sample(
         apply_masks(logits, masks)
     if all(_is_plain_greedy(request) for request in requests):
         chosen = logits.argmax(dim=-1)
-        failed = failures_of(best_logits(logits, chosen).cpu())
+        failed = failures_of(_logits_of(logits, chosen).cpu())  # argmax takes NaN for the largest
         return SampledTokens(chosen.tolist(), [None] * len(requests), failed)
     whole = SampledTokens([], [])
     for first in range(0, len(requests), ROWS_AT_ONCE):
@@ -193,7 +193,12 @@ def choose_limited(logits: torch.Tensor, requests: Sequence[Chooser]) -> torch.T
 def best_logits(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """[rows] float32: what tells whether the row has failed. On the CPU the largest logit, which is NaN where any is;
     on a device, where the host must not wait and the whole row is NaN then, that of the chosen token."""
-    return logits.gather(1, chosen.unsqueeze(1)).squeeze(1) if logits.is_cuda else logits.amax(dim=-1)
+    return _logits_of(logits, chosen) if logits.is_cuda else logits.amax(dim=-1)
+
+
+def _logits_of(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """[rows] float32: the logit of each row's token. One look per row, where `amax` reads all of them once more."""
+    return logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
 
 
 def kept_by_top_k(p: Sampling, vocab_size: int) -> int:

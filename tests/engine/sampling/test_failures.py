@@ -41,6 +41,15 @@ def test_a_row_that_is_no_number_fails_alone(params: dict[str, Any], num_bad: in
         ]
 
 
+def test_rows_of_a_greedy_batch_are_told_by_the_logit_of_their_token() -> None:
+    """The token of a row with a NaN is where that lies, and any of a row of -inf."""
+    logits = torch.zeros(3, VOCABULARY)
+    logits[1, VOCABULARY - 1] = math.nan
+    logits[2] = -math.inf
+    result = sample(logits, [a_request(temperature=0.0)] * 3)
+    assert result.failed == {1: Failure.NAN, 2: Failure.NOTHING_LEFT}
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_request_whose_every_token_is_forbidden_fails_alone(temperature: float) -> None:
     stuck = a_request(allowed_token_ids=(2,), min_tokens=3, temperature=temperature)
