@@ -440,6 +440,9 @@ class StepStats(msgspec.Struct, array_like=True):
     """Copied to the host cache in this step."""
     restored_bytes: int = 0
     """Copied from there."""
+    num_encoded_items: int = 0
+    """Images and videos that the step computed; what is kept of one from before is not computed again."""
+    num_encoded_tokens: int = 0
 
 
 class StepOutputs(msgspec.Struct, tag="outputs"):

@@ -62,6 +62,8 @@ def step_stats(
         num_drafts=result.speculation.num_drafts,
         num_draft_tokens=result.speculation.num_draft_tokens,
         accepted_per_position=result.speculation.accepted_per_position,
+        num_encoded_items=counts.num_encoded_items,
+        num_encoded_tokens=counts.num_encoded_tokens,
     )
 
 

@@ -76,7 +76,7 @@ class Run:
         self.tokens: dict[str, list[int]] = {}
         self.errors: dict[str, str] = {}
         self.num_preempted: dict[str, int] = {}
-        self.num_cached = 0
+        self.num_cached = self.num_encoded = 0
 
     def add(self, prompts: dict[str, SeeingPrompt], **request: Any) -> None:
         for name, prompt in prompts.items():
@@ -92,6 +92,7 @@ class Run:
         for mode, reasons in report.stats.preempted.items():
             self.num_preempted[mode] = self.num_preempted.get(mode, 0) + sum(reasons.values())
         self.num_cached += report.stats.prefix_cache_hits
+        self.num_encoded += report.stats.num_encoded_items
         self.engine.check_integrity()
 
     def to_the_end(self) -> Run:
@@ -186,6 +187,8 @@ def test_from_the_prefix_cache(checkpoint: Path, expected: dict[str, Reference])
         assert defects(run.to_the_end().tokens, expected) == []
     longest = sum((len(prompt.token_ids) - 1) // 8 * 8 for prompt in PROMPTS.values())
     assert run.num_cached == longest
+    different = {span.item.content_hash for prompt in PROMPTS.values() for span in prompt.spans}
+    assert run.num_encoded == len(different)  # each once, though several prompts bring it
 
 
 def test_while_the_kv_cache_is_resized(checkpoint: Path, expected: dict[str, Reference]) -> None:

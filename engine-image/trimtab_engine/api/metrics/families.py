@@ -113,6 +113,9 @@ class EngineMetrics:
             self._preemptions.inc(count)
             self._preempted.of(mode, reason).inc(count)
         self._recomputed.inc(stats.recomputed_tokens)
+        if stats.num_encoded_items:
+            self._encoded_items.inc(stats.num_encoded_items)
+            self._encoded_tokens.inc(stats.num_encoded_tokens)
         for collective, num_bytes in stats.wire_bytes.items():
             self._wire.of(collective).inc(num_bytes)
         for reason, seconds in stats.blocked_seconds.items():
@@ -187,6 +190,10 @@ class EngineMetrics:
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens processed")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
         self._recomputed = self._counter("trimtab_recomputed_tokens", "Tokens computed again because of preemption")
+        self._encoded_items = self._counter("trimtab_encoded_items", "Images and videos that a tower computed")
+        self._encoded_tokens = self._counter(
+            "trimtab_encoded_tokens", "Tokens of images and videos computed by a tower"
+        )
         self._success = self._labelled_counter("vllm:request_success", "Finished requests", "finished_reason")
         self._preempted = self._labelled_counter("trimtab_preempted_requests", "Preempted requests", "mode", "reason")
         self._wire = self._labelled_counter(

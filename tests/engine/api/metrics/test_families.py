@@ -115,6 +115,8 @@ def test_a_step_sets_gauges_and_adds_to_counters(metrics: EngineMetrics) -> None
                 num_scheduled_tokens=9,
                 preempted={"recompute": {"capacity": 2, "resize": 1}},
                 recomputed_tokens=11,
+                num_encoded_items=2,
+                num_encoded_tokens=600,
                 preempt_stall_seconds=[0.5],
                 blocked_seconds={"kv": 0.25},
                 memory_bytes={"weights": 1000},
@@ -131,6 +133,8 @@ def test_a_step_sets_gauges_and_adds_to_counters(metrics: EngineMetrics) -> None
     assert sample(metrics, "vllm:iteration_tokens_total_sum") == 18
     assert sample(metrics, "trimtab_preempted_requests_total", mode="recompute", reason="capacity") == 4
     assert sample(metrics, "trimtab_recomputed_tokens_total") == 22
+    assert sample(metrics, "trimtab_encoded_items_total") == 4
+    assert sample(metrics, "trimtab_encoded_tokens_total") == 1200
     assert sample(metrics, "trimtab_preempt_stall_seconds_count") == 2
     assert sample(metrics, "trimtab_blocked_seconds_total", reason="kv") == 0.5
     assert sample(metrics, "trimtab_memory_bytes", kind="weights") == 1000
