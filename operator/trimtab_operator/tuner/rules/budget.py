@@ -22,6 +22,7 @@ LADDER = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 GAIN = 1.05  # of the capacity: less is within the twin's noise
 GAIN_DEVIATIONS = 3.0  # standard errors of a request's mean work, likewise
 GAIN_BACK = 1.12  # to turn back within REMEMBERED_SECONDS: what is best by a little changes with every hour's lengths
+BACK_TIMES = 2.0  # the gain that a move must bring otherwise, likewise
 REMEMBERED_SECONDS = 1800.0
 TRIED = (0, 2)  # budgets on each side of the present one that are compared under overload: the next, and a far one
 UNSURE = 0.1  # of a capacity
@@ -60,7 +61,15 @@ def _serving_more(s: Situation, foresight: Foresight, others: list[int], current
     below, above = [b for b in others if b < current][::-1], [b for b in others if b > current]
     tried = [side[index] for side in (below, above) for index in TRIED if index < len(side)]
     present = foresight.at(_with(s, current), s.rate)
-    gains = {budget: clear_gain(s, present, foresight.at(_with(s, budget), s.rate)) for budget in tried}
+    gains = {
+        budget: clear_gain(
+            s,
+            present,
+            foresight.at(_with(s, budget), s.rate),
+            times=BACK_TIMES if _turns_back(s, budget > current) else 1.0,
+        )
+        for budget in tried
+    }
     clear = {budget: gain for budget, gain in gains.items() if gain is not None}
     if not clear:
         return None
@@ -115,9 +124,13 @@ def _gain(s: Situation, is_raise: bool) -> float:
     twice that to turn back."""
     assert s.foresight is not None
     gain = max(GAIN, 1.0 + GAIN_DEVIATIONS * s.foresight.sampling_error)
+    return max(GAIN_BACK, 1.0 + BACK_TIMES * (gain - 1.0)) if _turns_back(s, is_raise) else gain
+
+
+def _turns_back(s: Situation, is_raise: bool) -> bool:
+    """Whether a move in this direction would turn back from one that was made lately."""
     moves = [entry for entry in s.memory.history if entry.move.target is Knob.MAX_NUM_BATCHED_TOKENS]
-    turns_back = bool(moves) and moves[-1].move.is_raise != is_raise and s.now - moves[-1].at < REMEMBERED_SECONDS
-    return max(GAIN_BACK, 2 * gain - 1.0) if turns_back else gain
+    return bool(moves) and moves[-1].move.is_raise != is_raise and s.now - moves[-1].at < REMEMBERED_SECONDS
 
 
 def rungs(found: Range) -> list[int]:

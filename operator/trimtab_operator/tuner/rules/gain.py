@@ -20,12 +20,12 @@ UNSURE = 0.02  # of a share: what a prediction of it is off by, mostly
 UNSURE_RATE = 0.1  # of a rate, likewise
 
 
-def clear_gain(s: Situation, before: Prediction, after: Prediction) -> Expectation | None:
-    """What decides, as it is and as it will be, where that is clearly more; else None."""
+def clear_gain(s: Situation, before: Prediction, after: Prediction, *, times: float = 1.0) -> Expectation | None:
+    """What decides, as it is and as it will be, where that is clearly more, by so many times the usual; else None."""
     if _tokens_decide(s, before, after):
-        is_clear = after.tokens_per_second >= (1 + LEAST_GAIN) * before.tokens_per_second > 0
+        is_clear = after.tokens_per_second >= (1 + times * LEAST_GAIN) * before.tokens_per_second > 0
     else:
-        is_clear = after.good_share >= before.good_share + max(LEAST_GAIN, DEVIATIONS * after.good_error)
+        is_clear = after.good_share >= before.good_share + times * max(LEAST_GAIN, DEVIATIONS * after.good_error)
     return what_decides(s, before, after) if is_clear else None
 
 

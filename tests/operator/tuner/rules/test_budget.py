@@ -161,3 +161,13 @@ def test_where_something_is_promised_the_figures_that_decide_are_told() -> None:
 
 def test_what_chance_may_have_made_of_what_was_drawn_moves_nothing() -> None:
     assert wanted_by(Overloaded((0.50, 0.53), (100.0, 100.0))) is None  # a standard error is 1.7 %
+
+
+@pytest.mark.parametrize(("after", "moves"), [(0.855, False), (0.90, True)])
+def test_in_an_overload_too_who_has_just_raised_it_needs_twice_as_much_to_lower_it(after: float, moves: bool) -> None:
+    """A queue that comes and goes had it turned twice within six minutes."""
+    raised = Move(Reason.CHUNKS_TOO_SMALL, BUDGET, 1024, 8192)
+    overload = Overloaded((0.83, after), (100.0, 100.0))
+    lately, long_ago = (Memory(history=(Decision("a", NOW - ago, raised, "raised"),)) for ago in (330, 2000))
+    assert (wanted_by(overload, lately) is not None) is moves
+    assert wanted_by(overload, long_ago) is not None
