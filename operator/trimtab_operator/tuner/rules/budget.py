@@ -24,6 +24,7 @@ GAIN_DEVIATIONS = 3.0  # standard errors of a request's mean work, likewise
 GAIN_BACK = 1.12  # to turn back within REMEMBERED_SECONDS: what is best by a little changes with every hour's lengths
 BACK_TIMES = 2.0  # the gain that a move must bring otherwise, likewise
 REMEMBERED_SECONDS = 1800.0
+REST_SECONDS = 600.0  # in which it does not turn back: a trial that does harm is undone without it
 TRIED = (0, 2)  # budgets on each side of the present one that are compared under overload: the next, and a far one
 UNSURE = 0.1  # of a capacity
 EVIDENCE = {
@@ -44,7 +45,7 @@ def better_budget(s: Situation) -> Move | None:
     present = foresight.capacity_later(_with(s, current))
     if present is None or (s.settings.scaling is not None and foresight.capacity_later(_some(s)) is None):
         return None  # nothing is compared with what is not known yet, and replicas are asked for by it first
-    others = [budget for budget in rungs(found) if budget != current]
+    others = [b for b in rungs(found) if b != current and not _turns_back(s, b > current, within=REST_SECONDS)]
     more = _holding_more(s, foresight, others, current, present)
     if more:
         best = max(more, key=lambda budget: more[budget])
@@ -66,7 +67,7 @@ def _serving_more(s: Situation, foresight: Foresight, others: list[int], current
             s,
             present,
             foresight.at(_with(s, budget), s.rate),
-            times=BACK_TIMES if _turns_back(s, budget > current) else 1.0,
+            times=BACK_TIMES if _turns_back(s, budget > current, within=REMEMBERED_SECONDS) else 1.0,
         )
         for budget in tried
     }
@@ -124,13 +125,14 @@ def _gain(s: Situation, is_raise: bool) -> float:
     twice that to turn back."""
     assert s.foresight is not None
     gain = max(GAIN, 1.0 + GAIN_DEVIATIONS * s.foresight.sampling_error)
-    return max(GAIN_BACK, 1.0 + BACK_TIMES * (gain - 1.0)) if _turns_back(s, is_raise) else gain
+    turns_back = _turns_back(s, is_raise, within=REMEMBERED_SECONDS)
+    return max(GAIN_BACK, 1.0 + BACK_TIMES * (gain - 1.0)) if turns_back else gain
 
 
-def _turns_back(s: Situation, is_raise: bool) -> bool:
-    """Whether a move in this direction would turn back from one that was made lately."""
+def _turns_back(s: Situation, is_raise: bool, *, within: float) -> bool:
+    """Whether a move in this direction would turn back from one that was made within so many seconds."""
     moves = [entry for entry in s.memory.history if entry.move.target is Knob.MAX_NUM_BATCHED_TOKENS]
-    return bool(moves) and moves[-1].move.is_raise != is_raise and s.now - moves[-1].at < REMEMBERED_SECONDS
+    return bool(moves) and moves[-1].move.is_raise != is_raise and s.now - moves[-1].at < within
 
 
 def rungs(found: Range) -> list[int]:

@@ -168,6 +168,7 @@ def test_in_an_overload_too_who_has_just_raised_it_needs_twice_as_much_to_lower_
     """A queue that comes and goes had it turned twice within six minutes."""
     raised = Move(Reason.CHUNKS_TOO_SMALL, BUDGET, 1024, 8192)
     overload = Overloaded((0.83, after), (100.0, 100.0))
-    lately, long_ago = (Memory(history=(Decision("a", NOW - ago, raised, "raised"),)) for ago in (330, 2000))
+    just, lately, long_ago = (Memory(history=(Decision("a", NOW - ago, raised, "raised"),)) for ago in (590, 700, 2000))
+    assert wanted_by(overload, just) is None  # no second turn in ten minutes, whatever it would bring
     assert (wanted_by(overload, lately) is not None) is moves
     assert wanted_by(overload, long_ago) is not None
