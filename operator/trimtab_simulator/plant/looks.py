@@ -23,7 +23,7 @@ from trimtab_operator.tuner.looks import (
 from trimtab_operator.tuner.twin import Sequence, StepSums
 from trimtab_operator.tuner.twin.gaps import fine_edges
 
-from trimtab_simulator.plant.machine import CAP_UTILIZATION, Machine
+from trimtab_simulator.plant.machine import Machine
 from trimtab_simulator.plant.replica import Replica
 
 TTFT_EDGES = (
@@ -75,7 +75,7 @@ class Observer:
             block_size=machine.block_size,
             bytes_per_block=machine.bytes_per_token * machine.block_size,
             free_bytes=math.floor((1 - values[Knob.GPU_MEMORY_UTILIZATION]) * machine.device_bytes),
-            blocks_cap=machine.blocks_at(CAP_UTILIZATION),
+            blocks_cap=machine.blocks_at(machine.cap_utilization),
         )
         return Look(replica.name, replica.phase, replica.name, replica.since, sample, config, ledger)
 
@@ -97,7 +97,7 @@ def ranges(machine: Machine) -> dict[Knob, FieldRange]:
         Knob.MAX_NUM_SEQS: FieldRange(True, 1, machine.max_num_seqs_cap),
         Knob.MAX_NUM_BATCHED_TOKENS: FieldRange(True, 1, machine.max_num_batched_tokens_cap),
         Knob.WATERMARK: FieldRange(True, 0.0, MAX_WATERMARK),
-        Knob.GPU_MEMORY_UTILIZATION: FieldRange(True, machine.least_utilization, CAP_UTILIZATION),
+        Knob.GPU_MEMORY_UTILIZATION: FieldRange(True, machine.least_utilization, machine.cap_utilization),
     }
 
 

@@ -41,6 +41,8 @@ class Machine:
     max_num_batched_tokens_cap: int = 16_384
     max_model_len: int = 131_072
     num_gpus: int = 1
+    cap_utilization: float = 0.95
+    """How far gpu_memory_utilization may rise."""
 
     def blocks_at(self, utilization: float) -> int:
         """KV blocks at a gpu_memory_utilization."""
@@ -59,7 +61,6 @@ class Machine:
 
 
 START_UTILIZATION = 0.90
-CAP_UTILIZATION = 0.95
 
 MACHINES = (Machine("llama-3.1-8b", "h200", StepCost(8e-3, 1 / 16_000, 3e-5, 4e-9), 1_000_000),)
 

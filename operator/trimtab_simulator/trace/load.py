@@ -69,13 +69,13 @@ def load_trace(path: Path, transform: Transform, *, lengths: Path | None = None,
         case Format.RATES:
             if lengths is None:
                 raise BadRequest(f"{path} holds rates without lengths; give --lengths FILE (lengths, or another log)")
-            trace = _from_rates(path.name, read_rates(path, text), _draw_of(lengths), transform, rng)
+            trace = _from_rates(path.name, read_rates(path, text), draw_of(lengths), transform, rng)
         case _:
             if transform.cv is not None:
                 raise BadRequest(f"--cv is for rate files; {path} is a log, whose requests have their own times")
             trace = _from_log(read_log(path, text, kind), transform, rng)
             if lengths is not None:
-                draw = _draw_of(lengths)
+                draw = draw_of(lengths)
                 drawn = (draw(rng, "", arrival.at) for arrival in trace.arrivals)
                 arrivals = [Arrival(a.at, *pair) for a, pair in zip(trace.arrivals, drawn, strict=True)]
                 trace = replace(trace, arrivals=arrivals)
@@ -84,7 +84,8 @@ def load_trace(path: Path, transform: Transform, *, lengths: Path | None = None,
     return trace
 
 
-def _draw_of(path: Path) -> Draw:
+def draw_of(path: Path) -> Draw:
+    """Lengths as a file of lengths, or a log of requests, tells them."""
     text, kind = load_text(path)
     match kind:
         case Format.LENGTHS:

@@ -1,0 +1,89 @@
+"""Steady loads of one mix of requests after the other, on one replica of llama-3.1-8b on an H200."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trimtab_operator.tuner.knobs import Knob, Value
+
+from trimtab_simulator.contest import Contest
+from trimtab_simulator.hot_knobs.figures import good_tokens
+from trimtab_simulator.objectives import Objectives
+from trimtab_simulator.plant.fleet import FleetSettings
+from trimtab_simulator.plant.machine import START_UTILIZATION, Machine, machine_of
+from trimtab_simulator.policies.fixed import Fixed
+from trimtab_simulator.policies.policy import Policy
+from trimtab_simulator.policies.trimtab import Trimtab
+from trimtab_simulator.replay import Loop, Outcome
+from trimtab_simulator.trace.arrivals import Arrival, Trace
+from trimtab_simulator.trace.load import draw_of
+from trimtab_simulator.trace.sampling import Draw
+
+BUDGETS = (512, 1024, 2048, 4096, 8192)
+BOTH = Objectives(2.0, 1 / 8000, itl_mean=0.08)
+FIRST_TOKEN = Objectives(0.5, 1 / 8000, itl_mean=0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A steady load of one mix of requests."""
+
+    lengths: str
+    """A file of the development slice."""
+    rate: float
+    seconds: float
+
+
+def poisson(folder: Path, phases: Sequence[Phase], seed: int) -> Trace:
+    """Independent arrivals, phase after phase."""
+    rng = random.Random(f"hot-knobs-{seed}")
+    draws: dict[str, Draw] = {phase.lengths: draw_of(folder / phase.lengths) for phase in phases}
+    arrivals: list[Arrival] = []
+    begin = 0.0
+    for phase in phases:
+        at, end = begin, begin + phase.seconds
+        while (at := at + rng.expovariate(phase.rate)) < end:
+            arrivals.append(Arrival(at, *draws[phase.lengths](rng, "", at)))
+        begin = end
+    return Trace("phases", arrivals, begin)
+
+
+def one_replica(machine: Machine, knobs: dict[Knob, Value]) -> FleetSettings:
+    """One replica that begins with these values."""
+    start: dict[Knob, Value] = {Knob.GPU_MEMORY_UTILIZATION: START_UTILIZATION, Knob.WATERMARK: 0.0, **knobs}
+    return FleetSettings(machine, start, 1, 1, 1, 120.0)
+
+
+def h200(knobs: dict[Knob, Value], kv_tokens: int | None = None, *, headroom: bool = True) -> FleetSettings:
+    """One replica of llama-3.1-8b on an H200."""
+    machine = machine_of("llama-3.1-8b", "h200")
+    if kv_tokens is not None:
+        machine = machine.with_kv_tokens(kv_tokens)
+    if not headroom:
+        machine = replace(machine, cap_utilization=START_UTILIZATION)
+    return one_replica(machine, {Knob.MAX_NUM_SEQS: 512, Knob.MAX_NUM_BATCHED_TOKENS: 8192, **knobs})
+
+
+def play(trace: Trace, settings: FleetSettings, objectives: Objectives, policy: Policy | None, seed: int) -> Outcome:
+    """Replay it; without a policy, the tuner's."""
+    contest = Contest(trace, settings, Loop(seed=seed, moment_seconds=math.inf), objectives)
+    return contest.play(policy or Trimtab(contest.setup))
+
+
+def budget_of(budget: int) -> dict[Knob, Value]:
+    """Values with this token budget."""
+    return {Knob.MAX_NUM_BATCHED_TOKENS: budget}
+
+
+def best_budget(trace: Trace, objectives: Objectives, seed: int, since: float) -> tuple[int, float]:
+    """The fixed budget with the most goodput, and that."""
+    found = {}
+    for budget in BUDGETS:
+        outcome = play(trace, h200(budget_of(budget)), objectives, Fixed("static"), seed)
+        found[budget] = good_tokens(outcome.served, objectives, since, trace.seconds)
+    best = max(found, key=lambda budget: found[budget])
+    return best, found[best]

@@ -1,0 +1,117 @@
+"""Mixes of requests: one after the other, beside knobs that were switched at the border in hindsight; and each for
+long, from the engine's defaults and from the best fixed values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trimtab_operator.tuner.knobs import Knob, Value
+
+from trimtab_simulator.hot_knobs.figures import Figure, good_tokens, turns_of
+from trimtab_simulator.hot_knobs.loads import BOTH, FIRST_TOKEN, Phase, best_budget, budget_of, h200, play, poisson
+from trimtab_simulator.objectives import Objectives
+from trimtab_simulator.policies.fixed import Fixed
+from trimtab_simulator.policies.policy import STAY, Moves, View
+from trimtab_simulator.replay import Outcome
+from trimtab_simulator.scenarios import CODE, CONVERSATIONS, R1_LENGTHS
+
+PHASE_SECONDS = 900.0
+SETTLED_SECONDS = 300.0  # after a shift
+MIXES = {"conv": (CONVERSATIONS, 7.4), "code": (CODE, 4.3), "r1": (R1_LENGTHS, 2.0)}
+"""Lengths, and what one replica holds of them with its best budget, in requests a second."""
+PAIRS = (("conv", "code"), ("code", "r1"), ("conv", "r1"))
+SHIFT_LOAD = 0.85  # of what it holds
+
+
+class Switched:
+    """Values that were known beforehand, from known times on."""
+
+    def __init__(self, schedule: Sequence[tuple[float, dict[Knob, Value]]]) -> None:
+        self.name = "switched"
+        self.tick_seconds = 15.0
+        self.reads_requests = False
+        self._schedule = list(schedule)
+
+    def decide(self, view: View) -> Moves:
+        """What is due."""
+        if not self._schedule or self._schedule[0][0] > view.now:
+            return STAY
+        return Moves(None, self._schedule.pop(0)[1], "known beforehand")
+
+
+def shifts(folder: Path, seed: int) -> Iterator[Figure]:
+    """Mix after mix, 15 minutes each."""
+    for one, other in PAIRS:
+        phases = [Phase(MIXES[mix][0], SHIFT_LOAD * MIXES[mix][1], PHASE_SECONDS) for mix in (one, other, one)]
+        trace = poisson(folder, phases, seed)
+        best = {
+            mix: best_budget(poisson(folder, [phases[index]], seed), BOTH, seed, SETTLED_SECONDS)[0]
+            for index, mix in enumerate((one, other))
+        }
+        schedule = [
+            (PHASE_SECONDS * index, budget_of(best[mix])) for index, mix in enumerate((one, other, one)) if index
+        ]
+        switched = play(trace, h200(budget_of(best[one])), BOTH, Switched(schedule), seed)
+        ours = play(trace, h200(budget_of(best[one])), BOTH, None, seed)
+        name = f"{one}, {other}, {one}"
+        for index in (1, 2):
+            since, until = PHASE_SECONDS * index + SETTLED_SECONDS, PHASE_SECONDS * (index + 1)
+            mine, theirs = (good_tokens(o.served, BOTH, since, until) for o in (ours, switched))
+            told = {
+                "auto": round(mine, 1),
+                "switched": round(theirs, 1),
+                "its budget": float(best[(other, one)[index - 1]]),
+            }
+            yield Figure(
+                "shifts",
+                f"{name}: {'second' if index == 1 else 'third'}",
+                seed,
+                "goodput of switched",
+                mine / theirs,
+                0.98,
+                told=told,
+            )
+        yield turns_of("shifts", name, seed, ours.changes)
+
+
+# --- steady loads -----------------------------------------------------------------------------------------------------
+
+STEADY_SECONDS = 1800.0
+FOUND_SECONDS = 600.0  # that finding good values may take
+LEAST_GAP = 0.05  # of the best fixed values' goodput: a smaller one is not measured
+STEADY = (
+    ("code, both promised", CODE, 5.0, BOTH),
+    ("code, first token promised", CODE, 2.2, FIRST_TOKEN),
+    ("conv, both promised", CONVERSATIONS, 8.6, BOTH),
+    ("conv, first token promised", CONVERSATIONS, 5.2, FIRST_TOKEN),
+    ("r1, both promised", R1_LENGTHS, 2.2, BOTH),
+)
+"""Loads of a little more than the best budget holds: there budgets differ most."""
+
+
+def steady(folder: Path, seed: int) -> Iterator[Figure]:
+    """From the engine's defaults, and from the best fixed budget."""
+    for name, lengths, rate, objectives in STEADY:
+        trace = poisson(folder, [Phase(lengths, rate, STEADY_SECONDS)], seed)
+
+        def good(outcome: Outcome, promised: Objectives = objectives) -> float:
+            return good_tokens(outcome.served, promised, FOUND_SECONDS, STEADY_SECONDS)
+
+        budget, best = best_budget(trace, objectives, seed, FOUND_SECONDS)
+        default = good(play(trace, h200({}), objectives, Fixed("default"), seed))
+        if best - default >= LEAST_GAP * best:
+            ours = play(trace, h200({}), objectives, None, seed)
+            told = {
+                "default": round(default, 1),
+                "auto": round(good(ours), 1),
+                "best": round(best, 1),
+                "its budget": budget,
+            }
+            closed = (good(ours) - default) / (best - default)
+            yield Figure("defaults", name, seed, "gap closed", closed, 0.8, told=told)
+            yield turns_of("defaults", name, seed, ours.changes)
+        ours = play(trace, h200(budget_of(budget)), objectives, None, seed)
+        told = {"auto": round(good(ours), 1), "best": round(best, 1), "its budget": budget}
+        yield Figure("stationary", name, seed, "goodput of static best", good(ours) / best, 0.98, told=told)
+        yield turns_of("stationary", name, seed, ours.changes)
