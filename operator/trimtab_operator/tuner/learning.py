@@ -30,6 +30,8 @@ from trimtab_operator.tuner.twin import StepCost
 WARM_AFTER_SECONDS = 60.0  # a replica's caches and clocks are cold before: nothing is fitted from that
 KEEP_COLD_STARTS = 5
 MOST_COLD_START_SECONDS = 1800.0  # who took longer waited for something else: a node, a quota
+DRAIN_REQUESTS = 1000  # the last ones, by which it is told how long a replica drains
+DRAIN_SHARE = 0.99  # of them end within as long: of the hundred or so that a replica has, the longest is waited for
 COST_CHANGE = 0.04  # of a typical step, from which on predictions are made anew
 UNEVENNESS_CHANGE = 1.35  # factor of the variation of arrivals, likewise
 MORE_PAIRS = 2.0  # times as many pairs, likewise
@@ -75,13 +77,17 @@ def _is_warm(seen: Seen) -> bool:
 
 
 def _with_lengths(memory: Memory, observation: Observation) -> Memory:
-    news = [seen.news for seen in observation.trusted if seen.news is not None]
+    news = {seen.replica: seen.news for seen in observation.trusted if seen.news is not None}
     if not news:
         return memory
-    finished = [row for one in news for row in one.finished]
-    unfinished = [row for one in news for row in one.unfinished]
-    lengths = memory.lengths.with_news(finished, unfinished).checked(observation.at)
-    return replace(memory, lengths=lengths)
+    serving = {seen.replica for seen in observation.ready if not seen.has_crashed}
+    lost = [row for replica, rows in memory.running.items() if replica not in serving for row in rows]
+    running = {replica: rows for replica, rows in memory.running.items() if replica in serving}
+    running |= {replica: one.unfinished for replica, one in news.items()}
+    finished = [row for one in news.values() for row in one.finished]
+    unfinished = [row for one in news.values() for row in one.unfinished]
+    lengths = memory.lengths.with_news(finished, unfinished, lost).checked(observation.at)
+    return replace(memory, lengths=lengths, running=running)
 
 
 def _with_demand(memory: Memory, observation: Observation, settings: Settings) -> Memory:
@@ -128,6 +134,12 @@ def cold_start(memory: Memory, settings: Settings) -> float:
     return median(memory.cold_starts) if memory.cold_starts else settings.cold_start_seconds
 
 
+def drain(memory: Memory) -> float:
+    """How long a replica takes to drain: as long as all but the longest of the last requests took from begin to end."""
+    seconds = sorted(felt.seconds for felt in memory.felt[-DRAIN_REQUESTS:])
+    return seconds[int(DRAIN_SHARE * len(seconds))] if seconds else 0.0
+
+
 def _with_starts(memory: Memory, observation: Observation) -> Memory:
     told = [seen.start_seconds for seen in observation.replicas if seen.start_seconds]
     new = [seconds for seconds in told if seconds <= MOST_COLD_START_SECONDS]
@@ -160,7 +172,11 @@ def _with_felt(memory: Memory, observation: Observation, objectives: Objectives)
     rows = [row for seen in observation.trusted if seen.news is not None for row in seen.news.finished]
     if not rows:
         return memory
-    new = [Felt(row.arrived_at, _is_met(row, objectives)) for row in rows if row.reason in ("stop", "length")]
+    new = [
+        Felt(row.arrived_at, _is_met(row, objectives), row.finished_at - row.arrived_at)
+        for row in rows
+        if row.reason in ("stop", "length")
+    ]
     felt = since(with_new(memory.felt, new), observation.at - KEEP_FELT_SECONDS)
     seconds = 0.0 if memory.kept_at is None else observation.at - memory.kept_at
     met = sum(one.is_met for one in new)

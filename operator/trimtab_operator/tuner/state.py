@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from trimtab_operator.tuner.foresight import Foresight
 from trimtab_operator.tuner.knobs import Knob, Value, Values
 from trimtab_operator.tuner.load import Clients, Demand, Growth, Lengths
+from trimtab_operator.tuner.looks import Unfinished
 from trimtab_operator.tuner.model import StepTime
 from trimtab_operator.tuner.moves import Decision, Expectation
 from trimtab_operator.tuner.observation import Track
@@ -60,6 +61,8 @@ class Felt:
 
     arrived_at: float
     is_met: bool
+    seconds: float = 0.0
+    """From its arrival to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,8 @@ class Memory:
     # what is learned anew within minutes
     tracks: Mapping[str, Track] = field(default_factory=dict)
     lengths: Lengths = field(default_factory=Lengths)
+    running: Mapping[str, tuple[Unfinished, ...]] = field(default_factory=dict)
+    """What ran in each replica that serves when it was last read."""
     demand: Demand = field(default_factory=Demand)
     growth: Growth = field(default_factory=Growth)
     clients: Clients = field(default_factory=Clients)

@@ -42,7 +42,9 @@ def to_json(memory: Memory) -> str:
                 "events": [[event.at, event.change] for event in scaling.events[-MAX_ENTRIES:]],
                 "hold": scaling.hold_seconds,
                 "lastIn": scaling.last_in_at,
+                "lastInFrom": scaling.last_in_from,
                 "regretted": scaling.regretted_at,
+                "regrettedCount": scaling.regretted,
                 "began": scaling.began_at,
                 "burst": scaling.burst_at,
             },
@@ -73,11 +75,13 @@ def from_json(text: str) -> Memory | None:
             raised={str(name): _count(ends) for name, ends in data.get("raised", {}).items()},
             cold_starts=tuple(_number(seconds) for seconds in data.get("coldStarts", [])[:MAX_ENTRIES]),
             scaling=ScalingMemory(
-                desired=None if scaling["desired"] is None else _count(scaling["desired"]),
+                desired=_optional_count(scaling["desired"]),
                 events=tuple(ScaleEvent(_number(at), int(_number(change))) for at, change in scaling["events"]),
                 hold_seconds=_number(scaling["hold"]),
                 last_in_at=_optional(scaling["lastIn"]),
+                last_in_from=_optional_count(scaling.get("lastInFrom")),
                 regretted_at=_optional(scaling["regretted"]),
+                regretted=_optional_count(scaling.get("regrettedCount")),
                 began_at=_optional(scaling["began"]),
                 burst_at=_optional(scaling.get("burst")),
             ),
@@ -218,6 +222,10 @@ def _count(value: Any) -> int:
     if not isinstance(number, int) or not 0 <= number <= 100_000:
         raise ValueError(f"{value!r} is no count")
     return number
+
+
+def _optional_count(value: Any) -> int | None:
+    return None if value is None else _count(value)
 
 
 def _refuse(name: str) -> float:

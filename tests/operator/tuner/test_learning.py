@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from trimtab_operator.tuner.decide import decide
-from trimtab_operator.tuner.looks import Look, Phase
+from trimtab_operator.tuner.learning import drain
+from trimtab_operator.tuner.looks import Look, Phase, RequestNews, Unfinished
 from trimtab_operator.tuner.settings import Mode, Settings
-from trimtab_operator.tuner.state import Kept, Memory
+from trimtab_operator.tuner.state import Felt, Kept, Memory
 from tuner_looks import KNOBS, a_look, a_sample
 
 
@@ -38,6 +39,25 @@ def test_one_that_cannot_be_read_is_taken_to_have_got_what_the_others_got() -> N
         [serving("m-0", 30.0, 300.0), a_look("m-1", problem="no answer")],
     )
     assert [point.rate for point in memory.demand.points] == pytest.approx([20.0])
+
+
+def test_what_ran_in_a_replica_that_goes_is_kept_as_longer_than_it_was() -> None:
+    def with_requests(name: str, now: float, *tokens: int) -> Look:
+        news = RequestNews((), tuple(Unfinished(1.0, 50, count) for count in tokens))
+        return a_look(name, a_sample(now, requests=news), since=0.0)
+
+    before = [with_requests("m-0", 15.0, 10, 20), with_requests("m-1", 15.0, 30)]
+    goes = watched(before, [with_requests("m-0", 30.0, 200), a_look("m-1", phase=Phase.DRAINING)])
+    assert [row.output_tokens for row in goes.lengths.lost] == [30]
+    assert [row.output_tokens for row in goes.lengths.unfinished] == [200]
+    silent = watched(before, [with_requests("m-0", 30.0, 200), a_look("m-1", problem="no answer")])
+    assert silent.lengths.lost == ()  # it serves, and will tell
+
+
+def test_a_replica_drains_for_as_long_as_all_but_the_longest_requests_take() -> None:
+    memory = Memory(felt=tuple(Felt(float(index), True, float(index % 100)) for index in range(400)))
+    assert drain(memory) == pytest.approx(99.0)
+    assert drain(Memory()) == 0.0
 
 
 def test_how_long_replicas_take_to_start_is_learned_from_those_that_came_by_themselves() -> None:

@@ -26,7 +26,17 @@ WHOLE = Memory(
         Decision("d", 2.0, MOVE, "Raised.", "kept"),
         Decision("e", 3.0, Move(Reason.TOO_FEW_REPLICAS, ReplicaCount(), 1, 2), "Raised."),
     ),
-    scaling=ScalingMemory(3, (), (ScaleEvent(4.0, 1),), 180.0, 2.0, None, 1.0, 3.0),
+    scaling=ScalingMemory(
+        3,
+        events=(ScaleEvent(4.0, 1),),
+        hold_seconds=180.0,
+        last_in_at=2.0,
+        last_in_from=4,
+        regretted_at=5.0,
+        regretted=3,
+        began_at=1.0,
+        burst_at=3.0,
+    ),
     cold_starts=(42.5, 61.0),
 )
 

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from trimtab_operator.tuner.load.arrivals import arrival, with_new
+from trimtab_operator.tuner.load.arrivals import arrival, since, with_new
 from trimtab_operator.tuner.load.draws import Draws
 from trimtab_operator.tuner.looks import Finished, Unfinished
 
@@ -49,7 +49,7 @@ class Pair:
 
 
 Cohort = tuple[Sequence[Pair], Sequence[Unfinished]]
-"""Requests that came in a time: those that have ended, and those that run."""
+"""Requests that came in a time: those that have ended, and those that have not as far as is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,9 @@ class Lengths:
     pairs: tuple[Pair, ...] = ()
     """Finished ones, by arrival."""
     unfinished: tuple[Unfinished, ...] = ()
+    lost: tuple[Unfinished, ...] = ()
+    """What ran in replicas when they went: longer than it was then, and nobody tells how much. Without these a scale-in
+    would leave the short answers that had ended by then, and take the long ones away."""
     epoch: float = 0.0
     """When the present mix began: what came before is only used to fill up."""
     version: int = 0
@@ -67,18 +70,22 @@ class Lengths:
     ended_in: Mapping[int, int] = field(default_factory=dict)
     """How many of those that have ended came in each bin of time, as far as it counts for unevenness."""
 
-    def with_news(self, finished: Iterable[Finished], unfinished: Iterable[Unfinished]) -> Lengths:
-        """After what was told in one look."""
+    def with_news(
+        self, finished: Iterable[Finished], unfinished: Iterable[Unfinished], lost: Iterable[Unfinished] = ()
+    ) -> Lengths:
+        """After what was told in one look. `lost` ran in replicas that have gone since."""
         new = [
             Pair(f.arrived_at, f.prompt_tokens, f.output_tokens, min(f.cached_tokens, f.prompt_tokens - 1))
             for f in finished
             if f.reason in COUNTED_REASONS and f.output_tokens > 0 and f.prompt_tokens > 0
         ]
         running = tuple(u for u in unfinished if u.prompt_tokens > 0)
+        gone = with_new(self.lost, (u for u in lost if u.prompt_tokens > 0))[-KEEP_PAIRS:]
+        known = replace(self, unfinished=running, lost=gone)
         if not new:
-            return replace(self, unfinished=running)
+            return known
         pairs = with_new(self.pairs, new)[-KEEP_PAIRS:]
-        return replace(self, pairs=pairs, unfinished=running, ended_in=self._with_bins(new))
+        return replace(known, pairs=pairs, ended_in=self._with_bins(new))
 
     def _with_bins(self, new: Iterable[Pair]) -> dict[int, int]:
         """The counts with these too; of many bins the latest are kept."""
@@ -117,16 +124,18 @@ class Lengths:
         were as those before (the log-rank test): it needs no answer to be waited for.
         """
         recent, before = self._came(start, end), self._came(self.epoch, start)
-        before = (before[0][-COMPARED_PAIRS:], before[1])
+        newest = before[0][-COMPARED_PAIRS:]
+        before = (newest, [u for u in before[1] if newest and u.arrived_at >= newest[0].arrived_at])
         if min(len(ended) + len(running) for ended, running in (recent, before)) < LEAST_RECENT or not before[0]:
             return 0.0
         return max(_of_prompts(recent, before), _of_outputs(recent, before))
 
     def _came(self, start: float, end: float) -> Cohort:
-        """Those that arrived from `start` to `end`: ended, and running."""
+        """Those that arrived from `start` to `end`: ended, and running or lost."""
         first = bisect_right(self.pairs, start, key=arrival)
         last = bisect_right(self.pairs, end, key=arrival)
-        return self.pairs[first:last], [u for u in self.unfinished if start < u.arrived_at <= end]
+        going_on = (*self.lost, *self.unfinished)
+        return self.pairs[first:last], [u for u in going_on if start < u.arrived_at <= end]
 
     def going_on(self, survival: Survival) -> tuple[tuple[Unfinished, int], ...]:
         """What runs and waits, in the order of arrival, each with an answer as long as those that came further."""
@@ -158,7 +167,7 @@ class Lengths:
         """
         first, last = _bin(now - UNEVEN_SECONDS) + 1, _bin(now)  # whole bins
         counts = [self.ended_in.get(index, 0) for index in range(first, last)]
-        for running in self.unfinished:
+        for running in (*self.unfinished, *since(self.lost, now - UNEVEN_SECONDS)):
             index = _bin(running.arrived_at) - first
             if 0 <= index < len(counts):
                 counts[index] += 1

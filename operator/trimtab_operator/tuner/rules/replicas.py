@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
-from trimtab_operator.tuner.learning import cold_start
+from trimtab_operator.tuner.learning import cold_start, drain
 from trimtab_operator.tuner.looks import Phase
 from trimtab_operator.tuner.moves import Expectation, Measure, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.objectives import Objectives
@@ -91,6 +92,8 @@ def wanted_replicas(
         behavior=scaling.behavior,
         spent=memory.kept.spent(objectives.share),
         is_burst=memory.demand.has_doubled(start),
+        drain=drain(memory),
+        holds=partial(_holds_from_here, situation),
     )
     if target == current:
         return Chosen(target, kept)
@@ -132,18 +135,25 @@ def _need(
         promise=promise,
         cold_start=start,
     )
-    sure = 1.0 - min(MOST_UNSURE, foresight.sampling_error)
+    error = min(MOST_UNSURE, foresight.sampling_error)
 
     def capacity(count: int) -> float:
-        return sure * foresight.capacity(replace(one, replicas=count))
+        return (1.0 - error) * foresight.capacity(replace(one, replicas=count))
 
     need = needed(up, s.rate, factor, capacity, least=least, most=most, queue_replicas=extra)
+    if need.replicas > current and extra == 0 and up <= _at_most(capacity(current), error):
+        need = replace(need, replicas=current)  # what is foreseen lies within the error of what they hold
     if need.replicas == most > current and capacity(most) <= 0:
         # No number of them keeps the promises: more of them help only with what waits.
         return replace(need, replicas=min(most, current + extra)), capacity
     if need.replicas <= current < most and is_overfull(s):
         return replace(need, replicas=current + 1, is_overfull=True), capacity
     return need, capacity
+
+
+def _at_most(capacity: float, error: float) -> float:
+    """What may be held as well, by the error that was taken off it."""
+    return capacity * (1.0 + min(UNSURE, error)) / (1.0 - error)
 
 
 def is_overfull(s: Situation) -> bool:
@@ -153,6 +163,14 @@ def is_overfull(s: Situation) -> bool:
         return False
     soon = replace(s.candidate, replicas=max(1, s.replicas + s.coming))
     return s.foresight.at(soon, s.rate).attainment < s.objectives.share
+
+
+def _holds_from_here(s: Situation | None, count: int) -> bool:
+    """Whether so many replicas are predicted to keep the promises with what runs and waits now. A capacity is that of
+    empty replicas and of the lengths that are known; answers that have grown long show here first."""
+    if s is None or s.foresight is None or s.rate <= 0:
+        return True
+    return s.foresight.at(replace(s.candidate, replicas=count), s.rate).attainment >= s.objectives.share
 
 
 def _is_idle(memory: Memory, s: Situation) -> bool:

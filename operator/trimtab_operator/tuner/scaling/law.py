@@ -3,8 +3,8 @@
 up    = the demand that is not exceeded in `confidence` of the cases, one start-up ahead
 need  = the fewest replicas that hold it, and some more for a queue that is there already
 out   at once, to the need
-in    to the highest need of the hold: a start-up's length; three where the load comes in bursts; and once a scale-in
-      was regretted, longer than the lull was that it trusted
+in    to the highest need of the hold: as long as a start-up and a drain; three start-ups where the load comes in
+      bursts; below a count that was regretted after longer than the lull was that was trusted then
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 from trimtab_operator.tuner.load.demand import Demand, Growth
 from trimtab_operator.tuner.scaling.behavior import Behavior, ScaleEvent, limited, stabilized
 
-HOLD_COLD_STARTS = 1.0  # ski rental: a replica that is kept for as long as a new one starts costs as much
+HOLD_COLD_STARTS = (
+    1.0  # and a drain: ski rental, as a replica that is kept for as long costs what going and coming does
+)
 LEAST_HOLD_SECONDS = 120.0
 BURST_HOLD_COLD_STARTS = 3.0  # what doubled within a start-up comes back as fast, and no new replica is in time for it
 LEAST_BURST_HOLD_SECONDS = 360.0
@@ -24,6 +26,7 @@ BURST_SECONDS = 3600.0  # that a burst is remembered
 MOST_HOLD_SECONDS = 900.0
 LULL_HOLDS = 1.25  # times the lull that a regretted scale-in trusted: the next one like it is waited out
 LEARN_COLD_STARTS = 3.0  # of load that must be seen before the first replica goes: a lull tells nothing of the bursts
+LEAST_LEARN_SECONDS = 360.0  # for as long bursts are held, too
 REGRET_SECONDS = 720.0  # scaling out so soon after scaling in is a regret; six start-ups pay for the one that it cost
 FORGIVE_SECONDS = 1800.0  # without regret after which the hold halves
 KEEP_WANTED_SECONDS = 3600.0
@@ -60,9 +63,13 @@ class ScalingMemory:
     wanted: tuple[tuple[float, int], ...] = ()
     events: tuple[ScaleEvent, ...] = ()
     hold_seconds: float = 0.0
-    """0: not set yet."""
+    """For as long fewer than `regretted` must have been enough before one goes below it. It halves as time passes."""
     last_in_at: float | None = None
+    last_in_from: int | None = None
+    """How many there were before it, and before others shortly before."""
     regretted_at: float | None = None
+    regretted: int | None = None
+    """The count that was gone below and was needed again: nothing was learned of those above it."""
     began_at: float | None = None
     """Since when the load has been watched."""
     burst_at: float | None = None
@@ -147,27 +154,31 @@ def decided(
     behavior: Behavior,
     spent: float | None = None,
     is_burst: bool = False,
+    drain: float = 0.0,
+    holds: Callable[[int], bool] = lambda count: True,
 ) -> tuple[int, ScalingMemory]:
     """The replica count to ask for, and what to remember. `current` counts those that start. `is_burst`: the load has
     doubled within a start-up just now. `spent` is how much of the misses that are allowed was used: who has used all of
-    them holds for twice as long, MOST_HOLD_SECONDS at least."""
+    them holds for twice as long, MOST_HOLD_SECONDS at least. `drain` is how long a replica takes to go. `holds` tells
+    whether fewer replicas would keep the promises from here, and is asked before any goes."""
     memory = replace(
         memory,
         began_at=now if memory.began_at is None else memory.began_at,
         burst_at=now if is_burst else memory.burst_at,
     )
-    memory = _with_hold(memory, now, cold_start)
+    hold = _hold(memory, now, cold_start, drain)
+    memory = _forgiven(memory, now, hold)
     before = memory.wanted or ((now - 1.0, current),)  # windows begin with what is there, after a restart too
     wanted = (*(entry for entry in before if entry[0] > now - KEEP_WANTED_SECONDS), (now, need))
     memory = replace(memory, wanted=wanted)
-    hold = memory.hold_seconds
-    if spent is not None and spent > 1.0:
-        hold = max(MOST_HOLD_SECONDS, OVERSPENT_HOLDS * hold)
-    target = stabilized(_after_regret(behavior, memory), current, wanted, now=now, own_hold=hold)
-    learned_for = now - memory.began_at if memory.began_at is not None else 0.0
-    if target < current and (not may_lower or learned_for < LEARN_COLD_STARTS * cold_start):
+    own_hold = hold if spent is None or spent <= 1.0 else max(MOST_HOLD_SECONDS, OVERSPENT_HOLDS * hold)
+    target = stabilized(behavior, current, wanted, now=now, own_hold=own_hold)
+    target = max(target, min(current, _not_below(memory, now)))
+    if target < current and not (may_lower and _is_known(memory, now, cold_start)):
         target = current
     target = limited(behavior, current, target, memory.events, now=now)
+    while target < current and not holds(target):
+        target += 1
     if target == current:
         return current, replace(memory, desired=current)
     events = (
@@ -176,36 +187,64 @@ def decided(
     )
     memory = replace(memory, desired=target, events=events)
     if target < current:
-        return target, replace(memory, last_in_at=now)
-    if memory.last_in_at is not None and now - memory.last_in_at < REGRET_SECONDS:
-        longer = min(MOST_HOLD_SECONDS, max(2 * memory.hold_seconds, LULL_HOLDS * _lull(wanted, need, now)))
-        memory = replace(memory, hold_seconds=longer, regretted_at=now, last_in_at=None)
-    return target, memory
+        before_it = max(current, _went_lately(memory, now) or 0)
+        return target, replace(memory, last_in_at=now, last_in_from=before_it)
+    missed = _went_lately(memory, now)
+    if missed is None:
+        return target, memory
+    count = min(target, missed)
+    longer = max(2 * max(hold, memory.hold_seconds), LULL_HOLDS * _lull(wanted, count, now))
+    return target, replace(
+        memory,
+        hold_seconds=min(MOST_HOLD_SECONDS, longer),
+        regretted_at=now,
+        regretted=max(count, memory.regretted or 0),
+        last_in_at=None,
+        last_in_from=None,
+    )
 
 
-def _after_regret(behavior: Behavior, memory: ScalingMemory) -> Behavior:
-    """The owner's pace; after a scale-in that was regretted no shorter a window than the hold that was learned from it,
-    so that a count which is just not enough is not tried again and again."""
-    window = behavior.down.stabilization_seconds
-    if window is None or memory.regretted_at is None:
-        return behavior
-    return replace(behavior, down=replace(behavior.down, stabilization_seconds=max(window, memory.hold_seconds)))
+def _is_known(memory: ScalingMemory, now: float, cold_start: float) -> bool:
+    """Whether the load was watched for long enough to believe that it stays low."""
+    needed_for = max(LEAST_LEARN_SECONDS, LEARN_COLD_STARTS * cold_start)
+    return memory.began_at is not None and now - memory.began_at >= needed_for
 
 
-def _lull(wanted: Sequence[tuple[float, int]], need: int, now: float) -> float:
-    """How long it is since as many were needed as now: since the oldest entry where they never were."""
-    return now - max((at for at, count in wanted[:-1] if count >= need), default=wanted[0][0])
+def _went_lately(memory: ScalingMemory, now: float) -> int | None:
+    """From how many replicas some went so lately that to need them again is a regret; None: none did."""
+    if memory.last_in_at is None or now - memory.last_in_at >= REGRET_SECONDS:
+        return None
+    return memory.last_in_from
 
 
-def _with_hold(memory: ScalingMemory, now: float, cold_start: float) -> ScalingMemory:
-    """The hold is as long as a start-up costs, longer after bursts; what regrets added halves when none came again."""
-    least = max(LEAST_HOLD_SECONDS, HOLD_COLD_STARTS * cold_start)
+def _not_below(memory: ScalingMemory, now: float) -> int:
+    """What was needed within the hold that a regret has taught, as far as it is the count that was regretted: so that
+    one which is just not enough is not tried again and again, whatever the owner's pace. 0: nothing was learned."""
+    if memory.regretted is None:
+        return 0
+    needs = (count for at, count in memory.wanted if at >= now - memory.hold_seconds)
+    return min(memory.regretted, max(needs, default=0))
+
+
+def _lull(wanted: Sequence[tuple[float, int]], count: int, now: float) -> float:
+    """How long it is since as many were needed before now: since the oldest entry where they never were."""
+    return now - max((at for at, need in wanted[:-1] if need >= count), default=wanted[0][0])
+
+
+def _hold(memory: ScalingMemory, now: float, cold_start: float, drain: float) -> float:
+    """As long as what a replica costs that goes and comes again: it is paid while it drains, and a new one while it
+    starts. It is longer after bursts."""
+    hold = max(LEAST_HOLD_SECONDS, HOLD_COLD_STARTS * cold_start + min(MOST_HOLD_SECONDS, drain))
     if memory.burst_at is not None and now - memory.burst_at < BURST_SECONDS:
-        least = max(LEAST_BURST_HOLD_SECONDS, BURST_HOLD_COLD_STARTS * cold_start)
-    regretted = memory.regretted_at
-    if regretted is None:
-        return replace(memory, hold_seconds=least)
-    hold = max(least, memory.hold_seconds)
-    if now - regretted > FORGIVE_SECONDS:
-        return replace(memory, hold_seconds=max(least, hold / 2), regretted_at=now if hold / 2 > least else None)
-    return replace(memory, hold_seconds=hold)
+        return max(hold, LEAST_BURST_HOLD_SECONDS, BURST_HOLD_COLD_STARTS * cold_start)
+    return hold
+
+
+def _forgiven(memory: ScalingMemory, now: float, hold: float) -> ScalingMemory:
+    """What a regret has taught halves when none came again, and is forgotten once it is no more than the own hold."""
+    if memory.regretted_at is None or now - memory.regretted_at <= FORGIVE_SECONDS:
+        return memory
+    halved = memory.hold_seconds / 2
+    if halved > hold:
+        return replace(memory, hold_seconds=halved, regretted_at=now)
+    return replace(memory, hold_seconds=0.0, regretted_at=None, regretted=None)

@@ -1,6 +1,7 @@
 """Lengths by cohort: long answers that still run count, and a shift of the mix is seen once."""
 
 import random
+from dataclasses import replace
 
 from trimtab_operator.tuner.load.draws import Draws
 from trimtab_operator.tuner.load.lengths import Lengths, Survival
@@ -74,14 +75,20 @@ def test_a_steady_mix_never_shifts() -> None:
     assert shifted(1000, change=1.0).version == 0
 
 
-def running_on(rate: float, means: list[tuple[float, float]], until: float, *, seed: int = 4) -> tuple[Lengths, float]:
+def running_on(
+    rate: float, means: list[tuple[float, float]], until: float, *, seed: int = 4, gone: tuple[float, float] = (0, 0)
+) -> tuple[Lengths, float]:
     """Answers of 40 tokens a second whose mean changes at some times, looked at every 15 s; when the mix was last found
-    to have shifted, 0.0: never."""
+    to have shifted, 0.0: never. `gone`: at that time as large a share of what runs goes with its replicas."""
     rng = random.Random(seed)
     lengths, told, at, shifted_at = Lengths(), 0.0, 0.0, 0.0
     came: list[tuple[float, int]] = []
     now = 15.0
     while now <= until:
+        lost: list[tuple[float, int]] = []
+        if now == gone[0]:
+            lost = [(a, o) for a, o in came if a + o / 40 > told and rng.random() < gone[1]]
+            came = [request for request in came if request not in lost]
         while (at := at + rng.expovariate(rate)) < now:
             mean = next(mean for begin, mean in reversed(means) if begin <= at)
             came.append((at, max(1, int(mean * rng.lognormvariate(-0.32, 0.8)))))
@@ -91,6 +98,7 @@ def running_on(rate: float, means: list[tuple[float, float]], until: float, *, s
         lengths = lengths.with_news(
             [finished(a, 500, o, gap=1 / 40) for a, o in ended],
             [Unfinished(a, 500, int(40 * (now - a))) for a, _ in going],
+            [Unfinished(a, 500, int(40 * (told - a))) for a, _ in lost],
         ).checked(now)
         if lengths.version != version:
             shifted_at = now
@@ -108,6 +116,27 @@ def test_answers_that_grow_longer_are_seen_while_they_run() -> None:
 def test_long_and_uneven_answers_that_stay_so_are_no_shift() -> None:
     for seed in range(3):
         assert running_on(5.0, [(0.0, 1600.0)], 1800.0, seed=seed)[1] == 0.0
+
+
+def test_answers_that_went_with_their_replica_were_longer_than_they_are_known() -> None:
+    """A third of the replicas goes with long answers in the middle of them; the short ones had ended."""
+    lengths, shifted_at = running_on(5.0, [(0.0, 1600.0)], 330.0, seed=0, gone=(300.0, 0.33))
+    forgotten = replace(lengths, lost=())
+    assert len(lengths.lost) > 50
+    assert shifted_at == 0.0
+    mean, too_short = (
+        sum(pair.output for pair in known.sample(330.0)) / len(known.sample(330.0)) for known in (lengths, forgotten)
+    )
+    assert abs(mean - 1600) < 0.1 * 1600
+    assert too_short < 0.95 * mean
+
+
+def test_requests_that_went_with_their_replica_came_all_the_same() -> None:
+    """Else a minute without them would look like a burst after a lull."""
+    times = [0.5 * index for index in range(1200)]
+    known = came(times[:600])
+    lost = known.with_news((), (), [Unfinished(at, 100, 5) for at in times[600:]])
+    assert lost.dispersion(600.0) == 1.0
 
 
 def test_draws_are_the_same_each_time_and_even() -> None:

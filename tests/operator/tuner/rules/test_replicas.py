@@ -78,6 +78,7 @@ def chosen(
     scaling: Scaling = UP_TO_EIGHT,
     began_at: float | None = 0.0,
     from_here: float = 1.0,
+    error: float = 0.0,
 ) -> Chosen:
     """What is chosen while so many requests come a second, one replica holds `each` of them, and `asked` are wanted."""
     points = tuple(Point(NOW - 15.0 * i, 15.0, 15.0 * rate) for i in range(20))
@@ -101,7 +102,7 @@ def chosen(
         ledger=ledger,
         objectives=PROMISED,
         cost=COST,
-        foresight=None if each is None else cast("Foresight", EachHolds(each, attainment_from_here=from_here)),
+        foresight=None if each is None else cast("Foresight", EachHolds(each, error, attainment_from_here=from_here)),
         rate=rate,
         replicas=len(observation.ready),
         coming=len(observation.coming),
@@ -121,6 +122,13 @@ def test_more_load_than_they_hold_asks_for_more_at_once() -> None:
     assert (found.move.evidence["replicas_serving"], found.move.evidence["replicas_coming"]) == (2, 0)
 
 
+def test_what_is_foreseen_within_the_error_of_a_capacity_moves_nothing() -> None:
+    """Two hold ten requests a second as far as is known, within a tenth: neither is eleven more, nor are nine less."""
+    assert [chosen(TWO, asked=2, rate=rate, error=0.1).replicas for rate in (9.5, 10.9, 11.1)] == [2, 2, 3]
+    assert [chosen(TWO, asked=2, rate=rate, error=0.1).replicas for rate in (4.4, 4.7)] == [1, 2]
+    assert chosen(TWO, asked=2, rate=10.9).replicas == 3
+
+
 def test_caches_that_what_runs_will_overflow_ask_for_one_more_whatever_the_rate_says() -> None:
     full = seen(serving("m-0", kv_usage=0.9), serving("m-1", kv_usage=0.9))
     found = chosen(full, asked=2, rate=6.0, from_here=0.8)
@@ -138,6 +146,10 @@ def test_those_that_start_are_counted() -> None:
 
 def test_less_load_asks_for_fewer_when_all_are_known() -> None:
     assert chosen(TWO, asked=2, rate=3.0).replicas == 1
+
+
+def test_none_goes_while_what_runs_is_predicted_to_be_too_much_for_the_others() -> None:
+    assert chosen(TWO, asked=2, rate=3.0, from_here=0.9).replicas == 2
 
 
 def test_nothing_is_given_back_while_one_starts_or_cannot_be_read() -> None:

@@ -11,6 +11,7 @@ from trimtab_operator.tuner.scaling.law import (
     BURST_SECONDS,
     HOLD_COLD_STARTS,
     LEARN_COLD_STARTS,
+    LEAST_LEARN_SECONDS,
     LEVEL_SECONDS,
     LULL_HOLDS,
     MOST_HOLD_SECONDS,
@@ -122,8 +123,12 @@ def walked(
     behavior: Behavior | None = None,
     spent: float | None = None,
     burst: int | None = None,
+    cold: float = COLD,
+    drain: float = 0.0,
+    fewest: int = 0,
 ) -> list[int]:
-    """The counts asked for, a look every 15 s. `burst` is the look at which the load has just doubled."""
+    """The counts asked for, a look every 15 s. `burst` is the look at which the load has just doubled; fewer than
+    `fewest` would not hold what is there."""
     memory, count, counts = ScalingMemory(), start, []
     for index, need in enumerate(needs):
         count, memory = decided(
@@ -131,11 +136,13 @@ def walked(
             need,
             count,
             now=15.0 * index,
-            cold_start=COLD,
+            cold_start=cold,
             may_lower=may_lower,
             behavior=behavior or Behavior(),
             spent=spent,
             is_burst=index == burst,
+            drain=drain,
+            holds=lambda count: count >= fewest,
         )
         counts.append(count)
     return counts
@@ -165,6 +172,24 @@ def test_what_grew_slowly_goes_after_the_start_up_that_it_costs() -> None:
     assert 15.0 * (counts.index(2) - 59) == pytest.approx(HOLD_COLD_STARTS * COLD, abs=30.0)
 
 
+def test_a_replica_that_drains_for_long_is_kept_for_longer() -> None:
+    """Who goes and comes again is paid while it drains and while it starts: a lull as long as both saves nothing."""
+    counts = walked([3] * 60 + [2] * 60, start=3, drain=180.0)
+    assert 15.0 * (counts.index(2) - 59) == pytest.approx(HOLD_COLD_STARTS * COLD + 180.0, abs=30.0)
+    assert 2 in walked([3] * 60 + [2] * 90, start=3, drain=7200.0)  # however long
+
+
+def test_of_a_load_that_is_new_six_minutes_are_watched_however_quick_replicas_start() -> None:
+    counts = walked([1] * 60, start=4, cold=10.0)
+    assert 15.0 * counts.index(1) >= LEAST_LEARN_SECONDS
+
+
+def test_no_more_go_than_what_is_there_allows() -> None:
+    """What is needed is told by capacities; what runs and waits now may fill what is left all the same."""
+    assert walked([5] * 60 + [2] * 60, start=5, fewest=4)[-1] == 4
+    assert walked([5] * 60 + [2] * 60, start=5, fewest=9)[-1] == 5
+
+
 def test_what_came_in_a_burst_is_held_longer_as_it_comes_back_as_fast() -> None:
     needs = [1] * 30 + [6] * 5 + [1] * 300
     slow, burst = walked(needs, start=1), walked(needs, start=1, burst=30)
@@ -188,6 +213,18 @@ def test_a_regretted_scale_in_waits_out_the_next_lull_like_it(lull: int) -> None
     assert back <= 60 + lull
     assert set(counts[back:]) == {3}
     assert LULL_HOLDS > 1.0
+
+
+def test_a_regret_teaches_nothing_of_counts_above_the_one_that_was_regretted() -> None:
+    """The third goes and is needed again; a fourth that comes by later goes as if nothing had been regretted."""
+    needs = [3] * 60 + [2] * 20 + [3] * 40 + [4] * 4 + [3] * 40 + [2] * 200
+    counts = walked(needs, start=3)
+    first = counts.index(2)
+    assert counts[first : first + 20].count(3) > 0  # regretted
+    fourth_needed_until = 60 + 20 + 40 + 3
+    assert 15.0 * (counts.index(3, fourth_needed_until) - fourth_needed_until) <= HOLD_COLD_STARTS * COLD + 30.0
+    third_needed_until = fourth_needed_until + 40
+    assert 15.0 * (counts.index(2, third_needed_until) - third_needed_until) >= 2 * HOLD_COLD_STARTS * COLD
 
 
 def test_a_regretted_scale_in_holds_longer_than_the_owners_window() -> None:
