@@ -218,7 +218,9 @@ def with_foresight(memory: Memory, objectives: Objectives, *, now: float, level:
     pairs = memory.lengths.sample(now)
     made = Foresight(cost, pairs, objectives, variation, level)
     if old is not None:
-        made.guesses = {candidate: rate * old.mean_work / made.mean_work for candidate, rate in old.capacities.items()}
+        easier = old.mean_work / made.mean_work
+        made.guesses = {candidate: easier * rate for candidate, rate in old.capacities.items()}
+        made.before = {candidate: easier * rate for candidate, rate in old.beliefs().items()}
         is_shift = memory.foresight_key[0] != memory.lengths.version
         made.stride, made.work_left = (FIRST_STRIDE, WORK_AFTER_SHIFT) if is_shift else (KNOWN_STRIDE, WORK_PER_TURN)
     made.find, made.clients_wait = partial(_found, memory.lengths, made, now), memory.clients.do_wait

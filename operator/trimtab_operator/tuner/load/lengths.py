@@ -152,11 +152,17 @@ class Lengths:
             if len(current) >= LEAST_OF_EPOCH:
                 break
         if len(current) < LEAST_SINCE_SHIFT:
-            older = [pair for pair in self.pairs if pair.arrived_at < self.epoch]
-            current = (older + current)[-LEAST_SINCE_SHIFT:]
+            current = self._complete(self._since_when(LEAST_SINCE_SHIFT, now), now)
         if len(current) < LEAST_PAIRS:
             current = list(self.pairs)
         return tuple(current)
+
+    def _since_when(self, count: int, now: float) -> float:
+        """Since when so many have come, whether they have ended or not: of those that came lately the short ones have,
+        and alone they would make every new mix look shorter than it is."""
+        times = sorted(row.arrived_at for row in (*self.pairs[-count:], *self.lost[-count:], *self.unfinished))
+        came = [at for at in times if at <= now]
+        return came[-count] - 1e-6 if len(came) >= count else -math.inf
 
     def dispersion(self, now: float) -> float:
         """Variance of the counts of arrivals over their mean: 1 for independent arrivals, more for bursts.

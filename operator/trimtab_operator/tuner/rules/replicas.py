@@ -138,7 +138,7 @@ def _need(
     error = min(MOST_UNSURE, foresight.sampling_error)
 
     def capacity(count: int) -> float:
-        return (1.0 - error) * foresight.capacity(replace(one, replicas=count))
+        return (1.0 - error) * foresight.believed(replace(one, replicas=count))
 
     need = needed(up, s.rate, factor, capacity, least=least, most=most, queue_replicas=extra)
     if need.replicas > current and extra == 0 and up <= _at_most(capacity(current), error):

@@ -109,6 +109,20 @@ def test_few_lengths_leave_a_capacity_unsure() -> None:
     assert Foresight(COST, pairs(1000, 200, 1), BOTH).sampling_error == 1.0
 
 
+def test_beside_few_lengths_what_was_believed_before_counts() -> None:
+    """Of few requests a handful decides whether one in a hundred breaks its promise."""
+    shares = []
+    for count in (30, 3000):
+        foresight = Foresight(COST, pairs(1238, 221, count), BOTH)
+        own = searched(foresight, ONE)
+        assert foresight.believed(ONE) == own  # nothing was believed before
+        foresight.before = {ONE: 2 * own}
+        shares.append(foresight.believed(ONE) / own)
+        assert foresight.beliefs()[ONE] == pytest.approx(foresight.believed(ONE))
+    assert shares[0] > 1.8
+    assert shares[1] < 1.1
+
+
 def test_a_search_goes_on_from_look_to_look_and_tells_the_best_it_knows() -> None:
     known = pairs(1238, 221)
     before = Foresight(COST, known, BOTH)

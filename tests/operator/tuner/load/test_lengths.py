@@ -131,6 +131,16 @@ def test_answers_that_went_with_their_replica_were_longer_than_they_are_known() 
     assert too_short < 0.95 * mean
 
 
+def test_a_mix_of_which_little_is_known_is_not_filled_up_with_what_happened_to_end() -> None:
+    """Of those that came in the last minute half run on, and they are the long ones."""
+    lengths = replace(running_on(5.0, [(0.0, 1600.0)], 600.0, seed=0)[0], epoch=590.0)
+    known = lengths.sample(600.0)
+    ended = lengths.pairs[-len(known) :]
+    assert len(known) >= 290
+    assert sum(pair.output for pair in ended) / len(ended) < 0.8 * 1600
+    assert abs(sum(pair.output for pair in known) / len(known) - 1600) < 0.15 * 1600
+
+
 def test_requests_that_went_with_their_replica_came_all_the_same() -> None:
     """Else a minute without them would look like a burst after a lull."""
     times = [0.5 * index for index in range(1200)]

@@ -48,7 +48,7 @@ class EachHolds:
     def attainment(self) -> float:
         return self.attainment_from_here
 
-    def capacity(self, candidate: Candidate) -> float:
+    def believed(self, candidate: Candidate) -> float:
         return self.rate * candidate.replicas
 
 
