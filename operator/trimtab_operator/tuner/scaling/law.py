@@ -26,7 +26,6 @@ BURST_SECONDS = 3600.0  # that a burst is remembered
 MOST_HOLD_SECONDS = 900.0
 LULL_HOLDS = 1.25  # times the lull that a regretted scale-in trusted: the next one like it is waited out
 LEARN_COLD_STARTS = 3.0  # of load that must be seen before the first replica goes: a lull tells nothing of the bursts
-LEAST_LEARN_SECONDS = 360.0  # for as long bursts are held, too
 REGRET_SECONDS = 720.0  # scaling out so soon after scaling in is a regret; six start-ups pay for the one that it cost
 FORGIVE_SECONDS = 1800.0  # without regret after which the hold halves
 KEEP_WANTED_SECONDS = 3600.0
@@ -174,7 +173,8 @@ def decided(
     own_hold = hold if spent is None or spent <= 1.0 else max(MOST_HOLD_SECONDS, OVERSPENT_HOLDS * hold)
     target = stabilized(behavior, current, wanted, now=now, own_hold=own_hold)
     target = max(target, min(current, _not_below(memory, now)))
-    if target < current and not (may_lower and _is_known(memory, now, cold_start)):
+    learned_for = now - memory.began_at if memory.began_at is not None else 0.0
+    if target < current and (not may_lower or learned_for < LEARN_COLD_STARTS * cold_start):
         target = current
     target = limited(behavior, current, target, memory.events, now=now)
     while target < current and not holds(target):
@@ -202,12 +202,6 @@ def decided(
         last_in_at=None,
         last_in_from=None,
     )
-
-
-def _is_known(memory: ScalingMemory, now: float, cold_start: float) -> bool:
-    """Whether the load was watched for long enough to believe that it stays low."""
-    needed_for = max(LEAST_LEARN_SECONDS, LEARN_COLD_STARTS * cold_start)
-    return memory.began_at is not None and now - memory.began_at >= needed_for
 
 
 def _went_lately(memory: ScalingMemory, now: float) -> int | None:

@@ -11,7 +11,6 @@ from trimtab_operator.tuner.scaling.law import (
     BURST_SECONDS,
     HOLD_COLD_STARTS,
     LEARN_COLD_STARTS,
-    LEAST_LEARN_SECONDS,
     LEVEL_SECONDS,
     LULL_HOLDS,
     MOST_HOLD_SECONDS,
@@ -123,7 +122,6 @@ def walked(
     behavior: Behavior | None = None,
     spent: float | None = None,
     burst: int | None = None,
-    cold: float = COLD,
     drain: float = 0.0,
     fewest: int = 0,
 ) -> list[int]:
@@ -136,7 +134,7 @@ def walked(
             need,
             count,
             now=15.0 * index,
-            cold_start=cold,
+            cold_start=COLD,
             may_lower=may_lower,
             behavior=behavior or Behavior(),
             spent=spent,
@@ -177,11 +175,6 @@ def test_a_replica_that_drains_for_long_is_kept_for_longer() -> None:
     counts = walked([3] * 60 + [2] * 60, start=3, drain=180.0)
     assert 15.0 * (counts.index(2) - 59) == pytest.approx(HOLD_COLD_STARTS * COLD + 180.0, abs=30.0)
     assert 2 in walked([3] * 60 + [2] * 90, start=3, drain=7200.0)  # however long
-
-
-def test_of_a_load_that_is_new_six_minutes_are_watched_however_quick_replicas_start() -> None:
-    counts = walked([1] * 60, start=4, cold=10.0)
-    assert 15.0 * counts.index(1) >= LEAST_LEARN_SECONDS
 
 
 def test_no_more_go_than_what_is_there_allows() -> None:
