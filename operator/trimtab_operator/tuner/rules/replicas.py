@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from trimtab_operator.tuner.foresight.capacity import TOLERANCE
 from trimtab_operator.tuner.learning import cold_start, drain
 from trimtab_operator.tuner.looks import Phase
 from trimtab_operator.tuner.moves import Expectation, Measure, Move, Reason, ReplicaCount
@@ -90,7 +91,6 @@ def wanted_replicas(
         cold_start=start,
         may_lower=may_lower,
         behavior=scaling.behavior,
-        spent=memory.kept.spent(objectives.share),
         is_burst=memory.demand.has_doubled(start),
         drain=drain(memory),
         holds=partial(_holds_from_here, situation),
@@ -152,8 +152,8 @@ def _need(
 
 
 def _at_most(capacity: float, error: float) -> float:
-    """What may be held as well, by the error that was taken off it."""
-    return capacity * (1.0 + min(UNSURE, error)) / (1.0 - error)
+    """What may be held as well: by the error that was taken off it, and as far as a search looks."""
+    return capacity * (1.0 + TOLERANCE + min(UNSURE, error)) / (1.0 - error)
 
 
 def is_overfull(s: Situation) -> bool:

@@ -29,7 +29,6 @@ LEARN_COLD_STARTS = 3.0  # of load that must be seen before the first replica go
 REGRET_SECONDS = 720.0  # scaling out so soon after scaling in is a regret; six start-ups pay for the one that it cost
 FORGIVE_SECONDS = 1800.0  # without regret after which the hold halves
 KEEP_WANTED_SECONDS = 3600.0
-OVERSPENT_HOLDS = 2.0  # times the hold once more requests were missed than is allowed, and MOST_HOLD_SECONDS at least
 PRIOR_COLD_START_SECONDS = 120.0  # what Caution.prior_sd is told for
 LEVEL_SECONDS = 60.0  # over which the present rate is taken
 QUICK_SECONDS = 30.0  # over which a jump is seen
@@ -151,15 +150,13 @@ def decided(
     cold_start: float,
     may_lower: bool,
     behavior: Behavior,
-    spent: float | None = None,
     is_burst: bool = False,
     drain: float = 0.0,
     holds: Callable[[int], bool] = lambda count: True,
 ) -> tuple[int, ScalingMemory]:
     """The replica count to ask for, and what to remember. `current` counts those that start. `is_burst`: the load has
-    doubled within a start-up just now. `spent` is how much of the misses that are allowed was used: who has used all of
-    them holds for twice as long, MOST_HOLD_SECONDS at least. `drain` is how long a replica takes to go. `holds` tells
-    whether fewer replicas would keep the promises from here, and is asked before any goes."""
+    doubled within a start-up just now. `drain` is how long a replica takes to go. `holds` tells whether fewer replicas
+    would keep the promises from here, and is asked before any goes."""
     memory = replace(
         memory,
         began_at=now if memory.began_at is None else memory.began_at,
@@ -170,8 +167,7 @@ def decided(
     before = memory.wanted or ((now - 1.0, current),)  # windows begin with what is there, after a restart too
     wanted = (*(entry for entry in before if entry[0] > now - KEEP_WANTED_SECONDS), (now, need))
     memory = replace(memory, wanted=wanted)
-    own_hold = hold if spent is None or spent <= 1.0 else max(MOST_HOLD_SECONDS, OVERSPENT_HOLDS * hold)
-    target = stabilized(behavior, current, wanted, now=now, own_hold=own_hold)
+    target = stabilized(behavior, current, wanted, now=now, own_hold=hold)
     target = max(target, min(current, _not_below(memory, now)))
     learned_for = now - memory.began_at if memory.began_at is not None else 0.0
     if target < current and (not may_lower or learned_for < LEARN_COLD_STARTS * cold_start):

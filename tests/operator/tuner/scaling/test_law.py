@@ -13,8 +13,6 @@ from trimtab_operator.tuner.scaling.law import (
     LEARN_COLD_STARTS,
     LEVEL_SECONDS,
     LULL_HOLDS,
-    MOST_HOLD_SECONDS,
-    OVERSPENT_HOLDS,
     Caution,
     ScalingMemory,
     bound,
@@ -120,7 +118,6 @@ def walked(
     may_lower: bool = True,
     start: int = 2,
     behavior: Behavior | None = None,
-    spent: float | None = None,
     burst: int | None = None,
     drain: float = 0.0,
     fewest: int = 0,
@@ -137,7 +134,6 @@ def walked(
             cold_start=COLD,
             may_lower=may_lower,
             behavior=behavior or Behavior(),
-            spent=spent,
             is_burst=index == burst,
             drain=drain,
             holds=lambda count: count >= fewest,
@@ -155,14 +151,6 @@ def test_out_at_once_and_in_only_when_the_load_is_known_and_has_been_low_for_the
 
 def test_nothing_goes_while_something_is_unknown_or_starts() -> None:
     assert set(walked([2] * 4 + [5] + [2] * 100, may_lower=False)[4:]) == {5}
-
-
-def test_who_has_missed_more_than_is_allowed_holds_for_longer_but_not_for_an_hour() -> None:
-    """What was missed cannot be bought back: an hour of replicas was paid for it, and nobody was served better."""
-    counts = walked([2] * 4 + [5] + [2] * 300, spent=1.5)
-    assert counts[4] == 5
-    held = 15.0 * (counts.index(2, 5) - 4)
-    assert max(MOST_HOLD_SECONDS, OVERSPENT_HOLDS * HOLD_COLD_STARTS * COLD) <= held < 1800.0
 
 
 def test_what_grew_slowly_goes_after_the_start_up_that_it_costs() -> None:
