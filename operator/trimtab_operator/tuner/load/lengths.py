@@ -160,8 +160,9 @@ class Lengths:
     def _since_when(self, count: int, now: float) -> float:
         """Since when so many have come, whether they have ended or not: of those that came lately the short ones have,
         and alone they would make every new mix look shorter than it is."""
-        times = sorted(row.arrived_at for row in (*self.pairs[-count:], *self.lost[-count:], *self.unfinished))
-        came = [at for at in times if at <= now]
+        times = [pair.arrived_at for pair in self.pairs[-count:]]
+        times += [going_on.arrived_at for going_on in (*self.lost[-count:], *self.unfinished)]
+        came = sorted(at for at in times if at <= now)
         return came[-count] - 1e-6 if len(came) >= count else -math.inf
 
     def dispersion(self, now: float) -> float:
