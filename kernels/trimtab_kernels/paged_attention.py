@@ -28,6 +28,8 @@ tokens   |- decode group 0 -|- decode group 1 -|---- chunk 0 ----|-- chunk 1 --|
   sequence of its own, whose block table begins where that chunk does; `skip` are the tokens before it in its block.
 - Sinks, one number per head, are weights in the softmax that no value has (gpt-oss): exp(sink) beside the sum of the
   scores' exponentials. They are put in at the end, by the log-sum-exp.
+- A soft cap bends every score to cap * tanh(score / cap) before it is masked (Gemma 2); then attention is plain torch,
+  a few rows at a time.
 That is the CPU. On CUDA the step goes to the Triton kernels, which read the cache by block tables (paged_batch).
 Bound by memory for decodes: 2 * sum(lengths) * num_kv_heads * head_size * itemsize bytes per layer. Source: own.
 """
@@ -53,6 +55,8 @@ MIN_GROUP_PADDING_BLOCKS = 32
 """Padding blocks that are always allowed: reading them is cheaper than another call."""
 MAX_PIECE_TOKENS = 512
 """Tokens of a chunk's piece under a window: the mask of what they see before it is as high as they are many."""
+CAPPED_ROWS = 256
+"""Rows whose softly capped scores are there at once: as many as there are keys for each, and several times over."""
 MAX_GROUPED_TOKENS = 16
 """Tokens of a chunk that may join a group: the mask has tokens * length entries per sequence."""
 
@@ -392,6 +396,7 @@ def paged_attention_reference(
     window: int | None = None,
     chunk_size: int | None = None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """One sequence, float32, no tricks: tokens [start, start + len(query)) against all cached tokens up to each."""
     num_tokens, num_heads, _ = query.shape
@@ -400,6 +405,8 @@ def paged_attention_reference(
     keys = key_cache[block_table].flatten(0, 1)[:end].repeat_interleave(group, dim=1).float()
     values = value_cache[block_table].flatten(0, 1)[:end].repeat_interleave(group, dim=1).float()
     scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     rows = torch.arange(start, end, device=query.device).unsqueeze(1)
     hidden = torch.arange(end, device=query.device) > rows
     if window is not None:
@@ -455,6 +462,37 @@ def attend(
     return attend_reference(query, key, value, scale=scale, is_causal=is_causal, mask=mask)
 
 
+def attend_capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float,
+    is_causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` with scores that are softly capped. With is_causal the rows are the keys' last tokens, in their order;
+    each sees those up to itself."""
+    rows, length = query.shape[-2], key.shape[-2]
+    outputs, lses = [], []
+    for first in range(0, rows, CAPPED_ROWS):
+        last = min(first + CAPPED_ROWS, rows)
+        seen = length - rows + last if is_causal else length
+        scores = torch.matmul(query[..., first:last, :].float(), key[..., :seen, :].float().transpose(-1, -2))
+        scores = scores.mul_(scale / softcap).tanh_().mul_(softcap)
+        if mask is not None:
+            scores = scores + (mask if mask.shape[-2] == 1 else mask[..., first:last, :])
+        if is_causal:
+            own = torch.arange(first, last, device=query.device).unsqueeze(1) + length - rows
+            scores.masked_fill_(torch.arange(seen, device=query.device) > own, float("-inf"))
+        lse = scores.logsumexp(dim=-1)
+        largest = lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)  # a row may see nothing of these keys
+        outputs.append(torch.matmul(scores.sub_(largest).exp_(), value[..., :seen, :].float()))
+        lses.append(lse)
+    return torch.cat(outputs, dim=-2).to(query.dtype), torch.cat(lses, dim=-1)
+
+
 def merge_parts(
     output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -502,11 +540,14 @@ def _attend_decodes(
     group: DecodeGroup,
     scale: float,
     sinks: torch.Tensor | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """[tokens, heads, head size]. The heads of one kv head are the rows of one attention call."""
-    if group.reads is not None and isinstance(key_cache, torch.Tensor) and isinstance(value_cache, torch.Tensor):
+    reads = group.reads if softcap is None else None
+    if reads is not None and isinstance(key_cache, torch.Tensor) and isinstance(value_cache, torch.Tensor):
         rows = query[group.first : group.last]
-        return decode_attention_cpu(rows, key_cache, value_cache, group.reads, scale, sinks=sinks)
+        return decode_attention_cpu(rows, key_cache, value_cache, reads, scale, sinks=sinks)
+    attend_rows = attend if softcap is None else partial(attend_capped, softcap=softcap)
     _, num_heads, head_size = query.shape
     num_kv_heads, m = key_cache.shape[2], group.num_tokens
     n, heads, mask = (group.last - group.first) // m, num_heads // num_kv_heads, group.mask
@@ -514,7 +555,7 @@ def _attend_decodes(
     values = _read_blocks(value_cache, group.blocks, group.run).view(n, -1, num_kv_heads, head_size)[:, : group.length]
     if m == 1:
         rows = query[group.first : group.last].view(n, num_kv_heads, heads, head_size)
-        output, lse = attend(rows, keys.transpose(1, 2), values.transpose(1, 2), scale=scale, mask=mask)
+        output, lse = attend_rows(rows, keys.transpose(1, 2), values.transpose(1, 2), scale=scale, mask=mask)
         if sinks is not None:
             output = with_sinks(output, lse, sinks.view(num_kv_heads, heads))
         return output.reshape(n, num_heads, head_size)
@@ -523,7 +564,7 @@ def _attend_decodes(
     rows = rows.reshape(n, num_kv_heads, heads * m, head_size)
     assert mask is not None
     mask = mask.repeat(1, 1, heads, 1)
-    output, lse = attend(rows, keys.transpose(1, 2), values.transpose(1, 2), scale=scale, mask=mask)
+    output, lse = attend_rows(rows, keys.transpose(1, 2), values.transpose(1, 2), scale=scale, mask=mask)
     if sinks is not None:
         output = with_sinks(output, lse, sinks.view(num_kv_heads, heads).repeat_interleave(m, dim=1))
     output = output.reshape(n, num_kv_heads, heads, m, head_size).permute(0, 3, 1, 2, 4)
@@ -539,6 +580,7 @@ def _attend_chunk(
     chunk: Chunk,
     scale: float,
     sinks: torch.Tensor | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """[chunk tokens, heads, head size]. kv heads are the batch dimension, so that their query heads share one view."""
     num_heads, head_size = query.shape[1:]
@@ -551,11 +593,13 @@ def _attend_chunk(
         keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None, *, is_causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows over some keys [length, kv heads, d]: [kv heads, group, m, d] and its log-sum-exp."""
-        if mask is None and can_multiply(rows, keys.shape[0]):
+        if mask is None and softcap is None and can_multiply(rows, keys.shape[0]):
             wants_lse = bool(chunk.prefix) or sinks is not None
             return prefill_attention_cpu(rows, keys, values, scale=scale, is_causal=is_causal, wants_lse=wants_lse)
         shared = [t.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for t in (keys, values)]  # no copy
         by_head = rows.view(m, num_kv_heads, group, head_size).permute(1, 2, 0, 3)
+        if softcap is not None:
+            return attend_capped(by_head, *shared, scale=scale, softcap=softcap, is_causal=is_causal, mask=mask)
         return attend(by_head, *shared, scale=scale, is_causal=is_causal, mask=mask)
 
     output, lse = part(key[tokens], value[tokens], is_causal=True)
@@ -579,10 +623,14 @@ def paged_attention(
     scale: float,
     *,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Attention of a step; sinks [num_heads] float32. Raises ValueError where shapes do not fit."""
+    """Attention of a step; sinks [num_heads] float32. Raises ValueError where shapes do not fit, and for a soft cap on
+    CUDA, whose kernels have none."""
+    if softcap is not None and query.is_cuda:
+        raise ValueError("paged_attention: scores are softly capped on the CPU alone")
     if query.shape[1] % key_cache.shape[2] or query.shape[2] != key_cache.shape[3]:
         raise ValueError(
             f"paged_attention: query {list(query.shape)} does not fit the cache {list(key_cache.shape)}: "
@@ -602,7 +650,7 @@ def paged_attention(
     if metadata.paged is not None:
         return attend(query, key_cache, value_cache, metadata.paged, scale)
     if key_cache.dtype == query.dtype:
-        return _attend_step(query, key, value, key_cache, value_cache, metadata, scale, sinks)
+        return _attend_step(query, key, value, key_cache, value_cache, metadata, scale, sinks, softcap)
     dtype = query.dtype
     return _attend_step(
         query,
@@ -613,6 +661,7 @@ def paged_attention(
         metadata,
         scale,
         sinks,
+        softcap,
     )
 
 
@@ -625,16 +674,17 @@ def _attend_step(
     metadata: AttentionMetadata,
     scale: float,
     sinks: torch.Tensor | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """On the CPU: group by group, chunk by chunk."""
     groups, chunks = metadata.decode_groups, metadata.chunks
     if len(groups) == 1 and not chunks and metadata.num_tokens == query.shape[0]:
-        return _attend_decodes(query, key_cache, value_cache, groups[0], scale, sinks)
+        return _attend_decodes(query, key_cache, value_cache, groups[0], scale, sinks, softcap)
     output = torch.empty_like(query)
     for group in groups:
-        output[group.first : group.last] = _attend_decodes(query, key_cache, value_cache, group, scale, sinks)
+        output[group.first : group.last] = _attend_decodes(query, key_cache, value_cache, group, scale, sinks, softcap)
     for chunk in chunks:
-        attended = _attend_chunk(query, key, value, key_cache, value_cache, chunk, scale, sinks)
+        attended = _attend_chunk(query, key, value, key_cache, value_cache, chunk, scale, sinks, softcap)
         output[chunk.first : chunk.last] = attended
     output[metadata.num_tokens :] = 0
     return output

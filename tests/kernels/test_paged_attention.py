@@ -7,6 +7,7 @@ import pytest
 import torch
 import trimtab_kernels.paged_attention as kernel
 from trimtab_kernels.paged_attention import (
+    CAPPED_ROWS,
     attend,
     attend_reference,
     build_attention_metadata,
@@ -27,7 +28,8 @@ Sequence = tuple[int, int]  # (tokens before, tokens now)
 def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, size: int = 16, in_rows: bool = False,
                dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None,
                scales: tuple[float, float] = (1.0, 1.0), window: int | None = None,
-               chunk_size: int | None = None, has_sinks: bool = False, from_sight: bool = False) -> None:  # fmt: skip
+               chunk_size: int | None = None, has_sinks: bool = False, from_sight: bool = False,
+               softcap: float | None = None) -> None:  # fmt: skip
     """Compute a step in every way. Blocks are scattered over the cache, or in rows. `from_sight`: tables begin with the
     first block that the step's first token sees."""
     generator = torch.Generator().manual_seed(1)
@@ -72,7 +74,7 @@ def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, 
     scale = size**-0.5
     own = (query, new_keys, new_values, stored[0], stored[1])
     outputs = [
-        paged_attention(*own, way, scale, sinks=sinks, key_scale=scales[0], value_scale=scales[1])
+        paged_attention(*own, way, scale, sinks=sinks, softcap=softcap, key_scale=scales[0], value_scale=scales[1])
         for way in (metadata, plan_cpu_reads(metadata, heads, stored[0]))
     ]
     first = 0
@@ -81,8 +83,9 @@ def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, 
         before, now = sequences[i]
         rows = slice(first, first + now)
         expected = paged_attention_reference(
-            query[rows], keys, values, tables[i], before, scale, window=window, chunk_size=chunk_size, sinks=sinks
-        )
+            query[rows], keys, values, tables[i], before, scale,
+            window=window, chunk_size=chunk_size, sinks=sinks, softcap=softcap,
+        )  # fmt: skip
         for output in outputs:
             torch.testing.assert_close(output[rows], expected, rtol=tolerance, atol=tolerance)
         first += now
@@ -122,6 +125,16 @@ def test_of_chunks_of_positions_a_token_sees_its_own(
 @pytest.mark.parametrize("sequences", MIXED, ids=str)
 def test_sinks_take_their_part_of_the_softmax(sequences: list[Sequence], window: int | None) -> None:
     check_step(sequences, window=window, has_sinks=True)
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
+@pytest.mark.parametrize("sequences", MIXED, ids=str)
+def test_scores_are_softly_capped_before_they_are_masked(sequences: list[Sequence], window: int | None) -> None:
+    check_step(sequences, window=window, has_sinks=True, softcap=0.3)
+
+
+def test_soft_caps_of_more_rows_than_are_computed_at_once() -> None:
+    check_step([(70, CAPPED_ROWS + 50)], softcap=0.3)
 
 
 def test_a_window_and_sinks_over_a_narrower_cache() -> None:

@@ -58,7 +58,10 @@ def _count(number: int) -> str:
 
 
 def _architecture(facts: Mapping[str, Any]) -> str:
-    return f"{facts['architecture']}{'' if facts['supported'] else ', which this engine does not run'}"
+    if not facts["supported"]:
+        return f"{facts['architecture']}, which this engine does not run"
+    by = ", computed by transformers' own code" if facts.get("computed_by") == "transformers" else ""
+    return f"{facts['architecture']}{by}"
 
 
 def _weights(facts: Mapping[str, Any]) -> str:

@@ -143,6 +143,8 @@ class ModelConfig:
     """Layers behind the last that predict further tokens. They are not run, and their weights are not read."""
     is_gelu: bool = False
     """The MLP's gate goes through gelu, approximated by tanh, not through silu."""
+    transformers_config: str | None = None
+    """config.json as text, of a model that transformers' own code computes; None: it has a family of its own."""
 
     @property
     def rotary_size(self) -> int:

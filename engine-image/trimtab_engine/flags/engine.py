@@ -17,7 +17,7 @@ from trimtab_engine.flags.not_built import add_not_built
 from trimtab_engine.flags.parallel import add_parallel_flags, parallel_fields
 from trimtab_engine.flags.speculation import add_speculative_flags, speculative_fields
 from trimtab_engine.hub.name import SCHEME
-from trimtab_engine.models.registry import open_model, parse_model_config, sees_images
+from trimtab_engine.models.registry import longest_request, open_model, sees_images
 from trimtab_engine.weights.open import not_loaded_from
 
 LARGE_GPU_BYTES = 70 << 30  # from here on vLLM's larger defaults hold
@@ -244,7 +244,7 @@ def _block_size(arguments: argparse.Namespace, model: str, num_seqs: int) -> int
     longest = arguments.max_model_len
     if not isinstance(longest, int):
         source = open_model(model, arguments.load_format)
-        longest = parse_model_config(source.config, source.generation_config, source.where).max_model_len
+        longest = longest_request(source.config, source.generation_config, source.where)
     chosen = auto_block_size(longest, max_num_seqs=arguments.max_num_seqs_cap or num_seqs)
     return min(chosen, max(BLOCK_SIZES))
 

@@ -53,6 +53,8 @@ def check_tensors(config: ModelConfig, source: WeightSource) -> None:
     """Raise ModelError unless the checkpoint has exactly the tensors that this architecture uses."""
     found = source.shapes()
     check_counts(config, source)
+    if family_of(config.architecture).renames_tensors:
+        return
     expected = expected_shapes(config)
     drafting = tuple(f"model.layers.{config.num_layers + layer}." for layer in range(config.num_draft_layers))
     scales = _scale_shapes(expected) if stored_quantization(source.config, source.where) else {}

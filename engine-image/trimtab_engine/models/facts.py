@@ -6,6 +6,7 @@ from typing import Any
 
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.quantization import stored_quantization
+from trimtab_engine.errors import ModelError
 from trimtab_engine.memory.kv_groups import KVGroup
 from trimtab_engine.models.checkpoint import check_counts, expected_tensors
 from trimtab_engine.models.registry import (
@@ -19,23 +20,27 @@ from trimtab_engine.models.tensors import LINEAR_PARTS, PARTS, PROJECTION, eleme
 from trimtab_engine.weights.source import WeightSource
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MAX_REFUSAL = 500  # characters: the facts go through a container's termination message
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def model_facts(model: str, *, load_format: str = "auto") -> dict[str, Any]:
-    """The facts as a JSON object. An architecture that is not built has `supported: false` and null for what its
-    config.json does not say in the usual words. Raises ModelError when the model cannot be read.
+    """The facts as a JSON object. An architecture that is not built has `supported: false`, why it is not, and null for
+    what its config.json does not say in the usual words. Raises ModelError when the model cannot be read.
     """
     source = open_model(model, load_format)
-    if architecture_of(source.config, source.where) in BY_ARCHITECTURE:
-        facts = _supported(source)
+    try:
+        config = parse_model_config(source.config, source.generation_config, source.where)
+    except ModelError as refusal:
+        if architecture_of(source.config, source.where) in BY_ARCHITECTURE:
+            raise
+        facts = _unsupported(source, str(refusal))
     else:
-        facts = _unsupported(source)
+        facts = _supported(source, config)
     return {"model": model, **facts, "format": source.format}
 
 
-def _supported(source: WeightSource) -> dict[str, Any]:
-    config = parse_model_config(source.config, source.generation_config, source.where)
+def _supported(source: WeightSource, config: ModelConfig) -> dict[str, Any]:
     if source.shapes():  # dummy weights are what is asked for
         check_counts(config, source)
     tensors = expected_tensors(config)
@@ -70,6 +75,7 @@ def _supported(source: WeightSource) -> dict[str, Any]:
         "kv_groups": [_kv_group(group) for group in kv_groups_of(config)],
         "quantization": None if quantization is None else "fp8",
         "weights_by_part": by_part,
+        **({} if config.transformers_config is None else {"computed_by": "transformers"}),
     }
 
 
@@ -95,7 +101,7 @@ def _kv_group(group: KVGroup) -> dict[str, Any]:
     }
 
 
-def _unsupported(source: WeightSource) -> dict[str, Any]:
+def _unsupported(source: WeightSource, why: str) -> dict[str, Any]:
     config = source.config
     text = config.get("text_config")
     words: Mapping[str, Any] = {**config, **text} if isinstance(text, Mapping) else config
@@ -108,6 +114,7 @@ def _unsupported(source: WeightSource) -> dict[str, Any]:
     return {
         "architecture": architecture_of(config, source.where),
         "supported": False,
+        "refusal": why[:MAX_REFUSAL],
         "num_layers": words.get("num_hidden_layers"),
         "hidden_size": hidden,
         "intermediate_size": words.get("intermediate_size"),

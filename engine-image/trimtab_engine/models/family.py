@@ -140,5 +140,7 @@ class Family:
     build: Build
     kv: Callable[[ModelConfig], Sequence[LayerKV]]
     """What each layer keeps of a token."""
+    renames_tensors: bool = False
+    """Whether checkpoints may call tensors otherwise, or store them in parts: what they lack shows as they load."""
     gguf_names: Mapping[str, GgufNames] = field(default_factory=dict)
     """How GGUF files name it, by their `general.architecture`."""

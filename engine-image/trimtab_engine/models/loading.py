@@ -47,6 +47,26 @@ class Loader:
         self._progress(tensor.numel())
         return tensor.to(device=self.device, dtype=self.dtype)
 
+    @property
+    def where(self) -> str:
+        """The file to name in a message."""
+        return self._source.where
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether projections are stored smaller than in the computing dtype, or made so as they load."""
+        return self._quantization is not None
+
+    def names(self) -> list[str]:
+        """All tensors that the checkpoint has."""
+        return list(self._source.shapes())
+
+    def stored(self, name: str) -> torch.Tensor:
+        """One tensor as the checkpoint has it; it may be a view of the file."""
+        tensor = self._source.tensor(name)
+        self._progress(tensor.numel())
+        return tensor
+
     def kv_scale(self, attention: str, which: str) -> float:
         """The checkpoint's scale of this layer's keys (k) or values (v) in a float8 KV cache; 1 where it has none."""
         names = (f"{attention}{place}{which}_scale" for place in ("", f"{which}_proj.", "attn."))

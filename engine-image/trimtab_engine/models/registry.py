@@ -10,6 +10,7 @@ from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.errors import ModelError
 from trimtab_engine.memory.kv_groups import KVGroup, groups_of
 from trimtab_engine.models import deepseek, gemma3, gpt_oss, llama, llama4, mistral, qwen2, qwen3, qwen3_moe
+from trimtab_engine.models.by_transformers import family as by_transformers
 from trimtab_engine.models.family import Family
 from trimtab_engine.weights.open import open_source
 from trimtab_engine.weights.source import CONFIG_FILE, WeightSource
@@ -26,20 +27,23 @@ FAMILIES: tuple[Family, ...] = (
     llama4.FAMILY,
     deepseek.FAMILY,
 )
+UNSAID_POSITIONS = 4096  # of a config.json that calls them otherwise
 BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 GGUF_NAMES = {kind: names for family in FAMILIES for kind, names in family.gguf_names.items()}
 
 
 def family_of(architecture: str) -> Family:
-    """The family of an architecture that is built."""
-    return BY_ARCHITECTURE[architecture]
+    """The family of an architecture: its own, or that of what transformers' code computes."""
+    return BY_ARCHITECTURE.get(architecture, by_transformers.FAMILY)
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
     """What config.json calls the model. Raises ModelError when it says nothing."""
     name = ConfigWords(config, {}, where).architecture
     if name is None:
-        raise ModelError(f"{where}: no architectures; expected one of {', '.join(BY_ARCHITECTURE)}")
+        raise ModelError(
+            f"{where}: no architectures; expected one of {', '.join(BY_ARCHITECTURE)}, or another that transformers has"
+        )
     return name
 
 
@@ -49,11 +53,18 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     Raises ModelError for what is missing, malformed or not built.
     """
     architecture = architecture_of(config, where)
-    if architecture not in BY_ARCHITECTURE:
-        raise ModelError(f"{where}: architecture {architecture} is not built; supported: {', '.join(BY_ARCHITECTURE)}")
     family = family_of(architecture)
     words = text_words(config) if architecture in family.multimodal else config
     return family.parse(ConfigWords(words, generation, where))
+
+
+def longest_request(config: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> int:
+    """About how long requests may be, without torch: of what transformers' code computes config.json's own words count.
+    Raises ModelError."""
+    if architecture_of(config, where) in BY_ARCHITECTURE:
+        return parse_model_config(config, generation, where).max_model_len
+    words = ConfigWords(config, generation, where)
+    return words.positive("max_position_embeddings", default=words.positive("n_positions", default=UNSAID_POSITIONS))
 
 
 def kv_groups_of(config: ModelConfig) -> tuple[KVGroup, ...]:

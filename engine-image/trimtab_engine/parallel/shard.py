@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from trimtab_engine.config.model import ModelConfig
-from trimtab_engine.errors import ConfigError
+from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.parallel.expert_balance import Placement, first_placement
 from trimtab_engine.parallel.experts import PlacementStrategy, place_experts
 from trimtab_engine.parallel.partition import Span, equal_span, kv_head_span, layers_of_stages, vocabulary_span
@@ -56,6 +56,8 @@ def shard_model(
 ) -> ModelShard:
     """The shard of one rank. `num_redundant_experts`: None without load balancing of experts. Raises ConfigError, with
     the number that is wrong, for a layout that cannot work."""
+    if config.transformers_config is not None:
+        _check_one_rank(config, layout)
     place, size = layout.place(rank), layout.tensor
     if layout.expert and config.moe is None:
         raise ConfigError(
@@ -87,6 +89,21 @@ def shard_model(
         is_first_stage=place.pipeline == 0,
         is_last_stage=place.pipeline == layout.pipeline - 1,
     )
+
+
+def _check_one_rank(config: ModelConfig, layout: Layout) -> None:
+    """Raise NotBuiltError for ranks that would divide what transformers' code computes."""
+    flags = (
+        ("--tensor-parallel-size", layout.tensor),
+        ("--pipeline-parallel-size", layout.pipeline),
+        ("--enable-expert-parallel", 2 if layout.expert else 1),
+    )
+    for flag, degree in flags:
+        if degree > 1:
+            raise NotBuiltError(
+                f"{flag}: {config.architecture} has no family of its own, and what transformers' own code computes is "
+                f"not divided over ranks; leave it out, or start more replicas"
+            )
 
 
 def _slots(config: ModelConfig, layout: Layout, num_redundant: int) -> Placement:

@@ -133,7 +133,10 @@ def _understood(text: str | None) -> Known | NotUsable | None:
     if said is None:
         return None
     if said.get("supported") is False and isinstance(said.get("architecture"), str):
-        return NotUsable(f"is a {said['architecture']}, which this engine does not run; use another model or image")
+        why = f" ({said['refusal']:.500})" if isinstance(said.get("refusal"), str) else ""
+        return NotUsable(
+            f"is a {said['architecture']}, which this engine does not run{why}; use another model or image"
+        )
     try:
         return Known(ModelFacts.parse(said))
     except ValueError:

@@ -89,6 +89,8 @@ class ModelFacts:
     kv_groups: tuple[KvGroup, ...]
     """What layers keep of each token, in the whole model."""
     weights: WeightsByPart
+    is_by_transformers: bool = False
+    """The engine has no family for it: transformers' own code computes it, on the CPU and on one rank."""
 
     @property
     def weights_bytes(self) -> int:
@@ -96,7 +98,8 @@ class ModelFacts:
 
     def is_run_on(self, device: str) -> bool:
         """Whether Trimtab's engine runs it on `spec.runtime.device`."""
-        return self.supported and (device == "cpu" or self.architecture not in ON_THE_CPU_ALONE)
+        is_everywhere = self.architecture not in ON_THE_CPU_ALONE and not self.is_by_transformers
+        return self.supported and (device == "cpu" or is_everywhere)
 
     @property
     def is_mixture(self) -> bool:
@@ -143,6 +146,7 @@ class ModelFacts:
             dense_layers=reader.counts("dense_layers"),
             latent_kv_size=latent,
             kv_groups=_kv_groups(facts, num_layers, num_kv_heads, head_size, latent),
+            is_by_transformers=facts.get("computed_by") == "transformers",
             weights=WeightsByPart(**{part.name: parts.count(part.name) for part in fields(WeightsByPart)}),
         )
         if found.dtype not in DTYPE_BYTES:
@@ -168,7 +172,7 @@ class ModelFacts:
 
     def to_json(self) -> dict[str, object]:
         """What `parse` reads."""
-        nested = ("weights", "dense_layers", "kv_groups")
+        nested = ("weights", "dense_layers", "kv_groups", "is_by_transformers")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in nested}
         parts = {part.name: getattr(self.weights, part.name) for part in fields(self.weights)}
         return {
@@ -177,6 +181,7 @@ class ModelFacts:
             "kv_groups": [group.to_json() for group in self.kv_groups],
             "weights_bytes": self.weights_bytes,
             "weights_by_part": parts,
+            **({"computed_by": "transformers"} if self.is_by_transformers else {}),
         }
 
 

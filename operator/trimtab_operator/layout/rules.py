@@ -82,6 +82,19 @@ def experts_have_ranks_to_spread_over(parallelism: Parallelism) -> Iterator[Prob
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
+def one_rank_computes_what_transformers_runs(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
+    """What has no family of its own is not divided; replicas and data-parallel engines each hold all of it."""
+    if not facts.is_by_transformers:
+        return
+    reason = f"but {facts.architecture} is computed by transformers' own code, which is not divided over ranks"
+    for name, degree in (("tensor", parallelism.tensor), ("pipeline", parallelism.pipeline)):
+        if degree > 1:
+            limit = "set it to 1, and spec.replicas or data to more"
+            yield Problem(f"spec.parallelism.{name}", str(degree), limit, reason)
+    if parallelism.expert:
+        yield Problem("spec.parallelism.expert", "true", "set it to false", reason)
+
+
 def stages_have_layers(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
     if parallelism.pipeline > facts.num_layers:
         reason = f"but the model has {facts.num_layers} layers"
@@ -118,7 +131,7 @@ def every_rank_has_vocabulary(parallelism: Parallelism, facts: ModelFacts) -> It
 
 
 def only_mixtures_have_experts(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
-    if parallelism.expert and not facts.is_mixture:
+    if parallelism.expert and not facts.is_mixture and not facts.is_by_transformers:
         reason = f"but {facts.architecture} has no experts"
         yield Problem("spec.parallelism.expert", "true", "set it to false", reason)
 
@@ -191,6 +204,7 @@ SPEC_RULES: tuple[SpecRule, ...] = (
     engines_of_a_replica_are_whole,
 )
 FACTS_RULES: tuple[FactsRule, ...] = (
+    one_rank_computes_what_transformers_runs,
     only_mixtures_have_experts,
     stages_have_layers,
     heads_divide,

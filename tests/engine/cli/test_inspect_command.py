@@ -95,6 +95,11 @@ def test_sizes_are_in_units_and_a_tokens_share_of_the_cache_is_told() -> None:
     ]
 
 
+def test_it_says_where_transformers_code_computes() -> None:
+    table = facts_table({**FACTS, "computed_by": "transformers"}, dtype_bytes=2, disk_bytes=1)
+    assert "Qwen3MoeForCausalLM, computed by transformers' own code" in table
+
+
 def test_what_is_not_known_of_a_foreign_architecture_has_no_line() -> None:
     unknown = dict.fromkeys(("kv_groups", "max_model_len", "num_layers", "intermediate_size", "latent_kv_size"))
     table = facts_table({**FACTS, **unknown, "supported": False, "vocab_size": "many"}, dtype_bytes=2, disk_bytes=1)

@@ -72,12 +72,13 @@ def test_a_mixture_says_where_its_experts_are(tmp_path: Path) -> None:
 
 
 def test_an_architecture_that_is_not_built_has_facts_too(tmp_path: Path) -> None:
-    config = {"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 3, "num_local_experts": 8}
+    config = {"architectures": ["OursForCausalLM"], "num_hidden_layers": 3, "num_local_experts": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"a": torch.zeros(5)}, tmp_path / "model.safetensors")
     facts = model_facts(str(tmp_path))
-    assert facts.keys() == KEYS
+    assert facts.keys() == KEYS | {"refusal"}
     assert facts["supported"] is False
+    assert "architecture OursForCausalLM is not built" in facts["refusal"]
     assert (facts["num_layers"], facts["num_experts"], facts["num_parameters"]) == (3, 8, 5)
 
 

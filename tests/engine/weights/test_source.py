@@ -113,7 +113,7 @@ def test_a_config_that_is_no_json_is_one_clear_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not built; supported: LlamaForCausalLM"),
+        ({"architectures": ["OursForCausalLM"]}, "OursForCausalLM is not built: transformers"),
         ({"architectures": None}, "no architectures"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),

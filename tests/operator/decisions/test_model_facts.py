@@ -289,12 +289,12 @@ def test_nothing_starts_while_the_previous_job_goes_away() -> None:
 def test_an_architecture_that_is_not_run_is_refused_by_name() -> None:
     world = World()
     world.tick()
-    other = {"supported": False, "architecture": "BloomForCausalLM", "weights_by_part": None}
+    other = {"supported": False, "architecture": "BloomForCausalLM", "weights_by_part": None, "refusal": "it has ALiBi"}
     world.ends(0, json.dumps(FACTS | other))
     world.tick()
     assert isinstance(world.state, NotUsable)
     gate = gate_of(world.deployment, world.observed, revision="r1")
-    assert "BloomForCausalLM" in str(gate.refusals[0])
+    assert "BloomForCausalLM, which this engine does not run (it has ALiBi)" in str(gate.refusals[0])
 
 
 @given(st.lists(st.sampled_from(["tick", "wait", "succeed", "fail", "lose job", "lose map", "edit"]), max_size=30))

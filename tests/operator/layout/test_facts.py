@@ -53,6 +53,13 @@ def test_facts_survive_the_way_through_json() -> None:
     assert ModelFacts.parse(json.loads(json.dumps(facts.to_json()))) == facts
 
 
+def test_what_transformers_computes_runs_on_the_cpu_alone() -> None:
+    facts = ModelFacts.parse(FACTS | {"architecture": "Phi3ForCausalLM", "computed_by": "transformers"})
+    assert (facts.is_run_on("cpu"), facts.is_run_on("cuda")) == (True, False)
+    assert ModelFacts.parse(json.loads(json.dumps(facts.to_json()))) == facts
+    assert ModelFacts.parse(FACTS).is_run_on("cuda")
+
+
 def a_group(*layers: list[int], window: int | None = None, **sizes: int) -> dict[str, object]:
     """What the engine says of a group of 8 heads of 64."""
     said = {"num_kv_heads": 8, "key_size": 64, "value_size": 64} | sizes

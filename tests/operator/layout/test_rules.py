@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -68,6 +69,16 @@ def test_a_refusal_says_the_field_its_value_and_what_it_may_be(
 ) -> None:
     problems = facts_problems(Parallelism(**layout), published(model))
     assert any(p.field == f"spec.parallelism.{field}" and said in str(p) for p in problems), list(map(str, problems))
+
+
+@pytest.mark.parametrize("field", ["tensor", "pipeline", "expert"])
+def test_what_transformers_computes_is_not_divided(published: Published, field: str) -> None:
+    facts = replace(published("Llama-3.1-8B"), is_by_transformers=True)
+    assert facts_problems(Parallelism(data=2), facts) == ()
+    layout: dict[str, Any] = {field: True if field == "expert" else 2}
+    (problem,) = facts_problems(Parallelism(**layout), facts)
+    assert problem.field == f"spec.parallelism.{field}"
+    assert "is computed by transformers' own code, which is not divided over ranks" in str(problem)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""The family of every architecture that has no other: what transformers runs as a causal language model. Nothing is
+known of it beforehand: what its layers keep of a token, and whether it can be run at all, is found by trying it out
+(trial.py). Importing this needs neither torch nor transformers; reading a configuration does.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trimtab_engine.config.model import ModelConfig, RopeConfig
+from trimtab_engine.config.model_words import ConfigWords
+from trimtab_engine.errors import ModelError
+from trimtab_engine.memory.kv_groups import LayerKV
+from trimtab_engine.models.family import Family, Model
+from trimtab_engine.models.tensors import Tensors
+
+if TYPE_CHECKING:
+    from trimtab_engine.models.by_transformers.trial import Found
+    from trimtab_engine.models.loading import Loader
+    from trimtab_engine.parallel.groups import RankGroups
+    from trimtab_engine.parallel.shard import ModelShard
+
+
+def parse(words: ConfigWords) -> ModelConfig:
+    """What trying it out shows. The numbers that only families of our own read are left as they are by default."""
+    from trimtab_engine.models.by_transformers.trial import Refused, try_out
+
+    name = str(words.architecture)
+    if words.config.get("quantization_config"):
+        raise ModelError(
+            f"{words.where}: quantization_config is not built for {name}, which transformers' own code runs; use a "
+            f"checkpoint with its weights as they are"
+        )
+    text = json.dumps(words.config, sort_keys=True)
+    found = try_out(text)
+    if isinstance(found, Refused):
+        raise ModelError(f"{words.where}: architecture {name} is not built: {found.reason}")
+    each = found.layers[0]
+    return ModelConfig(
+        architecture=name,
+        hidden_size=found.hidden_size,
+        intermediate_size=found.intermediate_size,
+        num_layers=len(found.layers),
+        num_attention_heads=found.num_attention_heads,
+        num_kv_heads=each.num_kv_heads,
+        head_size=each.key_size,
+        vocab_size=found.vocab_size,
+        max_model_len=found.max_model_len,
+        rms_norm_eps=0.0,
+        rope=RopeConfig(),
+        tie_word_embeddings=found.is_tied,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        moe=None,
+        dtype=words.dtype(),
+        eos_token_ids=words.eos_token_ids(),
+        transformers_config=text,
+    )
+
+
+def _found(config: ModelConfig) -> "Found":
+    """What trying it out showed, when its configuration was read."""
+    from trimtab_engine.models.by_transformers.trial import Found, try_out
+
+    assert config.transformers_config is not None
+    found = try_out(config.transformers_config)
+    assert isinstance(found, Found)
+    return found
+
+
+def tensors(config: ModelConfig) -> Tensors:
+    """The tensors of the model itself. In a checkpoint some may have other names, or be stored in parts."""
+    return _found(config).tensors
+
+
+def kv(config: ModelConfig) -> Sequence[LayerKV]:
+    """What each layer showed to attention."""
+    return _found(config).layers
+
+
+def build(config: ModelConfig, load: "Loader", shard: "ModelShard", groups: "RankGroups") -> Model:
+    """transformers' model, with attention of ours."""
+    from trimtab_engine.models.by_transformers.model import load_model
+
+    return load_model(config, _found(config), load)
+
+
+FAMILY = Family(
+    architectures=(),
+    parse=parse,
+    tensors=tensors,
+    build=build,
+    kv=kv,
+    not_on_cuda="transformers' own code computes it, which the steps of CUDA have not been tried with",
+    renames_tensors=True,
+)
+"""Its architectures are those of nobody else: see registry.family_of."""

@@ -1,0 +1,55 @@
+"""transformers' causal language models as the two halves that a step has: token ids to hidden states of all tokens, and
+hidden states of a few rows to logits. What a model does to its logits (scales, soft caps, biases) is left to its own
+code: it is called with hidden states in the place of what its decoder would have made.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+
+@dataclass
+class HiddenStates(MoeModelOutputWithPast):
+    """What a decoder yields, with all that any of them may: nothing but hidden states is there."""
+
+    cross_attentions: None = None
+
+
+class Given(nn.Module):
+    """Stands where the decoder stood, and yields what it is given as embeddings."""
+
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> HiddenStates:
+        return HiddenStates(last_hidden_state=inputs_embeds)
+
+
+class Halves:
+    """A model that transformers built; it is taken apart."""
+
+    def __init__(self, whole: Any) -> None:
+        names = {id(module): name for name, module in whole.named_modules()}
+        self.modules: Mapping[str, nn.Module] = dict(whole.named_modules())
+        """All modules by their names in the model, as long as it was whole."""
+        self.decoder = whole.get_decoder()
+        name = names[id(self.decoder)]
+        if not name:
+            raise ValueError("its decoder and its output layer are one module")
+        parent, _, own = name.rpartition(".")
+        setattr(whole.get_submodule(parent), own, Given())
+        whole.config.pad_token_id = None  # nothing is padded; where there is one, each step looks for it in vain
+        self._whole = whole
+
+    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, **more: Any) -> torch.Tensor:
+        """token_ids, positions [num_tokens] int64 -> [num_tokens, hidden_size], behind the last norm."""
+        given = {"use_cache": False, **more}
+        output = self.decoder(input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), **given)
+        hidden: torch.Tensor = output[0][0]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
+        logits: torch.Tensor = self._whole(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
+        return logits.float()

@@ -1,0 +1,160 @@
+"""A model that transformers' code computes: its weights are read as transformers renames and joins them, its steps are
+all tokens of all requests in a row, and its attention is ours.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from trimtab_kernels.paged_attention import AttentionMetadata
+
+from trimtab_engine.config.model import ModelConfig
+from trimtab_engine.device.kv_cache import KVTensors
+from trimtab_engine.errors import ModelError, NotBuiltError
+from trimtab_engine.layers.moe import MixtureOfExperts
+from trimtab_engine.layers.vocabulary import Placed
+from trimtab_engine.memory.kv_groups import groups_of, places_of
+from trimtab_engine.models.by_transformers.attention import IMPLEMENTATION, STEP, Step
+from trimtab_engine.models.by_transformers.halves import Halves
+from trimtab_engine.models.by_transformers.rehearsal import is_too_far, largest_difference
+from trimtab_engine.models.by_transformers.trial import Found, class_of, configuration
+from trimtab_engine.models.loading import Loader
+
+logger = logging.getLogger("trimtab_engine.core")
+
+
+class TransformersModel:
+    """The whole model, on one rank."""
+
+    is_compiled = False
+    mixtures: Sequence[MixtureOfExperts] = ()
+    """Its experts are transformers', which stay where they are."""
+
+    def __init__(self, halves: Halves, found: Found, *, pads_rows: bool) -> None:
+        self._halves = halves
+        self.pads_rows = pads_rows
+        self._groups = groups_of(found.layers)
+        places = places_of(self._groups, (0, len(found.layers)))
+        modules = [halves.modules[name] for name in found.modules]
+        self._places = dict(zip(modules, places, strict=True))
+
+    def rehearse(self, architecture: str, dtype: torch.dtype) -> None:
+        """Compare it with itself by transformers' own attention. Raises NotBuiltError where that is another model."""
+        difference = largest_difference(self._halves, self._places, self._groups, dtype)
+        if is_too_far(difference, dtype):
+            raise NotBuiltError(
+                f"{architecture}: what transformers' code of it computes for several requests together is not what it "
+                f"computes for each alone (hidden states differ by {difference:.1e}): it is not served"
+            )
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: KVTensors,
+        metadata: Sequence[AttentionMetadata],
+        *,
+        num_layers: int | None = None,
+        placed: Placed | None = None,
+    ) -> torch.Tensor:
+        """See Model. The hidden states are those behind the last norm."""
+        assert placed is None
+        return self.compute(token_ids, positions, kv_cache, metadata, before=None, num_layers=num_layers)
+
+    def receive(self, hidden: torch.Tensor) -> None:
+        """See Model: there is no stage before."""
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """See Model: there is no stage behind."""
+
+    def compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: KVTensors,
+        metadata: Sequence[AttentionMetadata],
+        *,
+        before: torch.Tensor | None,
+        num_layers: int | None = None,
+        placed: Placed | None = None,
+    ) -> torch.Tensor:
+        """See Model. All layers run even where `num_layers` says that the KV cache has but a few: for profiling, in
+        which they may all keep their tokens in one place."""
+        assert before is None
+        assert placed is None
+        places = self._places
+        if num_layers is not None:
+            places = {module: replace(place, index=0) for module, place in places.items()}
+        return self._halves.hidden(token_ids, positions, **{STEP: Step(places, kv_cache, metadata)})
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """See Model."""
+        return self._halves.logits(hidden[rows])
+
+
+class _Unread:
+    """A tensor of the checkpoint that is read when transformers takes it."""
+
+    def __init__(self, load: Loader, name: str) -> None:
+        self._load, self._name = load, name
+
+    def __getitem__(self, whole: object) -> torch.Tensor:
+        return self._load.stored(self._name)
+
+
+def load_model(config: ModelConfig, found: Found, load: Loader) -> TransformersModel:
+    """Read the weights. Raises ModelError where the checkpoint lacks some, or has them in other shapes."""
+    if load.is_quantized:
+        raise NotBuiltError(
+            f"--quantization is not built for {config.architecture}, which transformers' own code runs; leave it out"
+        )
+    version = transformers.__version__
+    logger.info(
+        "%s has no family of its own: transformers %s computes it, slower than one", config.architecture, version
+    )
+    halves = Halves(_read(config, load))
+    # Row sizes are few where oneDNN compiles code for each: on the CPU, but for float32.
+    pads_rows = load.device.type == "cpu" and load.dtype != torch.float32
+    model = TransformersModel(halves, found, pads_rows=pads_rows)
+    model.rehearse(config.architecture, load.dtype)
+    return model
+
+
+def _read(config: ModelConfig, load: Loader) -> Any:
+    logging_of_transformers: Any = transformers.utils.logging
+    logging_of_transformers.disable_progress_bar()
+    logging_of_transformers.set_verbosity_error()
+    model_class = class_of(config.architecture)
+    assert config.transformers_config is not None
+    words = configuration(model_class, json.loads(config.transformers_config), IMPLEMENTATION)
+    unread = {name: _Unread(load, name) for name in load.names()}
+    try:
+        whole, info = model_class.from_pretrained(
+            None,
+            config=words,
+            state_dict=unread,
+            dtype=load.dtype,
+            attn_implementation=IMPLEMENTATION,
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except (RuntimeError, ValueError) as error:
+        said = str(error).strip().split("\n")[0]
+        raise ModelError(f"{load.where}: the weights cannot be read as {config.architecture}: {said:.300}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(f"{load.where}: the weights lack {len(missing)} tensors, first {missing[0]}")
+    if info["unexpected_keys"]:
+        extra = sorted(info["unexpected_keys"])
+        logger.warning(
+            "the weights hold %d tensors that transformers' %s does not use, first %s",
+            len(extra),
+            config.architecture,
+            extra[0],
+        )
+    return whole.to(load.device).eval()

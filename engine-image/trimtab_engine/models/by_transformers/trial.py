@@ -1,0 +1,334 @@
+"""Finds what a model of transformers' keeps of each token, and whether Trimtab can run it, by trying it out: it is
+built without weights, on torch's meta device, and run for three tokens with an attention that only writes down what it
+is asked for. No list of architectures is kept; what does not fit is refused with the reason that the trial showed.
+
+```
+attention is asked for     kept of a token                         refused
+[heads, keys, values]      heads, sizes: equal in all layers       latent vectors, values of another size
+a mask, as a function      all before a token, or a window of it   prefixes, blocks, ALiBi, masks of its own
+once by each layer         each layer's own                        states (Mamba), attention that layers share
+words: sinks, soft caps    nothing                                 whatever else would change scores
+```
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AttentionInterface, DynamicCache
+from transformers.integrations.moe import ExpertsInterface
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from trimtab_engine.memory.kv_groups import LayerKV
+from trimtab_engine.models.by_transformers.halves import Halves
+from trimtab_engine.models.tensors import StoredTensor, Tensors
+
+TRIAL = "trimtab_trial"
+"""The name of the attention, of the masks and of the experts of a trial."""
+NOTEBOOK = "trimtab_notebook"
+NUM_TOKENS = 3
+ENDINGS = ("ForCausalLM", "LMHeadModel")
+OWN_CHOICES = (
+    "auto_map", "attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation",
+    "fusion_config", "transformers_weights", "distributed_config", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict", "use_cache",
+)  # fmt: skip
+"""Words of config.json by which a checkpoint would choose code or outputs: they are passed over."""
+UNDERSTOOD = frozenset({
+    "dropout", "position_ids", "use_cache", "sliding_window", "output_attentions", "cache_position", "s_aux", "softcap",
+    NOTEBOOK,
+})  # fmt: skip
+"""What layers tell attention that is built, or changes no score; the window is taken from the mask."""
+MIXES_TOKENS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+LENGTHWISE_ROPES = ("longrope",)  # beyond original_max_position_embeddings they turn all tokens otherwise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A model that can be run."""
+
+    hidden_size: int
+    intermediate_size: int
+    """0 where the configuration does not say it by that name."""
+    vocab_size: int
+    max_model_len: int
+    num_attention_heads: int
+    is_tied: bool
+    layers: tuple[LayerKV, ...]
+    """What each layer keeps, in the order in which they compute."""
+    modules: tuple[str, ...]
+    """The names of the modules that attend, in the same order."""
+    tensors: Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A model that cannot be run, and why."""
+
+    reason: str
+
+
+class _CannotRun(Exception):
+    """What the trial shows speaks against it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """What a layer may see: (batch, head, query, key) -> bool, of positions."""
+
+    sees: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What one layer asked of attention."""
+
+    module: nn.Module
+    query: torch.Size
+    key: torch.Size
+    value: torch.Size
+    mask: object
+    said: Mapping[str, object]
+
+
+@dataclass(slots=True)
+class _Notebook:
+    """What all layers asked for."""
+
+    asked: list[_Asked] = field(default_factory=list)
+
+
+def _write_down(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object,
+    *,
+    trimtab_notebook: _Notebook | None = None,
+    scaling: float | None = None,
+    **said: object,
+) -> tuple[torch.Tensor, None]:
+    if trimtab_notebook is None:
+        raise _CannotRun("its layers do not hand on what attention has to know of a step")
+    trimtab_notebook.asked.append(_Asked(module, query.shape, key.shape, value.shape, attention_mask, said))
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _mask_as_function(*args: object, mask_function: Any, **kwargs: object) -> _Mask:
+    return _Mask(mask_function)
+
+
+def _no_experts(module: nn.Module, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    """Which experts compute what depends on numbers, of which a trial has none."""
+    return torch.empty_like(hidden)
+
+
+AttentionInterface.register(TRIAL, _write_down)
+AttentionMaskInterface.register(TRIAL, _mask_as_function)
+ExpertsInterface.register(TRIAL, _no_experts)
+
+
+@lru_cache(maxsize=4)
+def try_out(text: str) -> Found | Refused:
+    """Try out the model of a config.json, by its text."""
+    words = json.loads(text)
+    name = words["architectures"][0]
+    model_class = class_of(name)
+    if model_class is None:
+        return Refused(_unknown(name, words))
+    try:
+        return _try_out(model_class, words)
+    except _CannotRun as refusal:
+        return Refused(f"transformers' code of it cannot be run here: {refusal}")
+    except Exception as error:  # other people's code fails as it likes, and then it is not run
+        said = str(error).strip().split("\n")[0]
+        return Refused(f"transformers' code of it cannot be tried out: {type(error).__name__}: {said:.200}")
+
+
+def class_of(name: str) -> Any:
+    """transformers' class of that name, if it is a causal language model; else None."""
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or not name.endswith(ENDINGS):
+        return None
+    return getattr(transformers, name, None)
+
+
+def _unknown(name: str, words: Mapping[str, Any]) -> str:
+    if "auto_map" in words:
+        return "its code comes with the checkpoint (auto_map), and such code is never run"
+    return f"transformers {transformers.__version__} has no causal language model of that name either"
+
+
+def configuration(model_class: Any, words: Mapping[str, Any], implementation: str) -> Any:
+    """transformers' configuration, with an attention of ours."""
+    config = model_class.config_class.from_dict({key: words[key] for key in words if key not in OWN_CHOICES})
+    config._attn_implementation = implementation
+    return config
+
+
+def _try_out(model_class: Any, words: Mapping[str, Any]) -> Found:
+    config = configuration(model_class, words, TRIAL)
+    config._experts_implementation = TRIAL
+    _check_kind(model_class, config)
+    with torch.device("meta"):
+        whole = model_class(config).eval()
+    _check_modules(whole)
+    tensors, is_tied = _tensors(whole)
+    halves, notebook = Halves(whole), _Notebook()
+    if "position_ids" not in inspect.signature(halves.decoder.forward).parameters:
+        raise _CannotRun("it takes no positions")
+    ids = torch.zeros(NUM_TOKENS, dtype=torch.int64, device="meta")
+    cache = DynamicCache(config=config)
+    with torch.no_grad():
+        hidden = halves.hidden(ids, torch.arange(NUM_TOKENS, device="meta"), past_key_values=cache, use_cache=True,
+                               **{NOTEBOOK: notebook})  # fmt: skip
+        logits = halves.logits(hidden)
+    _check_kept(cache, config.num_hidden_layers)
+    max_len = _max_len(config)
+    layers = _layers(notebook.asked, config.num_hidden_layers, max_len)
+    names = {id(module): name for name, module in halves.modules.items()}
+    return Found(
+        hidden_size=hidden.shape[-1],
+        intermediate_size=_count(getattr(config, "intermediate_size", 0)),
+        vocab_size=logits.shape[-1],
+        max_model_len=max_len,
+        num_attention_heads=notebook.asked[0].query[1],
+        is_tied=is_tied,
+        layers=layers,
+        modules=tuple(names[id(asked.module)] for asked in notebook.asked),
+        tensors=tensors,
+    )
+
+
+def _check_kind(model_class: Any, config: Any) -> None:
+    """What the class and the configuration say."""
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise _CannotRun("it has an encoder, or attends to one")
+    if model_class._is_stateful:
+        raise _CannotRun("its layers keep a state beside keys and values (recurrent or state-space layers)")
+
+
+def _check_modules(whole: nn.Module) -> None:
+    """Nothing but attention may let one token know of another: tokens of several requests are computed in a row."""
+    for name, module in whole.named_modules():
+        if isinstance(module, MIXES_TOKENS):
+            raise _CannotRun(f"{name} is a {type(module).__name__}, which would mix tokens of several requests")
+
+
+def _tensors(whole: Any) -> tuple[Tensors, bool]:
+    """What the model holds, once each, and whether its output layer is its embedding."""
+    embedding, output = whole.get_input_embeddings(), whole.get_output_embeddings()
+    is_tied = output is not None and output.weight is embedding.weight
+    seen: set[int] = set()
+    tensors: dict[str, StoredTensor] = {}
+    for name, tensor in whole.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        if tensor is embedding.weight:
+            tensors[name] = StoredTensor(tuple(tensor.shape), "embedding")
+        elif output is not None and tensor is output.weight:
+            tensors[name] = StoredTensor(tuple(tensor.shape), "lm_head")
+        else:
+            tensors[name] = StoredTensor(tuple(tensor.shape), "replicated")
+    return tensors, is_tied
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _max_len(config: Any) -> int:
+    """How long requests may be: up to where positions go, and where no scaling of them begins to turn all alike."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest < 1:
+        raise _CannotRun("its config.json does not say max_position_embeddings")
+    for rope in _ropes(config):
+        if rope.get("rope_type", rope.get("type")) in LENGTHWISE_ROPES:
+            longest = min(longest, int(rope.get("original_max_position_embeddings") or longest))
+    return longest
+
+
+def _ropes(config: Any) -> list[Mapping[str, Any]]:
+    """The rotations' parameters: one set, or one for each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    each = [parameters, *parameters.values()]
+    return [rope for rope in each if isinstance(rope, Mapping)]
+
+
+def _layers(asked: Sequence[_Asked], num_layers: int, max_len: int) -> tuple[LayerKV, ...]:
+    """What each layer keeps, if attention of ours can compute it."""
+    if len(asked) != num_layers:
+        raise _CannotRun(
+            f"of its {num_layers} layers {len(asked)} attend; the others keep something else of a token (linear "
+            f"attention, recurrent or state-space layers)"
+        )
+    if len({id(each.module) for each in asked}) != num_layers:
+        raise _CannotRun("several layers share one attention")
+    for each in asked:
+        _check_asked(each)
+    layers = tuple(_layer(each, max_len) for each in asked)
+    kinds = {(each.query[1], layer.num_kv_heads, layer.key_size) for each, layer in zip(asked, layers, strict=True)}
+    if len(kinds) > 1:
+        said = ", ".join(f"{heads} over {kv} of {size}" for heads, kv, size in sorted(kinds))
+        raise _CannotRun(f"its layers have different heads ({said})")
+    return layers
+
+
+def _check_kept(cache: Any, num_layers: int) -> None:
+    """Raise where transformers' own cache has not each layer's keys and values: layers that share those of others."""
+    kept: list[int] = [layer.get_seq_length() for layer in cache.layers]
+    if kept != [NUM_TOKENS] * num_layers:
+        raise _CannotRun(f"of its {num_layers} layers {kept.count(NUM_TOKENS)} keep keys and values of their own")
+
+
+def _check_asked(asked: _Asked) -> None:
+    """Raise for what would change scores and is not built."""
+    if asked.query[2] != NUM_TOKENS or asked.key[2] != NUM_TOKENS:
+        raise _CannotRun(f"a layer attends {asked.query[2]} queries to {asked.key[2]} keys of {NUM_TOKENS} tokens")
+    if asked.key[3] != asked.value[3] or asked.query[3] != asked.key[3]:
+        raise _CannotRun(f"keys have {asked.key[3]} elements and values {asked.value[3]}; built are equal ones")
+    if asked.query[1] % asked.key[1]:
+        raise _CannotRun(f"{asked.query[1]} heads of queries are no multiple of {asked.key[1]} of keys")
+    if asked.said.get("is_causal") is False or not getattr(asked.module, "is_causal", True):
+        raise _CannotRun("tokens see those after them")
+    for word, value in asked.said.items():
+        if value is not None and word not in UNDERSTOOD | {"is_causal"}:
+            said = value if isinstance(value, (bool, int, float, str)) else type(value).__name__
+            raise _CannotRun(f"its scores depend on {word} ({said})")
+
+
+def _layer(asked: _Asked, max_len: int) -> LayerKV:
+    if not isinstance(asked.mask, _Mask):
+        raise _CannotRun("it makes its mask by itself")
+    window = _window(asked.mask, max_len)
+    return LayerKV(num_kv_heads=asked.key[1], key_size=asked.key[3], value_size=asked.value[3], window=window)
+
+
+def _window(mask: _Mask, max_len: int) -> int | None:
+    """How many tokens a token sees, itself included; None: all before it. What the last position sees says how many,
+    and every other position must agree."""
+    first = _first_seen(mask, max_len - 1)
+    window = max_len - first
+    probes = {0, 1, window - 1, window, window + 1, max_len // 2, max_len - 2}
+    for position in (probe for probe in probes if 0 <= probe < max_len):
+        if _first_seen(mask, position) != max(0, position - window + 1):
+            raise _CannotRun("its tokens see neither all before them nor a window")
+    return None if window == max_len else window
+
+
+def _first_seen(mask: _Mask, position: int) -> int:
+    """The first of the positions that one sees, which must be all from there up to itself."""
+    none, keys = torch.tensor(0), torch.arange(position + 2)
+    seen = mask.sees(none, none, torch.tensor(position), keys).expand(position + 2)
+    first = int(seen.int().argmax())
+    if not bool(seen[first : position + 1].all()) or bool(seen[position + 1]):
+        raise _CannotRun("its tokens do not see all from one position up to themselves")
+    return first
