@@ -109,6 +109,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         chat_template=chat_template(arguments.chat_template),
         enable_auto_tool_choice=arguments.enable_auto_tool_choice,
         tool_call_parser=tool_call_parser(arguments),
+        reasoning_parser=reasoning_parser(arguments),
         api_server_count=arguments.api_server_count,
         stream_interval=arguments.stream_interval,
         log_requests=arguments.enable_log_requests,
@@ -140,6 +141,16 @@ def tool_call_parser(arguments: argparse.Namespace) -> str | None:
         raise NotBuiltError(f"--tool-call-parser {name} is not built; choose one of {', '.join(PARSERS)}")
     if arguments.enable_auto_tool_choice and name is None:
         raise ConfigError("--enable-auto-tool-choice requires --tool-call-parser; give both")
+    return name
+
+
+def reasoning_parser(arguments: argparse.Namespace) -> str | None:
+    """Raises NotBuiltError for one that is not built."""
+    from trimtab_engine.api.openai.reasoning_parsers import PARSERS
+
+    name: str | None = arguments.reasoning_parser
+    if name is not None and name not in PARSERS:
+        raise NotBuiltError(f"--reasoning-parser {name} is not built; choose one of {', '.join(PARSERS)}")
     return name
 
 

@@ -61,6 +61,11 @@ def _add_server_flags(group: Any) -> None:
         "--tool-call-parser", metavar="NAME", help="how the model writes tool calls: hermes, llama3_json or pythonic"
     )
     group.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="how the model writes its thoughts, which answers then have apart: deepseek_r1, openai_gptoss or qwen3",
+    )
+    group.add_argument(
         "--max-logprobs",
         type=types.not_negative,
         default=20,

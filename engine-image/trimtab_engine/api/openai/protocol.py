@@ -300,6 +300,9 @@ class ChatMessage(BaseModel):
     name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
     tool_calls: ToolCalls | None = None
     tool_call_id: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """The same, by the name that it had before: what an earlier answer thought."""
 
     @model_validator(mode="before")
     @classmethod
@@ -324,11 +327,17 @@ class ChatMessage(BaseModel):
             raise ValueError(f"a message of role {self.role} has tool_calls; only the assistant's do")
         if self.tool_call_id is not None and self.role != "tool":
             raise ValueError(f"a message of role {self.role} has a tool_call_id; only the tool's do")
+        if self.thoughts and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} has reasoning; only the assistant's do")
         if self.role != "user" and self.has_media:
             raise ValueError(f"a message of role {self.role} has an image or a video; only the user's may")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and not self.thoughts:
             raise ValueError("content is missing; only an assistant's message with tool_calls may do without")
         return self
+
+    @property
+    def thoughts(self) -> str | None:
+        return self.reasoning or self.reasoning_content
 
     @property
     def text(self) -> str:
@@ -367,6 +376,8 @@ class ChatMessage(BaseModel):
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.thoughts:
+            message["reasoning_content"] = self.thoughts  # which templates call so, those that look at it
         return message | {k: v for k, v in (("name", self.name), ("tool_call_id", self.tool_call_id)) if v}
 
 
@@ -382,6 +393,7 @@ class ChatRequest(GenerationRequest, ToolFields, TemplateFields):
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT64)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
+    include_reasoning: bool | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatRequest":

@@ -37,6 +37,8 @@ class ServerOptions:
     """The text that takes the place of the model's own."""
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    """How the model writes its thoughts; None: whatever it writes is its answer."""
     custom_histogram_buckets: dict[str, list[float]] | None = None
     core_silence_timeout: float = 30.0
     """Seconds; 0: a core may be silent for ever."""

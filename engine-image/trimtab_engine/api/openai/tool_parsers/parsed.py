@@ -16,10 +16,15 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Parsed:
-    """What has become certain: text for the user, and calls."""
+    """What has become certain: text for the user, calls, and thoughts, which come before both."""
 
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list)
+    reasoning: str = ""
+
+    def plus(self, more: "Parsed") -> "Parsed":
+        """This, and what became certain behind it."""
+        return Parsed(self.content + more.content, [*self.calls, *more.calls], self.reasoning + more.reasoning)
 
 
 class ToolParser(Protocol):

@@ -1,0 +1,87 @@
+"""Answers of models that think first, against a server whose stub core writes what the prompt says."""
+
+import json
+from typing import Any
+
+import pytest
+from trimtab_engine.api.openai.protocol import ChatMessage
+
+ECHO = "{% if tools %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+"""What the stub core echoes; that it names tools is enough to know them."""
+CALL = '<tool_call>{"name": "light"}</tool_call>'
+LIGHT = {"type": "function", "function": {"name": "light", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def thinking(start_server: Any) -> Any:
+    return start_server(
+        "--chat-template", ECHO, "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+        "--reasoning-parser", "deepseek_r1",
+    )  # fmt: skip
+
+
+def ask(server: Any, content: str, **fields: Any) -> Any:
+    body = {"messages": [{"role": "user", "content": content}], **fields}
+    return server.http.post("/v1/chat/completions", json=body)
+
+
+def message(server: Any, content: str, **fields: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = ask(server, content, **fields).json()["choices"][0]["message"]
+    return answer
+
+
+def test_thoughts_come_apart_under_both_names(thinking: Any) -> None:
+    answer = message(thinking, "!eos<think>hm</think>yes")
+    assert (answer["content"], answer["reasoning"], answer["reasoning_content"]) == ("yes", "hm", "hm")
+
+
+def test_thoughts_that_were_cut_leave_no_content(thinking: Any) -> None:
+    answer = message(thinking, "!eoshm, and")
+    assert (answer["content"], answer["reasoning"]) == (None, "hm, and")
+
+
+def test_thoughts_may_be_left_out(thinking: Any) -> None:
+    answer = message(thinking, "!eoshm</think>yes", include_reasoning=False)
+    assert answer["content"] == "yes"
+    assert "reasoning" not in answer
+
+
+def test_calls_are_read_behind_thoughts_and_not_in_them(thinking: Any) -> None:
+    answer = message(thinking, f"!eos{CALL}?</think>{CALL}", tools=[LIGHT])
+    assert answer["reasoning"] == f"{CALL}?"
+    assert [call["function"]["name"] for call in answer["tool_calls"]] == ["light"]
+
+
+def test_a_stream_tells_the_same(thinking: Any) -> None:
+    events = ask(thinking, f"!eoshm</think>yes {CALL}", tools=[LIGHT], stream=True).text.split("\n\n")
+    deltas = [
+        json.loads(event.removeprefix("data: "))["choices"][0]["delta"]
+        for event in events
+        if event.startswith("data: {")
+    ]
+    for name, text in (("reasoning", "hm"), ("reasoning_content", "hm"), ("content", "yes ")):
+        assert "".join(delta.get(name) or "" for delta in deltas) == text
+    assert [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls", [])] == ["light"]
+
+
+def test_an_answer_that_a_grammar_holds_has_no_thoughts(thinking: Any) -> None:
+    answer = message(thinking, "!eos[]", tools=[LIGHT], tool_choice="required")
+    assert "reasoning" not in answer
+
+
+def test_without_a_parser_all_is_content_and_there_is_nothing_to_leave_out(start_server: Any) -> None:
+    server = start_server("--chat-template", ECHO)
+    assert message(server, "!eos<think>hm</think>yes")["content"] == "<think>hm</think>yes"
+    refused = ask(server, "a", include_reasoning=False)
+    assert refused.status_code == 400
+    assert "--reasoning-parser" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["param"] == "include_reasoning"
+
+
+def test_what_an_answer_thought_goes_back_to_the_template() -> None:
+    said = ChatMessage(role="assistant", content="yes", reasoning="hm")
+    assert said.for_template() == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    older = ChatMessage(role="assistant", content=None, reasoning_content="hm")
+    assert older.for_template()["reasoning_content"] == "hm"
+    with pytest.raises(ValueError, match="a message of role user has reasoning"):
+        ChatMessage(role="user", content="a", reasoning="hm")
