@@ -13,7 +13,7 @@ from harness.deployment import Deployment, describe
 from harness.engine import API_PORT
 from harness.kube import Kube, Manifest, condition, is_true
 from harness.layouts import NEVER, QUESTION, READY_SECONDS, ROOM, await_ready, layout, needs_workers, nodes_of
-from harness.nodes import pod_nodes, pretended, worker_nodes
+from harness.nodes import kept_for, pod_nodes, pretended, worker_nodes
 from harness.report import measured
 from harness.wait import NotYet, Waiter
 
@@ -200,7 +200,7 @@ def test_two_data_parallel_ranks_in_two_pods(apply: Apply, remove: Remove, expec
 # --- two groups, and GPUs for one -------------------------------------------------------------------------------------
 
 RACER = {"parallelism": {"pipeline": 2, "gpusPerNode": 1}, "tuning": NEVER}
-FIRST_IN_LINE = "trimtab-e2e-first-in-line"  # the scheduler looks at these pods first, and evicts nobody for them
+TOLERATION = {"key": "trimtab.dev/e2e-kept-for", "operator": "Exists", "effect": "NoSchedule"}
 
 
 def a_racer(apply: Apply, name: str, **pod: Any) -> Deployment:
@@ -208,36 +208,20 @@ def a_racer(apply: Apply, name: str, **pod: Any) -> Deployment:
     return apply(name, **RACER, template={"spec": {"containers": [{"name": "main", "resources": resources}], **pod}})
 
 
-@pytest.fixture
-def first_in_line(kube: Kube) -> Iterator[str]:
-    kube.apply(
-        {
-            "apiVersion": "scheduling.k8s.io/v1",
-            "kind": "PriorityClass",
-            "metadata": {"name": FIRST_IN_LINE},
-            "value": 1000,
-            "preemptionPolicy": "Never",
-        }
-    )
-    yield FIRST_IN_LINE
-    kube.delete("priorityclass", FIRST_IN_LINE)
-
-
 def test_of_two_groups_that_hold_half_of_what_they_need_the_younger_gives_way(
-    apply: Apply, remove: Remove, kube: Kube, expected: str, first_in_line: str
+    apply: Apply, remove: Remove, kube: Kube, expected: str
 ) -> None:
     """Each of two groups of two pods gets one of two accelerators: without us both would wait for ever."""
     one, other = worker_nodes(kube)[:2]
     with pretended(kube, ACCELERATOR, {one: 1}):
         old = a_racer(apply, "old")
         old.waiter.until("the older holds one", lambda: _holds(old, 1), deadline_seconds=60.0)
-        young = a_racer(apply, "young", priorityClassName=first_in_line)
+        young = a_racer(apply, "young", tolerations=[TOLERATION])
         young.waiter.until("the younger has its pods", lambda: _holds(young, 0), deadline_seconds=60.0)
-        # The scheduler lets a pod that found no node rest for up to 10 s; then it looks at both groups' pods at once.
-        young.waiter.stays("the younger finds no node", lambda: _placed(young), seconds=12.0)
         with pretended(kube, ACCELERATOR, {other: 1}):
+            with kept_for(kube, other, TOLERATION):  # else it is the scheduler's whim whose pod gets it
+                young.waiter.until("each holds one", lambda: _holds(young, 1), deadline_seconds=60.0)
             began = time.monotonic()
-            young.waiter.until("each holds one", lambda: _holds(young, 1), deadline_seconds=60.0)
             assert len(_placed(old)) == 1
             old.ready(deadline_seconds=READY_SECONDS)
             measured(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from harness.kube import Kube, Manifest, is_true
@@ -78,6 +78,17 @@ def pretended(kube: Kube, resource: str, amounts: dict[str, int]) -> Iterator[No
     finally:
         for node in amounts:
             _patch_status(kube, node, [{"op": "remove", "path": f"/status/capacity/{key}"}])
+
+
+@contextmanager
+def kept_for(kube: Kube, node: str, toleration: Mapping[str, str]) -> Iterator[None]:
+    """A node that takes only new pods with this toleration."""
+    taint = f"{toleration['key']}:{toleration['effect']}"
+    kube.run("taint", "node", node, taint)
+    try:
+        yield
+    finally:
+        kube.run("taint", "node", node, f"{taint}-")
 
 
 def _patch_status(kube: Kube, node: str, body: list[dict[str, str]]) -> None:
