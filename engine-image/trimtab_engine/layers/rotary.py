@@ -25,12 +25,15 @@ class RotaryAngles:
         self._frequencies = scaled_frequencies(rope, head_size).to(device)
         self._factor = rope.attention_factor
         sections = [axis for axis, count in enumerate(rope.sections) for _ in range(count)]
-        self._axes = torch.tensor(sections, dtype=torch.int64, device=device)
+        self._axes = torch.tensor(sections, dtype=torch.int64, device=device) if sections else None
         """By which of a token's positions each frequency turns, where they are several."""
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         """positions [num_tokens] int64, or [3, num_tokens] over time, height and width."""
-        places = positions.unsqueeze(1) if positions.dim() == 1 else positions[self._axes].t().contiguous()
+        if self._axes is None or positions.dim() == 1:
+            places = positions.unsqueeze(1)
+        else:
+            places = positions[self._axes].t().contiguous()
         angles = places.float() * self._frequencies
         if self._factor == 1.0:
             return torch.complex(angles.cos(), angles.sin())
