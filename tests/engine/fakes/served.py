@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from engine_benchmarks.parity import Reference, compare
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages import AddRequest, PatchConfig
 from trimtab_engine.scheduling.sampling import Sampling
 
 
@@ -48,3 +49,25 @@ def greedy_requests(prompts: Iterable[list[int]], num_tokens: int) -> list[AddRe
     """One for each prompt, named by its number, that generates exactly `num_tokens`."""
     sampling = Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     return [AddRequest(str(number), prompt, sampling, arrival_time=0.0) for number, prompt in enumerate(prompts)]
+
+
+def served_twice_with_resizes(engine: Engine, references: list[Reference]) -> list[Served]:
+    """Three of each reference's prompt together, and once more, while the KV cache shrinks and grows every 25 steps.
+    The tokens are the references'."""
+    served: list[Served] = []
+    least = engine.config()["fields"]["gpu_memory_utilization"]["min"]
+
+    def resize(step: int) -> None:
+        if step % 25 == 0:
+            size = least if step % 50 == 0 else round(least + 2e-4, 4)
+            assert engine.patch_config(PatchConfig({"gpu_memory_utilization": size}))[0] == 200
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        served.append(serve(engine, greedy_requests(prompts, num_tokens), resize))
+        return list(served[-1].tokens.values())
+
+    for _ in range(2):
+        parity = compare(references * 3, generate)
+        assert parity.defects == []
+        assert parity.near_ties <= 3
+    return served

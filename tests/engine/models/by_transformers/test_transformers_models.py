@@ -9,12 +9,11 @@ import pytest
 import torch
 import transformers
 from engine_benchmarks.parity import Reference, compare, greedy_generator, load_runner, reference_tokens
-from served import Served, greedy_requests, serve
+from served import served_twice_with_resizes
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ModelError, NotBuiltError
 from trimtab_engine.memory.reserved import RANK_BYTES
-from trimtab_engine.messages import PatchConfig
 from trimtab_engine.models.checkpoint import num_parameters
 from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.registry import open_model, parse_model_config
@@ -138,22 +137,7 @@ def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transform
         swap_space_bytes_cap=1 << 19,
     )
     engine, _ = start_engine(config, lambda stage, percent: None, lambda: 0.0)
-    served: list[Served] = []
-    least = engine.config()["fields"]["gpu_memory_utilization"]["min"]
-
-    def resize(step: int) -> None:
-        if step % 25 == 0:
-            size = least if step % 50 == 0 else round(least + 2e-4, 4)
-            assert engine.patch_config(PatchConfig({"gpu_memory_utilization": size}))[0] == 200
-
-    def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        served.append(serve(engine, greedy_requests(prompts, num_tokens), resize))
-        return list(served[-1].tokens.values())
-
-    for _ in range(2):
-        parity = compare(references * 3, generate)
-        assert parity.defects == []
-        assert parity.near_ties <= 3
+    served = served_twice_with_resizes(engine, references)
     assert any(batch.preempted["swap"] for batch in served)
     assert any(batch.prefix_cache_hits for batch in served)
     engine.close()
