@@ -12,7 +12,7 @@ import yaml
 from pod_security import violations
 from prometheus_client import generate_latest
 from rendered_chart import CHART, HELM, NAMESPACE, NO_HELM, REPOSITORY, helm, one, render, rights
-from trimtab_operator.resource.installation import Alerts, NetworkAccess, PodMonitoring
+from trimtab_operator.resource.installation import Alerts, GpuBudget, NetworkAccess, PodMonitoring
 from trimtab_operator.resource.powers import POWERS
 
 CRD = REPOSITORY / "crds" / "trimtab.dev_inferencedeployments.yaml"
@@ -284,6 +284,16 @@ def test_what_the_administrator_chooses_for_all_resources_reaches_the_operator()
     assert access.clients == ({"podSelector": {"matchLabels": {"app": "front"}}},)
     assert PodMonitoring.model_validate(told["--pod-monitors"]).interval == "30s"
     assert Alerts.model_validate(told["--alerts"]).labels == {"release": "p"}
+
+
+def test_a_gpu_budget_reaches_the_operator_and_there_is_none_by_default() -> None:
+    assert "--gpu-budget" not in choices()
+    told = choices("gpuBudget.total=64", "gpuBudget.namespaces.team-a=16")["--gpu-budget"]
+    assert GpuBudget.model_validate(told) == GpuBudget(total=64, namespaces={"team-a": 16})
+    assert GpuBudget.model_validate(choices("gpuBudget.total=0")["--gpu-budget"]).total == 0
+    alone = choices("gpuBudget.namespaces.team-a=16")["--gpu-budget"]
+    assert GpuBudget.model_validate(alone) == GpuBudget(namespaces={"team-a": 16})
+    assert helm("template", "t", str(CHART), "--set", "gpuBudget.total=-1").returncode != 0
 
 
 def test_powers_of_pods_are_those_that_the_operator_knows_and_none_by_default() -> None:

@@ -19,7 +19,15 @@ from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 
 RECORD_ANNOTATION = "trimtab.dev/as-rendered"  # on a leader's StatefulSet
-NOT_RENDERED = ("replicas", "scaling", "metrics", "objectives", "tuning", "rollout")  # but for what `asked_of` adds
+NOT_RENDERED = (
+    "replicas",
+    "priority",
+    "scaling",
+    "metrics",
+    "objectives",
+    "tuning",
+    "rollout",
+)  # but for what `asked_of` adds
 ASKED_LENGTH = 16  # hex digits
 
 

@@ -30,7 +30,7 @@ from trimtab_operator.errors import InvalidSpec, MisconfiguredOperator, TrimtabE
 from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
-from trimtab_operator.resource.installation import Alerts, Installation, NetworkAccess, PodMonitoring
+from trimtab_operator.resource.installation import Alerts, GpuBudget, Installation, NetworkAccess, PodMonitoring
 from trimtab_operator.resource.powers import POWERS
 from trimtab_operator.resource.spec import GROUP, KIND, VERSION, InferenceDeployment
 
@@ -131,6 +131,13 @@ def run(
     alerts: Annotated[
         str | None, typer.Option(metavar="JSON", help='Make a PrometheusRule per resource: {"labels": {…}}.')
     ] = None,
+    gpu_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='GPUs that all engines may hold together, and those of namespaces: {"total": 64, "namespaces": {…}}.',
+        ),
+    ] = None,
     allow_power: AllowPower = None,
     log_format: Annotated[LogFormat, typer.Option(help="One JSON object a line, or text.")] = LogFormat.JSON,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
@@ -193,6 +200,7 @@ def run(
             _choice("--pod-monitors", pod_monitors, PodMonitoring),
             _choice("--alerts", alerts, Alerts),
             _powers(allow_power),
+            _choice("--gpu-budget", gpu_budget, GpuBudget),
         ),
         prometheus=prometheus,
     )

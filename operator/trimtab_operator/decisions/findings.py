@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trimtab_operator.decisions.budget import Share
 from trimtab_operator.decisions.model_facts import FactsState
 from trimtab_operator.decisions.rollback import FailedChange
 from trimtab_operator.observed.groups import Group
@@ -48,6 +49,8 @@ class Findings:
     """Where the engines' metrics were read; None: they were not."""
     metrics_detour: str | None = None
     """Why they were read from the pods instead of from Prometheus."""
+    share: Share | None = None
+    """What the GPU budget allows; None: there is none, or nothing is brought about."""
     is_paused: bool = False
     """Whether nothing is changed, as its owner asks."""
     keeps_older_pods: bool = False

@@ -45,6 +45,7 @@ SEAL = "rollout"  # what its sealed text is called
 WATCHED_SECONDS = 3600.0  # after a change was proven: what its engines do later is not put down to it any more
 CRASHES_TOO_MANY = 3  # of its engines in that time: the tuner takes back its own values after the first
 REFUSED_STARTS = 3  # ended so, this often: the node is not to blame, and waiting helps nobody
+HOW_MANY = ("replicas", "priority", "scaling")  # whatever replicas run, the owner's latest word holds
 NOT_RENDERED = ("replicas", "scaling", "metrics", "objectives", "tuning")  # caps of `tuning` are in the revision
 
 
@@ -238,7 +239,7 @@ def change_of(deployment: InferenceDeployment, revision: str) -> str:
 
 
 def proven_deployment(deployment: InferenceDeployment, proven: Form) -> InferenceDeployment | None:
-    """The resource as it was proven, with today's replica count and pace; None when that cannot be carried out now."""
+    """The resource as it was proven, with today's replica count, priority and pace; None when that cannot be done."""
     try:
         body = {"metadata": {"namespace": deployment.namespace, "name": deployment.name, "uid": deployment.uid}}
         before = InferenceDeployment.parse(
@@ -248,8 +249,8 @@ def proven_deployment(deployment: InferenceDeployment, proven: Form) -> Inferenc
         return None
     pace = {name: getattr(deployment.spec.rollout, name) for name in ("max_unavailable", "max_surge")}
     rollout = before.spec.rollout.model_copy(update=pace)
-    now = {"replicas": deployment.spec.replicas, "scaling": deployment.spec.scaling, "rollout": rollout}
-    spec = before.spec.model_copy(update=now)
+    today = {name: getattr(deployment.spec, name) for name in HOW_MANY}
+    spec = before.spec.model_copy(update={**today, "rollout": rollout})
     found = replace(deployment, spec=spec, image=before.image, restarted_at=proven.restarted_at, commit=proven.commit)
     return None if refusals(found) else found
 
@@ -457,4 +458,4 @@ def _attempt(data: Mapping[str, Any]) -> Attempt:
 
 def _written(deployment: InferenceDeployment) -> dict[str, Any]:
     dumped = deployment.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    return {name: value for name, value in dumped.items() if name not in ("replicas", "scaling")}
+    return {name: value for name, value in dumped.items() if name not in HOW_MANY}

@@ -23,6 +23,14 @@ from trimtab_operator.builders.admin_token import token_hash
 from trimtab_operator.builders.record import Record, asked_of, records_of
 from trimtab_operator.builders.stateful_set import Rendered, pod_template, rendered
 from trimtab_operator.decisions.actions import Action, Apply, Delete, Note, Patch
+from trimtab_operator.decisions.budget import (
+    Stake,
+    budget_notes,
+    room_for_surge,
+    share_of,
+    stake_of,
+    standing_stake,
+)
 from trimtab_operator.decisions.comparison import Comparison, worse
 from trimtab_operator.decisions.downloads import download_notes
 from trimtab_operator.decisions.findings import Findings
@@ -90,6 +98,14 @@ class Turn:
     notes: tuple[Note, ...] = ()
     futile: Mapping[str, Futile] = field(default_factory=dict)
     """The part of the memory that may be adopted only once the children were applied."""
+    stake: Stake | None = None
+    """What the resource asks for of the GPU budget, and what it had; None: there is no budget."""
+
+    @property
+    def replicas_staked(self) -> int:
+        """How many replicas are taken out of the GPU budget: those that are brought about, or those that are left."""
+        assert self.stake is not None
+        return self.stake.running if self.findings.share is None else self.findings.share.replicas
 
     @property
     def is_acting(self) -> bool:
@@ -105,12 +121,16 @@ class Turn:
 def turn(world: World, memory: Memory) -> Turn:
     """Decide what is to be done in this world. Never raises, whatever the cluster or the engines say."""
     decided = _decided(world, memory)
-    return _standing_still(decided, memory) if world.deployment.is_paused else decided
+    if world.deployment.is_paused:
+        decided = _standing_still(decided, memory)
+    if decided.stake is None and world.installation.gpu_budget is not None:
+        return replace(decided, stake=standing_stake(world.deployment, world.children))
+    return decided
 
 
 def _standing_still(decided: Turn, memory: Memory) -> Turn:
     """What is found out, and nothing of what would be done: clocks and trials begin when it goes on."""
-    findings = replace(decided.findings, is_paused=True, tuning=None)
+    findings = replace(decided.findings, is_paused=True, tuning=None, share=None)
     kept = replace(decided.memory, tuner=memory.tuner, rollout=memory.rollout)
     return Turn(kept, findings, decided.desired_replicas, futile=memory.futile)
 
@@ -195,10 +215,16 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
     tuned = _tuned(world, known, target, gate.model)
     standing = standing_replicas(deployment, known.memory.tuner)
     count = standing if deployment.is_paused else desired_replicas(deployment, tuned)
+    stake = share = None
+    if course.target is not None and not deployment.is_paused and world.installation.gpu_budget is not None:
+        stake = stake_of(target, known.observed, wanted=count)
+        share = share_of(stake, world.stakes, world.installation.gpu_budget)
+        count = share.replicas
     moment = datetime.fromtimestamp(world.at, UTC)
     room = Surge(0)
     if course.target is not None:
         room = surge_of(course.state.no_room, course.target, known.observed, replicas=count, now=moment)
+        room = _within_budget(room, stake, count, world)
     rollout = replace(course.state, no_room=room.no_room if course.target is not None else course.state.no_room)
     care = _care(world, known, asked=None if course.target is None else f"{deployment.generation}-{_revision(course)}")
     children: tuple[Action, ...] = differing([service_account(deployment)], known.observed)
@@ -238,6 +264,7 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
             trying=course.trying,
             no_room=None if room.no_room is None else room.no_room.message,
             target=None if course.target is None else course.target.deployment,
+            share=share,
             too_few_gpus=_too_few_gpus(world),
             metrics_source=_metrics_source(world),
             metrics_detour=next((said.detour for _, said in sorted(world.engines.items()) if said.detour), None),
@@ -251,12 +278,22 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
         notes=(
             *_unheard(deployment, known.memory.unheard),
             *download_notes(deployment, _views(world, known)),
+            *budget_notes(deployment, share),
             *room.notes,
             *care.notes,
             *sifted.notes,
         ),
         futile=sifted.futile,
+        stake=stake,
     )
+
+
+def _within_budget(room: Surge, stake: Stake | None, count: int, world: World) -> Surge:
+    """No more replicas beside the wanted ones than the GPU budget has room for."""
+    budget = world.installation.gpu_budget
+    if stake is None or budget is None:
+        return room
+    return replace(room, groups=min(room.groups, room_for_surge(stake, count, world.stakes, budget)))
 
 
 def _unheard(deployment: InferenceDeployment, before: int | None) -> tuple[Note, ...]:

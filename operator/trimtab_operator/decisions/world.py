@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trimtab_operator.builders.admin_token import Tokens
+from trimtab_operator.decisions.budget import Stake
 from trimtab_operator.decisions.memory import Memory, Recalled, recalled
 from trimtab_operator.decisions.node_loss import may_be_lost
 from trimtab_operator.decisions.placement import Age, is_partly_placed
@@ -52,6 +53,8 @@ class World:
     former_token: str | None = field(default=None, repr=False)
     sample_seconds: float = 0.0
     """How often metrics change where they are read: Prometheus scrapes at its own pace. 0: with each look."""
+    stakes: tuple[Stake, ...] | None = ()
+    """What all other resources ask for and hold of the GPU budget, where there is one; None: it is not known."""
     remembered: Manifest | None = field(default=None, repr=False)
     """The resource as a cache knew it, if it and its children come from there; None: the API server was asked."""
 

@@ -22,6 +22,7 @@ from trimtab_operator.edge.cluster import API_ERRORS, Cluster, is_forbidden
 from trimtab_operator.edge.engines import Engines
 from trimtab_operator.edge.nodes import Nodes
 from trimtab_operator.edge.prometheus import Prometheus
+from trimtab_operator.edge.stakes import Stakes
 from trimtab_operator.errors import Gone
 from trimtab_operator.observed.groups import is_terminating
 from trimtab_operator.observed.missing_pods import REFUSED_CREATION
@@ -61,6 +62,8 @@ class Eyes:
     installation: Installation = field(default_factory=Installation)
     prometheus: Prometheus | None = None
     cache: Cache | None = None
+    stakes: Stakes | None = None
+    """None: there is no GPU budget."""
     _live: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LIVE_LOOKS))
 
     async def look(self, key: Key, memory: Memory, engines: Engines) -> World:
@@ -73,12 +76,27 @@ class Eyes:
             self._refused_creations(key.namespace) if asked.refused_creations else _nothing(),
             engines.look(asked.engines, world.tokens, asked.metrics),
         )
-        return replace(world, at=self.clock(), engines=said, nodes=nodes, rivals=rivals, refused_creations=refused)
+        return replace(
+            self.with_stakes(key, world),
+            at=self.clock(),
+            engines=said,
+            nodes=nodes,
+            rivals=rivals,
+            refused_creations=refused,
+        )
+
+    def with_stakes(self, key: Key, world: World) -> World:
+        """The same world, with what other resources ask for and hold of the GPU budget now."""
+        if self.stakes is None:
+            return world
+        return replace(world, stakes=self.stakes.of_others(key.namespace, key.name))
 
     def forget(self, key: Key) -> None:
         """Drop what is expected of a resource that is gone."""
         if self.cache is not None:
             self.cache.forget((key.namespace, key.name))
+        if self.stakes is not None:
+            self.stakes.forget(key.namespace, key.name)
 
     async def resource(self, key: Key) -> InferenceDeployment:
         """See the resource alone. Raises Gone."""
@@ -183,6 +201,7 @@ def _beside_the_same(world: World, seen: World) -> World:
         engines=seen.engines,
         nodes=seen.nodes,
         rivals=seen.rivals,
+        stakes=seen.stakes,
         refused_creations=seen.refused_creations,
     )
 

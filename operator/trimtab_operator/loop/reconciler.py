@@ -37,6 +37,7 @@ RESTING_SECONDS = 60.0  # between looks at a resource that is well, whose engine
 MAX_BACKOFF_SECONDS = 60.0  # between ticks that fail
 FAILURES_TO_SHOW = 3  # in a row, before the status says so: one lost connection is no news
 GATHER_SECONDS = 0.2  # wake-ups come in bursts: one tick serves all
+STAKES_TRIED = 5  # times that others may take a part of the GPU budget while a turn is taken
 MAX_TURNS_AT_ONCE = 2  # a turn may predict for a second: it is taken beside the event loop, which must get its share
 
 
@@ -95,6 +96,7 @@ class Reconciler:
             seen, world = world, await self.eyes.confirmed(loop.key, world)
             if world is not seen:  # the cache lagged
                 decided = await self._decided(world, loop.memory)
+        world, decided = await self._staked(loop, world, decided)
         loop.decided = world, decided
         await self.hands.remember(world, decided)
         loop.memory = decided.memory  # only now: what could not be written is decided again
@@ -103,6 +105,16 @@ class Reconciler:
         if not decided.is_idle or _is_moving(status):
             return min(BUSY_TICK_SECONDS, self.eyes.tick_seconds)
         return RESTING_SECONDS if _may_rest(world, status) else self.eyes.tick_seconds
+
+    async def _staked(self, loop: Loop, world: World, decided: Turn) -> tuple[World, Turn]:
+        """Take what was decided out of the GPU budget; where others took it meanwhile, decide again beside them."""
+        stakes = self.eyes.stakes
+        for _ in range(STAKES_TRIED):
+            if stakes is None or decided.stake is None or stakes.put(decided.stake, decided.replicas_staked):
+                return world, decided
+            world = self.eyes.with_stakes(loop.key, world)
+            decided = await self._decided(world, loop.memory)
+        raise NotYet("the GPU budget is being shared out anew; it is looked at again in a moment")
 
     async def _decided(self, world: World, memory: Memory) -> Turn:
         async with self._thinking:

@@ -23,6 +23,7 @@ from trimtab_operator.edge.lease import CONNECTION_ERRORS, LeaderLease
 from trimtab_operator.edge.look import Eyes
 from trimtab_operator.edge.nodes import Nodes
 from trimtab_operator.edge.prometheus import Connection, Prometheus
+from trimtab_operator.edge.stakes import Stakes
 from trimtab_operator.edge.webhook import Webhook
 from trimtab_operator.errors import MisconfiguredOperator
 from trimtab_operator.loop.handlers import build_registry, build_settings
@@ -139,6 +140,7 @@ async def _lead(
         secret = await cluster.secret(options.operator_namespace, options.secret_name, {SECRET_KEY: new_secret()})
         wake_ups = WakeUps()
         cache = cluster.cache = watching.new_cache(options.namespaces, wake_ups.ring)
+        budget = options.installation.gpu_budget
         eyes = Eyes(
             cluster,
             nodes,
@@ -151,6 +153,7 @@ async def _lead(
             if options.prometheus is None
             else await stack.enter_async_context(Prometheus(options.prometheus)),
             cache=cache,
+            stakes=None if budget is None else Stakes(budget, wake_ups.ring, cache),
         )
         hands = Hands(cluster, metrics, eyes.clock, lambda: lease.is_held)
         reconciler = Reconciler(eyes, hands, http, heartbeats, wake_ups)

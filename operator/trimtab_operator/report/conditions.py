@@ -11,6 +11,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
+from trimtab_operator.decisions import budget
 from trimtab_operator.decisions.findings import Findings
 from trimtab_operator.decisions.model_facts import Reading, Unreadable
 from trimtab_operator.decisions.rollback import FailedChange
@@ -54,6 +55,7 @@ class Reason(StrEnum):
     NOT_LIMITED = "NotLimited"  # nothing keeps the replica count from what is wanted
     TOO_FEW_GPUS = "TooFewGPUsPerNode"  # a pod asks for more GPUs than any present node has
     UNSCHEDULABLE = "Unschedulable"  # pods of replicas find no node
+    OVER_BUDGET = budget.OVER_BUDGET  # the GPU budget of the operator allows fewer replicas than are wanted
     AT_MAX_REPLICAS = "AtMaxReplicas"  # promises are missed with as many replicas as scaling allows
     PODS_REFUSED = "PodsRefused"  # the API server refuses to create pods: a quota, a policy
     AS_EXPECTED = "AsExpected"  # nothing is wrong
@@ -109,6 +111,9 @@ def ready_claim(findings: Findings, groups: Sequence[Mapping[str, Any]]) -> Clai
         failed = findings.failed_change
         reason = Reason.START_FAILED if failed.returns_to is None else Reason.ROLLED_BACK
         return Claim("Ready", "False", reason, failed.message if failed.returns_to is None else _back(failed))
+    share = findings.share
+    if share is not None and share.is_below_least:
+        return Claim("Ready", "False", Reason.OVER_BUDGET, share.message)
     wanted = findings.desired_replicas
     ready = sum(g["ready"] for g in groups)
     current = sum(g["ready"] and g["revision"] == findings.revision for g in groups)
@@ -127,6 +132,8 @@ def serving_claim(findings: Findings, groups: Sequence[Mapping[str, Any]]) -> Cl
     """Whether traffic is answered, by whichever revision."""
     if any(g["ready"] for g in groups):
         return Claim("Serving", "True", Reason.ANSWERED, "clients are answered")
+    if findings.share is not None and findings.share.is_limited and findings.desired_replicas == 0:
+        return Claim("Serving", "False", Reason.OVER_BUDGET, findings.share.message)
     if findings.desired_replicas == 0:
         return Claim("Serving", "False", Reason.SCALED_TO_ZERO, "spec.replicas is 0: nothing runs, as asked")
     return Claim("Serving", "False", Reason.NOT_READY, "no replica takes requests")
@@ -280,6 +287,8 @@ def _with_detour(claim: Claim, detour: str | None) -> Claim:
 def scaling_claim(deployment: InferenceDeployment, findings: Findings) -> Claim:
     """What keeps the replica count from what is wanted, or what is wanted from what is needed."""
     claim = _placing_claim(findings)
+    if claim.status != "True" and findings.share is not None and findings.share.is_limited:
+        return Claim("ScalingLimited", "True", Reason.OVER_BUDGET, findings.share.message)
     scaling, tuned = deployment.spec.scaling, findings.tuning
     if scaling is None:
         return claim

@@ -43,6 +43,7 @@ def status_of(deployment: InferenceDeployment, findings: Findings, *, now: datet
         "readyReplicas": ready,
         "updatedReplicas": sum(g["ready"] and g["revision"] == findings.revision for g in groups),
         "desiredReplicas": findings.desired_replicas,
+        **_wanted(findings),
         **_last_scaled(deployment, findings),
         "selector": selector_text(leader_selector(deployment)),
         "url": f"http://{service_name(deployment)}.{deployment.namespace}.svc:{HTTP_PORT}/v1",
@@ -70,6 +71,12 @@ def status_in_the_dark(deployment: InferenceDeployment, problem: tuple[str, str]
     renewed = {claim["type"]: claim for claim in claims}
     before = [renewed.pop(c.get("type"), c) for c in deployment.status.get("conditions") or []]
     return {**deployment.status, "conditions": [*before, *renewed.values()], "phase": reason}
+
+
+def _wanted(findings: Findings) -> dict[str, int]:
+    """How many would be there if the GPU budget allowed it."""
+    share = findings.share
+    return {"wantedReplicas": share.wanted} if share is not None and share.is_limited else {}
 
 
 def _last_scaled(deployment: InferenceDeployment, findings: Findings) -> dict[str, str]:

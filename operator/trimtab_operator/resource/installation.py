@@ -6,7 +6,7 @@ Each is JSON, as the chart writes it; what it does not know is refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -38,6 +38,16 @@ class Alerts(Model):
     labels: dict[str, str] = Field(default={}, description="Labels by which a Prometheus chooses its rules.")
 
 
+Gpus = Annotated[int, Field(ge=0, le=1_000_000)]
+
+
+class GpuBudget(Model):
+    """How many GPUs the engines of all resources may hold together."""
+
+    total: Gpus | None = Field(default=None, description="Of all namespaces that the operator serves; none: no limit.")
+    namespaces: dict[str, Gpus] = Field(default={}, description="Of single namespaces.")
+
+
 @dataclass(frozen=True, slots=True)
 class Installation:
     """The choices. None: no such child is made, and one that is there from before is removed."""
@@ -47,3 +57,5 @@ class Installation:
     alerts: Alerts | None = None
     powers: frozenset[str] = NO_POWERS
     """What overlays may give pods beyond what every unprivileged one has."""
+    gpu_budget: GpuBudget | None = None
+    """None: there is no limit."""

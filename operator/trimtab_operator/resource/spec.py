@@ -34,6 +34,7 @@ RESTARTED_AT = "trimtab.dev/restarted-at"  # annotation of a resource; another t
 KIND = "InferenceDeployment"
 PLURAL = "inferencedeployments"
 MAX_REPLICAS = 1000
+MAX_PRIORITY = 1_000_000_000  # as of a PriorityClass
 MAX_NAME_LENGTH = 40  # child names and the pods' generated labels get suffixes and must stay below 63
 
 
@@ -560,6 +561,13 @@ class Spec(Model):
         description="Replica count; kubectl scale and autoscalers write it. Where scaling is set it cannot be changed, "
         "and says only where the count begins.",
     )
+    priority: int = Field(
+        default=0,
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="Who goes first where the operator has a GPU budget: the higher, the sooner. Replicas of a lower "
+        "one, above its scaling.minReplicas, make room.",
+    )
     scaling: Scaling | None = Field(
         default=None,
         description="Automatic replica count, by what the objectives need; tuning.mode says whether it is only told.",
@@ -606,6 +614,8 @@ class InferenceDeployment:
     commit: str | None = None
     """What the revision of an hf:// model meant when the model was read; None: not known, or of no such model."""
     powers: frozenset[str] = NO_POWERS
+    created_at: str = ""
+    """As the API server wrote it."""
 
     @property
     def replicas(self) -> int:
@@ -636,4 +646,5 @@ class InferenceDeployment:
             restarted_at=annotations.get(RESTARTED_AT),
             is_paused=annotations.get(PAUSED, "false") != "false",
             powers=powers,
+            created_at=str(metadata.get("creationTimestamp") or ""),
         )

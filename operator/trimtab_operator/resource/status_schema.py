@@ -175,7 +175,14 @@ class Status(Model):
     replicas: int | None = Field(default=None, ge=0, description="Replicas that exist.")
     ready_replicas: int | None = Field(default=None, ge=0, description="Replicas that take requests.")
     updated_replicas: int | None = Field(default=None, ge=0, description="Replicas that run the current template.")
-    desired_replicas: int | None = Field(default=None, ge=0, description="Replicas that are wanted.")
+    desired_replicas: int | None = Field(
+        default=None, ge=0, description="Replicas that are wanted, as far as a GPU budget allows."
+    )
+    wanted_replicas: int | None = Field(
+        default=None,
+        ge=0,
+        description="Replicas that would be wanted without a GPU budget; only where that allows fewer.",
+    )
     last_scale_time: str | None = Field(
         default=None,
         max_length=64,

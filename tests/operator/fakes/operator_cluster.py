@@ -19,6 +19,7 @@ from operator_builders import MODEL_FACTS, NOW, a_resource
 from trimtab_operator.builders.admin_token import Tokens, admin_token
 from trimtab_operator.builders.config_map import facts_config_map
 from trimtab_operator.decisions.actions import Action, Apply, Patch, note_of
+from trimtab_operator.decisions.budget import Stake
 from trimtab_operator.decisions.memory import Memory
 from trimtab_operator.decisions.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
 from trimtab_operator.decisions.turn import Turn, turn
@@ -104,6 +105,8 @@ class FakeCluster:
         self.serves: set[str] = set()
         """The kinds that can be done without and that this cluster has, such as PodDisruptionBudget."""
         self.installation = Installation()
+        self.stakes: tuple[Stake, ...] | None = ()
+        """What other resources ask for and hold of the GPU budget."""
         self.is_answering = True
         """Whether engines answer at all."""
         self.unready: set[str] = set()
@@ -213,6 +216,7 @@ class FakeCluster:
             tick_seconds=TICK_SECONDS,
             former_token=former,
             installation=self.installation,
+            stakes=self.stakes,
         )
 
     def decide(self, memory: Memory | None = None) -> Turn:

@@ -1,0 +1,150 @@
+"""What a turn makes of its share of the GPU budget: replicas, status, conditions, Events; and what it leaves alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from operator_cluster import FakeCluster
+from trimtab_operator.decisions.budget import Stake
+from trimtab_operator.resource.installation import GpuBudget, Installation
+from trimtab_operator.resource.spec import PAUSED
+
+GPU = {"device": "cuda", "image": "engine:1"}
+
+
+def a_cluster(total: int, *others: Stake, replicas: int = 3, **spec: Any) -> FakeCluster:
+    cluster = FakeCluster(runtime=GPU, replicas=replicas, **spec)
+    cluster.installation = Installation(gpu_budget=GpuBudget(total=total))
+    cluster.stakes = others
+    return cluster
+
+
+def another(gpus: int, *, priority: int = 100) -> Stake:
+    return Stake("n/other", priority, "2026-01-01", 1, gpus, gpus, gpus, gpus)
+
+
+def test_without_a_budget_nothing_is_asked_or_said() -> None:
+    cluster = FakeCluster(runtime=GPU, replicas=3)
+    cluster.settle()
+    assert (cluster.status["replicas"], "wantedReplicas" in cluster.status) == (3, False)
+    assert cluster.decide().stake is None
+
+
+def test_as_many_replicas_come_as_the_budget_allows_and_it_is_said_once_why_not_more() -> None:
+    cluster = a_cluster(5, another(3))
+    cluster.settle()
+    assert len(cluster.groups) == 2
+    status = cluster.status
+    assert (status["desiredReplicas"], status["wantedReplicas"], status["ready"]) == (2, 3, "2/2")
+    limited = cluster.condition("ScalingLimited")
+    assert (limited["status"], limited["reason"]) == ("True", "OverBudget")
+    assert "of the budget of 5 GPUs n/other (priority 100) gets 3" in limited["message"]
+    assert cluster.condition("Ready")["status"] == "True"
+    assert cluster.events.count("OverBudget") == 1
+    cluster.restart_operator()
+    cluster.settle()
+    assert cluster.events.count("OverBudget") == 1
+
+
+def test_when_there_is_room_again_the_rest_comes_and_that_is_said() -> None:
+    cluster = a_cluster(5, another(3))
+    cluster.settle()
+    cluster.stakes = ()
+    cluster.settle()
+    assert len(cluster.groups) == 3
+    assert "wantedReplicas" not in cluster.status
+    assert cluster.condition("ScalingLimited")["reason"] == "NotLimited"
+    assert cluster.events.count("WithinBudget") == 1
+
+
+def test_a_higher_priority_takes_replicas_but_not_the_fewest() -> None:
+    cluster = a_cluster(4, scaling={"minReplicas": 2, "maxReplicas": 3}, tuning={"mode": "Off"})
+    cluster.settle()
+    assert len(cluster.groups) == 3
+    cluster.stakes = (Stake("n/other", 1, "2026-01-01", 1, 1, 9, 1, 1),)
+    cluster.settle()
+    assert len(cluster.groups) == 2
+    cluster.edit(priority=2)
+    cluster.settle()
+    assert len(cluster.groups) == 3
+
+
+def test_a_resource_that_gets_none_is_not_called_ready_nor_scaled_to_zero() -> None:
+    cluster = a_cluster(3, another(3))
+    cluster.settle()
+    assert cluster.groups == ()
+    for kind in ("Ready", "Serving"):
+        condition = cluster.condition(kind)
+        assert (condition["status"], condition["reason"]) == ("False", "OverBudget")
+    assert cluster.status["desiredReplicas"] == 0
+
+
+def test_an_autoscalers_wish_is_limited_and_kept_as_it_was_written() -> None:
+    cluster = a_cluster(4)
+    cluster.edit(replicas=9)
+    cluster.settle()
+    assert len(cluster.groups) == 4
+    assert cluster.status["wantedReplicas"] == 9
+    assert cluster.deployment.replicas == 9
+
+
+def test_another_priority_changes_no_pod() -> None:
+    cluster = a_cluster(9)
+    cluster.settle()
+    before = {pod["metadata"]["uid"] for pod in cluster.pods.values()}
+    cluster.edit(priority=5)
+    cluster.settle()
+    assert {pod["metadata"]["uid"] for pod in cluster.pods.values()} == before
+
+
+def test_a_change_rolls_in_place_where_the_budget_has_no_further_replica() -> None:
+    cluster = a_cluster(2, replicas=2, rollout={"bakeTime": "0s"})
+    cluster.settle()
+    before = set(cluster.revisions)
+    cluster.edit(engine={"maxModelLen": 1024})
+    most = 0
+    while before & set(cluster.revisions) or cluster.condition("Ready")["status"] != "True":
+        cluster.tick()
+        most = max(most, len(cluster.groups))
+    assert most == 2
+
+
+def test_what_is_paused_or_refused_keeps_what_it_has_and_asks_for_nothing() -> None:
+    cluster = a_cluster(3)
+    cluster.settle()
+    assert cluster.body is not None
+    cluster.body["metadata"]["annotations"] = {PAUSED: "true"}
+    cluster.edit(replicas=9)
+    stake = cluster.decide().stake
+    assert stake is not None
+    assert (stake.running, stake.least, stake.wanted, stake.held) == (3, 3, 3, 3)
+    cluster.body["metadata"]["annotations"] = {}
+    cluster.edit(replicas="many")
+    assert cluster.decide().stake == stake
+
+
+def test_what_takes_no_gpu_is_not_limited() -> None:
+    cluster = a_cluster(0)
+    cluster.edit(runtime={**GPU, "device": "cpu"})
+    cluster.settle()
+    assert len(cluster.groups) == 3
+    assert cluster.condition("ScalingLimited")["reason"] == "NotLimited"
+
+
+def test_a_replica_of_several_pods_counts_with_all_its_gpus() -> None:
+    cluster = a_cluster(3, parallelism={"pipeline": 2, "gpusPerNode": 1})
+    cluster.settle()
+    assert len(cluster.groups) == 1
+    stake = cluster.decide().stake
+    assert stake is not None
+    assert (stake.gpus, stake.running, stake.held) == (2, 1, 2)
+
+
+def test_while_others_are_not_known_nothing_is_added_or_taken() -> None:
+    cluster = a_cluster(3)
+    cluster.settle()
+    cluster.stakes = None
+    cluster.edit(replicas=5)
+    cluster.settle()
+    assert len(cluster.groups) == 3
+    assert "is not known now" in cluster.condition("ScalingLimited")["message"]
