@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-import httpx
+import aiohttp
 import pytest
 from aiohttp import web
 from trimtab_operator.edge.bounded_http import new_client
@@ -217,6 +217,6 @@ async def serve(engine: ContractEngine) -> AsyncIterator[ContractEngine]:
 
 
 @pytest.fixture
-async def http() -> AsyncIterator[httpx.AsyncClient]:
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
     async with new_client() as client:
         yield client

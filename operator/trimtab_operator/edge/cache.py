@@ -8,10 +8,12 @@ no cache. No I/O here: `edge/watching.py` brings what is said. docs/decisions/ca
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 from trimtab_operator.builders.labels import DEPLOYMENT_LABEL
 from trimtab_operator.observed.groups import is_terminating
@@ -21,6 +23,7 @@ from trimtab_operator.resource.spec import KIND
 SILENT_SECONDS = 75.0  # a kind that was not heard of for so long may be anything by now
 SETTLE_SECONDS = 5.0  # a watch tells of a write within milliseconds
 OWN_NOTES = ("ConfigMap",)  # what a loop remembers: written in many turns, and no reason for another one
+SHORT_WORD = 80  # letters: longer texts are seldom the same
 NOT_READ = ("managedFields",)  # of metadata: half of an object's bytes, and nobody asks
 
 Owner = tuple[str, str]
@@ -102,7 +105,7 @@ class Store:
     def _put(self, manifest: Manifest) -> Owner:
         owner = owner_of(self.kind, manifest)
         metadata = {key: value for key, value in manifest["metadata"].items() if key not in NOT_READ}
-        kept = {"kind": self.kind, **manifest, "metadata": metadata}
+        kept = shared({"kind": self.kind, **manifest, "metadata": metadata})
         self._objects.setdefault(owner, {})[metadata["name"]] = kept
         self._homes[owner[0], metadata["name"]] = owner
         return owner
@@ -116,6 +119,16 @@ class Store:
             if not made:
                 del self._objects[home]
         return home
+
+
+def shared(value: Any) -> Any:
+    """A copy whose names and short words are one in memory for all objects that have them: a thousand resources are
+    told in the same words."""
+    if isinstance(value, dict):
+        return {sys.intern(key): shared(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [shared(part) for part in value]
+    return sys.intern(value) if type(value) is str and len(value) <= SHORT_WORD else value
 
 
 def _versions(objects: Mapping[Owner, Mapping[str, Manifest]], owner: Owner) -> dict[str, str]:

@@ -42,6 +42,7 @@ FIELD_MANAGER = "trimtab-operator"
 STATUS_MANAGER = "trimtab-status"
 REQUEST_SECONDS = 30.0  # no request to the API server takes longer, but for a watch
 CONNECT_SECONDS = 10.0
+MAX_CALLS_AT_ONCE = 32  # of the 100 connections that the client library has; the Lease waits for none of them
 
 API_ERRORS = (DynamicApiError, ApiException)  # what the API server answered; connection trouble is an OSError
 RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, version, plural, namespaced
@@ -68,6 +69,7 @@ RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, versi
     ),
 }
 
+LEASES = "/apis/coordination.k8s.io/"
 OPTIONAL = ("PodDisruptionBudget", "NetworkPolicy", "PodMonitor", "PrometheusRule")  # engines do without them
 OPTIONAL_FRESH_SECONDS = 60.0  # what only guards and watches engines is looked at once a minute
 SERVED_FRESH_SECONDS = 300.0  # a kind that is installed later is found within minutes
@@ -95,6 +97,7 @@ class Cluster:
     def __init__(self) -> None:
         self.cache: Cache | None = None
         self._stack = AsyncExitStack()
+        self._gate = asyncio.Semaphore(MAX_CALLS_AT_ONCE)
         self._client: Any = None  # the client library is untyped
         self._resources: dict[str, Any] = {}
         self._served: dict[str, tuple[float, bool]] = {}
@@ -440,6 +443,14 @@ class Cluster:
         )
 
     async def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        """Make one request. Those of a thousand loops wait for each other here, and the Lease for none of them: else a
+        burst of work would cost the right to do it."""
+        if path.startswith(LEASES):
+            return await self._answer(method, path, **options)
+        async with self._gate:
+            return await self._answer(method, path, **options)
+
+    async def _answer(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         response = await self._client.request(
             method, path, serialize=False, _request_timeout=REQUEST_SECONDS, **options
         )

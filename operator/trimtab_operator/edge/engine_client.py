@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
-import httpx
+import aiohttp
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from trimtab_operator.edge.bounded_http import Reply, Unreachable, fetch
@@ -209,7 +209,7 @@ T = TypeVar("T", bound=_Wire)
 class EngineClient:
     """Typed calls to one engine's admin port."""
 
-    def __init__(self, http: httpx.AsyncClient, base_url: str, token: str) -> None:
+    def __init__(self, http: aiohttp.ClientSession, base_url: str, token: str) -> None:
         self._http = http
         self._base_url = base_url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"}

@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import httpx
+import aiohttp
 
 from trimtab_operator.builders.admin_token import Tokens
 from trimtab_operator.decisions.actions import Patch
@@ -70,7 +70,7 @@ class _Conversation:
 class Engines:
     """The engines of one resource. `close` it when the resource is gone."""
 
-    http: httpx.AsyncClient
+    http: aiohttp.ClientSession
     clock: Callable[[], float] = time.time
     patience_seconds: float = PATIENCE_SECONDS
     prometheus: Prometheus | None = None
@@ -171,6 +171,29 @@ class Engines:
             return said if late is None else _with_requests_of(late, said)
         waiting = f"no answer within {self.patience_seconds:g} s; it is still waited for"
         return late or self._repeated(target) or _unsaid(target, waiting)
+
+    async def say_the_same(self, known: Sequence[tuple[Target, bytes]]) -> bool:
+        """Whether the pages of metrics of these engines say what is known of them (`EngineSeen.page`): one request to
+        each, and nothing is remembered of it. One that is asked already, or is late, may say anything."""
+        if any(self._is_asked(target) or self._is_patched(target) for target, _ in known):
+            return False
+        try:
+            async with asyncio.timeout(self.patience_seconds):
+                said = await asyncio.gather(*(self._page(target) for target, _ in known))
+        except TimeoutError:
+            return False
+        return said == [page for _, page in known]
+
+    async def _page(self, target: Target) -> bytes | None:
+        assert target.address is not None
+        async with self._gate:
+            lines = await metrics.lines_of(self.http, pod_url(target.address, target.api_port))
+        return None if isinstance(lines, ScrapeFailure) else metrics.hash_of(lines)
+
+    def _is_patched(self, target: Target) -> bool:
+        """Whether a change is on its way to it."""
+        conversation = self._with.get(target.instance)
+        return conversation is not None and conversation.patching is not None and not conversation.patching.done()
 
     async def patch(self, orders: Iterable[Patch], tokens: Tokens, on_answer: OnAnswer) -> None:
         """Send every change at once. `on_answer` hears each answer, in time or later."""

@@ -6,12 +6,14 @@ Impossible values are passed on as they are; the tuner judges them and says so.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-import httpx
+import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, Field, ValidationError
 
@@ -26,7 +28,10 @@ from trimtab_operator.tuner.moves import Reason
 
 MAX_METRICS_BYTES = 1 << 20  # about ten times what an engine exposes
 MAX_SERIES = 8000  # of those that are read: an engine of sixty data-parallel ranks has fewer
+LARGE_PAGE_BYTES = 1 << 17  # from which on its lines are chosen beside the event loop: it would hold up everybody
+LARGE_BYTES = 1 << 13  # of what is parsed, likewise: some 2 ms
 READ = tuple(sorted(name.encode() for name in USED_NAMES))
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class _Reading:
     found: Sample | ScrapeFailure
     source: Source
     detour: str | None = None
+    page: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ class LoadProgress:
 async def ask(
     target: Target,
     *,
-    http: httpx.AsyncClient,
+    http: aiohttp.ClientSession,
     token: str,
     after_request: int | None = None,
     stored: Stored | None = None,
@@ -95,9 +101,10 @@ async def ask(
     )
     scraped, (news, next_request) = read.found, told
     report = config if isinstance(config, ConfigReport) else None
+    problem = _problem(scraped, config, memory)
     return EngineSeen(
         True,
-        _problem(scraped, config, memory),
+        problem,
         scraped.kind if isinstance(scraped, ScrapeFailure) else Reason.METRICS_MISSING,
         source=read.source,
         detour=read.detour,
@@ -107,6 +114,7 @@ async def ask(
         applied=None if report is None else report.applied,
         layout=layout,
         next_request=next_request if isinstance(scraped, Sample) else None,  # else they are asked for again
+        page=read.page if problem is None and read.detour is None else None,
     )
 
 
@@ -123,11 +131,14 @@ def _problem(
 
 
 async def _read(
-    http: httpx.AsyncClient, api_url: str, stored: Stored | None, *, clock: Callable[[], float]
+    http: aiohttp.ClientSession, api_url: str, stored: Stored | None, *, clock: Callable[[], float]
 ) -> _Reading:
     """What Prometheus has; the pod's own page where nothing is stored, or it is of no use."""
     if stored is None:
-        return _Reading(await scrape(http, api_url, clock=clock), Source.PODS)
+        lines = await lines_of(http, api_url)
+        if isinstance(lines, ScrapeFailure):
+            return _Reading(lines, Source.PODS)
+        return _Reading(await _beside(_parsed, lines, at=clock()), Source.PODS, page=hash_of(lines))
     found = (await asyncio.shield(stored.reading))[stored.pod]
     if isinstance(found, Sample) or not stored.may_scrape:
         return _Reading(found, Source.PROMETHEUS)
@@ -150,8 +161,7 @@ async def _requests(
     body = await client.requests(after)
     if not isinstance(body, bytes):
         return None, None
-    at = clock()
-    return await asyncio.to_thread(parse_requests, body, at=at)  # thousands of rows would hold up everybody
+    return await _beside(parse_requests, body, at=clock())
 
 
 def parse_requests(body: bytes, *, at: float) -> tuple[RequestNews | None, int | None]:
@@ -163,16 +173,33 @@ def parse_requests(body: bytes, *, at: float) -> tuple[RequestNews | None, int |
 
 
 async def scrape(
-    http: httpx.AsyncClient, api_url: str, *, clock: Callable[[], float] = time.time
+    http: aiohttp.ClientSession, api_url: str, *, clock: Callable[[], float] = time.time
 ) -> Sample | ScrapeFailure:
     """Fetch and parse `/metrics`. The sample is dated by the operator's clock, when the page has arrived."""
+    lines = await lines_of(http, api_url)
+    return lines if isinstance(lines, ScrapeFailure) else await _beside(_parsed, lines, at=clock())
+
+
+async def lines_of(http: aiohttp.ClientSession, api_url: str) -> bytes | ScrapeFailure:
+    """Fetch `/metrics`; the lines of it that are read."""
     reply = await fetch(http, "GET", f"{api_url}/metrics", max_bytes=MAX_METRICS_BYTES)
     if isinstance(reply, Unreachable):
         return ScrapeFailure(reply.message)
     if reply.status != 200:
         return ScrapeFailure(f"{api_url}/metrics answered with status {reply.status}")
-    at = clock()
-    return await asyncio.to_thread(parse_metrics, reply.body, at=at)  # a large page would hold up everybody
+    if len(reply.body) <= LARGE_PAGE_BYTES:
+        return _lines_to_read(reply.body)
+    return await asyncio.to_thread(_lines_to_read, reply.body)
+
+
+def hash_of(lines: bytes) -> bytes:
+    """A name for what a page says."""
+    return hashlib.blake2b(lines, digest_size=16).digest()
+
+
+async def _beside(read: Callable[..., T], body: bytes, *, at: float) -> T:
+    """What is read from a body; a large one beside the event loop."""
+    return read(body, at=at) if len(body) <= LARGE_BYTES else await asyncio.to_thread(read, body, at=at)
 
 
 Series = dict[str, list[tuple[Labels, float]]]
@@ -180,24 +207,29 @@ Series = dict[str, list[tuple[Labels, float]]]
 
 def parse_metrics(page: bytes, *, at: float) -> Sample | ScrapeFailure:
     """Read one page of Prometheus text. A page that cannot be read, or lacks a metric, is a failure that says which."""
+    return _parsed(_lines_to_read(page), at=at)
+
+
+def _parsed(lines: bytes, *, at: float) -> Sample | ScrapeFailure:
     try:
-        return sample_of(_series(_lines_to_read(page)), at=at)
+        return sample_of(_series(lines), at=at)
     except Unreadable as error:
         return ScrapeFailure(str(error))
     except (ValueError, KeyError, IndexError) as error:
         return ScrapeFailure(f"the metrics page cannot be read: {error}")
 
 
-def _lines_to_read(page: bytes) -> str:
-    """The lines of the series that are read: there are a hundred times as many. Raises ValueError for too many."""
-    lines = [line for line in page.split(b"\n") if line.startswith(READ)]
-    if len(lines) > MAX_SERIES:
-        raise ValueError(f"it has {len(lines):,} series where an engine has a few")
-    return b"\n".join((*lines, b"")).decode()
+def _lines_to_read(page: bytes) -> bytes:
+    """The lines of the series that are read: there are a hundred times as many."""
+    return b"\n".join((*(line for line in page.split(b"\n") if line.startswith(READ)), b""))
 
 
-def _series(page: str) -> Series:
-    """Every series of the page by name. Raises ValueError where the text is malformed or a series appears twice."""
+def _series(lines: bytes) -> Series:
+    """Every series by name. Raises ValueError where the text is malformed, has too many or one that appears twice."""
+    count = lines.count(b"\n")
+    if count > MAX_SERIES:
+        raise ValueError(f"it has {count:,} series where an engine has a few")
+    page = lines.decode()
     series: Series = {}
     seen: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
     for family in text_string_to_metric_families(page):
@@ -210,7 +242,7 @@ def _series(page: str) -> Series:
     return series
 
 
-async def load_progress(http: httpx.AsyncClient, api_url: str) -> LoadProgress | None:
+async def load_progress(http: aiohttp.ClientSession, api_url: str) -> LoadProgress | None:
     """`/startupz`, which answers while the engine loads; None when it does not answer, or not as it should."""
     reply = await fetch(http, "GET", f"{api_url}/startupz")
     if not isinstance(reply, Reply) or reply.status not in (200, 503):

@@ -24,8 +24,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from trimtab_operator.edge.bounded_http import CONNECT_SECONDS, TooLarge, TooSlow, Unreachable, fetch
+from trimtab_operator.edge.bounded_http import CONNECT_SECONDS, TooLarge, TooSlow, Unreachable
 from trimtab_operator.edge.metrics import ScrapeFailure
+from trimtab_operator.edge.prometheus_http import posted
 from trimtab_operator.errors import MisconfiguredOperator
 from trimtab_operator.tuner.looks import Sample
 from trimtab_operator.tuner.looks.prometheus import (
@@ -163,7 +164,7 @@ class Prometheus:
         self.connection = connection
         self._clock = clock
         self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # `fetch` sets the deadline of the whole
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # `posted` sets the deadline of the whole
             limits=httpx.Limits(max_connections=2 * QUERIES_AT_ONCE),
             follow_redirects=False,
             trust_env=False,
@@ -273,9 +274,8 @@ class Prometheus:
         Prometheus."""
         form = {"query": query, "timeout": f"{DEADLINE_SECONDS:g}s", **({} if at is None else {"time": f"{at:.3f}"})}
         url = f"{self.connection.base_url}/api/v1/query"
-        reply = await fetch(
+        reply = await posted(
             self._http,
-            "POST",
             url,
             headers=await asyncio.to_thread(self._headers),
             form=form,

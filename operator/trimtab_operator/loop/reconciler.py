@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import httpx
+import aiohttp
 
 from trimtab_operator.decisions.findings import Findings
 from trimtab_operator.decisions.memory import Memory
+from trimtab_operator.decisions.rest import Rest, caught_up, rest_of
 from trimtab_operator.decisions.turn import Turn, findings_without_a_turn, turn
 from trimtab_operator.decisions.world import World
 from trimtab_operator.edge.cluster import API_ERRORS
@@ -52,6 +53,8 @@ class Loop:
     """Ticks that failed, in a row."""
     decided: tuple[World, Turn] | None = None
     """What this tick saw and decided, as far as it has come."""
+    rest: Rest | None = None
+    """What the last tick left behind, where nothing happens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class Reconciler:
 
     eyes: Eyes
     hands: Hands
-    http: httpx.AsyncClient
+    http: aiohttp.ClientSession
     heartbeats: Heartbeats
     wake_ups: WakeUps
     _thinking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_TURNS_AT_ONCE))
@@ -73,12 +76,14 @@ class Reconciler:
         """Serve one resource until it is gone."""
         loop = self.loop_of(Key(namespace, name, uid))
         alarm = self.wake_ups.of(namespace, name)
+        rang = True
         try:
             while True:
                 alarm.clear()
                 self.heartbeats.beat(str(loop.key))
-                delay = await self.guarded_tick(loop)
-                await _wait(alarm, delay)
+                if rang or not await self.rests(loop):
+                    delay = await self.guarded_tick(loop)
+                rang = await _wait(alarm, delay)
         except Gone:
             self.hands.metrics.forget(namespace, name)
             self.eyes.forget(loop.key)
@@ -88,9 +93,21 @@ class Reconciler:
             self.heartbeats.forget(str(loop.key))
             self.wake_ups.forget(namespace, name, alarm)
 
+    async def rests(self, loop: Loop) -> bool:
+        """Whether nothing has happened since the last tick that nobody rang for, and the next look can wait."""
+        rest = loop.rest
+        if rest is None or self.eyes.clock() >= rest.until or not await loop.engines.say_the_same(rest.engines):
+            return False
+        loop.rest = rest.later(self.eyes.clock())
+        return True
+
     async def tick(self, loop: Loop) -> float:
         """Bring the resource one step nearer to what is wanted; seconds until the next tick."""
+        rest, loop.rest = loop.rest, None
         world = await self.eyes.look(loop.key, loop.memory, loop.engines)
+        if rest is not None and rest.ended_in(world):
+            async with self._thinking:
+                loop.memory = await asyncio.to_thread(caught_up, rest, loop.memory)
         decided = await self._decided(world, loop.memory)
         if decided.is_acting:
             seen, world = world, await self.eyes.confirmed(loop.key, world)
@@ -104,7 +121,10 @@ class Reconciler:
         loop.memory = replace(decided.memory, futile=decided.futile)
         if not decided.is_idle or _is_moving(status):
             return min(BUSY_TICK_SECONDS, self.eyes.tick_seconds)
-        return RESTING_SECONDS if _may_rest(world, status) else self.eyes.tick_seconds
+        if _may_rest(world, status):
+            return RESTING_SECONDS
+        loop.rest = rest_of(world, decided, status)
+        return self.eyes.tick_seconds
 
     async def _staked(self, loop: Loop, world: World, decided: Turn) -> tuple[World, Turn]:
         """Take what was decided out of the GPU budget; where others took it meanwhile, decide again beside them."""
@@ -127,7 +147,7 @@ class Reconciler:
             with self.hands.metrics.reconcile_seconds.time():
                 async with asyncio.timeout(TICK_DEADLINE_SECONDS):
                     delay = await self.tick(loop)
-            loop.failures = 0
+            loop.failures, loop.decided = 0, None
         except Gone:
             raise
         except Exception as error:
@@ -192,11 +212,12 @@ def _may_rest(world: World, status: Mapping[str, Any]) -> bool:
     return world.remembered is not None and is_well and spec.tuning.mode == "Off" and spec.scaling is None
 
 
-async def _wait(alarm: asyncio.Event, seconds: float) -> None:
-    """Until the alarm rings or time is up. Rings come in bursts: the burst is let pass."""
+async def _wait(alarm: asyncio.Event, seconds: float) -> bool:
+    """Until the alarm rings or time is up; whether it rang. Rings come in bursts: the burst is let pass."""
     try:
         async with asyncio.timeout(seconds):
             await alarm.wait()
     except TimeoutError:
-        return
+        return False
     await asyncio.sleep(GATHER_SECONDS)
+    return True

@@ -74,6 +74,9 @@ class EngineSeen:
     """There if it was asked for."""
     next_request: int | None = None
     """After which finished request it is to be asked for more; None: it did not say."""
+    page: bytes | None = None
+    """A hash of all that is read of its page of metrics, where its pod was asked itself and nothing was amiss: as long
+    as a page has the same, nothing happens in the engine."""
 
 
 def target_of(group: Group, known_layouts: Mapping[str, Degrees]) -> Target:

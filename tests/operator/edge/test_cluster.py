@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.exceptions import NotFoundError
 from operator_builders import a_deployment
-from trimtab_operator.edge.cluster import Cluster, is_of_a_former_namesake, is_of_workload
+from trimtab_operator.edge.cluster import MAX_CALLS_AT_ONCE, Cluster, is_of_a_former_namesake, is_of_workload
 from trimtab_operator.errors import NameTaken, NotYet
 
 
@@ -124,3 +125,32 @@ async def test_what_only_guards_and_watches_engines_is_read_once_a_minute_and_af
     manifest = {"kind": "PodDisruptionBudget", "metadata": {"namespace": "n", "name": "m"}}
     await door.apply(manifest, a_deployment(), is_new=False)
     assert await door._optional_children(a_deployment()) is not first
+
+
+class Slow(Cluster):
+    """A door behind which nothing is answered but what concerns the Lease."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way = 0
+
+    def _path(self, kind: str, namespace: str | None, name: str | None) -> str:
+        group = "apis/coordination.k8s.io/v1/" if kind == "Lease" else "api/v1/"
+        return f"/{group}{kind}/{namespace}/{name}"
+
+    async def _answer(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        if "Lease" not in path:
+            self.under_way += 1
+            await asyncio.Event().wait()
+        return {"kind": "Lease"}
+
+
+async def test_the_lease_waits_for_no_burst_of_other_calls_which_is_bounded() -> None:
+    cluster = Slow()
+    burst = [asyncio.create_task(cluster.get("Pod", "n", f"m-{number}")) for number in range(1000)]
+    await asyncio.sleep(0)
+    assert await cluster.get("Lease", "n", "trimtab") == {"kind": "Lease"}
+    assert cluster.under_way == MAX_CALLS_AT_ONCE
+    for task in burst:
+        task.cancel()
+    await asyncio.gather(*burst, return_exceptions=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import httpx
+import aiohttp
 import pytest
 from operator_builders import ONE_RANK
 from trimtab_operator.edge.metrics import ScrapeFailure, ask, parse_metrics, parse_requests, scrape
@@ -138,7 +138,7 @@ def test_impossible_values_are_passed_on_for_the_tuner_to_judge() -> None:
     assert math.isnan(parsed(page).gauges.kv_usage)
 
 
-async def test_a_status_other_than_200_is_a_failure(engine: ContractEngine, http: httpx.AsyncClient) -> None:
+async def test_a_status_other_than_200_is_a_failure(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     engine.status = 500
     assert await scrape(http, engine.url) == ScrapeFailure(f"{engine.url}/metrics answered with status 500")
 
@@ -152,7 +152,7 @@ def a_target(engine: ContractEngine, group: str = "a", *, ready: bool = True, as
     return Target(group, "127.0.0.1", ready, "u", asks_layout, api_port=engine.port, admin_port=engine.port)
 
 
-async def test_a_ready_engine_is_asked_everything_at_once(engine: ContractEngine, http: httpx.AsyncClient) -> None:
+async def test_a_ready_engine_is_asked_everything_at_once(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     seen = await ask(a_target(engine, asks_layout=True), http=http, token="right", clock=lambda: 99.0)
     assert seen.ready
     assert seen.problem is None
@@ -169,13 +169,15 @@ async def test_a_ready_engine_is_asked_everything_at_once(engine: ContractEngine
     assert seen.layout == ONE_RANK
 
 
-async def test_a_layout_that_is_known_is_not_asked_for_again(engine: ContractEngine, http: httpx.AsyncClient) -> None:
+async def test_a_layout_that_is_known_is_not_asked_for_again(
+    engine: ContractEngine, http: aiohttp.ClientSession
+) -> None:
     assert (await ask(a_target(engine), http=http, token="right")).layout is None
     assert "GET /admin/v1/layout" not in engine.calls
 
 
 async def test_an_engine_that_is_not_ready_is_asked_how_far_it_is_and_not_for_metrics(
-    engine: ContractEngine, http: httpx.AsyncClient
+    engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
     engine.loading = True
     seen = await ask(a_target(engine, ready=False), http=http, token="right")
@@ -185,7 +187,7 @@ async def test_an_engine_that_is_not_ready_is_asked_how_far_it_is_and_not_for_me
 
 
 async def test_what_an_engine_runs_is_known_though_its_metrics_cannot_be_read(
-    engine: ContractEngine, http: httpx.AsyncClient
+    engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
     engine.metrics = "nonsense"
     seen = await ask(a_target(engine), http=http, token="right")
@@ -196,7 +198,7 @@ async def test_what_an_engine_runs_is_known_though_its_metrics_cannot_be_read(
 
 
 async def test_an_engine_that_does_not_list_its_requests_is_read_all_the_same(
-    engine: ContractEngine, http: httpx.AsyncClient
+    engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
     engine.lists_requests = False
     seen = await ask(a_target(engine), http=http, token="right")
@@ -205,14 +207,16 @@ async def test_an_engine_that_does_not_list_its_requests_is_read_all_the_same(
     assert seen.sample.requests is None
 
 
-async def test_an_engine_that_is_gone_is_named_by_its_address(http: httpx.AsyncClient) -> None:
+async def test_an_engine_that_is_gone_is_named_by_its_address(http: aiohttp.ClientSession) -> None:
     gone = Target("c", "127.0.0.1", True, "u", api_port=1, admin_port=1)
     seen = await ask(gone, http=http, token="right")
     assert seen.problem is not None
     assert "127.0.0.1:1/metrics" in seen.problem
 
 
-async def test_a_wrong_token_is_said_in_the_readings_problem(engine: ContractEngine, http: httpx.AsyncClient) -> None:
+async def test_a_wrong_token_is_said_in_the_readings_problem(
+    engine: ContractEngine, http: aiohttp.ClientSession
+) -> None:
     seen = await ask(a_target(engine), http=http, token="wrong")
     assert seen.problem is not None
     assert seen.problem.startswith("configuration: the bearer token")

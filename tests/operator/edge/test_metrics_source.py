@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Literal
 
+import aiohttp
 import httpx
 import pytest
 from fake_prometheus import NAMESPACE, FakePrometheus, exposed
@@ -28,7 +29,7 @@ POD = "m-g0-0"
 class Scene:
     """One engine, asked as a resource wants it, and the Prometheus that has scraped it."""
 
-    def __init__(self, engine: ContractEngine, http: httpx.AsyncClient, *, has_prometheus: bool = True) -> None:
+    def __init__(self, engine: ContractEngine, http: aiohttp.ClientSession, *, has_prometheus: bool = True) -> None:
         self.fake = FakePrometheus(time.time)
         prometheus = Prometheus(Connection("http://prometheus:9090"), transport=self.fake.transport)
         self.engines = Engines(http, patience_seconds=10.0, prometheus=prometheus if has_prometheus else None)
@@ -64,7 +65,7 @@ async def test_metrics_are_read_where_the_owner_and_the_operator_say(
     read: float,
     from_where: Source,
     engine: ContractEngine,
-    http: httpx.AsyncClient,
+    http: aiohttp.ClientSession,
 ) -> None:
     scene = Scene(engine, http, has_prometheus=has_prometheus)
     scene.scrape()
@@ -76,7 +77,7 @@ async def test_metrics_are_read_where_the_owner_and_the_operator_say(
 
 
 async def test_where_prometheus_is_of_no_use_the_pod_is_asked_and_the_reason_is_kept(
-    engine: ContractEngine, http: httpx.AsyncClient
+    engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
     scene = Scene(engine, http)
     for job in ("a", "b"):
@@ -88,7 +89,7 @@ async def test_where_prometheus_is_of_no_use_the_pod_is_asked_and_the_reason_is_
 
 
 async def test_whoever_wants_prometheus_alone_gets_no_other_numbers(
-    engine: ContractEngine, http: httpx.AsyncClient
+    engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
     scene = Scene(engine, http)
     for job in ("a", "b"):
@@ -99,13 +100,13 @@ async def test_whoever_wants_prometheus_alone_gets_no_other_numbers(
 
 
 async def test_an_operator_without_prometheus_says_so_to_who_wants_it(
-    engine: ContractEngine, http: httpx.AsyncClient
+    engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
     said = await Scene(engine, http, has_prometheus=False).look("Prometheus")
     assert (said.sample, said.problem, said.absence) == (None, NO_PROMETHEUS, Reason.PROMETHEUS_UNAVAILABLE)
 
 
-async def test_both_failing_are_both_told(engine: ContractEngine, http: httpx.AsyncClient) -> None:
+async def test_both_failing_are_both_told(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     engine.metrics = "nonsense"
     said = await Scene(engine, http).look("Auto")
     assert said.problem is not None
@@ -114,7 +115,7 @@ async def test_both_failing_are_both_told(engine: ContractEngine, http: httpx.As
 
 
 async def test_requests_that_end_between_two_scrapes_are_told_once_with_the_next(
-    engine: ContractEngine, http: httpx.AsyncClient
+    engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
     scene = Scene(engine, http)
     told: list[int] = []
@@ -130,7 +131,7 @@ async def test_requests_that_end_between_two_scrapes_are_told_once_with_the_next
 
 
 async def test_numbers_never_go_back_in_time_from_one_source_to_the_other(
-    engine: ContractEngine, http: httpx.AsyncClient
+    engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
     scene = Scene(engine, http)
     scene.fake.scrape(exposed(a_sample(5.0)), at=time.time() - 10)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+import aiohttp
 import httpx
 import pytest
 from aiohttp import web
@@ -161,7 +162,7 @@ async def read(prometheus: Prometheus, labels: dict[str, str] | None = None) -> 
 
 
 async def test_both_sources_read_the_same_engine_alike(
-    real: RealPrometheus, shown: Shown, http: httpx.AsyncClient
+    real: RealPrometheus, shown: Shown, http: aiohttp.ClientSession
 ) -> None:
     connection = Connection(real.url, scrape_seconds=1.0)
     async with Prometheus(connection) as prometheus:

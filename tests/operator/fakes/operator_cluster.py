@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
-import httpx
+import aiohttp
 from operator_builders import MODEL_FACTS, NOW, a_resource
 from trimtab_operator.builders.admin_token import Tokens, admin_token
 from trimtab_operator.builders.config_map import facts_config_map
@@ -543,7 +543,7 @@ class FakeEngines:
         """There is nothing under way."""
 
 
-def a_reconciler(cluster: FakeCluster, http: httpx.AsyncClient | None = None) -> Reconciler:
+def a_reconciler(cluster: FakeCluster, http: aiohttp.ClientSession | None = None) -> Reconciler:
     """The loops' shared part, at work on this cluster."""
     door = cast("Cluster", cluster)
     eyes = Eyes(
@@ -556,7 +556,7 @@ def a_reconciler(cluster: FakeCluster, http: httpx.AsyncClient | None = None) ->
         installation=cluster.installation,
     )
     hands = Hands(door, OperatorMetrics(), eyes.clock)
-    unused = cast("httpx.AsyncClient", http)
+    unused = cast("aiohttp.ClientSession", http)
     return Reconciler(eyes, hands, unused, Heartbeats(max_age_seconds=60.0), WakeUps())
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-import httpx
+import aiohttp
 import pytest
 from kubernetes.aio.client.exceptions import ApiException
 from operator_builders import MODEL_FACTS
-from operator_cluster import KEY, TICK_SECONDS, FakeCluster, a_loop, a_reconciler
+from operator_cluster import KEY, TICK_SECONDS, FakeCluster, FakeEngines, a_loop, a_reconciler
 from prometheus_client import generate_latest
 from trimtab_operator.decisions.actions import Apply
+from trimtab_operator.decisions.rest import REST_SECONDS, Rest
 from trimtab_operator.edge import metrics
 from trimtab_operator.edge.engines import Engines
 from trimtab_operator.errors import Gone, NameTaken
@@ -53,7 +54,7 @@ async def test_engines_at_rest_that_are_late_now_and_then_cause_no_write(
         return cluster.said(target)
 
     monkeypatch.setattr(metrics, "ask", answers)
-    engines = Engines(cast("httpx.AsyncClient", None), lambda: cluster.now, patience_seconds=0.02)
+    engines = Engines(cast("aiohttp.ClientSession", None), lambda: cluster.now, patience_seconds=0.02)
     reconciler, loop = a_reconciler(cluster), Loop(KEY, engines)
     await reconciler.tick(loop)
     written = cluster.writes
@@ -118,6 +119,31 @@ async def test_the_loop_ends_with_its_resource(change: str) -> None:
         await reconciler.tick(a_loop(cluster))
     await reconciler.run(KEY.namespace, KEY.name, KEY.uid)
     assert reconciler.heartbeats.problems() == []
+
+
+class Pages(FakeEngines):
+    """Engines of which it is known whether they say the same as before."""
+
+    same = True
+
+    async def say_the_same(self, _known: object) -> bool:
+        return self.same
+
+
+async def test_at_rest_a_tick_compares_pages_alone_until_a_look_is_due() -> None:
+    cluster = FakeCluster()
+    reconciler, pages = a_reconciler(cluster), Pages(cluster)
+    loop = Loop(KEY, cast("Engines", pages))
+    assert not await reconciler.rests(loop)  # before the first look
+    loop.rest = Rest(cluster.look(), (), cluster.now)
+    cluster.now += REST_SECONDS / 2
+    assert await reconciler.rests(loop)
+    assert loop.rest.seen_at == cluster.now
+    pages.same = False
+    assert not await reconciler.rests(loop)
+    pages.same = True
+    cluster.now += REST_SECONDS / 2
+    assert not await reconciler.rests(loop)
 
 
 async def test_a_failing_tick_is_tried_again_and_shown_when_it_keeps_failing() -> None:

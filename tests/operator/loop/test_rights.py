@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any, cast
 
-import httpx
+import aiohttp
 import pytest
 from guarded_cluster import Grant, GuardedDoor
 from operator_builders import a_spec
@@ -68,7 +68,7 @@ def a_reconciler_at(door: GuardedDoor) -> Reconciler:
     nodes = Nodes(door, clock)
     eyes = Eyes(door, nodes, world.secret, world.default_image, 15.0, clock, installation=world.installation)
     hands = Hands(door, OperatorMetrics(), clock)
-    return Reconciler(eyes, hands, cast("httpx.AsyncClient", None), Heartbeats(max_age_seconds=60.0), WakeUps())
+    return Reconciler(eyes, hands, cast("aiohttp.ClientSession", None), Heartbeats(max_age_seconds=60.0), WakeUps())
 
 
 async def ticks(reconciler: Reconciler, loop: Loop, number: int) -> None:

@@ -5,23 +5,9 @@ Each replica is the tuner's twin of an engine on a CPU. Clients wait for their a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
-from operator_cluster import STARTS, TICK_SECONDS, FakeCluster, FakeEngine
-from trimtab_operator.decisions.turn import Turn
-from trimtab_operator.observed.engines import EngineSeen, Target
-from trimtab_operator.observed.groups import is_pod_ready
-from trimtab_operator.tuner.knobs import Knob
-from trimtab_operator.tuner.twin import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
-from twin_samples import sample_of
+from loaded_cluster import LoadedCluster
 
-COST = StepCost(9e-3, 7e-4, 4.5e-3, 1e-7)
-BLOCKS, BLOCK = 151, 16
-STEP_SECONDS = 0.25
-PROMPT, OUTPUT = 64, 192
-START_SECONDS = 30.0
 SCALING = {"minReplicas": 1, "maxReplicas": 3, "behavior": {"scaleDown": {"stabilizationWindowSeconds": 10}}}
 ENGINE = {"gpuMemoryUtilization": "0.74", "maxNumSeqs": 32, "maxNumBatchedTokens": 512}
 PINNED = {
@@ -30,69 +16,6 @@ PINNED = {
     "maxNumBatchedTokens": {"min": 512, "max": 512},
     "watermark": {"max": "0.0"},
 }
-
-
-class LoadedCluster(FakeCluster):
-    """A cluster whose engines serve: so many `clients`, each of which pauses between two requests."""
-
-    def __init__(self, **spec: Any) -> None:
-        super().__init__(start_seconds=START_SECONDS, **spec)
-        self.clients: list[tuple[Sequence | None, float]] = []
-        """What each client waits for, and when it asks again."""
-        self.pause_seconds = 0.0
-        self.twins: dict[str, TwinEngine] = {}
-        """By the uid of the leader's pod."""
-        self.told: dict[str, int] = {}
-
-    def load(self, clients: int, *, pause_seconds: float = 0.0) -> None:
-        """From now on so many clients ask."""
-        self.clients = [(None, self.now + pause_seconds * n / clients) for n in range(clients)]
-        self.pause_seconds = pause_seconds
-
-    def tick(self) -> Turn:
-        decided = self.turn()
-        for _ in range(round(TICK_SECONDS / STEP_SECONDS)):
-            self.now += STEP_SECONDS
-            self._serve()
-        self.controllers()
-        return decided
-
-    def _serve(self) -> None:
-        ready = [self._twin(pod["metadata"]["uid"]) for pod in self.pods.values() if is_pod_ready(pod)]
-        for twin in ready:
-            twin.run_until(self.now)
-        for number, (sequence, at) in enumerate(self.clients):
-            if sequence is not None and sequence.finished_at is not None:
-                self.clients[number] = (None, self.now + self.pause_seconds)
-            elif sequence is None and at <= self.now and ready:
-                asked = Sequence(self.now, PROMPT, OUTPUT)
-                min(ready, key=lambda twin: twin.num_running + twin.num_waiting).add(asked)
-                self.clients[number] = (asked, at)
-
-    def _twin(self, uid: str) -> TwinEngine:
-        if uid not in self.twins:
-            policy = TwinPolicy(int(STARTS[Knob.MAX_NUM_SEQS]), int(STARTS[Knob.MAX_NUM_BATCHED_TOKENS]), 0.0)
-            self.twins[uid] = TwinEngine(COST, policy, KvBlocks(BLOCKS, BLOCK), now=self.now)
-        return self.twins[uid]
-
-    def said(self, target: Target) -> EngineSeen:
-        seen = super().said(target)
-        if seen.sample is None:
-            return seen
-        twin = self._twin(target.instance)
-        ended = twin.finished[self.told.get(target.instance, 0) :]
-        self.told[target.instance] = len(twin.finished)
-        generation = self.engines.get(target.instance, FakeEngine()).generation
-        sample = sample_of(twin, ended, at=self.now, generation=generation)
-        return EngineSeen(
-            True, sample=sample, config=seen.config, ledger=seen.ledger, applied=seen.applied, layout=seen.layout
-        )
-
-    def counts(self, seconds: float) -> Iterator[int]:
-        """How many replicas are wanted, tick by tick."""
-        for _ in range(round(seconds / TICK_SECONDS)):
-            self.tick()
-            yield int(self.status["desiredReplicas"])
 
 
 def changes(counts: list[int]) -> list[int]:

@@ -11,6 +11,10 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 KEEP_SECONDS = 6 * 3600.0
+RECENT_SECONDS = 3600.0  # in which every point is kept: nothing but the highest rate is asked of older ones
+MOST_QUIET_SECONDS = 300.0  # that one older point stands for, if nothing came
+QUIET_BEFORE_SECONDS = 120.0  # of points before one in which something came: a rate over a minute may begin with them
+THINNED_EVERY = 64  # points
 FRESH_SECONDS = 300.0  # over which unevenness is measured
 LEAST_POINTS = 6
 MAX_DISPERSION = 25.0  # of counts: gaps with a coefficient of variation of 5
@@ -51,7 +55,8 @@ class Demand:
         first = 0
         while first < len(self.points) and self.points[first].at < point.at - KEEP_SECONDS:
             first += 1
-        return replace(self, points=(*self.points[first:], point))
+        points = (*self.points[first:], point)
+        return replace(self, points=_thinned(points) if len(points) % THINNED_EVERY == 0 else points)
 
     def rate(self, seconds: float, *, until: float | None = None) -> float | None:
         """Requests a second over the last `seconds`; None where nothing was seen."""
@@ -143,6 +148,28 @@ class Demand:
         while first > 0 and self.points[first - 1].at - self.points[first - 1].seconds / 2 > end - seconds:
             first -= 1
         return list(self.points[first:last])
+
+
+def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:
+    """The same, where long ago nothing came in fewer points: a thousand resources at rest for hours are not to be
+    remembered every five seconds."""
+    old = bisect_left(points, points[-1].at - RECENT_SECONDS, key=lambda point: point.at)
+    kept: list[Point] = []
+    quiet = 0.0  # seconds in which nothing came, after the point in hand
+    for point in reversed(points[:old]):
+        after = kept[-1] if kept else None
+        if (
+            after is not None
+            and quiet >= QUIET_BEFORE_SECONDS
+            and point.requests == after.requests == 0
+            and point.seconds + after.seconds <= MOST_QUIET_SECONDS
+            and abs(after.at - after.seconds - point.at) < 1.0
+        ):
+            kept[-1] = replace(after, seconds=point.seconds + after.seconds)
+        else:
+            kept.append(point)
+        quiet = quiet + point.seconds if point.requests == 0 else 0.0
+    return (*reversed(kept), *points[old:])
 
 
 LEARN_SECONDS = 4 * 3600.0  # of errors: a quantile of old ones says little

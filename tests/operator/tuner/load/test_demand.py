@@ -4,6 +4,7 @@ import math
 import random
 
 import pytest
+from trimtab_operator.tuner.load import demand
 from trimtab_operator.tuner.load.demand import Demand, Growth, Point
 
 
@@ -127,3 +128,27 @@ def test_the_trend_is_that_of_a_minute_within_limits() -> None:
     assert rising.trend() == pytest.approx(math.log(1.1), rel=0.03)
     assert rising.with_point(Point(255.0, 15.0, 9000)).trend() == 0.3
     assert Demand().trend() == 0.0
+
+
+def test_hours_without_requests_take_little_room_and_answer_as_if_each_look_were_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def after_hours(every: int) -> Demand:
+        monkeypatch.setattr(demand, "THINNED_EVERY", every)
+        rng, made = random.Random(7), Demand()
+        for index in range(round(5 * 3600 / 5)):
+            is_burst = index % 700 in range(3, 3 + rng.randrange(1, 30)) and index < 2500
+            made = made.with_point(Point(5.0 * (index + 1), 5.0, rng.randrange(9) if is_burst else 0))
+        return made
+
+    thinned, whole = after_hours(64), after_hours(10**9)
+    assert len(whole.points) == 3600
+    assert len(thinned.points) < 1000
+    assert thinned.highest(60.0) == whole.highest(60.0) > 0
+    for seconds in (30.0, 60.0, 600.0, 1800.0):
+        assert thinned.level(seconds) == whole.level(seconds)
+        assert thinned.seen_seconds(seconds) == whole.seen_seconds(seconds)
+        assert thinned.has_doubled(seconds) == whole.has_doubled(seconds)
+    assert thinned.dispersion() == whole.dispersion()
+    assert thinned.trend() == whole.trend()
+    assert math.fsum(point.seconds for point in thinned.points) == math.fsum(point.seconds for point in whole.points)
