@@ -71,15 +71,19 @@ def compete(contest: Contest, entry: Entry) -> Result:
 
 def _rival(contest: Contest, name: str, target: float | None) -> tuple[float, Outcome]:
     make = WITH_TARGET[name]
-    if target is not None:
-        return target, contest.play(make(target))
+    found = hindsight_target(contest, name) if target is None else target
+    return found, contest.play(make(found))
+
+
+def hindsight_target(contest: Contest, name: str) -> float:
+    """The rival's best target on this field."""
     key = memo.key_of(contest, name)
     found = memo.recall(key)
     if found is not None:
-        return found["target"], contest.play(make(found["target"]))
-    target, outcome = best_target(contest, make)
+        return float(found["target"])
+    target, _ = best_target(contest, WITH_TARGET[name])
     memo.remember(key, {"target": target})
-    return target, outcome
+    return target
 
 
 Search = Callable[[Contest], tuple[Contest, Outcome]]

@@ -2,25 +2,21 @@
 
 Each cell is written to a file as soon as it is done, so that a run that was cut off goes on where it was, and a part of
 the table can be run with `--seconds` or by naming scenarios, policies, seeds and cold starts. The table says of every
-row which seeds are in. Cells of the file that the sources no longer yield are done again with --fresh.
+row which seeds are in, and how many of its cells other sources than the present ones have made: those are done again.
+`kubeai@day` is a rival whose one target was the best on another scenario.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
-import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
-from trimtab_simulator.policies.names import Entry, parse_entries
-from trimtab_simulator.results import compete, without_plots
+from trimtab_simulator.cells import Cell, Key, fill, fixed_on, is_current, key_of, parse_policies
+from trimtab_simulator.errors import BadRequest
 from trimtab_simulator.scenarios import SCENARIOS
 from trimtab_simulator.table_page import table_page
 
@@ -28,74 +24,9 @@ POLICIES = "static-n,oracle,hpa-running,keda-queue,kubeai,aibrix-kpa,aibrix-apa,
 HEADING = "| policy | GPU-hours (spread) | attained (least) | captured | goodput/s | TTFT p95 | turns | target | in |"
 """Turns of direction in 10 minutes at most: of replicas, of a knob."""
 RULER = "|---|---|---|---|---|---|---|---|---|"
-
-Cell = dict[str, Any]
-"""One policy on one field: scenario, seed, cold_start, and its score."""
-Key = tuple[str, int, float, str]
-"""Names a cell: scenario, seed, cold start and policy."""
-
-
-def run_cell(folder: Path, scenario: str, seed: int, cold_start: float, policy: str) -> Cell:
-    """Replay one."""
-    (found,) = (each for each in SCENARIOS if each.name == scenario)
-    (entry,) = parse_entries(policy)
-    began = time.process_time()
-    contest = without_plots(found.contest(folder, seed=seed, cold_start=cold_start))
-    result = compete(contest, entry)
-    cell: Cell = {"scenario": scenario, "seed": seed, "cold_start": cold_start}
-    return cell | result.to_json() | {"cpu_seconds": round(time.process_time() - began, 1)}
-
-
-def key_of(cell: Cell) -> Key:
-    """Which cell it is."""
-    return cell["scenario"], cell["seed"], cell["cold_start"], cell["policy"]
-
-
-def read_cells(path: Path) -> dict[Key, Cell]:
-    """What an earlier run has written; a line that was cut off is left out."""
-    cells = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            cell = json.loads(line)
-        except ValueError:
-            continue
-        cells[key_of(cell)] = cell
-    return cells
-
-
-def fill(
-    path: Path, folder: Path, wanted: Iterable[Key], *, jobs: int, fresh: bool, seconds: float = math.inf
-) -> dict[Key, Cell]:
-    """Run what is missing, and write each cell when it is done. Nothing is begun after so many seconds."""
-    cells = read_cells(path)
-    missing = [key for key in wanted if fresh or key not in cells]
-    until = time.monotonic() + seconds
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        for cell in cells.values():
-            file.write(json.dumps(cell) + "\n")
-        file.flush()
-        with ProcessPoolExecutor(jobs) as pool:
-            running: set[Future[Cell]] = set()
-            left, count = iter(missing), 0
-            while True:
-                while len(running) < jobs and time.monotonic() < until and (key := next(left, None)) is not None:
-                    running.add(pool.submit(run_cell, folder, *key))
-                if not running:
-                    return cells
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for one in done:
-                    cell, count = one.result(), count + 1
-                    cells[key_of(cell)] = cell
-                    file.write(json.dumps(cell) + "\n")
-                    file.flush()
-                    _tell(cell, count, len(missing))
-
-
-def _tell(cell: Cell, count: int, total: int) -> None:
-    told = f"{cell['scenario']} seed {cell['seed']} cold {cell['cold_start']:g} {cell['policy']}"
-    figures = f"{cell['gpu_hours']:.2f} h @ {100 * cell['attainment']:.2f} % ({cell['cpu_seconds']:.0f} s)"
-    print(f"{count}/{total} {told}: {figures}", file=sys.stderr, flush=True)
+ELSEWHERE = "Ours against the best rival whose one target was fixed on another trace"
+ELSEWHERE_HEADING = "| field | ours | the cheapest that attains as much as is promised | ours by hours | seeds |"
+OURS = "trimtab"
 
 
 def fields_of(wanted: Iterable[Key]) -> dict[tuple[str, float], dict[str, list[int]]]:
@@ -107,9 +38,9 @@ def fields_of(wanted: Iterable[Key]) -> dict[tuple[str, float], dict[str, list[i
     return fields
 
 
-def markdown(cells: Mapping[Key, Cell], wanted: Sequence[Key]) -> str:
+def markdown(cells: Mapping[Key, Cell], wanted: Sequence[Key], older: Collection[Key] = ()) -> str:
     """Hours and attainment of each policy by scenario and cold start: means over seeds, with the spread of hours. Rows
-    say which of their seeds are in."""
+    say which of their seeds are in, and how many of those were made from `older` inputs."""
     parts = []
     for (scenario, cold_start), policies in fields_of(wanted).items():
         found = {
@@ -121,15 +52,62 @@ def markdown(cells: Mapping[Key, Cell], wanted: Sequence[Key]) -> str:
             "",
             HEADING,
             RULER,
-            *(_row(policy, its, found, len(policies[policy])) for policy, its in found.items()),
+            *(_row(policy, its, found, _told_in(its, len(policies[policy]), older)) for policy, its in found.items()),
             "",
         ]
-    return "\n".join(parts)
+    return "\n".join([*parts, *_against_fixed_elsewhere(cells, wanted)])
 
 
-def _row(policy: str, its: Sequence[Cell], by_policy: Mapping[str, Sequence[Cell]], num_wanted: int) -> str:
+def _told_in(its: Sequence[Cell], num_wanted: int, older: Collection[Key]) -> str:
+    num_older = sum(key_of(cell) in older for cell in its)
+    return f"{len(its)} of {num_wanted}" + (f", {num_older} older" if num_older else "")
+
+
+def _against_fixed_elsewhere(cells: Mapping[Key, Cell], wanted: Sequence[Key]) -> list[str]:
+    """A row for each field: ours beside the rival of a foreign target that costs the least while promises are kept."""
+    rows = []
+    for (scenario, cold_start), policies in fields_of(wanted).items():
+        ours = {
+            seed: cell for seed in policies.get(OURS, ()) if (cell := cells.get((scenario, seed, cold_start, OURS)))
+        }
+        rivals = {
+            policy: its
+            for policy in policies
+            if fixed_on(policy) is not None
+            and (its := [cell for seed in ours if (cell := cells.get((scenario, seed, cold_start, policy)))])
+        }
+        if rivals:
+            rows.append(_against(scenario, cold_start, ours, rivals))
+    return [f"### {ELSEWHERE}", "", ELSEWHERE_HEADING, "|---|---|---|---|---|", *rows, ""] if rows else []
+
+
+def _against(scenario: str, cold_start: float, ours: Mapping[int, Cell], rivals: Mapping[str, Sequence[Cell]]) -> str:
+    (promised,) = (each.objectives.attain for each in SCENARIOS if each.name == scenario)
+    keeping = {policy: its for policy, its in rivals.items() if _mean(its, "attainment") >= promised}
+    field = f"| {scenario}, {cold_start:g} s"
+    if not keeping:
+        closest = max(rivals, key=lambda policy: _mean(rivals[policy], "attainment"))
+        its = rivals[closest]
+        own = [ours[cell["seed"]] for cell in its]
+        return f"{field} | {_short(own)} | none; closest {closest} {_short(its)} | – | {len(its)} |"
+    best = min(keeping, key=lambda policy: _mean(keeping[policy], "gpu_hours"))
+    its = keeping[best]
+    own = [ours[cell["seed"]] for cell in its]
+    change = _mean(own, "gpu_hours") / _mean(its, "gpu_hours") - 1
+    return f"{field} | {_short(own)} | {best} {_short(its)} | {100 * change:+.0f} % | {len(its)} |"
+
+
+def _mean(its: Sequence[Cell], name: str) -> float:
+    return float(mean(cell[name] for cell in its))
+
+
+def _short(its: Sequence[Cell]) -> str:
+    return f"{_mean(its, 'gpu_hours'):.2f} h @ {100 * _mean(its, 'attainment'):.2f} %"
+
+
+def _row(policy: str, its: Sequence[Cell], by_policy: Mapping[str, Sequence[Cell]], told_in: str) -> str:
     if not its:
-        return f"| {policy} | not run | | | | | | | 0 of {num_wanted} |"
+        return f"| {policy} | not run | | | | | | | {told_in} |"
     hours = [cell["gpu_hours"] for cell in its]
     attained = [cell["attainment"] for cell in its]
     turns = [cell["reversals_per_knob_per_10min"] for cell in its]
@@ -142,7 +120,7 @@ def _row(policy: str, its: Sequence[Cell], by_policy: Mapping[str, Sequence[Cell
         f"({100 * min(attained):.2f}) | {'–' if saved is None else f'{100 * saved:.0f} %'} | "
         f"{mean(cell['goodput_tokens_per_s'] for cell in its):,.0f} | {mean(cell['ttft_p95'] for cell in its):.2f} s | "
         f"{of_replicas}, {of_knobs} | {', '.join(f'{target:g}' for target in targets) or '–'} | "
-        f"{len(its)} of {num_wanted} |"
+        f"{told_in} |"
     )
 
 
@@ -162,12 +140,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m trimtab_simulator.table", description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, required=True, help="folder of the development slice")
     parser.add_argument("--scenarios", default=",".join(each.name for each in SCENARIOS))
-    parser.add_argument("--policies", default=POLICIES)
+    parser.add_argument("--policies", default=POLICIES, help="NAME, NAME@TARGET, or NAME@SCENARIO")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--cold-starts", default="60,120,300", help="seconds")
     parser.add_argument("--cells", type=Path, default=Path("tuner-table.jsonl"), help="where cells are kept")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--fresh", action="store_true", help="do again what is there")
+    parser.add_argument("--fresh", action="store_true", help="do again what would come out the same, too")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after so long; 0: only show")
     parser.add_argument("--html", type=Path, help="write one page with plots")
     given = parser.parse_args(arguments)
@@ -175,16 +153,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = sorted(set(names) - {each.name for each in SCENARIOS})
     if unknown:
         parser.error(f"--scenarios has {', '.join(unknown)}; known are {', '.join(each.name for each in SCENARIOS)}")
-    entries: list[Entry] = parse_entries(given.policies)
+    try:
+        policies = parse_policies(given.policies)
+    except BadRequest as refused:
+        parser.error(str(refused))
     wanted = [
-        (name, int(seed), float(cold), entry.label)
+        (name, int(seed), float(cold), policy)
         for seed in given.seeds.split(",")
         for cold in given.cold_starts.split(",")
         for name in names
-        for entry in entries
+        for policy in policies
+        if fixed_on(policy) != name
     ]
     cells = fill(given.cells, given.traces, wanted, jobs=given.jobs, fresh=given.fresh, seconds=given.seconds)
-    text = markdown(cells, wanted)
+    older = {key for key in wanted if key in cells and not is_current(cells[key], given.traces)}
+    text = markdown(cells, wanted, older)
     print(text)
     if given.html is not None:
         given.html.write_text(table_page(text, cells, fields_of(wanted)))

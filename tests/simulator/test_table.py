@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trimtab_simulator import cells as kept
 from trimtab_simulator import table
-from trimtab_simulator.table import captured, fields_of, key_of, markdown, read_cells
+from trimtab_simulator.cells import fill, inputs_of, key_of, parse_policies, read_cells
+from trimtab_simulator.errors import BadRequest
+from trimtab_simulator.table import captured, fields_of, markdown
 from trimtab_simulator.table_page import table_page
 
 POLICIES = ("static-n", "oracle", "trimtab", "kubeai")
@@ -56,20 +60,92 @@ def test_where_nothing_can_be_saved_none_was_captured() -> None:
     assert captured([a_cell("x", 1)], [], []) is None
 
 
-def test_a_run_goes_on_where_it_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "cells.jsonl"
-    path.write_text(json.dumps(a_cell("kubeai", 6.0)) + "\n" + '{"scenario": "da')
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was replayed, in place of replaying it; all in this process."""
+    ran: list[str] = []
+
+    def run_cell(folder: Path, scenario: str, seed: int, cold_start: float, policy: str) -> dict[str, Any]:
+        ran.append(policy)
+        return a_cell(policy, 1.0, seed=seed, inputs=inputs_of(folder, policy), cpu_seconds=0.0)
+
+    monkeypatch.setattr(kept, "run_cell", run_cell)
+    monkeypatch.setattr(kept, "ProcessPoolExecutor", ThreadPoolExecutor)
+    return ran
+
+
+def test_a_run_goes_on_where_it_was_cut_off(tmp_path: Path, runs: list[str]) -> None:
+    path = tmp_path / "out" / "cells.jsonl"
+    path.parent.mkdir()
+    whole = a_cell("kubeai", 6.0, inputs=inputs_of(tmp_path, "kubeai"))
+    path.write_text(json.dumps(whole) + "\n" + '{"scenario": "da')
     assert list(read_cells(path)) == [("day", 0, 120.0, "kubeai")]
+    wanted = [("day", 0, 120.0, policy) for policy in ("kubeai", "oracle")]
+    assert len(fill(path, tmp_path, wanted, jobs=1, fresh=False)) == 2
+    assert runs == ["oracle"]
+    assert len(path.read_text().splitlines()) == 2
+    fill(path, tmp_path, wanted, jobs=1, fresh=True)
+    assert runs == ["oracle", "kubeai", "oracle"]
+
+
+def test_a_cell_that_was_made_from_other_inputs_is_made_again(tmp_path: Path, runs: list[str]) -> None:
+    path, folder = tmp_path / "cells.jsonl", tmp_path / "traces"
+    folder.mkdir()
+    (folder / "day.csv").write_text("1")
     wanted = [("day", 0, 120.0, "kubeai")]
-    assert len(table.fill(path, tmp_path, wanted, jobs=1, fresh=False)) == 1
-    assert len(path.read_text().splitlines()) == 1
+    fill(path, folder, wanted, jobs=1, fresh=False)
+    fill(path, folder, wanted, jobs=1, fresh=False)
+    assert runs == ["kubeai"]
+    inputs_of.cache_clear()
+    (folder / "day.csv").write_text("2")
+    fill(path, folder, wanted, jobs=1, fresh=False)
+    assert runs == ["kubeai", "kubeai"]
+
+
+def test_what_changes_the_tuner_changes_our_cells_alone(tmp_path: Path) -> None:
+    ours, theirs = inputs_of(tmp_path, "trimtab"), inputs_of(tmp_path, "kubeai")
+    assert ours == inputs_of(tmp_path, "replicas-only")
+    assert theirs == inputs_of(tmp_path, "oracle")
+    assert ours != theirs
+
+
+def test_a_rivals_target_may_be_a_number_or_the_best_on_another_trace() -> None:
+    assert parse_policies("kubeai, kubeai@32,kubeai@day,kubeai@day") == ["kubeai", "kubeai@32", "kubeai@day"]
+    with pytest.raises(BadRequest, match="trimtab has no target to be fixed on day"):
+        parse_policies("trimtab@day")
+    with pytest.raises(BadRequest, match="kubeai@night: behind the @ stands a number above 0, or one of day, burst"):
+        parse_policies("kubeai@night")
+    with pytest.raises(BadRequest, match="known are"):
+        parse_policies("nobody")
+
+
+def test_ours_stands_beside_the_cheapest_rival_that_keeps_promises_with_a_target_of_elsewhere() -> None:
+    cells = [
+        {**a_cell("trimtab", 5.0, attainment=0.992), "scenario": "mix"},
+        {**a_cell("kubeai@day", 4.0, attainment=0.9), "scenario": "mix"},
+        {**a_cell("hpa-running@day", 8.0), "scenario": "mix"},
+        {**a_cell("aibrix-kpa@day", 9.0), "scenario": "mix"},
+        {**a_cell("trimtab", 3.0), "scenario": "code"},
+        {**a_cell("kubeai@day", 2.0, attainment=0.8), "scenario": "code"},
+    ]
+    wanted = [key_of(cell) for cell in cells]
+    text = markdown({key_of(cell): cell for cell in cells}, wanted)
+    assert "| mix, 120 s | 5.00 h @ 99.20 % | hpa-running@day 8.00 h @ 99.50 % | -38 % | 1 |" in text
+    assert "| code, 120 s | 3.00 h @ 99.50 % | none; closest kubeai@day 2.00 h @ 80.00 % | – | 1 |" in text
+    assert "### Ours against" not in markdown({}, wanted)
+
+
+def test_a_row_says_how_many_of_its_cells_are_older_than_the_sources() -> None:
+    cell = a_cell("kubeai", 6.0)
+    text = markdown({key_of(cell): cell}, [key_of(cell)], {key_of(cell)})
+    assert "| 1 of 1, 1 older |" in text
 
 
 def test_a_part_is_run_and_what_other_parts_have_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cells.jsonl"
     path.write_text(json.dumps(a_cell("kubeai", 6.0)) + "\n")
     wanted = [("day", seed, 120.0, "static-n") for seed in range(3)]
-    assert list(table.fill(path, tmp_path, wanted, jobs=1, fresh=False, seconds=0)) == [("day", 0, 120.0, "kubeai")]
+    assert list(fill(path, tmp_path, wanted, jobs=1, fresh=False, seconds=0)) == [("day", 0, 120.0, "kubeai")]
     table.main(
         ["--traces", str(tmp_path), "--cells", str(path), "--seconds", "0", "--html", str(tmp_path / "page.html"),
          "--scenarios", "day", "--policies", "kubeai,static-n", "--seeds", "0", "--cold-starts", "120"]

@@ -237,7 +237,7 @@ class _Turn:
                 self._record(chosen.move)
         else:
             seen = chosen.memory
-            looked = replace(self.memory.scaling, wanted=seen.wanted, began_at=seen.began_at)
+            looked = replace(self.memory.scaling, wanted=seen.wanted, began_at=seen.began_at, meant=seen.meant)
             self.memory = replace(self.memory, scaling=looked)
             self.found = self.found or chosen.move
         self.replicas = self.memory.scaling.desired

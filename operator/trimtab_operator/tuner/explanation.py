@@ -165,9 +165,11 @@ def _replicas(move: Move, mode: Mode) -> str:
     waits = f", {queue} of them for what waits already" if queue else ""
     if move.evidence.get("is_overfull"):
         waits += "; but the KV caches are nearly full, and would overflow"
+    meant = move.evidence.get("replicas_meant")
+    awaited = f"but the {meant:.0f} replicas at the beginning were meant for more: " if meant else ""
     return (
-        f"{_change(move, mode)}: {rate:.3g} requests/s come, {foreseen:.3g} are provided for by when a replica could "
-        f"serve, "
+        f"{_change(move, mode)}: {rate:.3g} requests/s come, {awaited}{foreseen:.3g} are provided for by when a "
+        f"replica could serve, "
         f"and one holds {move.evidence['capacity_per_replica']:.3g}{waits}"
     )
 

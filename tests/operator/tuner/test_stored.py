@@ -36,6 +36,7 @@ WHOLE = Memory(
         regretted=3,
         began_at=1.0,
         burst_at=3.0,
+        meant=4,
     ),
     cold_starts=(42.5, 61.0),
 )

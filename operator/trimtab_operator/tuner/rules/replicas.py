@@ -23,9 +23,11 @@ from trimtab_operator.tuner.scaling.law import (
     LEVEL_SECONDS,
     Need,
     ScalingMemory,
+    awaited,
     bound,
     confidence,
     decided,
+    meant_load,
     needed,
     replicas_for_queue,
 )
@@ -80,6 +82,9 @@ def wanted_replicas(
         return Chosen(current, replace(memory.scaling, desired=current))
     need, capacity = found
     start = cold_start(memory, settings)
+    meant = awaited(memory.scaling, need.replicas, current, now=now, cold_start=start)
+    if meant is not None and capacity is not None:
+        need = _with_awaited(need, meant, capacity, least=least, most=most)
     may_lower = observation.is_complete and all(
         _finds_no_place(seen) or _is_lost(seen, start) for seen in observation.coming
     )
@@ -94,6 +99,7 @@ def wanted_replicas(
         is_burst=memory.demand.has_doubled(start),
         drain=drain(memory),
         holds=partial(_holds_from_here, situation),
+        meant=meant,
     )
     if target == current:
         return Chosen(target, kept)
@@ -124,7 +130,8 @@ def _need(
     spent = memory.kept.spent(objectives.share)
     start = cold_start(memory, settings)
     confident = confidence(settings.caution, spent)
-    found = bound(memory.demand, memory.growth, settings.caution, confident, cold_start=start)
+    demand, is_burst = memory.demand, memory.demand.has_doubled(start)
+    found = bound(demand, memory.growth, settings.caution, confident, cold_start=start, is_burst=is_burst)
     if found is None:
         return None
     up, factor = found
@@ -149,6 +156,13 @@ def _need(
     if need.replicas <= current < most and is_overfull(s):
         return replace(need, replicas=current + 1, is_overfull=True), capacity
     return need, capacity
+
+
+def _with_awaited(need: Need, meant: int, capacity: Capacity, *, least: int, most: int) -> Need:
+    """The need once the load has come that those at the beginning were meant for, with the growth it is given."""
+    up = meant_load(meant, capacity) * need.growth
+    then = needed(up, need.rate, need.growth, capacity, least=least, most=most, queue_replicas=0)
+    return replace(then, meant=meant) if then.replicas > need.replicas else need
 
 
 def _at_most(capacity: float, error: float) -> float:
@@ -199,6 +213,8 @@ def _move(current: int, target: int, need: Need, capacity: Capacity | None, obse
         "replicas_coming": len(observation.coming),
         "is_overfull": float(need.is_overfull),
     }
+    if need.meant is not None:
+        evidence["replicas_meant"] = need.meant
     expected: tuple[Expectation, ...] = ()
     if capacity is not None:
         before, after = capacity(max(1, current)), capacity(max(1, target))

@@ -5,6 +5,7 @@ need  = the fewest replicas that hold it, and some more for a queue that is ther
 out   at once, to the need
 in    to the highest need of the hold: as long as a start-up and a drain; three start-ups where the load comes in
       bursts; below a count that was regretted after longer than the lull was that was trusted then
+first until as many are needed as there were, the load that these were meant for counts as if it came
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class ScalingMemory:
     """Since when the load has been watched."""
     burst_at: float | None = None
     """When the load had last doubled within a start-up."""
+    meant: int | None = None
+    """How many there were when the load began to be watched, until as many were needed, or it was watched for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,8 @@ class Need:
     """How many of the replicas the queue asks for."""
     is_overfull: bool = False
     """What is there already asks for one more."""
+    meant: int | None = None
+    """How many there were at the beginning, where the load that these were meant for has not come and is foreseen."""
 
 
 def confidence(caution: Caution, spent: float | None) -> float:
@@ -96,12 +101,13 @@ def confidence(caution: Caution, spent: float | None) -> float:
 
 
 def bound(
-    demand: Demand, growth: Growth, caution: Caution, confident: float, *, cold_start: float
+    demand: Demand, growth: Growth, caution: Caution, confident: float, *, cold_start: float, is_burst: bool = False
 ) -> tuple[float, float] | None:
     """The rate to provide for, and the factor of growth in it, which `confident` of the growths seen did not exceed.
 
     The present level times the growth that is seldom exceeded within a start-up by a load with this trend. Adding a
-    slope to it was tried and made it worse: what slopes foretell is in the growths that were seen.
+    slope to it was tried and made it worse: what slopes foretell is in the growths that were seen. A burst is met by
+    who is there when it comes back, and is over before a minute has counted it: its height is that of half a minute.
     """
     level = demand.level(LEVEL_SECONDS)
     if level is None:
@@ -112,7 +118,8 @@ def bound(
     quick = demand.level(QUICK_SECONDS) or 0.0
     error = math.sqrt(max(quick, 1 / QUICK_SECONDS) * demand.dispersion() / QUICK_SECONDS)
     up = max(level * factor, level, quick - caution.jump_deviations * error)
-    return min(up, max(level, caution.beyond_highest * demand.highest(LEVEL_SECONDS))), factor
+    up = min(up, max(level, caution.beyond_highest * demand.highest(LEVEL_SECONDS)))
+    return max(up, quick * min(factor, caution.beyond_highest)) if is_burst else up, factor
 
 
 def needed(
@@ -131,6 +138,22 @@ def needed(
         middle = (low + high) // 2
         low, high = (low, middle) if capacity(middle) >= up else (middle + 1, high)
     return Need(min(most, low + queue_replicas), level, up, factor, queue_replicas)
+
+
+def awaited(memory: ScalingMemory, need: int, current: int, *, now: float, cold_start: float) -> int | None:
+    """How many there were when the load began to be watched, as long as fewer have been needed all the time; None: as
+    many were needed, or the load has been watched for so long that it tells more than they do.
+
+    Nobody starts four replicas for what one holds: who did knows of more than has come by now.
+    """
+    meant = current if memory.began_at is None else memory.meant
+    watched = 0.0 if memory.began_at is None else now - memory.began_at
+    return None if meant is None or need >= meant or watched >= LEARN_COLD_STARTS * cold_start else meant
+
+
+def meant_load(meant: int, capacity: Callable[[int], float]) -> float:
+    """The load that so many replicas are meant for: between what one fewer holds and what they do."""
+    return (capacity(meant) + (capacity(meant - 1) if meant > 1 else 0.0)) / 2
 
 
 def replicas_for_queue(waiting_seconds: float, *, replicas: int, promise: float | None, cold_start: float) -> int:
@@ -153,12 +176,14 @@ def decided(
     is_burst: bool = False,
     drain: float = 0.0,
     holds: Callable[[int], bool] = lambda count: True,
+    meant: int | None = None,
 ) -> tuple[int, ScalingMemory]:
     """The replica count to ask for, and what to remember. `current` counts those that start. `is_burst`: the load has
     doubled within a start-up just now. `drain` is how long a replica takes to go. `holds` tells whether fewer replicas
-    would keep the promises from here, and is asked before any goes."""
+    would keep the promises from here, and is asked before any goes. `meant`: whose load is still awaited."""
     memory = replace(
         memory,
+        meant=meant,
         began_at=now if memory.began_at is None else memory.began_at,
         burst_at=now if is_burst else memory.burst_at,
     )

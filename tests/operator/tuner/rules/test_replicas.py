@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -79,12 +80,13 @@ def chosen(
     began_at: float | None = 0.0,
     from_here: float = 1.0,
     error: float = 0.0,
+    growth: float = 1.0,
 ) -> Chosen:
     """What is chosen while so many requests come a second, one replica holds `each` of them, and `asked` are wanted."""
     points = tuple(Point(NOW - 15.0 * i, 15.0, 15.0 * rate) for i in range(20))
     memory = Memory(
         demand=Demand(points[::-1]),
-        growth=Growth(cases=tuple(Case(NOW, 1.0, 0.0) for _ in range(200))),
+        growth=Growth(cases=tuple(Case(NOW, 1.0, 0.0, math.log(growth)) for _ in range(200))),
         scaling=ScalingMemory(asked, began_at=began_at, wanted=((NOW - 15.0, 1),)),
     )
     settings = Settings(Mode.AUTO, PROMISED, starts=KNOBS, scaling=scaling)
@@ -120,6 +122,21 @@ def test_more_load_than_they_hold_asks_for_more_at_once() -> None:
     assert found.move is not None
     assert (found.move.reason, found.move.before, found.move.after) == (Reason.TOO_FEW_REPLICAS, 2, 3)
     assert (found.move.evidence["replicas_serving"], found.move.evidence["replicas_coming"]) == (2, 0)
+
+
+def test_four_that_were_started_for_a_load_that_has_not_come_are_five_when_it_does() -> None:
+    """Four of five requests a second each are meant for some 17.5; with what that grows within a start-up, for more
+    than they hold. It does not matter how little has come by now, but once it was watched for long it does."""
+    four = seen(*(serving(f"m-{index}") for index in range(4)))
+    found = chosen(four, asked=4, rate=3.0, began_at=None, growth=1.25)
+    assert (found.replicas, found.memory.meant) == (5, 4)
+    assert found.move is not None
+    assert "the 4 replicas at the beginning were meant for more: 21.9 are provided for" in sentence_of(
+        found.move, Mode.AUTO
+    )
+    assert chosen(TWO, asked=2, rate=3.0, began_at=None, growth=1.25).replicas == 2  # 9.4, and they hold ten
+    assert chosen(four, asked=4, rate=17.0, began_at=None, growth=1.0).memory.meant is None  # it has come
+    assert chosen(four, asked=4, rate=3.0, began_at=0.0, growth=1.25).replicas == 1
 
 
 def test_what_is_foreseen_within_the_error_of_a_capacity_moves_nothing() -> None:

@@ -15,9 +15,11 @@ from trimtab_operator.tuner.scaling.law import (
     LULL_HOLDS,
     Caution,
     ScalingMemory,
+    awaited,
     bound,
     confidence,
     decided,
+    meant_load,
     needed,
     replicas_for_queue,
 )
@@ -67,6 +69,21 @@ def test_a_jump_counts_at_once() -> None:
     found = bound(loaded(*[10.0] * 20, 40.0, 40.0), grown(1.0), Caution(), 0.9, cold_start=COLD)
     assert found is not None
     assert found[0] > 25
+
+
+def test_a_burst_is_provided_for_at_its_height_and_what_the_next_may_have_above_it() -> None:
+    """Half a minute of it makes half as much of a minute's rate; 45 a second are what those who wait must hold."""
+    burst = loaded(*[2.0] * 20, *[36.0] * 2)
+    slow = bound(burst, Growth(), Caution(), 0.9, cold_start=COLD)
+    found = bound(burst, Growth(), Caution(), 0.9, cold_start=COLD, is_burst=True)
+    assert slow is not None
+    assert found is not None
+    assert slow[0] < 36.0
+    assert found[0] == pytest.approx(36.0 * found[1])
+    jumps = Growth(cases=tuple(Case(float(i), 1.0, burst.trend(), math.log(20.0)) for i in range(200)))
+    wild = bound(burst, jumps, Caution(), 0.9, cold_start=COLD, is_burst=True)
+    assert wild is not None
+    assert wild[0] == pytest.approx(36.0 * Caution().beyond_highest)
 
 
 def provided_for(rates: list[float], *, seed: int) -> list[float]:
@@ -140,6 +157,35 @@ def walked(
         )
         counts.append(count)
     return counts
+
+
+def expected(needs: list[int], *, start: int) -> list[int | None]:
+    """The count whose load is awaited, look by look."""
+    memory, found = ScalingMemory(), []
+    for index, need in enumerate(needs):
+        now = 15.0 * index
+        meant = awaited(memory, need, start, now=now, cold_start=COLD)
+        _, memory = decided(
+            memory, need, start, now=now, cold_start=COLD, may_lower=False, behavior=Behavior(), meant=meant
+        )
+        found.append(meant)
+    return found
+
+
+def test_the_load_that_replicas_were_started_for_is_awaited_until_it_comes() -> None:
+    assert expected([1, 2, 1, 4, 1, 1], start=4) == [4, 4, 4, None, None, None]
+    assert expected([4, 1, 1], start=4) == [None] * 3
+
+
+def test_it_is_not_awaited_for_longer_than_a_load_must_be_seen_before_replicas_go() -> None:
+    found = expected([1] * 60, start=4)
+    assert 15.0 * found.index(None) == pytest.approx(LEARN_COLD_STARTS * COLD)
+    assert set(found[found.index(None) :]) == {None}
+
+
+def test_replicas_are_meant_for_more_than_one_fewer_of_them_holds() -> None:
+    assert meant_load(4, lambda count: 5.0 * count) == pytest.approx(17.5)
+    assert meant_load(1, lambda count: 5.0 * count) == pytest.approx(2.5)
 
 
 def test_out_at_once_and_in_only_when_the_load_is_known_and_has_been_low_for_the_hold() -> None:
