@@ -73,3 +73,15 @@ def test_flux_waits_for_what_kstatus_says() -> None:
     waiting = [found for found in manifests("gitops") if found.get("kind") == "Kustomization"]
     assert len(waiting) == 2
     assert all(found["spec"]["wait"] is True for found in waiting)
+
+
+def test_every_test_that_the_page_of_promises_names_is_there() -> None:
+    page = (DOCS / "results" / "operator-core.md").read_text()
+    named = re.findall(r"`((?:tests|e2e)/[\w/]+\.py)`|`(test_\w+)`", page)
+    assert len(named) > 50
+    source = ""
+    for path, test in named:
+        if path:
+            source = (REPOSITORY / path).read_text()
+        else:
+            assert re.search(rf"^(async )?def {test}\(", source, re.MULTILINE), test

@@ -10,6 +10,7 @@ from trimtab_operator.builders.engine_args import MODEL_MOUNT, engine_args, mode
 from trimtab_operator.builders.hub import cache_claim, cache_volumes, hub_env, token_volumes
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, account_name, meeting_secret_name
 from trimtab_operator.builders.meeting_secret import MEETING_MOUNT
+from trimtab_operator.builders.startup import probe_seconds
 from trimtab_operator.layout import layout_of
 from trimtab_operator.resource.quantity import parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment
@@ -19,9 +20,8 @@ PRE_STOP_SECONDS = 5  # an engine that is to stop serves on for so long: until n
 GRACE_MARGIN_SECONDS = 15  # beyond the drain timeout: aborting what is left, writing the last answers, exiting
 ENGINE_USER = 10001  # any non-root user will do; fixed, so that the image's own USER does not matter
 SHM_GIB_PER_RANK = 1  # a limit, not a reservation; ranks of one pod exchange tensors there
-SERVING_FIELDS = ("ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle")
+SERVING_FIELDS = ("ports", "startupProbe", "readinessProbe", "livenessProbe")
 STARTUP_PERIOD_SECONDS = 2
-STARTUP_FAILURES = 3600  # two hours: a large model from slow storage must not be killed while it loads
 
 
 def pod_spec(deployment: InferenceDeployment, *, admin_token_sha256: str) -> dict[str, Any]:
@@ -53,7 +53,8 @@ def _group_of_cache(deployment: InferenceDeployment) -> dict[str, Any]:
 def worker_pod_spec(leader: Mapping[str, Any]) -> dict[str, Any]:
     """A worker's pod, from the leader's with the user's overlay in it: it serves nobody, so nothing is probed.
 
-    That its engine works shows at the leader, which ends when a rank is gone.
+    That its engine works shows at the leader, which ends when a rank is gone. It hears of its end as late as the leader
+    does: the first word to any pod ends the whole replica.
     """
     containers = [
         {key: value for key, value in container.items() if key not in SERVING_FIELDS}
@@ -88,7 +89,7 @@ def _main(deployment: InferenceDeployment, admin_token_sha256: str) -> dict[str,
             {"name": "admin", "containerPort": ADMIN_PORT, "protocol": "TCP"},
         ],
         "resources": _resources(deployment),
-        "startupProbe": _probe("/startupz", period=STARTUP_PERIOD_SECONDS, failures=STARTUP_FAILURES),
+        "startupProbe": _probe("/startupz", period=STARTUP_PERIOD_SECONDS, failures=_startup_failures(deployment)),
         "readinessProbe": _probe("/readyz", period=2, failures=3),
         "livenessProbe": _probe("/livez", period=10, failures=6),
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(PRE_STOP_SECONDS)]}}},
@@ -96,6 +97,11 @@ def _main(deployment: InferenceDeployment, admin_token_sha256: str) -> dict[str,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": _mounts(deployment),
     }
+
+
+def _startup_failures(deployment: InferenceDeployment) -> int:
+    """So many that a large model from slow storage is not killed while it loads."""
+    return math.ceil(probe_seconds(deployment) / STARTUP_PERIOD_SECONDS)
 
 
 def _probe(path: str, *, period: int, failures: int) -> dict[str, Any]:

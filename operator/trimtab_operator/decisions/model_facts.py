@@ -40,6 +40,7 @@ FIRST_PAUSE_SECONDS = 10.0  # a claim or a node that comes late is there soon
 LONGEST_PAUSE_SECONDS = 600.0  # somebody must act; a Job every ten minutes costs nothing
 COMMIT = re.compile(r"[0-9a-f]{40}")
 DIGEST_LENGTH = 10  # hex digits
+MAX_WEIGHTS_BYTES = 20 << 40  # ten times the largest model that anybody has published
 MAX_WORDS = 1024  # characters of the last words that are kept
 
 
@@ -90,17 +91,24 @@ def subject_of(deployment: InferenceDeployment) -> str:
     return compact({"image": deployment.image, "revision": model.revision, "uri": model.uri})
 
 
-def with_commit(deployment: InferenceDeployment, observed: Observed) -> InferenceDeployment:
-    """The resource with the commit that its hf:// model is pinned to, where it has been read: by whichever image, so
-    that a new one serves the same."""
+def with_model_facts(deployment: InferenceDeployment, observed: Observed) -> InferenceDeployment:
+    """The resource with what its model was found to be, where it has been read: how large it is, and the commit that an
+    hf:// model is pinned to. By whichever image, so that a new one serves the same."""
     found = _config_map(deployment, observed)
     data = {} if found is None else found.get("data") or {}
     of, commit = _json_object(data.get(SUBJECT_KEY)) or {}, data.get(COMMIT_KEY)
     model = deployment.spec.model
-    is_same = (of.get("uri"), of.get("revision")) == (model.uri, model.revision)
-    if not model.is_of_hub or not is_same or COMMIT.fullmatch(commit or "") is None:
+    if (of.get("uri"), of.get("revision")) != (model.uri, model.revision):
         return deployment
-    return replace(deployment, commit=commit)
+    is_pinned = model.is_of_hub and COMMIT.fullmatch(commit or "") is not None
+    return replace(deployment, commit=commit if is_pinned else None, weights_bytes=_weights_bytes(data))
+
+
+def _weights_bytes(data: Mapping[str, str]) -> int | None:
+    """What stands there and no model has counts as nothing: whoever may write ConfigMaps does not stop the clocks."""
+    said = (_json_object(data.get(FACTS_KEY)) or {}).get("weights_bytes")
+    is_size = isinstance(said, int) and not isinstance(said, bool) and 0 < said <= MAX_WEIGHTS_BYTES
+    return said if is_size else None
 
 
 def facts_state(deployment: InferenceDeployment, observed: Observed) -> FactsState:

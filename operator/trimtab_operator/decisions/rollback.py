@@ -24,6 +24,7 @@ from trimtab_operator.builders.config_map import ROLLOUT_KEY, rollout_config_map
 from trimtab_operator.builders.labels import rollout_config_map_name
 from trimtab_operator.builders.pod import grace_seconds
 from trimtab_operator.builders.record import Record
+from trimtab_operator.builders.startup import start_seconds, start_words
 from trimtab_operator.builders.stateful_set import NO_RECORDS, Rendered, rendered
 from trimtab_operator.decisions.actions import Apply, Note
 from trimtab_operator.decisions.plan import differing
@@ -202,8 +203,8 @@ def surge_of(known: NoRoom | None, target: Rendered, observed: Observed, *, repl
     change = change_of(target.deployment, target.revision)
     if known is not None and known.change == change:
         return Surge(0, known)
-    start_seconds = parse_seconds(target.deployment.spec.rollout.start_timeout)
-    why = no_room(observed, target.revision, replicas=replicas, start_seconds=start_seconds, now=now)
+    patience = start_seconds(target.deployment)
+    why = no_room(observed, target.revision, replicas=replicas, start_seconds=patience, now=now)
     if allowed == 0 or why is None:
         return Surge(allowed)
     gap = "nobody is answered until the new one is Ready" if replicas == 1 else "each is missing for a while"
@@ -251,13 +252,20 @@ def proven_deployment(deployment: InferenceDeployment, proven: Form) -> Inferenc
     rollout = before.spec.rollout.model_copy(update=pace)
     today = {name: getattr(deployment.spec, name) for name in HOW_MANY}
     spec = before.spec.model_copy(update={**today, "rollout": rollout})
-    found = replace(deployment, spec=spec, image=before.image, restarted_at=proven.restarted_at, commit=proven.commit)
+    found = replace(
+        deployment,
+        spec=spec,
+        image=before.image,
+        restarted_at=proven.restarted_at,
+        commit=proven.commit,
+        weights_bytes=deployment.weights_bytes if spec.model == deployment.spec.model else None,
+    )
     return None if refusals(found) else found
 
 
 def budget_seconds(deployment: InferenceDeployment) -> float:
     """How long a change may take until its first replica is Ready: the old one drains first."""
-    return parse_seconds(deployment.spec.rollout.start_timeout) + grace_seconds(deployment)
+    return start_seconds(deployment) + grace_seconds(deployment)
 
 
 def bake_seconds(deployment: InferenceDeployment) -> float:
@@ -369,8 +377,7 @@ def _why_it_failed(
     if now - since < budget_seconds(deployment) or is_asked_again or is_up:
         return None
     worst = min(on, key=lambda group: (phase_of(group, EngineView())[0] != "Failed", group.ordinal))
-    timeout = deployment.spec.rollout.start_timeout
-    return f"{worst.name} did not become Ready within {timeout}: {_words(worst, layouts)}"
+    return f"{worst.name} did not become Ready within {start_words(deployment)}: {_words(worst, layouts)}"
 
 
 def _words(group: Group, layouts: Mapping[str, Degrees]) -> str:

@@ -42,8 +42,8 @@ from trimtab_operator.decisions.model_facts import (
     Known,
     gate_of,
     plan_facts,
-    with_commit,
     with_kept,
+    with_model_facts,
 )
 from trimtab_operator.decisions.optional_children import plan_optional
 from trimtab_operator.decisions.plan import differing, plan, plan_meeting_secret, plan_tuning_state
@@ -143,9 +143,9 @@ def _decided(world: World, memory: Memory) -> Turn:
     if refused:
         return _refused(world, known, refused)
     token_sha256 = token_hash(world.token)
-    reading = plan_facts(with_commit(world.deployment, known.observed), known.observed, now=world.at)
+    reading = plan_facts(with_model_facts(world.deployment, known.observed), known.observed, now=world.at)
     known = replace(known, observed=with_kept(known.observed, reading))
-    world = replace(world, deployment=with_commit(world.deployment, known.observed))
+    world = replace(world, deployment=with_model_facts(world.deployment, known.observed))
     wanted = rendered(world.deployment, admin_token_sha256=token_sha256, records=records)
     rollout = memory.rollout or stored_rollout(
         world.deployment, world.children, key=world.token, former_key=world.former_token
@@ -166,7 +166,7 @@ def _decided(world: World, memory: Memory) -> Turn:
         worse=_worse(known.memory.comparison, wanted, proven),
     )
     steered = _steered(world, known, wanted, gate, course)
-    findings = replace(steered.findings, keeps_older_pods=_keeps_older_pods(seen, wanted))
+    findings = replace(steered.findings, keeps_older_pods=_keeps_older_pods(seen, known, wanted))
     return _with_reading(replace(steered, findings=findings), reading)
 
 
@@ -319,7 +319,7 @@ def findings_without_a_turn(world: World, memory: Memory, problem: tuple[str, st
     """What can be said when a turn could not be carried out: the children as they are, and the problem."""
     records = records_of(world.children.stateful_sets)
     world = _as_recorded(world, records)
-    world = replace(world, deployment=with_commit(world.deployment, world.children))
+    world = replace(world, deployment=with_model_facts(world.deployment, world.children))
     findings = findings_of_cluster(world, _known(world, memory))
     if world.misread:
         return replace(findings, problem=problem)
@@ -336,11 +336,10 @@ def _revision(course: Course) -> str:
     return "" if course.target is None else course.target.revision
 
 
-def _keeps_older_pods(world: World, wanted: Rendered) -> bool:
+def _keeps_older_pods(world: World, known: Recalled, wanted: Rendered) -> bool:
     """Whether this operator, with its defaults, would render other pods for what is asked than those that run."""
-    return wanted.is_recorded and wanted.template != pod_template(
-        world.deployment, admin_token_sha256=token_hash(world.token)
-    )
+    today = with_model_facts(world.deployment, known.observed)
+    return wanted.is_recorded and wanted.template != pod_template(today, admin_token_sha256=token_hash(world.token))
 
 
 def _too_few_gpus(world: World) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from trimtab_operator.builders.hub import CACHE_VOLUME, TOKEN_VOLUME
 from trimtab_operator.builders.pod import PRE_STOP_SECONDS, stop_seconds
+from trimtab_operator.builders.startup import MAX_WRITTEN_SECONDS
 from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
@@ -35,7 +36,6 @@ from trimtab_operator.tuner.looks.prometheus import ENGINES_LABELS, LABEL_NAME
 
 MAX_LABEL_VALUE = 256
 MAX_DRAIN_SECONDS = 3600.0  # a pod that takes longer to stop holds its node for ever
-MAX_START_SECONDS = 7200.0  # the startup probe ends an engine that loads for longer
 MAX_BAKE_SECONDS = 3600.0  # a change that nobody sees finish is forgotten
 NAME_IS_MADE_OF = "begin with a lower-case letter; then lower-case letters, digits and dashes, no dots"
 
@@ -448,14 +448,16 @@ def drain_fits_the_grace_period(deployment: InferenceDeployment) -> Iterator[Ref
 
 
 def a_start_ends_in_time(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    where = "spec.rollout.startTimeout"
+    where, written = "spec.rollout.startTimeout", deployment.spec.rollout.start_timeout
+    if written is None:
+        return
     try:
-        seconds = parse_seconds(deployment.spec.rollout.start_timeout)
+        seconds = parse_seconds(written)
     except ValueError as error:
         yield Refusal(where, str(error))
         return
-    if not 0 < seconds <= MAX_START_SECONDS:
-        yield Refusal(where, f"is {seconds:g} s; set more than 0 s and at most {MAX_START_SECONDS:g} s")
+    if not 0 < seconds <= MAX_WRITTEN_SECONDS:
+        yield Refusal(where, f"is {seconds:g} s; set more than 0 s and at most {MAX_WRITTEN_SECONDS:g} s")
 
 
 def a_change_is_watched_for_a_while(deployment: InferenceDeployment) -> Iterator[Refusal]:

@@ -415,10 +415,19 @@ class Cluster:
         data = (present or {}).get("data") or {}
         return {key: base64.b64decode(value) for key, value in data.items()}
 
-    async def replace_secret(self, namespace: str, name: str, data: Mapping[str, bytes]) -> None:
-        """Replace all data of a Secret that exists."""
-        body = [{"op": "replace", "path": "/data", "value": _encoded(data)}]
-        await self.patch("Secret", namespace, name, body)
+    async def replace_secret(
+        self, namespace: str, name: str, before: Mapping[str, bytes], after: Mapping[str, bytes]
+    ) -> bool:
+        """Replace all data of a Secret that exists, if it is still what it was `before`; whether it was."""
+        is_as_before = {"op": "test", "path": "/data", "value": _encoded(before)}
+        body = [*([is_as_before] if before else []), {"op": "add", "path": "/data", "value": _encoded(after)}]
+        try:
+            await self.patch("Secret", namespace, name, body)
+        except API_ERRORS as error:
+            if not is_invalid(error):
+                raise
+            return False
+        return True
 
     # --- plumbing -----------------------------------------------------------------------------------------------------
 

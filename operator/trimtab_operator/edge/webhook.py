@@ -24,6 +24,7 @@ from trimtab_operator.edge.certificates import Certificates
 from trimtab_operator.edge.cluster import Cluster, is_owned
 from trimtab_operator.edge.lease import CONNECTION_ERRORS
 from trimtab_operator.edge.nodes import Nodes
+from trimtab_operator.errors import NotYet
 from trimtab_operator.resource.powers import NO_POWERS
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 MAX_REVIEW_BYTES = 4 << 20  # etcd holds objects of 1.5 MiB; a review carries the new and the old one
 LOOK_SECONDS = 2.0  # for what is known beside the resource: the API server waits 5 s for the verdict
 LEAVE_SECONDS = 5.0  # until every API server knows that the pod goes; the others answer then
+AGREEMENT_LOOKS = 3  # at what is stored, before the next refresh: who was overtaken finds what is good
 REFRESH_SECONDS = 60.0  # how soon a caBundle that somebody reset is set again
 
 
@@ -84,24 +86,37 @@ class Webhook:
             await asyncio.sleep(REFRESH_SECONDS)
             try:
                 await self.refresh()
-            except CONNECTION_ERRORS as error:
+            except (*CONNECTION_ERRORS, NotYet) as error:
                 logger.warning("the webhook's certificates could not be checked", extra={"error": str(error)})
+            except Exception:  # whatever somebody wrote there: certificates must not end unnoticed, weeks later
+                logger.exception("the webhook's certificates could not be checked")
 
     async def refresh(self) -> None:
         """Read or make the certificates, serve them, and tell the API server whom to trust."""
-        now = datetime.now(UTC)
-        made = certificates.fresh(self._names, now=now) if self._loaded is None else self._loaded
-        stored = Certificates.from_secret(await self._cluster.secret(self._namespace, self._secret, made.as_secret()))
-        successor = certificates.fresh(self._names, now=now) if stored is None else None
-        successor = successor or (stored and certificates.renewed(stored, self._names, now=now))
-        if successor is not None:
-            await self._cluster.replace_secret(self._namespace, self._secret, successor.as_secret())
-            logger.info("webhook certificate renewed")
-        current = successor or stored
-        assert current is not None
+        current = await self._agreed(datetime.now(UTC))
         if current != self._loaded:
             self._load(current)
         await self._publish(current.bundle)
+
+    async def _agreed(self, now: datetime) -> Certificates:
+        """What all operators' pods serve: what is stored, or a successor where that is no good any more. Of several who
+        store one at once the first has its way, and the others take it. Raises NotYet."""
+        made = certificates.fresh(self._names, now=now) if self._loaded is None else self._loaded
+        for _ in range(AGREEMENT_LOOKS):
+            data = await self._cluster.secret(self._namespace, self._secret, made.as_secret())
+            stored = Certificates.from_secret(data)
+            successor = (
+                certificates.fresh(self._names, now=now)
+                if stored is None
+                else certificates.renewed(stored, self._names, now=now)
+            )
+            if successor is None:
+                assert stored is not None
+                return stored
+            if await self._cluster.replace_secret(self._namespace, self._secret, data, successor.as_secret()):
+                logger.info("webhook certificate renewed")
+                return successor
+        raise NotYet("others renew the webhook's certificates at the same time")
 
     def _load(self, current: Certificates) -> None:
         """New connections get the new certificate. The ssl module reads keys from files only."""

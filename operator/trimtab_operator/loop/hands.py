@@ -27,7 +27,7 @@ from trimtab_operator.edge.health import OperatorMetrics
 from trimtab_operator.edge.lease import CONNECTION_ERRORS
 from trimtab_operator.edge.rights import missing_right
 from trimtab_operator.errors import Gone, NameTaken, NotLeading, NotYet
-from trimtab_operator.report.conditions import changed_conditions
+from trimtab_operator.report.conditions import changed_conditions, said_by_us
 from trimtab_operator.report.status import status_in_the_dark, status_of
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
 from trimtab_operator.tuner.moves import Decision
@@ -122,7 +122,7 @@ class Hands:
         return datetime.fromtimestamp(self.clock(), UTC)
 
     async def _write_status(self, deployment: InferenceDeployment, status: dict[str, Any]) -> Mapping[str, Any]:
-        if status == deployment.status:
+        if status == said_by_us(deployment.status):
             return status
         self._must_lead()
         try:

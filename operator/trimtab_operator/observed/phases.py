@@ -68,7 +68,11 @@ def _first(group: Group, says: Callable[[Manifest], str | None]) -> str | None:
 
 
 def failure_of(pod: Manifest) -> str | None:
-    """Why a pod keeps failing: crash loops, images that cannot be pulled; None when it does not."""
+    """Why a pod keeps failing: crash loops, images that cannot be pulled, a node that gave it up; None when it does
+    not."""
+    given_up = _given_up(pod)
+    if given_up is not None:
+        return given_up
     for container in _container_statuses(pod):
         waiting = (container.get("state") or {}).get("waiting") or {}
         reason = str(waiting.get("reason", ""))
@@ -80,6 +84,15 @@ def failure_of(pod: Manifest) -> str | None:
         if terminated and terminated.get("exitCode") not in (0, None):
             return f"the engine ended: {words_of(container)}"
     return None
+
+
+def _given_up(pod: Manifest) -> str | None:
+    """Why the kubelet gave the whole pod up: its node ran short of something, or does not take it after all."""
+    status = pod.get("status") or {}
+    reason = status.get("reason")
+    if status.get("phase") != "Failed" or not reason:
+        return None
+    return f"{reason}: {' '.join(str(status.get('message') or '').split())}".rstrip(": ")
 
 
 def is_container_running(pod: Manifest) -> bool:

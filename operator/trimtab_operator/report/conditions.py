@@ -62,6 +62,18 @@ class Reason(StrEnum):
     STOPPED = "Stopped"  # nothing runs that could be tuned or measured
 
 
+TYPES = (
+    "Ready",
+    "Serving",
+    "Reconciling",
+    "Stalled",
+    "Progressing",
+    "LayoutValid",
+    "MetricsAvailable",
+    "TuningActive",
+    "ScalingLimited",
+    "Degraded",
+)
 STANDS_STILL = f"nothing is changed, as the annotation {PAUSED} asks; remove it, and it goes on"
 
 
@@ -348,6 +360,12 @@ def timed(claim: Claim, deployment: InferenceDeployment, *, now: datetime) -> di
         "observedGeneration": deployment.generation,
         "lastTransitionTime": before["lastTransitionTime"] if same and before else timestamp(now),
     }
+
+
+def said_by_us(status: Mapping[str, Any]) -> dict[str, Any]:
+    """A status without the conditions that others have put beside ours: they are theirs to write and to remove."""
+    ours = [condition for condition in status.get("conditions") or [] if condition.get("type") in TYPES]
+    return {**status, "conditions": ours} if "conditions" in status else dict(status)
 
 
 def changed_conditions(

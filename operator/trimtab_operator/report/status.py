@@ -15,7 +15,7 @@ from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.groups import Group, is_worker, ordinal_of, revision_label
 from trimtab_operator.observed.phases import EngineView, phase_of
 from trimtab_operator.observed.readiness import Readiness, readiness_of, reported_layouts
-from trimtab_operator.report.conditions import conditions, conditions_in_the_dark, timed
+from trimtab_operator.report.conditions import conditions, conditions_in_the_dark, said_by_us, timed
 from trimtab_operator.report.tuning_status import show, tuning_status
 from trimtab_operator.resource.knobs import knobs
 from trimtab_operator.resource.manifest import Manifest
@@ -69,8 +69,9 @@ def status_in_the_dark(deployment: InferenceDeployment, problem: tuple[str, str]
     reason, message = problem
     claims = [timed(claim, deployment, now=now) for claim in conditions_in_the_dark(reason, message)]
     renewed = {claim["type"]: claim for claim in claims}
-    before = [renewed.pop(c.get("type"), c) for c in deployment.status.get("conditions") or []]
-    return {**deployment.status, "conditions": [*before, *renewed.values()], "phase": reason}
+    known = said_by_us(deployment.status)
+    before = [renewed.pop(c["type"], c) for c in known.get("conditions") or []]
+    return {**known, "conditions": [*before, *renewed.values()], "phase": reason}
 
 
 def _wanted(findings: Findings) -> dict[str, int]:

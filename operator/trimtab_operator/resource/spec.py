@@ -450,10 +450,11 @@ class Rollout(Model):
     drain_timeout: Duration = Field(
         default="30s", description="Time that running requests get to finish when a replica is stopped."
     )
-    start_timeout: Duration = Field(
-        default="30m",
+    start_timeout: Duration | None = Field(
+        default=None,
         description="Time in which the first replica of a change must become Ready, once the old one has drained; else "
-        "replicas return to the last revision that worked, until the spec changes again. At most 2h.",
+        "replicas return to the last revision that worked, until the spec changes again. At most 2h. Default: 30m, and "
+        "what reading the model takes at 100 MB/s.",
     )
     bake_time: Duration = Field(
         default="30s",
@@ -613,6 +614,8 @@ class InferenceDeployment:
     is_paused: bool = False
     commit: str | None = None
     """What the revision of an hf:// model meant when the model was read; None: not known, or of no such model."""
+    weights_bytes: int | None = None
+    """How large the model's weights are; None: not known yet."""
     powers: frozenset[str] = NO_POWERS
     created_at: str = ""
     """As the API server wrote it."""

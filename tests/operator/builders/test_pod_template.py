@@ -135,9 +135,18 @@ def test_an_engine_that_is_to_stop_serves_on_until_nobody_is_sent_to_it() -> Non
     assert main["lifecycle"] == {"preStop": {"exec": {"command": ["sleep", "5"]}}}
 
 
-def test_a_worker_does_not_wait_for_endpoints_as_it_has_none() -> None:
-    (main,) = worker_pod_spec(a_template()["spec"])["containers"]
-    assert "lifecycle" not in main
+def test_a_worker_hears_of_its_end_no_sooner_than_the_leader() -> None:
+    """The first pod that is told ends the whole replica, and endpoints lead to its leader for as long as to any."""
+    leader = a_template()["spec"]
+    (main,) = worker_pod_spec(leader)["containers"]
+    assert main["lifecycle"] == leader["containers"][0]["lifecycle"]
+    assert not {"ports", "startupProbe", "readinessProbe", "livenessProbe"} & main.keys()
+
+
+def test_no_controller_replaces_pods_by_itself() -> None:
+    """Which may go is the operator's to say; and some versions of Kubernetes never replace a broken one."""
+    made = leader_stateful_set(rendered(a_deployment(), admin_token_sha256="0" * 64), 0)
+    assert made["spec"]["updateStrategy"] == {"type": "OnDelete"}
 
 
 def test_the_grace_period_outlasts_the_drain() -> None:

@@ -45,6 +45,12 @@ def test_replicas_serve_the_commit_that_was_found_when_the_model_was_read() -> N
     assert cluster.status["model"] == "name"
 
 
+def test_a_pinned_commit_is_no_reason_to_ask_for_new_pods() -> None:
+    cluster = a_cluster()
+    cluster.settle()
+    assert cluster.condition("Progressing")["message"] == "what runs is what is wanted"
+
+
 def test_a_branch_that_moves_changes_nothing_that_runs_nor_what_comes() -> None:
     cluster = a_cluster()
     cluster.settle()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operator_builders import MODEL_FACTS
 from operator_builders import a_deployment as deployment_of
 from operator_cluster import BROKEN, TICK_SECONDS, TOKEN, FakeCluster
 from trimtab_operator.builders.admin_token import token_hash
@@ -97,6 +99,23 @@ def test_a_change_that_does_not_come_up_is_taken_back_and_reaches_no_further_rep
     assert "m-g0 did not become Ready within 2m" in world.failed.message
     assert world.failed.returns_to == before[0]
     assert world.most_down == 1
+
+
+@pytest.mark.parametrize(("gigabytes", "is_given_up"), [(1, True), (141, False)])
+def test_a_large_model_gets_the_time_that_reading_it_takes(gigabytes: int, is_given_up: bool) -> None:
+    parts = {**MODEL_FACTS["weights_by_part"], "dense_mlp": gigabytes * 10**9}
+    facts = {**MODEL_FACTS, "weights_by_part": parts, "weights_bytes": sum(parts.values())}
+    cluster = FakeCluster(knows_the_model=False, rollout={"drainTimeout": "10s", "bakeTime": "0s", "maxSurge": 0})
+    cluster.model_words = (0, json.dumps(facts))
+    cluster.settle()
+    cluster.start_seconds = 40 * 60.0
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    for _ in range(42):
+        cluster.tick()
+        cluster.now += 60.0
+    ready = cluster.condition("Ready")
+    assert (ready["reason"] == "RolledBack") is is_given_up
+    assert (ready["status"] == "True") is not is_given_up
 
 
 def test_a_layout_that_does_not_come_up_is_taken_back_and_no_group_is_ever_of_two_revisions() -> None:

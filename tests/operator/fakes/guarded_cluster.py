@@ -149,7 +149,10 @@ class GuardedDoor(Cluster):
         elif asked.verb == "update":
             self.others[path] = body
         elif isinstance(body, list):  # a JSON patch of a Secret's data
-            self.others[path] = {**self.others[path], "data": body[0]["value"]}
+            for operation in body:
+                if operation["op"] == "test" and operation["value"] != self.others[path]["data"]:
+                    raise answer(422, "the data is not what it was")
+            self.others[path] = {**self.others[path], "data": body[-1]["value"]}
         elif asked.verb == "patch":
             self.others[path] = {**self.others[path], **body}
         return self.others[path]
@@ -158,7 +161,7 @@ class GuardedDoor(Cluster):
 def answer(status: int, message: str, name: str = "") -> Exception:
     """An error as the client library raises it."""
     error = ApiException(status=status, reason="refused")
-    reason = {403: "Forbidden", 404: "NotFound", 409: "AlreadyExists"}[status]
+    reason = {403: "Forbidden", 404: "NotFound", 409: "AlreadyExists", 422: "Invalid"}[status]
     said = {"kind": "Status", "message": message, "reason": reason, "details": {"name": name}, "code": status}
     error.body, error.headers = json.dumps(said), {"Content-Type": "application/json"}
     return EXCEPTION(error)

@@ -105,7 +105,8 @@ async def serve_the_webhook(door: GuardedDoor) -> None:
         default_image=None,
     )
     await webhook.refresh()
-    await door.replace_secret(NAMESPACE, "trimtab-webhook", {"ca.crt": b"of another service"})
+    made = await door.secret(NAMESPACE, "trimtab-webhook", {})
+    assert await door.replace_secret(NAMESPACE, "trimtab-webhook", made, {"ca.crt": b"of another service"})
     webhook._loaded = None
     await webhook.refresh()
 

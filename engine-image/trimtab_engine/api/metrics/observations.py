@@ -55,6 +55,8 @@ class Observations(msgspec.Struct, tag="observations"):
     """What one server has seen since its last batch, and how many generation requests it answers now."""
 
     num_http_requests: int = 0
+    num_arrivals: int = 0
+    """Requests of any kind that this server has got since it began, but for probes and scrapes."""
     first_token_seconds: dict[int, list[float]] = {}
     """Seconds to the first token of each request, by core; the next two likewise."""
     next_token_seconds: dict[int, list[float]] = {}
@@ -115,7 +117,7 @@ class ObservationBuffer:
         self._batch.media_queries += queries
         self._batch.media_hits += hits
 
-    def take(self, num_http_requests: int) -> Observations:
+    def take(self, num_http_requests: int, num_arrivals: int) -> Observations:
         batch, self._batch = self._batch, Observations()
-        batch.num_http_requests = num_http_requests
+        batch.num_http_requests, batch.num_arrivals = num_http_requests, num_arrivals
         return batch

@@ -70,13 +70,18 @@ class Serving:
 
 @dataclass(slots=True)
 class ServerState:
-    """One server's state. `serving` comes when loading is done; `draining` never goes back."""
+    """One server's state. `serving` comes when loading is done; `leaving` and `draining` never go back."""
 
     options: ServerOptions
     core: CoreClient
     exporter: Exporter
     serving: Serving | None = None
+    leaving: bool = False
+    """To end when nobody comes any more: not ready, so that nobody is sent here; who comes all the same is served."""
     draining: bool = False
+    """Nothing new is accepted."""
+    num_arrivals: int = 0
+    """Requests that have come so far, but for probes and scrapes."""
     num_http_requests: int = 0
     """Generation requests that are being answered."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -91,6 +96,14 @@ class ServerState:
     def __post_init__(self) -> None:
         self.idle.set()
         self.admission = Admission(lambda: self.core.state, self.options.api_server_count)
+
+    @property
+    def is_ending(self) -> bool:
+        return self.leaving or self.draining
+
+    def arrived(self) -> None:
+        """One more request has come."""
+        self.num_arrivals += 1
 
     def begin_drain(self) -> None:
         """Accept nothing new from now on, in this server and in all others of the engine."""
@@ -121,6 +134,14 @@ class ServerState:
 
     @property
     def not_ready_reason(self) -> str | None:
+        """Why nobody is to be sent here; None: anybody may."""
+        reason = self._refusal_reason
+        if reason is None and self.leaving:
+            return "the engine is to end: it serves on until nobody comes any more"
+        return reason
+
+    @property
+    def _refusal_reason(self) -> str | None:
         """Why requests are not accepted; None: they are."""
         if not self.core.is_alive:
             return f"the engine has failed: {self.core.failure.message if self.core.failure else 'its core has ended'}"
@@ -139,7 +160,7 @@ class ServerState:
 
     def require_serving(self) -> Serving:
         """What a generation request needs, or 503 with the reason. While requests are kept, new ones queue up too."""
-        reason = self.not_ready_reason
+        reason = self._refusal_reason
         if self.core.state.pause_mode == "keep" and reason == resting_reason(self.core.state):
             reason = None
         if reason is not None or self.serving is None:

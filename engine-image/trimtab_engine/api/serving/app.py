@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from trimtab_engine.api.http.body_limit import BodyLimit
-from trimtab_engine.api.http.closing import CloseWhileDraining
+from trimtab_engine.api.http.closing import CloseWhileEnding, CountArrivals
 from trimtab_engine.api.http.errors import add_error_handlers
 from trimtab_engine.api.http.loading_gate import LoadingGate
 from trimtab_engine.api.http.request_identity import ApiKeyGuard, RequestIds
@@ -38,7 +38,8 @@ def build_app(state: ServerState) -> FastAPI:
     app.add_middleware(ApiKeyGuard, keys=state.options.api_keys, open_paths=_open_paths(state.options))
     app.add_middleware(BodyLimit, max_bytes=lambda: _max_body_bytes(state), remedy="send a shorter prompt")
     app.add_middleware(RequestIds)
-    app.add_middleware(CloseWhileDraining, is_draining=lambda: state.draining)
+    app.add_middleware(CloseWhileEnding, is_ending=lambda: state.is_ending)
+    app.add_middleware(CountArrivals, on_arrival=state.arrived, uncounted=PROBES | METRICS)
     return app
 
 

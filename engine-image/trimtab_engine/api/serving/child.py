@@ -28,6 +28,7 @@ from trimtab_engine.api.serving.child_messages import (
     Flush,
     Flushed,
     ForgetAllMedia,
+    Leave,
     LoadFailed,
     Serve,
     ServerLoaded,
@@ -106,7 +107,7 @@ class ChildServer:
         self._state = ServerState(start.options, self._core, self._exporter)
         self._http = HttpServer(build_app(self._state), socket.socket(fileno=start.listen_fd))
         self._tracer = tracer_of(start.options.otlp_traces_endpoint, start.options.served_model_names[0])
-        self._reported_requests = 0
+        self._reported_counts = (0, 0)
         self._serving: Serving | None = None
 
     async def run(self) -> int:
@@ -153,6 +154,8 @@ class ChildServer:
                     return 0
                 case Serve():
                     self._state.serving = self._serving
+                case Leave():
+                    self._state.leaving = True
                 case Drain():
                     self._state.begin_drain()
                 case ForgetAllMedia():
@@ -175,9 +178,10 @@ class ChildServer:
             self._flush()
 
     def _flush(self) -> None:
-        batch = self._observations.take(self._state.num_http_requests)
-        if not batch.is_empty or batch.num_http_requests != self._reported_requests:
-            self._reported_requests = batch.num_http_requests
+        batch = self._observations.take(self._state.num_http_requests, self._state.num_arrivals)
+        counts = (batch.num_http_requests, batch.num_arrivals)
+        if not batch.is_empty or counts != self._reported_counts:
+            self._reported_counts = counts
             self._link.send(batch)
 
 

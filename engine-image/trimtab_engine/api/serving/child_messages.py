@@ -26,6 +26,10 @@ class Serve(msgspec.Struct, tag="serve"):
     """All servers have loaded: accept requests."""
 
 
+class Leave(msgspec.Struct, tag="leave"):
+    """Be ready no more, and serve who comes all the same."""
+
+
 class Drain(msgspec.Struct, tag="drain"):
     """Accept nothing new; what runs goes on."""
 
@@ -63,7 +67,7 @@ class Answer(msgspec.Struct, tag="answer"):
     body: bytes
 
 
-ToServer = Start | Serve | Drain | ForgetAllMedia | AbortAll | Failed | End | Flush | Answer
+ToServer = Start | Serve | Leave | Drain | ForgetAllMedia | AbortAll | Failed | End | Flush | Answer
 
 # --- server -> first process --------------------------------------------------------------------------------------
 

@@ -19,11 +19,18 @@ class Front(Protocol):
     def num_http_requests(self) -> int:
         """Generation requests that are being answered."""
 
+    @property
+    def num_arrivals(self) -> int:
+        """Requests that have come so far, but for probes and scrapes."""
+
     async def start(self) -> None:
         """Answer probes from now on. Raises EngineDead when there can be no process."""
 
     async def load(self) -> None:
         """Return when all accept requests. Raises ConfigError. Cancelled when the core fails first."""
+
+    def begin_leaving(self) -> None:
+        """Be ready no more, and serve who comes all the same."""
 
     def begin_drain(self) -> None:
         """Accept nothing new."""

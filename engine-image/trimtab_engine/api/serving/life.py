@@ -1,4 +1,4 @@
-"""The life of an engine: bind, start the core and the API servers, serve, drain, end. Returns an exit code.
+"""The life of an engine: bind, start the core and the API servers, serve, serve on, drain, end. Returns an exit code.
 
 With one API server it runs in this process; with several this process has only the admin API, the statistics and the
 watch over the others (docs/api-server-scale-out.md).
@@ -27,6 +27,10 @@ from trimtab_engine.messages import EngineState
 from trimtab_engine.processes.end import EXIT_INTERRUPTED
 from trimtab_engine.processes.shared_secret import SharedSecret
 
+QUIET_SECONDS = 1.0  # nobody came for so long: whoever sends requests has forgotten this engine
+QUIET_LOOK_SECONDS = 0.1  # between two looks at who came, in each of which connections that wait are accepted
+SERVE_ON_SHARE = 0.5  # of the shutdown timeout at most: the rest is for what came last
+MOST_SERVE_ON_SECONDS = 15.0  # who comes for longer means this engine, and would keep it for ever
 ABORT_GRACE_SECONDS = 2.0  # for aborted requests' last bytes to leave
 DEAD_ANSWER_SECONDS = 1.0  # after a failure: who waits gets his error, who comes gets 503
 DEAD_CLOSE_SECONDS = 1  # then connections close; with the core's grace the whole end stays below 5 s
@@ -147,7 +151,10 @@ class _EngineServer:
                     statistics.cancel()  # the cause is to be the last line
                     return await self._after_failure()
                 if stop in done:
-                    await self._drain()
+                    deadline = asyncio.get_running_loop().time() + self._shutdown_timeout
+                    if load.done() and not self._was_interrupted:
+                        await self._serve_on()
+                    await self._drain(deadline)
                     return EXIT_INTERRUPTED if self._was_interrupted else 0
         finally:
             for task in (stop, ended):
@@ -161,14 +168,35 @@ class _EngineServer:
         await asyncio.sleep(DEAD_ANSWER_SECONDS)
         return failure.exit_code or 1
 
-    async def _drain(self) -> None:
+    async def _serve_on(self) -> None:
+        """Be ready no more, and serve who is sent here all the same: whoever sends them learns of our end later than
+        we do. Until nobody has come for QUIET_SECONDS; an engine that drains already refuses them.
+
+        Looks are counted, not seconds: on a node without time to spare connections wait until we get to them.
+        """
+        self._servers.begin_leaving()
+        quiet_looks, arrivals = 0, self._servers.num_arrivals
+        for _ in range(round(self._serve_on_seconds / QUIET_LOOK_SECONDS)):
+            if await self._first_of(QUIET_LOOK_SECONDS, self._hurry, self._core.ended) or self._state.draining:
+                return
+            come = self._servers.num_arrivals
+            quiet_looks, arrivals = quiet_looks + 1 if come == arrivals else 0, come
+            if quiet_looks * QUIET_LOOK_SECONDS >= QUIET_SECONDS:
+                return
+
+    @property
+    def _serve_on_seconds(self) -> float:
+        return min(MOST_SERVE_ON_SECONDS, SERVE_ON_SHARE * self._shutdown_timeout)
+
+    async def _drain(self, deadline: float) -> None:
         """Accept nothing new, let what runs finish, abort the rest at the deadline or at a second signal."""
         servers = self._servers
         self._state.begin_drain()
         await servers.settle()
         if servers.num_http_requests:
-            logger.info("draining: %d requests run, up to %.0f s", servers.num_http_requests, self._shutdown_timeout)
-            await self._until_idle(self._shutdown_timeout, self._hurry, self._core.ended)
+            seconds = max(0.0, deadline - asyncio.get_running_loop().time())
+            logger.info("draining: %d requests run, up to %.0f s", servers.num_http_requests, seconds)
+            await self._until_idle(seconds, self._hurry, self._core.ended)
         if servers.num_http_requests and self._core.is_alive:
             logger.warning("aborting %d requests that did not finish in time", servers.num_http_requests)
             servers.abort_all()
@@ -176,10 +204,15 @@ class _EngineServer:
 
     async def _until_idle(self, timeout: float, *or_else: asyncio.Event) -> None:
         """Wait until no generation request is being answered, or another event, or the timeout."""
-        waits = [asyncio.create_task(event.wait()) for event in (self._servers.idle, *or_else)]
-        await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        await self._first_of(timeout, self._servers.idle, *or_else)
+
+    async def _first_of(self, timeout: float, *events: asyncio.Event) -> bool:
+        """Wait for one of these, at most `timeout` seconds. Returns whether it came."""
+        waits = [asyncio.create_task(event.wait()) for event in events]
+        done, _ = await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
+        return bool(done)
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()

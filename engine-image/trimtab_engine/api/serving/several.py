@@ -28,6 +28,7 @@ from trimtab_engine.api.serving.child_messages import (
     Flushed,
     ForgetAllMedia,
     FromServer,
+    Leave,
     LoadFailed,
     Serve,
     ServerLoaded,
@@ -70,6 +71,10 @@ class SeveralServers:
     def num_http_requests(self) -> int:
         return sum(server.num_http_requests for server in self._servers)
 
+    @property
+    def num_arrivals(self) -> int:
+        return sum(server.num_arrivals for server in self._servers)
+
     async def start(self) -> None:
         for index, addresses in enumerate(self._addresses, 1):
             start = Start(
@@ -85,6 +90,9 @@ class SeveralServers:
 
     def forget_media(self) -> None:
         self._tell(ForgetAllMedia())
+
+    def begin_leaving(self) -> None:
+        self._tell(Leave())
 
     def begin_drain(self) -> None:
         self._tell(Drain())
@@ -115,6 +123,7 @@ class SeveralServers:
         match message:
             case Observations():
                 server.num_http_requests = message.num_http_requests
+                server.num_arrivals = message.num_arrivals
                 self._exporter.add(message)
                 if self.num_http_requests:
                     self.idle.clear()
@@ -154,7 +163,7 @@ class _Server:
 
     def __init__(self, index: int, process: asyncio.subprocess.Process, link: StreamLink[FromServer]) -> None:
         self.index, self.process, self.link = index, process, link
-        self.num_http_requests = 0
+        self.num_http_requests = self.num_arrivals = 0
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.answering: set[asyncio.Task[None]] = set()
         self._flushes: dict[int, asyncio.Future[list[int]]] = {}

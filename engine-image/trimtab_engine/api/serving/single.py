@@ -28,6 +28,10 @@ class SingleServer:
     def num_http_requests(self) -> int:
         return self._state.num_http_requests
 
+    @property
+    def num_arrivals(self) -> int:
+        return self._state.num_arrivals
+
     async def start(self) -> None:
         self._http.start()
 
@@ -42,6 +46,9 @@ class SingleServer:
 
     def forget_media(self) -> None:
         self._state.forget_media()
+
+    def begin_leaving(self) -> None:
+        self._state.leaving = True
 
     def begin_drain(self) -> None:
         self._state.begin_drain()

@@ -1,5 +1,6 @@
 """The life of the server process: loading, disconnects, the core's death, draining, keys."""
 
+import http.client
 import os
 import signal
 import threading
@@ -21,6 +22,9 @@ OPENAI_ROUTES = (
     ("POST", "/tokenize", b'{"prompt": "a"}'),
     ("POST", "/detokenize", b'{"tokens": [97]}'),
 )
+COMPLETION = b'{"prompt": "ab", "max_tokens": 1}'
+QUIET_SECONDS = 1.0  # without a request, after which an engine that is to end does
+SENT_FOR_SECONDS = 3.0  # for so long after its SIGTERM an engine is still sent requests: three times its patience
 SLOW = {"prompt": "!slowab", "max_tokens": 200}
 
 
@@ -139,25 +143,85 @@ def test_when_the_core_dies_requests_get_an_error_and_the_process_ends(start_ser
     assert "ended unexpectedly" in server.log.read_text()
 
 
-def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(start_server: Any) -> None:
-    server = start_server("--shutdown-timeout", "20")
+def asked_on_a_new_connection(server: Any) -> tuple[int, str | None] | None:
+    """Status and `Connection` of the answer to a request; None: nobody listens any more."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30.0)
+    try:
+        connection.request("POST", "/v1/completions", COMPLETION, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status, answer.headers["connection"]
+    except OSError:
+        return None
+    finally:
+        connection.close()
+
+
+def drains(server: Any) -> bool:
+    return "draining" in server.http.get("/readyz").text
+
+
+@pytest.mark.parametrize("flags", [[], ["--api-server-count", "2"]])
+def test_who_is_sent_here_after_sigterm_is_served_until_nobody_is(start_server: Any, flags: list[str]) -> None:
+    """A node's proxy may learn of an engine's end seconds after the engine did."""
+    server = start_server("--shutdown-timeout", "20", *flags)
+    answers = [asked_on_a_new_connection(server)]
+    readiness: set[int | None] = set()
+    server.process.send_signal(signal.SIGTERM)
+    until = time.monotonic() + SENT_FOR_SECONDS
+    while (asked_at := time.monotonic()) < until:
+        answers.append(asked_on_a_new_connection(server))
+        readiness.add(server.status("/readyz"))
+        if time.monotonic() - asked_at > QUIET_SECONDS / 2:
+            break  # this machine is so busy that nobody may have come for as long
+    else:
+        assert answers[-1] == (200, "close")
+        assert 503 in readiness
+    assert set(answers) <= {(200, None), (200, "close")}
+    assert server.process.wait(60) == 0
+
+
+def test_who_never_stops_coming_does_not_keep_an_engine_for_ever(start_server: Any) -> None:
+    """For half of the shutdown timeout they are served, then told to come elsewhere."""
+    server = start_server("--shutdown-timeout", "2")
+    server.process.send_signal(signal.SIGTERM)
+    answers: list[tuple[int, str | None] | None] = []
+    while not answers or answers[-1] is not None:
+        answers.append(asked_on_a_new_connection(server))
+    assert set(answers) <= {(200, None), (200, "close"), (503, "close"), None}
+    assert answers == sorted(answers, key=lambda answer: answer[0] if answer is not None else 600)
+    assert server.process.wait(30) == 0
+
+
+def test_sigterm_lets_running_requests_finish(start_server: Any) -> None:
+    server = start_server("--shutdown-timeout", "60")
     with a_running_request(server, prompt="ab", max_tokens=200) as result:
         server.process.send_signal(signal.SIGTERM)
-        server.wait_for(lambda: server.status("/readyz") == 503, "the drain to show")
+    assert result["response"].json()["usage"]["completion_tokens"] == 200
+    assert server.process.wait(30) == 0
+
+
+def test_once_nobody_comes_new_requests_are_refused_and_what_runs_goes_on(start_server: Any) -> None:
+    server = start_server("--shutdown-timeout", "100")
+    with a_running_request(server) as result:
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for(lambda: drains(server), "the drain to show")
         assert server.status("/livez") == 200
         refused = server.http.post("/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
-    assert result["response"].json()["usage"]["completion_tokens"] == 200
+        assert server.metric("vllm:num_requests_running") == 1
+        server.process.send_signal(signal.SIGTERM)  # what is endless ends
+    assert result["response"].status_code == 200
     assert server.process.wait(30) == 0
 
 
 @pytest.mark.parametrize("flags", [[], ["--api-server-count", "2"]])
 def test_connections_that_clients_keep_end_with_the_drain(start_server: Any, flags: list[str]) -> None:
     """A Service that forgets the pod keeps new connections away from it, not those that are open."""
-    server = start_server("--shutdown-timeout", "20", *flags)
+    server = start_server("--shutdown-timeout", "100", *flags)
     completion = {"prompt": "a", "max_tokens": 1}
     assert server.http.post("/v1/completions", json=completion).headers.get("connection") != "close"
-    with a_running_request(server, prompt="ab", max_tokens=200) as result:
+    with a_running_request(server) as result:
         server.process.send_signal(signal.SIGTERM)
 
         def is_closed(answer: httpx.Response) -> bool:
@@ -165,6 +229,7 @@ def test_connections_that_clients_keep_end_with_the_drain(start_server: Any, fla
 
         server.wait_for(lambda: is_closed(server.http.get("/livez")), "probes to close")
         server.wait_for(lambda: is_closed(server.http.post("/v1/completions", json=completion)), "requests to close")
+        server.process.send_signal(signal.SIGTERM)  # what is endless ends
     assert result["response"].headers["connection"] == "close"
     assert server.process.wait(30) == 0
 
@@ -175,6 +240,8 @@ def test_ctrl_c_ends_in_order_too_and_its_code_says_who_did(start_server: Any) -
     assert os.getpgid(core_pid(server)) != os.getpgid(server.process.pid)
     with a_running_request(server, prompt="ab", max_tokens=100) as result:
         server.process.send_signal(signal.SIGINT)
+        server.wait_for(lambda: server.status("/readyz") == 503, "the end to show")
+        assert drains(server), "whoever stops a server by hand does not wait for endpoints"
     assert result["response"].json()["usage"]["completion_tokens"] == 100
     assert server.process.wait(30) == 130
     assert "Traceback" not in server.log.read_text()

@@ -165,7 +165,10 @@ def test_sigterm_drains_all_servers(start_server: Any, monkeypatch: pytest.Monke
     server = start_server(*COUNT, "--shutdown-timeout", "100")
     with running_requests(server, 8, prompt="ab", max_tokens=150) as results:
         server.process.send_signal(signal.SIGTERM)
-        server.wait_for(lambda: server.status("/readyz") == 503, "the drain to show")
+        server.wait_for(
+            lambda: all("draining" in text for text in on_new_connections(server, 8, lambda c: c.get("/readyz").text)),
+            "the drain to show",
+        )
         refused = on_new_connections(server, 8, lambda client: client.post("/v1/completions", json={"prompt": "a"}))
         assert {(answer.status_code, "retry-after" in answer.headers) for answer in refused} == {(503, True)}
         assert set(on_new_connections(server, 8, lambda client: client.get("/livez").status_code)) == {200}

@@ -6,6 +6,7 @@ import pytest
 from trimtab_operator.tuner.decide import Outcome, decide
 from trimtab_operator.tuner.explanation import GUIDE, why
 from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.looks import Look, Phase
 from trimtab_operator.tuner.moves import Decision, Reason
 from trimtab_operator.tuner.settings import Bounds, Mode, Settings
 from trimtab_operator.tuner.state import Memory
@@ -25,8 +26,10 @@ def steered(
     bounds: dict[Knob, Bounds] | None = None,
     memory: Memory | None = None,
     start: float = 1000.0,
+    beside: Look | None = None,
 ) -> tuple[list[Decision], Outcome]:
-    """Looks every 15 s at one engine under a steady load; it runs what it is PATCHed to."""
+    """Looks every 15 s at one engine under a steady load, and perhaps at another one `beside` it; it runs what it is
+    PATCHed to."""
     settings = Settings(mode, bounds=bounds or {}, starts=KNOBS)
     memory, values, generation = memory or Memory(starts=KNOBS), dict(KNOBS), 1
     values.update(memory.applied)
@@ -38,7 +41,7 @@ def steered(
         changes["recomputed_tokens"] = load.get("recomputed", 0.0) * now
         changes["blocked_seconds"] = {"seqs": load.get("seats", 0.0) * now}
         look = a_look(sample=a_sample(now, generation=generation, **changes), values=values)
-        outcome = decide([look], memory, settings, now)
+        outcome = decide([look] if beside is None else [look, beside], memory, settings, now)
         memory = outcome.memory
         decisions += outcome.decisions
         for patch in outcome.patches.values():
@@ -49,6 +52,14 @@ def steered(
 
 def moved(decisions: list[Decision]) -> list[tuple[Reason, str, Value | None, Value | None]]:
     return [(d.reason, d.move.target.value, d.move.before, d.move.after) for d in decisions]
+
+
+@pytest.mark.parametrize("phase", [Phase.READY, Phase.STARTING, Phase.PENDING])
+def test_one_that_cannot_be_read_keeps_the_others_from_nothing(phase: Phase) -> None:
+    decisions, outcome = steered(60, PRESSED, beside=a_look("m-1", phase=phase, problem="no answer"))
+    assert moved(decisions)[0] == (Reason.KV_CACHE_TOO_SMALL, "gpu_memory_utilization", 0.8, 0.89)
+    first = next(entry for entry in outcome.memory.history if entry.id == decisions[0].id)
+    assert first.outcome, "the trial was judged, in spite of the one that is away"
 
 
 def test_preemptions_with_headroom_raise_the_memory_by_a_part_of_it() -> None:
