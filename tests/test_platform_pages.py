@@ -7,9 +7,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 import yaml
-from trimtab_operator.resource.spec import GROUP, KIND, VERSION
+from trimtab_operator.builders.labels import group_name, worker_set_name
+from trimtab_operator.resource.spec import GROUP, KIND, VERSION, InferenceDeployment
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
@@ -59,6 +61,39 @@ def test_series_that_are_queried_are_the_engines(page: str) -> None:
     named = set(re.findall(r"vllm:[a-z_]+", (DOCS / f"{page}.md").read_text()))
     assert named
     assert named <= set(re.findall(r"vllm:[a-z_]+", FAMILIES.read_text()))
+
+
+def queries(page: str) -> list[str]:
+    """What the ScaledObjects of a page ask Prometheus for."""
+    scalers = [found for found in manifests(page) if found.get("kind") == "ScaledObject"]
+    return [trigger["metadata"]["query"] for scaler in scalers for trigger in scaler["spec"]["triggers"]]
+
+
+@pytest.mark.parametrize("page", ["keda", "autoscaling"])
+def test_what_keda_asks_prometheus_for_is_promql(page: str) -> None:
+    found = [*queries(page), *fenced(page, "text")]
+    assert found
+    for query in found:
+        promql_parser.parse(query)
+
+
+def test_keda_counts_the_leaders_of_one_resource() -> None:
+    (query,) = queries("keda")
+    pattern = re.findall(r'pod=~"([^"]+)"', query)[0]
+    named = {name: InferenceDeployment.parse(a_body(name)) for name in ("smollm2", "smollm2-g1", "another")}
+    pods = [
+        f"{of(deployment, ordinal)}-{number}"
+        for deployment in named.values()
+        for of in (group_name, worker_set_name)
+        for ordinal in (0, 12)
+        for number in (0, 1)
+    ]
+    assert [pod for pod in pods if re.fullmatch(pattern, pod)] == ["smollm2-g0-0", "smollm2-g12-0"]
+
+
+def a_body(name: str) -> dict[str, Any]:
+    spec = {"model": {"uri": "file:///m"}, "runtime": {"device": "cpu", "image": "engine:1"}}
+    return {"metadata": {"name": name, "namespace": "default"}, "spec": spec}
 
 
 def test_argo_cd_is_taught_the_conditions_and_the_kind_that_there_are() -> None:
