@@ -18,6 +18,7 @@ import typer
 from trimtab_operator.builders.config_map import STATE_KEY
 from trimtab_operator.builders.labels import tuning_name_of
 from trimtab_operator.cli.shared import refuse
+from trimtab_operator.decisions.budget import OVER_BUDGET
 from trimtab_operator.decisions.sealed import unverified
 from trimtab_operator.edge.rights import missing_right, server_words
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, Tuning
@@ -101,13 +102,16 @@ def as_json(found: Found, memory: Memory) -> str:
 
 
 def _replicas(resource: Mapping[str, Any]) -> list[str]:
-    """How many replicas are wanted, where that is the operator's to say."""
+    """How many replicas are wanted, where that is the operator's to say, and why fewer are granted."""
     scaling, status = (resource.get("spec") or {}).get("scaling"), resource.get("status") or {}
+    conditions = {c.get("reason"): str(c.get("message", "")) for c in status.get("conditions") or []}
+    short = [f"  {conditions[OVER_BUDGET]}"] if OVER_BUDGET in conditions else []
     if not scaling or "desiredReplicas" not in status:
-        return []
+        return short
     since = f", since {status['lastScaleTime']}" if status.get("lastScaleTime") else ""
     bounds = f"between {scaling.get('minReplicas', 1)} and {scaling.get('maxReplicas')}"
-    return [f"  replicas: {status['desiredReplicas']} wanted{since}, {status.get('readyReplicas', 0)} ready; {bounds}"]
+    count = status.get("wantedReplicas", status["desiredReplicas"])
+    return [f"  replicas: {count} wanted{since}, {status.get('readyReplicas', 0)} ready; {bounds}", *short]
 
 
 def _promises(objectives: Mapping[str, Any]) -> str:

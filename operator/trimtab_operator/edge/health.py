@@ -84,7 +84,16 @@ class OperatorMetrics:
             registry=self.registry,
         )
         self.desired_replicas = Gauge(
-            "trimtab_desired_replicas", "Replicas that are wanted", ["namespace", "name"], registry=self.registry
+            "trimtab_desired_replicas",
+            "Replicas that are wanted, as far as a GPU budget allows",
+            ["namespace", "name"],
+            registry=self.registry,
+        )
+        self.wanted_replicas = Gauge(
+            "trimtab_wanted_replicas",
+            "Replicas that would be wanted without a GPU budget",
+            ["namespace", "name"],
+            registry=self.registry,
         )
         self.loop_lag = Gauge(
             "trimtab_operator_loop_lag_seconds", "Delay of the event loop, latest", registry=self.registry
@@ -93,7 +102,7 @@ class OperatorMetrics:
 
     def forget(self, namespace: str, name: str) -> None:
         """Drop the series of a resource that is gone."""
-        for metric in (self.desired_replicas, self.decisions):
+        for metric in (self.desired_replicas, self.wanted_replicas, self.decisions):
             metric.remove_by_labels({"namespace": namespace, "name": name})
 
 

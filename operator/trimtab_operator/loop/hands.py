@@ -51,9 +51,9 @@ class Hands:
 
     async def remember(self, world: World, turn: Turn) -> None:
         """Take care of what cannot wait, then write down what the turn remembers. The memory may be adopted after."""
-        self.metrics.desired_replicas.labels(namespace=world.deployment.namespace, name=world.deployment.name).set(
-            turn.desired_replicas
-        )
+        names, share = (world.deployment.namespace, world.deployment.name), turn.findings.share
+        self.metrics.desired_replicas.labels(*names).set(turn.desired_replicas)
+        self.metrics.wanted_replicas.labels(*names).set(turn.desired_replicas if share is None else share.wanted)
         await self.execute(world.deployment, turn.care)
         await self.execute(world.deployment, turn.remember)
 

@@ -140,6 +140,15 @@ def test_a_count_that_is_the_operators_is_told_with_its_bounds(cluster: Cluster)
     assert "  replicas: 3 wanted, since 2026-01-01T12:00:00Z, 2 ready; between 1 and 6\n" in why("chat").output
 
 
+def test_a_count_that_the_gpu_budget_cuts_is_told_with_why(cluster: Cluster) -> None:
+    cluster.has("chat", "team-a", Memory())
+    said = {"type": "ScalingLimited", "status": "True", "reason": "OverBudget", "message": "3 of 5 wanted replicas: …"}
+    counts = {"desiredReplicas": 3, "wantedReplicas": 5, "readyReplicas": 3, "conditions": [said]}
+    cluster.scales("chat", "team-a", {"maxReplicas": 6}, **counts)
+    told = "  replicas: 5 wanted, 3 ready; between 1 and 6\n  3 of 5 wanted replicas: …\n"
+    assert told in why("chat").output
+
+
 def test_programs_get_the_same_as_json(cluster: Cluster) -> None:
     cluster.has("chat", "team-b", Memory(history=(DECISION,)))
     answer = json.loads(why("chat", "-n", "team-b", "-o", "json").stdout)

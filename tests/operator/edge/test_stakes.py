@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from operator_builders import a_resource, a_stateful_set
 from operator_cluster import FakeCluster, a_loop, a_reconciler
+from prometheus_client import generate_latest
 from trimtab_operator.decisions.budget import Stake
 from trimtab_operator.edge.cache import SILENT_SECONDS, Cache, Store
 from trimtab_operator.edge.stakes import Stakes
@@ -128,6 +129,9 @@ async def test_a_loop_takes_its_share_before_it_acts() -> None:
     await reconciler.tick(loop)
     assert len(cluster.groups) == 2
     assert not stakes.put(a_stake("third", 1), 1)
+    page = generate_latest(reconciler.hands.metrics.registry).decode()
+    assert 'trimtab_desired_replicas{name="m",namespace="n"} 2.0' in page
+    assert 'trimtab_wanted_replicas{name="m",namespace="n"} 3.0' in page
 
 
 async def test_what_others_took_while_a_turn_was_taken_is_decided_again(monkeypatch: pytest.MonkeyPatch) -> None:
