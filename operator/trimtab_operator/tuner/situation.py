@@ -102,11 +102,17 @@ class Situation:
         change = (utilization - float(current)) * ledger.device_bytes / ledger.bytes_per_block
         return max(1, ledger.blocks_total + int(change))
 
-    def predicted(self, candidate: Candidate) -> Prediction | None:
-        """What users of a candidate would feel at the present rate; None where too little is known."""
+    def predicted(self, candidate: Candidate, rate: float | None = None) -> Prediction | None:
+        """What users of a candidate would feel at the present rate, or at this one; None where too little is known."""
         if self.foresight is None or self.rate <= 0:
             return None
-        return self.foresight.at(candidate, self.rate)
+        return self.foresight.at(candidate, self.rate if rate is None else rate)
+
+    @property
+    def risen_rate(self) -> float:
+        """The present rate; of a stream that has risen within the last minute, the one to which it has."""
+        risen = self.memory.demand.risen(self.settings.pace.window_seconds)
+        return self.rate if risen is None or self.memory.clients.do_wait else max(self.rate, risen)
 
     @property
     def quiet_seconds(self) -> float:

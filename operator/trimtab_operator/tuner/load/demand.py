@@ -64,6 +64,18 @@ class Demand:
         total = math.fsum(point.seconds for point in found)
         return math.fsum(point.requests for point in found) / total if total > 0 else None
 
+    def risen(self, seconds: float) -> float | None:
+        """The rate of the latter half of the last `seconds`, where it clearly is higher than that of the former: a load
+        that has just risen, of which the mean of both tells what has passed. Else the rate of all of them."""
+        rate = self.rate(seconds)
+        late = self._last(seconds / 2, None)
+        early = self.rate(seconds / 2, until=late[0].at - late[0].seconds) if late else None
+        if rate is None or not early:
+            return rate
+        counted, requests = math.fsum(p.seconds for p in late), math.fsum(p.requests for p in late)
+        came, usual = (math.sqrt(count + VARIANCE_STEADYING) for count in (requests, early * counted))
+        return requests / counted if 2 * (came - usual) > CLEARLY else rate
+
     def level(self, seconds: float, *, until: float | None = None) -> float | None:
         """What rate the last `seconds` tell of. Three requests in a minute are three by chance: few of them count
         together with those of the ten minutes before, as the mean of a gamma distribution does that begins with

@@ -43,10 +43,11 @@ def expected_relief(s: Situation, knob: Knob, value: Value) -> tuple[Expectation
     that at least half of what is computed twice is spared.
 
     The queue of a stream drains by what is spared: no harm is enough. That of clients that wait fills again: for them
-    it must bring clearly more of what decides.
+    it must bring clearly more of what decides. A storm comes with a load that has risen: it is judged by what comes
+    since then, as the mean of the minute is a load that nobody will see again.
     """
-    share = s.window.recomputed_share
-    before, after = s.predicted(s.candidate), s.predicted(s.with_knob(knob, value))
+    share, rate = s.window.recomputed_share, s.risen_rate
+    before, after = s.predicted(s.candidate, rate), s.predicted(s.with_knob(knob, value), rate)
     if before is None or after is None:
         return (Expectation(Measure.RECOMPUTED, share, 0.0, 0.0, share / 2),)
     left = after.recomputed_share

@@ -44,6 +44,27 @@ def test_a_level_is_told_by_many_requests_or_by_a_jump(usual: int, came: int, lo
     assert low <= level <= high
 
 
+@pytest.mark.parametrize(
+    ("counts", "risen"),
+    [
+        ((30, 30, 30, 30), 2.0),  # steady
+        ((30, 30, 82, 82), 82 / 15),  # it rose half a minute ago
+        ((82, 82, 30, 30), 56 / 15),  # it fell: what waits still is of the former
+        ((30, 30, 40, 40), 35 / 15),  # chance may do that
+        ((1, 0, 3, 2), 0.1),  # and that, of few
+        ((0, 0, 60, 60), 2.0),  # nothing came before: the minute is all that is known
+    ],
+)
+def test_of_a_load_that_has_clearly_risen_the_latter_half_of_the_minute_counts(
+    counts: tuple[int, ...], risen: float
+) -> None:
+    demand = Demand()
+    for index, count in enumerate(counts):
+        demand = demand.with_point(Point(15.0 * (index + 1), 15.0, count))
+    assert demand.risen(60.0) == pytest.approx(risen)
+    assert Demand().risen(60.0) is None
+
+
 def test_without_anything_before_a_level_is_the_rate() -> None:
     assert Demand().level(60.0) is None
     assert Demand().with_point(Point(15.0, 15.0, 3)).level(60.0) == 0.2

@@ -10,6 +10,7 @@ from trimtab_operator.tuner.foresight import Candidate, Foresight, Prediction
 from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.load import Lengths, Pair
 from trimtab_operator.tuner.load.clients import Clients, Count
+from trimtab_operator.tuner.load.demand import Demand, Point
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
 from trimtab_operator.tuner.observation import observe
 from trimtab_operator.tuner.observation.track import Patience, Track
@@ -86,6 +87,36 @@ def test_clients_that_wait_must_get_more_answers_that_keep_their_promises(after:
 @pytest.mark.parametrize(("after", "made"), [(0.1, True), (0.19, False), (0.3, False)])
 def test_a_move_against_preemption_must_spare_some_of_what_is_computed_twice(after: float, made: bool) -> None:
     assert is_made(GIVEN, Clients(), ByWatermark((0.60, 0.60), (100.0, 100.0), (0.2, after))) is made
+
+
+@dataclass
+class ByRate(ByWatermark):
+    """Foresight of a load under which a watermark does harm; beyond 5 requests a second it does not."""
+
+    def at(self, candidate: Candidate, rate: float) -> Prediction:
+        index = int(candidate.watermark > 0 and rate <= 5.0)
+        good = self.good[index]
+        twice = self.twice[int(candidate.watermark > 0)]
+        return Prediction(good, good, good, 1.0, 2.0, 0.05, 0.1, twice, 100.0, 10.0, 900, good)
+
+
+@pytest.mark.parametrize(
+    ("counts", "clients", "made"),
+    [
+        ((75, 75, 75, 75), Clients(), False),
+        ((75, 75, 150, 150), Clients(), True),  # twice as many come since half a minute
+        ((75, 75, 150, 150), WAIT, False),  # who waits does not come faster than answers go
+    ],
+)
+def test_a_load_that_has_risen_is_judged_by_what_comes_since_then(
+    counts: tuple[int, ...], clients: Clients, made: bool
+) -> None:
+    demand = Demand()
+    for index, count in enumerate(counts):
+        demand = demand.with_point(Point(NOW - 45 + 15 * index, 15.0, count))
+    memory = Memory(clients=clients, demand=demand)
+    situation = a_situation(GIVEN, memory, ByRate((0.90, 0.86), (100.0, 100.0)))
+    assert (raise_watermark(situation) is not None) is made
 
 
 @pytest.mark.parametrize(("tokens", "made"), [(105.0, True), (101.0, False), (95.0, False)])
