@@ -98,7 +98,7 @@ def cache(target: Target, installation: Installation, kube: Kube, namespace: str
     """A claim that the engines may write; its files are removed from the node afterwards."""
     if not target.is_own:
         pytest.skip("CLUSTER=current: this story writes to a folder of a node, so it runs on a cluster of its own")
-    folder = FolderClaim("model-cache", "trimtab-e2e-hub", "2Gi", "ReadWriteMany", node=pod_nodes(kube)[0])
+    folder = FolderClaim("model-cache", "trimtab-e2e-hub", "2Gi", pod_nodes(kube)[0], "ReadWriteMany")
     folder.make(kube, namespace)
     image = installation.images.model
     give = f"chown {ENGINE_USER}:{ENGINE_USER} {MOUNT} && rm -rf {MOUNT}/*"

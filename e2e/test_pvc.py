@@ -10,6 +10,7 @@ from harness.answer import EXPECTED, ask
 from harness.claims import MOUNT, FolderClaim
 from harness.install import Installation
 from harness.kube import Kube, condition
+from harness.nodes import pod_nodes
 from harness.target import Target
 from harness.wait import NotYet
 
@@ -21,7 +22,7 @@ def claim(target: Target, installation: Installation, kube: Kube, namespace: str
     """A claim with the model in a folder; the files are removed from the node afterwards."""
     if not target.is_own:
         pytest.skip("CLUSTER=current: this story writes to a folder of the node, so it runs on a cluster of its own")
-    folder, image = FolderClaim("models", "trimtab-e2e-pvc", "2Gi"), installation.images.model
+    folder, image = FolderClaim("models", "trimtab-e2e-pvc", "2Gi", pod_nodes(kube)[-1]), installation.images.model
     folder.make(kube, namespace)
     copy = f"mkdir -p {MOUNT}/llm && cp -r /models/{FOLDER} {MOUNT}/llm/ && chmod -R a+rX {MOUNT}/llm"
     folder.run(kube, namespace, name="fill", image=image, script=copy)

@@ -15,26 +15,25 @@ SCRIPT_SECONDS = 120.0  # a model of half a gigabyte is copied
 
 @dataclass(frozen=True, slots=True)
 class FolderClaim:
-    """The claim and its volume. `node`: the one whose folder it is, so that all who use it run there; None: whichever
-    the first pod runs on."""
+    """The claim and its volume. `node`: the one whose folder it is, so that all who use it run there; on any other they
+    would find a folder of that name that is empty."""
 
     name: str
     volume: str
     size: str
+    node: str
     access_mode: str = "ReadWriteOnce"
-    node: str | None = None
 
     def persistent_volume(self) -> Manifest:
+        here = {"key": "kubernetes.io/hostname", "operator": "In", "values": [self.node]}
         spec: Manifest = {
             "capacity": {"storage": self.size},
             "accessModes": [self.access_mode],
             "storageClassName": "",
             "persistentVolumeReclaimPolicy": "Retain",
             "hostPath": {"path": f"/var/{self.volume}", "type": "DirectoryOrCreate"},
+            "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [here]}]}},
         }
-        if self.node is not None:
-            here = {"key": "kubernetes.io/hostname", "operator": "In", "values": [self.node]}
-            spec["nodeAffinity"] = {"required": {"nodeSelectorTerms": [{"matchExpressions": [here]}]}}
         return {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": self.volume}, "spec": spec}
 
     def claim(self) -> Manifest:
