@@ -124,10 +124,17 @@ def test_many_bad_rows_are_counted_and_the_first_ones_told(tmp_path: Path) -> No
         read_log(path, *load_text(path))
 
 
-@pytest.mark.parametrize("content", [b"\x1f\x8b\x08broken", gzip.compress(b"x" * 5000)[:-20], b"TIMESTAMP\xff\n"])
-def test_a_broken_file_is_refused(tmp_path: Path, content: bytes) -> None:
+BROKEN = {
+    "no-gzip": b"\x1f\x8b\x08broken",
+    "gzip-cut-off": gzip.compress(b"x" * 5000)[:-20],
+    "no-text": b"TIMESTAMP\xff\n",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_file_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "broken"
-    path.write_bytes(content)
+    path.write_bytes(BROKEN[kind])
     with pytest.raises(BadTrace, match="broken"):
         load_text(path)
 
