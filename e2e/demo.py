@@ -294,12 +294,14 @@ def _move(entry: dict[str, Any]) -> Move:
 
 
 def clean_up(stage: Stage, target: Target, installation: Installation) -> None:
-    """Nothing is left running."""
+    """Nothing is left running: of a cluster of yours what was put into it, and our own as a whole."""
     stage.chapter("Cleaning up (KEEP=1 leaves everything up)", 20, stage="clean-up")
-    target.kube.delete("namespace", NAMESPACE, wait=True)
-    installation.uninstall()
     if target.is_own:
         subprocess.run([sys.executable, str(CLUSTER_TOOL), "down"], check=True, timeout=300.0)
+        return
+    target.kube.delete("inferencedeployments", "--all", NAMESPACE, wait=True)
+    target.kube.delete("namespace", NAMESPACE, wait=True)
+    installation.uninstall()
 
 
 def look_around(stage: Stage, target: Target) -> None:

@@ -112,7 +112,13 @@ class Installation:
     def uninstall(self) -> None:
         say("helm uninstall trimtab")
         run_tool("helm", "uninstall", RELEASE, "-n", NAMESPACE, "--ignore-not-found", kube=self.kube)
+        # First the pods: a namespace with pods in it is not looked at again before half of their grace is over.
+        self.waiter.until("the operator's pods are gone", self._gone, deadline_seconds=OPERATOR_SECONDS)
         self.kube.delete("namespace", NAMESPACE, wait=True)
+
+    def _gone(self) -> None:
+        if pods := self.kube.items("pods", NAMESPACE):
+            raise NotYet(f"{len(pods)} are there")
 
 
 def leave_others_alone(target: Target) -> None:
