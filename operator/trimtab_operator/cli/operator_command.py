@@ -66,8 +66,10 @@ class Output(StrEnum):
 
 
 File = Annotated[
-    Path, typer.Option("--file", "-f", help="YAML file with InferenceDeployments; - reads standard input.")
+    Path | None,
+    typer.Argument(metavar="FILE", help="YAML file with InferenceDeployments; - reads standard input."),
 ]
+FileOption = Annotated[Path | None, typer.Option("--file", "-f", metavar="FILE", help="The same, as kubectl has it.")]
 DefaultImage = Annotated[
     str | None,
     typer.Option(help="Engine image of resources that name none.", envvar="TRIMTAB_DEFAULT_IMAGE"),
@@ -235,7 +237,8 @@ def _choice(flag: str, text: str | None, kind: type[Choice]) -> Choice | None:
 
 @app.command()
 def validate(
-    file: File,
+    file: File = None,
+    file_option: FileOption = None,
     default_image: DefaultImage = None,
     facts: Annotated[
         str | None,
@@ -251,13 +254,14 @@ def validate(
     allow_power: AllowPower = None,
 ) -> None:
     """Say what the webhook would say, without a cluster. Exit code 2 when something is refused."""
-    if facts == "-" and str(file) == "-":
-        refuse("--facts: standard input holds the resources (--file -); give one of the two as a file")
+    resources = _the_file(file, file_option)
+    if facts == "-" and str(resources) == "-":
+        refuse("--facts: standard input holds the resources; give one of the two as a file")
     model, device = None if facts is None else _facts(facts), None if gpu is None else given_gpu(gpu)
     if gpu is not None and facts is None:
         refuse("--gpu: what fits depends on the model; give --facts as well")
     powers = _powers(allow_power)
-    found = [_verdict(body, default_image or UNKNOWN_IMAGE, powers, model, device) for body in _resources(file)]
+    found = [_verdict(body, default_image or UNKNOWN_IMAGE, powers, model, device) for body in _resources(resources)]
     if output is Output.JSON:
         typer.echo(json.dumps(found, indent=2))
     else:
@@ -279,13 +283,18 @@ def _verdict(
 
 
 @app.command()
-def render(file: File, default_image: DefaultImage = None, allow_power: AllowPower = None) -> None:
+def render(
+    file: File = None,
+    file_option: FileOption = None,
+    default_image: DefaultImage = None,
+    allow_power: AllowPower = None,
+) -> None:
     """Print what the operator would create, as YAML. The token's hash and the addresses of
     rendezvous Services depend on the cluster and are shown as zeros; so does the secret that pods of one replica
     share. A default image that was not told is shown as such."""
     manifests: list[dict[str, Any]] = []
     powers, image = _powers(allow_power), default_image or UNKNOWN_IMAGE
-    for body in _resources(file):
+    for body in _resources(_the_file(file, file_option)):
         wrong = refusals_of(body, default_image=image, powers=powers)
         if wrong:
             refuse("\n".join(f"{_name(body)}: {line}" for line in wrong))
@@ -312,6 +321,16 @@ def _manifests(deployment: InferenceDeployment) -> list[dict[str, Any]]:
             found.append(leader_stateful_set(wanted, ordinal, address=UNKNOWN_ADDRESS))
             found.append(worker_stateful_set(wanted, ordinal, address=UNKNOWN_ADDRESS))
     return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+
+
+def _the_file(argument: Path | None, option: Path | None) -> Path:
+    """The file that was given, by either way; ends with one line where there is none, or two."""
+    if argument is not None and option is not None:
+        refuse(f"one file at a time: {argument} and --file {option} are two")
+    given = argument or option
+    if given is None:
+        refuse("which resources? Give a YAML file with InferenceDeployments, or - for standard input")
+    return given
 
 
 def _resources(file: Path) -> list[dict[str, Any]]:

@@ -50,6 +50,20 @@ def test_what_is_accepted_and_may_not_be_meant_is_a_warning(tmp_path: Path) -> N
     assert run("render", text, tmp_path)[1].count("kind: StatefulSet") == 2
 
 
+@pytest.mark.parametrize("command", ["validate", "render"])
+def test_the_file_stands_behind_the_flag_or_alone(command: str, tmp_path: Path) -> None:
+    file = tmp_path / "resource.yaml"
+    file.write_text(f"{HEAD}metadata: {{name: m}}\nspec: {{{SPEC}}}", encoding="utf-8")
+    alone, flagged, both, neither = (
+        CliRunner().invoke(app, [command, *arguments])
+        for arguments in ([str(file)], ["--file", str(file)], [str(file), "-f", str(file)], [])
+    )
+    assert (alone.exit_code, alone.output) == (0, flagged.output)
+    assert (both.exit_code, neither.exit_code) == (2, 2)
+    assert "one file at a time" in both.output
+    assert "which resources?" in neither.output
+
+
 def test_a_good_file_is_accepted_and_rendered(tmp_path: Path) -> None:
     text = f"{HEAD}metadata: {{name: m, generation: x}}\nspec: {{{SPEC}}}"
     assert run("validate", text, tmp_path) == (0, "m: accepted\n")
