@@ -79,9 +79,9 @@ images: setup ## the engine, operator and model images
 
 # Some stories move replicas from node to node.
 e2e soak: WORKERS ?= 2
-# Two stories at once where neither disturbs the other (e2e/harness/lanes.py); the nodes of a cluster of yours may have
+# Three stories at once where none disturbs the others (e2e/harness/lanes.py); the nodes of a cluster of yours may have
 # room for the engines of one alone.
-E2E_JOBS ?= $(if $(or $(filter current,$(CLUSTER)),$(filter 0 1,$(WORKERS))),1,2)
+E2E_JOBS ?= $(if $(or $(filter current,$(CLUSTER)),$(filter 0 1,$(WORKERS))),1,3)
 e2e: ## every user story on a real cluster (30 min at most; CLUSTER=current uses KUBECONFIG's)
 	@$(CLUSTER_TOOL) set-up $(NODES) --for "make e2e" --then "the stories" --then-seconds $(E2E_SECONDS) $(DRY) python model cluster images prometheus
 	@$(if $(DRY),,$(CLUSTER_TOOL) stage --about $(E2E_SECONDS) stories -- $(BIN)/pytest e2e $(if $(filter-out 1,$(E2E_JOBS)),--numprocesses $(E2E_JOBS)) --durations=15 $(TOOK))

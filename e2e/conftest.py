@@ -43,7 +43,7 @@ def calm_seconds(request: pytest.FixtureRequest) -> float:
     return SOAK_CALM_SECONDS if request.config.getoption("--soak") else CALM_SECONDS
 
 
-# --- lanes: two stories at once where neither disturbs the other (harness/lanes.py) -----------------------------------
+# --- lanes: three stories at once where none disturbs the others (harness/lanes.py) ----------------------------------
 
 
 @pytest.hookimpl(trylast=True)  # the reporter is registered by then

@@ -1,8 +1,8 @@
-"""Two stories at once where neither disturbs the other: who may run beside whom, and in which order they are taken.
+"""Three stories at once where none disturbs the others: who may run beside whom, and in which order they are taken.
 
 Most of a story is waiting: for a pod to start, to drain, to be noticed. So stories run in lanes, which are workers of
-pytest-xdist (`make e2e` has two; without `--numprocesses` there is one). Some stories have the cluster for themselves:
-they measure what users feel under load, take a node away, or kill, replace or reconfigure the operator.
+pytest-xdist (`make e2e` has three; without `--numprocesses` there is one). Some stories have the cluster to
+themselves: they measure what users feel under load, take a node away, or kill, replace or reconfigure the operator.
 """
 
 from __future__ import annotations

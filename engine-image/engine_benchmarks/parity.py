@@ -69,23 +69,44 @@ class Reference:
 
 
 def reference_tokens(model: Any, prompts: list[list[int]], num_tokens: int) -> list[Reference]:
-    """Greedy generation by a transformers model, one prompt at a time, through end-of-sequence tokens."""
-    references = []
-    for prompt in prompts:
-        output = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        gaps = [_relative_gap(logits[0]) for logits in output.logits]
-        references.append(Reference(prompt, output.sequences[0, len(prompt) :].tolist(), gaps))
-    return references
+    """What greedy generation by a transformers model gives each prompt alone, through end-of-sequence tokens.
+
+    All prompts are generated at once, padded, which is a guess; then each is computed once, alone and as a whole, and
+    must choose each of its tokens. Behind one that it does not choose, it is generated alone.
+    """
+    guesses = _generated(model, prompts, num_tokens)
+    return [_reference(model, prompt, guess) for prompt, guess in zip(prompts, guesses, strict=True)]
+
+
+def _reference(model: Any, prompt: list[int], guess: list[int]) -> Reference:
+    tokens = guess
+    while True:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        best = logits.argmax(dim=-1).tolist()
+        same = next((i for i, (a, b) in enumerate(zip(tokens, best, strict=True)) if a != b), len(tokens))
+        if same == len(tokens):
+            return Reference(prompt, tokens, [_relative_gap(row) for row in logits])
+        known = [*tokens[:same], best[same]]
+        rest = len(tokens) - len(known)
+        tokens = known + (_generated(model, [prompt + known], rest)[0] if rest else [])
+
+
+def _generated(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Greedy tokens of all prompts at once, padded on the left."""
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    output = model.generate(
+        torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]),
+        attention_mask=torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding]),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens: list[list[int]] = output[:, longest:].tolist()
+    return tokens
 
 
 def _relative_gap(logits: torch.Tensor) -> float:
