@@ -53,6 +53,7 @@ from trimtab_operator.decisions.rollback import (
     Surge,
     change_of,
     course_of,
+    form_of,
     plan_rollout_state,
     proven_form,
     stored_rollout,
@@ -81,6 +82,8 @@ from trimtab_operator.tuner.decide import Outcome, decide
 from trimtab_operator.tuner.moves import Decision
 from trimtab_operator.tuner.settings import Pace
 from trimtab_operator.tuner.state import Memory as TunerMemory
+
+AS_RECORDED = ("spec.model", "spec.runtime", "spec.parallelism")  # what these ask of pods is taken from the record
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +143,16 @@ def _decided(world: World, memory: Memory) -> Turn:
     world = _as_recorded(world, records)
     known = _known(world, memory)
     refused = world.misread or refusals(world.deployment)
-    if refused:
+    rollout = memory.rollout or stored_rollout(
+        world.deployment, world.children, key=world.token, former_key=world.former_token
+    )
+    if world.misread or (refused and not _runs_already(world, known, rollout, records, refused)):
         return _refused(world, known, refused)
     token_sha256 = token_hash(world.token)
     reading = plan_facts(with_model_facts(world.deployment, known.observed), known.observed, now=world.at)
     known = replace(known, observed=with_kept(known.observed, reading))
     world = replace(world, deployment=with_model_facts(world.deployment, known.observed))
     wanted = rendered(world.deployment, admin_token_sha256=token_sha256, records=records)
-    rollout = memory.rollout or stored_rollout(
-        world.deployment, world.children, key=world.token, former_key=world.former_token
-    )
     proven = proven_form(rollout, wanted, admin_token_sha256=token_sha256, records=records)
     gate = _gate(world, known, wanted, proven)
     if gate.refusals:
@@ -166,8 +169,23 @@ def _decided(world: World, memory: Memory) -> Turn:
         worse=_worse(known.memory.comparison, wanted, proven),
     )
     steered = _steered(world, known, wanted, gate, course)
-    findings = replace(steered.findings, keeps_older_pods=_keeps_older_pods(seen, known, wanted))
+    keeps_older_pods = _keeps_older_pods(seen, known, wanted)
+    findings = replace(steered.findings, refusals=refused, keeps_older_pods=keeps_older_pods)
     return _with_reading(replace(steered, findings=findings), reading)
+
+
+def _runs_already(
+    world: World,
+    known: Recalled,
+    rollout: RolloutState,
+    records: Mapping[str, Record],
+    refused: tuple[Refusal, ...],
+) -> bool:
+    """Whether what a rule refuses by now is what runs, as an older operator accepted it: its replicas come and go as
+    before, by what was recorded of them, and it is said what is wrong. Not so what an administrator forbids."""
+    form = form_of(with_model_facts(world.deployment, known.observed))
+    is_running = rollout.proven == form and asked_of(world.deployment) in records
+    return is_running and all(refusal.field.startswith(AS_RECORDED) for refusal in refused)
 
 
 def _as_recorded(world: World, records: Mapping[str, Record]) -> World:

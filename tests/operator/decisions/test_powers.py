@@ -93,6 +93,7 @@ def test_a_power_that_is_withdrawn_leaves_what_runs_alone() -> None:
     pods = {pod["metadata"]["uid"] for pod in cluster.pods.values()}
     assert cluster.condition("Ready")["status"] == "True"
     cluster.installation = Installation()
+    cluster.edit(replicas=2)  # no further pod gets what is forbidden by now
     for _ in range(5):
         cluster.tick()
     assert cluster.condition("Ready")["reason"] == "InvalidSpec"

@@ -14,6 +14,7 @@ from trimtab_operator.builders.labels import REVISION_LABEL
 from trimtab_operator.builders.record import RECORD_ANNOTATION, asked_of
 from trimtab_operator.builders.stateful_set import pod_template
 from trimtab_operator.decisions.rollback import stored_rollout
+from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import RESTARTED_AT
 
 DEFAULTED: dict[str, Any] = {"runtime": {"device": "cpu"}}
@@ -62,6 +63,30 @@ def test_an_upgrade_of_the_operator_restarts_no_engine(spec: dict[str, Any], mon
     cluster.settle()
     assert uids(cluster) == before
     assert cluster.condition("Ready")["status"] == "True"
+
+
+def test_a_rule_that_is_tighter_by_now_stops_no_scaling_of_what_runs_and_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = FakeCluster(replicas=2)
+    cluster.settle()
+    (revision,) = set(cluster.revisions)
+    tighter = (Refusal("spec.runtime.args[0]", "is refused by now"),)
+    monkeypatch.setattr("trimtab_operator.decisions.turn.refusals", lambda _: tighter)
+    cluster.restart_operator()
+    for replicas in (3, 1, 2):
+        cluster.edit(replicas=replicas)
+        for _ in range(5):
+            cluster.tick()
+        assert cluster.revisions == [revision] * replicas
+        ready = cluster.condition("Ready")
+        assert (ready["reason"], cluster.condition("Stalled")["status"]) == ("InvalidSpec", "True")
+        assert "is refused by now" in ready["message"]
+        assert cluster.condition("Serving")["status"] == "True"
+    cluster.edit(runtime={"device": "cpu", "image": "engine:9"}, replicas=3)
+    for _ in range(5):
+        cluster.tick()
+    assert cluster.revisions == [revision] * 2, "an edit must keep to the rules of today"
 
 
 def test_an_upgrade_of_the_operator_writes_no_stateful_set(monkeypatch: pytest.MonkeyPatch) -> None:
