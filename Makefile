@@ -28,7 +28,7 @@ CRD := crds/trimtab.dev_inferencedeployments.yaml
 CHART_CRD := charts/trimtab/files/crds/trimtab.dev_inferencedeployments.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu bench-gpu-wheels test-gpu tune-gpu aot clients soak crds schema-current clean
+.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu bench-gpu-wheels test-gpu tune-gpu aot clients lives soak crds schema-current clean
 
 help: ## this list
 	@echo "Trimtab: make TARGET"
@@ -141,6 +141,11 @@ tune-gpu: ## launch configurations of fp8 products for this machine's GPU, into 
 	@PYTHONPATH=kernels $(BENCH_PYTHON) -m benchmarks.machine tune-gpu
 	@for model in $(TUNE_MODELS); do PYTHONPATH=kernels $(BENCH_PYTHON) -m trimtab_kernels.tune kernels/benchmarks/shapes/$$model.json \
 	    --batch-size 1 32 256 1024 4096 --budget-seconds $(TUNE_SECONDS) || [ $$? = 3 ] || exit 1; done
+
+# Lives of each kind of scheduler: KV groups of two kinds (windows and all, chunks and all), images, short steps.
+LIVES ?= 20000
+lives: ## the scheduler's property tests over many more random lives (about an hour)
+	$(BIN)/pytest tests/engine/scheduling/test_scheduler_properties.py -k Lives --lives $(LIVES)
 
 soak: ## longer runs of the same stories
 	@$(CLUSTER_TOOL) set-up $(NODES) python model cluster images prometheus

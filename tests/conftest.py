@@ -11,6 +11,24 @@ import pytest
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--lives", type=int, help="so many random lives of each state machine, instead of its own number")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --lives, state machines get their number of lives from there, and as long as they need."""
+    lives: int | None = config.getoption("--lives")
+    if lives is None:
+        return
+    from hypothesis import settings
+
+    for item in items:
+        machine = getattr(item, "cls", None)
+        if machine is not None and isinstance(getattr(machine, "settings", None), settings):
+            machine.settings = settings(machine.settings, max_examples=lives)
+            item.add_marker(pytest.mark.timeout(0))
+
+
 @pytest.fixture
 def device_outlives_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
     """CUDA's errors come late: here, with the test that made them. Some take the process's device for good; under

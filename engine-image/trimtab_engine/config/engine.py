@@ -318,6 +318,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"the cap of num_speculative_tokens is {self.num_speculative_tokens_cap}, but --speculative-config "
                 f"makes {depth_cap} drafts"
             )
+        if self.speculative is not None and self.speculative.reads_hidden_states:
+            self._check_hidden_states(self.speculative.method)
+
+    def _check_hidden_states(self, method: str) -> None:
+        """Raise NotBuiltError where the hidden states that drafts are made of are not at hand."""
+        degrees = (
+            ("--tensor-parallel-size", self.tensor_parallel_size),
+            ("--pipeline-parallel-size", self.pipeline_parallel_size),
+        )
+        for flag, degree in degrees:
+            if degree > 1:
+                raise NotBuiltError(
+                    f"--speculative-config: method {method} with {flag} {degree} is not built, as embeddings and the "
+                    f"output layer are divided there; use ngram or draft_model, or one rank"
+                )
+        if self.device == "cuda":
+            raise NotBuiltError(
+                f"--speculative-config: method {method} is not built on CUDA; use ngram or draft_model there"
+            )
 
 
 def _check_fraction(name: str, value: str) -> None:

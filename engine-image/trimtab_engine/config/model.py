@@ -140,7 +140,9 @@ class ModelConfig:
     latent: LatentAttention | None = None
     """None: keys and values per head."""
     num_draft_layers: int = 0
-    """Layers behind the last that predict further tokens. They are not run, and their weights are not read."""
+    """Layers behind the last that predict further tokens: they draft, or are neither run nor read."""
+    has_join_bias: bool = False
+    """Of a head that drafts: whether the product that joins embedding and hidden state has a bias."""
     is_gelu: bool = False
     """The MLP's gate goes through gelu, approximated by tanh, not through silu."""
     transformers_config: str | None = None

@@ -12,11 +12,13 @@ from trimtab_engine.config.json_flags import convert_fields, read_json_object
 from trimtab_engine.errors import ConfigError, NotBuiltError
 
 FLAG = "--speculative-config"
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "eagle", "mtp")
 METHODS_NOT_BUILT = (
-    "custom_class", "dflash", "dspark", "eagle", "eagle3", "extract_hidden_states", "medusa", "mlp_speculator", "mtp",
-    "ngram_gpu", "suffix",
+    "custom_class", "dflash", "dspark", "eagle3", "extract_hidden_states", "medusa", "mlp_speculator", "ngram_gpu",
+    "suffix",
 )  # fmt: skip
+SAME_AS_MTP = ("deepseek_mtp",)
+"""Names that vLLM knows for layers of a family's own checkpoint, where that family's are built."""
 MAX_SPECULATIVE_TOKENS = 128  # vLLM's
 MAX_LOOKUP_TOKENS = 1024  # a longer n-gram says nothing more, and each of its tokens is one look at the text
 DEFAULT_LOOKUP_TOKENS = 5  # vLLM's, for both ends
@@ -32,10 +34,10 @@ HARMLESS: dict[str, tuple[object, ...]] = {
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How drafts are made. `num_speculative_tokens` is where the live depth starts, and its cap."""
 
-    method: Literal["ngram", "draft_model"]
+    method: Literal["ngram", "draft_model", "eagle", "mtp"]
     num_speculative_tokens: int
     model: str | None = None
-    """draft_model: folder or .gguf file of the draft model."""
+    """draft_model: folder or .gguf file of the draft model; eagle: folder of the head."""
     prompt_lookup_min: int = DEFAULT_LOOKUP_TOKENS
     """ngram: shortest end of the text that is looked up in it."""
     prompt_lookup_max: int = DEFAULT_LOOKUP_TOKENS
@@ -49,13 +51,22 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.method == "draft_model" and not self.model:
             raise ConfigError(f"{FLAG}: method draft_model needs model, the path of a smaller model of one vocabulary")
-        if self.method == "ngram" and self.model:
-            raise ConfigError(f"{FLAG}: method ngram has no model, but model is {self.model}; leave one of them out")
+        if self.method == "eagle" and not self.model:
+            raise ConfigError(f"{FLAG}: method eagle needs model, the folder of a head that was trained for this model")
+        if self.method in ("ngram", "mtp") and self.model:
+            raise ConfigError(
+                f"{FLAG}: method {self.method} has no model of its own, but model is {self.model}; leave it out"
+            )
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= MAX_LOOKUP_TOKENS:
             raise ConfigError(
                 f"{FLAG}: prompt_lookup_min {self.prompt_lookup_min} and prompt_lookup_max {self.prompt_lookup_max} "
                 f"must be 1 to {MAX_LOOKUP_TOKENS}, the first not above the second"
             )
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether drafts are made of what the model has computed."""
+        return self.method in ("eagle", "mtp")
 
 
 def parse_speculative_json(text: str) -> dict[str, Any]:
@@ -76,6 +87,8 @@ def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
     if fields["method"] == "ngram" and fields.get("model") == "ngram":
         del fields["model"]
     _fill_lookup(fields)
+    if fields["method"] == "mtp":
+        fields.setdefault("num_speculative_tokens", 1)  # vLLM's: as many as there are such layers
     if "num_speculative_tokens" not in fields:
         raise ConfigError(f"{FLAG}: num_speculative_tokens is missing; 3 to 5 are usual")
     return convert_fields(FLAG, fields, SpeculativeConfig)
@@ -89,9 +102,11 @@ def _method(method: object, model: object) -> str:
         return "ngram" if model == "ngram" else "draft_model"
     if method in METHODS:
         return str(method)
+    if method in SAME_AS_MTP:
+        return "mtp"
     if method in METHODS_NOT_BUILT or str(method).endswith("_mtp"):
-        raise NotBuiltError(f"{FLAG}: method {method} is not built; built are {' and '.join(METHODS)}")
-    raise ConfigError(f"{FLAG}: there is no method {str(method)[:40]!r}; built are {' and '.join(METHODS)}")
+        raise NotBuiltError(f"{FLAG}: method {method} is not built; built are {', '.join(METHODS)}")
+    raise ConfigError(f"{FLAG}: there is no method {str(method)[:40]!r}; built are {', '.join(METHODS)}")
 
 
 def _fill_lookup(fields: dict[str, Any]) -> None:

@@ -276,6 +276,7 @@ class Execution:
         logits = self._runner.run(inputs)
         assert logits is not None  # the engine holds a rank of the last stage
         if not sampling:
+            self._proposer.learn(batch, inputs, {})
             return StepResult(swapped=self._take_swapped())
         verified = verify(
             logits,
@@ -284,6 +285,8 @@ class Execution:
             eos_token_ids=self._runner.facts.eos_token_ids,
             masks=None if masks is None else masks.result(),
         )
+        new = {s.request: tokens.token_ids for s, tokens in zip(sampling, verified, strict=True)}
+        self._proposer.learn(batch, inputs, new)
         result = StepResult([v.token_ids for v in verified], [v.logprobs for v in verified], self._take_swapped())
         result.failed = {i: v.failure for i, v in enumerate(verified) if v.failure is not None}
         for sequence, tokens in zip(sampling, verified, strict=True):

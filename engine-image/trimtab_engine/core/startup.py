@@ -98,7 +98,7 @@ def _build(
 ) -> tuple[Engine, CoreReady]:
     """The engine around ranks that have loaded."""
     device, runner = rank.device, rank.runner
-    speculation = Speculation.load(config, device, runner.facts)
+    speculation = Speculation.load(config, device, runner)
     progress("profile", PROFILE_PERCENT)
     formula = rank.measure(config)
     if speculation is not None:

@@ -22,8 +22,9 @@ FIELDS: dict[str, tuple[type | Any, str | None]] = {
 }
 """Each field's type, and its short flag if it has one."""
 HELP = {
-    "--spec-method": f"how drafts are made: {' or '.join(METHODS)}",
-    "--spec-model": "draft model: folder or .gguf file of a smaller model with the same vocabulary",
+    "--spec-method": f"how drafts are made: {', '.join(METHODS)}",
+    "--spec-model": "draft model: folder or .gguf file of a smaller model with the same vocabulary; EAGLE: the head's "
+    "folder",
     "--spec-tokens": "drafts per request and step, the cap of the live num_speculative_tokens",
 }
 

@@ -91,6 +91,22 @@ def check_tower(expected: Shapes, source: WeightSource) -> None:
     _check_shapes(source, expected)
 
 
+def check_head(expected: Shapes, source: WeightSource) -> None:
+    """Raise ModelError unless the tensors of a head that drafts are those that are expected."""
+    found = source.shapes()
+    scales = _scale_shapes(expected) if stored_quantization(source.config, source.where) else {}
+    missing = sorted(expected.keys() - found.keys())
+    extra = sorted(name for name in found.keys() - expected.keys() - scales.keys() if not name.endswith(IGNORED_SUFFIX))
+    if missing:
+        raise _lacking(source, missing)
+    if extra:
+        raise ModelError(
+            f"{source.where}: the head that drafts has {len(extra)} tensors that are not used, first {extra[0]}; this "
+            f"variant is not built"
+        )
+    _check_shapes(source, expected)
+
+
 def _lacking(source: WeightSource, missing: list[str]) -> ModelError:
     return ModelError(f"{source.where}: the weights lack {len(missing)} tensors, first {missing[0]}")
 

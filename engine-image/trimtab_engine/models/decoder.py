@@ -192,11 +192,16 @@ class DecoderLayer:
         self._place = place
         self._eps = config.rms_norm_eps
         self._turn = turn_of(config, layer)
-        self._input_norm = load_norm(config, prefix + "input_layernorm.weight", load)
+        self._input_norm = self.load_input_norm(config, layer, load)
         self.attention = self.load_attention(config, layer, shard, groups, load)
         self._mlp_norm = load_norm(config, prefix + "post_attention_layernorm.weight", load)
         self.is_moe = config.is_moe_layer(layer)
         self.feed_forward = self.load_feed_forward(config, layer, shard, groups, load)
+
+    @staticmethod
+    def load_input_norm(config: ModelConfig, layer: int, load: Loader) -> torch.Tensor | None:
+        """What the first half's input is normalised with; None: it is not."""
+        return load_norm(config, f"model.layers.{layer}.input_layernorm.weight", load)
 
     @staticmethod
     def load_attention(
@@ -240,13 +245,18 @@ class DecoderLayer:
         metadata: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
         """The first half's result, to be added to hidden; `delta` has been."""
-        if delta is None:
-            normalised = rms_norm(hidden, self._input_norm, self._eps)
-        else:
-            normalised = add_rms_norm(delta, hidden, self._input_norm, self._eps)
+        normalised = self._normalise(hidden, delta)
         place = self._place
         keys, values = kv_cache.keys[place.index], kv_cache.values[place.index]
         return self.attention(normalised, turns[self._turn], keys, values, metadata[place.group])
+
+    def _normalise(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """The first half's input; `delta` is added to hidden."""
+        if self._input_norm is None:
+            return hidden if delta is None else hidden.add_(delta)
+        if delta is None:
+            return rms_norm(hidden, self._input_norm, self._eps)
+        return add_rms_norm(delta, hidden, self._input_norm, self._eps)
 
     def mlp(self, hidden: torch.Tensor) -> torch.Tensor:
         """The second half's result, to be added to hidden [rows, hidden_size]."""
@@ -261,7 +271,7 @@ class DecoderLayer:
         if not isinstance(self.attention, Attention):
             return None
         qkv, output = self.attention.qkv.native, self.attention.output.native
-        if qkv is None or output is None or self.attention.sinks is not None:
+        if qkv is None or output is None or self.attention.sinks is not None or self._input_norm is None:
             return None
         norms = self.attention.norms
         mlp = self.feed_forward if isinstance(self.feed_forward, GatedMlp) else None
@@ -385,7 +395,7 @@ class Decoder:
     ) -> torch.Tensor:
         """This stage's layers: what `forward` does between receiving and sending. `before`: the hidden states of the
         stage before, which are overwritten; the first stage has token ids alone."""
-        hidden = self._embedded(token_ids, placed) if before is None else before
+        hidden = self.embedded(token_ids, placed) if before is None else before
         turns = [Turn(rotary(positions)) for rotary in self._rotaries]
         if self.config.unturned:
             turns.append(no_turn(positions, self.config.rotary_size, self.config.temperature))
@@ -400,7 +410,8 @@ class Decoder:
                 hidden.add_(delta)
         return hidden
 
-    def _embedded(self, token_ids: torch.Tensor, placed: Placed | None) -> torch.Tensor:
+    def embedded(self, token_ids: torch.Tensor, placed: Placed | None = None) -> torch.Tensor:
+        """[num_tokens] int64 -> [num_tokens, hidden_size]: what the first layer gets."""
         hidden = self._embed(token_ids)
         hidden = hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
         return hidden if placed is None else hidden.index_copy_(0, *placed)
@@ -412,6 +423,16 @@ class Decoder:
         Every tensor-parallel rank of the last stage must call it, no rank of another stage.
         """
         return self._lm_head(gather_rms_norm(hidden, rows, self._norm, self.config.rms_norm_eps))
+
+    def normalised(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`forward`'s result behind the last norm, on the last stage: what heads that draft begin with."""
+        return rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+
+    def logits_of(self, normalised: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden_size] of what is normalised -> [rows, vocab_size] float32, where one rank has all of it."""
+        logits = self._lm_head(normalised)
+        assert logits is not None
+        return logits
 
 
 def turn_of(config: ModelConfig, layer: int) -> int:

@@ -1,6 +1,6 @@
 """DeepSeek-V3 and R1 (arXiv:2412.19437): one latent vector per token and layer for all heads, experts chosen by
-sigmoids within the best groups beside shared ones, the first layers dense. The layers that predict further tokens are
-not run.
+sigmoids within the best groups beside shared ones, the first layers dense. The layer that predicts further tokens is
+deepseek_mtp.py's.
 """
 
 import math
@@ -105,21 +105,25 @@ def _mixture(words: ConfigWords) -> MoeConfig:
 
 def tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     """Of the projections down to latent vectors every rank has the whole."""
-    assert config.moe is not None
-    norm = StoredTensor((config.hidden_size,), "replicated")
     found = outer_tensors(config)
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        found |= {prefix + "input_layernorm.weight": norm, prefix + "post_attention_layernorm.weight": norm}
-        found |= _attention_tensors(config, prefix + "self_attn.")
-        mlp = prefix + "mlp."
-        if not config.is_moe_layer(layer):
-            found |= mlp_tensors(config, mlp)
-            continue
-        found |= mixture_tensors(config, mlp)
-        found[mlp + "gate.e_score_correction_bias"] = StoredTensor((config.moe.num_experts,), "replicated")
-        if config.moe.shared_size:
-            found |= shared_expert_tensors(config, mlp + "shared_experts.")
+        found |= layer_tensors(config, layer)
+    return found
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, StoredTensor]:
+    """One layer's."""
+    assert config.moe is not None
+    prefix, norm = f"model.layers.{layer}.", StoredTensor((config.hidden_size,), "replicated")
+    mlp = prefix + "mlp."
+    found = {prefix + "input_layernorm.weight": norm, prefix + "post_attention_layernorm.weight": norm}
+    found |= _attention_tensors(config, prefix + "self_attn.")
+    if not config.is_moe_layer(layer):
+        return found | mlp_tensors(config, mlp)
+    found |= mixture_tensors(config, mlp)
+    found[mlp + "gate.e_score_correction_bias"] = StoredTensor((config.moe.num_experts,), "replicated")
+    if config.moe.shared_size:
+        found |= shared_expert_tensors(config, mlp + "shared_experts.")
     return found
 
 

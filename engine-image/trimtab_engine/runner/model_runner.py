@@ -30,6 +30,7 @@ from trimtab_engine.memory.kv_groups import KVGroup
 from trimtab_engine.memory.reserved import cpu_activation_bytes
 from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit, reserved_for_processes
 from trimtab_engine.models.checkpoint import check_tensors, check_tower, expected_shapes, expected_tensors
+from trimtab_engine.models.decoder import Decoder
 from trimtab_engine.models.family import Model, Tower
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.registry import family_of, kv_groups_of, open_model, open_tower, parse_model_config
@@ -101,6 +102,8 @@ class ModelRunner:
     """Steps with inputs at fixed places and, perhaps, graphs: on CUDA, once the KV cache has its addresses."""
     can_drop_weights = True
     drives_others = False
+    kept_row_bytes = 0
+    """What it keeps of each running request besides keys and values."""
 
     def __init__(
         self,
@@ -121,6 +124,7 @@ class ModelRunner:
         self._device, self._block_size, self._dtype = device, block_size, dtype
         self._kv_dtype = kv_dtype
         self._scores: ScoresInFlight | None = None
+        self._keeps_hidden, self._hidden = False, torch.empty(0)
         self._eplb = eplb
         self.balancer = self._new_balancer()
         """Balances the experts' load; None: they do not move."""
@@ -240,7 +244,7 @@ class ModelRunner:
         longest_decode = min(max_len, max_decode_tokens(self._device.torch)) - 1
         with self._device.measure() as growth:
             self._dummy_step([(0, 1)] * max_num_seqs, COSTLIEST_SAMPLING)
-            self._dummy_step(_envelope_spans(max_num_batched_tokens, max_len), GREEDY)
+            self._dummy_step(envelope_spans(max_num_batched_tokens, max_len), GREEDY)
             self._dummy_step([(longest_decode, 1)] * min(2, max_num_seqs), GREEDY)
             for rows in reversed(sizes):
                 self._dummy_step([(0, 1)] * rows, GREEDY)
@@ -352,6 +356,40 @@ class ModelRunner:
         scores, self._scores = self._scores, None
         return scores
 
+    @property
+    def model(self) -> Model:
+        """This rank's."""
+        return self._model
+
+    @property
+    def weights_bytes(self) -> int:
+        """What the weights took of the device."""
+        return self.facts.weights_bytes
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens it has logits for."""
+        return self.facts.vocab_size
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return self._block_size
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of what the KV cache keeps."""
+        return self._kv_dtype
+
+    def keep_hidden(self) -> None:
+        """From now on each step's hidden states are kept until the next one: heads that draft begin with them."""
+        self._keeps_hidden = True
+
+    def take_hidden(self) -> torch.Tensor:
+        """The last step's hidden states behind the last norm, a row for each of its tokens, padding included."""
+        hidden, self._hidden = self._hidden, torch.empty(0)
+        return hidden
+
     def ledgers(self, own: Ledger) -> dict[int, Ledger]:
         """The ledgers of this rank and of every one that it drives, by rank: alone it has only its own."""
         return {0: own}
@@ -445,6 +483,9 @@ class ModelRunner:
             num_layers=num_layers,
             placed=None if self._tower is None else self._items.place(inputs, self._tower),
         )
+        if self._keeps_hidden:
+            assert isinstance(self._model, Decoder)  # else it was refused
+            self._hidden = self._model.normalised(hidden)
         rows = padded_rows(num_rows) if self._model.pads_rows and num_rows else num_rows
         wanted = torch.tensor(inputs.sampled + [0] * (rows - num_rows), dtype=torch.int64, device=device)
         return self._logits(hidden, wanted, inputs)
@@ -496,13 +537,7 @@ class ModelRunner:
 
         Up to the first layer of each KV group only: the others have the same shapes and reuse the same memory.
         """
-        longest = max(before + now for before, now in spans)
-        sequences = []
-        for index, (before, now) in enumerate(spans):
-            request = Request.of(f"profile-{index}", [0] * (before + now), sampling, arrival_time=0.0)
-            tables = [[0] * -(-longest // self._block_size) for _ in self.facts.kv_groups]
-            request.block_tables, request.num_gone = tables, [0] * len(tables)
-            sequences.append(ScheduledSequence(request, before, now, samples=True))
+        sequences = dummy_sequences(spans, sampling, self._block_size, num_groups=len(self.facts.kv_groups))
         firsts = [group.layers[0][0] for group in self.facts.kv_groups if group.layers]
         num_layers = 1 + max(firsts) - self.shard.layers[0]
         few = KVLayers(replace(self.facts.kv_groups[0], layers=((0, num_layers),)), self._kv_dtype)
@@ -513,7 +548,21 @@ class ModelRunner:
             sample(logits, [s.request for s in sequences])
 
 
-def _envelope_spans(max_num_batched_tokens: int, max_len: int) -> list[tuple[int, int]]:
+def dummy_sequences(
+    spans: list[tuple[int, int]], sampling: Sampling, block_size: int, *, num_groups: int = 1
+) -> list[ScheduledSequence]:
+    """Sequences (tokens before, tokens now) that all share one KV block."""
+    longest = max(before + now for before, now in spans)
+    sequences = []
+    for index, (before, now) in enumerate(spans):
+        request = Request.of(f"profile-{index}", [0] * (before + now), sampling, arrival_time=0.0)
+        request.block_tables = [[0] * -(-longest // block_size) for _ in range(num_groups)]
+        request.num_gone = [0] * num_groups
+        sequences.append(ScheduledSequence(request, before, now, samples=True))
+    return sequences
+
+
+def envelope_spans(max_num_batched_tokens: int, max_len: int) -> list[tuple[int, int]]:
     """(tokens before, tokens now) of the largest step: whole prompts, and a rest at the end of a long context."""
     whole, rest = divmod(max_num_batched_tokens, max_len)
     return [(0, max_len)] * whole + ([(max_len - rest, rest)] if rest else [])

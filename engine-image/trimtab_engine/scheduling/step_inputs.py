@@ -152,6 +152,18 @@ def flatten(
     return inputs, unknown
 
 
+def in_token_order(sequences: list[ScheduledSequence], *, max_decode_tokens: int) -> list[ScheduledSequence]:
+    """The sequences in the order in which flatten() lays out their tokens."""
+    decodes: list[ScheduledSequence] = []
+    chunks: list[ScheduledSequence] = []
+    for sequence in sequences:
+        is_decode = sequence.num_tokens == 1 and sequence.start < max_decode_tokens
+        (decodes if is_decode else chunks).append(sequence)
+    decodes.sort(key=lambda sequence: -sequence.start)
+    chunks.sort(key=lambda sequence: (sequence.num_tokens, -sequence.start))
+    return [*decodes, *chunks]
+
+
 def _add_items(inputs: StepInputs, sequences: list[ScheduledSequence]) -> None:
     """Where the tokens of sequences, in this order, are over time, height and width, and which are no text."""
     inputs.axes = [[], [], []]

@@ -13,19 +13,16 @@ target's tokens, and proposes nothing for a request until it has caught up. What
 was computed at depth 0) makes drafts worse, not output: every draft is verified.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from trimtab_engine.runner.model_runner import ModelRunner
-from trimtab_engine.sampling.rows import DraftedRequest, SampledRow
-from trimtab_engine.sampling.sampler import choose, draw, target_probabilities
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.request import Request
-from trimtab_engine.speculative.proposer import Proposals, room_for_drafts
-
-PLACEHOLDER = 0  # a token id that schedules room for a draft until propose() knows it
-ROWS_AT_ONCE = 16  # of random draws: float64 copies of more rows would only take more memory
+from trimtab_engine.scheduling.step_inputs import StepInputs
+from trimtab_engine.speculative.choice import choose_drafts
+from trimtab_engine.speculative.proposer import PLACEHOLDER, Proposals, room_for_drafts
 
 
 class DraftModel:
@@ -65,6 +62,9 @@ class DraftModel:
             self._draft(logits, drafting, proposals)
         return proposals
 
+    def learn(self, batch: Batch, inputs: StepInputs, new: Mapping[Request, list[int]]) -> None:
+        """Nothing: it reads tokens, and those as the next step begins."""
+
     def _run(self, sequences: list[ScheduledSequence]) -> torch.Tensor:
         """Logits of these; the prompt's own log-probabilities are the target's to tell."""
         inputs, _ = self._runner.flatten(sequences)
@@ -101,31 +101,11 @@ class DraftModel:
             active = [sequence for sequence, count in zip(drafting, wanted, strict=True) if count > position]
             if position:
                 logits = self._run([_next_token(sequence) for sequence in active])
-            for sequence, token in zip(active, self._choose(logits, active, proposals), strict=True):
+            tokens = choose_drafts(logits, active, proposals, eos_token_ids=self._eos_token_ids)
+            for sequence, token in zip(active, tokens, strict=True):
                 sequence.draft_token_ids.append(token)
         for sequence, count in zip(drafting, wanted, strict=True):
             self._num_computed[sequence.request] += max(0, count - 1)
-
-    def _choose(self, logits: torch.Tensor, active: list[ScheduledSequence], proposals: Proposals) -> list[int]:
-        """One draft per row, as the sampler would choose: what is random and unseeded keeps its distribution."""
-        rows: list[SampledRow] = [DraftedRequest(s.request, list(s.draft_token_ids)) for s in active]
-        token_ids: list[int | None] = [None] * len(rows)
-        drawn = [i for i, row in enumerate(rows) if row.sampling.temperature > 0 and row.sampling.seed is None]
-        for first in range(0, len(drawn), ROWS_AT_ONCE):
-            part = drawn[first : first + ROWS_AT_ONCE]
-            probabilities = target_probabilities(
-                logits[part], [rows[i] for i in part], eos_token_ids=self._eos_token_ids
-            )
-            for i, token, own in zip(part, draw(probabilities).tolist(), probabilities.float(), strict=True):
-                token_ids[i] = token
-                proposals.probabilities.setdefault(active[i].request, []).append(own)
-        chosen = [i for i, token in enumerate(token_ids) if token is None]
-        if chosen:
-            part_logits = logits[chosen] if drawn else logits
-            picked = choose(part_logits, [rows[i] for i in chosen], eos_token_ids=self._eos_token_ids)
-            for i, token in zip(chosen, picked, strict=True):
-                token_ids[i] = token
-        return [token for token in token_ids if token is not None]
 
 
 def _next_token(sequence: ScheduledSequence) -> ScheduledSequence:

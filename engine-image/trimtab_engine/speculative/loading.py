@@ -1,4 +1,4 @@
-"""The proposer that the configuration asks for; a draft model is loaded, measured, given its part of the KV cache."""
+"""The proposer that the configuration asks for; what drafts is loaded, measured, given its part of the KV cache."""
 
 from dataclasses import dataclass, replace
 
@@ -10,9 +10,14 @@ from trimtab_engine.device.device import Device
 from trimtab_engine.device.kv_cache import KVLayers
 from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.memory.formula import MemoryFormula
+from trimtab_engine.memory.kv_groups import KVGroup
+from trimtab_engine.models.deepseek_mtp import DEEPSEEK_MTP
+from trimtab_engine.models.eagle import EAGLE
+from trimtab_engine.runner.head_runner import HeadRunner
 from trimtab_engine.runner.model_runner import ModelFacts, ModelRunner
 from trimtab_engine.runner.weights import Weights
 from trimtab_engine.speculative.draft_model import DraftModel
+from trimtab_engine.speculative.head_proposer import HeadProposer
 from trimtab_engine.speculative.ngram import NgramProposer
 from trimtab_engine.speculative.proposer import Proposer
 
@@ -21,20 +26,26 @@ PROBABILITY_BYTES = 4  # a draft's distribution is kept in float32 until it is v
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What speculation brings to start-up. `draft` is the draft model's runner; None with n-grams. Beside several ranks
-    it runs whole on the engine core's: a draft is one small step after another, so collectives in each would cost more
-    than dividing it saves."""
+    """What speculation brings to start-up. `draft` runs a draft model, or a head that drafts; None with n-grams. Beside
+    several ranks a draft model is whole on the engine core's: a draft is one small step after another, so collectives
+    in each would cost more than dividing it saves."""
 
-    draft: ModelRunner | None
+    draft: ModelRunner | HeadRunner | None
 
     @classmethod
-    def load(cls, config: EngineConfig, device: Device, target: ModelFacts) -> "Speculation | None":
-        """Read the draft model's weights, if there is one. Raises ConfigError where it does not fit the target."""
+    def load(cls, config: EngineConfig, device: Device, runner: ModelRunner) -> "Speculation | None":
+        """Read the weights of what drafts, if there are some. Raises ConfigError where it does not fit the target."""
         speculative = config.speculative
         if speculative is None:
             return None
         if speculative.method == "ngram":
             return cls(None)
+        target = runner.facts
+        if speculative.reads_hidden_states:
+            _check_one_block_table(config.model, target.kv_groups)
+            _check_alone(config, target)
+            kind = EAGLE if speculative.method == "eagle" else DEEPSEEK_MTP
+            return cls(HeadRunner.load(speculative.model or config.model, kind, config, runner, device))
         assert speculative.model is not None  # the configuration was checked
         own = msgspec.structs.replace(
             config,
@@ -47,11 +58,7 @@ class Speculation:
         )
         draft = ModelRunner.load(own, device, lambda stage, percent: None)
         for name, groups in ((config.model, target.kv_groups), (speculative.model, draft.facts.kv_groups)):
-            if len(groups) > 1 or groups[0].each.window is not None:
-                raise NotBuiltError(
-                    f"{FLAG}: a draft model keeps its tokens under the target's block table, but {name} has layers "
-                    f"that see a window, which is not built; use the method ngram"
-                )
+            _check_one_block_table(name, groups)
         if draft.facts.vocab_size != target.vocab_size:
             raise ConfigError(
                 f"{FLAG}: the draft model {speculative.model} has {draft.facts.vocab_size} tokens, the model "
@@ -65,11 +72,11 @@ class Speculation:
 
     @property
     def kv_layers(self) -> KVLayers | None:
-        """What the draft model needs of the KV cache."""
+        """What drafts need of the KV cache."""
         return None if self.draft is None else self.draft.kv_layers
 
     def measure(self, config: EngineConfig, formula: MemoryFormula) -> MemoryFormula:
-        """The formula with what the draft model takes: weights, activations, the distributions of its drafts, KV."""
+        """The formula with what drafts take: weights, activations, the distributions of drafts, KV."""
         if self.draft is None:
             return formula
         peak = self.draft.profile(config.max_num_batched_tokens_cap, config.max_num_seqs_cap)
@@ -77,11 +84,12 @@ class Speculation:
         layers = self.draft.kv_layers
         return replace(
             formula,
-            weights_bytes=formula.weights_bytes + self.draft.facts.weights_bytes,
+            weights_bytes=formula.weights_bytes + self.draft.weights_bytes,
             activations_peak_bytes=formula.activations_peak_bytes + peak,
             workspace_bytes=formula.workspace_bytes
             + self.draft.kv_rounding_bytes
-            + num_drafts * self.draft.facts.vocab_size * PROBABILITY_BYTES,
+            + self.draft.kept_row_bytes * config.max_num_seqs_cap
+            + num_drafts * self.draft.vocab_size * PROBABILITY_BYTES,
             draft_kv_bytes_per_token=layers.num_regions * layers.bytes_per_token,
         )
 
@@ -91,6 +99,8 @@ class Speculation:
         if self.draft is None:
             return NgramProposer(config.speculative)
         self.draft.use_draft_layers_of(target.kv_cache)
+        if isinstance(self.draft, HeadRunner):
+            return HeadProposer(self.draft, target)
         return DraftModel(
             self.draft,
             max_tokens_per_step=config.max_num_batched_tokens_cap,
@@ -98,10 +108,28 @@ class Speculation:
         )
 
 
-class _BothWeights:
-    """The target's and the draft model's: they sleep and wake up together."""
+def _check_one_block_table(model: str, groups: tuple[KVGroup, ...]) -> None:
+    """Raise NotBuiltError for layers that do not all see alike."""
+    if len(groups) > 1 or groups[0].each.window is not None:
+        raise NotBuiltError(
+            f"{FLAG}: what drafts keeps its tokens under the target's block table, but {model} has layers that see a "
+            f"window, which is not built; use the method ngram"
+        )
 
-    def __init__(self, *runners: ModelRunner) -> None:
+
+def _check_alone(config: EngineConfig, target: ModelFacts) -> None:
+    """Raise NotBuiltError where other cores compute parts of the model."""
+    if config.data_parallel_size > 1 and target.whole.moe is not None:
+        raise NotBuiltError(
+            f"{FLAG}: a head that drafts beside a mixture of experts over --data-parallel-size "
+            f"{config.data_parallel_size} is not built; use ngram or draft_model, or one core"
+        )
+
+
+class _BothWeights:
+    """The target's, and behind them those of what drafts: they sleep and wake up together."""
+
+    def __init__(self, *runners: Weights) -> None:
         self._runners = runners
         self.can_drop_weights = all(runner.can_drop_weights for runner in runners)
 

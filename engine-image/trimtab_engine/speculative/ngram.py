@@ -9,7 +9,7 @@ Linear in the text with a small constant: one vectorised comparison per token of
 still match. The text is kept as an array that grows with the request, so a step converts only its new tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.step_inputs import StepInputs
 from trimtab_engine.speculative.proposer import Proposals, room_for_drafts
 
 Tokens = npt.NDArray[np.int64]
@@ -76,6 +77,9 @@ class NgramProposer:
     def propose(self, batch: Batch) -> Proposals:
         """Nothing is left to do: the drafts are certain, so they have no distribution."""
         return Proposals()
+
+    def learn(self, batch: Batch, inputs: StepInputs, new: Mapping[Request, list[int]]) -> None:
+        """Nothing: texts are looked at between two steps."""
 
 
 class _Text:

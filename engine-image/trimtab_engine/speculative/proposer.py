@@ -1,6 +1,6 @@
 """What the engine asks of a proposer, whichever it is: drafts between two steps, or as a step begins."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -8,6 +8,9 @@ import torch
 
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.step_inputs import StepInputs
+
+PLACEHOLDER = 0  # a token id that schedules room for a draft until propose() knows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,10 @@ class Proposer(Protocol):
     def propose(self, batch: Batch) -> Proposals:
         """With the blocks of the step in place: make the drafts final, in each sequence's draft_token_ids. Not called
         at depth 0."""
+
+    def learn(self, batch: Batch, inputs: StepInputs, new: Mapping[Request, list[int]]) -> None:
+        """As the step ends, behind propose(): what it was computed from, and the tokens that each request that samples
+        got of it. The model's hidden states are those of this step."""
 
 
 def room_for_drafts(request: Request, depth: int) -> int:

@@ -319,14 +319,27 @@ def speculation_is_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
     speculative = deployment.spec.engine.speculative
     if speculative is None:
         return
-    where = "spec.engine.speculative"
-    if speculative.method not in ("ngram", "draft_model"):
-        yield Refusal(f"{where}.method", f"{speculative.method} is not built yet; use ngram or draft_model")
-    elif speculative.method == "ngram" and speculative.model is not None:
-        yield Refusal(f"{where}.model", "is set, but ngram guesses from the request's own text; remove it")
-    elif speculative.method == "draft_model" and not (speculative.model or "").startswith("file:///"):
+    where, method = "spec.engine.speculative", speculative.method
+    if method in ("ngram", "mtp") and speculative.model is not None:
+        source = "the request's own text" if method == "ngram" else "the model's own layer"
+        yield Refusal(f"{where}.model", f"is set, but {method} guesses from {source}; remove it")
+    elif method in ("draft_model", "eagle") and not (speculative.model or "").startswith("file:///"):
         given = "is missing" if speculative.model is None else f"is {speculative.model}"
-        yield Refusal(f"{where}.model", f"{given}; a draft model is read from the image: write file:///path")
+        what = "a draft model" if method == "draft_model" else "a head"
+        yield Refusal(f"{where}.model", f"{given}; {what} is read from the image: write file:///path")
+    if method in ("eagle", "mtp"):
+        yield from _hidden_states_are_at_hand(deployment, f"{where}.method", method)
+
+
+def _hidden_states_are_at_hand(deployment: InferenceDeployment, field: str, method: str) -> Iterator[Refusal]:
+    """What reads the model's hidden states runs beside one whole model, on the CPU."""
+    instead = "use ngram or draft_model"
+    parallelism = deployment.spec.parallelism
+    if deployment.spec.runtime.device != "cpu":
+        yield Refusal(field, f"{method} is not built yet for spec.runtime.device cuda; {instead}")
+    elif parallelism.tensor * parallelism.pipeline > 1:
+        ranks = f"spec.parallelism.tensor × pipeline = {parallelism.tensor * parallelism.pipeline}"
+        yield Refusal(field, f"{method} is not built yet for {ranks}; {instead}, or one rank")
 
 
 MODALITIES = ("image", "video")

@@ -179,11 +179,15 @@ class Parallelism(Model):
 class Speculative(Model):
     """Speculative decoding."""
 
-    method: Literal["ngram", "draft_model", "eagle"] = Field(
-        default="ngram", description="How tokens are proposed: from the request's own text, or by a smaller model."
+    method: Literal["ngram", "draft_model", "eagle", "mtp"] = Field(
+        default="ngram",
+        description="How tokens are proposed: from the request's own text, by a smaller model, by a head that was "
+        "trained for this model, or by the model's own layer for that.",
     )
     num_speculative_tokens: int = Field(default=3, ge=1, le=32, description="Tokens proposed per step, at most. Live.")
-    model: str | None = Field(default=None, min_length=1, max_length=1024, description="uri of the draft model.")
+    model: str | None = Field(
+        default=None, min_length=1, max_length=1024, description="uri of the draft model, or of the head."
+    )
 
 
 class Engine(Model):

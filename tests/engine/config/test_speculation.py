@@ -35,9 +35,15 @@ def test_the_method_follows_from_the_model(given: dict[str, str], method: str, m
     assert (config.method, config.model) == (method, model)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "deepseek_mtp", "suffix", "medusa"])
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp"])
+def test_layers_of_the_models_own_make_one_draft_unless_told_otherwise(method: str) -> None:
+    assert speculative_config({"method": method}) == SpeculativeConfig(method="mtp", num_speculative_tokens=1)
+    assert speculative_config({"method": method, "num_speculative_tokens": 3}).num_speculative_tokens == 3
+
+
+@pytest.mark.parametrize("method", ["eagle3", "qwen3_next_mtp", "suffix", "medusa"])
 def test_methods_that_are_not_built_are_refused_by_name(method: str) -> None:
-    with pytest.raises(NotBuiltError, match=f"method {method} is not built; built are ngram and draft_model"):
+    with pytest.raises(NotBuiltError, match=f"method {method} is not built; built are ngram, draft_model, eagle, mtp"):
         speculative_config({"method": method, "num_speculative_tokens": 2})
 
 
@@ -48,7 +54,9 @@ def test_methods_that_are_not_built_are_refused_by_name(method: str) -> None:
         ({"num_speculative_tokens": 2}, "method is missing"),
         ({"method": "magic", "num_speculative_tokens": 2}, "there is no method 'magic'"),
         ({"method": "draft_model", "num_speculative_tokens": 2}, "needs model"),
-        ({"method": "ngram", "model": "/m", "num_speculative_tokens": 2}, "leave one of them out"),
+        ({"method": "eagle", "num_speculative_tokens": 2}, "needs model, the folder of a head"),
+        ({"method": "mtp", "model": "/m"}, "method mtp has no model of its own, but model is /m; leave it out"),
+        ({"method": "ngram", "model": "/m", "num_speculative_tokens": 2}, "leave it out"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "it must be 1 to 128"),
         ({"method": "ngram", "num_speculative_tokens": 129}, "it must be 1 to 128"),
         ({"method": "ngram", "num_speculative_tokens": "many"}, "Expected `int`"),

@@ -51,8 +51,13 @@ def test_two_flags_that_differ_are_refused() -> None:
 
 
 def test_a_method_that_is_not_built_is_refused_by_name() -> None:
-    with pytest.raises(NotBuiltError, match="method eagle is not built"):
-        config("--spec-method", "eagle", "--spec-tokens", "3")
+    with pytest.raises(NotBuiltError, match="method medusa is not built"):
+        config("--spec-method", "medusa", "--spec-tokens", "3")
+
+
+def test_a_head_over_ranks_is_refused_by_name() -> None:
+    with pytest.raises(NotBuiltError, match="method mtp with --tensor-parallel-size 2 is not built"):
+        config("--spec-method", "mtp", "--tensor-parallel-size", "2")
 
 
 def test_an_empty_object_is_not_taken_for_no_speculation() -> None:

@@ -296,4 +296,4 @@ def test_a_draft_model_beside_windows_is_refused_by_name(checkpoint: tuple[Path,
     config = EngineConfig(model=folder, speculative=drafts)
     target = ModelRunner.load(config, Device("cpu"), lambda stage, percent: None)
     with pytest.raises(NotBuiltError, match="has layers that see a window, which is not built; use the method ngram"):
-        Speculation.load(config, Device("cpu"), target.facts)
+        Speculation.load(config, Device("cpu"), target)

@@ -1,5 +1,6 @@
 """The engine with speculation: the same answers as without it, whatever happens to a request on the way."""
 
+import itertools
 import random
 from collections import Counter
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import engine_builders
 import pytest
 import torch
+from draft_heads import save_eagle
 from engine_benchmarks.parity import load_runner
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
@@ -250,28 +252,36 @@ def reference_distribution(model: Path, prompt: list[int], params: Sampling) -> 
     return joint
 
 
-@pytest.mark.parametrize("method", ["ngram", "perturbed"])
+RANDOM: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7, "top_k": 6},
+    "top-p": {"temperature": 1.5, "top_p": 0.9},
+    "penalties": {"temperature": 1.0, "top_k": 5, "frequency_penalty": 1.0, "repetition_penalty": 1.3},
+}
+
+
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        {"temperature": 0.7, "top_k": 6},
-        {"temperature": 1.5, "top_p": 0.9},
-        {"temperature": 1.0, "top_k": 5, "frequency_penalty": 1.0, "repetition_penalty": 1.3},
-    ],
-    ids=["temperature", "top-p", "penalties"],
+    ("method", "sampling"), [*itertools.product(["ngram", "perturbed"], RANDOM), ("eagle", "penalties")]
 )
 def test_random_answers_follow_the_models_distribution(
-    model: Path, perturbed: Path, method: str, sampling: dict[str, Any]
+    model: Path, perturbed: Path, tmp_path: Path, method: str, sampling: str
 ) -> None:
     """Pearson's chi-square test on three tokens in a row, of which the last two are verified drafts."""
     torch.manual_seed(7)
     prompt = [5, 17, 3, 5, 17, 3, 5]
-    bias = {5: 6.0, 17: 6.0, 3: 6.0}  # so that what n-grams propose is drawn at times
-    params = Sampling(max_tokens=5, ignore_eos=True, logit_bias=bias, **sampling)
+    height = 80.0 if method == "eagle" else 6.0  # so that what n-grams, or a random head, propose is drawn at times
+    bias = {5: height, 17: height, 3: height}
+    params = Sampling(max_tokens=5, ignore_eos=True, logit_bias=bias, **RANDOM[sampling])
     expected = reference_distribution(model, prompt, params)
+    drafts = {
+        "ngram": lambda: NGRAM,
+        "perturbed": lambda: drafts_of(perturbed),
+        "eagle": lambda: SpeculativeConfig(
+            method="eagle", model=str(save_eagle(tmp_path, model)), num_speculative_tokens=DEPTH
+        ),
+    }
     engine = an_engine(
         model,
-        NGRAM if method == "ngram" else drafts_of(perturbed),
+        drafts[method](),
         max_num_seqs=64,
         max_num_seqs_cap=64,
         max_num_batched_tokens=1024,

@@ -44,6 +44,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "chat_template": (None,),
     "documents": (None, []),
+    "ec_transfer_params": (None,),
     "echo": (None, False),  # in chat; completions have it
     "function_call": (None, "none"),
     "functions": (None, []),
@@ -51,6 +52,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (None,),
     "length_penalty": (None, 1.0, 1),
     "logits_processors": (None, []),
+    "logprob_token_ids": (None,),
     "media_io_kwargs": (None,),
     "mm_processor_kwargs": (None,),
     "modalities": (None, ["text"]),
@@ -58,6 +60,10 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (None,),
     "reasoning_effort": (None,),
     "repetition_detection": (None,),
+    "return_mm_kwargs": (None, True),
+    "return_prompt_text": (None, False),
+    "return_token_offsets": (None, False),
+    "routed_experts_prompt_start": (None, 0),
     "service_tier": (None, "auto", "default"),
     "spaces_between_special_tokens": (None, True),  # false would take out blanks between special tokens in the text
     "store": (None, False),
@@ -67,10 +73,11 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "verbosity": (None,),
     "vllm_xargs": (None, {}),
+    "watermarking": (None, False),
     "web_search_options": (None,),
 }
-# OpenAI's fields that never change the answer here.
-WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+# Fields of OpenAI's, and vLLM's session_id, that never change the answer here.
+WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "session_id")
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]

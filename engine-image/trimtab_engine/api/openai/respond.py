@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from trimtab_engine.api.http.errors import ApiError, invalid
+from trimtab_engine.api.http.long_json import long_json
 from trimtab_engine.api.http.streaming import EventStream, event, unless_gone
 from trimtab_engine.api.openai.admission import QueueFull, Ticket
 from trimtab_engine.api.openai.forms import AnswerForm, Usage
@@ -21,6 +21,7 @@ from trimtab_engine.api.openai.state import ServerState, Serving
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 
 REPORTED_AT_ONCE = 1000  # log-probabilities that are written within milliseconds
+IDS_LIKE_ONE_REPORT = 10  # token ids take as long to write as one log-probability
 
 logger = logging.getLogger("trimtab_engine.requests")
 
@@ -117,8 +118,10 @@ async def _whole(
         whole = form.whole(entries, usage)
         if body.return_token_ids:
             form.add_prompt_ids(whole, [plan.prompt_of(index) for index in range(len(choices))])
-        return JSONResponse(whole)
+        return Response(long_json(whole), media_type="application/json")
 
+    if body.return_token_ids:
+        num_reported += plan.num_prompt_tokens * plan.n // IDS_LIKE_ONE_REPORT
     num_reported += sum(len(position.token_ids) for c in choices for position in c.prompt_logprobs or ())
     return written() if num_reported <= REPORTED_AT_ONCE else await asyncio.to_thread(written)
 

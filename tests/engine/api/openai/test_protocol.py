@@ -60,3 +60,44 @@ def test_a_temperature_by_which_logits_would_overflow_is_greedy(given: float | N
 @pytest.mark.parametrize("name", [*NOT_BUILT, *WITHOUT_EFFECT, *NOT_BUILT_ROUTES])
 def test_the_page_of_the_api_lists_what_is_refused_and_what_has_no_effect(name: str) -> None:
     assert f"`{name}`" in API.read_text()
+
+
+SHARED_DEFAULTS: dict[str, Any] = {
+    "frequency_penalty": None, "logit_bias": None, "n": 1, "presence_penalty": None, "seed": None, "stop": [],
+    "stream": False, "stream_options": None, "temperature": None, "top_p": None, "user": None,
+    "use_beam_search": False, "top_k": None, "min_p": None, "repetition_penalty": None, "watermarking": None,
+    "length_penalty": 1.0, "stop_token_ids": [], "include_stop_str_in_output": False, "ignore_eos": False,
+    "min_tokens": 0, "skip_special_tokens": True, "spaces_between_special_tokens": True,
+    "truncate_prompt_tokens": None, "truncation_side": None, "allowed_token_ids": None, "prompt_logprobs": None,
+    "logprob_token_ids": None, "bad_words": [], "response_format": None, "structured_outputs": None, "priority": 0,
+    "session_id": None, "return_tokens_as_token_ids": None, "return_token_ids": None,
+    "routed_experts_prompt_start": 0, "return_token_offsets": False, "return_mm_kwargs": True, "cache_salt": None,
+    "kv_transfer_params": None, "ec_transfer_params": None, "vllm_xargs": None, "repetition_detection": None,
+    "thinking_token_budget": None, "stream_interval": None,
+}  # fmt: skip
+"""vLLM's fields of both kinds of completions with its defaults, as a client sends them that dumps its own form."""
+DEFAULTS: dict[type[BaseModel], dict[str, Any]] = {
+    CompletionRequest: SHARED_DEFAULTS | {
+        "prompt": "a", "echo": False, "logprobs": None, "max_tokens": 16, "suffix": None, "prompt_embeds": None,
+        "add_special_tokens": True,
+    },
+    ChatRequest: SHARED_DEFAULTS | chat() | {
+        "logprobs": False, "top_logprobs": 0, "max_tokens": None, "max_completion_tokens": None, "tools": None,
+        "tool_choice": "none", "reasoning_effort": None, "include_reasoning": True, "parallel_tool_calls": True,
+        "echo": False, "add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False,
+        "documents": None, "chat_template": None, "chat_template_kwargs": None, "media_io_kwargs": None,
+        "mm_processor_kwargs": None, "return_prompt_text": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", DEFAULTS)
+def test_a_request_with_all_of_vllms_fields_at_their_defaults_is_taken(model: type[BaseModel]) -> None:
+    model.model_validate(DEFAULTS[model])
+
+
+@pytest.mark.parametrize("model", DEFAULTS)
+def test_each_of_vllms_fields_is_built_or_refused_by_its_name(model: type[BaseModel]) -> None:
+    for name in DEFAULTS[model].keys() - model.model_fields.keys() - {*WITHOUT_EFFECT}:
+        with pytest.raises(ValidationError, match=f"{name} is not supported yet"):
+            model.model_validate(DEFAULTS[model] | {name: "anything else"})

@@ -1,0 +1,62 @@
+"""JSON of long answers, a piece at a time: the encoder holds the interpreter while it works, in a thread as well, and
+with it every other request of the process."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+ENTRIES_AT_ONCE = 2_000  # of lists and of what they hold: written within a few milliseconds
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def long_json(value: Any) -> bytes:
+    """As json.dumps writes it, without blanks. Objects have text for keys."""
+    return "".join(pieces(value)).encode()
+
+
+def pieces(value: Any) -> Iterator[str]:
+    """Its JSON in pieces that are each short to write."""
+    if isinstance(value, dict) and _weight(value) > ENTRIES_AT_ONCE:
+        yield "{"
+        for number, (key, item) in enumerate(value.items()):
+            yield f"{',' if number else ''}{_ENCODER.encode(key)}:"
+            yield from pieces(item)
+        yield "}"
+    elif isinstance(value, list) and _weight(value) > ENTRIES_AT_ONCE:
+        yield "["
+        for number, run in enumerate(_runs(value)):
+            yield "," if number else ""
+            yield from pieces(run[0]) if len(run) == 1 else [_ENCODER.encode(run)[1:-1]]
+        yield "]"
+    else:
+        yield _ENCODER.encode(value)
+
+
+def _runs(items: list[Any]) -> Iterator[list[Any]]:
+    """Neighbours that are written at once; what is long itself is on its own."""
+    run: list[Any] = []
+    weight = 0
+    for item in items:
+        own = _weight(item)
+        if run and weight + own > ENTRIES_AT_ONCE:
+            yield run
+            run, weight = [], 0
+        run.append(item)
+        weight += own
+    if run:
+        yield run
+
+
+def _weight(value: Any) -> int:
+    """How many entries it has, those of its entries included; counted no further than matters."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return 1
+    total = 1
+    for item in value:
+        total += _weight(item) if isinstance(item, dict | list) else 1
+        if total > ENTRIES_AT_ONCE:
+            break
+    return total

@@ -1,0 +1,106 @@
+"""The layer of DeepSeek-V3's own checkpoint that predicts a further token (arXiv:2412.19437, section 2.2): norms of the
+embedding and of the hidden state, one product that makes one row of both, a layer like the model's last ones, and an
+output layer of its own behind a norm. Run again on what it yields it drafts as many tokens as are wanted.
+"""
+
+from dataclasses import replace
+
+import torch
+from trimtab_kernels.rms_norm import rms_norm
+
+from trimtab_engine.config.model import ModelConfig
+from trimtab_engine.errors import NotBuiltError
+from trimtab_engine.layers.quantized import Projection
+from trimtab_engine.layers.vocabulary import LmHead
+from trimtab_engine.memory.kv_groups import KVPlace, LayerKV
+from trimtab_engine.models import deepseek
+from trimtab_engine.models.decoder import Decoder
+from trimtab_engine.models.deepseek_layer import DeepseekLayer
+from trimtab_engine.models.draft_head import DraftHead, HeadKind
+from trimtab_engine.models.loading import Loader
+from trimtab_engine.models.tensors import StoredTensor
+from trimtab_engine.parallel.groups import ALONE
+from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.parallel.shard import shard_model
+from trimtab_engine.weights.source import WeightSource
+from trimtab_engine.weights.text_half import Half
+
+
+def parse(source: WeightSource, target: ModelConfig) -> ModelConfig:
+    """The target's numbers; its head is the layer behind its last one."""
+    if target.architecture not in deepseek.FAMILY.architectures:
+        raise NotBuiltError(
+            f"{source.where}: layers of {target.architecture} that predict further tokens are not built; built are "
+            f"those of {', '.join(deepseek.FAMILY.architectures)}"
+        )
+    if target.num_draft_layers != 1:
+        raise NotBuiltError(
+            f"{source.where}: num_nextn_predict_layers is {target.num_draft_layers}; 1 such layer is built"
+        )
+    return target
+
+
+def own_tensors(source: WeightSource, config: ModelConfig) -> WeightSource:
+    """The layer behind the last, without its copy of the embeddings."""
+    prefix = _prefix(config)
+    names = [name for name in source.shapes() if name.startswith(prefix) and ".embed_tokens." not in name]
+    return Half(source, {name: name for name in names})
+
+
+def tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+    """All of one rank."""
+    hidden, prefix = config.hidden_size, _prefix(config)
+    norm = StoredTensor((hidden,), "replicated")
+    return deepseek.layer_tensors(config, config.num_layers) | {
+        prefix + "enorm.weight": norm,
+        prefix + "hnorm.weight": norm,
+        prefix + "eh_proj.weight": StoredTensor((hidden, 2 * hidden), "replicated"),
+        prefix + "shared_head.norm.weight": norm,
+        prefix + "shared_head.head.weight": StoredTensor((config.vocab_size, hidden), "lm_head"),
+    }
+
+
+def latent_kv(config: ModelConfig) -> list[LayerKV]:
+    """As the layers before it, for one layer."""
+    return deepseek.latent_kv(replace(config, num_layers=1))
+
+
+def _prefix(config: ModelConfig) -> str:
+    return f"model.layers.{config.num_layers}."
+
+
+class MtpJoin:
+    """A product of both rows, each behind a norm. The first position's embedding is none, as in training."""
+
+    def __init__(self, projection: Projection, embedding: torch.Tensor, hidden: torch.Tensor, eps: float) -> None:
+        self._projection, self._embedding, self._hidden, self._eps = projection, embedding, hidden, eps
+
+    def __call__(self, embedded: torch.Tensor, before: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """See Join."""
+        embedded = embedded.masked_fill((positions == 0).unsqueeze(1), 0.0)
+        parts = [rms_norm(embedded, self._embedding, self._eps), rms_norm(before, self._hidden, self._eps)]
+        return self._projection(torch.cat(parts, dim=-1))
+
+
+def build(config: ModelConfig, load: Loader, target: Decoder) -> DraftHead:
+    """The head on the target's device."""
+    prefix, eps = _prefix(config), config.rms_norm_eps
+    layer = DeepseekLayer(config, config.num_layers, KVPlace(0, 0), shard_model(config, Layout(), 0), ALONE, load)
+    join = MtpJoin(
+        load.joined(prefix, {"eh_proj": (0, config.hidden_size)}),
+        load.copy(prefix + "enorm.weight"),
+        load.copy(prefix + "hnorm.weight"),
+        eps,
+    )
+    norm = load.copy(prefix + "shared_head.norm.weight")
+    head = LmHead(load(prefix + "shared_head.head.weight"), config.vocab_size, None)
+
+    def to_logits(hidden: torch.Tensor) -> torch.Tensor:
+        logits = head(rms_norm(hidden, norm, eps))
+        assert logits is not None  # one rank has all of it
+        return logits
+
+    return DraftHead(config, target, [layer], join, to_logits, load.device)
+
+
+DEEPSEEK_MTP = HeadKind(parse=parse, source=own_tensors, tensors=tensors, kv=latent_kv, build=build)

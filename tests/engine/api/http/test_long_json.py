@@ -1,0 +1,34 @@
+"""A long answer is written in pieces that are short each, and reads as if it were written at once."""
+
+import json
+from typing import Any
+
+import pytest
+from trimtab_engine.api.http.long_json import ENTRIES_AT_ONCE, long_json, pieces
+
+LIKELY = {f"token {n}": -0.5 * n for n in range(20)}
+ANSWERS: dict[str, Any] = {
+    "short": {"id": "a", "choices": [{"text": 'ü\n"', "logprobs": None}], "usage": {"prompt_tokens": 1}},
+    "empty": {"choices": [], "error": {}},
+    "log-probabilities": {"choices": [{"logprobs": {"tokens": ["a"] * 3_000, "top_logprobs": [LIKELY] * 1_000}}] * 3},
+    "token ids": {"choices": [{"prompt_token_ids": list(range(100_000))}], "usage": None},
+    "one entry that is long itself": {"rows": [{str(n): n for n in range(3 * ENTRIES_AT_ONCE)}, 1]},
+    "deep": {"a": [[[list(range(50))] * 60] * 3]},
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_it_reads_as_if_it_were_written_at_once(name: str) -> None:
+    written = json.dumps(ANSWERS[name], ensure_ascii=False, separators=(",", ":"))
+    assert long_json(ANSWERS[name]) == written.encode()
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_no_piece_is_long(name: str) -> None:
+    longest = len(json.dumps(LIKELY)) / len(LIKELY) * ENTRIES_AT_ONCE
+    assert max(map(len, pieces(ANSWERS[name]))) <= longest
+
+
+def test_what_json_does_not_know_is_an_error_of_ours() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        long_json({"logprob": float("nan")})
