@@ -100,7 +100,7 @@ def test_argo_cd_is_taught_the_conditions_and_the_kind_that_there_are() -> None:
     (taught,) = [found["data"] for found in manifests("gitops") if found.get("kind") == "ConfigMap"]
     ((name, script),) = taught.items()
     assert name == f"resource.customizations.health.{GROUP}_{KIND}"
-    assert set(re.findall(r'condition.type == "(\w+)"', script)) <= set(CONDITIONS)
+    assert set(re.findall(r'condition.type == "(\w+)"', script)) == set(CONDITIONS)
     assert "obj.status.observedGeneration ~= obj.metadata.generation" in script
 
 
