@@ -22,6 +22,7 @@ def facts_table(facts: Mapping[str, Any], dtype_bytes: int, disk_bytes: int, sto
         "experts": _experts(facts) if facts["num_experts"] else None,
         "vocabulary": _known(facts["vocab_size"], _tokens),
         "longest request": _known(facts["max_model_len"], _tokens),
+        "images": f"{size(facts['tower_bytes'])} more for what computes them" if facts.get("tower_bytes") else None,
         "KV cache": _kv_cache(facts, dtype_bytes),
     }
     width = max(map(len, rows))

@@ -20,6 +20,8 @@ from trimtab_engine.scheduling.policy import PreemptionMode, QueueOrder
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_BATCHED_TOKENS = 1 << 20  # tokens in a step; 64 times the largest default in the field
+MM_PROCESSOR_CACHE_BYTES = 4 << 30  # of each process that keeps images and videos, where nobody says: the guide's
+MEDIA_CACHE_SHARE = 8  # and no more than one of so many parts of the CPU's memory in all of them together
 FLAGS = {"swap_space_bytes": "swap-space", "kv_offload_bytes": "kv-offload-size"}
 """The flag of a field where it is not the field's name."""
 MIN_STATS_INTERVAL_SECONDS = 1.0  # below, the line would say little and cost much
@@ -83,8 +85,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_offload_bytes: int = 0
     """Host memory for what the KV cache evicts; 0: it is forgotten."""
     kv_offload_bytes_cap: int = 0
-    mm_processor_cache_bytes: int = 4 << 30
-    """Of images and videos that were processed: kept by each API server, and again by each engine core. 0: none."""
+    mm_processor_cache_bytes: int | None = None
+    """Of images and videos that were processed: kept by each API server, and again by each engine core. 0: none; None:
+    as `processor_cache_bytes` says."""
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
     """Schedule the next step while the device works on one. None: on CUDA."""
@@ -178,9 +181,33 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.api_server_count if self.node_rank == 0 else 0
 
     @property
+    def num_local_core_processes(self) -> int:
+        """On this node, at most: an engine core that is spread over nodes has its process on the first one."""
+        return self.num_local_ranks // self.ranks_per_node if self.nodes_per_core == 1 else int(self.node_rank == 0)
+
+    @property
+    def num_local_media_caches(self) -> int:
+        """Processes of this node that keep images and videos: API servers, and the engine cores that they send to."""
+        is_served = self.api_server_count > 0
+        return self.num_local_api_servers + self.num_local_core_processes if is_served and self.modalities else 0
+
+    @property
+    def processor_cache_bytes(self) -> int:
+        """How much of images and videos each API server keeps, and each engine core. Where nobody says and the device's
+        memory is the host's, all of them together take a share of it at most."""
+        if not self.modalities:
+            return 0
+        if self.mm_processor_cache_bytes is not None:
+            return self.mm_processor_cache_bytes
+        if self.device == "cuda" or self.device_memory_bytes is None:
+            return MM_PROCESSOR_CACHE_BYTES
+        share = self.device_memory_bytes * self.num_local_ranks // MEDIA_CACHE_SHARE
+        return min(MM_PROCESSOR_CACHE_BYTES, share // max(1, self.num_local_media_caches))
+
+    @property
     def media_cache_bytes(self) -> int:
         """How much of images and videos a core keeps for each API server: its cache is divided among them."""
-        return self.mm_processor_cache_bytes // max(1, self.api_server_count)
+        return self.processor_cache_bytes // max(1, self.api_server_count)
 
     @property
     def has_first_process(self) -> bool:

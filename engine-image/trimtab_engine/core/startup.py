@@ -21,7 +21,7 @@ from trimtab_engine.core.loading_log import LoadingLog
 from trimtab_engine.device.device import is_out_of_memory
 from trimtab_engine.device.host_memory import family_bytes, room_bytes
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.memory.encoder import encoder_tokens
+from trimtab_engine.memory.encoder import EncoderLimits
 from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.plan import PlanBase
 from trimtab_engine.memory.sizing import KVSize, longest_that_fits, out_of_memory, size_kv_cache, what_is_too_much
@@ -171,8 +171,8 @@ def _encoder_cache(config: EngineConfig, runner: ModelRunner) -> EncoderCache | 
     """What is kept of images and videos; None: none are computed."""
     if runner.facts.vision is None:
         return None
-    most = encoder_tokens(config.max_num_batched_tokens_cap, runner.facts.max_model_len)
-    return EncoderCache(config.encoder_cache_size or most, config.max_num_encoder_input_tokens or most)
+    limits = EncoderLimits.of(config, runner.facts.max_model_len)
+    return EncoderCache(limits.num_kept_tokens, limits.step_budget)
 
 
 def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula, size: KVSize) -> LiveConfig:

@@ -7,9 +7,9 @@ from typing import Any
 
 from trimtab_engine.config.modality_limits import EXAMPLE, UNLIMITED, parse_modality_limits
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags import parser as types
 from trimtab_engine.multimodal.sources import AllowedHost, AllowedSources
 
-DEFAULT_CACHE_GB = 4.0
 MAX_CACHE_GB = 65_536.0
 
 
@@ -24,10 +24,24 @@ def add_media_flags(group: Any) -> None:
     group.add_argument(
         "--mm-processor-cache-gb",
         type=_gibibytes,
-        default=DEFAULT_CACHE_GB,
         metavar="GIB",
         help="host memory for images and videos that were processed, in each API server and again in each engine core; "
-        "0: none is kept (default: 4)",
+        "on the CPU it is part of the device; 0: none is kept (default: 4, on the CPU an eighth of its memory in all "
+        "of them together if that is less)",
+    )
+    group.add_argument(
+        "--max-num-encoder-input-tokens",
+        type=types.positive,
+        metavar="TOKENS",
+        help="most tokens of images and videos that a step computes; larger items are refused (default: as many as of "
+        "text, or of the largest image)",
+    )
+    group.add_argument(
+        "--encoder-cache-size",
+        type=types.positive,
+        metavar="TOKENS",
+        help="how many tokens of images and videos that were computed are kept on the device; larger items are refused "
+        "(default: likewise)",
     )
 
 
@@ -57,9 +71,12 @@ def media_fields(arguments: argparse.Namespace, *, sees_images: bool | None, is_
     limits = default if text is None else parse_modality_limits(text)
     if any(limits.values()) and sees_images is False:
         raise ConfigError(f"--limit-mm-per-prompt {text}: this model takes text alone; leave it out")
+    cache_gb = arguments.mm_processor_cache_gb
     return {
         "limit_mm_per_prompt": limits,
-        "mm_processor_cache_bytes": int(arguments.mm_processor_cache_gb * (1 << 30)),
+        "mm_processor_cache_bytes": None if cache_gb is None else int(cache_gb * (1 << 30)),
+        "max_num_encoder_input_tokens": arguments.max_num_encoder_input_tokens,
+        "encoder_cache_size": arguments.encoder_cache_size,
     }
 
 

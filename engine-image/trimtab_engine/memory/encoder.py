@@ -1,6 +1,9 @@
 """What images and videos take of a device: how many tokens of them are kept and computed at once, and their bytes.
 Pure."""
 
+from dataclasses import dataclass
+
+from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.vision import VisionConfig
 
 LARGEST_ITEM_TOKENS = 16_384  # what the published processors make of their largest picture, 12.8 megapixels
@@ -8,9 +11,23 @@ ROWS_AT_ONCE = 12  # hidden states of all patches that a layer of the tower has 
 FLOAT32_BYTES = 4
 
 
-def encoder_tokens(max_num_batched_tokens: int, max_model_len: int) -> int:
-    """A step's budget for images and videos, and how much of them is kept: a step's worth, and the largest one."""
-    return max(max_num_batched_tokens, min(max_model_len - 1, LARGEST_ITEM_TOKENS))
+@dataclass(frozen=True, slots=True)
+class EncoderLimits:
+    """Of images and videos, in their tokens: what is kept of them, and what a step computes."""
+
+    num_kept_tokens: int
+    step_budget: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, max_model_len: int) -> "EncoderLimits":
+        """Where nobody says, a step's worth of text, or the largest item."""
+        most = max(config.max_num_batched_tokens_cap, min(max_model_len - 1, LARGEST_ITEM_TOKENS))
+        return cls(config.encoder_cache_size or most, config.max_num_encoder_input_tokens or most)
+
+    def num_bytes(self, vision: VisionConfig, dtype_bytes: int) -> int:
+        """What they take of a device at most, beside the tower's weights."""
+        largest = min(self.num_kept_tokens, self.step_budget)
+        return kept_bytes(vision, self.num_kept_tokens, dtype_bytes) + tower_peak_bytes(vision, largest, dtype_bytes)
 
 
 def kept_bytes(vision: VisionConfig, num_tokens: int, dtype_bytes: int) -> int:

@@ -146,19 +146,30 @@ def decimal_text(value: Decimal) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def check_before_loading(formula: MemoryFormula, *, fixed_by: str | None, limit_bytes: int | None) -> None:
+def check_before_loading(
+    formula: MemoryFormula,
+    *,
+    fixed_by: str | None,
+    limit_bytes: int | None,
+    tower_bytes: int = 0,
+    remedies: Sequence[str] = (),
+) -> None:
     """Raise ConfigError, with the numbers and what to set, where the weights cannot fit: before they are read.
 
     `formula` has the weights as the model's facts give them and nothing measured but `other`, so what passes may still
     not fit. `fixed_by` is the flag that fixes the KV cache; the utilisation has no say then. `limit_bytes` is what the
-    container may use, whatever the device's size is said to be.
+    container may use, whatever the device's size is said to be. `tower_bytes`: how much of the weights computes images
+    and videos; `remedies`: what else would help.
     """
-    held = f"the weights take {_gib(formula.weights_bytes)}, and {_gib(formula.other_bytes)} is in use before them"
+    of_tower = f" (the tower's {_gib(tower_bytes)} among them)" if tower_bytes else ""
+    held = f"the weights take {_gib(formula.weights_bytes)}{of_tower}, and {_gib(formula.other_bytes)} is in use before"
+    held += " them"
     needed = formula.other_bytes + formula.weights_bytes
     if limit_bytes is not None and needed > limit_bytes:
         raise ConfigError(
             f"out of memory before loading: {held}, but the container's memory limit is {_gib(limit_bytes)}; raise the "
-            f"limit to more than {needed} bytes ({_gib(needed)}), or use a smaller model or --dtype bfloat16"
+            f"limit to more than {needed} bytes ({_gib(needed)}), {_listed(remedies)}or use a smaller model or --dtype "
+            f"bfloat16"
         )
     usable = formula.device_bytes if fixed_by else formula.requested_bytes
     if not fixed_by:
@@ -167,21 +178,27 @@ def check_before_loading(formula: MemoryFormula, *, fixed_by: str | None, limit_
     if needed <= usable:
         return
     of = "" if fixed_by else f" (--gpu-memory-utilization {formula.gpu_memory_utilization})"
-    remedies = []
+    helps = []
     if not fixed_by and formula.min_utilization is not None:
-        remedies.append(f"raise --gpu-memory-utilization to more than {formula.min_utilization}")
+        helps.append(f"raise --gpu-memory-utilization to more than {formula.min_utilization}")
     least = needed if fixed_by else math.ceil(needed / Fraction(formula.gpu_memory_utilization))
-    remedies.append(f"use a device of more than {least} bytes ({_gib(least)}; on the CPU: --device-memory-bytes)")
-    remedies += ["lower --max-model-len"] if formula.other_bytes + formula.weights_bytes < usable else []
+    helps.append(f"use a device of more than {least} bytes ({_gib(least)}; on the CPU: --device-memory-bytes)")
+    helps += ["lower --max-model-len"] if formula.other_bytes + formula.weights_bytes < usable else []
     raise ConfigError(
         f"out of memory before loading: {held}, but of the device's {_gib(formula.device_bytes)} the engine may use "
-        f"{_gib(usable)}{of}; {', '.join(remedies)}, or use a smaller model or --dtype bfloat16"
+        f"{_gib(usable)}{of}; {_listed([*helps, *remedies])}or use a smaller model or --dtype bfloat16"
     )
 
 
-def check_one_request_fits(formula: MemoryFormula, host_space: Mapping[str, int] = NONE_ON_DEVICE) -> None:
+def _listed(remedies: Sequence[str]) -> str:
+    return "".join(f"{remedy}, " for remedy in remedies)
+
+
+def check_one_request_fits(
+    formula: MemoryFormula, host_space: Mapping[str, int] = NONE_ON_DEVICE, also: Sequence[str] = ()
+) -> None:
     """Raise ConfigError, with what to set, when the KV cache does not hold one request of max_model_len. `host_space`:
-    bytes of host memory that lie on the device, as on the CPU, by what sets them."""
+    bytes of host memory that lie on the device, as on the CPU, by what sets them; `also`: what else would help."""
     if formula.num_blocks >= formula.blocks_per_request:
         return
     minimum = formula.min_utilization
@@ -191,6 +208,7 @@ def check_one_request_fits(formula: MemoryFormula, host_space: Mapping[str, int]
         for name, size in host_space.items()
         if size >= missing
     ]
+    remedies += also
     if minimum is not None:
         remedies.append(f"raise --gpu-memory-utilization from {formula.gpu_memory_utilization} to {minimum} or more")
     device_bytes = math.ceil(formula.min_device_bytes / Fraction(formula.gpu_memory_utilization))

@@ -17,6 +17,8 @@ API_SERVER_BYTES = 80 * MIB
 chats."""
 TOKENIZER_BYTES_PER_TOKEN = 1024
 """What the tokenizer of every API server holds for each token of the vocabulary."""
+MEDIA_WORKERS_BYTES = 4 * 32 * MIB
+"""What the processes hold that decode images and videos for an API server: the interpreter, Pillow, a photograph."""
 FIRST_PROCESS_BYTES = 48 * MIB
 """What a node's first process holds where it serves no requests itself: it starts the others and has the admin API."""
 ACTIVATION_MARGIN = Fraction(5, 4)
@@ -33,13 +35,25 @@ class Processes:
     num_api_servers: int
     has_first_process: bool
     """Whether one more only looks after the others."""
+    media_cache_bytes: int | None = None
+    """What each API server and each engine core keeps of images and videos; None: the model takes text alone."""
+    num_media_caches: int = 0
+    """How many of them keep so much."""
 
 
 def reserved_bytes(processes: Processes, vocab_size: int) -> int:
     """What one rank's device sets aside: for its own process, and its part of what all ranks have in common."""
     servers = processes.num_api_servers * (API_SERVER_BYTES + TOKENIZER_BYTES_PER_TOKEN * vocab_size)
-    shared = servers + FIRST_PROCESS_BYTES * processes.has_first_process
+    shared = servers + FIRST_PROCESS_BYTES * processes.has_first_process + _media_bytes(processes)
     return RANK_BYTES - (-shared // processes.num_ranks)
+
+
+def _media_bytes(processes: Processes) -> int:
+    """Of images and videos, in all processes of the node."""
+    if processes.media_cache_bytes is None:
+        return 0
+    kept = processes.num_media_caches * processes.media_cache_bytes
+    return kept + processes.num_api_servers * MEDIA_WORKERS_BYTES
 
 
 def cpu_activation_bytes(asked_bytes: int, num_row_sizes: int) -> int:

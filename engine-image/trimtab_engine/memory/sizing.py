@@ -18,6 +18,7 @@ from trimtab_engine.memory.formula import (
 )
 from trimtab_engine.memory.kv_groups import KVGroup
 from trimtab_engine.memory.reserved import Processes, reserved_bytes
+from trimtab_engine.multimodal.items import MODALITIES
 
 logger = logging.getLogger("trimtab_engine.core")
 
@@ -37,6 +38,8 @@ def reserved_for_processes(config: EngineConfig, vocab_size: int) -> int:
         num_ranks=config.num_local_ranks,
         num_api_servers=config.num_local_api_servers,
         has_first_process=config.has_first_process,
+        media_cache_bytes=config.processor_cache_bytes if config.modalities else None,
+        num_media_caches=config.num_local_media_caches,
     )
     return reserved_bytes(processes, vocab_size)
 
@@ -50,6 +53,9 @@ class Unmeasured:
     limit_bytes: int | None
     """What the container may use; None: no limit."""
     weights_bytes: int
+    """Without the tower's."""
+    tower_bytes: int
+    """Of what computes images and videos; 0: there is none."""
     kv_groups: tuple[KVGroup, ...]
     """This rank's."""
     kv_dtype_bytes: int
@@ -62,7 +68,7 @@ def check_weights_fit(config: EngineConfig, known: Unmeasured) -> None:
         device_bytes=known.device_bytes,
         gpu_memory_utilization=config.gpu_memory_utilization,
         other_bytes=known.other_bytes,
-        weights_bytes=known.weights_bytes,
+        weights_bytes=known.weights_bytes + known.tower_bytes,
         activations_peak_bytes=0,
         workspace_bytes=0,
         graphs_bytes=0,
@@ -74,7 +80,13 @@ def check_weights_fit(config: EngineConfig, known: Unmeasured) -> None:
         max_num_batched_tokens=config.max_num_batched_tokens_cap,
     )
     fixed = fixed_blocks(config, formula)
-    check_before_loading(formula, fixed_by=fixed[1] if fixed else None, limit_bytes=known.limit_bytes)
+    check_before_loading(
+        formula,
+        fixed_by=fixed[1] if fixed else None,
+        limit_bytes=known.limit_bytes,
+        tower_bytes=known.tower_bytes,
+        remedies=media_remedies(config),
+    )
 
 
 def longest_that_fits(config: EngineConfig, formula: MemoryFormula) -> MemoryFormula:
@@ -93,7 +105,7 @@ def size_kv_cache(config: EngineConfig, formula: MemoryFormula) -> KVSize:
     """How large the KV cache starts and may become. Raises ConfigError when not one request would fit."""
     fixed = fixed_blocks(config, formula)
     if fixed is None:
-        check_one_request_fits(formula, _host_space(config))
+        check_one_request_fits(formula, _host_space(config), media_remedies(config))
         return KVSize(formula.num_blocks, formula.at(config.gpu_memory_utilization_cap).num_blocks, None)
     num_blocks, flag = fixed
     check_one_request_fits_fixed(formula, num_blocks, flag)
@@ -107,6 +119,22 @@ def _host_space(config: EngineConfig) -> dict[str, int]:
     swap = "--swap-space" if config.swap_space_bytes == config.swap_space_bytes_cap else "--swap-space-cap"
     cache = "--kv-offload-size" if config.kv_offload_bytes == config.kv_offload_bytes_cap else "--kv-offload-size-cap"
     return {swap: config.swap_space_bytes_cap, cache: config.kv_offload_bytes_cap}
+
+
+def media_remedies(config: EngineConfig) -> list[str]:
+    """What would give back memory that is there for images and videos; nothing where the model takes text alone. On the
+    CPU the caches of all processes are part of this memory."""
+    if not config.modalities:
+        return []
+    remedies = []
+    count, each = config.num_local_media_caches, config.processor_cache_bytes
+    if config.device == "cpu" and count and each:
+        remedies.append(
+            f"lower --mm-processor-cache-gb (it is {each / GIB:.2g} in each of {count} processes, which on the CPU is "
+            f"part of this memory)"
+        )
+    kinds = ", ".join(f'"{kind}": 0' for kind in MODALITIES)
+    return [*remedies, f"serve text alone with --limit-mm-per-prompt '{{{kinds}}}', which drops the tower"]
 
 
 def what_is_too_much(config: EngineConfig, formula: MemoryFormula, size: KVSize, room_bytes: int) -> str | None:

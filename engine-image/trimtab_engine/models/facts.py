@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab_engine.config.model import ModelConfig
+from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.config.quantization import stored_quantization
 from trimtab_engine.errors import ModelError
 from trimtab_engine.memory.kv_groups import KVGroup
@@ -12,12 +13,14 @@ from trimtab_engine.models.checkpoint import check_counts, expected_tensors
 from trimtab_engine.models.registry import (
     BY_ARCHITECTURE,
     architecture_of,
+    family_of,
     kv_groups_of,
     open_model,
     parse_model_config,
 )
-from trimtab_engine.models.tensors import LINEAR_PARTS, PARTS, PROJECTION, elements_by_part
+from trimtab_engine.models.tensors import LINEAR_PARTS, PARTS, PROJECTION, elements_by_part, num_elements
 from trimtab_engine.weights.source import WeightSource
+from trimtab_engine.weights.text_half import text_words
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_REFUSAL = 500  # characters: the facts go through a container's termination message
@@ -75,8 +78,22 @@ def _supported(source: WeightSource, config: ModelConfig) -> dict[str, Any]:
         "kv_groups": [_kv_group(group) for group in kv_groups_of(config)],
         "quantization": None if quantization is None else "fp8",
         "weights_by_part": by_part,
+        **_tower(source, config, dtype_bytes),
         **({} if config.transformers_config is None else {"computed_by": "transformers"}),
     }
+
+
+def _tower(source: WeightSource, config: ModelConfig, dtype_bytes: int) -> dict[str, Any]:
+    """What images and videos are computed with, where they are."""
+    kind = family_of(config.architecture).tower
+    if kind is None or "vision_config" not in source.config:
+        return {}
+    words = ConfigWords(text_words(source.config), source.generation_config, source.where)
+    try:
+        vision = kind.parse(words, config)
+    except ModelError:
+        return {}  # the engine says why when it is to load it; its text half is served without
+    return {"tower_bytes": num_elements(kind.tensors(vision).values()) * dtype_bytes}
 
 
 def _mixture(config: ModelConfig) -> dict[str, Any]:

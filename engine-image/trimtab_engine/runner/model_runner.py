@@ -24,7 +24,7 @@ from trimtab_engine.device.transfer import Mark, send
 from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.layers.quantized import multiplies_float8
-from trimtab_engine.memory.encoder import encoder_tokens, kept_bytes, tower_peak_bytes
+from trimtab_engine.memory.encoder import EncoderLimits
 from trimtab_engine.memory.formula import Ledger
 from trimtab_engine.memory.kv_groups import KVGroup
 from trimtab_engine.memory.reserved import cpu_activation_bytes
@@ -161,6 +161,7 @@ class ModelRunner:
         stored = stored_quantization(source.config, source.where)
         quantization = wanted_quantization(stored, config.quantization, has_weights=not isinstance(source, DummySource))
         tensors = expected_tensors(model_config)
+        tower_bytes = _tower_bytes(vision, model_config, dtype) if shard.is_first_stage else 0
         num_parameters = -(
             -num_elements(tensors.values()) // layout.ranks_per_engine
         )  # about: ranks are not quite equal
@@ -171,6 +172,7 @@ class ModelRunner:
             ),
             limit_bytes=device.limit_bytes,
             weights_bytes=_weights_bytes(tensors, quantization, dtype, device) // layout.ranks_per_engine,
+            tower_bytes=tower_bytes,
             kv_groups=kv_groups,
             kv_dtype_bytes=kv_dtype.itemsize,
             max_model_len=max_model_len,
@@ -248,17 +250,12 @@ class ModelRunner:
             self._dummy_step([(longest_decode, 1)] * min(2, max_num_seqs), GREEDY)
             for rows in reversed(sizes):
                 self._dummy_step([(0, 1)] * rows, GREEDY)
-        peak = growth.peak if self._device.kind == "cuda" else cpu_activation_bytes(growth.peak, len(sizes))
-        return peak + self._items_bytes(max_num_batched_tokens)
+        return growth.peak if self._device.kind == "cuda" else cpu_activation_bytes(growth.peak, len(sizes))
 
-    def _items_bytes(self, max_num_batched_tokens: int) -> int:
+    def items_bytes(self, limits: EncoderLimits) -> int:
         """What images and videos take of this rank's device beside text, at most."""
         vision = self.facts.vision
-        if vision is None or self._tower is None:
-            return 0
-        num_tokens = encoder_tokens(max_num_batched_tokens, self.facts.max_model_len)
-        size = self._dtype.itemsize
-        return kept_bytes(vision, num_tokens, size) + tower_peak_bytes(vision, num_tokens, size)
+        return 0 if vision is None or self._tower is None else limits.num_bytes(vision, self._dtype.itemsize)
 
     def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
         """Reserve the KV cache's address range, with a draft model's layers in it, and map block 0: attention, which on
@@ -591,6 +588,12 @@ def _vision(config: EngineConfig, source: WeightSource, model: ModelConfig) -> V
             f"""--limit-mm-per-prompt '{{"image": 0, "video": 0}}', or use --device cpu"""
         )
     return kind.parse(ConfigWords(text_words(source.config), source.generation_config, source.where), model)
+
+
+def _tower_bytes(vision: VisionConfig | None, model: ModelConfig, dtype: torch.dtype) -> int:
+    """What a whole tower takes."""
+    kind = family_of(model.architecture).tower
+    return 0 if kind is None or vision is None else num_elements(kind.tensors(vision).values()) * dtype.itemsize
 
 
 def _load_tower(config: EngineConfig, model: ModelConfig, vision: VisionConfig | None, text: Loader) -> Tower | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.device import Device
 from trimtab_engine.errors import NotBuiltError
+from trimtab_engine.memory.encoder import EncoderLimits
 from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.sizing import reserved_for_processes
 from trimtab_engine.models.registry import open_model, parse_model_config
@@ -150,7 +151,8 @@ def measure(config: EngineConfig, device: Device, runner: ModelRunner, before: B
         gpu_memory_utilization=config.gpu_memory_utilization,
         other_bytes=other_bytes,
         weights_bytes=facts.weights_bytes,
-        activations_peak_bytes=runner.profile(config.max_num_batched_tokens_cap, config.max_num_sampled_rows),
+        activations_peak_bytes=runner.profile(config.max_num_batched_tokens_cap, config.max_num_sampled_rows)
+        + runner.items_bytes(EncoderLimits.of(config, facts.max_model_len)),
         # On the CPU the swap space and the host cache lie in the same memory as the KV cache.
         workspace_bytes=runner.kv_rounding_bytes
         + (config.swap_space_bytes_cap + config.kv_offload_bytes_cap if on_cpu else 0),

@@ -26,6 +26,7 @@ from trimtab_operator.resource.quantity import parse_quantity, parse_seconds
 from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import (
     MAX_NAME_LENGTH,
+    MODALITIES,
     NO_MEASURE_WITHOUT_REPLICAS,
     SERVED_NAME,
     InferenceDeployment,
@@ -342,7 +343,6 @@ def _hidden_states_are_at_hand(deployment: InferenceDeployment, field: str, meth
         yield Refusal(field, f"{method} is not built yet for {ranks}; {instead}, or one rank")
 
 
-MODALITIES = ("image", "video")
 """What a prompt may have besides text."""
 
 

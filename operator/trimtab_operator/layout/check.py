@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import GIB, Gpu
-from trimtab_operator.layout.memory_fit import Envelope, MemoryFit, memory_fit
+from trimtab_operator.layout.memory_fit import Envelope, MemoryFit, memory_fit, tower_bytes
 from trimtab_operator.layout.nearest import Offer, nearest_layouts
 from trimtab_operator.layout.rules import Problem, facts_problems, spec_problems
 from trimtab_operator.layout.stored_weights import what_is_not_run
@@ -91,13 +91,17 @@ def _does_not_fit(parallelism: Parallelism, facts: ModelFacts, fit: MemoryFit, g
     shape, given = rank.shape, rank.capacity.requested_bytes
     rest = shape.fixed_bytes - shape.weights_bytes
     where = "" if parallelism.pipeline == 1 else f" of stage {rank.stage.index}"
+    of_tower = tower_bytes(facts, rank.stage, envelope)
+    seeing = f" ({_gib(of_tower)} of them for images and videos)" if of_tower else ""
     reason = (
-        f"but a rank{where} needs {_gib(rank.needed_bytes)}: {_gib(shape.weights_bytes)} of weights, "
+        f"but a rank{where} needs {_gib(rank.needed_bytes)}: {_gib(shape.weights_bytes)} of weights{seeing}, "
         f"{_gib(rank.one_request_bytes)} of KV cache for one request of {envelope.max_model_len} tokens, about "
         f"{_gib(rest)} of activations, graphs and others; of the GPU's {_gib(gpu.memory_bytes)} "
         f"({gpu.name}) gpuMemoryUtilization {envelope.gpu_memory_utilization} gives it {_gib(given)}"
     )
     remedies = [f"set more {'tensor, pipeline or data' if facts.is_mixture else 'tensor or pipeline'} ranks"]
+    if of_tower:
+        remedies.append("serve text alone with limitMmPerPrompt {image: 0, video: 0}")
     if fit.longest_model_len:
         remedies.append(f"set maxModelLen to {fit.longest_model_len} or less")
     if fit.min_utilization is not None:

@@ -89,6 +89,8 @@ class ModelFacts:
     kv_groups: tuple[KvGroup, ...]
     """What layers keep of each token, in the whole model."""
     weights: WeightsByPart
+    tower_bytes: int = 0
+    """What computes images and videos, beside the weights above: whole on the first stage; 0: it takes text alone."""
     is_by_transformers: bool = False
     """The engine has no family for it: transformers' own code computes it, on the CPU and on one rank."""
 
@@ -146,6 +148,7 @@ class ModelFacts:
             dense_layers=reader.counts("dense_layers"),
             latent_kv_size=latent,
             kv_groups=_kv_groups(facts, num_layers, num_kv_heads, head_size, latent),
+            tower_bytes=reader.count("tower_bytes") if "tower_bytes" in facts else 0,
             is_by_transformers=facts.get("computed_by") == "transformers",
             weights=WeightsByPart(**{part.name: parts.count(part.name) for part in fields(WeightsByPart)}),
         )
@@ -172,7 +175,7 @@ class ModelFacts:
 
     def to_json(self) -> dict[str, object]:
         """What `parse` reads."""
-        nested = ("weights", "dense_layers", "kv_groups", "is_by_transformers")
+        nested = ("weights", "dense_layers", "kv_groups", "tower_bytes", "is_by_transformers")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in nested}
         parts = {part.name: getattr(self.weights, part.name) for part in fields(self.weights)}
         return {
@@ -181,6 +184,7 @@ class ModelFacts:
             "kv_groups": [group.to_json() for group in self.kv_groups],
             "weights_bytes": self.weights_bytes,
             "weights_by_part": parts,
+            **({"tower_bytes": self.tower_bytes} if self.tower_bytes else {}),
             **({"computed_by": "transformers"} if self.is_by_transformers else {}),
         }
 

@@ -22,7 +22,7 @@ from trimtab_operator.layout.memory_formula import KvCapacity, MemoryShape, kv_c
 from trimtab_operator.layout.stages import Stage, stages_of
 from trimtab_operator.layout.stored_weights import as_run
 from trimtab_operator.resource.knobs import knobs
-from trimtab_operator.resource.spec import Parallelism, Spec
+from trimtab_operator.resource.spec import MODALITIES, Parallelism, Spec
 
 MIB = 1 << 20
 OTHER_BYTES = 600 * MIB  # the CUDA context with its modules: 0.5 GiB on an H100
@@ -52,6 +52,8 @@ class Envelope:
     captures_graphs: bool = True
     quantization: str | None = None
     """What the weights are quantised to as they load; None: they stay as they are stored."""
+    computes_images: bool = False
+    """Whether the first stage loads the tower of a model that sees images and videos."""
 
     @classmethod
     def of_spec(cls, spec: Spec, facts: ModelFacts, gpu: Gpu) -> Envelope:
@@ -68,6 +70,7 @@ class Envelope:
             kv_dtype_bytes=kv_dtype_bytes(engine.kv_cache_dtype, facts),
             captures_graphs=not engine.enforce_eager,
             quantization=engine.quantization,
+            computes_images=_computes_images(spec),
         )
 
     @classmethod
@@ -79,6 +82,14 @@ class Envelope:
             max_num_seqs=LARGE_GPU_SEQS if is_large else SMALL_GPU_SEQS,
             kv_dtype_bytes=kv_dtype_bytes(None, facts),
         )
+
+
+def _computes_images(spec: Spec) -> bool:
+    """Whether this spec's engine loads the tower on a GPU: vLLM's does, unless no image and no video may come in a
+    prompt; Trimtab's has it on the CPU alone, and serves the text half on GPUs."""
+    limits = spec.engine.limit_mm_per_prompt or {}
+    is_dropped = all(limits.get(modality) == 0 for modality in MODALITIES)
+    return spec.runtime.kind == "vllm" and not is_dropped
 
 
 def kv_dtype_bytes(kv_cache_dtype: str | None, facts: ModelFacts) -> int:
@@ -152,7 +163,10 @@ class MemoryFit:
 def memory_fit(facts: ModelFacts, parallelism: Parallelism, gpu: Gpu, envelope: Envelope) -> MemoryFit:
     """The memory of each stage of a layout that the rules allow; of stages that are alike, the first stands for all."""
     facts = as_run(facts, gpu, envelope.quantization)
-    unlike = {(s.weights_bytes, _kept(facts, s), s.is_last): s for s in reversed(stages_of(facts, parallelism))}
+    unlike = {
+        (s.weights_bytes + tower_bytes(facts, s, envelope), _kept(facts, s), s.is_last): s
+        for s in reversed(stages_of(facts, parallelism))
+    }
     ranks = []
     for stage in reversed(unlike.values()):
         shape = _shape(facts, parallelism, stage, gpu, envelope)
@@ -169,7 +183,7 @@ def _shape(facts: ModelFacts, parallelism: Parallelism, stage: Stage, gpu: Gpu, 
     return MemoryShape(
         device_bytes=gpu.memory_bytes,
         other_bytes=OTHER_BYTES,
-        weights_bytes=stage.weights_bytes,
+        weights_bytes=stage.weights_bytes + tower_bytes(facts, stage, envelope),
         activations_peak_bytes=activation_bytes(facts, parallelism, stage, envelope),
         workspace_bytes=0,
         graphs_bytes=GRAPHS_BYTES if envelope.captures_graphs else 0,
@@ -180,6 +194,11 @@ def _shape(facts: ModelFacts, parallelism: Parallelism, stage: Stage, gpu: Gpu, 
         max_model_len=envelope.max_model_len,
         max_num_batched_tokens=envelope.max_num_batched_tokens,
     )
+
+
+def tower_bytes(facts: ModelFacts, stage: Stage, envelope: Envelope) -> int:
+    """What computes images and videos on one rank of a stage: counted whole, as if no rank shared it with another."""
+    return facts.tower_bytes if stage.is_first and envelope.computes_images else 0
 
 
 def rank_groups(facts: ModelFacts, stage: Stage, tensor: int) -> tuple[KvGroup, ...]:

@@ -35,6 +35,7 @@ KIND = "InferenceDeployment"
 PLURAL = "inferencedeployments"
 MAX_REPLICAS = 1000
 MAX_PRIORITY = 1_000_000_000  # as of a PriorityClass
+MODALITIES = ("image", "video")  # what a prompt may have besides text
 MAX_NAME_LENGTH = 40  # child names and the pods' generated labels get suffixes and must stay below 63
 
 

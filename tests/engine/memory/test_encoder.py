@@ -1,8 +1,9 @@
 """What images and videos take of a device, before any comes."""
 
 import pytest
+from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.vision import VisionConfig
-from trimtab_engine.memory.encoder import encoder_tokens, kept_bytes, tower_peak_bytes
+from trimtab_engine.memory.encoder import EncoderLimits, kept_bytes, tower_peak_bytes
 
 VISION = VisionConfig(
     hidden_size=10,
@@ -32,7 +33,17 @@ VISION = VisionConfig(
 def test_a_step_s_worth_and_the_largest_image_are_kept(
     max_num_batched_tokens: int, max_model_len: int, tokens: int
 ) -> None:
-    assert encoder_tokens(max_num_batched_tokens, max_model_len) == tokens
+    config = EngineConfig(
+        model="m", max_num_batched_tokens=max_num_batched_tokens, max_num_batched_tokens_cap=max_num_batched_tokens
+    )
+    assert EncoderLimits.of(config, max_model_len) == EncoderLimits(tokens, tokens)
+
+
+def test_what_is_said_is_kept_and_computed_and_what_is_larger_than_either_never_is() -> None:
+    config = EngineConfig(model="m", encoder_cache_size=300, max_num_encoder_input_tokens=100)
+    limits = EncoderLimits.of(config, 4096)
+    assert limits == EncoderLimits(num_kept_tokens=300, step_budget=100)
+    assert limits.num_bytes(VISION, 2) == kept_bytes(VISION, 300, 2) + tower_peak_bytes(VISION, 100, 2)
 
 
 def test_embeddings_take_their_own_size_and_a_tower_that_of_all_patches() -> None:

@@ -7,6 +7,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.memory.reserved import (
     API_SERVER_BYTES,
     FIRST_PROCESS_BYTES,
+    MEDIA_WORKERS_BYTES,
     MIB,
     RANK_BYTES,
     ROW_SIZE_BYTES,
@@ -63,3 +64,39 @@ def test_the_configuration_says_which_processes_there_are(changes: dict[str, Any
 def test_steps_take_a_margin_and_what_one_dnn_compiles() -> None:
     assert cpu_activation_bytes(100, 0) == 125
     assert cpu_activation_bytes(101, 2) == 127 + 2 * ROW_SIZE_BYTES
+
+
+GIB = 1024 * MIB
+SEES = {"api_server_count": 1, "limit_mm_per_prompt": {"image": 4}, "device_memory_bytes": 8 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("changes", "each", "count"),
+    [
+        ({}, 512 * MIB, 2),  # an eighth of 8 GiB, in the API server and the core
+        ({"device_memory_bytes": GIB}, 64 * MIB, 2),
+        ({"device_memory_bytes": 256 * GIB}, 4 * GIB, 2),  # never more than the guide says
+        ({"api_server_count": 3}, 256 * MIB, 4),
+        ({"data_parallel_size": 3}, 768 * MIB, 4),  # of 24 GiB: the device is a rank's
+        ({"tensor_parallel_size": 2}, GIB, 2),  # two ranks, one core
+        ({"mm_processor_cache_bytes": 4 * GIB}, 4 * GIB, 2),  # what is said is kept, and counted
+        ({"mm_processor_cache_bytes": 0}, 0, 2),
+        ({"api_server_count": 0}, GIB, 0),  # used from Python: nothing is sent anywhere
+        ({"api_server_count": 1, "tensor_parallel_size": 2, "nnodes": 2, "node_rank": 1}, GIB, 0),
+    ],
+)
+def test_images_that_are_kept_take_a_share_of_a_small_memory_and_are_set_aside(
+    changes: dict[str, Any], each: int, count: int
+) -> None:
+    config = EngineConfig(model="m", **SEES | changes)
+    assert (config.processor_cache_bytes, config.num_local_media_caches) == (each, count)
+    blind = EngineConfig(model="m", **SEES | changes | {"limit_mm_per_prompt": {}})
+    more = count * each + config.num_local_api_servers * MEDIA_WORKERS_BYTES
+    assert blind.processor_cache_bytes == blind.num_local_media_caches == 0
+    aside = reserved_for_processes(config, VOCABULARY) - reserved_for_processes(blind, VOCABULARY)
+    assert more <= aside * config.num_local_ranks < more + config.num_local_ranks
+
+
+def test_on_cuda_host_memory_is_not_the_device_s() -> None:
+    config = EngineConfig(model="m", **SEES | {"device": "cuda", "device_memory_bytes": None})
+    assert config.processor_cache_bytes == 4 * GIB

@@ -1,5 +1,6 @@
 """How large the KV cache starts, may become, and what start-up says when memory does not suffice."""
 
+import re
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ def known(**given: Any) -> Unmeasured:
         "other_bytes": 0,
         "limit_bytes": None,
         "weights_bytes": 13 * GIB,
+        "tower_bytes": 0,
         "kv_groups": (uniform_group(32, 32, 128),),
         "kv_dtype_bytes": 2,
         "max_model_len": 2048,
@@ -41,6 +43,8 @@ def a_config(**given: Any) -> EngineConfig:
         ({"num_gpu_blocks_override": 128}, {"weights_bytes": 15 * GIB}, True),  # the utilisation has no say
         ({"num_gpu_blocks_override": 128}, {"weights_bytes": 17 * GIB}, False),
         ({}, {"limit_bytes": 12 * GIB}, False),
+        ({}, {"tower_bytes": GIB // 4}, True),
+        ({}, {"tower_bytes": GIB}, False),  # what computes images counts as well
     ],
 )
 def test_what_cannot_fit_is_known_before_the_weights_are_read(
@@ -51,6 +55,24 @@ def test_what_cannot_fit_is_known_before_the_weights_are_read(
         return
     with pytest.raises(ConfigError, match="out of memory before loading: the weights take"):
         check_weights_fit(a_config(**config), known(**changes))
+
+
+SEES = {"limit_mm_per_prompt": {"image": 4}, "api_server_count": 1, "device_memory_bytes": 16 * GIB}
+WITHOUT_THE_TOWER = (
+    r"""serve text alone with --limit-mm-per-prompt '\{"image": 0, "video": 0\}', which drops the tower"""
+)
+
+
+def test_where_images_take_the_memory_it_says_so_and_what_gives_it_back() -> None:
+    sees = a_config(**SEES)
+    for changes in ({"tower_bytes": GIB}, {"tower_bytes": GIB, "limit_bytes": 12 * GIB}):
+        with pytest.raises(ConfigError, match=r"the weights take .* \(the tower's 1\.00 GiB among them\)") as refused:
+            check_weights_fit(sees, known(**changes))
+        assert re.search(WITHOUT_THE_TOWER, str(refused.value))
+        assert "lower --mm-processor-cache-gb (it is 1 in each of 2 processes, which on the CPU" in str(refused.value)
+    with pytest.raises(ConfigError, match="out of memory") as refused:
+        check_weights_fit(a_config(), known(weights_bytes=17 * GIB))
+    assert "mm-processor-cache" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Qwen2.5-VL's tower and positions equal transformers', on a tiny random checkpoint with every branch of the tower."""
 
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tower
+from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.qwen2_5_vl_facts import parse_vision, tower_tensors
 from trimtab_engine.models.qwen2_5_vl_tower import Tower
@@ -77,6 +81,13 @@ def test_a_checkpoint_holds_exactly_the_tensors_of_its_tower(checkpoint: str) ->
         check_tower(shapes | {name: (*shape, 1)}, open_tower(checkpoint))
     with pytest.raises(ModelError, match=r"lack 1 tensors, first blocks\.9"):
         check_tower(shapes | {name: shape, "blocks.9": (1,)}, open_tower(checkpoint))
+
+
+def test_facts_tell_what_the_tower_takes(checkpoint: str, tmp_path: Path) -> None:
+    shapes = open_tower(checkpoint).shapes()
+    assert model_facts(checkpoint)["tower_bytes"] == 4 * sum(math.prod(shape) for shape in shapes.values())
+    (tmp_path / "config.json").write_text(json.dumps(SAID | {"vision_config": {"hidden_act": "gelu"}}))
+    assert "tower_bytes" not in model_facts(str(tmp_path), load_format="dummy"), "one that is not built"
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,9 @@ def test_the_guide_s_examples_of_images_are_understood(model_of: Callable[..., P
         return config
 
     assert read(seeing).limit_mm_per_prompt == {"image": 999, "video": 999}
-    assert read(seeing).mm_processor_cache_bytes == 4 << 30
+    assert read(seeing).mm_processor_cache_bytes is None
+    assert read(seeing, max_num_encoder_input_tokens=64).max_num_encoder_input_tokens == 64
+    assert read(seeing, encoder_cache_size=128).encoder_cache_size == 128
     assert read(seeing, mm_processor_cache_gb=8).mm_processor_cache_bytes == 8 << 30
     assert read(seeing, mm_processor_cache_gb=0).mm_processor_cache_bytes == 0
     assert read(seeing, limit_mm_per_prompt={"image": 2}).limit_mm_per_prompt == {"image": 2, "video": 999}

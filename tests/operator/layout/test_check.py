@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from trimtab_operator.layout.check import check_layout, layout_problems
 from trimtab_operator.layout.config_facts import facts_of_config
 from trimtab_operator.layout.facts import ModelFacts
-from trimtab_operator.layout.gpus import GPUS, Gpu, gpu_named
+from trimtab_operator.layout.gpus import GIB, GPUS, Gpu, gpu_named
 from trimtab_operator.layout.memory_fit import Envelope
 from trimtab_operator.layout.nearest import nearest_layouts
 from trimtab_operator.resource.spec import Parallelism, Spec
@@ -200,3 +201,17 @@ def test_where_no_layout_has_room_the_settings_are_named_not_the_model(published
     (refusal,) = check_layout(spec, facts, gpu_named("H100"))
     assert "raise gpuMemoryUtilization to" in refusal.message
     assert refusal.message.endswith("On H100 GPUs no layout works with this gpuMemoryUtilization and maxModelLen")
+
+
+def test_a_tower_that_does_not_fit_is_named_with_what_drops_it(published: Published) -> None:
+    facts = replace(published("Llama-3.1-8B"), tower_bytes=60 * GIB)
+    body: dict[str, Any] = {
+        "model": {"uri": "file:///m"},
+        "runtime": {"kind": "vllm"},
+        "engine": {"maxModelLen": 4096},
+    }
+    (refusal,) = check_layout(Spec.model_validate(body), facts, gpu_named("H100"))
+    assert "75.0 GiB of weights (60.0 GiB of them for images and videos)" in refusal.message
+    assert "serve text alone with limitMmPerPrompt {image: 0, video: 0}" in refusal.message
+    body["engine"] |= {"limitMmPerPrompt": {"image": 0, "video": 0}}
+    assert check_layout(Spec.model_validate(body), facts, gpu_named("H100")) == ()

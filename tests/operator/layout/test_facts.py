@@ -60,6 +60,14 @@ def test_what_transformers_computes_runs_on_the_cpu_alone() -> None:
     assert ModelFacts.parse(FACTS).is_run_on("cuda")
 
 
+def test_what_computes_images_counts_beside_the_weights() -> None:
+    facts = ModelFacts.parse(FACTS | {"tower_bytes": 1234})
+    assert (facts.tower_bytes, facts.weights_bytes, ModelFacts.parse(FACTS).tower_bytes) == (1234, 2000, 0)
+    assert ModelFacts.parse(json.loads(json.dumps(facts.to_json()))) == facts
+    with pytest.raises(ValueError, match="tower_bytes is -1"):
+        ModelFacts.parse(FACTS | {"tower_bytes": -1})
+
+
 def a_group(*layers: list[int], window: int | None = None, **sizes: int) -> dict[str, object]:
     """What the engine says of a group of 8 heads of 64."""
     said = {"num_kv_heads": 8, "key_size": 64, "value_size": 64} | sizes

@@ -59,6 +59,26 @@ def test_fp8_keys_and_values_double_the_tokens(published: Published, a_spec: Cal
     assert narrow.kv_tokens == pytest.approx(2 * plain.kv_tokens, abs=16)
 
 
+def test_a_tower_counts_on_the_first_stage_unless_no_image_and_no_video_may_come(published: Published) -> None:
+    """Only where it is loaded: Trimtab's engine serves the text half on GPUs."""
+    facts = replace(published("Llama-3.1-8B"), tower_bytes=3 * GIB)
+
+    def weights(kind: str, limits: dict[str, int] | None, pipeline: int = 1) -> list[int]:
+        engine = {} if limits is None else {"limitMmPerPrompt": limits}
+        body = {"model": {"uri": "file:///m"}, "runtime": {"kind": kind}, "engine": engine}
+        envelope = Envelope.of_spec(Spec.model_validate(body), facts, H100)
+        fit = memory_fit(facts, Parallelism(pipeline=pipeline), H100, envelope)
+        return [rank.shape.weights_bytes for rank in fit.ranks]
+
+    (without,) = weights("vllm", {"image": 0, "video": 0})
+    assert weights("trimtab", None) == [without]
+    assert (
+        weights("vllm", None) == weights("vllm", {"image": 2}) == weights("vllm", {"image": 0}) == [without + 3 * GIB]
+    )
+    stages = zip(weights("vllm", {"image": 2}, 2), weights("vllm", {"image": 0, "video": 0}, 2), strict=True)
+    assert [seeing - blind for seeing, blind in stages] == [3 * GIB, 0]
+
+
 def test_the_envelope_is_the_specs_caps_and_else_the_engines_defaults(
     published: Published, a_spec: Callable[..., Spec]
 ) -> None:

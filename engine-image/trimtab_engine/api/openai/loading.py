@@ -55,7 +55,7 @@ def _media(config: EngineConfig, options: ServerOptions, facts: CoreReady, obser
     from trimtab_engine.multimodal.processor_cache import ProcessorCache
     from trimtab_engine.multimodal.reader import MediaReader
 
-    cache = ProcessorCache(config.mm_processor_cache_bytes, lambda found: observer.media_looked_up(1, int(found)))
+    cache = ProcessorCache(config.processor_cache_bytes, lambda found: observer.media_looked_up(1, int(found)))
     reader = MediaReader(read_processors(config.model), options.media_sources, cache)
     placeholders = read_placeholders(config.model, facts.modalities)
     return PromptMedia(reader, placeholders, config.limit_mm_per_prompt)

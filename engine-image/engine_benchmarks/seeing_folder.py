@@ -1,0 +1,91 @@
+"""A Qwen2.5-VL of a size of one's own, as a folder with everything but the weights: for `--load-format dummy`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+NUM_BYTES = 256  # a token each, which is its own id
+END, START, IMAGE, STOP, VIDEO = "<|end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
+SPECIAL = (END, START, IMAGE, STOP, VIDEO)
+TOKEN_IDS = {word: NUM_BYTES + number for number, word in enumerate(SPECIAL)}
+PRINTABLE = (range(33, 127), range(161, 173), range(174, 256))
+"""Bytes that byte-level tokenizers write as themselves (GPT-2's table); the others as characters from 256 on."""
+TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% else %}<|vision_start|><|{{ part.type }}_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+PATCH_SIZE, MERGE_SIZE = 14, 2
+HEADS, KV_HEADS, TOWER_HEADS = 4, 2, 4
+
+
+def write_seeing_folder(
+    folder: Path, *, width: int, layers: int, tower_width: int, tower_layers: int, max_model_len: int, max_pixels: int
+) -> str:
+    """Write config.json, the tokenizer and how images are processed. `max_pixels`: of an image, after resizing.
+    Returns the folder's path."""
+    sixth = width // HEADS // 2 // 4
+    config: dict[str, Any] = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "image_token_id": TOKEN_IDS[IMAGE],
+        "video_token_id": TOKEN_IDS[VIDEO],
+        "vision_start_token_id": TOKEN_IDS[START],
+        "vision_end_token_id": TOKEN_IDS[STOP],
+        "text_config": {
+            "vocab_size": NUM_BYTES + len(SPECIAL),
+            "hidden_size": width,
+            "intermediate_size": 3 * width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "max_position_embeddings": max_model_len,
+            "eos_token_id": TOKEN_IDS[END],
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [2 * sixth, sixth, width // HEADS // 2 - 3 * sixth],
+            },
+        },
+        "vision_config": {
+            "hidden_size": tower_width,
+            "intermediate_size": 3 * tower_width,
+            "depth": tower_layers,
+            "num_heads": TOWER_HEADS,
+            "out_hidden_size": width,
+            "patch_size": PATCH_SIZE,
+            "spatial_merge_size": MERGE_SIZE,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": [tower_layers - 1],
+        },
+    }
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": PATCH_SIZE,
+        "temporal_patch_size": 2,
+        "merge_size": MERGE_SIZE,
+        "min_pixels": (PATCH_SIZE * MERGE_SIZE) ** 2,
+        "max_pixels": max_pixels,
+    }
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": TEMPLATE}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    _tokenizer().save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def _tokenizer() -> Tokenizer:
+    """One token per byte, then those that are no text."""
+    written = {byte: chr(byte) for span in PRINTABLE for byte in span}
+    others = [byte for byte in range(NUM_BYTES) if byte not in written]
+    written |= {byte: chr(NUM_BYTES + number) for number, byte in enumerate(others)}
+    made = Tokenizer(models.BPE(vocab={character: byte for byte, character in written.items()}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(SPECIAL))
+    return made
