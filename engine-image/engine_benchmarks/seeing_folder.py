@@ -1,10 +1,24 @@
-"""A Qwen2.5-VL of a size of one's own, as a folder with everything but the weights: for `--load-format dummy`."""
+"""A Qwen2.5-VL of a size of one's own, as a folder: for `--load-format dummy`, or with random weights in a file.
+
+    python -m engine_benchmarks.seeing_folder FOLDER
+
+writes a tiny one with weights. It needs nothing but the engine and what comes with it, so that it runs in its image.
+"""
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from trimtab_engine.config.model_words import ConfigWords
+from trimtab_engine.models.checkpoint import expected_shapes
+from trimtab_engine.models.qwen2_5_vl_facts import parse_vision, tower_tensors
+from trimtab_engine.models.registry import parse_model_config
+from trimtab_engine.weights.text_half import text_words
 
 NUM_BYTES = 256  # a token each, which is its own id
 END, START, IMAGE, STOP, VIDEO = "<|end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
@@ -19,6 +33,12 @@ TEMPLATE = (
 )
 PATCH_SIZE, MERGE_SIZE = 14, 2
 HEADS, KV_HEADS, TOWER_HEADS = 4, 2, 4
+TINY = {
+    "width": 64, "layers": 2, "tower_width": 32, "tower_layers": 2, "max_model_len": 512,
+    "max_pixels": (8 * PATCH_SIZE * MERGE_SIZE) ** 2,
+}  # fmt: skip
+WEIGHTS = "model.safetensors"
+SPREAD = 0.1  # of random weights
 
 
 def write_seeing_folder(
@@ -89,3 +109,26 @@ def _tokenizer() -> Tokenizer:
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(list(SPECIAL))
     return made
+
+
+def write_weights(folder: Path) -> None:
+    """Write random weights for the folder's config.json, the same each time."""
+    words = json.loads((folder / "config.json").read_text())
+    text = parse_model_config(words, {}, "config.json")
+    tower = tower_tensors(parse_vision(ConfigWords(text_words(words), {}, "config.json"), text))
+    shapes = expected_shapes(text) | {f"visual.{name}": tensor.shape for name, tensor in tower.items()}
+    random = torch.Generator().manual_seed(0)
+    tensors = {name: SPREAD * torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    save_file(tensors, folder / WEIGHTS)
+
+
+def main(arguments: Sequence[str]) -> int:
+    folder = Path(arguments[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    write_seeing_folder(folder, **TINY)
+    write_weights(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -37,6 +37,7 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Fields whose bounds no other value moves."""
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
+EncoderMode = Literal["weights", "data"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOOPBACK_INTERFACE = "lo"
 MAX_RANKS = 4096  # of one degree: far beyond any machine, small enough to refuse nonsense at once
@@ -132,6 +133,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     compilation: CompilationConfig = CompilationConfig()
     limit_mm_per_prompt: dict[str, int] = {}
     """Images and videos that a prompt may have, by kind; where all are 0, or none is said, no tower is loaded."""
+    mm_encoder_tp_mode: EncoderMode = "weights"
+    """What tensor-parallel ranks do with images and videos. weights: each has a share of the tower's, and all compute
+    each item together; data: each has the whole tower, and computes some of the items."""
     max_num_encoder_input_tokens: int | None = None
     """Of images and videos that a step computes. None: as many as of the largest one, or as a step computes of text."""
     encoder_cache_size: int | None = None

@@ -4,8 +4,31 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """How a tower of Qwen2.5-VL's kind looks at a picture: patches see their window, in some layers the whole."""
+
+    size: int
+    """Pixels along a side of a window."""
+    whole_layers: frozenset[int]
+    """Layers whose patches see all of their time step."""
+    tokens_per_second: int
+    """How far apart positions over time are, of a video."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """How a tower of Llama 4's kind looks at a picture: as tiles of one size, each for itself."""
+
+    size: int
+    """Pixels along a side of a tile."""
+    projector_size: int
+    """Width of what the adapter makes of a token, before it becomes an embedding of the text half."""
+    rope_theta: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """A tower of Qwen2.5-VL's kind: attention within windows, in some layers within the whole picture."""
+    """What computes images and videos."""
 
     hidden_size: int
     intermediate_size: int
@@ -17,14 +40,11 @@ class VisionConfig:
     frames_per_patch: int
     merge_size: int
     """Patches along a side of what becomes one token."""
-    window_size: int
-    """Pixels along a side of a window."""
-    whole_layers: frozenset[int]
-    """Layers whose patches see all of their time step."""
     output_size: int
     """The text half's hidden size."""
-    tokens_per_second: int
-    """How far apart positions over time are, of a video."""
+    windows: Windows | None = None
+    """None: it has none, but tiles. Its text half then counts positions over time, height and width."""
+    tiles: Tiles | None = None
 
     @property
     def row_size(self) -> int:
@@ -40,6 +60,6 @@ class VisionConfig:
         return self.hidden_size // self.num_heads
 
     @property
-    def tokens_per_window(self) -> int:
-        """Along a side of a window."""
-        return self.window_size // self.patch_size // self.merge_size
+    def largest_item_tokens(self) -> int | None:
+        """Of what is computed at once; None: as large as the picture."""
+        return None if self.tiles is None else (self.tiles.size // self.patch_size // self.merge_size) ** 2

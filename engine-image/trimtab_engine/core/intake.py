@@ -54,12 +54,13 @@ def check_items(message: AddRequest, vision: VisionConfig | None) -> None:
 
 
 def rope_of(message: AddRequest, vision: VisionConfig | None) -> RopePositions | None:
-    """Where the tokens of a prompt with images are over time, height and width; None for one of text alone."""
-    if vision is None or not message.spans:
+    """Where the tokens of a prompt with images are over time, height and width; None for one of text alone, and where
+    tokens have one position each."""
+    if vision is None or vision.windows is None or not message.spans:
         return None
     return RopePositions.of(
         message.spans,
         len(message.prompt_token_ids),
         merge_size=vision.merge_size,
-        tokens_per_second=vision.tokens_per_second,
+        tokens_per_second=vision.windows.tokens_per_second,
     )

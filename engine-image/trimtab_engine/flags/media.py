@@ -3,8 +3,9 @@
 import argparse
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from trimtab_engine.config.engine import EncoderMode
 from trimtab_engine.config.modality_limits import EXAMPLE, UNLIMITED, parse_modality_limits
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.flags import parser as types
@@ -28,6 +29,13 @@ def add_media_flags(group: Any) -> None:
         help="host memory for images and videos that were processed, in each API server and again in each engine core; "
         "on the CPU it is part of the device; 0: none is kept (default: 4, on the CPU an eighth of its memory in all "
         "of them together if that is less)",
+    )
+    group.add_argument(
+        "--mm-encoder-tp-mode",
+        choices=get_args(EncoderMode),
+        default="weights",
+        help="tensor-parallel ranks share the tower's weights, or have it whole and share the images and videos of a "
+        "step (default: weights)",
     )
     group.add_argument(
         "--max-num-encoder-input-tokens",
@@ -75,6 +83,7 @@ def media_fields(arguments: argparse.Namespace, *, sees_images: bool | None, is_
     return {
         "limit_mm_per_prompt": limits,
         "mm_processor_cache_bytes": None if cache_gb is None else int(cache_gb * (1 << 30)),
+        "mm_encoder_tp_mode": arguments.mm_encoder_tp_mode,
         "max_num_encoder_input_tokens": arguments.max_num_encoder_input_tokens,
         "encoder_cache_size": arguments.encoder_cache_size,
     }

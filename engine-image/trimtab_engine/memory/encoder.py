@@ -26,7 +26,7 @@ class EncoderLimits:
 
     def num_bytes(self, vision: VisionConfig, dtype_bytes: int) -> int:
         """What they take of a device at most, beside the tower's weights."""
-        largest = min(self.num_kept_tokens, self.step_budget)
+        largest = min(self.num_kept_tokens, self.step_budget, vision.largest_item_tokens or self.step_budget)
         return kept_bytes(vision, self.num_kept_tokens, dtype_bytes) + tower_peak_bytes(vision, largest, dtype_bytes)
 
 

@@ -11,6 +11,7 @@ from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.memory.kv_groups import LayerKV
 from trimtab_engine.models.tensors import Tensors
+from trimtab_engine.multimodal.items import MODALITIES, Modality
 from trimtab_engine.weights.gguf_file import GgufNames
 
 if TYPE_CHECKING:
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
     from trimtab_engine.layers.moe import MixtureOfExperts
     from trimtab_engine.layers.vocabulary import Placed
     from trimtab_engine.models.loading import Loader
-    from trimtab_engine.parallel.groups import RankGroups
+    from trimtab_engine.parallel.groups import RankGroup, RankGroups
     from trimtab_engine.parallel.shard import ModelShard
 
 
 class Tower(Protocol):
-    """Computes one image or video at a time, on one device."""
+    """Computes one image or video at a time, or one tile of it, on one device, or its share of that."""
+
+    vision: VisionConfig
+    dtype: "torch.dtype"
 
     def __call__(self, rows: "torch.Tensor", grid: tuple[int, int, int]) -> "torch.Tensor":
         """rows [num_patches, row_size] float32 -> embeddings [num_tokens, hidden_size] for the text half."""
@@ -118,7 +122,10 @@ class TowerKind:
     """Reads config.json, for this text half. Raises ModelError."""
     tensors: Callable[[VisionConfig], Tensors]
     """Everything that a checkpoint must hold of it, and nothing else."""
-    build: "Callable[[VisionConfig, Loader], Tower]"
+    build: "Callable[[VisionConfig, Loader, RankGroup | None], Tower]"
+    """Its weights whole, or the share of one of the group's ranks, which then compute each item together."""
+    modalities: tuple[Modality, ...] = MODALITIES
+    """What it computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

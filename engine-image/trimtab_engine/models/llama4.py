@@ -1,5 +1,6 @@
 """Llama 4, text (Meta 2025): three layers whose tokens see their own chunk of positions for each that sees all and
 knows no positions; experts chosen by sigmoids beside one that every token passes, in all layers or every other one.
+Its tower is in llama4_vision.py.
 """
 
 from dataclasses import replace
@@ -9,7 +10,8 @@ from trimtab_engine.config.model import ModelConfig, MoeConfig, SigmoidRouting, 
 from trimtab_engine.config.model_words import FULL, ConfigWords
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.decoder_kv import decoder_kv
-from trimtab_engine.models.family import Family, Model
+from trimtab_engine.models.family import Family, Model, TowerKind
+from trimtab_engine.models.llama4_vision import build_tower, parse_vision, tower_tensors
 from trimtab_engine.models.tensors import (
     StoredTensor,
     attention_tensors,
@@ -127,6 +129,7 @@ def build(config: ModelConfig, load: "Loader", shard: "ModelShard", groups: "Ran
 FAMILY = Family(
     architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     multimodal=("Llama4ForConditionalGeneration",),
+    tower=TowerKind(parse_vision, tower_tensors, build_tower, modalities=("image",)),
     not_on_cuda="routing by sigmoids and chunks of positions",
     parse=parse,
     tensors=tensors,

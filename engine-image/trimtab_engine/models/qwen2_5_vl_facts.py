@@ -11,20 +11,21 @@ tokens of one time step          in the order of windows of 2 x 2        what a 
 ------+-------+---
 10 11 | 12 13 | 14
 ```
-Every rank of the first stage has the whole tower. Facts and names need no torch; `Tower` does.
+Facts and names need no torch; `Tower` does.
 """
 
 from typing import TYPE_CHECKING
 
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.model_words import ConfigWords
-from trimtab_engine.config.vision import VisionConfig
+from trimtab_engine.config.vision import VisionConfig, Windows
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.tensors import StoredTensor, Tensors
 
 if TYPE_CHECKING:
     from trimtab_engine.models.loading import Loader
     from trimtab_engine.models.qwen2_5_vl_tower import Tower
+    from trimtab_engine.parallel.groups import RankGroup
 
 FULL_LAYERS = (7, 15, 23, 31)  # where config.json does not say
 ACTIVATION = "silu"
@@ -46,10 +47,12 @@ def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
         patch_size=own.positive("patch_size", default=14),
         frames_per_patch=own.positive("temporal_patch_size", default=2),
         merge_size=own.positive("spatial_merge_size", default=2),
-        window_size=own.positive("window_size", default=112),
-        whole_layers=frozenset(own.listed("fullatt_block_indexes") or FULL_LAYERS),
         output_size=own.positive("out_hidden_size", default=3584),
-        tokens_per_second=own.positive("tokens_per_second", default=4),
+        windows=Windows(
+            size=own.positive("window_size", default=112),
+            whole_layers=frozenset(own.listed("fullatt_block_indexes") or FULL_LAYERS),
+            tokens_per_second=own.positive("tokens_per_second", default=4),
+        ),
     )
     if said.get("hidden_act", ACTIVATION) != ACTIVATION:
         raise ModelError(f"{own.where}: hidden_act {said['hidden_act']!r} is not built; only {ACTIVATION!r} is")
@@ -62,12 +65,23 @@ def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
             f"{words.where}: mrope_section is {list(text.rope.sections)}; images need {NUM_AXES} numbers whose sum is "
             f"{text.head_size // 2}, half of a head"
         )
-    if vision.hidden_size % (4 * vision.num_heads) or not vision.tokens_per_window:
+    if vision.hidden_size % (4 * vision.num_heads) or not tokens_per_window(vision):
         raise ModelError(
             f"{own.where}: heads of {vision.hidden_size} / {vision.num_heads} must be a multiple of 4, and windows of "
-            f"{vision.window_size} pixels hold a token of {vision.patch_size * vision.merge_size}"
+            f"{windows_of(vision).size} pixels hold a token of {vision.patch_size * vision.merge_size}"
         )
     return vision
+
+
+def windows_of(vision: VisionConfig) -> Windows:
+    """Those of a tower of this kind."""
+    assert vision.windows is not None
+    return vision.windows
+
+
+def tokens_per_window(vision: VisionConfig) -> int:
+    """Along a side of a window."""
+    return windows_of(vision).size // vision.patch_size // vision.merge_size
 
 
 def tower_tensors(vision: VisionConfig) -> Tensors:
@@ -88,8 +102,8 @@ def tower_tensors(vision: VisionConfig) -> Tensors:
     return {name: StoredTensor(shape, "replicated") for name, shape in shapes.items()}
 
 
-def build_tower(vision: VisionConfig, load: "Loader") -> "Tower":
+def build_tower(vision: VisionConfig, load: "Loader", group: "RankGroup | None") -> "Tower":
     """Its weights, by the names above."""
     from trimtab_engine.models.qwen2_5_vl_tower import Tower
 
-    return Tower(vision, load)
+    return Tower(vision, load, group)

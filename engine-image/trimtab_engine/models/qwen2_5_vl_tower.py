@@ -1,5 +1,6 @@
 """The tower of Qwen2.5-VL on a device; what its windows are is drawn in qwen2_5_vl_facts.py."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,10 @@ from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.layers.gated_mlp import GatedMlp
 from trimtab_engine.layers.linear import MAX_ROWS, Linear
 from trimtab_engine.models.loading import Loader
+from trimtab_engine.models.qwen2_5_vl_facts import tokens_per_window, windows_of
+from trimtab_engine.models.tower_share import TowerShare
+from trimtab_engine.parallel.groups import RankGroup
+from trimtab_engine.parallel.partition import Span
 
 EPS = 1e-6  # of every norm; no configuration says another
 THETA = 10_000.0  # of the rotary embedding, likewise
@@ -34,13 +39,14 @@ class Arrangement:
 class TowerLayer:
     """Attention, then a gated MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, vision: VisionConfig, layer: int, load: Loader) -> None:
-        prefix, wide = f"blocks.{layer}.", (0, vision.intermediate_size)
-        self._heads = vision.num_heads
+    def __init__(self, vision: VisionConfig, layer: int, load: Loader, share: TowerShare) -> None:
+        prefix, group = f"blocks.{layer}.", share.group
+        self._heads = share.num_heads
         self._norms = load.copy(prefix + "norm1.weight"), load.copy(prefix + "norm2.weight")
-        self._qkv, self._output = (_linear(load, f"{prefix}attn.{name}") for name in ("qkv", "proj"))
-        gate_up = load.gated(prefix + "mlp.", "gate_proj", "up_proj", wide, has_bias=True)
-        self._mlp = GatedMlp(gate_up, _linear(load, prefix + "mlp.down_proj"))
+        self._qkv = _linear(load, prefix + "attn.qkv", share.rows_of_three)
+        self._output = load.summed(prefix + "attn.proj", share.columns, group, has_bias=True)
+        gate_up = load.gated(prefix + "mlp.", "gate_proj", "up_proj", share.mlp, has_bias=True)
+        self._mlp = GatedMlp(gate_up, load.summed(prefix + "mlp.down_proj", share.mlp, group, has_bias=True))
 
     def __call__(self, hidden: torch.Tensor, arranged: Arrangement, segments: Segments) -> None:
         """hidden [num_patches, hidden_size], changed in place."""
@@ -58,11 +64,12 @@ class TowerLayer:
 class Tower:
     """One item at a time: its patches in, its embeddings out."""
 
-    def __init__(self, vision: VisionConfig, load: Loader) -> None:
+    def __init__(self, vision: VisionConfig, load: Loader, group: RankGroup | None = None) -> None:
         self.vision = vision
-        self._device, self._dtype = load.device, load.dtype
+        share = TowerShare.of(vision, group)
+        self._device, self.dtype = load.device, load.dtype
         self._patches = Linear(load("patch_embed.proj.weight").flatten(1))
-        self._layers = [TowerLayer(vision, layer, load) for layer in range(vision.num_layers)]
+        self._layers = [TowerLayer(vision, layer, load, share) for layer in range(vision.num_layers)]
         self._norm = load.copy("merger.ln_q.weight")
         self._merge, self._out = _linear(load, "merger.mlp.0"), _linear(load, "merger.mlp.2")
 
@@ -70,12 +77,13 @@ class Tower:
         """rows [num_patches, row_size] float32 -> [num_tokens, output_size] of the computing dtype."""
         arranged = arrange(grid, self.vision, self._device)
         per_token = self.vision.patches_per_token
-        hidden = self._patches(rows.to(device=self._device, dtype=self._dtype))
+        hidden = self._patches(rows.to(device=self._device, dtype=self.dtype))
         hidden = hidden.view(-1, per_token, hidden.shape[1])[arranged.order].flatten(0, 1)
+        whole = windows_of(self.vision).whole_layers
         for number, layer in enumerate(self._layers):
-            layer(hidden, arranged, arranged.steps if number in self.vision.whole_layers else arranged.windows)
+            layer(hidden, arranged, arranged.steps if number in whole else arranged.windows)
         merged = F.gelu(self._merge(rms_norm(hidden, self._norm, EPS).view(-1, per_token * hidden.shape[1])))
-        embeddings = torch.empty(merged.shape[0], self.vision.output_size, dtype=self._dtype, device=self._device)
+        embeddings = torch.empty(merged.shape[0], self.vision.output_size, dtype=self.dtype, device=self._device)
         embeddings[arranged.order] = self._out(merged)
         return embeddings
 
@@ -83,7 +91,7 @@ class Tower:
 def arrange(grid: Grid, vision: VisionConfig, device: torch.device) -> Arrangement:
     """Windows, time steps and angles of an item's patches."""
     times, height, width = grid
-    merge, side = vision.merge_size, vision.tokens_per_window
+    merge, side = vision.merge_size, tokens_per_window(vision)
     tall, wide = height // merge, width // merge
     tokens = torch.arange(tall * wide).view(tall, wide)
     windows = [
@@ -129,5 +137,9 @@ def _turned(heads: torch.Tensor, arranged: Arrangement) -> torch.Tensor:
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1).to(heads.dtype)
 
 
-def _linear(load: Loader, name: str) -> Linear:
-    return Linear(load(name + ".weight"), load(name + ".bias"))
+def _linear(load: Loader, name: str, parts: Sequence[Span] = ()) -> Linear:
+    """A projection, or these rows of it one behind the other."""
+    if not parts:
+        return Linear(load(name + ".weight"), load(name + ".bias"))
+    weight, bias = (torch.cat([load(name + kind, rows=rows) for rows in parts]) for kind in (".weight", ".bias"))
+    return Linear(weight, bias)

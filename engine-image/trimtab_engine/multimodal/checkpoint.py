@@ -6,14 +6,26 @@ from pathlib import Path
 from typing import Any
 
 from trimtab_engine.errors import ModelError
+from trimtab_engine.multimodal import llama4
 from trimtab_engine.multimodal.items import Modality
+from trimtab_engine.multimodal.processor_words import whole
 from trimtab_engine.multimodal.qwen2_5_vl import PatchProcessor
 from trimtab_engine.multimodal.reader import Processors
+from trimtab_engine.multimodal.tiles import TileTokens
 
 WHOLE = "processor_config.json"
 """What transformers 5 writes: all processors of a model, each under a name."""
 IMAGE, VIDEO = "preprocessor_config.json", "video_preprocessor_config.json"
 """What checkpoints had before. Those without a file for videos process them as images."""
+
+TILE_WORDS = {
+    "picture": "<|image|>",
+    "start": "<|image_start|>",
+    "end": "<|image_end|>",
+    "patch": "<|patch|>",
+    "across": "<|tile_x_separator|>",
+    "down": "<|tile_y_separator|>",
+}
 
 
 def read_processors(folder: str) -> Processors:
@@ -23,6 +35,9 @@ def read_processors(folder: str) -> Processors:
         raise ModelError(
             f"{folder} has neither {IMAGE} nor {WHOLE}, which say how images are processed; fetch it again"
         )
+    if image[0].get("image_processor_type") in llama4.KNOWN_TYPES:
+        tiled = llama4.TileProcessor.parse(*image, patch_size=_patch_size(Path(folder)))
+        return Processors(tiled, tiled)
     video = _words(Path(folder), VIDEO, "video_processor") or image
     return Processors(_parsed(image), _parsed(video))
 
@@ -33,11 +48,31 @@ def read_placeholders(folder: str, modalities: Sequence[Modality]) -> dict[Modal
     words = _object(path)
     ids: dict[Modality, int] = {}
     for modality in modalities:
-        token_id = words.get(f"{modality}_token_id")
+        token_id = words.get(f"{modality}_token_id", words.get(f"{modality}_token_index"))
         if not isinstance(token_id, int) or token_id < 0:
             raise ModelError(f"{path}: {modality}_token_id is {token_id!r}; expected a token's id")
         ids[modality] = token_id
     return ids
+
+
+def read_tile_tokens(folder: str, processors: Processors, tokenizer: str | None = None) -> TileTokens | None:
+    """The tokens around the tiles of a picture, by the words that the tokenizer has for them; None where pictures are
+    not cut into tiles. Raises ModelError for a tokenizer without them."""
+    if not isinstance(processors.image, llama4.TileProcessor):
+        return None
+    path = Path(tokenizer or folder) / "tokenizer.json"
+    ids = {token.get("content"): token.get("id") for token in _object(path).get("added_tokens", ())}
+    missing = [word for word in TILE_WORDS.values() if not isinstance(ids.get(word), int)]
+    if missing:
+        raise ModelError(f"{path} has no token {missing[0]}, which stands in the prompts of this model's images")
+    return TileTokens(**{name: ids[word] for name, word in TILE_WORDS.items()})
+
+
+def _patch_size(folder: Path) -> int:
+    """The tower's."""
+    path = folder / "config.json"
+    vision = _object(path).get("vision_config")
+    return whole(vision if isinstance(vision, dict) else {}, "patch_size", 14, f"{path}: vision_config")
 
 
 def _parsed(found: tuple[Mapping[str, Any], str]) -> PatchProcessor:

@@ -69,6 +69,9 @@ class MultiModalItem(msgspec.Struct, array_like=True, frozen=True):
     """None: the core has them by content_hash, from an item before it in the prompt or from a request before."""
     seconds_per_step: float = 1.0
     """Of a video: how long one patch over time lasts. It sets how far apart positions over time are."""
+    tiles: tuple[int, int] | None = None
+    """Rows and columns of a picture that is cut into tiles, before each becomes an item of its own (tiles.py); `grid`
+    then counts tiles over time."""
 
     @property
     def num_patches(self) -> int:

@@ -1,11 +1,24 @@
-"""The numbers that a tower reads of an item's patches."""
+"""A picture's pixels as rows of patches, and the numbers that a tower reads of them."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trimtab_engine.multimodal.items import Patches
+from trimtab_engine.multimodal.processor_words import NUM_LEVELS
 
-NUM_LEVELS = 256
+
+def cut_into_rows(
+    pixels: NDArray[np.uint8], *, patch_size: int, merge_size: int, frames_per_patch: int
+) -> NDArray[np.uint8]:
+    """pixels [pictures, height, width, channels], whose sides and number are multiples of what becomes one token ->
+    [num_patches, channels * frames * patch * patch], those of one token next to each other."""
+    pictures, height, width, channels = pixels.shape
+    patch, merge, frames = patch_size, merge_size, frames_per_patch
+    tall, wide = height // patch // merge, width // patch // merge
+    # [t, f, h/m, m, p, w/m, m, p, c] -> [t, h/m, w/m, m, m, c, f, p, p]
+    cut = pixels.reshape(pictures // frames, frames, tall, merge, patch, wide, merge, patch, channels)
+    ordered = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+    return np.ascontiguousarray(ordered).reshape(-1, channels * frames * patch**2)
 
 
 def as_float32(patches: Patches) -> NDArray[np.float32]:

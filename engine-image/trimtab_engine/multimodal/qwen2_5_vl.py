@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from trimtab_engine.errors import InvalidRequest, ModelError
+from trimtab_engine.multimodal.patches import cut_into_rows
+from trimtab_engine.multimodal.processor_words import NUM_LEVELS, channels, number, size_of, whole
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_ASPECT_RATIO = 200
 BICUBIC = 3  # Pillow's number for it, which checkpoints have
-NUM_LEVELS = 256
 KNOWN_TYPES = (
     "Qwen2VLImageProcessor",
     "Qwen2VLImageProcessorFast",
@@ -65,18 +66,16 @@ class PatchProcessor:
                 raise ModelError(f"{where}: {step} is {words[step]!r}; only true is built")
         if words.get("resample", BICUBIC) != BICUBIC:
             raise ModelError(f"{where}: resample is {words['resample']!r}; only {BICUBIC} (bicubic) is built")
-        size = words.get("size") if isinstance(words.get("size"), Mapping) else {}
-        assert isinstance(size, Mapping)
-        plain = cls()
+        plain, size = cls(), size_of(words)
         found = cls(
-            patch_size=_whole(words, "patch_size", plain.patch_size, where),
-            frames_per_patch=_whole(words, "temporal_patch_size", plain.frames_per_patch, where),
-            merge_size=_whole(words, "merge_size", plain.merge_size, where),
-            min_pixels=_whole(words, "min_pixels", _whole(size, "shortest_edge", plain.min_pixels, where), where),
-            max_pixels=_whole(words, "max_pixels", _whole(size, "longest_edge", plain.max_pixels, where), where),
-            mean=_channels(words, "image_mean", plain.mean, where),
-            std=_channels(words, "image_std", plain.std, where),
-            rescale_factor=_number(words.get("rescale_factor", plain.rescale_factor), "rescale_factor", where),
+            patch_size=whole(words, "patch_size", plain.patch_size, where),
+            frames_per_patch=whole(words, "temporal_patch_size", plain.frames_per_patch, where),
+            merge_size=whole(words, "merge_size", plain.merge_size, where),
+            min_pixels=whole(words, "min_pixels", whole(size, "shortest_edge", plain.min_pixels, where), where),
+            max_pixels=whole(words, "max_pixels", whole(size, "longest_edge", plain.max_pixels, where), where),
+            mean=channels(words, "image_mean", plain.mean, where),
+            std=channels(words, "image_std", plain.std, where),
+            rescale_factor=number(words.get("rescale_factor", plain.rescale_factor), "rescale_factor", where),
         )
         if found.min_pixels > found.max_pixels or found.side**2 > found.max_pixels:
             raise ModelError(f"{where}: min_pixels {found.min_pixels} and max_pixels {found.max_pixels} leave no size")
@@ -114,6 +113,9 @@ class PatchProcessor:
         tall, wide = self.size(height, width)
         return math.ceil(num_frames / self.frames_per_patch), tall // self.patch_size, wide // self.patch_size
 
+    def tiles(self, height: int, width: int) -> None:
+        """It cuts no picture into tiles."""
+
     def num_tokens(self, grid: Grid) -> int:
         """Placeholders in the prompt."""
         return math.prod(grid) // self.merge_size**2
@@ -123,43 +125,16 @@ class PatchProcessor:
         time is not full, the last picture is repeated: an image is a video of one."""
         grid = self.grid(len(pictures), pictures[0].height, pictures[0].width)
         times, tall, wide = grid
-        patch, merge, frames = self.patch_size, self.merge_size, self.frames_per_patch
+        patch, frames = self.patch_size, self.frames_per_patch
         size = (wide * patch, tall * patch)
         pixels = np.stack([np.asarray(p.resize(size, resample=Image.Resampling.BICUBIC)) for p in pictures])
         missing = times * frames - len(pictures)
         if missing:
             pixels = np.concatenate([pixels, np.repeat(pixels[-1:], missing, axis=0)])
-        # [t, f, h/m, m, p, w/m, m, p, c] -> [t, h/m, w/m, m, m, c, f, p, p]
-        cut = pixels.reshape(times, frames, tall // merge, merge, patch, wide // merge, merge, patch, 3)
-        ordered = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
-        return np.ascontiguousarray(ordered).reshape(math.prod(grid), self.row_size)
+        return cut_into_rows(pixels, patch_size=patch, merge_size=self.merge_size, frames_per_patch=frames)
 
     def meanings(self) -> NDArray[np.float32]:
         """[channels, 256] float32: what a value of a channel is to the tower, bit for bit as transformers says."""
         levels = (np.arange(NUM_LEVELS, dtype=np.float64) * self.rescale_factor).astype(np.float32)
         mean, std = np.array(self.mean, dtype=np.float32), np.array(self.std, dtype=np.float32)
         return np.asarray((levels[None, :] - mean[:, None]) / std[:, None], dtype=np.float32)
-
-
-def _whole(words: Mapping[str, Any], name: str, default: int, where: str) -> int:
-    value = words.get(name)
-    if value is None:
-        return default
-    if type(value) is not int or value < 1:
-        raise ModelError(f"{where}: {name} is {value!r}; expected a whole number above 0")
-    return value
-
-
-def _number(value: object, name: str, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value == 0:
-        raise ModelError(f"{where}: {name} is {value!r}; expected a number other than 0")
-    return float(value)
-
-
-def _channels(words: Mapping[str, Any], name: str, default: tuple[float, ...], where: str) -> tuple[float, ...]:
-    value = words.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, list) or len(value) != len(default):
-        raise ModelError(f"{where}: {name} is {value!r}; expected {len(default)} numbers")
-    return tuple(_number(each, name, where) if each != 0 else 0.0 for each in value)

@@ -13,9 +13,8 @@ from trimtab_engine.multimodal.decoding import FRAME_LIST, DecodeLimits
 from trimtab_engine.multimodal.fetching import Content, FetchLimits, MediaFetcher
 from trimtab_engine.multimodal.items import Modality, MultiModalItem, Patches
 from trimtab_engine.multimodal.processor_cache import ProcessorCache
-from trimtab_engine.multimodal.qwen2_5_vl import PatchProcessor
 from trimtab_engine.multimodal.sources import AllowedSources, Inline
-from trimtab_engine.multimodal.worker import MAX_ADDRESS_BYTES, settings
+from trimtab_engine.multimodal.worker import MAX_ADDRESS_BYTES, Processor, settings
 from trimtab_engine.processes.bounded_worker import TookTooLong, WorkerEnded, WorkerLimits, WorkerPool
 
 MODULE = "trimtab_engine.multimodal.worker"
@@ -29,10 +28,10 @@ Json = dict[str, Any]
 class Processors:
     """How a model reads pictures: an image alone, and frames of a video."""
 
-    image: PatchProcessor
-    video: PatchProcessor
+    image: Processor
+    video: Processor
 
-    def __getitem__(self, modality: Modality) -> PatchProcessor:
+    def __getitem__(self, modality: Modality) -> Processor:
         return self.image if modality == "image" else self.video
 
 
@@ -115,6 +114,7 @@ def item_of(modality: Modality, content_hash: bytes, processed: Mapping[str, Any
         (time, height, width),
         Patches(processed["row_size"], processed["values"], meanings),
         processed["seconds"],
+        None if processed["tiles"] is None else (processed["tiles"][0], processed["tiles"][1]),
     )
 
 

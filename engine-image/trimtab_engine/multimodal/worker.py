@@ -17,18 +17,20 @@ from trimtab_engine.multimodal.decoding import (
     decode_image,
     decode_video,
 )
+from trimtab_engine.multimodal.llama4 import TileProcessor
 from trimtab_engine.multimodal.qwen2_5_vl import PatchProcessor
 from trimtab_engine.processes.frames import serve_frames
 
 MAX_ADDRESS_BYTES = 2 << 30
 MAX_VALUES_BYTES = 200 << 20  # of one item: four times the largest picture of the published models
 Json = dict[str, Any]
+Processor = PatchProcessor | TileProcessor
 
 
 class Processing:
     """One model's processors, and how much a file may be."""
 
-    def __init__(self, image: PatchProcessor, video: PatchProcessor, limits: DecodeLimits) -> None:
+    def __init__(self, image: Processor, video: Processor, limits: DecodeLimits) -> None:
         self._processors = {"image": image, "video": video}
         self._limits = limits
 
@@ -48,9 +50,9 @@ class Processing:
         return decode(data, request.get("mime"), self._limits)
 
 
-def processed(frames: Frames, processor: PatchProcessor) -> Json:
-    """Rows of patches, and what is to be known of them: {"grid", "num_tokens", "row_size", "values", "seconds"}. Raises
-    InvalidRequest for too many."""
+def processed(frames: Frames, processor: Processor) -> Json:
+    """Rows of patches, and what is to be known of them: {"grid", "num_tokens", "row_size", "values", "seconds",
+    "tiles"}. Raises InvalidRequest for too many."""
     first = frames.pictures[0]
     grid = processor.grid(len(frames.pictures), first.height, first.width)
     if math.prod(grid) * processor.row_size > MAX_VALUES_BYTES:
@@ -62,10 +64,11 @@ def processed(frames: Frames, processor: PatchProcessor) -> Json:
         "row_size": processor.row_size,
         "values": rows.tobytes(),
         "seconds": processor.frames_per_patch / frames.fps,
+        "tiles": processor.tiles(first.height, first.width),
     }
 
 
-def settings(image: PatchProcessor, video: PatchProcessor, limits: DecodeLimits) -> Json:
+def settings(image: Processor, video: Processor, limits: DecodeLimits) -> Json:
     """What the process is started with."""
     return {"image": asdict(image), "video": asdict(video), "limits": asdict(limits)}
 
@@ -75,8 +78,9 @@ def start(given: Json) -> Callable[[Json], Json]:
     return Processing(image, video, DecodeLimits(**given["limits"])).answer
 
 
-def _processor(fields: Json) -> PatchProcessor:
-    return PatchProcessor(**{**fields, "mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
+def _processor(fields: Json) -> Processor:
+    kind = TileProcessor if "tile_size" in fields else PatchProcessor
+    return kind(**{**fields, "mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
 
 
 if __name__ == "__main__":

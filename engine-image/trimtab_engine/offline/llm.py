@@ -217,7 +217,9 @@ class LLM:
         if self._media is None:
             from trimtab_engine.offline.media import OfflineMedia  # Pillow comes with it
 
-            self._media = OfflineMedia(self._config.model, self.ready.modalities, self._config.limit_mm_per_prompt)
+            self._media = OfflineMedia(
+                self._config.model, self.ready.modalities, self._config.limit_mm_per_prompt, self._config.tokenizer
+            )
         return self._media
 
     def _run(self, asked: list[Asked], *, show_progress: bool) -> None:

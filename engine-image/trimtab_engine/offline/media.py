@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from trimtab_engine.errors import InvalidRequest
-from trimtab_engine.multimodal.checkpoint import read_placeholders, read_processors
+from trimtab_engine.multimodal.checkpoint import read_placeholders, read_processors, read_tile_tokens
 from trimtab_engine.multimodal.decoding import Frames, in_rgb
 from trimtab_engine.multimodal.items import Modality, MultiModalItem, Span
 from trimtab_engine.multimodal.placeholders import expand
@@ -20,11 +20,19 @@ MODALITIES: tuple[Modality, ...] = ("image", "video")
 
 
 class OfflineMedia:
-    """What the prompts of a model may bring besides text; `limits`: how many of each."""
+    """What the prompts of a model may bring besides text; `limits`: how many of each; `tokenizer`: where it lies, if
+    not with the model."""
 
-    def __init__(self, model: str, modalities: Sequence[Modality], limits: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        model: str,
+        modalities: Sequence[Modality],
+        limits: Mapping[str, int],
+        tokenizer: str | None = None,
+    ) -> None:
         self._processors = read_processors(model)
         self._placeholders = read_placeholders(model, modalities)
+        self._tiles = read_tile_tokens(model, self._processors, tokenizer)
         self._limits = limits
         self._meanings = {kind: self._processors[kind].meanings().tobytes() for kind in MODALITIES}
 
@@ -41,6 +49,12 @@ class OfflineMedia:
                 raise InvalidRequest(
                     f"a prompt has {len(given)} {kind}s; at most {limit} may be in one prompt (limit_mm_per_prompt)"
                 )
+            if kind not in self._placeholders:
+                raise InvalidRequest(f"this model takes no {kind}s")
+        if self._tiles is not None:
+            items = [self._item("image", pictures) for pictures in left.get("image", ())]
+            token_ids, items = self._tiles.written(token_ids, items)
+            return expand(token_ids, items, self._placeholders)
         kinds = {token_id: kind for kind, token_id in self._placeholders.items()}
         order = [kinds[token_id] for token_id in token_ids if token_id in kinds]
         items = [self._item(kind, left[kind].pop(0)) for kind in order if left.get(kind)]

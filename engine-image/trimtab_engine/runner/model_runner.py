@@ -117,10 +117,13 @@ class ModelRunner:
         dtype: torch.dtype,
         kv_dtype: torch.dtype,
         eplb: EplbConfig | None,
+        *,
+        divides_items: bool = False,
     ) -> None:
+        """`divides_items`: the ranks of the tensor-parallel group compute some of the images and videos each."""
         self.facts = facts
         (self._model, self._tower), self._rebuild, self.shard, self.groups = loaded, rebuild, shard, groups
-        self._items = ItemEncoder(device.torch)
+        self._items = ItemEncoder(device.torch, groups.tensor if divides_items else None)
         self._device, self._block_size, self._dtype = device, block_size, dtype
         self._kv_dtype = kv_dtype
         self._scores: ScoresInFlight | None = None
@@ -161,7 +164,8 @@ class ModelRunner:
         stored = stored_quantization(source.config, source.where)
         quantization = wanted_quantization(stored, config.quantization, has_weights=not isinstance(source, DummySource))
         tensors = expected_tensors(model_config)
-        tower_bytes = _tower_bytes(vision, model_config, dtype) if shard.is_first_stage else 0
+        shares = layout.tensor if config.mm_encoder_tp_mode == "weights" else 1
+        tower_bytes = _tower_bytes(vision, model_config, dtype) // shares if shard.is_first_stage else 0
         num_parameters = -(
             -num_elements(tensors.values()) // layout.ranks_per_engine
         )  # about: ranks are not quite equal
@@ -184,7 +188,7 @@ class ModelRunner:
             with torch.inference_mode():
                 load = Loader(source, dtype, device.torch, report, quantization)
                 model = family_of(model_config.architecture).build(model_config, load, shard, groups)
-                tower = _load_tower(config, model_config, vision, load) if shard.is_first_stage else None
+                tower = _load_tower(config, model_config, vision, load, groups) if shard.is_first_stage else None
             device.after_weights()
             return model, tower
 
@@ -207,7 +211,19 @@ class ModelRunner:
             vision=vision,
         )
         rebuild = lambda: build(_open(config)[0], lambda count: None)  # noqa: E731
-        return cls(loaded, rebuild, facts, shard, groups, device, config.block_size, dtype, kv_dtype, config.eplb)
+        return cls(
+            loaded,
+            rebuild,
+            facts,
+            shard,
+            groups,
+            device,
+            config.block_size,
+            dtype,
+            kv_dtype,
+            config.eplb,
+            divides_items=config.mm_encoder_tp_mode == "data",
+        )
 
     def _new_balancer(self) -> ExpertBalancer | None:
         """A balancer of experts that are where they were loaded."""
@@ -596,8 +612,10 @@ def _tower_bytes(vision: VisionConfig | None, model: ModelConfig, dtype: torch.d
     return 0 if kind is None or vision is None else num_elements(kind.tensors(vision).values()) * dtype.itemsize
 
 
-def _load_tower(config: EngineConfig, model: ModelConfig, vision: VisionConfig | None, text: Loader) -> Tower | None:
-    """The whole tower, in the dtype of the text half and never quantised."""
+def _load_tower(
+    config: EngineConfig, model: ModelConfig, vision: VisionConfig | None, text: Loader, groups: RankGroups
+) -> Tower | None:
+    """The tower, or this rank's share of it, in the dtype of the text half and never quantised."""
     kind = family_of(model.architecture).tower
     if kind is None or vision is None:
         return None
@@ -606,7 +624,8 @@ def _load_tower(config: EngineConfig, model: ModelConfig, vision: VisionConfig |
     if isinstance(source, DummySource):
         source.expect(shapes)
     check_tower(shapes, source)
-    return kind.build(vision, Loader(source, text.dtype, text.device, lambda count: None))
+    group = groups.tensor if config.mm_encoder_tp_mode == "weights" else None
+    return kind.build(vision, Loader(source, text.dtype, text.device, lambda count: None), group)
 
 
 def _check_device(model: ModelConfig, device: Device) -> None:

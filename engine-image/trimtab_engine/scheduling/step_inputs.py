@@ -165,19 +165,23 @@ def in_token_order(sequences: list[ScheduledSequence], *, max_decode_tokens: int
 
 
 def _add_items(inputs: StepInputs, sequences: list[ScheduledSequence]) -> None:
-    """Where the tokens of sequences, in this order, are over time, height and width, and which are no text."""
-    inputs.axes = [[], [], []]
+    """Where the tokens of sequences, in this order, are over time, height and width, if that makes a difference to the
+    model, and which are no text."""
+    has_axes = any(s.request.rope is not None for s in sequences)
+    inputs.axes = [[], [], []] if has_axes else []
+    index = 0
     for s in sequences:
-        index, end = len(inputs.axes[0]), s.start + s.num_tokens
+        end = s.start + s.num_tokens
         rope, own = s.request.rope, list(range(s.start, end))
-        for axis, places in zip(
-            inputs.axes, (own, own, own) if rope is None else rope.between(s.start, end), strict=True
-        ):
-            axis.extend(places)
+        if has_axes:
+            places = (own, own, own) if rope is None else rope.between(s.start, end)
+            for axis, place in zip(inputs.axes, places, strict=True):
+                axis.extend(place)
         for span in spans_between(s.request.spans, s.start, end):
             first, last = max(s.start, span.offset), min(end, span.end)
             key = key_of(s.request, span.item)
             inputs.placed.append((index + first - s.start, last - first, key, first - span.offset))
+        index += s.num_tokens
 
 
 def _are_plain_decodes(sequences: list[ScheduledSequence], max_decode_tokens: int) -> bool:

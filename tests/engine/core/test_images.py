@@ -12,7 +12,7 @@ from typing import Any
 import engine_builders
 import pytest
 import torch
-from engine_benchmarks.parity import NEAR_TIE, Reference
+from engine_benchmarks.parity import Reference
 from seeing_model import (
     SeeingPrompt,
     a_prompt,
@@ -22,14 +22,14 @@ from seeing_model import (
     the_reference,
     what_transformers_gets,
 )
+from seeing_runs import NUM_TOKENS, Run, defects
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import NotBuiltError
-from trimtab_engine.messages import WAKE_TAGS, AddRequest, PatchConfig, Sleep, StepOutputs, WakeUp
+from trimtab_engine.messages import WAKE_TAGS, AddRequest, PatchConfig, Sleep, WakeUp
 from trimtab_engine.scheduling.sampling import Sampling
 
-NUM_TOKENS = 64
 BASE = {"load_format": "auto", "dtype": "float32", "num_gpu_blocks_override": 200}
 SEES = {"limit_mm_per_prompt": {"image": 4, "video": 1}}
 A_PICTURE, ANOTHER = an_item((1, 4, 6), seed=1), an_item((1, 4, 6), seed=2)
@@ -66,51 +66,6 @@ def expected(reference: Any) -> dict[str, Reference]:
 
 def an_engine(checkpoint: Path, **changes: Any) -> Engine:
     return engine_builders.an_engine(checkpoint, **BASE | SEES | changes)
-
-
-class Run:
-    """An engine's answers, and what its steps said of themselves."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.tokens: dict[str, list[int]] = {}
-        self.errors: dict[str, str] = {}
-        self.num_preempted: dict[str, int] = {}
-        self.num_cached = self.num_encoded = 0
-
-    def add(self, prompts: dict[str, SeeingPrompt], **request: Any) -> None:
-        for name, prompt in prompts.items():
-            self.tokens[name] = []
-            self.engine.add(prompt.request(name, NUM_TOKENS, **request))
-
-    def step(self) -> None:
-        report: StepOutputs = self.engine.step()
-        for output in report.outputs:
-            self.tokens[output.request_id] += output.token_ids
-            if output.error:
-                self.errors[output.request_id] = output.error
-        for mode, reasons in report.stats.preempted.items():
-            self.num_preempted[mode] = self.num_preempted.get(mode, 0) + sum(reasons.values())
-        self.num_cached += report.stats.prefix_cache_hits
-        self.num_encoded += report.stats.num_encoded_items
-        self.engine.check_integrity()
-
-    def to_the_end(self) -> Run:
-        while self.engine.has_work:
-            self.step()
-        return self
-
-
-def defects(tokens: dict[str, list[int]], expected: dict[str, Reference]) -> list[str]:
-    """Where they differ though the reference was decided."""
-    found = []
-    for name, own in tokens.items():
-        wanted = expected[name]
-        pairs = zip(own, wanted.tokens, wanted.gaps, strict=True)
-        first = next(((place, gap) for place, (a, b, gap) in enumerate(pairs) if a != b), None)
-        if first is not None and first[1] >= NEAR_TIE:
-            found.append(f"{name}: token {first[0]} differs, where the gap is {first[1]:.1e}")
-    return found
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -161,13 +116,14 @@ def test_beside_others(
     "layout",
     [
         {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "mm_encoder_tp_mode": "data"},
         {"pipeline_parallel_size": 2},
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2} | SWAP,
     ],
-    ids=["tp2", "pp2", "tp2 pp2 swapping"],
+    ids=["tp2", "tp2 with a tower each", "pp2", "tp2 pp2 swapping"],
 )
 def test_over_ranks(layout: dict[str, Any], checkpoint: Path, expected: dict[str, Reference]) -> None:
-    """Every rank of the first stage has the tower, and keeps what it makes."""
+    """Ranks of the first stage share the tower, or the items of a step; each keeps what all of them make."""
     engine = an_engine(checkpoint, **TIGHT | SHORT | layout)
     try:
         run = Run(engine)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from trimtab_engine.config.vision import VisionConfig
+from trimtab_engine.config.vision import VisionConfig, Windows
 from trimtab_engine.core.intake import check_items, check_token_ids, rope_of
 from trimtab_engine.errors import InvalidRequest
 from trimtab_engine.messages import AddRequest
@@ -46,10 +46,8 @@ VISION = VisionConfig(
     patch_size=2,
     frames_per_patch=1,
     merge_size=2,
-    window_size=4,
-    whole_layers=frozenset(),
     output_size=8,
-    tokens_per_second=1,
+    windows=Windows(size=4, whole_layers=frozenset(), tokens_per_second=1),
 )
 
 

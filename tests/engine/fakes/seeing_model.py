@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -112,8 +113,13 @@ def _pixels(items: list[MultiModalItem]) -> torch.Tensor:
     return torch.cat([torch.from_numpy(as_float32(item.patches)) for item in items if item.patches is not None])
 
 
-def reference_of(model: Any, prompt: SeeingPrompt, num_tokens: int) -> Reference:
-    """Its greedy tokens."""
+def reference_of(
+    model: Any,
+    prompt: SeeingPrompt,
+    num_tokens: int,
+    given: Callable[[SeeingPrompt], dict[str, torch.Tensor]] = what_transformers_gets,
+) -> Reference:
+    """Its greedy tokens. `given`: what it gets of the images beside the token ids."""
     output = model.generate(
         torch.tensor([prompt.token_ids]),
         attention_mask=torch.ones(1, len(prompt.token_ids), dtype=torch.int64),
@@ -124,7 +130,7 @@ def reference_of(model: Any, prompt: SeeingPrompt, num_tokens: int) -> Reference
         pad_token_id=0,
         output_logits=True,
         return_dict_in_generate=True,
-        **what_transformers_gets(prompt),
+        **given(prompt),
     )
     best = [logits[0].topk(2).values for logits in output.logits]
     ranges = [float(logits.max() - logits.min()) for logits in output.logits]

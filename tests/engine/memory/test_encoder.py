@@ -1,8 +1,10 @@
 """What images and videos take of a device, before any comes."""
 
+from dataclasses import replace
+
 import pytest
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.vision import VisionConfig
+from trimtab_engine.config.vision import Tiles, VisionConfig, Windows
 from trimtab_engine.memory.encoder import EncoderLimits, kept_bytes, tower_peak_bytes
 
 VISION = VisionConfig(
@@ -14,10 +16,8 @@ VISION = VisionConfig(
     patch_size=2,
     frames_per_patch=1,
     merge_size=2,
-    window_size=4,
-    whole_layers=frozenset(),
     output_size=7,
-    tokens_per_second=1,
+    windows=Windows(size=4, whole_layers=frozenset(), tokens_per_second=1),
 )
 
 
@@ -44,6 +44,12 @@ def test_what_is_said_is_kept_and_computed_and_what_is_larger_than_either_never_
     limits = EncoderLimits.of(config, 4096)
     assert limits == EncoderLimits(num_kept_tokens=300, step_budget=100)
     assert limits.num_bytes(VISION, 2) == kept_bytes(VISION, 300, 2) + tower_peak_bytes(VISION, 100, 2)
+
+
+def test_a_tower_of_tiles_computes_one_tile_at_a_time() -> None:
+    tiled = replace(VISION, windows=None, tiles=Tiles(size=12, projector_size=4, rope_theta=1e4))
+    limits = EncoderLimits(num_kept_tokens=1000, step_budget=500)
+    assert limits.num_bytes(tiled, 2) == kept_bytes(tiled, 1000, 2) + tower_peak_bytes(tiled, 9, 2)
 
 
 def test_embeddings_take_their_own_size_and_a_tower_that_of_all_patches() -> None:

@@ -51,14 +51,16 @@ def _media(config: EngineConfig, options: ServerOptions, facts: CoreReady, obser
     if not facts.modalities:
         return None
     # Imported here: Pillow and numpy are needed by servers of models that see images.
-    from trimtab_engine.multimodal.checkpoint import read_placeholders, read_processors
+    from trimtab_engine.multimodal.checkpoint import read_placeholders, read_processors, read_tile_tokens
     from trimtab_engine.multimodal.processor_cache import ProcessorCache
     from trimtab_engine.multimodal.reader import MediaReader
 
     cache = ProcessorCache(config.processor_cache_bytes, lambda found: observer.media_looked_up(1, int(found)))
-    reader = MediaReader(read_processors(config.model), options.media_sources, cache)
+    processors = read_processors(config.model)
+    tiles = read_tile_tokens(config.model, processors, config.tokenizer)
+    reader = MediaReader(processors, options.media_sources, cache)
     placeholders = read_placeholders(config.model, facts.modalities)
-    return PromptMedia(reader, placeholders, config.limit_mm_per_prompt)
+    return PromptMedia(reader, placeholders, config.limit_mm_per_prompt, tiles)
 
 
 def _templates(options: ServerOptions, tokenizer: Tokenizer) -> ChatTemplates:

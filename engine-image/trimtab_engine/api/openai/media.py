@@ -9,6 +9,7 @@ from trimtab_engine.api.http.errors import ApiError, invalid
 from trimtab_engine.errors import InvalidRequest
 from trimtab_engine.multimodal.items import Modality, MultiModalItem, Span
 from trimtab_engine.multimodal.placeholders import expand
+from trimtab_engine.multimodal.tiles import TileTokens
 from trimtab_engine.processes.bounded_worker import AllBusy
 
 if TYPE_CHECKING:  # servers of models that take text alone need neither Pillow nor numpy
@@ -30,10 +31,17 @@ class Media:
 
 class PromptMedia:
     """What a model's requests may bring besides text. `placeholders`: the token that its chat template writes for each
-    kind that it takes; `limits`: how many there may be of each."""
+    kind that it takes; `limits`: how many there may be of each; `tiles`: what is written around an image's tiles, where
+    images are cut."""
 
-    def __init__(self, reader: "MediaReader", placeholders: Mapping[Modality, int], limits: Mapping[str, int]) -> None:
-        self.reader, self._placeholders, self._limits = reader, placeholders, limits
+    def __init__(
+        self,
+        reader: "MediaReader",
+        placeholders: Mapping[Modality, int],
+        limits: Mapping[str, int],
+        tiles: TileTokens | None = None,
+    ) -> None:
+        self.reader, self._placeholders, self._limits, self._tiles = reader, placeholders, limits, tiles
 
     def check(self, media: Sequence[Media]) -> None:
         """Raise ApiError 400 for kinds that the model does not take, and for more of one than is allowed."""
@@ -77,6 +85,8 @@ class PromptMedia:
     def placed(self, token_ids: Sequence[int], items: Sequence[MultiModalItem]) -> tuple[list[int], tuple[Span, ...]]:
         """The prompt with room for the items, and where they are. ApiError 400 unless it has a place for each."""
         try:
+            if self._tiles is not None:
+                token_ids, items = self._tiles.written(token_ids, items)
             return expand(token_ids, items, self._placeholders)
         except InvalidRequest as error:
             raise invalid(str(error), "messages") from None

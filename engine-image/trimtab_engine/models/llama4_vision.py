@@ -1,0 +1,126 @@
+"""Llama 4's tower (Meta 2025): a tile of a picture becomes embeddings of the text half, whatever the other tiles show.
+
+The patches of a tile see each other and one more row, which stands for all of them and is dropped at the end. Then
+`merge_size` x `merge_size` neighbours become one token: their hidden states one behind the other ("pixel shuffle")
+through an MLP. As neighbours lie next to each other when they come (multimodal/qwen2_5_vl.py has the drawing), that is
+no shuffle here; instead the tables of positions are put into that order.
+
+Facts and names need no torch; `TileTower` does.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trimtab_engine.config.model import ModelConfig
+from trimtab_engine.config.model_words import ConfigWords
+from trimtab_engine.config.vision import Tiles, VisionConfig
+from trimtab_engine.errors import ModelError
+from trimtab_engine.models.tensors import StoredTensor, Tensors
+
+if TYPE_CHECKING:
+    from trimtab_engine.models.llama4_tower import TileTower
+    from trimtab_engine.models.loading import Loader
+    from trimtab_engine.parallel.groups import RankGroup
+
+THETA = 10_000.0  # where config.json does not say
+UNSAID: Mapping[str, Any] = {
+    "hidden_size": 768, "num_hidden_layers": 34, "num_attention_heads": 16, "num_channels": 3,
+    "intermediate_size": 5632, "vision_output_dim": 7680, "image_size": 448, "patch_size": 14,
+    "projector_input_dim": 4096, "projector_output_dim": 4096,
+}  # fmt: skip
+"""What config.json leaves out where it is this, as transformers reads it."""
+BUILT: Mapping[str, Any] = {
+    "hidden_act": "gelu", "pixel_shuffle_ratio": 0.5, "multi_modal_projector_bias": False,
+    "vision_feature_select_strategy": "default",
+}  # fmt: skip
+"""Words that have one value in all published models, and are built with it alone."""
+MERGE_SIZE = 2  # what that ratio is
+
+
+def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
+    """Read `vision_config`, for this text half. Raises ModelError."""
+    said = words.config.get("vision_config")
+    if not isinstance(said, dict):
+        raise ModelError(f"{words.where}: vision_config is {said!r:.100}; an object is needed")
+    where = f"{words.where}: vision_config"
+    for name, value in BUILT.items():
+        if said.get(name, value) != value:
+            raise ModelError(f"{where}: {name} {said[name]!r} is not built; only {value!r} is")
+    own = ConfigWords({**UNSAID, **said}, {}, where)
+    rope = said.get("rope_parameters") or {}
+    theta = ConfigWords({**said, **rope}, {}, where).number("rope_theta", default=THETA)
+    vision = VisionConfig(
+        hidden_size=own.positive("hidden_size"),
+        intermediate_size=own.positive("intermediate_size"),
+        num_layers=own.positive("num_hidden_layers"),
+        num_heads=own.positive("num_attention_heads"),
+        num_channels=own.positive("num_channels"),
+        patch_size=own.positive("patch_size"),
+        frames_per_patch=1,
+        merge_size=MERGE_SIZE,
+        output_size=text.hidden_size,
+        tiles=Tiles(
+            size=own.positive("image_size"), projector_size=own.positive("projector_output_dim"), rope_theta=theta
+        ),
+    )
+    _check_fit(vision, own)
+    return vision
+
+
+def _check_fit(vision: VisionConfig, own: ConfigWords) -> None:
+    tile, width = tiles_of(vision), vision.hidden_size * vision.patches_per_token
+    if own.positive("projector_input_dim") != tile.projector_size or own.positive("vision_output_dim") != (
+        tile.projector_size
+    ):
+        raise ModelError(
+            f"{own.where}: projector_input_dim, projector_output_dim and vision_output_dim must be the same; they are "
+            f"{own.positive('projector_input_dim')}, {tile.projector_size} and {own.positive('vision_output_dim')}"
+        )
+    if vision.intermediate_size != width:
+        raise ModelError(
+            f"{own.where}: intermediate_size is {vision.intermediate_size}; the adapter reads {MERGE_SIZE} x "
+            f"{MERGE_SIZE} patches of {vision.hidden_size}, which is {width}"
+        )
+    if tile.size % (vision.patch_size * MERGE_SIZE) or vision.hidden_size % (4 * vision.num_heads):
+        raise ModelError(
+            f"{own.where}: image_size {tile.size} must be a multiple of {MERGE_SIZE} x patch_size "
+            f"{vision.patch_size}, and heads of {vision.hidden_size} / {vision.num_heads} one of 4"
+        )
+
+
+def tiles_of(vision: VisionConfig) -> Tiles:
+    """Those of a tower of this kind."""
+    assert vision.tiles is not None
+    return vision.tiles
+
+
+def tower_tensors(vision: VisionConfig) -> Tensors:
+    """What a checkpoint holds of it and of the projector, by names without what either begins with."""
+    hidden, wide, tile = vision.hidden_size, vision.intermediate_size, tiles_of(vision)
+    patches = (tile.size // vision.patch_size) ** 2
+    shapes: dict[str, tuple[int, ...]] = {
+        "class_embedding": (hidden,),
+        "positional_embedding_vlm": (patches + 1, hidden),
+        "patch_embedding.linear.weight": (hidden, vision.row_size),
+        "vision_adapter.mlp.fc1.weight": (tile.projector_size, wide),
+        "vision_adapter.mlp.fc2.weight": (tile.projector_size, tile.projector_size),
+        "linear_1.weight": (vision.output_size, tile.projector_size),
+    }
+    norms = ["layernorm_pre", "layernorm_post"]
+    for layer in range(vision.num_layers):
+        prefix = f"model.layers.{layer}."
+        norms += [prefix + "input_layernorm", prefix + "post_attention_layernorm"]
+        linear = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
+        linear |= {"mlp.fc1": (wide, hidden), "mlp.fc2": (hidden, wide)}
+        for name, shape in linear.items():
+            shapes |= {f"{prefix}{name}.weight": shape, f"{prefix}{name}.bias": shape[:1]}
+    for name in norms:
+        shapes |= {f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)}
+    return {name: StoredTensor(shape, "replicated") for name, shape in shapes.items()}
+
+
+def build_tower(vision: VisionConfig, load: "Loader", group: "RankGroup | None") -> "TileTower":
+    """Its weights, by the names above."""
+    from trimtab_engine.models.llama4_tower import TileTower
+
+    return TileTower(vision, load, group)

@@ -1,0 +1,95 @@
+"""Pictures that are cut into tiles, in a prompt: each tile is an item of its own, and tokens of text say how they lie.
+Pure.
+
+```
+written      5 [image] 7                                           what the chat template wrote
+two tiles    5 [start] [patch]… [across] [patch]… [down] [image] [patch]… [end] 7
+                         tile 0           tile 1                   the whole picture
+one tile     5 [start] [image] [patch]… [end] 7
+```
+Here each tile has one [patch], which is expanded as any item's placeholder is (placeholders.py).
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from trimtab_engine.errors import InvalidRequest
+from trimtab_engine.multimodal.items import MultiModalItem, Patches
+
+NAME_BYTES = 16  # of a tile: a picture has up to 17, whose names travel with each request
+
+
+@dataclass(frozen=True, slots=True)
+class TileTokens:
+    """The tokens that are written for a picture and around its tiles."""
+
+    picture: int
+    """What the chat template writes, and what stands before the picture as a whole."""
+    start: int
+    end: int
+    patch: int
+    across: int
+    """Between two tiles of a row."""
+    down: int
+    """Behind a row."""
+
+    def written(
+        self, token_ids: Sequence[int], pictures: Sequence[MultiModalItem]
+    ) -> tuple[list[int], list[MultiModalItem]]:
+        """The prompt with the tokens of each picture's tiles, and the tiles. Raises InvalidRequest unless the template
+        has written a token for each picture."""
+        num_written = token_ids.count(self.picture)
+        if num_written != len(pictures):
+            raise InvalidRequest(
+                f"the prompt has places for {num_written} images, but brings {len(pictures)}; a text must not hold the "
+                f"token that stands for an image, and the chat template must write one for each"
+            )
+        left = iter(pictures)
+        rewritten: list[int] = []
+        tiles: list[MultiModalItem] = []
+        for token_id in token_ids:
+            if token_id != self.picture:
+                rewritten.append(token_id)
+                continue
+            picture = next(left)
+            rewritten += self._around(picture.tiles or (1, 1))
+            tiles += tiles_of(picture)
+        return rewritten, tiles
+
+    def _around(self, tiles: tuple[int, int]) -> Iterator[int]:
+        rows, columns = tiles
+        yield self.start
+        if rows * columns > 1:
+            for _ in range(rows):
+                yield self.patch
+                for _ in range(columns - 1):
+                    yield self.across
+                    yield self.patch
+                yield self.down
+        yield self.picture
+        yield self.patch
+        yield self.end
+
+
+def tiles_of(picture: MultiModalItem) -> list[MultiModalItem]:
+    """Its tiles as items, each with its part of the patches and a name of its own."""
+    count, height, width = picture.grid
+    return [
+        msgspec.structs.replace(
+            picture,
+            content_hash=hashlib.sha256(picture.content_hash + number.to_bytes(2, "big")).digest()[:NAME_BYTES],
+            num_tokens=picture.num_tokens // count,
+            grid=(1, height, width),
+            patches=None if picture.patches is None else _part(picture.patches, number, count),
+            tiles=None,
+        )
+        for number in range(count)
+    ]
+
+
+def _part(patches: Patches, number: int, count: int) -> Patches:
+    size = len(patches.values) // count
+    return Patches(patches.row_size, patches.values[number * size : (number + 1) * size], patches.meanings)

@@ -1,0 +1,71 @@
+"""The story of images: its model is made as in the pod and read by the engine, its image is one, its resource is
+admitted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from crd_rules import cel_refusals, with_defaults
+from harness.claims import MOUNT
+from harness.deployment import sample
+from harness.seeing import AROUND, FOLDER, NUM_TOKENS, changes, making, message, png
+from trimtab_engine.config.model_words import ConfigWords
+from trimtab_engine.models.checkpoint import check_tensors, check_tower
+from trimtab_engine.models.facts import model_facts
+from trimtab_engine.models.qwen2_5_vl_facts import parse_vision, tower_tensors
+from trimtab_engine.models.registry import open_model, open_tower, parse_model_config
+from trimtab_engine.multimodal.checkpoint import read_placeholders, read_processors
+from trimtab_engine.multimodal.placeholders import expand
+from trimtab_engine.multimodal.processor_cache import ProcessorCache
+from trimtab_engine.multimodal.reader import MediaReader
+from trimtab_engine.multimodal.sources import NOTHING_ELSE
+from trimtab_engine.text.tokenizer import Tokenizer
+from trimtab_engine.weights.text_half import text_words
+from trimtab_operator.decisions.admission import refusals_of
+
+PACKAGES = os.pathsep.join(str(Path(__file__).parents[2] / name) for name in ("engine-image", "kernels"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pod's script writes, with another folder for the claim's."""
+    claim = tmp_path_factory.mktemp("claim")
+    script = making().replace(MOUNT, str(claim))
+    subprocess.run(["sh", "-ec", script], check=True, timeout=120, env=os.environ | {"PYTHONPATH": PACKAGES})
+    return claim / FOLDER
+
+
+def test_the_engine_reads_the_model_and_its_tower(folder: Path) -> None:
+    source = open_model(str(folder))
+    config = parse_model_config(source.config, {}, "config.json")
+    check_tensors(config, source)
+    vision = parse_vision(ConfigWords(text_words(source.config), {}, "config.json"), config)
+    check_tower({name: tensor.shape for name, tensor in tower_tensors(vision).items()}, open_tower(str(folder)))
+    facts = model_facts(str(folder))
+    assert facts["supported"]
+    assert facts["tower_bytes"] > 0
+
+
+def test_the_image_that_is_sent_takes_the_tokens_that_the_story_counts(folder: Path) -> None:
+    content = message("Which?", png(255, 0, 0))["content"]
+
+    async def read() -> int:
+        reader = MediaReader(read_processors(str(folder)), NOTHING_ELSE, ProcessorCache(0))
+        try:
+            item = await reader.item("image", content[0]["image_url"]["url"], "")
+        finally:
+            await reader.close()
+        token_ids = Tokenizer(str(folder)).encode("<|vision_start|><|image_pad|><|vision_end|>Which?")
+        return len(expand(token_ids, [item], read_placeholders(str(folder), ["image"]))[0])
+
+    assert asyncio.run(read()) == NUM_TOKENS + AROUND + len(content[1]["text"])
+
+
+def test_the_resource_is_admitted() -> None:
+    resource = with_defaults(sample("seeing", image="engine:1", **changes("a-claim")))
+    assert not refusals_of(resource, default_image=None)
+    assert not cel_refusals(resource)

@@ -1,0 +1,57 @@
+"""Requests with images through an engine, and where its tokens differ from the reference's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine_benchmarks.parity import NEAR_TIE, Reference
+from seeing_model import SeeingPrompt
+from trimtab_engine.core.engine import Engine
+from trimtab_engine.messages import StepOutputs
+
+NUM_TOKENS = 64
+
+
+class Run:
+    """An engine's answers, and what its steps said of themselves."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokens: dict[str, list[int]] = {}
+        self.errors: dict[str, str] = {}
+        self.num_preempted: dict[str, int] = {}
+        self.num_cached = self.num_encoded = 0
+
+    def add(self, prompts: dict[str, SeeingPrompt], **request: Any) -> None:
+        for name, prompt in prompts.items():
+            self.tokens[name] = []
+            self.engine.add(prompt.request(name, NUM_TOKENS, **request))
+
+    def step(self) -> None:
+        report: StepOutputs = self.engine.step()
+        for output in report.outputs:
+            self.tokens[output.request_id] += output.token_ids
+            if output.error:
+                self.errors[output.request_id] = output.error
+        for mode, reasons in report.stats.preempted.items():
+            self.num_preempted[mode] = self.num_preempted.get(mode, 0) + sum(reasons.values())
+        self.num_cached += report.stats.prefix_cache_hits
+        self.num_encoded += report.stats.num_encoded_items
+        self.engine.check_integrity()
+
+    def to_the_end(self) -> Run:
+        while self.engine.has_work:
+            self.step()
+        return self
+
+
+def defects(tokens: dict[str, list[int]], expected: dict[str, Reference]) -> list[str]:
+    """Where they differ though the reference was decided."""
+    found = []
+    for name, own in tokens.items():
+        wanted = expected[name]
+        pairs = zip(own, wanted.tokens, wanted.gaps, strict=True)
+        first = next(((place, gap) for place, (a, b, gap) in enumerate(pairs) if a != b), None)
+        if first is not None and first[1] >= NEAR_TIE:
+            found.append(f"{name}: token {first[0]} differs, where the gap is {first[1]:.1e}")
+    return found
