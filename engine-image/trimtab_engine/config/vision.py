@@ -63,3 +63,20 @@ class VisionConfig:
     def largest_item_tokens(self) -> int | None:
         """Of what is computed at once; None: as large as the picture."""
         return None if self.tiles is None else (self.tiles.size // self.patch_size // self.merge_size) ** 2
+
+
+def windows_of(vision: VisionConfig) -> Windows:
+    """Those of a tower that has some."""
+    assert vision.windows is not None
+    return vision.windows
+
+
+def tokens_per_window(vision: VisionConfig) -> int:
+    """Along a side of a window."""
+    return windows_of(vision).size // vision.patch_size // vision.merge_size
+
+
+def tiles_of(vision: VisionConfig) -> Tiles:
+    """Those of a tower that looks at tiles."""
+    assert vision.tiles is not None
+    return vision.tiles

@@ -3,9 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from trimtab_engine.config.vision import VisionConfig
+from trimtab_engine.config.vision import VisionConfig, tiles_of
 from trimtab_engine.layers.linear import MAX_ROWS, Linear
-from trimtab_engine.models.llama4_vision import tiles_of
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.tower_share import TowerShare
 from trimtab_engine.parallel.groups import RankGroup

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.model_words import ConfigWords
-from trimtab_engine.config.vision import Tiles, VisionConfig
+from trimtab_engine.config.vision import Tiles, VisionConfig, tiles_of
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.tensors import StoredTensor, Tensors
 
@@ -86,12 +86,6 @@ def _check_fit(vision: VisionConfig, own: ConfigWords) -> None:
             f"{own.where}: image_size {tile.size} must be a multiple of {MERGE_SIZE} x patch_size "
             f"{vision.patch_size}, and heads of {vision.hidden_size} / {vision.num_heads} one of 4"
         )
-
-
-def tiles_of(vision: VisionConfig) -> Tiles:
-    """Those of a tower of this kind."""
-    assert vision.tiles is not None
-    return vision.tiles
 
 
 def tower_tensors(vision: VisionConfig) -> Tensors:

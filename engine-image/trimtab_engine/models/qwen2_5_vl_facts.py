@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.model_words import ConfigWords
-from trimtab_engine.config.vision import VisionConfig, Windows
+from trimtab_engine.config.vision import VisionConfig, Windows, tokens_per_window, windows_of
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.tensors import StoredTensor, Tensors
 
@@ -71,17 +71,6 @@ def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
             f"{windows_of(vision).size} pixels hold a token of {vision.patch_size * vision.merge_size}"
         )
     return vision
-
-
-def windows_of(vision: VisionConfig) -> Windows:
-    """Those of a tower of this kind."""
-    assert vision.windows is not None
-    return vision.windows
-
-
-def tokens_per_window(vision: VisionConfig) -> int:
-    """Along a side of a window."""
-    return windows_of(vision).size // vision.patch_size // vision.merge_size
 
 
 def tower_tensors(vision: VisionConfig) -> Tensors:

@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 from trimtab_kernels.rms_norm import rms_norm
 
-from trimtab_engine.config.vision import VisionConfig
+from trimtab_engine.config.vision import VisionConfig, tokens_per_window, windows_of
 from trimtab_engine.layers.gated_mlp import GatedMlp
 from trimtab_engine.layers.linear import MAX_ROWS, Linear
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.models.qwen2_5_vl_facts import tokens_per_window, windows_of
 from trimtab_engine.models.tower_share import TowerShare
 from trimtab_engine.parallel.groups import RankGroup
 from trimtab_engine.parallel.partition import Span

@@ -149,15 +149,15 @@ def test_from_the_prefix_cache(checkpoint: Path, expected: dict[str, Reference])
 
 def test_while_the_kv_cache_is_resized(checkpoint: Path, expected: dict[str, Reference]) -> None:
     """Down to what one request needs, and up again."""
-    free = {"max_model_len": 128, "num_gpu_blocks_override": None}
+    small = {"max_model_len": 128, "num_gpu_blocks_override": None, "device_memory_bytes": 512 << 20}
+    free = SHORT | small  # a step of the utilisation is 26 blocks
     least = an_engine(checkpoint, **free).config()["fields"]["gpu_memory_utilization"]["min"]
-    most = least + 0.0002  # about 200 blocks more
+    most = least + 0.0016  # about 400 blocks more
     engine = an_engine(
         checkpoint,
         **free,
         gpu_memory_utilization=f"{most:.6f}",
         gpu_memory_utilization_cap=f"{most:.6f}",
-        **SHORT,
     )
     live = engine.config()["fields"]["gpu_memory_utilization"]
     run = Run(engine)

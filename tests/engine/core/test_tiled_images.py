@@ -99,9 +99,9 @@ def test_in_little_room(
 
 
 def test_while_the_kv_cache_is_resized(checkpoint: Path, expected: dict[str, Reference]) -> None:
-    free = {"max_model_len": 128, "num_gpu_blocks_override": None}
+    free = {"max_model_len": 128, "num_gpu_blocks_override": None, "device_memory_bytes": 512 << 20}
     least = an_engine(checkpoint, **free).config()["fields"]["gpu_memory_utilization"]["min"]
-    most = f"{least + 0.0002:.6f}"
+    most = f"{least + 0.0016:.6f}"
     engine = an_engine(checkpoint, **free, gpu_memory_utilization=most, gpu_memory_utilization_cap=most)
     live = engine.config()["fields"]["gpu_memory_utilization"]
     run = Run(engine)

@@ -67,7 +67,7 @@ def test_steps_take_a_margin_and_what_one_dnn_compiles() -> None:
 
 
 GIB = 1024 * MIB
-SEES = {"api_server_count": 1, "limit_mm_per_prompt": {"image": 4}, "device_memory_bytes": 8 * GIB}
+SEES: dict[str, Any] = {"api_server_count": 1, "limit_mm_per_prompt": {"image": 4}, "device_memory_bytes": 8 * GIB}
 
 
 @pytest.mark.parametrize(
