@@ -51,7 +51,7 @@ class Product:
 
 ENGINE_IMPORTS = (
     "torch transformers.models.auto.tokenization_auto tokenizers safetensors.torch gguf fastapi uvicorn uvloop zmq "
-    "msgspec jinja2 prometheus_client"
+    "msgspec jinja2 prometheus_client httpx botocore.session"
 )
 OPERATOR_IMPORTS = "kopf kubernetes.aio prometheus_client httpx pydantic cryptography typer rich"
 PRODUCTS = {

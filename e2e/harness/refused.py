@@ -6,7 +6,11 @@ from typing import Any
 
 # Changes to the sample's spec, and what the refusal must say: the field, and what to do.
 REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("bucket", {"model": {"uri": "s3://org/model"}}, ("spec.model.uri", "s3:// is not built yet", "file:///path")),
+    (
+        "bucket",
+        {"model": {"uri": "s3:///model"}},
+        ("spec.model.uri", "names no folder of a bucket", "s3://BUCKET/PREFIX"),
+    ),
     ("hub", {"model": {"uri": "hf://model"}}, ("spec.model.uri", "write hf://ORG/NAME")),
     ("relative-path", {"model": {"uri": "file://models/x"}}, ("spec.model.uri", "write file:///path")),
     ("dots", {"model": {"uri": "file:///models/../etc"}}, ("spec.model.uri", "'..'")),

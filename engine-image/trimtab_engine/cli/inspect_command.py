@@ -10,7 +10,9 @@ from typing import Any
 
 from trimtab_engine.cli.facts_table import bytes_on_disk, facts_table
 from trimtab_engine.errors import ConfigError, ModelError, TrimtabError
-from trimtab_engine.hub.name import HubModel, hub_model
+from trimtab_engine.flags.sources import add_asking_flags, fetch_options, model_elsewhere
+from trimtab_engine.sources.name import RemoteModel
+from trimtab_engine.sources.source import FetchOptions
 
 MAX_OUTPUT_FILE_BYTES = 4096  # Kubernetes keeps no more of a container's termination message
 
@@ -22,9 +24,12 @@ def add_to(commands: Any) -> None:
         description="Print what a model is from its headers, without loading it.",
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="a folder with safetensors, a .gguf file, or hf://ORG/NAME[@REVISION] of the hub"
+        "model",
+        metavar="MODEL",
+        help="a folder with safetensors, a .gguf file, hf://ORG/NAME[@REVISION] of the hub, s3://BUCKET/PREFIX, or "
+        "oci://REGISTRY/REPOSITORY:TAG",
     )
-    parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of a model of the hub")
+    add_asking_flags(parser)
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table", help="default: table")
     parser.add_argument(
         "--output-file",
@@ -41,11 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     from trimtab_engine.weights.open import model_path
 
     try:
-        on_hub = hub_model(arguments.model, arguments.revision)
-        if on_hub is None:
+        elsewhere = model_elsewhere(arguments.model, arguments)
+        if elsewhere is None:
             facts, stored_bytes = model_facts(arguments.model), bytes_on_disk(model_path(arguments.model))
         else:
-            facts, stored_bytes = _facts_of_hub(on_hub)
+            facts, stored_bytes = _facts_from_elsewhere(elsewhere, fetch_options(arguments))
         if arguments.output_file is not None:
             write_bounded(arguments.output_file, compact(facts))
     except TrimtabError as error:
@@ -68,14 +73,14 @@ def _stored_types(model: str) -> tuple[str, ...]:
     return source.stored_types if isinstance(source, GgufSource) else ()
 
 
-def _facts_of_hub(model: HubModel) -> tuple[dict[str, Any], int]:
-    """The facts of a model of the hub, and the bytes of its weights there, from its configuration and the list of its
-    files: no weight is fetched. The facts name the commit that the revision means now."""
-    from trimtab_engine.hub.fetch import FetchOptions, describe
+def _facts_from_elsewhere(model: RemoteModel, options: FetchOptions) -> tuple[dict[str, Any], int]:
+    """The facts of a model that is elsewhere, and the bytes of its weights there, from its configuration and the list
+    of its files: no weight is fetched. The facts name the pin that the revision means now."""
     from trimtab_engine.models.facts import model_facts
+    from trimtab_engine.sources.fetch import describe
 
     with TemporaryDirectory() as folder:
-        found = describe(model, FetchOptions(), Path(folder))
+        found = describe(model, options, Path(folder))
         if not found.is_safetensors:
             raise ModelError(
                 f"{model}: is a GGUF file, which is read here; trimtab-engine fetch {model}, then inspect that"

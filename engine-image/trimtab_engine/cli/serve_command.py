@@ -15,13 +15,13 @@ from trimtab_engine.device.host_memory import with_device_memory
 from trimtab_engine.device.profiler import check_profiler_dir
 from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
 from trimtab_engine.flags.engine import engine_config, named_model
-from trimtab_engine.flags.local_model import is_of_hub, local_model
+from trimtab_engine.flags.local_model import is_elsewhere, local_model
 from trimtab_engine.flags.media import media_sources
 from trimtab_engine.flags.serve import add_serve_flags
-from trimtab_engine.hub.fetch import Fetched
 from trimtab_engine.processes.end import prepare_to_leave
 from trimtab_engine.processes.network import any_address
 from trimtab_engine.processes.shared_secret import SharedSecret
+from trimtab_engine.sources.fetch import Fetched
 from trimtab_engine.text.shipped_templates import SHIPPED, shipped_template
 from trimtab_engine.weights.open import check_is_there, model_path
 
@@ -70,10 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _with_model(arguments: argparse.Namespace) -> tuple[argparse.Namespace, Fetched | None]:
     """The arguments with a path for MODEL. While that is fetched, the port of the node that serves answers probes."""
-    if not is_of_hub(arguments):
+    if not is_elsewhere(arguments):
         return arguments, None
     from trimtab_engine.api.serving.fetching import answering
-    from trimtab_engine.hub.remote import say_errors_alone
+    from trimtab_engine.sources.known import say_errors_alone
 
     say_errors_alone()
     if arguments.node_rank or arguments.headless:

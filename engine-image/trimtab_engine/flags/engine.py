@@ -10,14 +10,14 @@ from trimtab_engine.errors import ConfigError
 from trimtab_engine.flags import parser as types
 from trimtab_engine.flags.experts import eplb_fields
 from trimtab_engine.flags.graphs import add_graph_flags, graph_fields
-from trimtab_engine.flags.hub import add_hub_flags
 from trimtab_engine.flags.live import add_scheduling_flags, live_values
 from trimtab_engine.flags.media import add_media_flags, media_fields
 from trimtab_engine.flags.not_built import add_not_built
 from trimtab_engine.flags.parallel import add_parallel_flags, parallel_fields
+from trimtab_engine.flags.sources import add_source_flags
 from trimtab_engine.flags.speculation import add_speculative_flags, speculative_fields
-from trimtab_engine.hub.name import SCHEME
 from trimtab_engine.models.registry import longest_request, open_model, sees_images
+from trimtab_engine.sources.name import SCHEMES
 from trimtab_engine.weights.open import not_loaded_from
 
 LARGE_GPU_BYTES = 70 << 30  # from here on vLLM's larger defaults hold
@@ -28,7 +28,7 @@ DEFAULT_LIMITS = {"cpu": (128, 2048), "cuda": (256, 2048), "large": (1024, 8192)
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """What the engine itself is configured with, served or not: what engine_config() reads."""
     _add_model_flags(parser.add_argument_group("model"))
-    add_hub_flags(parser.add_argument_group("models of the hub (hf://ORG/NAME)"))
+    add_source_flags(parser.add_argument_group("models that are fetched (hf://…, s3://…, oci://…)"))
     _add_device_flags(parser.add_argument_group("device and memory"))
     add_parallel_flags(parser.add_argument_group("parallel layout"))
     _add_scheduler_flags(parser.add_argument_group("scheduler"))
@@ -250,8 +250,8 @@ def _block_size(arguments: argparse.Namespace, model: str, num_seqs: int) -> int
 
 
 def named_model(arguments: argparse.Namespace) -> str:
-    """The path, or model of the hub, that the command line or its file names. Raises ConfigError for none, two, or what
-    is neither."""
+    """The path, or model that is fetched, that the command line or its file names. Raises ConfigError for none, two,
+    or what is neither."""
     model = arguments.model or arguments.model_flag or getattr(arguments, "model_of_file", None)
     if not model:
         raise ConfigError("no model; name its folder or .gguf file with --model, or as MODEL of serve")
@@ -260,7 +260,7 @@ def named_model(arguments: argparse.Namespace) -> str:
     path: str = model
     if path.startswith("file://"):
         return path.removeprefix("file://")
-    if "://" in path and not path.startswith(SCHEME):
+    if "://" in path and not path.startswith(SCHEMES):
         raise ConfigError(not_loaded_from(path))
     return path
 

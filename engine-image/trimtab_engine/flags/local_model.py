@@ -1,22 +1,22 @@
-"""MODEL as a path: one of the hub is fetched first, so that everything below the command line knows paths alone."""
+"""MODEL as a path: one that is elsewhere is fetched first, so all that is below the command line knows paths alone."""
 
 import argparse
 import logging
 import time
 
 from trimtab_engine.flags.engine import engine_config, named_model
-from trimtab_engine.flags.hub import bring, model_of_hub
-from trimtab_engine.hub.fetch import Fetched, OnProgress
-from trimtab_engine.hub.progress import Progress
+from trimtab_engine.flags.sources import bring, model_elsewhere
+from trimtab_engine.sources.fetch import Fetched, OnProgress
+from trimtab_engine.sources.progress import Progress
 
 SAY_SECONDS = 10.0  # between two lines of the log
 
-logger = logging.getLogger("trimtab_engine.hub")
+logger = logging.getLogger("trimtab_engine.sources")
 
 
-def is_of_hub(arguments: argparse.Namespace) -> bool:
+def is_elsewhere(arguments: argparse.Namespace) -> bool:
     """Whether MODEL has to be asked for elsewhere. Raises ConfigError or ModelError for what is no model's name."""
-    return model_of_hub(named_model(arguments), arguments) is not None
+    return model_elsewhere(named_model(arguments), arguments) is not None
 
 
 def local_model(
@@ -24,7 +24,7 @@ def local_model(
 ) -> tuple[argparse.Namespace, Fetched | None]:
     """The arguments with a path for MODEL. What was fetched stays in the cache while it is open. Raises ConfigError or
     ModelError; what is wrong with other flags is said before anything is fetched."""
-    model = model_of_hub(named_model(arguments), arguments)
+    model = model_elsewhere(named_model(arguments), arguments)
     if model is None:
         return arguments, None
     if arguments.block_size != "auto":  # which is chosen by the model itself

@@ -18,7 +18,8 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="folder with safetensors, a .gguf file, or hf://ORG/NAME[@REVISION] of the Hugging Face hub",
+        help="folder with safetensors, a .gguf file, hf://ORG/NAME[@REVISION] of the Hugging Face hub, "
+        "s3://BUCKET/PREFIX, or oci://REGISTRY/REPOSITORY:TAG",
     )
     add_engine_flags(parser)
     server, admin = (parser.add_argument_group(title) for title in SERVER_GROUPS)

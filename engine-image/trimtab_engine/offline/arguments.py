@@ -17,7 +17,7 @@ from trimtab_engine.flags.engine import engine_config
 from trimtab_engine.flags.local_model import local_model
 from trimtab_engine.flags.parser import OneLineParser
 from trimtab_engine.flags.serve import SERVER_GROUPS, add_serve_flags
-from trimtab_engine.hub.fetch import Fetched
+from trimtab_engine.sources.fetch import Fetched
 
 OFFLINE_LIMITS = {"cpu": (256, 4096), "cuda": (256, 8192), "large": (1024, 16384)}
 """max_num_seqs and max_num_batched_tokens by kind of device: larger than a server's, as nobody waits for a token."""
@@ -46,7 +46,7 @@ def parse_keywords(model: str, keywords: Mapping[str, Any]) -> argparse.Namespac
 
 def read_keywords(model: str, keywords: Mapping[str, Any]) -> tuple[EngineConfig, argparse.Namespace, Fetched | None]:
     """The engine's configuration for LLM(model, **keywords), the other values that were read, and the model where it
-    was fetched from the hub."""
+    was fetched."""
     try:
         arguments, fetched = local_model(parse_keywords(model, keywords))
         return engine_config(arguments, limits=OFFLINE_LIMITS), arguments, fetched

@@ -39,7 +39,8 @@ logger = logging.getLogger("trimtab_engine.offline.llm")
 class LLM:
     """A model that generates for batches of prompts. Use it as a context manager, or call shutdown() when done.
 
-    `model` is a path, or a model of the Hugging Face hub: `ORG/NAME` where no such folder is here, or `hf://ORG/NAME`.
+    `model` is a path, a model of the Hugging Face hub (`ORG/NAME` where no such folder is here, or `hf://ORG/NAME`),
+    one of a bucket, `s3://BUCKET/PREFIX`, or one of a registry, `oci://REGISTRY/REPOSITORY:TAG`.
     `on_step` is called with the statistics of each step. Raises ConfigError when the keywords, the model or the machine
     do not allow it, with what to change.
     """

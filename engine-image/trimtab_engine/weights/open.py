@@ -37,7 +37,7 @@ def not_loaded_from(model: str) -> str:
     page = HUB_PAGE.fullmatch(model)
     if page is not None:
         return f"{model} is a page of the Hugging Face hub; write hf://{page['repo']}"
-    if model.startswith("hf://"):
+    if model.startswith(("hf://", "s3://", "oci://")):
         return (
             f"{model}: of these only MODEL is fetched by its name; trimtab-engine fetch {model}, then give the folder"
         )
@@ -46,7 +46,7 @@ def not_loaded_from(model: str) -> str:
     scheme = model.partition("://")[0]
     return (
         f"{model}: models of {scheme}:// are not built; copy it to this machine and give its folder or .gguf file, or "
-        f"name one of the Hugging Face hub, hf://ORG/NAME"
+        f"name one of the Hugging Face hub, hf://ORG/NAME, of a bucket, s3://BUCKET/PREFIX, or of a registry, oci://REGISTRY/REPOSITORY:TAG"
     )
 
 

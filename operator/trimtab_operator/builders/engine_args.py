@@ -6,39 +6,25 @@ import json
 from collections.abc import Mapping
 from decimal import Decimal
 
-from trimtab_operator.builders.hub import hub_flags
+from trimtab_operator.builders.download import SWITCH, download_flags, pinned_uri
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, LEADER, RENDEZVOUS_PORT
 from trimtab_operator.builders.meeting_secret import MEETING_MOUNT, MEETING_SECRET_KEY
+from trimtab_operator.builders.mounted import mounted_path
 from trimtab_operator.layout import layout_of
-from trimtab_operator.resource.forms import HUB_SCHEME
 from trimtab_operator.resource.knobs import knobs
 from trimtab_operator.resource.quantity import parse_quantity, parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment, Spec, Speculative
 
-SWITCH = object()  # in place of the value of a flag that has none
 MEETING_FLAG = "--master-addr"
 TOKEN_FLAG = "--admin-token-sha256"  # noqa: S105 - the name of a flag
-MODEL_MOUNT = "/models/claim"  # where a pvc:// model is mounted in the pod
 
 
 def model_path(deployment: InferenceDeployment) -> str:
     """Where the engine finds the model inside its container, or under which name it fetches it."""
     spec = deployment.spec
-    if spec.model.is_of_hub:
-        repo, revision = spec.model.hub_parts
-        pinned = deployment.commit or revision
-        return f"{HUB_SCHEME}{repo}" + (f"@{pinned}" if pinned else "")
-    scheme, _, rest = spec.model.uri.partition("://")
-    if scheme == "pvc":
-        path = rest.partition("/")[2].strip("/")
-        return f"{MODEL_MOUNT}/{path}" if path else MODEL_MOUNT
-    return rest
-
-
-def model_claim(spec: Spec) -> str | None:
-    """The PersistentVolumeClaim of a pvc:// model; None for others."""
-    scheme, _, rest = spec.model.uri.partition("://")
-    return rest.split("/", 1)[0] if scheme == "pvc" else None
+    if spec.model.is_downloaded:
+        return pinned_uri(spec.model, deployment.commit)
+    return mounted_path(spec) or spec.model.uri.partition("://")[2]
 
 
 def served_name(spec: Spec) -> str:
@@ -51,7 +37,7 @@ def engine_args(deployment: InferenceDeployment, *, admin_token_sha256: str) -> 
     spec = deployment.spec
     flags: dict[str, object | None] = {
         "--served-model-name": served_name(spec),
-        **hub_flags(spec),
+        **download_flags(spec),
         "--device": spec.runtime.device,
         "--port": HTTP_PORT,
         "--admin-port": ADMIN_PORT,
@@ -65,8 +51,12 @@ def engine_args(deployment: InferenceDeployment, *, admin_token_sha256: str) -> 
         **_layout_flags(spec),
         "--shutdown-timeout": f"{parse_seconds(spec.rollout.drain_timeout):g}",
     }
-    rendered = [flag if value is SWITCH else f"{flag}={value}" for flag, value in flags.items() if value is not None]
-    return ["serve", model_path(deployment), *rendered, *spec.runtime.args]
+    return ["serve", model_path(deployment), *as_arguments(flags), *spec.runtime.args]
+
+
+def as_arguments(flags: Mapping[str, object | None]) -> list[str]:
+    """One item per flag that has a value."""
+    return [flag if value is SWITCH else f"{flag}={value}" for flag, value in flags.items() if value is not None]
 
 
 def _engine_flags(spec: Spec) -> dict[str, object | None]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from trimtab_operator.builders.engine_args import MODEL_MOUNT, model_claim, model_path
-from trimtab_operator.builders.hub import hub_env, token_volumes
+from trimtab_operator.builders.download import asking_flags, download_env, secret_volumes
+from trimtab_operator.builders.engine_args import as_arguments, model_path
 from trimtab_operator.builders.labels import (
     FACTS_COMPONENT,
     account_name,
@@ -17,6 +17,7 @@ from trimtab_operator.builders.labels import (
     facts_name,
     leader_selector,
 )
+from trimtab_operator.builders.mounted import model_claim, model_volumes
 from trimtab_operator.builders.overlay import lay_over
 from trimtab_operator.builders.pod import CONTAINER, ENGINE_USER
 from trimtab_operator.resource.spec import (
@@ -73,29 +74,33 @@ def _pod(deployment: InferenceDeployment) -> dict[str, Any]:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [_container(deployment)],
-        "volumes": [{"name": "tmp", "emptyDir": {}}, *token_volumes(deployment.spec)[0]],
+        "volumes": [{"name": "tmp", "emptyDir": {}}, *secret_volumes(deployment.spec)[0]],
     }
-    claim = model_claim(deployment.spec)
-    if claim:
-        pod["volumes"].append({"name": "model", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
+    pod["volumes"] += model_volumes(deployment.spec)[0]
+    if model_claim(deployment.spec):
         pod["affinity"] = _near_the_engines(deployment)
     return pod
 
 
 def _container(deployment: InferenceDeployment) -> dict[str, Any]:
     mounts: list[dict[str, Any]] = [{"name": "tmp", "mountPath": "/tmp"}]  # noqa: S108 - a path in the pod
-    if model_claim(deployment.spec):
-        mounts.append({"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True})
-    mounts += token_volumes(deployment.spec)[1]
+    mounts += model_volumes(deployment.spec)[1]
+    mounts += secret_volumes(deployment.spec)[1]
     return {
         "name": CONTAINER,
         "image": deployment.image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["trimtab-engine"],
-        "args": ["inspect", model_path(deployment), "--output=json", f"--output-file={TERMINATION_LOG}"],
+        "args": [
+            "inspect",
+            model_path(deployment),
+            "--output=json",
+            f"--output-file={TERMINATION_LOG}",
+            *as_arguments(asking_flags(deployment.spec)),
+        ],
         "env": [
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the only folder in the pod that can be written
-            *hub_env(deployment.spec),
+            *download_env(deployment.spec),
         ],
         "resources": {"requests": REQUESTS, "limits": LIMITS},
         "securityContext": {
@@ -117,21 +122,22 @@ def _near_the_engines(deployment: InferenceDeployment) -> dict[str, Any]:
 
 
 def _with_what_a_reader_needs(deployment: InferenceDeployment) -> InferenceDeployment:
-    """The user's overlay without what only an engine needs: resources, environment, labels, schedule. Who asks the hub
-    keeps the environment: it names mirrors and proxies."""
+    """The user's overlay without what only an engine needs: resources, environment, labels, schedule. Who asks for
+    a model elsewhere keeps the environment, which names mirrors and proxies, and the account, which may be who asks."""
     overlay = deployment.spec.template
     pod = overlay.spec
-    asks_hub = deployment.spec.model.is_of_hub
+    asks = deployment.spec.model.is_downloaded
     containers = tuple(
         ContainerOverlay(
             name=main.name,
             volume_mounts=main.volume_mounts,
             image_pull_policy=main.image_pull_policy,
-            env=main.env if asks_hub else (),
-            env_from=main.env_from if asks_hub else (),
+            env=main.env if asks else (),
+            env_from=main.env_from if asks else (),
         )
         for main in pod.containers
     )
+    account = (pod.model_extra or {}).get("serviceAccountName") if asks else None
     kept = PodOverlay(
         containers=containers,
         node_selector=pod.node_selector,
@@ -141,6 +147,7 @@ def _with_what_a_reader_needs(deployment: InferenceDeployment) -> InferenceDeplo
         volumes=pod.volumes,
         priority_class_name=pod.priority_class_name,
         security_context=pod.security_context,
+        **({} if account is None else {"serviceAccountName": account}),
     )
     template = PodTemplate(metadata=TemplateMetadata(annotations=overlay.metadata.annotations), spec=kept)
     return replace(deployment, spec=deployment.spec.model_copy(update={"template": template}))

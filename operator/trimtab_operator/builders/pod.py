@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab_operator.builders.engine_args import MODEL_MOUNT, engine_args, model_claim
-from trimtab_operator.builders.hub import cache_claim, cache_volumes, hub_env, token_volumes
+from trimtab_operator.builders.download import cache_claim, cache_volumes, download_env, secret_volumes
+from trimtab_operator.builders.engine_args import engine_args
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, account_name, meeting_secret_name
 from trimtab_operator.builders.meeting_secret import MEETING_MOUNT
+from trimtab_operator.builders.mounted import model_volumes
 from trimtab_operator.builders.startup import probe_seconds
 from trimtab_operator.layout import layout_of
 from trimtab_operator.resource.quantity import parse_seconds
@@ -82,7 +83,7 @@ def _main(deployment: InferenceDeployment, admin_token_sha256: str) -> dict[str,
         "args": engine_args(deployment, admin_token_sha256=admin_token_sha256),
         "env": [
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the only folder in the pod that can be written
-            *hub_env(deployment.spec),
+            *download_env(deployment.spec),
         ],
         "ports": [
             {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
@@ -135,10 +136,8 @@ def _volumes(deployment: InferenceDeployment) -> list[dict[str, Any]]:
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm_gib}Gi"}},
         {"name": "tmp", "emptyDir": {}},
     ]
-    claim = model_claim(deployment.spec)
-    if claim:
-        volumes.append({"name": "model", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
-    volumes += cache_volumes(deployment.spec)[0] + token_volumes(deployment.spec)[0]
+    volumes += model_volumes(deployment.spec)[0]
+    volumes += cache_volumes(deployment.spec)[0] + secret_volumes(deployment.spec)[0]
     if layout.pods > 1:
         volumes.append({"name": "meeting", "secret": {"secretName": meeting_secret_name(deployment)}})
     return volumes
@@ -149,9 +148,8 @@ def _mounts(deployment: InferenceDeployment) -> list[dict[str, Any]]:
         {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - a path in the pod
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a path in the pod
     ]
-    if model_claim(deployment.spec):
-        mounts.append({"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True})
-    mounts += cache_volumes(deployment.spec)[1] + token_volumes(deployment.spec)[1]
+    mounts += model_volumes(deployment.spec)[1]
+    mounts += cache_volumes(deployment.spec)[1] + secret_volumes(deployment.spec)[1]
     if layout_of(deployment.spec).pods > 1:
         mounts.append({"name": "meeting", "mountPath": MEETING_MOUNT, "readOnly": True})
     return mounts

@@ -24,8 +24,7 @@ from trimtab_operator.builders.pod import pod_spec, worker_pod_spec
 from trimtab_operator.builders.record import RECORD_ANNOTATION, Record, asked_of
 from trimtab_operator.layout import layout_of
 from trimtab_operator.resource.canonical_json import compact
-from trimtab_operator.resource.forms import HUB_SCHEME
-from trimtab_operator.resource.spec import RESTARTED_AT, InferenceDeployment
+from trimtab_operator.resource.spec import DOWNLOADED, PIN, RESTARTED_AT, InferenceDeployment
 
 GAVE_BACK_ANNOTATION = "trimtab.dev/gave-back"  # on a leader's StatefulSet: see observed/hold.py
 REVISION_LENGTH = 10  # hex digits: 40 bits tell the few revisions of one resource apart
@@ -63,10 +62,11 @@ class Rendered:
 
     @property
     def model_revision(self) -> str | None:
-        """The commit of an hf:// model that these replicas serve; None of other models."""
+        """The pin of a downloaded model that these replicas serve; None of other models."""
         (main,) = self.template["spec"]["containers"]
         model = str(main["args"][1])
-        return model.rpartition("@")[2] if model.startswith(HUB_SCHEME) and "@" in model else None
+        pin = model.rpartition("@")[2]
+        return pin if PIN.fullmatch(pin) and model.startswith(tuple(f"{scheme}://" for scheme in DOWNLOADED)) else None
 
     @property
     def record(self) -> Record:

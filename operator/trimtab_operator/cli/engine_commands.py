@@ -50,7 +50,7 @@ def autotune(arguments: Annotated[list[str] | None, typer.Argument(metavar="MODE
 
 
 def fetch(arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL [FLAG ...]")] = None) -> None:
-    """Bring a model of the Hugging Face hub into the cache, before anything serves it."""
+    """Bring a model of the hub, a bucket or a registry into the cache, before anything serves it."""
     _hand_over("fetch", arguments)
 
 

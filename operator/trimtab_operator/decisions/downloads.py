@@ -29,5 +29,5 @@ def download_notes(deployment: InferenceDeployment, views: Mapping[str, EngineVi
 
 
 def _model(deployment: InferenceDeployment) -> str:
-    commit = "" if deployment.commit is None else f", commit {deployment.commit}"
+    commit = "" if deployment.commit is None else f", pinned to {deployment.commit}"
     return f"{deployment.spec.model.uri}{commit}"

@@ -44,7 +44,7 @@ class Findings:
     """Why no replica comes up beside those that it is to replace."""
     problem: tuple[str, str] | None = None
     model_revision: str | None = None
-    """The commit that replicas are rendered for; None: their model is of no hub."""
+    """The pin that replicas are rendered for; None: their model is not downloaded."""
     metrics_source: str | None = None
     """Where the engines' metrics were read; None: they were not."""
     metrics_detour: str | None = None

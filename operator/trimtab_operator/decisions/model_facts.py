@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,18 +26,17 @@ from trimtab_operator.observed.pods import unschedulable
 from trimtab_operator.resource.canonical_json import compact
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.refusal import Refusal
-from trimtab_operator.resource.spec import InferenceDeployment
+from trimtab_operator.resource.spec import PIN, InferenceDeployment
 
 SUBJECT_ANNOTATION = "trimtab.dev/facts-of"  # on the Job: the model and the image that it reads
 RENDERED_ANNOTATION = "trimtab.dev/facts-job"  # on the Job: what it was rendered from, hashed
 SUBJECT_KEY = "model.json"  # in the ConfigMap: likewise
 FACTS_KEY = "facts.json"
-COMMIT_KEY = "commit"  # what the revision of an hf:// model meant when it was first read
+COMMIT_KEY = "commit"  # what the revision of a downloaded model meant when it was first read
 FAILURE_KEY = "failure.json"
 
 FIRST_PAUSE_SECONDS = 10.0  # a claim or a node that comes late is there soon
 LONGEST_PAUSE_SECONDS = 600.0  # somebody must act; a Job every ten minutes costs nothing
-COMMIT = re.compile(r"[0-9a-f]{40}")
 DIGEST_LENGTH = 10  # hex digits
 MAX_WEIGHTS_BYTES = 20 << 40  # ten times the largest model that anybody has published
 MAX_WORDS = 1024  # characters of the last words that are kept
@@ -92,15 +90,15 @@ def subject_of(deployment: InferenceDeployment) -> str:
 
 
 def with_model_facts(deployment: InferenceDeployment, observed: Observed) -> InferenceDeployment:
-    """The resource with what its model was found to be, where it has been read: how large it is, and the commit that an
-    hf:// model is pinned to. By whichever image, so that a new one serves the same."""
+    """The resource with what its model was found to be, where it has been read: how large it is, and what a downloaded
+    one is pinned to. By whichever image, so that a new one serves the same."""
     found = _config_map(deployment, observed)
     data = {} if found is None else found.get("data") or {}
     of, commit = _json_object(data.get(SUBJECT_KEY)) or {}, data.get(COMMIT_KEY)
     model = deployment.spec.model
     if (of.get("uri"), of.get("revision")) != (model.uri, model.revision):
         return deployment
-    is_pinned = model.is_of_hub and COMMIT.fullmatch(commit or "") is not None
+    is_pinned = model.is_downloaded and PIN.fullmatch(commit or "") is not None
     return replace(deployment, commit=commit if is_pinned else None, weights_bytes=_weights_bytes(data))
 
 
@@ -215,7 +213,7 @@ def plan_facts(deployment: InferenceDeployment, observed: Observed, *, now: floa
     else:
         kept = {SUBJECT_KEY: subject_of(deployment), FAILURE_KEY: _failed(failure, job, words, now)}
     commit = deployment.commit or str(said.get("revision", ""))
-    if deployment.spec.model.is_of_hub and COMMIT.fullmatch(commit):
+    if deployment.spec.model.is_downloaded and PIN.fullmatch(commit):
         kept[COMMIT_KEY] = commit
     is_new = _config_map(deployment, observed) is None
     reason = "the model was read" if is_known else "the model could not be read"

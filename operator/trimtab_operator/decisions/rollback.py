@@ -59,7 +59,7 @@ class Form:
     image: str | None
     restarted_at: str | None = None
     commit: str | None = None
-    """What the revision of an hf:// model meant."""
+    """What the revision of a downloaded model meant."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab_operator.builders.hub import CACHE_VOLUME, TOKEN_VOLUME
+from trimtab_operator.builders.download import ACCOUNTS_VOLUME, CACHE_VOLUME, TOKEN_VOLUME
 from trimtab_operator.builders.pod import PRE_STOP_SECONDS, stop_seconds
 from trimtab_operator.builders.startup import MAX_WRITTEN_SECONDS
 from trimtab_operator.layout.check import check_layout
@@ -25,12 +25,15 @@ from trimtab_operator.resource.powers import HOST_PATH, LOCK_MEMORY, LOCKS_MEMOR
 from trimtab_operator.resource.quantity import parse_quantity, parse_seconds
 from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import (
+    DOWNLOADED,
     MAX_NAME_LENGTH,
     MODALITIES,
     NO_MEASURE_WITHOUT_REPLICAS,
     SERVED_NAME,
     InferenceDeployment,
+    ModelSource,
     PodOverlay,
+    Scheme,
     Spec,
 )
 from trimtab_operator.tuner.looks.prometheus import ENGINES_LABELS, LABEL_NAME
@@ -106,16 +109,6 @@ def objectives_promise_something(deployment: InferenceDeployment) -> Iterator[Re
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def model_scheme_is_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    scheme = deployment.spec.model.uri.split("://", 1)[0]
-    if scheme not in ("file", "pvc", "hf"):
-        yield Refusal(
-            "spec.model.uri",
-            f"{scheme}:// is not built yet; use hf://ORG/NAME, bake the model into the image and use file:///path, or "
-            "put it on a PersistentVolumeClaim and use pvc://CLAIM/path",
-        )
-
-
 def model_path_is_plain(deployment: InferenceDeployment) -> Iterator[Refusal]:
     scheme, _, rest = deployment.spec.model.uri.partition("://")
     if scheme == "file" and not (rest.startswith("/") and rest.strip("/")):
@@ -136,17 +129,49 @@ def model_path_is_plain(deployment: InferenceDeployment) -> Iterator[Refusal]:
 
 HUB_REPO = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 HUB_REVISION = r"[\w][\w./-]*"
-DOWNLOAD_FIELDS = {"revision": "revision", "token_secret_ref": "tokenSecretRef", "cache": "cache"}
+BUCKET_PLACE = r"[A-Za-z0-9][\w.-]{1,62}(/[^/\s\x00$]+)*"
+REGISTRY_PLACE = (
+    r"(localhost|[\w-]+(\.[\w-]+)+|[\w.-]+(?=:\d)|\[[0-9a-f:]+\])(:\d{1,5})?(/[a-z0-9]+(([._]|__|-+)[a-z0-9]+)*)+"
+)
+IMAGE_REVISION = r"\w[\w.-]{0,127}|sha256:[0-9a-f]{64}"
+OF_ONE_SCHEME = {
+    "revision": ("revision", (Scheme.HUB,), "an hf:// model; in an s3:// or oci:// model's uri stands what is meant"),
+    "token_secret_ref": (
+        "tokenSecretRef",
+        (Scheme.HUB,),
+        "an hf:// model; others have s3.credentialsSecret, oci.pullSecret",
+    ),
+    "s3": ("s3", (Scheme.S3,), "an s3:// model"),
+    "oci": ("oci", (Scheme.OCI,), "an oci:// model"),
+    "cache": ("cache", DOWNLOADED, "models that are downloaded (hf://, s3://, oci://)"),
+}
+"""By field of the model: its name, whose it is, and how that is said."""
 
 
 def a_download_is_named_whole(deployment: InferenceDeployment) -> Iterator[Refusal]:
     model = deployment.spec.model
-    if not model.is_of_hub:
-        return
-    repo, revision = model.hub_parts
+    place = model.parts[0]
+    if model.scheme in DOWNLOADED and place.endswith(".gguf"):
+        yield Refusal(
+            "spec.model.uri",
+            f"{model.uri} is one GGUF file; of these only folders are downloaded in a cluster: GGUF files that are "
+            "downloaded are not built yet, so put it on a PersistentVolumeClaim and use pvc://CLAIM/path",
+        )
+    elif model.scheme is Scheme.HUB:
+        yield from _of_the_hub(model)
+    elif model.scheme is Scheme.S3 and re.fullmatch(BUCKET_PLACE, place) is None:
+        yield Refusal("spec.model.uri", f"{model.uri} names no folder of a bucket; write s3://BUCKET/PREFIX")
+    elif model.scheme is Scheme.OCI:
+        yield from _of_a_registry(model)
+    size = None if model.cache is None else model.cache.size
+    if model.is_downloaded and size is not None and parse_quantity(size) <= 0:
+        yield Refusal("spec.model.cache.size", "is 0: nothing could be downloaded; raise it")
+
+
+def _of_the_hub(model: ModelSource) -> Iterator[Refusal]:
+    repo, revision = model.parts
     if re.fullmatch(HUB_REPO, repo) is None:
-        hint = "; GGUF files of the hub are not built yet" if repo.endswith(".gguf") else ""
-        yield Refusal("spec.model.uri", f"{model.uri} names no model; write hf://ORG/NAME or …@REVISION{hint}")
+        yield Refusal("spec.model.uri", f"{model.uri} names no model; write hf://ORG/NAME or …@REVISION")
     elif model.uri.endswith("@"):
         yield Refusal(
             "spec.model.uri", f"{model.uri} names no revision behind the @; write {model.uri}main, or leave the @ out"
@@ -155,16 +180,53 @@ def a_download_is_named_whole(deployment: InferenceDeployment) -> Iterator[Refus
         yield Refusal("spec.model.revision", f"{revision!r} is no branch, tag or commit; write one, such as main")
     if model.revision is not None and revision != model.revision:
         yield Refusal("spec.model.revision", f"is {model.revision}, and the uri says {revision}; write one of them")
-    if model.cache is not None and model.cache.size is not None and parse_quantity(model.cache.size) <= 0:
-        yield Refusal("spec.model.cache.size", "is 0: nothing could be downloaded; raise it")
 
 
-def download_options_belong_to_downloads(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    if deployment.spec.model.is_of_hub:
+def _of_a_registry(model: ModelSource) -> Iterator[Refusal]:
+    place, revision = model.parts
+    forms = "oci://REGISTRY/REPOSITORY:TAG or …@sha256:DIGEST"
+    if re.fullmatch(REGISTRY_PLACE, place) is None:
+        yield Refusal(
+            "spec.model.uri",
+            f"{model.uri} names no repository of a registry; write {forms}, the registry with its domain or port "
+            "(docker.io/… for Docker's) and the repository in lower case",
+        )
+    elif model.is_in_image_volume and not (revision or "").startswith("sha256:"):
+        yield Refusal(
+            "spec.model.uri",
+            f"{model.uri} may mean another image tomorrow, and with oci.imageVolume each node pulls by itself; write "
+            "…@sha256:DIGEST",
+        )
+    elif model.uri.endswith((":", "@")) or (revision is not None and re.fullmatch(IMAGE_REVISION, revision) is None):
+        yield Refusal("spec.model.uri", f"{model.uri} ends in no tag or digest; write {forms}")
+
+
+def an_image_volume_is_the_nodes(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    model = deployment.spec.model
+    if model.oci is None or not model.is_in_image_volume:
+        if model.oci is not None and model.oci.folder is not None:
+            yield Refusal(
+                "spec.model.oci.folder", "belongs to imageVolume: what is pulled is looked through; remove it"
+            )
         return
-    for field, name in DOWNLOAD_FIELDS.items():
-        if getattr(deployment.spec.model, field) is not None:
-            yield Refusal(f"spec.model.{name}", "belongs to models that are downloaded (hf://ORG/NAME); remove it")
+    if ".." in (model.oci.folder or "").split("/"):
+        yield Refusal("spec.model.oci.folder", "must not hold '..'; write it out")
+    if model.oci.pull_secret is not None:
+        yield Refusal(
+            "spec.model.oci.pullSecret",
+            "is for an engine that pulls; with imageVolume the node does: write it into template.spec.imagePullSecrets",
+        )
+    if model.oci.plain_http:
+        yield Refusal("spec.model.oci.plainHttp", "is for an engine that pulls; with imageVolume ask the nodes' owner")
+    if model.cache is not None:
+        yield Refusal("spec.model.cache", "is for an engine that pulls; with imageVolume the node keeps it; remove it")
+
+
+def options_belong_to_where_the_model_is(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    model = deployment.spec.model
+    for field, (name, schemes, whose) in OF_ONE_SCHEME.items():
+        if getattr(model, field) is not None and model.scheme not in schemes:
+            yield Refusal(f"spec.model.{name}", f"belongs to {whose}; remove it")
 
 
 # --- the runtime ------------------------------------------------------------------------------------------------------
@@ -189,6 +251,9 @@ OWNED_FLAGS: Mapping[str, str] = {
     "--revision": "spec.model.revision",
     "--download-dir": "spec.model.cache",
     "--download-dir-size": "spec.model.cache.size",
+    "--s3-addressing-style": "spec.model.s3.addressing",
+    "--registry-auth-file": "spec.model.oci.pullSecret",
+    "--registry-plain-http": "spec.model.oci.plainHttp",
     "--device": "spec.runtime.device",
     "--gpu-memory-utilization": "spec.engine.gpuMemoryUtilization",
     "--gpu-memory-utilization-cap": "spec.tuning.bounds.gpuMemoryUtilization.max",
@@ -496,7 +561,7 @@ REFUSED_POD_FIELDS: Mapping[str, str] = {
 }
 ACCOUNT_NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 VOLUME_SOURCES = ("configMap", "secret", "emptyDir", "persistentVolumeClaim", "ephemeral", "downwardAPI")
-RESERVED_VOLUMES = ("meeting", "model", "shm", "tmp", CACHE_VOLUME, TOKEN_VOLUME)
+RESERVED_VOLUMES = ("meeting", "model", "shm", "tmp", CACHE_VOLUME, TOKEN_VOLUME, ACCOUNTS_VOLUME)
 RESERVED_MOUNTS = ("/dev/shm", "/etc/trimtab", "/tmp", "/models")  # noqa: S108 - paths in the pod, not here
 SECURITY_FIELDS = ("runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy", "supplementalGroups")
 RESERVED_LABEL_PREFIXES = ("trimtab.dev/", "app.kubernetes.io/")
@@ -671,10 +736,10 @@ RULES: tuple[Rule, ...] = (
     name_leaves_room_for_child_names,
     scaling_has_room,
     objectives_promise_something,
-    model_scheme_is_built,
     model_path_is_plain,
     a_download_is_named_whole,
-    download_options_belong_to_downloads,
+    options_belong_to_where_the_model_is,
+    an_image_volume_is_the_nodes,
     runtime_kind_is_built,
     an_image_is_known,
     args_repeat_no_field,

@@ -9,9 +9,16 @@ FRACTION = r"^(0\.[0-9]{1,4}|1(\.0{1,4})?)$"
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 MODEL_URI = r"^(hf|pvc|file|s3|oci)://.+$"
 HUB_SCHEME = "hf://"
+HTTP_URL = r"^https?://[^\s/@?#]{1,253}(/[^\s@?#]{0,200})?$"
+FOLDER = r"^/?[A-Za-z0-9_-][A-Za-z0-9._/-]*$"
+REGION = r"^[a-z0-9-]{1,63}$"
 
 EXAMPLES = {
-    MODEL_URI: "a model's URI: hf://ORG/NAME, pvc://CLAIM/FOLDER or file:///FOLDER",
+    MODEL_URI: "a model's URI: hf://ORG/NAME, s3://BUCKET/PREFIX, oci://REGISTRY/REPOSITORY:TAG, pvc://CLAIM/FOLDER or "
+    "file:///FOLDER",
+    HTTP_URL: "an address such as https://minio.example.com:9000",
+    FOLDER: "a folder such as /models/qwen3-8b",
+    REGION: "a region such as eu-central-1",
     QUANTITY: "a quantity such as 200Gi, 1500Mi or 2G",
     DURATION: "a duration such as 90s, 5m, 1h30m or 250ms",
     FINE_DURATION: "a duration such as 125us or 2ms",

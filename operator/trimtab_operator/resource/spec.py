@@ -7,8 +7,10 @@ and that `kubectl explain` prints. What a field may be in combination with other
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -19,10 +21,12 @@ from trimtab_operator.resource.forms import (
     DNS_LABEL,
     DURATION,
     FINE_DURATION,
+    FOLDER,
     FRACTION,
-    HUB_SCHEME,
+    HTTP_URL,
     MODEL_URI,
     QUANTITY,
+    REGION,
 )
 from trimtab_operator.resource.powers import NO_POWERS
 from trimtab_operator.resource.schema_errors import schema_errors
@@ -98,14 +102,76 @@ class ModelCache(Model):
     )
 
 
+class Scheme(StrEnum):
+    """Where a model is: on the hub, in a bucket, in a registry, on a claim, in the engine's image."""
+
+    HUB = "hf"
+    S3 = "s3"
+    OCI = "oci"
+    CLAIM = "pvc"
+    FILE = "file"
+
+
+PIN = re.compile(r"[0-9a-f]{40}|(?:sha256:)?[0-9a-f]{64}")
+"""What a model is pinned to: a commit, the digest of a bucket's objects or of a registry's manifest."""
+DOWNLOADED = (Scheme.HUB, Scheme.S3, Scheme.OCI)
+PINNED_OBJECTS = re.compile(r"(?P<place>.*?)(?:@(?P<revision>[0-9a-f]{64}))?")
+TAGGED_IMAGE = re.compile(r"(?P<place>[^@]*?)(?::(?P<tag>[^/:@]*))?(?:@(?P<revision>.*))?")
+
+
+class BucketAccess(Model):
+    """How the bucket of an s3:// model is reached. Without credentials those of the pod's service account are used,
+    and without these the bucket is asked as everybody may ask it."""
+
+    endpoint: str | None = Field(
+        default=None, pattern=HTTP_URL, max_length=512, description="Address of the store. Default: Amazon's."
+    )
+    region: str | None = Field(default=None, pattern=REGION, max_length=63, description="Region of the bucket.")
+    addressing: Literal["path", "virtual"] | None = Field(
+        default=None,
+        description="Where the bucket's name stands: in a URL's path or in its host. Default: in the host of Amazon's "
+        "own, in the path of another endpoint.",
+    )
+    credentials_secret: str | None = Field(
+        default=None,
+        pattern=DNS_LABEL,
+        max_length=63,
+        description="Secret with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, where there is one, AWS_SESSION_TOKEN. "
+        "Only the engine's pods get them.",
+    )
+
+
+class RegistryAccess(Model):
+    """How the registry of an oci:// model is reached."""
+
+    pull_secret: str | None = Field(
+        default=None,
+        pattern=DNS_LABEL,
+        max_length=63,
+        description="Secret of the type kubernetes.io/dockerconfigjson. It is mounted in the engine's pods alone.",
+    )
+    plain_http: bool = Field(default=False, description="Ask the registry without TLS.")
+    image_volume: bool = Field(
+        default=False,
+        description="Have the node pull the image and mount it, instead of the engine. The uri must name a digest, and "
+        "the cluster must serve image volumes (Kubernetes 1.35, or 1.33 with its feature gate ImageVolume).",
+    )
+    folder: str | None = Field(
+        default=None,
+        pattern=FOLDER,
+        max_length=512,
+        description="Folder of the image that holds the model, with imageVolume. Default: its root.",
+    )
+
+
 class ModelSource(Model):
     """What is served."""
 
     uri: str = Field(
         pattern=MODEL_URI,
         max_length=1024,
-        description="Where the weights are: hf://ORG/NAME[@REVISION] of the Hugging Face hub, file:///path in the "
-        "image, or pvc://CLAIM/path on a PersistentVolumeClaim.",
+        description="Where the weights are: hf://ORG/NAME[@REVISION] of the Hugging Face hub, s3://BUCKET/PREFIX, "
+        "oci://REGISTRY/REPOSITORY:TAG, file:///path in the image, or pvc://CLAIM/path on a PersistentVolumeClaim.",
     )
     revision: str | None = Field(
         default=None,
@@ -121,26 +187,45 @@ class ModelSource(Model):
     )
     token_secret_ref: SecretKeyRef | None = Field(
         default=None,
-        description="Secret with the token that a download needs. It is mounted in the engine's pods alone.",
+        description="Secret with the token that the hub wants. It is mounted in the engine's pods alone.",
     )
     cache: ModelCache | None = Field(default=None, description="Where downloaded weights are kept.")
+    s3: BucketAccess | None = Field(default=None, description="How the bucket of an s3:// model is reached.")
+    oci: RegistryAccess | None = Field(default=None, description="How the registry of an oci:// model is reached.")
 
     @property
-    def is_of_hub(self) -> bool:
-        """Whether it is downloaded."""
-        return self.uri.startswith(HUB_SCHEME)
+    def scheme(self) -> Scheme:
+        """Where it is."""
+        return Scheme(self.uri.partition("://")[0])
 
     @property
-    def hub_parts(self) -> tuple[str, str | None]:
-        """ORG/NAME and the revision of an hf:// model."""
-        repo, _, written = self.uri.removeprefix(HUB_SCHEME).partition("@")
-        return repo, written or self.revision
+    def is_downloaded(self) -> bool:
+        """Whether the engine fetches it."""
+        return self.scheme in DOWNLOADED and not self.is_in_image_volume
+
+    @property
+    def is_in_image_volume(self) -> bool:
+        """Whether the node pulls it, as an image."""
+        return self.scheme is Scheme.OCI and self.oci is not None and self.oci.image_volume
+
+    @property
+    def parts(self) -> tuple[str, str | None]:
+        """The place, and the revision of a model that is downloaded: ORG/NAME and a branch, BUCKET/PREFIX and the pin
+        of its objects, REGISTRY/REPOSITORY and a tag or digest."""
+        rest = self.uri.partition("://")[2]
+        if self.scheme is Scheme.HUB:
+            place, _, written = rest.partition("@")
+            return place, written or self.revision
+        pattern = {Scheme.S3: PINNED_OBJECTS, Scheme.OCI: TAGGED_IMAGE}.get(self.scheme)
+        found = None if pattern is None else pattern.fullmatch(rest)
+        if found is None:
+            return rest, None
+        return found["place"].rstrip("/"), found["revision"] or found.groupdict().get("tag") or None
 
     @property
     def name_for_clients(self) -> str:
         """servedName, else the last part of the uri."""
-        path = self.hub_parts[0] if self.is_of_hub else self.uri.partition("://")[2]
-        return self.served_name or path.rstrip("/").rsplit("/", 1)[-1]
+        return self.served_name or self.parts[0].rstrip("/").rsplit("/", 1)[-1]
 
 
 class Runtime(Model):
@@ -618,7 +703,8 @@ class InferenceDeployment:
     restarted_at: str | None = None
     is_paused: bool = False
     commit: str | None = None
-    """What the revision of an hf:// model meant when the model was read; None: not known, or of no such model."""
+    """What the revision of a downloaded model meant when it was read: a commit, the pin of objects, the digest of a
+    manifest; None: not known, or of no such model."""
     weights_bytes: int | None = None
     """How large the model's weights are; None: not known yet."""
     powers: frozenset[str] = NO_POWERS

@@ -197,7 +197,9 @@ class Status(Model):
     model_revision: str | None = Field(
         default=None,
         max_length=128,
-        description="Commit of an hf:// model that all replicas serve, whatever its branch has become since.",
+        description="What all replicas serve, whatever its branch, bucket or tag has become since: the commit of an "
+        "hf:// model, the digest of names, sizes and ETags of an s3:// model's objects, or of an oci:// model's "
+        "manifest.",
     )
     layout: LayoutStatus | None = Field(default=None, description="Where ranks run.")
     engine: EngineStatus | None = Field(default=None, description="Engine parameters, configured and effective.")

@@ -117,8 +117,8 @@ def test_a_choice_is_offered_only_where_it_is_spelt_alike(capsys: pytest.Capture
 
 def test_a_model_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "/no/such/model" in refused(capsys, "serve", "/no/such/model", "--device", "cpu")
-    assert "s3://a/b: models of s3:// are not built" in refused(capsys, "serve", "s3://a/b", "--device", "cpu")
-    assert "oci://a/b: models of oci:// are not built" in refused(capsys, "serve", "oci://a/b", "--device", "cpu")
+    assert "gs://a/b: models of gs:// are not built" in refused(capsys, "serve", "gs://a/b", "--device", "cpu")
+    assert "oci://a/b names no model of oci://" in refused(capsys, "serve", "oci://a/b", "--device", "cpu")
     assert "no model" in refused(capsys, "serve", "--device", "cpu")
     assert "/no/such/model" in refused(capsys, "inspect", "/no/such/model")
 
@@ -218,8 +218,8 @@ def test_the_served_name_is_the_last_part_of_the_model_unless_given() -> None:
 
 def test_a_model_may_be_a_file_uri() -> None:
     assert engine_config(_parser().parse_args(["serve", "file:///a/b", "--device", "cpu"])).model == "/a/b"
-    with pytest.raises(ConfigError, match="s3://b/k: models of s3:// are not built"):
-        engine_config(_parser().parse_args(["serve", "s3://b/k", "--device", "cpu"]))
+    with pytest.raises(ConfigError, match="gs://b/k: models of gs:// are not built"):
+        engine_config(_parser().parse_args(["serve", "gs://b/k", "--device", "cpu"]))
 
 
 @pytest.mark.parametrize(("flags", "host"), [([], "127.0.0.1"), (["--admin-token-sha256", "a" * 64], "0.0.0.0")])

@@ -1,4 +1,4 @@
-"""A model of the hub: pinned to one commit, fetched by its replicas, and told."""
+"""A model that is downloaded: pinned to what its name meant, fetched by its replicas, and told."""
 
 from __future__ import annotations
 
@@ -49,6 +49,26 @@ def test_a_pinned_commit_is_no_reason_to_ask_for_new_pods() -> None:
     cluster = a_cluster()
     cluster.settle()
     assert cluster.condition("Progressing")["message"] == "what runs is what is wanted"
+
+
+@pytest.mark.parametrize(
+    ("uri", "pin", "told"),
+    [
+        ("s3://models/llms/name", "c" * 64, "s3://models/llms/name@" + "c" * 64),
+        (
+            "oci://registry.example.com/llms/name:v1",
+            f"sha256:{'d' * 64}",
+            f"oci://registry.example.com/llms/name@sha256:{'d' * 64}",
+        ),
+    ],
+)
+def test_a_bucket_and_a_tag_are_pinned_as_a_branch_is(uri: str, pin: str, told: str) -> None:
+    cluster = a_cluster(model={"uri": uri})
+    cluster.model_words = (0, facts(pin))
+    cluster.settle()
+    assert served(cluster) == {told}
+    assert cluster.status["modelRevision"] == pin
+    assert cluster.status["model"] == "name"
 
 
 def test_a_branch_that_moves_changes_nothing_that_runs_nor_what_comes() -> None:
@@ -121,7 +141,7 @@ def test_an_event_tells_when_a_download_begins_and_when_it_has_ended(
 ) -> None:
     notes = download_notes(a_deployment(before), {"m-0": now})
     assert [note.reason for note in notes] == told
-    assert all(f"hf://org/name, commit {FIRST}" in note.message for note in notes)
+    assert all(f"hf://org/name, pinned to {FIRST}" in note.message for note in notes)
 
 
 def test_status_says_how_far_a_download_is() -> None:

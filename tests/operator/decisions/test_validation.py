@@ -38,6 +38,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 MAIN = "spec.template.spec.containers"
 
+IMAGE = "oci://r.io/m@sha256:" + "d" * 64
 REFUSED: list[tuple[str, Any, str, str]] = [
     ("metadata.name", "x" * 41, "metadata.name", "at most 40"),
     ("metadata.name", "1st", "metadata.name", "begin with a lower-case letter"),
@@ -69,7 +70,12 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ),
     ("spec.tuning.bounds.watermark", {"min": "0.1"}, "spec.tuning.bounds.watermark.min", "no such field"),
     ("spec.model.uri", "hf://model", "spec.model.uri", "names no model; write hf://ORG/NAME"),
-    ("spec.model.uri", "hf://org/name/name-q4.gguf", "spec.model.uri", "GGUF files of the hub are not built yet"),
+    (
+        "spec.model.uri",
+        "hf://org/name/name-q4.gguf",
+        "spec.model.uri",
+        "GGUF files that are downloaded are not built yet",
+    ),
     ("spec.model.uri", "hf://org/name@a b", "spec.model.revision", "no branch, tag or commit"),
     ("spec.model.uri", "hf://org/name@", "spec.model.uri", "names no revision behind the @; write hf://org/name@main"),
     ("spec.model", {"uri": "hf://o/n@", "revision": "v1"}, "spec.model.uri", "names no revision behind the @"),
@@ -80,16 +86,75 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("spec.model.uri", "file:///", "spec.model.uri", "no absolute path; write file:///path"),
     ("spec.model", {"uri": "hf://o/n@v1", "revision": "v2"}, "spec.model.revision", "is v2, and the uri says v1"),
     ("spec.model", {"uri": "hf://o/n", "cache": {"size": "0"}}, "spec.model.cache.size", "nothing could be downloaded"),
-    ("spec.model.uri", "s3://bucket/model", "spec.model.uri", "s3:// is not built yet"),
-    ("spec.model.uri", "oci://registry/model", "spec.model.uri", "oci:// is not built yet"),
+    ("spec.model.uri", "s3://bucket/m/q4.gguf", "spec.model.uri", "GGUF files that are downloaded are not built yet"),
+    ("spec.model.uri", "s3:///llms", "spec.model.uri", "names no folder of a bucket; write s3://BUCKET/PREFIX"),
+    ("spec.model.uri", "s3://bucket//llms", "spec.model.uri", "names no folder of a bucket; write s3://BUCKET/PREFIX"),
+    ("spec.model.uri", "oci://registry/model", "spec.model.uri", "names no repository of a registry; write oci://"),
+    ("spec.model.uri", "oci://example.com/Model", "spec.model.uri", "the repository in lower case"),
+    ("spec.model.uri", "oci://example.com/model:", "spec.model.uri", "ends in no tag or digest; write oci://"),
+    ("spec.model.uri", "oci://example.com/model@md5:1", "spec.model.uri", "ends in no tag or digest; write oci://"),
+    ("spec.model", {"uri": "s3://bucket/m", "revision": "v1"}, "spec.model.revision", "belongs to an hf:// model"),
+    (
+        "spec.model",
+        {"uri": "s3://bucket/m", "tokenSecretRef": {"name": "t"}},
+        "spec.model.tokenSecretRef",
+        "others have s3.credentialsSecret, oci.pullSecret",
+    ),
+    ("spec.model", {"uri": "hf://o/n", "s3": {}}, "spec.model.s3", "belongs to an s3:// model; remove it"),
+    ("spec.model", {"uri": "hf://o/n", "oci": {}}, "spec.model.oci", "belongs to an oci:// model; remove it"),
+    ("spec.model", {"uri": "oci://r.io/m", "oci": {"folder": "m"}}, "spec.model.oci.folder", "belongs to imageVolume"),
+    (
+        "spec.model",
+        {"uri": "oci://r.io/m:v1", "oci": {"imageVolume": True}},
+        "spec.model.uri",
+        "may mean another image tomorrow",
+    ),
+    (
+        "spec.model",
+        {"uri": IMAGE, "oci": {"imageVolume": True, "folder": "a/../b"}},
+        "spec.model.oci.folder",
+        "must not hold '..'",
+    ),
+    (
+        "spec.model",
+        {"uri": IMAGE, "oci": {"imageVolume": True, "folder": "../b"}},
+        "spec.model.oci.folder",
+        "write a folder such as /models/qwen3-8b",
+    ),
+    (
+        "spec.model",
+        {"uri": IMAGE, "oci": {"imageVolume": True, "pullSecret": "p"}},
+        "spec.model.oci.pullSecret",
+        "write it into template.spec.imagePullSecrets",
+    ),
+    (
+        "spec.model",
+        {"uri": IMAGE, "oci": {"imageVolume": True, "plainHttp": True}},
+        "spec.model.oci.plainHttp",
+        "ask the nodes' owner",
+    ),
+    (
+        "spec.model",
+        {"uri": IMAGE, "oci": {"imageVolume": True}, "cache": {"size": "1Gi"}},
+        "spec.model.cache",
+        "the node keeps it",
+    ),
+    (
+        "spec.model",
+        {"uri": "s3://bucket/m", "s3": {"endpoint": "minio:9000"}},
+        "spec.model.s3.endpoint",
+        "write an address such as https://minio.example.com:9000",
+    ),
+    ("spec.model", {"uri": "s3://b/m", "s3": {"region": "EU"}}, "spec.model.s3.region", "write a region such as eu"),
+    ("spec.runtime.args", ["--registry-plain-http"], "spec.runtime.args[0]", "repeats spec.model.oci.plainHttp"),
     ("spec.model.uri", "file://models/x", "spec.model.uri", "no absolute path"),
     ("spec.model.uri", "file:///models/../etc", "spec.model.uri", "neither '..'"),
     ("spec.model.uri", "pvc://Claim_1/x", "spec.model.uri", "no name of a claim"),
     ("spec.model.uri", "ftp://x", "spec.model.uri", "write a model's URI: hf://ORG/NAME"),
     ("spec.model.uri", "Qwen/Qwen3-8B", "spec.model.uri", "did you mean hf://Qwen/Qwen3-8B?"),
     ("spec.model.uri", "https://huggingface.co/Qwen/Qwen3-8B", "spec.model.uri", "did you mean hf://Qwen/Qwen3-8B?"),
-    ("spec.model.revision", "main", "spec.model.revision", "belongs to models that are downloaded"),
-    ("spec.model.tokenSecretRef", {"name": "t"}, "spec.model.tokenSecretRef", "belongs to models that are downloaded"),
+    ("spec.model.revision", "main", "spec.model.revision", "belongs to an hf:// model"),
+    ("spec.model.tokenSecretRef", {"name": "t"}, "spec.model.tokenSecretRef", "belongs to an hf:// model"),
     ("spec.model.cache", {"size": "1Gi"}, "spec.model.cache", "belongs to models that are downloaded"),
     ("spec.runtime.args", ["--download-dir=/tmp"], "spec.runtime.args[0]", "repeats spec.model.cache"),
     ("spec.runtime.kind", "vllm", "spec.runtime.kind", "vllm is not built yet"),
@@ -412,7 +477,7 @@ def a_review(new: dict[str, Any], old: dict[str, Any] | None = None) -> dict[str
 def test_the_webhook_refuses_with_every_message() -> None:
     verdict = a_review(changed("spec.model.uri", "oci://a/b"))
     assert not verdict["allowed"]
-    assert "oci:// is not built yet" in verdict["status"]["message"]
+    assert "names no repository of a registry" in verdict["status"]["message"]
 
 
 def test_the_webhook_lets_labels_of_an_old_invalid_resource_be_edited() -> None:

@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 from trimtab_engine.api.http.errors import ApiError
 from trimtab_engine.api.http.server import bind
-from trimtab_engine.hub.progress import Progress
 from trimtab_engine.processes.network import family_of
+from trimtab_engine.sources.progress import Progress
 
 STAGE = "download"
 RETRY_SECONDS = 10

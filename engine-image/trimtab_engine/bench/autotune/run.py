@@ -30,7 +30,7 @@ from trimtab_engine.bench.local_server import SERVED_NAME, end_on_sigterm, local
 from trimtab_engine.bench.serving import server
 from trimtab_engine.bench.serving.run import headers_of
 from trimtab_engine.errors import ConfigError, EngineDead
-from trimtab_engine.hub.name import hub_model
+from trimtab_engine.sources.name import remote_model
 from trimtab_engine.weights.open import model_path
 
 EXIT_NOT_FOUND, EXIT_INTERRUPTED = 1, 130
@@ -83,7 +83,7 @@ def _check(arguments: argparse.Namespace) -> None:
         shlex.split(arguments.serve_flags or "")
     except ValueError as error:
         raise ConfigError(f"--serve-flags {arguments.serve_flags!r}: {error}; close what was opened") from None
-    if hub_model(arguments.model) is None:
+    if remote_model(arguments.model) is None:
         model_path(arguments.model)
 
 

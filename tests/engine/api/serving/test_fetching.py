@@ -6,7 +6,7 @@ import json
 import pytest
 from trimtab_engine.api.serving.fetching import FetchState, answering
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.hub.progress import Progress
+from trimtab_engine.sources.progress import Progress
 
 PROGRESS = Progress("hf://a/b", 12 * 10**9, 28 * 10**9, 10**9 / 8)
 SENTENCE = "Downloading 43 %, 12.0 GB of 28.0 GB, 2 min left"
@@ -25,7 +25,7 @@ def test_start_up_names_the_stage_its_share_and_the_sentence() -> None:
 
 
 def test_before_anything_is_known_the_hub_is_asked() -> None:
-    assert json.loads(FetchState().answer("/startupz")[2])["message"] == "Asking the hub for the model"
+    assert json.loads(FetchState().answer("/startupz")[2])["message"] == "Asking for the model"
 
 
 def test_the_pod_lives_and_is_not_ready() -> None:

@@ -10,10 +10,10 @@ from huggingface_hub import constants
 from trimtab_engine import LLM, SamplingParams
 from trimtab_engine.cli import main
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.flags.local_model import is_of_hub, local_model
+from trimtab_engine.flags.local_model import is_elsewhere, local_model
 from trimtab_engine.flags.serve import add_serve_flags
-from trimtab_engine.hub.progress import Progress
 from trimtab_engine.models.facts import model_facts
+from trimtab_engine.sources.progress import Progress
 
 MODEL = "hf://org/llama"
 
@@ -63,7 +63,7 @@ def test_offline_inspect_says_so_and_where_the_cached_folder_is(
     llama: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("trimtab_engine.hub.remote.PAUSES_SECONDS", ())
+    monkeypatch.setattr("trimtab_engine.sources.source.PAUSES_SECONDS", ())
     assert main(["inspect", MODEL]) == 2
     said = capsys.readouterr().err
     assert "the hub is not asked, as HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it" in said
@@ -73,7 +73,8 @@ def test_offline_inspect_says_so_and_where_the_cached_folder_is(
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("s3://bucket/llama", "models of s3:// are not built; copy it to this machine and give its folder"),
+        ("gs://bucket/llama", "models of gs:// are not built; copy it to this machine and give its folder"),
+        ("s3://", "names no model of s3://; write s3://BUCKET/PREFIX"),
         ("https://huggingface.co/org/llama/tree/main", "is a page of the Hugging Face hub; write hf://org/llama"),
         ("https://example.com/llama.gguf", "models of https:// are not built; copy it to this machine"),
         ("pvc://claim/llama", "give the folder at which the claim is mounted"),
@@ -101,14 +102,14 @@ def test_fetch_prints_the_folder(llama: HubServer, capsys: pytest.CaptureFixture
 
 def test_serve_gets_a_path_and_the_models_own_name(llama: HubServer) -> None:
     arguments = serve_arguments()
-    assert is_of_hub(arguments)
+    assert is_elsewhere(arguments)
     told: list[Progress] = []
     local, fetched = local_model(arguments, told.append)
     assert fetched is not None
     assert local.model == str(fetched.path)
     assert local.served_model_name == ["llama"]
     assert told
-    assert not is_of_hub(local)
+    assert not is_elsewhere(local)
     fetched.close()
     assert local_model(serve_arguments("--served-model-name", "chat"))[0].served_model_name == ["chat"]
 

@@ -1,4 +1,4 @@
-"""What pods have for a model of the hub."""
+"""What pods have for a model that is downloaded."""
 
 from __future__ import annotations
 
@@ -94,6 +94,87 @@ def test_the_token_is_a_file_of_the_engine_and_of_the_reader(of: Any) -> None:
     assert environment(pod)["HF_TOKEN_PATH"] == "/etc/trimtab/hub/token"
     assert volume(of(a_deployment()), "trimtab-hub-token") is None
     assert "HF_TOKEN_PATH" not in environment(of(a_deployment()))
+
+
+@pytest.mark.parametrize(
+    ("uri", "pin", "told"),
+    [
+        ("s3://models/llms/name/", "c" * 64, "s3://models/llms/name@" + "c" * 64),
+        ("s3://models/a@b", None, "s3://models/a@b"),
+        ("s3://models/name@" + "d" * 64, "d" * 64, "s3://models/name@" + "d" * 64),
+        ("oci://localhost:5000/name", None, "oci://localhost:5000/name"),
+        ("oci://localhost:5000/name:v1", None, "oci://localhost:5000/name:v1"),
+        ("oci://localhost:5000/name:v1", f"sha256:{'d' * 64}", f"oci://localhost:5000/name@sha256:{'d' * 64}"),
+    ],
+)
+def test_a_bucket_and_a_tag_are_pinned_as_a_branch_is(uri: str, pin: str | None, told: str) -> None:
+    deployment = replace(a_deployment(uri), commit=pin)
+    assert model_path(deployment) == told
+    assert rendered(deployment, admin_token_sha256="h").model_revision == pin
+    if uri != "s3://models/a@b":
+        assert "--served-model-name=name" in engine_args(deployment, admin_token_sha256="h")
+
+
+def variables(pod: dict[str, Any]) -> dict[str, Any]:
+    """Name to value, or to what the value is taken from."""
+    return {one["name"]: one.get("value", one.get("valueFrom")) for one in pod["containers"][0]["env"]}
+
+
+@pytest.mark.parametrize("of", [pod_of, job_pod_of])
+def test_the_engine_and_the_reader_are_told_how_a_bucket_is_reached(of: Any) -> None:
+    reached = {"endpoint": "http://minio:9000", "region": "eu-1", "addressing": "virtual", "credentialsSecret": "keys"}
+    pod = of(a_deployment("s3://models/name", s3=reached))
+    found = variables(pod)
+    assert found["AWS_ENDPOINT_URL"] == "http://minio:9000"
+    assert found["AWS_DEFAULT_REGION"] == "eu-1"
+    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        assert found[key] == {"secretKeyRef": {"name": "keys", "key": key}}
+    session = {"name": "keys", "key": "AWS_SESSION_TOKEN", "optional": True}
+    assert found["AWS_SESSION_TOKEN"] == {"secretKeyRef": session}
+    assert "--s3-addressing-style=virtual" in pod["containers"][0]["args"]
+    bare = of(a_deployment("s3://models/name"))
+    assert not [name for name in variables(bare) if name.startswith("AWS_")]
+    assert not [flag for flag in bare["containers"][0]["args"] if flag.startswith("--s3")]
+
+
+@pytest.mark.parametrize("of", [pod_of, job_pod_of])
+def test_the_pull_secret_is_a_file_of_the_engine_and_of_the_reader(of: Any) -> None:
+    pod = of(a_deployment("oci://localhost:5000/name", oci={"pullSecret": "pull", "plainHttp": True}))
+    accounts = {"secretName": "pull", "items": [{"key": ".dockerconfigjson", "path": "config.json"}]}
+    assert volume(pod, "trimtab-registry") == {"secret": accounts}
+    mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts["trimtab-registry"]["mountPath"] == "/etc/trimtab/registry"
+    assert mounts["trimtab-registry"]["readOnly"]
+    flags = set(pod["containers"][0]["args"])
+    assert {"--registry-auth-file=/etc/trimtab/registry/config.json", "--registry-plain-http"} <= flags
+    bare = of(a_deployment("oci://localhost:5000/name"))
+    assert volume(bare, "trimtab-registry") is None
+    assert not [flag for flag in bare["containers"][0]["args"] if flag.startswith("--registry")]
+
+
+@pytest.mark.parametrize("of", [pod_of, job_pod_of])
+def test_an_image_volume_is_pulled_by_the_node_and_read_as_a_folder(of: Any) -> None:
+    uri = f"oci://ghcr.io/o/name@sha256:{'d' * 64}"
+    pod = of(a_deployment(uri, oci={"imageVolume": True, "folder": "/models/x"}))
+    image = {"reference": uri.removeprefix("oci://"), "pullPolicy": "IfNotPresent"}
+    assert volume(pod, "model") == {"image": image}
+    mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts["model"] == {"name": "model", "mountPath": "/models/claim", "readOnly": True}
+    assert pod["containers"][0]["args"][1] == "/models/claim/models/x"
+    assert volume(pod, "trimtab-model-cache") is None
+    assert not [flag for flag in pod["containers"][0]["args"] if flag.startswith(("--download", "--registry"))]
+    root = of(a_deployment(uri, oci={"imageVolume": True}))
+    assert root["containers"][0]["args"][1] == "/models/claim"
+
+
+def test_who_reads_the_model_is_who_the_engine_is() -> None:
+    template = {"spec": {"serviceAccountName": "reads-models"}}
+    bucket, folder = (
+        replace(a_deployment(uri, template=template), powers=frozenset({"serviceAccountName"}))
+        for uri in ("s3://models/name", "file:///m/x")
+    )
+    assert job_pod_of(bucket)["serviceAccountName"] == pod_of(bucket)["serviceAccountName"] == "reads-models"
+    assert job_pod_of(folder)["serviceAccountName"] != "reads-models"
 
 
 def test_who_reads_the_model_asks_the_mirror_that_engines_ask() -> None:

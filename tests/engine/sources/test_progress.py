@@ -1,7 +1,7 @@
 """How far a download is, in words."""
 
 import pytest
-from trimtab_engine.hub.progress import RATE_SECONDS, Meter, Progress
+from trimtab_engine.sources.progress import RATE_SECONDS, Meter, Progress
 
 GB = 10**9
 
@@ -23,7 +23,7 @@ def test_small_models_are_counted_in_megabytes() -> None:
 
 
 def test_before_sizes_are_known_the_hub_is_asked() -> None:
-    assert Progress("hf://a/b", 0, 0).sentence == "Asking the hub for hf://a/b"
+    assert Progress("hf://a/b", 0, 0).sentence == "Asking for hf://a/b"
 
 
 def test_who_waits_says_so() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.hub_server import HubServer
 from hub_repository import REPO
-from trimtab_engine.hub.locks import FolderLock
+from trimtab_engine.sources.locks import FolderLock
 
 FETCH = [sys.executable, "-m", "trimtab_engine.cli", "fetch", f"hf://{REPO}"]
 SECONDS = 250  # a child imports for long on a loaded machine

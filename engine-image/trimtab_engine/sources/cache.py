@@ -1,4 +1,5 @@
 """The cache of fetched models, in the hub's own form, so that what `hf download` fetched is found here and vice versa.
+What came from elsewhere lies beside it: s3--NAME--DIGEST, oci--NAME--DIGEST, with a pin in the place of the commit.
 
 ROOT/models--ORG--NAME/blobs/DIGEST            a file's bytes, whole and checked; DIGEST.incomplete until then
                       /snapshots/COMMIT/NAME   links to them: what is loaded
@@ -16,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trimtab_engine.errors import ModelError
-from trimtab_engine.hub.files import HubFile
-from trimtab_engine.hub.locks import FolderLock
-from trimtab_engine.hub.name import HubModel
-from trimtab_engine.hub.progress import Progress, said_bytes
+from trimtab_engine.sources.files import RemoteFile
+from trimtab_engine.sources.locks import FolderLock
+from trimtab_engine.sources.name import RemoteModel, Scheme
+from trimtab_engine.sources.progress import Progress, said_bytes
 from trimtab_engine.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 OWN = ".trimtab"
@@ -29,48 +30,58 @@ SPARE_BYTES = 64 << 20  # left free for links, records and whatever else the vol
 
 @dataclass(frozen=True, slots=True)
 class Shelf:
-    """One repository's place in the cache."""
+    """One model's place in the cache, for all its revisions."""
 
     folder: Path
 
     @classmethod
-    def of(cls, root: Path, repo: str) -> "Shelf":
-        return cls(root / ("models--" + repo.replace("/", "--")))
+    def of(cls, root: Path, model: RemoteModel) -> "Shelf":
+        return cls(root / model.shelf)
+
+    @classmethod
+    def all_in(cls, root: Path) -> Sequence["Shelf"]:
+        """Every model's place."""
+        kinds = ("models", *(scheme.value for scheme in Scheme))
+        return [cls(folder) for kind in kinds for folder in root.glob(f"{kind}--*")]
 
     @property
     def own(self) -> Path:
         return self.folder / OWN
 
     def snapshot(self, commit: str) -> Path:
-        return self.folder / "snapshots" / commit
+        return self.folder / "snapshots" / _in_names(commit)
 
-    def blob(self, file: HubFile) -> Path:
+    def blob(self, file: RemoteFile) -> Path:
         return self.folder / "blobs" / file.digest
 
-    def incomplete(self, file: HubFile) -> Path:
+    def incomplete(self, file: RemoteFile) -> Path:
         return self.folder / "blobs" / (file.digest + INCOMPLETE)
 
     def record(self, commit: str) -> Path:
-        return self.own / f"{commit}.json"
+        return self.own / f"{_in_names(commit)}.json"
 
     def fetching(self) -> FolderLock:
-        """The lock of whoever fetches something of this repository."""
+        """The lock of whoever fetches something of this model."""
         return FolderLock(self.own / "fetching")
 
     def use(self, commit: str) -> FolderLock:
         """The lock of those who run on this commit; they share it."""
-        return FolderLock(self.own / f"{commit}.use")
+        return FolderLock(self.used(commit))
+
+    def used(self, commit: str) -> Path:
+        """The file whose time says when an engine last began to run on it."""
+        return self.own / f"{_in_names(commit)}.use"
 
     # --- what is here ---------------------------------------------------------------------------------------------
 
-    def has(self, file: HubFile) -> bool:
+    def has(self, file: RemoteFile) -> bool:
         """Whether all of the file is here. A blob gets its name when it is complete and checked."""
         try:
             return self.blob(file).stat().st_size == file.size
         except OSError:
             return False
 
-    def begun_bytes(self, file: HubFile) -> int:
+    def begun_bytes(self, file: RemoteFile) -> int:
         """How much of it is here."""
         for path in (self.blob(file), self.incomplete(file)):
             if path.exists():
@@ -98,18 +109,18 @@ class Shelf:
             return (folder / SINGLE_FILE).exists() or len([*folder.glob("*.gguf")]) == 1
         return all((folder / str(name)).exists() for name in set(names))
 
-    def commit_of(self, model: HubModel) -> str | None:
-        """The commit that its revision meant when the hub was last asked; None: it never was."""
+    def commit_of(self, model: RemoteModel) -> str | None:
+        """The pin that its revision meant when the source was last asked; None: it never was."""
         if model.is_pinned:
             return model.revision
         try:
-            return (self.folder / "refs" / (model.revision or "main")).read_text(encoding="utf-8").strip() or None
+            return (self.folder / "refs" / model.asked).read_text(encoding="utf-8").strip() or None
         except OSError:
             return None
 
     # --- what is put here -----------------------------------------------------------------------------------------
 
-    def link(self, commit: str, file: HubFile) -> None:
+    def link(self, commit: str, file: RemoteFile) -> None:
         """Show a complete file under its own name."""
         path = self.snapshot(commit) / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,17 +131,24 @@ class Shelf:
     def note_revision(self, revision: str, commit: str) -> None:
         _write(self.folder / "refs" / revision, commit)
 
-    def note_complete(self, commit: str, files: Iterable[HubFile]) -> None:
+    def note_complete(self, commit: str, files: Iterable[RemoteFile]) -> None:
         """All of them are here. What a record said before of further files stays said."""
         known: dict[str, int] = {}
         if self.is_complete(commit, None):
             known = json.loads(self.record(commit).read_text(encoding="utf-8"))["files"]
         _write(self.record(commit), json.dumps({"files": known | {file.name: file.size for file in files}}))
 
+    def forget(self, files: Iterable[RemoteFile], *, kept: Iterable[RemoteFile]) -> None:
+        """Delete what was only needed on the way."""
+        needed = {file.digest for file in kept}
+        for file in files:
+            if file.digest and file.digest not in needed:
+                self.blob(file).unlink(missing_ok=True)
+
     def note_progress(self, progress: Progress) -> None:
         _write(self.own / "progress.json", json.dumps(asdict(progress)))
 
-    def progress_elsewhere(self, model: HubModel) -> Progress:
+    def progress_elsewhere(self, model: RemoteModel) -> Progress:
         """How far whoever holds the lock says to be."""
         try:
             said = json.loads((self.own / "progress.json").read_text(encoding="utf-8"))
@@ -138,6 +156,11 @@ class Shelf:
             return Progress(str(model), int(said["done_bytes"]), int(said["total_bytes"]), rate, elsewhere=True)
         except (OSError, ValueError, KeyError, TypeError):
             return Progress(str(model), 0, 0, elsewhere=True)
+
+
+def _in_names(commit: str) -> str:
+    """A pin as part of a file's name: that of a manifest has a colon."""
+    return commit.replace(":", "-")
 
 
 def _write(path: Path, text: str) -> None:
@@ -151,7 +174,7 @@ def _write(path: Path, text: str) -> None:
 # --- room ---------------------------------------------------------------------------------------------------------
 
 
-def make_room(root: Path, shelf: Shelf, model: HubModel, missing: int, limit: int | None) -> None:
+def make_room(root: Path, shelf: Shelf, model: RemoteModel, missing: int, limit: int | None) -> None:
     """See to it that `missing` more bytes fit: on the volume, and into `limit` bytes of the whole cache. With a limit,
     models that nobody runs go, the longest unused first. Raises ModelError when that is not enough."""
     if not missing:
@@ -169,7 +192,7 @@ def make_room(root: Path, shelf: Shelf, model: HubModel, missing: int, limit: in
 
 def used_bytes(root: Path) -> int:
     """What the files of all models in the cache take."""
-    return sum(_size(path) for path in root.glob("models--*/blobs/*"))
+    return sum(_size(path) for shelf in Shelf.all_in(root) for path in shelf.folder.glob("blobs/*"))
 
 
 def _lacking(root: Path, missing: int, limit: int | None) -> int:
@@ -177,7 +200,7 @@ def _lacking(root: Path, missing: int, limit: int | None) -> int:
     return max(missing - free, 0 if limit is None else used_bytes(root) + missing - limit)
 
 
-def _too_small(root: Path, model: HubModel, missing: int, limit: int | None) -> ModelError:
+def _too_small(root: Path, model: RemoteModel, missing: int, limit: int | None) -> ModelError:
     free = shutil.disk_usage(root).free
     if missing + SPARE_BYTES > free:
         return ModelError(
@@ -192,17 +215,18 @@ def _too_small(root: Path, model: HubModel, missing: int, limit: int | None) -> 
 
 
 def _by_last_use(root: Path, wanted: Shelf) -> Sequence[tuple[Shelf, str]]:
-    """Complete models, the longest unused first; those of the repository that is being fetched are not among them."""
+    """Complete models, the longest unused first; what is here of the one that is being fetched is not among them."""
     found = [
-        (_time(path.with_suffix(".use")), Shelf(path.parent.parent), path.stem)
-        for path in root.glob(f"models--*/{OWN}/*.json")
-        if path.name != "progress.json" and path.parent.parent != wanted.folder
+        (_time(shelf.used(path.stem)), shelf, path.stem)
+        for shelf in Shelf.all_in(root)
+        for path in shelf.own.glob("*.json")
+        if path.name != "progress.json" and shelf.folder != wanted.folder
     ]
     return [(shelf, commit) for _, shelf, commit in sorted(found, key=lambda one: (one[0], one[2]))]
 
 
 def _evict(shelf: Shelf, commit: str) -> None:
-    """Delete a commit that nobody runs, in a repository of which nothing is being fetched; else leave it."""
+    """Delete a commit that nobody runs, of a model of which nothing is being fetched; else leave it."""
     with shelf.fetching() as fetching, shelf.use(commit) as use:
         if not fetching.take() or not use.take():
             return

@@ -28,7 +28,7 @@ class Progress:
     def sentence(self) -> str:
         """Such as `Downloading 43 %, 12.0 GB of 28.0 GB, 2 min left`."""
         if not self.total_bytes:
-            return f"Another engine downloads {self.model}" if self.elsewhere else f"Asking the hub for {self.model}"
+            return f"Another engine downloads {self.model}" if self.elsewhere else f"Asking for {self.model}"
         begin = "Another engine downloads it:" if self.elsewhere else "Downloading"
         size = f"{self.percent:.0f} %, {said_bytes(self.done_bytes)} of {said_bytes(self.total_bytes)}"
         left = "" if not self.rate else f", {said_seconds((self.total_bytes - self.done_bytes) / self.rate)} left"

@@ -11,20 +11,21 @@ from harness.hub_server import HubServer
 from hub_repository import REPO, SHARD_BYTES, a_repository
 from huggingface_hub import constants
 from trimtab_engine.errors import ConfigError, ModelError
-from trimtab_engine.hub import remote, transfer
-from trimtab_engine.hub.cache import Shelf
-from trimtab_engine.hub.fetch import Fetched, FetchOptions, fetch
-from trimtab_engine.hub.name import HubModel
-from trimtab_engine.hub.progress import Progress
+from trimtab_engine.sources import source, transfer
+from trimtab_engine.sources.cache import Shelf
+from trimtab_engine.sources.fetch import Fetched, fetch
+from trimtab_engine.sources.name import RemoteModel, Scheme
+from trimtab_engine.sources.progress import Progress
+from trimtab_engine.sources.source import FetchOptions
 
-MODEL = HubModel(REPO)
+MODEL = RemoteModel(Scheme.HUB, REPO)
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits between attempts here."""
-    monkeypatch.setattr(remote, "PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(source, "PAUSES_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(transfer, "LONGEST_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(sleep=lambda seconds: None))
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)  # of what was cut off, less than a chunk is lost
@@ -36,7 +37,7 @@ def options(hub: HubServer, tmp_path: Path) -> FetchOptions:
     return FetchOptions(folder=tmp_path / "cache", endpoint=hub.url)
 
 
-def fetched(model: HubModel, options: FetchOptions) -> Fetched:
+def fetched(model: RemoteModel, options: FetchOptions) -> Fetched:
     found = fetch(model, options)
     found.close()
     return found
@@ -53,7 +54,7 @@ def test_weights_and_texts_come_and_nothing_else(hub: HubServer, options: FetchO
 def test_the_revision_is_pinned_to_the_commit_that_it_means_now(hub: HubServer, options: FetchOptions) -> None:
     found = fetched(replace(MODEL, revision="main"), options)
     assert found.commit == hub.commit(REPO)
-    assert found.model == HubModel(REPO, found.commit)
+    assert found.model == RemoteModel(Scheme.HUB, REPO, found.commit)
 
 
 def test_a_commit_that_is_here_asks_nobody(hub: HubServer, options: FetchOptions) -> None:
@@ -109,14 +110,14 @@ def test_a_file_that_always_comes_wrong_is_never_used(hub: HubServer, options: F
     with pytest.raises(ModelError, match=f"{FIRST} came 2 times with another checksum"):
         fetch(MODEL, options)
     assert options.folder is not None
-    shelf = Shelf.of(options.folder, REPO)
+    shelf = Shelf.of(options.folder, MODEL)
     assert not shelf.is_complete(hub.commit(REPO), None)
     assert not shelf.snapshot(hub.commit(REPO)).joinpath(FIRST).exists()
 
 
 def test_a_hub_that_stumbles_is_asked_again(hub: HubServer, options: FetchOptions) -> None:
     hub.faults.statuses = [503, 429, 500]
-    with pytest.raises(remote.HubSilent, match="answers 500; try again later"):
+    with pytest.raises(source.SourceSilent, match="answers 500; try again later"):
         fetch(MODEL, options)
     hub.faults.statuses = [502]
     fetched(MODEL, options)
@@ -127,9 +128,9 @@ def test_what_the_cache_has_is_served_while_the_hub_is_silent(
 ) -> None:
     known = fetched(MODEL, options)
     assert fetched(MODEL, replace(options, endpoint="http://127.0.0.1:9")).path == known.path
-    assert "serving commit" in caplog.text
+    assert "which the cache has" in caplog.text
     with pytest.raises(ModelError, match=r"cannot be reached .*HTTPS_PROXY or HF_ENDPOINT"):
-        fetch(HubModel("org/other"), replace(options, endpoint="http://127.0.0.1:9"))
+        fetch(RemoteModel(Scheme.HUB, "org/other"), replace(options, endpoint="http://127.0.0.1:9"))
 
 
 def test_offline_the_cache_alone_is_asked(
@@ -141,7 +142,7 @@ def test_offline_the_cache_alone_is_asked(
     assert fetched(MODEL, options).path == known.path
     unset = r"no hf://org/other either \(the hub is not asked, as HF_HUB_OFFLINE .* is set: unset it\)"
     with pytest.raises(ModelError, match=unset + ".*hf download org/other"):
-        fetch(HubModel("org/other"), options)
+        fetch(RemoteModel(Scheme.HUB, "org/other"), options)
     assert hub.asked == []
 
 
@@ -150,7 +151,7 @@ def test_offline_what_another_tool_fetched_is_found(
 ) -> None:
     found = fetched(MODEL, options)
     assert options.folder is not None
-    shutil.rmtree(Shelf.of(options.folder, REPO).own)
+    shutil.rmtree(Shelf.of(options.folder, MODEL).own)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert fetched(MODEL, options).path == found.path
     found.path.joinpath(SECOND).unlink()
@@ -160,7 +161,7 @@ def test_offline_what_another_tool_fetched_is_found(
 
 def test_a_misspelt_name_is_said_to_be_one(options: FetchOptions) -> None:
     with pytest.raises(ModelError, match=r"no such model that everybody may read \(401\).*org/tyni is spelt.*HF_TOKEN"):
-        fetch(HubModel("org/tyni"), options)
+        fetch(RemoteModel(Scheme.HUB, "org/tyni"), options)
 
 
 def test_a_revision_that_is_not_there_is_said(options: FetchOptions) -> None:
@@ -196,7 +197,7 @@ def test_a_disk_that_is_too_small_is_said_before_any_weight_comes(
     hub: HubServer, options: FetchOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage("/")._replace(free=SHARD_BYTES)
-    monkeypatch.setattr("trimtab_engine.hub.cache.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("trimtab_engine.sources.cache.shutil.disk_usage", lambda path: usage)
     with pytest.raises(ModelError, match=r"1 MB are still to be downloaded, and .* has 0 MB free; use a larger volume"):
         fetch(MODEL, options)
     assert hub.asked_for(FIRST) == []
@@ -218,16 +219,16 @@ def test_progress_is_told_from_the_first_byte_to_the_last(hub: HubServer, option
     told: list[Progress] = []
     hub.faults.chunk_seconds = 0.02
     fetch(MODEL, options, told.append).close()
-    assert told[0].sentence == f"Asking the hub for {MODEL}"
+    assert told[0].sentence == f"Asking for {MODEL}"
     assert {progress.total_bytes for progress in told[1:]} == {2 * SHARD_BYTES}
 
 
 # --- room -------------------------------------------------------------------------------------------------------------
 
 
-def with_another(hub: HubServer, tmp_path: Path, name: str) -> HubModel:
+def with_another(hub: HubServer, tmp_path: Path, name: str) -> RemoteModel:
     hub.repos[name] = a_repository(tmp_path / "hub" / name, seed=len(hub.repos))
-    return HubModel(name)
+    return RemoteModel(Scheme.HUB, name)
 
 
 ROOM_FOR_TWO = FetchOptions(limit_bytes=2 * 2 * SHARD_BYTES + 10_000)
@@ -241,12 +242,12 @@ def test_the_longest_unused_model_goes_when_room_is_needed(
     assert options.folder is not None
     found = [fetched(model, options) for model in models[:2]]
     for age, one in ((10, found[0]), (100, found[1])):  # the second was used longer ago
-        use = Shelf.of(options.folder, one.model.repo).own / f"{one.commit}.use"
+        use = Shelf.of(options.folder, one.model).used(one.commit)
         os.utime(use, (use.stat().st_mtime - age,) * 2)
     fetched(models[2], options)
     assert found[0].path.exists()
     assert not found[1].path.exists()
-    assert not [*Shelf.of(options.folder, "org/m1").folder.glob("blobs/*")]
+    assert not [*Shelf.of(options.folder, models[1]).folder.glob("blobs/*")]
 
 
 def test_a_model_in_use_never_goes(hub: HubServer, options: FetchOptions, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Which files of a repository are fetched: weights that can be loaded, and the small texts that a model needs. Pure.
+"""Which files of a model are fetched: weights that can be loaded, and the small texts that a model needs. Pure.
 
-Never code, and never what has to be unpickled: a repository that has nothing else is refused by name.
+Never code, and never what has to be unpickled: a model that has nothing else is refused by name.
 """
 
 import json
@@ -8,45 +8,50 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trimtab_engine.errors import ModelError
-from trimtab_engine.hub.name import HubModel
+from trimtab_engine.sources.name import RemoteModel, Scheme
 from trimtab_engine.weights.open import PICKLE_SUFFIXES
 from trimtab_engine.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 """Configuration, tokenizer and chat template; `.model` is SentencePiece's tokenizer."""
+LOADED_SUFFIXES = (*TEXT_SUFFIXES, ".safetensors", ".gguf")
+"""What may be fetched at all."""
 MAX_TEXT_BYTES = 128 << 20  # the largest tokenizers have some 35 MB
 OTHER_INDEX = ".index.json"
 """Ends the names of indices; of these only the one of the safetensors files says anything here."""
 
 
 @dataclass(frozen=True, slots=True)
-class HubFile:
-    """A file as the hub describes it. `digest` is its SHA-256 where the hub keeps it as a large file, else git's SHA-1
-    of it; the cache names it so."""
+class RemoteFile:
+    """A file as its source describes it. The cache names its bytes by `digest`: equal digests, equal bytes."""
 
     name: str
     size: int
     digest: str
-
-    @property
-    def has_sha256(self) -> bool:
-        return len(self.digest) == 64
+    etag: str = ""
+    """Of an object of a bucket: what it is given for, so that another one of the same name never is."""
+    version: str | None = None
+    """Of an object that has been overwritten since, in a bucket that keeps versions."""
+    form: str = ""
+    """Of a layer that is an archive: how it is compressed, `gz` or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A repository at one commit."""
+    """The files of a model at one pin: a commit, a digest of objects or of a manifest."""
 
-    model: HubModel
+    model: RemoteModel
     commit: str
-    files: tuple[HubFile, ...]
+    files: tuple[RemoteFile, ...]
+    archives: tuple[RemoteFile, ...] = ()
+    """Layers that hold further files, lower ones first."""
 
-    def named(self, name: str) -> HubFile | None:
+    def named(self, name: str) -> RemoteFile | None:
         return next((file for file in self.files if file.name == name), None)
 
 
-def texts(listing: Listing) -> tuple[HubFile, ...]:
-    """The small files beside the weights. Folders within the repository hold other forms of it and are left out."""
+def texts(listing: Listing) -> tuple[RemoteFile, ...]:
+    """The small files beside the weights. Folders within it hold other forms of the model and are left out."""
     return tuple(
         file
         for file in listing.files
@@ -57,8 +62,8 @@ def texts(listing: Listing) -> tuple[HubFile, ...]:
     )
 
 
-def weights(listing: Listing, index: str | None) -> tuple[HubFile, ...]:
-    """The files with the weights. `index` is the text of INDEX_FILE where the repository has one. Raises ModelError
+def weights(listing: Listing, index: str | None) -> tuple[RemoteFile, ...]:
+    """The files with the weights. `index` is the text of INDEX_FILE where there is one. Raises ModelError
     where there are none that can be loaded, or several to choose from."""
     model = listing.model
     if model.file is not None:
@@ -77,13 +82,13 @@ def weights(listing: Listing, index: str | None) -> tuple[HubFile, ...]:
         return tuple(ggufs)
     if ggufs:
         names = ", ".join(file.name for file in ggufs)
-        raise ModelError(
-            f"{model}: holds {len(ggufs)} GGUF files ({names}); name one: hf://{model.repo}/{ggufs[0].name}"
-        )
+        one = f"name one: {model.scheme}://{model.place}/{ggufs[0].name}"
+        remedy = "pack the one that is wanted by itself" if model.scheme is Scheme.OCI else one
+        raise ModelError(f"{model}: holds {len(ggufs)} GGUF files ({names}); {remedy}")
     raise _nothing_to_load(model, at_top)
 
 
-def _indexed(model: HubModel, index: str) -> Sequence[str]:
+def _indexed(model: RemoteModel, index: str) -> Sequence[str]:
     try:
         names = sorted({str(name) for name in json.loads(index)["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -93,19 +98,19 @@ def _indexed(model: HubModel, index: str) -> Sequence[str]:
     return names
 
 
-def _present(listing: Listing, name: str) -> HubFile:
+def _present(listing: Listing, name: str) -> RemoteFile:
     file = listing.named(name)
     if file is None:
-        raise ModelError(f"{listing.model}: has no file {name}; see the files on its page, or use another revision")
+        raise ModelError(f"{listing.model}: has no file {name}; see which files are there, or use another revision")
     return file
 
 
-def _nothing_to_load(model: HubModel, files: Sequence[HubFile]) -> ModelError:
+def _nothing_to_load(model: RemoteModel, files: Sequence[RemoteFile]) -> ModelError:
     pickles = [file.name for file in files if file.name.endswith(PICKLE_SUFFIXES)]
     if pickles:
+        offered = " (the hub's own conversion is often offered as refs/pr/N)" if model.scheme is Scheme.HUB else ""
         return ModelError(
             f"{model}: has its weights in {pickles[0]} alone; pickle formats ({', '.join(PICKLE_SUFFIXES)}) can run "
-            f"code and are never loaded: use a repository or a revision with safetensors (the hub's own conversion is "
-            f"often offered as refs/pr/N), or convert it"
+            f"code and are never loaded: use another model or revision, with safetensors{offered}, or convert it"
         )
-    return ModelError(f"{model}: has neither safetensors nor a .gguf file; name a repository that holds a model")
+    return ModelError(f"{model}: has neither safetensors nor a .gguf file; name a place that holds a model")

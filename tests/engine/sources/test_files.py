@@ -4,17 +4,17 @@ import json
 
 import pytest
 from trimtab_engine.errors import ModelError
-from trimtab_engine.hub.files import MAX_TEXT_BYTES, HubFile, Listing, texts, weights
-from trimtab_engine.hub.name import HubModel
+from trimtab_engine.sources.files import MAX_TEXT_BYTES, Listing, RemoteFile, texts, weights
+from trimtab_engine.sources.name import RemoteModel, Scheme
 
 INDEX = "model.safetensors.index.json"
 
 
-def a_listing(*names: str, model: HubModel = HubModel("org/name"), size: int = 1) -> Listing:  # noqa: B008 - frozen
-    return Listing(model, "c" * 40, tuple(HubFile(name, size, "d" * 40) for name in names))
+def a_listing(*names: str, model: RemoteModel = RemoteModel(Scheme.HUB, "org/name"), size: int = 1) -> Listing:  # noqa: B008 - frozen
+    return Listing(model, "c" * 40, tuple(RemoteFile(name, size, "d" * 40) for name in names))
 
 
-def named(files: tuple[HubFile, ...]) -> list[str]:
+def named(files: tuple[RemoteFile, ...]) -> list[str]:
     return [file.name for file in files]
 
 
@@ -49,13 +49,13 @@ def test_of_several_gguf_files_one_has_to_be_named() -> None:
     assert named(weights(a_listing("m.gguf"), None)) == ["m.gguf"]
     with pytest.raises(ModelError, match=r"name one: hf://org/name/q4\.gguf"):
         weights(a_listing("q4.gguf", "q8.gguf"), None)
-    one = HubModel("org/name", None, "q8.gguf")
+    one = RemoteModel(Scheme.HUB, "org/name", None, "q8.gguf")
     assert named(weights(a_listing("q4.gguf", "q8.gguf", model=one), None)) == ["q8.gguf"]
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
     with pytest.raises(ModelError, match=r"has no file q2\.gguf"):
-        weights(a_listing("q4.gguf", model=HubModel("org/name", None, "q2.gguf")), None)
+        weights(a_listing("q4.gguf", model=RemoteModel(Scheme.HUB, "org/name", None, "q2.gguf")), None)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt"])

@@ -1,17 +1,19 @@
-"""A model of the hub, on this machine: found in the cache, or fetched into it by one engine while others wait."""
+"""A model that is elsewhere, brought here: found in the cache, or fetched into it by one engine while others wait."""
 
 import logging
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimtab_engine.errors import ConfigError, ModelError
-from trimtab_engine.hub.cache import Shelf, make_room
-from trimtab_engine.hub.files import HubFile, Listing, texts, weights
-from trimtab_engine.hub.locks import FolderLock
-from trimtab_engine.hub.name import HubModel
-from trimtab_engine.hub.progress import Meter, Progress
+from trimtab_engine.sources.cache import Shelf, make_room
+from trimtab_engine.sources.files import Listing, RemoteFile, texts, weights
+from trimtab_engine.sources.locks import FolderLock
+from trimtab_engine.sources.name import RemoteModel
+from trimtab_engine.sources.progress import Meter, Progress
+from trimtab_engine.sources.source import FetchOptions, PackedSource, Source, SourceSilent
 from trimtab_engine.weights.safetensors_files import INDEX_FILE
 from trimtab_engine.weights.source import CONFIG_FILE, GENERATION_FILE
 
@@ -20,26 +22,14 @@ DESCRIPTION = (CONFIG_FILE, GENERATION_FILE, INDEX_FILE)
 
 OnProgress = Callable[[Progress], None]
 
-logger = logging.getLogger("trimtab_engine.hub")
-
-
-@dataclass(frozen=True, slots=True)
-class FetchOptions:
-    """Where models are kept, and how many bytes all of them may take; None: huggingface_hub's own folder, any number.
-    `endpoint`: None is HF_ENDPOINT's."""
-
-    folder: Path | None = None
-    limit_bytes: int | None = None
-    endpoint: str | None = None
-    has_weights: bool = True
-    """Whether weights are wanted; for random ones the texts do."""
+logger = logging.getLogger("trimtab_engine.sources")
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """A model that is here: `path` is what is loaded. As long as `lease` is open nobody evicts it."""
 
-    model: HubModel
+    model: RemoteModel
     path: Path
     commit: str
     lease: FolderLock | None
@@ -50,33 +40,42 @@ class Fetched:
             self.lease.close()
 
 
-def fetch(model: HubModel, options: FetchOptions, on_progress: OnProgress = lambda progress: None) -> Fetched:
-    """Find the model in the cache or fetch it. A commit that is complete there asks nobody. Raises ModelError or
+def fetch(model: RemoteModel, options: FetchOptions, on_progress: OnProgress = lambda progress: None) -> Fetched:
+    """Find the model in the cache or fetch it. A pinned one that is complete there asks nobody. Raises ModelError or
     ConfigError with what to do."""
-    from trimtab_engine.hub import remote
+    from trimtab_engine.sources.known import default_cache, source_of
 
-    root = options.folder or Path(remote.default_cache())
-    shelf = Shelf.of(root, model.repo)
+    root = options.folder or default_cache()
+    shelf = Shelf.of(root, model)
     if model.is_pinned and model.revision is not None:
         found = _on_shelf(shelf, model, model.revision)
         if found is not None:
             return found
     on_progress(Progress(str(model), 0, 0))
-    if remote.is_offline():
-        return _kept(shelf, model, f"the hub is not asked, as {remote.OFFLINE}: unset it")
+    with closing(source_of(model, options)) as source:
+        return _asked(source, shelf, model, root, options, on_progress)
+
+
+def _asked(
+    source: Source, shelf: Shelf, model: RemoteModel, root: Path, options: FetchOptions, on_progress: OnProgress
+) -> Fetched:
+    """What the source says, fetched; what the cache has where the source says nothing."""
+    why_not = source.forbidden()
+    if why_not is not None:
+        return _kept(shelf, model, source, why_not)
     known = shelf.commit_of(model)
     is_kept = known is not None and shelf.is_complete(known, model.file)
     try:
-        listing = remote.ask(model, options.endpoint, patient=not is_kept)
-    except remote.HubSilent as error:
+        listing = source.ask(model, patient=not is_kept)
+    except SourceSilent as error:
         if known is None or not is_kept:
             raise
-        logger.warning("%s; serving commit %s, which the cache has", error, known)
-        return _kept(shelf, model, str(error))
-    return _fetched(shelf, listing, root, options, on_progress)
+        logger.warning("%s; serving %s, which the cache has", error, known)
+        return _kept(shelf, model, source, str(error))
+    return _fetched(source, shelf, listing, root, options, on_progress)
 
 
-def _on_shelf(shelf: Shelf, model: HubModel, commit: str) -> Fetched | None:
+def _on_shelf(shelf: Shelf, model: RemoteModel, commit: str) -> Fetched | None:
     """The commit, if all of it is in the cache: leased before it is looked at, so that it stays."""
     if not shelf.is_complete(commit, model.file):
         return None
@@ -95,28 +94,29 @@ def _lease(shelf: Shelf, commit: str) -> FolderLock | None:
     except ConfigError:
         return None
     lease.wait(lambda: None, shared=True)
-    (shelf.own / f"{commit}.use").touch()
+    shelf.used(commit).touch()
     return lease
 
 
-def _result(shelf: Shelf, model: HubModel, commit: str, lease: FolderLock | None) -> Fetched:
+def _result(shelf: Shelf, model: RemoteModel, commit: str, lease: FolderLock | None) -> Fetched:
     folder = shelf.snapshot(commit)
     return Fetched(replace(model, revision=commit), folder / model.file if model.file else folder, commit, lease)
 
 
-def _kept(shelf: Shelf, model: HubModel, why: str) -> Fetched:
+def _kept(shelf: Shelf, model: RemoteModel, source: Source, why: str) -> Fetched:
     """What the cache has without anybody being asked. Raises ModelError where it has not all of it."""
     commit = shelf.commit_of(model)
     if commit is not None and (shelf.is_complete(commit, model.file) or shelf.looks_complete(commit, model.file)):
         return _result(shelf, model, commit, _lease(shelf, commit))
     raise ModelError(
-        f"there is no model at {model.repo}, and the cache {shelf.folder.parent} has no {model} either ({why}); where "
-        f"there is a network: trimtab-engine fetch {model}, or hf download {model.repo} --local-dir FOLDER, then give "
-        f"FOLDER"
+        f"there is no model at {model.place}, and the cache {shelf.folder.parent} has no {model} either ({why}); where "
+        f"there is a network: {source.to_have_it(model)}"
     )
 
 
-def _fetched(shelf: Shelf, listing: Listing, root: Path, options: FetchOptions, on_progress: OnProgress) -> Fetched:
+def _fetched(
+    source: Source, shelf: Shelf, listing: Listing, root: Path, options: FetchOptions, on_progress: OnProgress
+) -> Fetched:
     model, commit = listing.model, listing.commit
     with shelf.fetching() as fetching:
         lease = shelf.use(commit)
@@ -125,10 +125,10 @@ def _fetched(shelf: Shelf, listing: Listing, root: Path, options: FetchOptions, 
             if not shelf.is_complete(commit, model.file):
                 fetching.wait(lambda: on_progress(shelf.progress_elsewhere(model)))
                 if not shelf.is_complete(commit, model.file):
-                    _fill_shelf(shelf, listing, root, options, on_progress)
-            (shelf.own / f"{commit}.use").touch()
-            if model.revision is not None or not model.is_pinned:
-                shelf.note_revision(model.revision or "main", commit)
+                    _fill_shelf(source, shelf, listing, root, options, on_progress)
+            shelf.used(commit).touch()
+            if not model.is_pinned:
+                shelf.note_revision(model.asked, commit)
         except OSError as error:
             lease.close()
             raise ConfigError(f"the cache {root} cannot be written: {error.strerror or error}; see to it") from None
@@ -138,10 +138,16 @@ def _fetched(shelf: Shelf, listing: Listing, root: Path, options: FetchOptions, 
     return _result(shelf, model, commit, lease)
 
 
-def _fill_shelf(shelf: Shelf, listing: Listing, root: Path, options: FetchOptions, on_progress: OnProgress) -> None:
+def _fill_shelf(
+    source: Source, shelf: Shelf, listing: Listing, root: Path, options: FetchOptions, on_progress: OnProgress
+) -> None:
     """Texts first: the index among them says which weights there are. What does not fit is refused before these."""
+    on_the_way = listing.archives
+    if listing.archives:
+        listing, written = _with_unpacked(source, shelf, listing, root, options, on_progress)
+        on_the_way += written
     small = texts(listing)
-    _bring(shelf, listing, small, options, lambda progress: None)
+    _bring(source, shelf, listing, small, lambda progress: None)
     if not options.has_weights:
         return
     index = listing.named(INDEX_FILE)
@@ -154,14 +160,42 @@ def _fill_shelf(shelf: Shelf, listing: Listing, root: Path, options: FetchOption
         shelf.note_progress(progress)
         on_progress(progress)
 
-    _bring(shelf, listing, large, options, tell)
+    _bring(source, shelf, listing, large, tell)
     shelf.note_complete(listing.commit, (*small, *large))
+    shelf.forget(on_the_way, kept=(*small, *large))
+
+
+def _with_unpacked(
+    source: Source, shelf: Shelf, listing: Listing, root: Path, options: FetchOptions, on_progress: OnProgress
+) -> tuple[Listing, tuple[RemoteFile, ...]]:
+    """The listing with the files out of its archives, and all of these files. For a while archives and files are
+    here."""
+    from trimtab_engine.sources.unpack import with_unpacked
+
+    missing = sum(2 * archive.size - shelf.begun_bytes(archive) for archive in listing.archives)
+    make_room(root, shelf, listing.model, missing, options.limit_bytes)
+
+    def tell(progress: Progress) -> None:
+        shelf.note_progress(progress)
+        on_progress(progress)
+
+    _transferred(source, shelf, listing, listing.archives, tell)
+    return with_unpacked(shelf, listing)
 
 
 def _bring(
-    shelf: Shelf, listing: Listing, files: tuple[HubFile, ...], options: FetchOptions, on_progress: OnProgress
+    source: Source, shelf: Shelf, listing: Listing, files: tuple[RemoteFile, ...], on_progress: OnProgress
 ) -> None:
-    from trimtab_engine.hub.transfer import transfer
+    """Have the files here, under their names."""
+    _transferred(source, shelf, listing, files, on_progress)
+    for file in files:
+        shelf.link(listing.commit, file)
+
+
+def _transferred(
+    source: Source, shelf: Shelf, listing: Listing, files: tuple[RemoteFile, ...], on_progress: OnProgress
+) -> None:
+    from trimtab_engine.sources.transfer import transfer
 
     begun = sum(shelf.begun_bytes(file) for file in files)
     meter = Meter(str(listing.model), sum(file.size for file in files), begun, time.monotonic())
@@ -174,9 +208,7 @@ def _bring(
             told = now
             on_progress(meter.read(now))
 
-    transfer(listing, files, shelf, endpoint=options.endpoint, note=meter.note, waiting=waiting)
-    for file in files:
-        shelf.link(listing.commit, file)
+    transfer(source, listing, files, shelf, note=meter.note, waiting=waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +221,23 @@ class Description:
     is_safetensors: bool
 
 
-def describe(model: HubModel, options: FetchOptions, folder: Path) -> Description:
+def describe(model: RemoteModel, options: FetchOptions, folder: Path) -> Description:
     """Fetch configuration and index alone, into `folder`. Raises ModelError where there is no model, or
     none whose weights could be loaded."""
-    from trimtab_engine.hub import remote
+    from trimtab_engine.sources.known import source_of
 
-    listing = remote.ask(model, options.endpoint)
-    shelf = Shelf.of(folder, model.repo)
+    with closing(source_of(model, options)) as source:
+        return _described(source, Shelf.of(folder, model), model)
+
+
+def _described(source: Source, shelf: Shelf, model: RemoteModel) -> Description:
+    listing = source.ask(model)
+    if listing.archives and isinstance(source, PackedSource):
+        from trimtab_engine.sources.unpack import with_described
+
+        listing = with_described(shelf, listing, source, DESCRIPTION)
     small = tuple(file for file in texts(listing) if file.name in DESCRIPTION)
-    _bring(shelf, listing, small, options, lambda progress: None)
+    _bring(source, shelf, listing, small, lambda progress: None)
     index = listing.named(INDEX_FILE)
     large = weights(listing, None if index is None else shelf.blob(index).read_text(encoding="utf-8", errors="replace"))
     return Description(

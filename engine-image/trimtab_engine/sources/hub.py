@@ -1,0 +1,201 @@
+"""The Hugging Face hub, or a mirror of it: what it says of a model, its bytes, and why it says nothing. Addresses,
+tokens and proxies are huggingface_hub's own, from HF_ENDPOINT, HF_TOKEN or HF_TOKEN_PATH, HTTPS_PROXY and their like.
+
+huggingface_hub's own downloads begin a file anew with every process. A pod that ends in the middle of a shard of 5 GB
+must not, so the bytes go through its HTTP client into a file of ours.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import BinaryIO, cast
+
+import httpx2
+from huggingface_hub import HfApi, constants, get_token, hf_hub_url
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented there, marked nowhere
+from huggingface_hub.utils.tqdm import silent_tqdm
+
+from trimtab_engine.errors import ModelError
+from trimtab_engine.sources.files import Listing, RemoteFile
+from trimtab_engine.sources.name import RemoteModel
+from trimtab_engine.sources.source import (
+    ANSWER_SECONDS,
+    TRANSIENT,
+    Arriving,
+    Checksum,
+    Hashed,
+    Interrupted,
+    SourceSilent,
+    patiently,
+)
+
+OFFLINE = "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
+NOT_SATISFIABLE = 416
+SHA256_LENGTH = 64  # hex digits; the hub's other digest is git's SHA-1, of small files
+
+
+def say_errors_alone() -> None:
+    """Keep what huggingface_hub says of every request and every cut out of a server's log, which has its own words."""
+    for name in ("httpx2", "huggingface_hub"):  # the latter sets its level when it is imported: here that is done
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def default_cache() -> str:
+    """Where huggingface_hub keeps what it fetches: HF_HUB_CACHE, or below HF_HOME."""
+    return str(constants.HF_HUB_CACHE)
+
+
+@dataclass(frozen=True, slots=True)
+class HubSource:
+    """The hub at `endpoint`; None: at the one that HF_ENDPOINT names."""
+
+    endpoint: str | None = None
+
+    @property
+    def shown(self) -> str:
+        return f"the hub at {_address(self.endpoint)}"
+
+    def forbidden(self) -> str | None:
+        return f"the hub is not asked, as {OFFLINE}: unset it" if constants.is_offline_mode() else None
+
+    def ask(self, model: RemoteModel, *, patient: bool = True) -> Listing:
+        if self.forbidden() is not None:
+            raise SourceSilent(
+                f"{model}: the hub is not asked, as {OFFLINE}; unset it, or, where the cache has the model, give "
+                f"the folder that trimtab-engine fetch {model} prints"
+            )
+        return patiently(lambda: self._ask_once(model), patient=patient)
+
+    def _ask_once(self, model: RemoteModel) -> Listing:
+        try:
+            info = HfApi(endpoint=self.endpoint).model_info(
+                model.place, revision=model.revision, files_metadata=True, timeout=ANSWER_SECONDS
+            )
+        except HfHubHTTPError as error:
+            if error.response.status_code not in TRANSIENT:
+                raise _refused(model, error, self.endpoint) from None
+            raise SourceSilent(f"{model}: {self.shown} answers {error.response.status_code}; try again later") from None
+        except httpx2.HTTPError as error:
+            raise SourceSilent(
+                f"{model}: {self.shown} cannot be reached ({_one_line(error)}); see to the network, HTTPS_PROXY or "
+                f"HF_ENDPOINT (a mirror)"
+            ) from None
+        return _listing(model, info, self.endpoint)
+
+    def checksum(self, listing: Listing, file: RemoteFile) -> Callable[[], Checksum]:
+        """SHA-256 where the hub keeps it as a large file, else git's SHA-1."""
+        if len(file.digest) == SHA256_LENGTH:
+            return lambda: Hashed(hashlib.sha256(), file.digest)
+        header = b"blob %d\0" % file.size
+        return lambda: Hashed(hashlib.sha1(header, usedforsecurity=False), file.digest)
+
+    def fill(self, listing: Listing, file: RemoteFile, arriving: Arriving) -> None:
+        url = str(hf_hub_url(listing.model.place, file.name, revision=listing.commit, endpoint=self.endpoint))
+        try:
+            http_get(
+                url,
+                cast(BinaryIO, _AsFile(arriving)),
+                resume_size=arriving.size,
+                headers=build_hf_headers(),
+                tqdm_class=cast("type", silent_tqdm),
+            )
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            if status == NOT_SATISFIABLE:
+                arriving.begin_anew()
+            elif status not in TRANSIENT:
+                raise _refused(listing.model, error, self.endpoint) from None
+            raise Interrupted(f"the hub answers {status}") from None
+        except httpx2.HTTPError as error:
+            raise Interrupted(_one_line(error)) from None
+        except OSError as error:
+            if error.errno is not None:  # the disk's; huggingface_hub's own about a wrong length has no number
+                raise
+
+    def to_have_it(self, model: RemoteModel) -> str:
+        return f"trimtab-engine fetch {model}, or hf download {model.place} --local-dir FOLDER, then give FOLDER"
+
+    def close(self) -> None:
+        """Its connections are huggingface_hub's, which other threads may use."""
+
+
+class _AsFile:
+    """What comes in, as huggingface_hub writes to a file. Where a server did not go on where it was asked to, it goes
+    back to the beginning."""
+
+    def __init__(self, arriving: Arriving) -> None:
+        self._arriving = arriving
+
+    def write(self, data: object) -> int:
+        return self._arriving.write(data)
+
+    def tell(self) -> int:
+        return self._arriving.size
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        assert (offset, whence) == (0, 0)
+        self._arriving.begin_anew()
+        return 0
+
+    def truncate(self, size: int | None = None) -> int:
+        return self._arriving.size
+
+
+def _listing(model: RemoteModel, info: object, endpoint: str | None) -> Listing:
+    commit, siblings = getattr(info, "sha", None), getattr(info, "siblings", None)
+    files = []
+    for sibling in siblings or ():
+        digest = sibling.blob_id if sibling.lfs is None else sibling.lfs.sha256
+        size = sibling.size if sibling.lfs is None else sibling.lfs.size
+        if size is None or not digest:
+            raise ModelError(
+                f"{model}: {_address(endpoint)} does not say size and digest of {sibling.rfilename}, so that nothing "
+                f"could be checked; use a mirror that passes on ?blobs=true, or the hub itself"
+            )
+        files.append(RemoteFile(sibling.rfilename, int(size), str(digest)))
+    if not commit:
+        raise ModelError(
+            f"{model}: {_address(endpoint)} does not say its commit; use another mirror, or the hub itself"
+        )
+    return Listing(model, str(commit), tuple(files))
+
+
+def _refused(model: RemoteModel, error: HfHubHTTPError, endpoint: str | None) -> ModelError:
+    """What the hub's refusal means, and who does what now."""
+    status, page = error.response.status_code, f"{_address(endpoint)}/{model.place}"
+    has_token = get_token() is not None
+    give = "HF_TOKEN, or spec.model.tokenSecretRef in an InferenceDeployment"
+    if isinstance(error, RevisionNotFoundError):
+        return ModelError(f"{model}: there is no such revision; name a branch, a tag or a commit of {page}")
+    if isinstance(error, GatedRepoError):
+        whose = "the token's account" if has_token else "your account"
+        then = "" if has_token else f", then give a token of it: {give}"
+        return ModelError(f"{model}: is gated ({status}); accept its terms at {page} with {whose}{then}")
+    if isinstance(error, RepositoryNotFoundError):
+        seen = "that this token may read" if has_token else "that everybody may read"
+        then = "give a token that may read it" if has_token else f"give a token: {give}"
+        return ModelError(
+            f"{model}: the hub has no such model {seen} ({status}); see whether {page} is spelt so, and if it is "
+            f"private or gated, {then}"
+        )
+    if status == 401:
+        return ModelError(f"{model}: the hub refuses the token (401): it is wrong or has expired; give another: {give}")
+    if status == 403:
+        return ModelError(f"{model}: the token may not read it (403); give one with read access to {page}: {give}")
+    return ModelError(f"{model}: the hub at {_address(endpoint)} answers {status}; see {page}")
+
+
+def _address(endpoint: str | None) -> str:
+    return endpoint or str(constants.ENDPOINT)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
