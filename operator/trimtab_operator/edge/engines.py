@@ -179,6 +179,9 @@ class Engines:
             return False
         try:
             async with asyncio.timeout(self.patience_seconds):
+                if len(known) == 1:  # as of most: a task of its own would cost as much as half of the asking
+                    ((target, page),) = known
+                    return await self._page(target) == page
                 said = await asyncio.gather(*(self._page(target) for target, _ in known))
         except TimeoutError:
             return False

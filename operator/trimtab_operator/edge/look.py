@@ -17,7 +17,7 @@ from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, GROUP_LABEL, MANA
 from trimtab_operator.decisions.memory import Memory
 from trimtab_operator.decisions.placement import Age, ages_of_partly_placed
 from trimtab_operator.decisions.world import World, as_read, questions_of
-from trimtab_operator.edge.cache import Cache
+from trimtab_operator.edge.cache import Cache, Owner
 from trimtab_operator.edge.cluster import API_ERRORS, Cluster, is_forbidden
 from trimtab_operator.edge.engines import Engines
 from trimtab_operator.edge.nodes import Nodes
@@ -28,6 +28,7 @@ from trimtab_operator.observed.groups import is_terminating
 from trimtab_operator.observed.missing_pods import REFUSED_CREATION
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
 
 CONFIRMATIONS = 3  # before the API server is asked for all: a cache that lags has caught up by then
@@ -48,6 +49,9 @@ class Key:
         return f"{self.namespace}/{self.name}"
 
 
+_Read = tuple[Manifest, tuple[InferenceDeployment, tuple[Refusal, ...]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Eyes:
     """Look for all loops. `secret` is what admin tokens are derived from, `former_secret` what they were before."""
@@ -65,6 +69,8 @@ class Eyes:
     stakes: Stakes | None = None
     """None: there is no GPU budget."""
     _live: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LIVE_LOOKS))
+    _read: dict[Owner, _Read] = field(default_factory=dict)
+    """What of the cache was read last, of each resource."""
 
     async def look(self, key: Key, memory: Memory, engines: Engines) -> World:
         """See the resource, its children, its engines and what else matters now. Raises Gone."""
@@ -95,6 +101,7 @@ class Eyes:
         """Drop what is expected of a resource that is gone."""
         if self.cache is not None:
             self.cache.forget((key.namespace, key.name))
+        self._read.pop((key.namespace, key.name), None)
         if self.stakes is not None:
             self.stakes.forget(key.namespace, key.name)
 
@@ -147,7 +154,7 @@ class Eyes:
 
     def _world(self, key: Key, body: Manifest) -> World:
         """What the resource itself says; its children are still to be read."""
-        deployment, misread = as_read(body, default_image=self.default_image, powers=self.installation.powers)
+        deployment, misread = self._as_read(key, body)
         token = admin_token(self.secret, key.uid)
         former = None if self.former_secret is None else admin_token(self.former_secret, key.uid)
         return World(
@@ -160,6 +167,16 @@ class Eyes:
             installation=self.installation,
             sample_seconds=self._sample_seconds(deployment),
         )
+
+    def _as_read(self, key: Key, body: Manifest) -> tuple[InferenceDeployment, tuple[Refusal, ...]]:
+        """The resource; one that the cache still has as it was is not read again."""
+        last = self._read.get((key.namespace, key.name))
+        if last is not None and last[0] is body:
+            return last[1]
+        found = as_read(body, default_image=self.default_image, powers=self.installation.powers)
+        if self.cache is not None:
+            self._read[key.namespace, key.name] = body, found
+        return found
 
     def _sample_seconds(self, deployment: InferenceDeployment) -> float:
         """How often metrics change where they are read; 0: with each look."""

@@ -39,6 +39,7 @@ MAX_BACKOFF_SECONDS = 60.0  # between ticks that fail
 FAILURES_TO_SHOW = 3  # in a row, before the status says so: one lost connection is no news
 GATHER_SECONDS = 0.2  # wake-ups come in bursts: one tick serves all
 STAKES_TRIED = 5  # times that others may take a part of the GPU budget while a turn is taken
+MAX_TICKS_AT_ONCE = 64  # the Lease is renewed between two of them: a thousand at once would let it run out
 MAX_TURNS_AT_ONCE = 2  # a turn may predict for a second: it is taken beside the event loop, which must get its share
 
 
@@ -66,6 +67,7 @@ class Reconciler:
     http: aiohttp.ClientSession
     heartbeats: Heartbeats
     wake_ups: WakeUps
+    _ticking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_TICKS_AT_ONCE))
     _thinking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_TURNS_AT_ONCE))
 
     def loop_of(self, key: Key) -> Loop:
@@ -141,7 +143,11 @@ class Reconciler:
             return await asyncio.to_thread(turn, world, memory)
 
     async def guarded_tick(self, loop: Loop) -> float:
-        """Tick once; seconds until the next. Errors end here, except that the resource is gone."""
+        """Tick once, when it is its turn; seconds until the next. Errors end here, except that the resource is gone."""
+        async with self._ticking:
+            return await self._guarded_tick(loop)
+
+    async def _guarded_tick(self, loop: Loop) -> float:
         loop.decided = None
         try:
             with self.hands.metrics.reconcile_seconds.time():

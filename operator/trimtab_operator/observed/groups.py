@@ -23,9 +23,12 @@ class Missing:
     read_at: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Observed:
-    """The children of one resource as the API server gave them; all owned by it."""
+    """The children of one resource as the API server gave them; all owned by it.
+
+    It has no slots: its groups are worked out once and kept.
+    """
 
     services: tuple[Manifest, ...] = ()
     stateful_sets: tuple[Manifest, ...] = ()
@@ -53,6 +56,11 @@ class Observed:
             "ServiceAccount": self.accounts,
         }
         return required[kind] if kind in required else self.optional.get(kind, ())
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The replica groups that are there to stay, by ordinal."""
+        return _groups_of(self)
 
 
 @dataclass(frozen=True)
@@ -120,6 +128,10 @@ class Group:
 
 def groups_of(observed: Observed) -> tuple[Group, ...]:
     """The groups that are there to stay, by ordinal; StatefulSets being deleted are left out."""
+    return observed.groups
+
+
+def _groups_of(observed: Observed) -> tuple[Group, ...]:
     staying = [s for s in observed.stateful_sets if ordinal_of(s) is not None and not is_terminating(s)]
     workers = {ordinal_of(s): s for s in staying if is_worker(s)}
     found = []

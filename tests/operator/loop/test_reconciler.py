@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import aiohttp
 import pytest
@@ -16,7 +16,7 @@ from trimtab_operator.decisions.rest import REST_SECONDS, Rest
 from trimtab_operator.edge import metrics
 from trimtab_operator.edge.engines import Engines
 from trimtab_operator.errors import Gone, NameTaken
-from trimtab_operator.loop.reconciler import BUSY_TICK_SECONDS, Loop
+from trimtab_operator.loop.reconciler import BUSY_TICK_SECONDS, MAX_TICKS_AT_ONCE, Loop, Reconciler
 from trimtab_operator.loop.wake_ups import WakeUps
 from trimtab_operator.observed.engines import EngineSeen, Target
 from trimtab_operator.tuner.decide import Condition, Outcome
@@ -119,6 +119,29 @@ async def test_the_loop_ends_with_its_resource(change: str) -> None:
         await reconciler.tick(a_loop(cluster))
     await reconciler.run(KEY.namespace, KEY.name, KEY.uid)
     assert reconciler.heartbeats.problems() == []
+
+
+class Counted(Reconciler):
+    """What all loops share, when a tick does nothing but let others go on."""
+
+    __slots__ = ()
+    ticking: ClassVar[list[int]] = [0, 0]
+
+    async def tick(self, loop: Loop) -> float:
+        self.ticking[0] += 1
+        self.ticking[1] = max(self.ticking)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self.ticking[0] -= 1
+        return 1.0
+
+
+async def test_a_bounded_number_of_loops_ticks_at_once() -> None:
+    cluster = FakeCluster()
+    plain = a_reconciler(cluster)
+    counted = Counted(plain.eyes, plain.hands, plain.http, plain.heartbeats, plain.wake_ups)
+    assert await asyncio.gather(*(counted.guarded_tick(a_loop(cluster)) for _ in range(300))) == [1.0] * 300
+    assert counted.ticking == [0, MAX_TICKS_AT_ONCE]
 
 
 class Pages(FakeEngines):
