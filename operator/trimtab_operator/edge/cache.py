@@ -11,6 +11,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -105,7 +106,9 @@ class Store:
     def _put(self, manifest: Manifest) -> Owner:
         owner = owner_of(self.kind, manifest)
         metadata = {key: value for key, value in manifest["metadata"].items() if key not in NOT_READ}
-        kept = shared({"kind": self.kind, **manifest, "metadata": metadata})
+        kept = {"kind": self.kind, **manifest, "metadata": metadata}
+        with suppress(RecursionError):  # what is nested that deep is kept as it came
+            kept = shared(kept)
         self._objects.setdefault(owner, {})[metadata["name"]] = kept
         self._homes[owner[0], metadata["name"]] = owner
         return owner

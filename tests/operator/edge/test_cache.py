@@ -150,3 +150,22 @@ def test_a_kind_that_cannot_be_watched_is_neither_heard_nor_waited_for() -> None
     assert known.pods.heard is Heard.NOT_SERVED
     assert not known.cache.is_heard("Pod", "n")
     assert known.cache.is_not_served("Pod", "n")
+
+
+def nested(levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(levels):
+        found = {"a": found}
+    return found
+
+
+@pytest.mark.parametrize("levels", [1, 5000])
+def test_words_are_one_in_memory_for_all_objects_however_deep_an_object_is(levels: int) -> None:
+    store = Store("Pod")
+    for name in ("one", "other"):
+        word = "".join(["Clu", "sterIP"])  # no two of these are one object
+        metadata = {"namespace": "n", "name": name, "labels": {DEPLOYMENT_LABEL: "m"}}
+        store.put({"metadata": metadata, "spec": {"type": word, "deep": nested(levels)}})
+    one, other = store.of(("n", "m"))
+    assert one["spec"]["type"] == other["spec"]["type"] == "ClusterIP"
+    assert (one["spec"]["type"] is other["spec"]["type"]) is (levels == 1)
