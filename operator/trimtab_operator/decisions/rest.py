@@ -16,7 +16,6 @@ from trimtab_operator.decisions.memory import Memory
 from trimtab_operator.decisions.turn import Turn, turn
 from trimtab_operator.decisions.world import World
 from trimtab_operator.observed.engines import EngineSeen, Target, target_of
-from trimtab_operator.tuner.looks import RequestNews, Sample
 
 REST_SECONDS = 30.0  # between two looks at a resource at rest: as long as the tuner believes a sample, at the least
 
@@ -64,7 +63,7 @@ def caught_up(rest: Rest, memory: Memory) -> Memory:
     after that is its work of those seconds, and not of the whole rest."""
     if rest.seen_at <= rest.world.at:
         return memory
-    engines = {name: _later(seen, rest.seen_at) for name, seen in rest.world.engines.items()}
+    engines = {name: seen.again(rest.seen_at) for name, seen in rest.world.engines.items()}
     decided = turn(replace(rest.world, at=rest.seen_at, engines=engines), memory)
     return replace(decided.memory, futile=decided.futile) if decided.is_idle else memory
 
@@ -95,14 +94,6 @@ def _is_at_rest(seen: EngineSeen) -> bool:
     told = sample.requests
     is_empty = told is None or not (told.finished or told.unfinished or told.missed)
     return is_empty and sample.gauges.running == 0 and sample.gauges.waiting == 0
-
-
-def _later(seen: EngineSeen, at: float) -> EngineSeen:
-    return seen if seen.sample is None else replace(seen, sample=_sampled(seen.sample, at))
-
-
-def _sampled(sample: Sample, at: float) -> Sample:
-    return replace(sample, at=at, requests=None if sample.requests is None else RequestNews((), ()))
 
 
 def _page_in(world: World, target: Target) -> bytes | None:

@@ -174,18 +174,29 @@ class Engines:
 
     async def say_the_same(self, known: Sequence[tuple[Target, bytes]]) -> bool:
         """Whether the pages of metrics of these engines say what is known of them (`EngineSeen.page`): one request to
-        each, and nothing is remembered of it. One that is asked already, or is late, may say anything."""
+        each. If so it is what they said last. One that is asked already, or is late, may say anything."""
         if any(self._is_asked(target) or self._is_patched(target) for target, _ in known):
             return False
         try:
             async with asyncio.timeout(self.patience_seconds):
                 if len(known) == 1:  # as of most: a task of its own would cost as much as half of the asking
-                    ((target, page),) = known
-                    return await self._page(target) == page
-                said = await asyncio.gather(*(self._page(target) for target, _ in known))
+                    said = [await self._page(known[0][0])]
+                else:
+                    said = await asyncio.gather(*(self._page(target) for target, _ in known))
         except TimeoutError:
             return False
-        return said == [page for _, page in known]
+        is_same = said == [page for _, page in known]
+        if is_same:
+            self._hear_again(target.instance for target, _ in known)
+        return is_same
+
+    def _hear_again(self, instances: Iterable[str]) -> None:
+        """Let what engines said last have been said now."""
+        now = self.clock()
+        for instance in instances:
+            conversation = self._with.get(instance)
+            if conversation is not None and conversation.word is not None:
+                conversation.word = conversation.word[0].again(now), now
 
     async def _page(self, target: Target) -> bytes | None:
         assert target.address is not None

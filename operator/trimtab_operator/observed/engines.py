@@ -6,7 +6,7 @@ The asking itself is edge/engines.py's. What an engine did not say is absent, an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT
@@ -15,7 +15,7 @@ from trimtab_operator.observed.groups import Group, token_hash_of
 from trimtab_operator.observed.phases import EngineView
 from trimtab_operator.resource.time import parse_time
 from trimtab_operator.tuner.knobs import Value
-from trimtab_operator.tuner.looks import Config, Ledger, Sample, Source
+from trimtab_operator.tuner.looks import Config, Ledger, RequestNews, Sample, Source
 from trimtab_operator.tuner.moves import Reason
 
 
@@ -77,6 +77,13 @@ class EngineSeen:
     page: bytes | None = None
     """A hash of all that is read of its page of metrics, where its pod was asked itself and nothing was amiss: as long
     as a page has the same, nothing happens in the engine."""
+
+    def again(self, at: float) -> EngineSeen:
+        """The same at a later time (Unix): nothing has happened in the engine since."""
+        if self.sample is None:
+            return self
+        requests = None if self.sample.requests is None else RequestNews((), ())
+        return replace(self, sample=replace(self.sample, at=at, requests=requests))
 
 
 def target_of(group: Group, known_layouts: Mapping[str, Degrees]) -> Target:

@@ -90,6 +90,24 @@ async def test_engines_that_say_the_same_are_known_by_one_request(
     assert not await engines.say_the_same([(target, page)])
 
 
+async def test_what_a_page_said_again_stands_when_the_engine_is_late_after_it(
+    engine: ContractEngine, http: aiohttp.ClientSession
+) -> None:
+    now = [1000.0]
+    engines, target = Engines(http, lambda: now[0], patience_seconds=30.0), a_target(engine)
+    page = (await engines.look([target], TOKEN))["u"].page
+    assert page is not None
+    now[0] += REPEATED_SECONDS - 1
+    assert await engines.say_the_same([(target, page)])
+    now[0] += REPEATED_SECONDS - 1
+    engine.hangs, engines.patience_seconds = True, 0.0
+    said = (await engines.look([target], TOKEN))["u"]
+    assert said.problem is None
+    assert said.sample is not None
+    assert said.sample.at == 1000.0 + REPEATED_SECONDS - 1
+    engines.close()
+
+
 async def test_an_engine_that_is_late_or_gone_may_say_anything(
     engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
