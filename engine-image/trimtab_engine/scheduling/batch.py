@@ -25,6 +25,9 @@ class ScheduledSequence:
     num_tokens: int
     samples: bool
     draft_token_ids: list[int] = field(default_factory=list)
+    quiet_until: int = 0
+    """While it begins before this position, the next step computes its newest token and nothing else comes up: no block
+    is wanted or full, and it does not end. The scheduler's note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class Batch:
     """How many of `swap_out` go to the host cache; the others are of preempted requests."""
     num_restored: int = 0
     """How many of `swap_in` come from there."""
+    only_decodes: bool = False
+    """Known without a look at them: each of its sequences computes the one newest token of an output, and samples."""
     sampling: list[Request] = field(default_factory=list)
     """Requests that get a token, in the order of the sequences."""
     displaced: list[bytes] = field(default_factory=list)
@@ -67,7 +72,7 @@ class Batch:
         """prefill, decode or mixed: by whether sequences compute more than their newest token; idle when empty."""
         if not self.sequences:
             return "idle"
-        if self.num_tokens == len(self.sequences) == len(self.sampling):
+        if self.only_decodes or self.num_tokens == len(self.sequences) == len(self.sampling):
             return "decode"
         num_prefills = sum(1 for s in self.sequences if s.num_tokens > 1 + len(s.draft_token_ids) or not s.samples)
         if num_prefills == 0:

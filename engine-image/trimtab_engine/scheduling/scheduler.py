@@ -185,6 +185,9 @@ class Scheduler:
             self._running.sort(key=self._key)
         if not policy.enable_prefix_caching and self._policy.enable_prefix_caching:
             self._blocks.reset_cache()
+        if policy.num_speculative_tokens != self._policy.num_speculative_tokens:
+            for sequence in self._running:
+                sequence.quiet_until = 0
         self._policy = policy
 
     def resize_kv(self, num_blocks: int, now: float) -> ResizeResult:
@@ -236,7 +239,7 @@ class Scheduler:
             self._blocks.swap_space.settle()
         if self._encoder is not None:
             self._encoder.begin_step()
-        batch = Batch(self.next_step, [], 0, [])
+        batch = Batch(self.next_step, [], 0, [], only_decodes=True)
         budget = self._schedule_running(batch, now)
         if self._waiting:
             if batch.preempted:
@@ -265,40 +268,50 @@ class Scheduler:
         Returns one entry per request, in the same order. A request that ended since schedule() has no token in its
         entry: what was sampled for it is dropped. `now` is when the step ended.
         """
+        notable = self.land(batch, token_ids, now)
+        pairs = zip(batch.sampling, token_ids, strict=True)
+        return [notable.get(place) or (request, new, None) for place, (request, new) in enumerate(pairs)]
+
+    def land(self, batch: Batch, token_ids: Sequence[int | list[int]], now: float) -> dict[int, Sampled]:
+        """As update(), but tells only of requests that got another number of tokens than one, or do not go on, by their
+        places in batch.sampling. Nearly all get one and go on, so that is kept short."""
         self._book_blocked_time(now)
-        sampled: list[Sampled] = []
-        keep = sampled.append
+        notable: dict[int, Sampled] = {}
+        running = RequestStatus.RUNNING
         any_finished = False
-        num_delivered = 0
-        for request, token_id in zip(batch.sampling, token_ids, strict=True):
-            request.num_pending_tokens -= 1
-            if request.status.is_finished:
-                keep((request, [], request.status))
-                continue
-            tokens = request.token_ids
-            if not isinstance(token_id, int):
-                status = self._append_verified(request, token_id)
-                self._waiting.recount(request)
-                num_delivered += len(token_id)
+        num_delivered = len(token_ids)
+        for place, (request, new) in enumerate(zip(batch.sampling, token_ids, strict=True)):
+            if new.__class__ is int and request.status is running and new not in request.end_token_ids:
+                tokens = request.token_ids
+                if len(tokens) + 1 < request.max_num_tokens:
+                    tokens.append(new)
+                    request.num_pending_tokens -= 1
+                    continue
+            entry = self._land_one(request, new)
+            _, delivered, status = entry
+            if status is not None or isinstance(delivered, list):
+                notable[place] = entry
                 any_finished |= status is not None
-                keep((request, token_id, status))
-                continue
-            tokens.append(token_id)
-            num_delivered += 1
-            if request.preempted_at is not None:  # since schedule()
-                self._waiting.recount(request)
-            if token_id in request.end_token_ids or len(tokens) >= request.max_num_tokens:
-                status = self._finish_status(request, token_id)
-                if status is not None:
-                    self._finish(request, status)
-                    any_finished = True
-                keep((request, token_id, status))
-            else:
-                keep((request, token_id, None))
+                num_delivered += len(delivered) - 1 if isinstance(delivered, list) else 0
         self._stats.num_generation_tokens += num_delivered
         if any_finished:
             self._drop_finished()
-        return sampled
+        return notable
+
+    def _land_one(self, request: Request, new: int | list[int]) -> Sampled:
+        """Any request and what was sampled for it: it may have been preempted since, or have ended."""
+        request.num_pending_tokens -= 1
+        if request.status.is_finished:
+            return request, [], request.status
+        if isinstance(new, list):
+            status = self._append_verified(request, new)
+        else:
+            request.token_ids.append(new)
+            status = self._finish_status(request, new)
+            if status is not None:
+                self._finish(request, status)
+        self._waiting.recount(request)
+        return request, new, status
 
     def _append_verified(self, request: Request, token_ids: list[int]) -> RequestStatus | None:
         """Append the accepted drafts and the token after them, up to one that ends the request; what comes after that
@@ -331,11 +344,23 @@ class Scheduler:
         preempted = batch.preempted
         is_staged = self._num_stages > 1
         share = -(-len(self._running) // self._num_stages)
+        is_quiet = not is_staged and not self._policy.num_speculative_tokens
         owed: int | None = None  # decodes behind the request at hand; None: not counted, as no prefill has asked yet
         for index, sequence in enumerate(self._running):
             if budget <= 0:
                 break
             request = sequence.request
+            start = request.num_computed_tokens
+            if start < sequence.quiet_until and not preempted:
+                sequence.start = start
+                request.num_computed_tokens = start + 1
+                request.num_pending_tokens += 1
+                budget -= 1
+                schedule(sequence)
+                sampling(request)
+                if owed is not None:
+                    owed -= 1
+                continue
             if preempted and request.status is not RequestStatus.RUNNING:
                 continue
             if is_staged:
@@ -343,7 +368,6 @@ class Scheduler:
                     continue  # it is in flight
                 if len(batch.sequences) >= share:
                     break
-            start = request.num_computed_tokens
             num_known = len(request.token_ids) + request.num_pending_tokens
             num_left = num_known - start
             is_decode = num_left == 1 and start >= request.num_prompt_tokens
@@ -354,6 +378,8 @@ class Scheduler:
                     owed -= 1
                 end = start + 1
                 samples = True
+                if is_quiet:
+                    sequence.quiet_until = min(start - start % block_size + block_size, request.max_num_tokens - 1)
             elif num_left == 0:  # its newest token is not known yet
                 continue
             else:
@@ -391,6 +417,7 @@ class Scheduler:
                 request.num_pending_tokens += 1
                 sampling(request)
                 continue
+            batch.only_decodes = False
             if samples:
                 request.num_pending_tokens += 1
                 sampling(request)
@@ -436,6 +463,7 @@ class Scheduler:
     def _add_drafts(self, batch: Batch, budget: int) -> int:
         """Have the step verify guesses with what everything known has left of the budget. Returns the rest."""
         self._has_guesses = False
+        batch.only_decodes = False
         for sequence in batch.sequences:
             if sequence.request.draft_token_ids:
                 self._add_drafts_of(sequence, budget)
@@ -513,6 +541,7 @@ class Scheduler:
                 request.num_pending_tokens += 1
                 batch.sampling.append(request)
             budget -= end - start
+            batch.only_decodes = False
             self._stats.note_prefill(sequence)
         return budget
 

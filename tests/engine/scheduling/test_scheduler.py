@@ -78,6 +78,54 @@ def step(scheduler: Scheduler, token: int = WORD, now: float = 0.0) -> list[tupl
 # --- what a step holds --------------------------------------------------------------------------------------------
 
 
+def test_a_batch_says_that_it_has_only_decodes_and_no_prompt_hides_among_them() -> None:
+    scheduler = a_scheduler()
+    add(scheduler, a_request("a", 3))
+    batch = scheduler.schedule(0.0)
+    assert not batch.only_decodes
+    finish_step(scheduler, batch)
+    assert scheduler.schedule(0.0).only_decodes
+    add(scheduler, a_request("b", 1))  # one token as a decode has, and yet a prompt
+    assert not scheduler.schedule(0.0).only_decodes
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_decodes_that_nothing_comes_up_for_are_scheduled_as_all_others(caching: bool) -> None:
+    """Block boundaries, lengths, a prompt between them and a live change of speculation come as they would."""
+    quick, slow = (a_scheduler(seqs=4, tokens=6, length=24, caching=caching) for _ in range(2))
+    held: list[list[list[tuple[str, int, int, bool]]]] = [[], []]
+    for number in range(40):
+        for own, scheduler in zip(held, (quick, slow), strict=True):
+            if number % 6 == 0:
+                add(scheduler, a_request(str(number), 1 + number % 7, max_tokens=2 + number % 17))
+            if number in (9, 14):
+                steer(scheduler, num_speculative_tokens=2 if number == 9 else 0)
+            if scheduler is slow:
+                for sequence in scheduler._running:
+                    sequence.quiet_until = 0
+            batch = scheduler.schedule(0.0)
+            own.append([(s.request.request_id, s.start, s.num_tokens, s.samples) for s in batch.sequences])
+            finish_step(scheduler, batch)
+            scheduler.check_integrity()
+    assert held[0] == held[1]
+
+
+def test_a_step_that_lands_tells_of_those_that_do_not_just_go_on() -> None:
+    scheduler = a_scheduler()
+    requests = [a_request(name, 3, stop=(STOP,)) for name in "abcd"]
+    add(scheduler, *requests)
+    batch = scheduler.schedule(0.0)
+    scheduler.abort(["d"])
+    a, b, c, d = requests
+    assert scheduler.land(batch, [WORD, STOP, [WORD], WORD], 0.0) == {
+        1: (b, STOP, RequestStatus.FINISHED_STOPPED),
+        2: (c, [WORD], None),
+        3: (d, [], RequestStatus.FINISHED_ABORTED),
+    }
+    assert a.token_ids == [1, 1, 1, WORD]
+    assert scheduler.take_stats().num_generation_tokens == 3
+
+
 def test_a_prompt_is_computed_at_once_and_then_one_token_a_step() -> None:
     scheduler = a_scheduler()
     add(scheduler, a_request(prompt=5))
