@@ -6,17 +6,20 @@ A batch takes off with everything that it needs, as plain values: the scheduler 
 On CUDA it may take off before the one before it has landed: tokens that only the device knows are fed there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 
 from trimtab_engine.device.swap_cache import NOTHING_SWAPPED, Pairs, SwapCache, Swapped
 from trimtab_engine.messages import SpeculationCounts
+from trimtab_engine.runner.decode_step import DecodeStep
 from trimtab_engine.runner.graphs.step_buffers import Feed
 from trimtab_engine.runner.model_runner import ModelRunner
+from trimtab_engine.sampling.choice_columns import Array, PlainRows
 from trimtab_engine.sampling.failures import Failure
 from trimtab_engine.sampling.logprobs import ScoresInFlight
 from trimtab_engine.sampling.sampler import SampledTokens, TokenMasks, sample
@@ -54,7 +57,7 @@ class PreparedStep:
     num_requests: int
     num_context_tokens: int
     num_attended_tokens: int
-    inputs: StepInputs
+    inputs: StepInputs | DecodeStep
     unknown: list[Unknown]
     scoring: list[tuple[Request, int, int]]
     """(request, position, how many): prompt tokens whose successors are judged, from that position on."""
@@ -63,9 +66,26 @@ class PreparedStep:
 
     def fill_in(self) -> None:
         """The step before has landed: put its tokens in. A request that ended in it computes something nobody reads."""
+        if isinstance(self.inputs, DecodeStep):
+            self.inputs.fill_in()
+            return
         for index, request, position in self.unknown:
             tokens = request.token_ids
             self.inputs.token_ids[index] = tokens[position] if position < len(tokens) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked of the tokens of some requests, all taken together."""
+
+    sampling: list[Request]
+    is_plain: bool
+    takes_likeliest: bool
+
+    @classmethod
+    def of(cls, sampling: list[Request]) -> "Asked":
+        likeliest = False not in [request.takes_likeliest for request in sampling]
+        return cls(sampling, likeliest or False not in [request.is_plain for request in sampling], likeliest)
 
 
 @dataclass(slots=True)
@@ -105,6 +125,7 @@ class Execution:
         self._depth = 0
         self._swap_cache = swap_cache
         self._masks = MaskMaker()
+        self._asked = Asked.of([])
         self._on_stream = on_stream
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="execution") if in_thread else None
 
@@ -132,7 +153,10 @@ class Execution:
         """The batch's inputs. Tokens that a step in flight samples are left open. `depth` is the live number of drafts
         per request; above 0 no step may be in flight."""
         speculates = self._proposer is not None and depth > 0
-        inputs, unknown = (NO_INPUTS, []) if speculates else self._runner.flatten(batch.sequences)
+        inputs, unknown = (NO_INPUTS, []) if speculates else self._runner.lay_out(batch)
+        if isinstance(inputs, DecodeStep):
+            context = inputs.num_context_tokens
+            return PreparedStep(batch, "decode", len(batch.sequences), context, context, inputs, [], [])
         if batch.displaced or batch.missing:  # never beside drafts
             inputs.displaced, inputs.missing = batch.displaced, batch.missing
         scoring = [
@@ -153,17 +177,36 @@ class Execution:
 
     def _samples_on_device(self, batch: Batch) -> bool:
         steps = self._runner.steps
-        return steps is not None and steps.sampler is not None and steps.sampler.can_sample(batch.sampling)
+        if steps is None or steps.sampler is None:
+            return False
+        return self._asked_by(batch).is_plain or steps.sampler.can_sample(batch.sampling)
+
+    def _asked_by(self, batch: Batch) -> Asked:
+        """Kept from step to step while the requests stay the same."""
+        if self._asked.sampling != batch.sampling:
+            self._asked = Asked.of(batch.sampling)
+        return self._asked
+
+    def _rows(self, step: PreparedStep, in_flight: Sequence[Request] = ()) -> "Rows":
+        """Whose tokens are chosen on the device. `in_flight`: whose newest token a step samples that has not landed."""
+        asked = self._asked_by(step.batch)
+        if asked.takes_likeliest:
+            return None
+        if asked.is_plain:
+            return PlainRows(step.batch.sampling, _ends(step.inputs))
+        places = {request: row for row, request in enumerate(in_flight)}
+        return [DeviceRow(request, places.get(request)) for request in step.batch.sampling]
 
     def begin_behind(self, step: PreparedStep, started: float, flight: Flight) -> Flight:
         """Start computing behind a flight that it can follow."""
         sampled = flight.step.batch.sampling
-        places = dict(zip(sampled, range(len(sampled)), strict=True))
-        feed = [(index, places[request]) for index, request, _ in step.unknown]
-        rows: list[DeviceRow] | None = None
-        if not takes_likeliest(step.batch):
-            fed = {request for _, request, _ in step.unknown}
-            rows = [DeviceRow(request, places[request] if request in fed else None) for request in step.batch.sampling]
+        feed: list[tuple[int, int]] = []
+        if isinstance(step.inputs, DecodeStep):
+            step.inputs.feed_from(sampled)
+        else:
+            places = {request: row for row, request in enumerate(sampled)}
+            feed = [(index, places[request]) for index, request, _ in step.unknown]
+        rows = self._rows(step, sampled)
         self._announce_swap(step.batch.swap_out, step.batch.swap_in)
         self._runner.send(step.inputs, feed)
         return Flight(step, started, self._launch(step, feed, rows), feeds=True)
@@ -193,8 +236,7 @@ class Execution:
         batch = step.batch
         self._runner.send(step.inputs)
         if self._samples_on_device(batch):
-            rows = None if takes_likeliest(batch) else [DeviceRow(request) for request in batch.sampling]
-            return Flight(step, started, self._launch(step, (), rows), feeds=True)
+            return Flight(step, started, self._launch(step, (), self._rows(step)), feeds=True)
         masks = self._masks.begin(_masked_requests(batch.sampling))
         self._copy_swapped(batch, step.inputs)
         logits = self._runner.run(step.inputs)
@@ -207,7 +249,7 @@ class Execution:
 
         return Flight(step, started, land)
 
-    def _launch(self, step: PreparedStep, feed: Feed, rows: list[DeviceRow] | None) -> Callable[[], StepResult]:
+    def _launch(self, step: PreparedStep, feed: Feed, rows: "Rows") -> Callable[[], StepResult]:
         """Queue a whole step on the device, sampling included. Returns what waits for its tokens. `rows`: whose they
         are; None: nothing but the likeliest is asked for."""
         batch, steps = step.batch, self._runner.steps
@@ -304,7 +346,7 @@ class Execution:
         if self._swap_cache is not None:
             self._swap_cache.announce(swap_out, swap_in)
 
-    def _copy_swapped(self, batch: Batch, inputs: StepInputs | None) -> None:
+    def _copy_swapped(self, batch: Batch, inputs: StepInputs | DecodeStep | None) -> None:
         """This rank's part of it, before the step with these inputs (None: they are not known yet)."""
         assert self._swap_cache is not None or not batch.swap_out + batch.swap_in  # else the swap space has no blocks
         if self._swap_cache is not None:
@@ -315,9 +357,15 @@ class Execution:
         return NOTHING_SWAPPED if self._swap_cache is None else self._swap_cache.take_swapped()
 
 
-def takes_likeliest(batch: Batch) -> bool:
-    """Whether each of its tokens is the likeliest, whatever is asked."""
-    return False not in [request.takes_likeliest for request in batch.sampling]
+Rows = Sequence[DeviceRow] | PlainRows | None
+"""Whose tokens a step chooses on the device; None: nothing but the likeliest is asked for."""
+
+
+def _ends(inputs: StepInputs | DecodeStep) -> Array:
+    """At which position each sampled token will be."""
+    if isinstance(inputs, DecodeStep):
+        return inputs.ends
+    return np.array([inputs.positions[index] + 1 for index in inputs.sampled], np.int64)
 
 
 def _read(scores: ScoresInFlight | None) -> list[TokenLogprobs]:

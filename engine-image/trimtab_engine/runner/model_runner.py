@@ -40,6 +40,7 @@ from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import ModelShard, shard_model
 from trimtab_engine.parallel.wave import Wave
+from trimtab_engine.runner.decode_step import DecodeLayout, DecodeStep
 from trimtab_engine.runner.graphs.device_steps import AttentionShape, DeviceSteps, GraphCounts, StepLimits
 from trimtab_engine.runner.graphs.plan import GraphPlan
 from trimtab_engine.runner.graphs.recorder import Recorder
@@ -48,7 +49,7 @@ from trimtab_engine.runner.item_encoder import ItemEncoder
 from trimtab_engine.sampling.device_sampler import DeviceSampler
 from trimtab_engine.sampling.logprobs import ScoresInFlight
 from trimtab_engine.sampling.sampler import ROWS_AT_ONCE, sample
-from trimtab_engine.scheduling.batch import ScheduledSequence
+from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.step_inputs import StepInputs, Unknown, flatten
@@ -124,6 +125,7 @@ class ModelRunner:
         self.facts = facts
         (self._model, self._tower), self._rebuild, self.shard, self.groups = loaded, rebuild, shard, groups
         self._items = ItemEncoder(device.torch, groups.tensor if divides_items else None)
+        self._decodes = DecodeLayout()
         self._device, self._block_size, self._dtype = device, block_size, dtype
         self._kv_dtype = kv_dtype
         self._scores: ScoresInFlight | None = None
@@ -420,6 +422,13 @@ class ModelRunner:
         if self.steps is not None:
             self.steps.drop_graphs()
 
+    def lay_out(self, batch: Batch) -> tuple[StepInputs | DecodeStep, list[Unknown]]:
+        """As flatten(), in columns where that is enough: on a device beside the host, with no other rank to tell."""
+        in_columns = batch.only_decodes and batch.sequences and self.steps is not None and not self.drives_others
+        if in_columns and len(self.facts.kv_groups) == 1 and self.facts.vision is None:
+            return self._decodes.lay_out(batch), []
+        return self.flatten(batch.sequences)
+
     def flatten(self, sequences: list[ScheduledSequence]) -> tuple[StepInputs, list[Unknown]]:
         """The batch as plain values, and which of its tokens are not known yet."""
         longest = max_decode_tokens(self._device.torch)
@@ -437,16 +446,20 @@ class ModelRunner:
 
     def padded_rows(self, inputs: StepInputs) -> int:
         """Rows that this rank would compute for these tokens."""
-        num_tokens = len(inputs.token_ids)
+        num_tokens = inputs.num_tokens
         return padded_rows(num_tokens) if self._model.pads_rows and num_tokens else num_tokens
 
-    def send(self, inputs: StepInputs, feed: Feed = ()) -> None:
+    def send(self, inputs: StepInputs | DecodeStep, feed: Feed = ()) -> None:
         """Let the other ranks begin a step; run() computes this rank's part. One rank alone has nobody to tell."""
 
-    def run(self, inputs: StepInputs, feed: Feed = ()) -> torch.Tensor | None:
+    def run(self, inputs: StepInputs | DecodeStep, feed: Feed = ()) -> torch.Tensor | None:
         """Compute a step. Logits of the sampled tokens on the rank that samples, None on the others. `feed`: tokens
         that the device alone knows, where it works beside the host, which then waits for nothing."""
-        logits = self._run(inputs, self._kv_tensors) if self.steps is None else self._run_beside_host(inputs, feed)
+        if self.steps is not None:
+            logits = self._run_beside_host(inputs, feed)
+        else:
+            assert not isinstance(inputs, DecodeStep)  # lay_out() makes none here
+            logits = self._run(inputs, self._kv_tensors)
         self._end_step()
         return logits
 
@@ -456,7 +469,7 @@ class ModelRunner:
             self.balancer.on_step()
 
     @torch.inference_mode()
-    def _run_beside_host(self, inputs: StepInputs, feed: Feed) -> torch.Tensor | None:
+    def _run_beside_host(self, inputs: StepInputs | DecodeStep, feed: Feed) -> torch.Tensor | None:
         assert self.steps is not None
         hidden, wanted = self.steps.run(inputs, feed)
         return self._logits(hidden, wanted, inputs)
@@ -503,16 +516,18 @@ class ModelRunner:
         wanted = torch.tensor(inputs.sampled + [0] * (rows - num_rows), dtype=torch.int64, device=device)
         return self._logits(hidden, wanted, inputs)
 
-    def _logits(self, hidden: torch.Tensor, wanted: torch.Tensor, inputs: StepInputs) -> torch.Tensor | None:
+    def _logits(
+        self, hidden: torch.Tensor, wanted: torch.Tensor, inputs: StepInputs | DecodeStep
+    ) -> torch.Tensor | None:
         """Logits of the rows that are sampled. `wanted` may go on with rows of padding."""
         if not self.shard.is_last_stage:
             return None
         if inputs.scored:
             self._scores = self._score(hidden, inputs.scored)
-        if not inputs.sampled:
+        if not inputs.num_sampled:
             return torch.empty(0, self.facts.vocab_size, device=hidden.device)
         logits = self._model.logits(hidden, wanted)
-        return None if logits is None else logits[: len(inputs.sampled)]
+        return None if logits is None else logits[: inputs.num_sampled]
 
     def _score(self, hidden: torch.Tensor, scored: list[tuple[int, int, int]]) -> ScoresInFlight:
         """Begin to judge the prompt's own next tokens, a few rows at a time, as the sampler takes them; nothing on a

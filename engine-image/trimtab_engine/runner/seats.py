@@ -11,6 +11,7 @@ What telling costs depends on the sequences of a step and on their new blocks, n
 """
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,16 +42,15 @@ class Seats:
         self._step = 0
         self._last_steps = np.zeros(num_seats, np.int64)
         """When a seat's table was read last."""
+        self._last: tuple[Sequence[list[int]], Array] = ((), np.zeros(0, np.int64))
+        """The tables of the step before, and their seats."""
 
     def seat(self, tables: Sequence[list[int]], counts: Array) -> tuple[Array, list[New]]:
         """The seats of a step's tables, and what must be told before their first `counts` blocks are read: the caller
         tells it."""
         self._step += 1
-        found = list(map(self._by_id.get, map(id, tables)))
-        if None in found:
-            self._last_steps[[seat for seat in found if seat is not None]] = self._step
-            found = [self._take(table) if seat is None else seat for table, seat in zip(tables, found, strict=True)]
-        seats = np.array(found, np.int64)
+        seats = self._seats_of(tables)
+        self._last = tables, seats
         self._last_steps[seats] = self._step
         known = self._num_known[seats]
         behind = np.flatnonzero(known < counts)
@@ -59,6 +59,16 @@ class Seats:
         self._num_known[seats[behind]] = counts[behind]
         columns = (behind, seats[behind], known[behind], counts[behind])
         return seats, [New(*row) for row in zip(*[column.tolist() for column in columns], strict=True)]
+
+    def _seats_of(self, tables: Sequence[list[int]]) -> Array:
+        before, seats = self._last
+        if len(tables) == len(before) and all(map(is_, tables, before)):
+            return seats  # the same tables as in the step before, which nobody has put off their seats
+        found = list(map(self._by_id.get, map(id, tables)))
+        if None in found:
+            self._last_steps[[seat for seat in found if seat is not None]] = self._step
+            found = [self._take(table) if seat is None else seat for table, seat in zip(tables, found, strict=True)]
+        return np.array(found, np.int64)
 
     def _take(self, table: list[int]) -> int:
         if not self._free:

@@ -5,19 +5,15 @@ the tokens before is counted on the device too. Grammars are the host's, so batc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from trimtab_kernels.edit_logits import NONE, ban_tokens, edit_logits
 
 from trimtab_engine.device.transfer import receive, send, send_together
+from trimtab_engine.sampling.choice_columns import ChoiceColumns, Chooser, PlainRows, packed_parameters
 from trimtab_engine.sampling.forbidden_tokens import Ban, bans_of
 from trimtab_engine.sampling.logprobs import judge_rows, reports_of
-from trimtab_engine.sampling.sampler import (
-    ROWS_AT_ONCE,
-    ChoiceParameters,
-    best_logits,
-    choose_limited,
-    draw_by_kernel,
-)
+from trimtab_engine.sampling.sampler import ROWS_AT_ONCE, best_logits, choose_limited, draw_by_kernel
 from trimtab_engine.sampling.token_table import DeviceRow, Places, TokenTable
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import TokenLogprobs
@@ -76,9 +72,12 @@ class DeviceSampler:
         self._vocab_size, self._eos_token_ids, self._device = vocab_size, eos_token_ids, device
         self._table = TokenTable(vocab_size, max_num_seqs, device)
         self.draws_by_kernel = device.type == "cuda"
-        self._parameters: dict[Request, ChoiceParameters] = {}
-        """Of requests that choose at random, the newest last; of ended ones too, until there are too many."""
+        self._parameters: dict[Request, bytes] = {}
+        """Rows of PARAMETERS: of requests that choose at random, the newest last; of ended ones too, until there are
+        too many."""
         self._max_parameters = MOST_PARAMETERS * max_num_seqs
+        self._columns: tuple[list[Request], ChoiceColumns | None] = ([], None)
+        """Of the requests that chose last."""
 
     @property
     def num_bytes(self) -> int:
@@ -88,7 +87,7 @@ class DeviceSampler:
     def can_sample(self, requests: Sequence[Request]) -> bool:
         """Whether these can be the rows of one step here."""
         asking = [request for request in requests if not request.is_plain]
-        return all(request.grammar is None for request in requests) and self._table.has_room_for(asking)
+        return all(request.grammar is None for request in asking) and self._table.has_room_for(asking)
 
     def warm_up(self, last_tokens: torch.Tensor) -> None:
         """Compile what edits logits; the choice itself was compiled by the profile's steps."""
@@ -99,11 +98,13 @@ class DeviceSampler:
         edit_logits(logits, self._table.words, zero, none, none, half, half, half)
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: Sequence[DeviceRow], last_tokens: torch.Tensor) -> ChosenTokens:
+    def sample(
+        self, logits: torch.Tensor, rows: Sequence[DeviceRow] | PlainRows, last_tokens: torch.Tensor
+    ) -> ChosenTokens:
         """logits [rows, vocab_size] float32, changed in place; last_tokens: those chosen last, where the rows' sources
         point."""
-        if all(row.request.is_plain for row in rows):
-            chosen = self._choose(logits, rows)
+        if isinstance(rows, PlainRows):
+            chosen = self._choose_plain(logits, rows)
             return ChosenTokens(chosen, best_logits(logits, chosen), [])
         edits = self._edits(rows)
         if not edits or all(row.sampling.logprobs is None for row in rows):
@@ -161,18 +162,35 @@ class DeviceSampler:
         if all(row.request.sampling.temperature == 0 for row in rows):
             return logits.argmax(dim=-1)
         if self.draws_by_kernel:
-            return draw_by_kernel(logits, rows, self._parameters_of(rows))
-        return choose_limited(logits, rows)
+            num_output_tokens = np.array([row.num_output_tokens for row in rows], np.int64)
+            return draw_by_kernel(logits, self._columns_of([row.request for row in rows]), num_output_tokens)
+        choosers: Sequence[Chooser] = rows
+        return choose_limited(logits, choosers)
 
-    def _parameters_of(self, rows: Sequence[DeviceRow]) -> list[ChoiceParameters]:
+    def _choose_plain(self, logits: torch.Tensor, rows: PlainRows) -> torch.Tensor:
+        if self.draws_by_kernel:
+            columns = self._columns_of(rows.requests)
+            return draw_by_kernel(logits, columns, rows.ends - columns.num_prompt_tokens)
+        return choose_limited(logits, rows.choices())
+
+    def _columns_of(self, requests: list[Request]) -> ChoiceColumns:
+        """What the choices of these requests depend on, made anew when they are not those who chose last."""
+        before, columns = self._columns
+        if columns is None or before != requests:
+            num_prompt_tokens = [request.num_prompt_tokens for request in requests]
+            columns = ChoiceColumns.of(self._parameters_of(requests), num_prompt_tokens, self._device)
+            self._columns = requests, columns
+        return columns
+
+    def _parameters_of(self, requests: Sequence[Request]) -> list[bytes]:
         """What was made at a request's first choice here, and kept."""
         known = self._parameters
-        for row in rows:
-            if row.request not in known:
-                known[row.request] = ChoiceParameters.of(row.request.sampling, self._vocab_size)
-        parameters = [known[row.request] for row in rows]
+        for request in requests:
+            if request not in known:
+                known[request] = packed_parameters(request.sampling, self._vocab_size)
+        parameters = [known[request] for request in requests]
         if len(known) > self._max_parameters:
-            self._parameters = {row.request: own for row, own in zip(rows, parameters, strict=True)}
+            self._parameters = dict(zip(requests, parameters, strict=True))
         return parameters
 
     def _edit(self, logits: torch.Tensor, first: int, edits: list[Edit], last_tokens: torch.Tensor) -> None:

@@ -13,8 +13,6 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from struct import Struct
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +21,7 @@ from trimtab_kernels.apply_token_bitmask import apply_token_bitmask
 from trimtab_kernels.keep_likely_tokens import keep_likely_tokens
 from trimtab_kernels.sample import sample_triton
 
-from trimtab_engine.device.transfer import send_together
+from trimtab_engine.sampling.choice_columns import Array, ChoiceColumns, Chooser, kept_by_top_k, packed_parameters
 from trimtab_engine.sampling.failures import Failure, failures_of
 from trimtab_engine.sampling.forbidden_tokens import bans_of
 from trimtab_engine.sampling.logprobs import report_rows
@@ -43,35 +41,6 @@ class SampledTokens:
     logprobs: list[TokenLogprobs | None]
     failed: dict[int, Failure] = field(default_factory=dict)
     """Rows that no token could be chosen from. What stands for them in token_ids means nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceParameters:
-    """What a random choice on the device depends on, made once per request. Columns of a step are one join away."""
-
-    packed: bytes
-    """temperature, top_p, min_p, top_k (PARAMETERS)."""
-    seed_hash: int | None
-    """Of what comes before the position in a seeded request's key; None: it has no seed."""
-
-    @classmethod
-    def of(cls, p: Sampling, vocab_size: int) -> "ChoiceParameters":
-        packed = PACKED_PARAMETERS.pack(p.temperature, p.top_p, p.min_p, kept_by_top_k(p, vocab_size))
-        return cls(packed, None if p.seed is None else zlib.crc32(f"{p.seed} ".encode()))
-
-
-PARAMETERS = np.dtype([("temperature", "<f4"), ("top_p", "<f4"), ("min_p", "<f4"), ("top_k", "<i4")])
-PACKED_PARAMETERS = Struct("<fffi")
-
-
-class Chooser(Protocol):
-    """What greedy or random choice depends on, beside the logits."""
-
-    @property
-    def sampling(self) -> Sampling: ...
-
-    @property
-    def num_output_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +170,6 @@ def _logits_of(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
 
 
-def kept_by_top_k(p: Sampling, vocab_size: int) -> int:
-    """How many of the most likely tokens it keeps, in numbers that fit a device's int32."""
-    return min(p.top_k or vocab_size, vocab_size)
-
-
 def _adjust(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> None:
     """What changes the logits themselves, whether the choice is greedy or random."""
     _restrict(logits, requests)
@@ -280,27 +244,16 @@ def _draw(logits: torch.Tensor, requests: Sequence[Chooser]) -> torch.Tensor:
 
 
 def _draw_by_kernel(logits: torch.Tensor, requests: Sequence[Chooser]) -> torch.Tensor:
-    return draw_by_kernel(
-        logits, requests, [ChoiceParameters.of(request.sampling, logits.shape[1]) for request in requests]
-    )
+    packed = [packed_parameters(request.sampling, logits.shape[1]) for request in requests]
+    columns = ChoiceColumns.of(packed, [0] * len(requests), logits.device)
+    return draw_by_kernel(logits, columns, np.array([request.num_output_tokens for request in requests], np.int64))
 
 
-def draw_by_kernel(
-    logits: torch.Tensor, requests: Sequence[Chooser], parameters: Sequence[ChoiceParameters]
-) -> torch.Tensor:
-    """The choice in one Triton kernel, greedy rows too, which sorts nothing and does not wait for the device. A request
-    without a seed takes one from torch's generator. Numbers differ from the CPU's; the distribution does not."""
-    seeds = torch.randint(1 << 62, (len(parameters),)).tolist()
-    for row, own in enumerate(parameters):
-        if own.seed_hash is not None:  # crc32 of "SEED POSITION"
-            seeds[row] = zlib.crc32(b"%d" % requests[row].num_output_tokens, own.seed_hash)
-    columns: Any = np.frombuffer(b"".join([own.packed for own in parameters]), PARAMETERS)
-    names = ("temperature", "top_p", "min_p", "top_k")
-    seed, temperature, top_p, min_p, top_k = send_together(
-        [torch.tensor(seeds, dtype=torch.int64), *(torch.tensor(columns[name].copy()) for name in names)],
-        logits.device,
-    )
-    token_ids, _ = sample_triton(logits, temperature, top_k, top_p, min_p, seed)
+def draw_by_kernel(logits: torch.Tensor, columns: ChoiceColumns, num_output_tokens: Array) -> torch.Tensor:
+    """The choice in one Triton kernel, greedy rows too, which sorts nothing and does not wait for the device. Numbers
+    differ from the CPU's; the distribution does not."""
+    seeds = columns.seeds_on(logits.device, num_output_tokens)
+    token_ids, _ = sample_triton(logits, columns.temperature, columns.top_k, columns.top_p, columns.min_p, seeds)
     return token_ids
 
 

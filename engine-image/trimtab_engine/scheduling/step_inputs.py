@@ -64,6 +64,14 @@ class StepInputs(msgspec.Struct, array_like=True):
     """(index in token_ids, how many tokens, key, first row): what takes its embeddings from what is kept."""
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.sampled)
+
+    @property
     def shape(self) -> StepShape:
         """What decides over the step's graph, equal on all ranks that compute it together. A step is uniform when it
         has decodes only, or chunks of one length only."""

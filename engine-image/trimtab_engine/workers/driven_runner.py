@@ -7,6 +7,7 @@ from trimtab_engine.device.swap_cache import SwapCache
 from trimtab_engine.memory.formula import Ledger
 from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.wave import Wave
+from trimtab_engine.runner.decode_step import DecodeStep
 from trimtab_engine.runner.graphs.step_buffers import Feed
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.scheduling.step_inputs import StepInputs, StepShape
@@ -54,8 +55,9 @@ class DrivenRunner(ModelRunner):
         super().close()
         self.workers.close()
 
-    def send(self, inputs: StepInputs, feed: Feed = ()) -> None:
+    def send(self, inputs: StepInputs | DecodeStep, feed: Feed = ()) -> None:
         """The other ranks begin at once. Stages before this one's run ahead of it."""
+        assert isinstance(inputs, StepInputs)  # lay_out() makes nothing else for what drives others
         if self.wave is not None:
             try:
                 inputs.agreed = self._agree(self.wave, inputs)
@@ -72,9 +74,9 @@ class DrivenRunner(ModelRunner):
             own = StepShape(self.padded_rows(inputs), own.tokens_per_sequence)
         return wave.agree(own, can_be_uniform=self.kv_cache.num_blocks > 0)
 
-    def run(self, inputs: StepInputs, feed: Feed = ()) -> torch.Tensor | None:
+    def run(self, inputs: StepInputs | DecodeStep, feed: Feed = ()) -> torch.Tensor | None:
         """This rank's part of a step; steps are run in the order in which they were sent."""
-        if inputs.agreed is not None and inputs.agreed.num_tokens == 0:
+        if isinstance(inputs, StepInputs) and inputs.agreed is not None and inputs.agreed.num_tokens == 0:
             return torch.empty(0, self.facts.vocab_size)
         try:
             return super().run(inputs, feed)

@@ -4,8 +4,10 @@ from functools import partial
 from typing import Any
 
 import engine_builders
+import numpy as np
 import pytest
 import torch
+from trimtab_engine.sampling.choice_columns import PlainRows
 from trimtab_engine.sampling.device_sampler import DeviceSampler
 from trimtab_engine.sampling.token_table import DeviceRow
 
@@ -20,7 +22,7 @@ a_request = partial(engine_builders.a_request, temperature=0.0)
 
 
 def test_a_grammar_is_the_hosts() -> None:
-    held, free = a_request(), a_request(repetition_penalty=1.1, logprobs=1, bad_words=((3,),))
+    held, free = a_request(grammar="x"), a_request(repetition_penalty=1.1, logprobs=1, bad_words=((3,),))
     assert a_sampler().can_sample([free, free])
     grammar: Any = object()
     held.grammar = grammar
@@ -59,13 +61,31 @@ def test_a_word_that_the_token_in_flight_would_begin_is_not_completed() -> None:
 
 def test_what_a_random_choice_depends_on_is_made_once_per_request() -> None:
     sampler = DeviceSampler(VOCABULARY, (2,), max_num_seqs=2, device=torch.device("cpu"))
-    rows = [DeviceRow(a_request(temperature=0.7, seed=number)) for number in range(20)]
-    first = sampler._parameters_of(rows[:2])
-    assert sampler._parameters_of([rows[1], rows[0]]) == [first[1], first[0]]
-    assert sampler._parameters_of(rows[:1])[0] is first[0]
-    for row in rows:  # far more than can run: those of requests that have gone are forgotten
-        sampler._parameters_of([row])
+    requests = [a_request(temperature=0.7, seed=number) for number in range(20)]
+    first = sampler._parameters_of(requests[:2])
+    assert sampler._parameters_of([requests[1], requests[0]]) == [first[1], first[0]]
+    assert sampler._parameters_of(requests[:1])[0] is first[0]
+    for request in requests:  # far more than can run: those of requests that have gone are forgotten
+        sampler._parameters_of([request])
     assert len(sampler._parameters) <= 8
+
+
+def test_columns_of_choices_stay_on_the_device_while_the_requests_are_the_same() -> None:
+    sampler, requests = a_sampler(), [a_request(temperature=0.7, seed=number) for number in range(3)]
+    columns = sampler._columns_of(requests)
+    assert sampler._columns_of(list(requests)) is columns
+    assert sampler._columns_of(requests[:2]) is not columns
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_plain_rows_in_columns_are_chosen_as_any(temperature: float) -> None:
+    requests = [a_request(temperature=temperature, seed=number, output=[7] * number) for number in range(3)]
+    logits, last_tokens = torch.randn(3, VOCABULARY), torch.zeros(64, dtype=torch.int64)
+    expected = a_sampler().sample(logits.clone(), [DeviceRow(request) for request in requests], last_tokens)
+    rows = PlainRows(requests, np.array([request.num_tokens for request in requests]))
+    chosen = a_sampler().sample(logits.clone(), rows, last_tokens)
+    assert chosen.token_ids.tolist() == expected.token_ids.tolist()
+    assert torch.equal(chosen.best, expected.best)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """The sampler: what each parameter does, and that no request's tokens depend on its neighbours."""
 
 import math
-import zlib
 from typing import Any
 
 import pytest
 import torch
 from engine_builders import a_request
-from trimtab_engine.sampling.sampler import ChoiceParameters, TokenMasks, _draw_by_kernel, sample
+from trimtab_engine.sampling.sampler import TokenMasks, _draw_by_kernel, sample
 
 VOCABULARY = 50
 
@@ -162,11 +161,3 @@ def test_the_devices_draw_obeys_the_same_limits_and_seeds() -> None:
     assert drawn[0] == logits[0].argmax()
     assert drawn[2] == logits[2].argmax()
     assert _draw_by_kernel(logits[1:2], requests[1:2])[0] == drawn[1], "a seeded draw depends on nothing else"
-
-
-@pytest.mark.parametrize("seed", [0, 7, -3, 1 << 60])
-@pytest.mark.parametrize("position", [0, 9, 10, 12345])
-def test_a_seeds_hash_goes_on_with_the_position_as_if_it_were_one_text(seed: int, position: int) -> None:
-    parameters = ChoiceParameters.of(a_request(seed=seed).sampling, VOCABULARY)
-    assert parameters.seed_hash is not None
-    assert zlib.crc32(b"%d" % position, parameters.seed_hash) == zlib.crc32(f"{seed} {position}".encode())

@@ -20,11 +20,13 @@ from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.device.transfer import Mark, copy_to_host, pinned_bytes
 from trimtab_engine.models.family import Model
 from trimtab_engine.parallel.groups import ALONE, RankGroups
+from trimtab_engine.runner.decode_step import DecodeStep
 from trimtab_engine.runner.graphs.dispatcher import Dispatcher, Eager
 from trimtab_engine.runner.graphs.plan import GraphKey, GraphPlan
 from trimtab_engine.runner.graphs.recorder import Outside, Recorder, Replay
 from trimtab_engine.runner.graphs.seated_tables import SeatedTables
 from trimtab_engine.runner.graphs.step_buffers import Capacity, Feed, StepBuffers
+from trimtab_engine.sampling.choice_columns import PlainRows
 from trimtab_engine.sampling.device_sampler import DeviceSampler, ReportsInFlight, likeliest
 from trimtab_engine.sampling.failures import failures_of
 from trimtab_engine.sampling.sampler import SampledTokens
@@ -241,12 +243,12 @@ class DeviceSteps:
     # --- steps ----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs, feed: Feed = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, inputs: StepInputs | DecodeStep, feed: Feed = ()) -> tuple[torch.Tensor, torch.Tensor]:
         """Begin a step. Returns hidden states [rows, hidden_size] and which of their rows are sampled."""
         self._share(feed)
         shape = inputs.shape
         choice = self._dispatcher.dispatch(shape)
-        num_tokens = len(inputs.token_ids)
+        num_tokens = inputs.num_tokens
         if isinstance(choice, Eager):
             self._counts.eager[choice.value] = self._counts.eager.get(choice.value, 0) + 1
             buffers, rows = self._large, shape.num_tokens
@@ -264,10 +266,10 @@ class DeviceSteps:
             self._model.send(hidden)
             self._counts.steps[choice.kind] = self._counts.steps.get(choice.kind, 0) + 1
             self._counts.padding_tokens += choice.num_tokens - num_tokens
-        return hidden, buffers.longs["sampled"][: len(inputs.sampled)]
+        return hidden, buffers.longs["sampled"][: inputs.num_sampled]
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: Sequence[DeviceRow] | None) -> TokensInFlight:
+    def sample(self, logits: torch.Tensor, rows: Sequence[DeviceRow] | PlainRows | None) -> TokensInFlight:
         """Choose a step's tokens from its logits [rows, vocab_size], keep them for the next one, and start their way to
         the host. `rows` None: the likeliest of each."""
         assert self.sampler is not None  # this rank samples

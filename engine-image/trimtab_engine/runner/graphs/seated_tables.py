@@ -47,8 +47,14 @@ class SeatedTables:
         seats, news = self._seats.seat(tables, counts)
         if not news:
             return seats, NOTHING_NEW
-        places = np.concatenate([self._write(new, tables[new.place]) for new in news])
-        return seats, NewBlocks(places, self._host_rows.reshape(-1)[places])
+        width, rows = self._host_rows.shape[1], self._host_rows.reshape(-1)
+        single = [new for new in news if new.last - new.first == 1]  # what decodes bring, and so kept short
+        places = np.array([new.seat * width + new.first for new in single], np.int64)
+        rows[places] = [tables[new.place][new.first] for new in single]
+        if len(single) < len(news):
+            several = [self._write(new, tables[new.place]) for new in news if new.last - new.first > 1]
+            places = np.concatenate([places, *several])
+        return seats, NewBlocks(places, rows[places])
 
     def blocks_of(self, seats: Array, indices: Array) -> Array:
         """The block at this index of each seat's table."""

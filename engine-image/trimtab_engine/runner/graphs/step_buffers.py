@@ -27,6 +27,7 @@ import torch
 from trimtab_kernels.paged_batch import PagedBatch
 
 from trimtab_engine.device.transfer import Mark, copy_to_device, pinned_bytes, send_together
+from trimtab_engine.runner.decode_step import KNOWN, DecodeStep
 from trimtab_engine.runner.graphs.plan import GraphKey
 from trimtab_engine.runner.graphs.seated_tables import NewBlocks, SeatedTables
 from trimtab_engine.scheduling.step_inputs import GroupInputs, StepInputs
@@ -35,7 +36,6 @@ Array = np.ndarray[Any, Any]
 Feed = Sequence[tuple[int, int]]
 """(index in token_ids, row of the tokens that the step before sampled): known only on the device."""
 NO_SLOT = -1
-KNOWN = -1  # in `sources`: the token is in token_ids
 NEW_BLOCK_BYTES = 8 + 4  # its place, int64, and itself, int32
 NEW_PER_SEQUENCE, MORE_NEW = 2, 1024  # new blocks that travel with a step; more, as prompts bring, travel apart
 
@@ -89,25 +89,24 @@ class StepBuffers:
         """On the device, but for the seated tables, which several buffers share."""
         return self._bytes.nbytes + self._tables.nbytes
 
-    def fill(self, inputs: StepInputs, feed: Feed, key: GraphKey | None, block_size: int) -> PagedBatch:
+    def fill(self, inputs: StepInputs | DecodeStep, feed: Feed, key: GraphKey | None, block_size: int) -> PagedBatch:
         """Write a step's inputs and start their copy. Returns the step as attention takes it: with `key` up to its
         size. Raises ValueError where the step is larger than the capacity."""
-        own = inputs.groups[0]
-        num_tokens, num_seqs = len(inputs.token_ids), len(own.decodes) + len(own.chunks)
+        own = Sequences.of(inputs)
+        num_tokens, num_seqs = inputs.num_tokens, len(own.tables)
         if num_tokens > self._capacity.max_tokens or num_seqs > self._capacity.max_seqs:
             raise ValueError(f"{num_tokens} tokens of {num_seqs} sequences do not fit {self._capacity}")
         host = self._next_host()
         rows = num_tokens if key is None else key.num_tokens
         host.write_tokens(inputs, feed, rows)
-        tables = [table for table, _ in own.decodes] + [table for table, _, _ in own.chunks]
-        lengths = np.array([n for _, n in own.decodes] + [before + now for _, before, now in own.chunks], np.int64)
+        lengths = own.lengths
         counts = -(-lengths // block_size)
-        seats, new = self._seated.seat(tables, counts)
-        host.write_slots(own, rows, self._slots_of_decodes(own, seats, lengths, block_size), block_size)
+        seats, new = self._seated.seat(own.tables, counts)
+        host.write_slots(own, rows, self._slots_of_decodes(own, seats, block_size), block_size)
         per_sequence = None if key is None else key.tokens_per_sequence
         padded_seqs = num_seqs if per_sequence is None else rows // per_sequence
         padding_length = per_sequence if per_sequence is not None and per_sequence > 1 else 0
-        host.write_sequences(own, lengths, padded_seqs, padding_length)
+        host.write_sequences(own, padded_seqs, padding_length)
         host.write_seats(seats, self._seated.empty_seat, padded_seqs)
         width = int(counts.max(initial=0))
         if padded_seqs > num_seqs:
@@ -117,10 +116,10 @@ class StepBuffers:
             return self.uniform_batch(rows, per_sequence, 0)
         return self._batch(num_tokens, own)
 
-    def _slots_of_decodes(self, inputs: GroupInputs, seats: Array, lengths: Array, block_size: int) -> Array:
+    def _slots_of_decodes(self, own: "Sequences", seats: Array, block_size: int) -> Array:
         """Where each decode's keys and values go."""
-        count = len(inputs.decodes)
-        last = lengths[:count] - 1
+        count = own.num_decodes
+        last = own.lengths[:count] - 1
         slots: Array = self._seated.blocks_of(seats[:count], last // block_size) * block_size + last % block_size
         return slots
 
@@ -159,18 +158,17 @@ class StepBuffers:
             self._uniform_starts[tokens_per_sequence] = starts
         return PagedBatch(rows, 0, tables, lengths, starts[: num_seqs + 1], 0, tokens_per_sequence)
 
-    def _batch(self, num_tokens: int, inputs: GroupInputs) -> PagedBatch:
+    def _batch(self, num_tokens: int, own: "Sequences") -> PagedBatch:
         """Any mix of decodes and chunks, of exactly the step's size."""
-        num_decodes = len(inputs.decodes)
-        num_seqs = num_decodes + len(inputs.chunks)
+        num_decodes, num_seqs = own.num_decodes, len(own.tables)
         return PagedBatch(
             num_tokens=num_tokens,
             num_decodes=num_decodes,
             block_tables=self._tables[:num_seqs],
             seq_lens=self.ints["seq_lens"][:num_seqs],
-            query_starts=self.ints["query_starts"][: len(inputs.chunks) + 1],
-            max_decode_len=max((length for _, length in inputs.decodes), default=0),
-            max_query_len=max((now for _, _, now in inputs.chunks), default=0),
+            query_starts=self.ints["query_starts"][: len(own.chunks) + 1],
+            max_decode_len=int(own.lengths[:num_decodes].max(initial=0)),
+            max_query_len=max((now for _, _, now in own.chunks), default=0),
         )
 
     def _next_host(self) -> "_Host":
@@ -178,6 +176,25 @@ class StepBuffers:
         host = self._hosts[self._turn]
         host.copied.wait()
         return host
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """A step's sequences, decodes first: their block tables, and [sequences] how long they are with the new tokens."""
+
+    tables: list[list[int]]
+    lengths: Array
+    num_decodes: int
+    chunks: Sequence[tuple[list[int], int, int]]
+
+    @classmethod
+    def of(cls, inputs: StepInputs | DecodeStep) -> "Sequences":
+        if isinstance(inputs, DecodeStep):
+            return cls(inputs.tables, inputs.positions + 1, len(inputs.tables), ())
+        own = inputs.groups[0]
+        lengths = [length for _, length in own.decodes] + [before + now for _, before, now in own.chunks]
+        tables = [table for table, _ in own.decodes] + [table for table, _, _ in own.chunks]
+        return cls(tables, np.array(lengths, np.int64), len(own.decodes), own.chunks)
 
 
 class _Host:
@@ -192,38 +209,40 @@ class _Host:
         self._longs = _arrays(whole[: 8 * num_longs].view(np.int64), capacity.longs)
         self._ints = _arrays(whole[8 * num_longs : last].view(np.int32), capacity.ints)
 
-    def write_tokens(self, inputs: StepInputs, feed: Feed, rows: int) -> None:
+    def write_tokens(self, inputs: StepInputs | DecodeStep, feed: Feed, rows: int) -> None:
         """Token by token, padded to `rows`."""
-        num_tokens = len(inputs.token_ids)
+        num_tokens = inputs.num_tokens
         for name, values in (("token_ids", inputs.token_ids), ("positions", inputs.positions)):
             array = self._longs[name]
             array[:num_tokens] = values
             array[num_tokens:rows] = 0
         sources = self._longs["sources"]
         sources[:rows] = KNOWN
-        if feed:
+        if isinstance(inputs, DecodeStep):
+            sources[:num_tokens] = inputs.sources
+        elif feed:
             pairs = np.fromiter(chain.from_iterable(feed), np.int64, 2 * len(feed)).reshape(-1, 2)
             sources[pairs[:, 0]] = pairs[:, 1]
-        self._longs["sampled"][: len(inputs.sampled)] = inputs.sampled
+        self._longs["sampled"][: inputs.num_sampled] = inputs.sampled
 
-    def write_slots(self, inputs: GroupInputs, rows: int, of_decodes: Array, block_size: int) -> None:
+    def write_slots(self, own: Sequences, rows: int, of_decodes: Array, block_size: int) -> None:
         """Where each token's keys and values go, padded to `rows`."""
         slots, count = self._longs["slots"], len(of_decodes)
         slots[:count] = of_decodes
-        if inputs.chunks:
-            of_chunks = GroupInputs([], inputs.chunks).slots(block_size)
+        if own.chunks:
+            of_chunks = GroupInputs([], list(own.chunks)).slots(block_size)
             slots[count : count + len(of_chunks)] = of_chunks
             count += len(of_chunks)
         slots[count:rows] = NO_SLOT
 
-    def write_sequences(self, inputs: GroupInputs, lengths: Array, padded_seqs: int, padding_length: int) -> None:
+    def write_sequences(self, own: Sequences, padded_seqs: int, padding_length: int) -> None:
         """Sequence by sequence, padded to `padded_seqs`."""
-        own, num_seqs = self._ints["seq_lens"], len(lengths)
-        own[:num_seqs] = lengths
-        own[num_seqs:padded_seqs] = padding_length
+        lengths, num_seqs = self._ints["seq_lens"], len(own.tables)
+        lengths[:num_seqs] = own.lengths
+        lengths[num_seqs:padded_seqs] = padding_length
         starts = self._ints["query_starts"]
         starts[0] = 0
-        starts[1 : len(inputs.chunks) + 1] = np.cumsum([now for _, _, now in inputs.chunks], dtype=np.int32)
+        starts[1 : len(own.chunks) + 1] = np.cumsum([now for _, _, now in own.chunks], dtype=np.int32)
 
     def write_seats(self, seats: Array, empty_seat: int, padded_seqs: int) -> None:
         """Whose rows the step's tables are."""

@@ -1,0 +1,128 @@
+"""A step of nothing but decodes, in columns: the commonest by far where a device works beside the host.
+
+Its requests are mostly those of the step before, one token further. So what depends on who they are, their order, is
+kept while they stay the same, and of each nothing is asked but where it is and which table it has.
+
+```
+batch.sampling     a  b  c  d        as scheduled: the order of the rows of logits
+order              2  0  3  1        longest first: the order of the tokens
+requests           c  a  d  b
+sampled            1  3  0  2        where each one's token is
+```
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trimtab_engine.scheduling.batch import Batch
+from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.step_inputs import StepShape
+
+Array = np.ndarray[Any, Any]
+KNOWN = -1  # in `sources`: the token is in token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Requests that decode together, in both orders."""
+
+    sampling: list[Request]
+    requests: list[Request]
+    order: Array
+    sampled: Array
+
+    @classmethod
+    def of(cls, sampling: list[Request], starts: Array) -> "Order":
+        order = np.argsort(-starts, kind="stable")
+        sampled = np.empty_like(order)
+        sampled[order] = np.arange(len(order))
+        return cls(sampling, [sampling[place] for place in order.tolist()], order, sampled)
+
+
+@dataclass(slots=True)
+class DecodeStep:
+    """It reads like StepInputs of one KV group, for who computes it in this process. `token_ids` and `sources` mean
+    something once it has begun: fill_in() or feed_from()."""
+
+    by: Order
+    tables: list[list[int]]
+    """In the order of the tokens, as all that follows."""
+    positions: Array
+    token_ids: Array
+    sources: Array
+    """Rows of the tokens that the step before sampled, or KNOWN."""
+    scored: tuple[()] = ()
+
+    @property
+    def sampled(self) -> Array:
+        return self.by.sampled
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tables)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.tables)
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape(len(self.tables), 1)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens whose keys and values it reads, the new ones included."""
+        return int(self.positions.sum()) + len(self.positions)
+
+    @property
+    def ends(self) -> Array:
+        """At which position the token is that each row of logits is for."""
+        ends: Array = self.positions[self.by.sampled] + 1
+        return ends
+
+    def fill_in(self) -> None:
+        """All steps before it have landed. A request that ended in one computes something nobody reads."""
+        self.sources.fill(KNOWN)
+        positions = self.positions.tolist()
+        known = [request.token_ids for request in self.by.requests]
+        self.token_ids[:] = [
+            tokens[position] if position < len(tokens) else 0 for tokens, position in zip(known, positions, strict=True)
+        ]
+
+    def feed_from(self, sampling: Sequence[Request]) -> None:
+        """It begins behind a step that samples for these requests, and that has not landed."""
+        if sampling == self.by.sampling:
+            self.sources[:] = self.by.order
+            return
+        rows = {request: row for row, request in enumerate(sampling)}
+        self.fill_in()
+        for index, (request, position) in enumerate(zip(self.by.requests, self.positions.tolist(), strict=True)):
+            if position >= len(request.token_ids):
+                self.sources[index] = rows[request]
+
+    def written_slots(self, block_size: int) -> Iterator[int]:
+        """Slots that it writes; found only when they are asked for."""
+        return (
+            table[position // block_size] * block_size + position % block_size
+            for table, position in zip(self.tables, self.positions.tolist(), strict=True)
+        )
+
+
+class DecodeLayout:
+    """Lays out one such step after another."""
+
+    def __init__(self) -> None:
+        self._last: Order | None = None
+
+    def lay_out(self, batch: Batch) -> DecodeStep:
+        """`batch` has only decodes."""
+        starts = np.array([sequence.start for sequence in batch.sequences], np.int64)
+        by = self._last
+        if by is None or by.sampling != batch.sampling:
+            by = self._last = Order.of(batch.sampling, starts)
+        tables = [request.block_tables[0] for request in by.requests]
+        token_ids, sources = np.zeros((2, len(tables)), np.int64)
+        return DecodeStep(by, tables, starts[by.order], token_ids, sources)
