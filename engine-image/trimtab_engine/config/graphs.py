@@ -110,6 +110,11 @@ class CompilationConfig(msgspec.Struct, frozen=True, kw_only=True):
     cudagraph_lazy_capture: bool = False
     """Ours: capture a graph when a step first wants it, not at start-up."""
 
+    @property
+    def has_written_sizes(self) -> bool:
+        """Whether the user said which sizes there are, or where they end."""
+        return self.cudagraph_capture_sizes is not None or self.max_cudagraph_capture_size is not None
+
     def __post_init__(self) -> None:
         for name, mode in (("mode", self.mode), ("level", self.level)):
             if mode is not None and mode not in tuple(CompilationMode):

@@ -53,7 +53,7 @@ def add_graph_flags(group: Any) -> None:
         "--max-cudagraph-capture-size",
         type=types.not_negative,
         metavar="TOKENS",
-        help="where the default sizes end (default: twice the requests, 512 at most)",
+        help="where the default sizes end (default: twice the requests, 512 at most; of decode steps at all requests)",
     )
     group.add_argument(
         "--cudagraph-lazy-capture",

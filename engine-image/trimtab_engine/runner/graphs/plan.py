@@ -1,8 +1,9 @@
 """Which graphs there will be: the mode, and the sizes in tokens, from the configuration alone. Pure.
 
 vLLM's list: 1, 2, 4, then every 8 up to 256, then every 16 up to min(2 x max_num_seqs x (1 + drafts), 512), and none
-above the token budget. Whole-decode graphs end at the first size that holds every request; with speculation they are
-captured at multiples of 1 + drafts as well.
+above the token budget. Whole-decode graphs end at the first size that holds every request, beyond that list by steps
+of an eighth, so that no decode step is eager for its size; with speculation they are captured at multiples of 1 +
+drafts as well.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.graphs import MODES_BY_LEVEL, CompilationConfig, CUDAGraphMode
 
-MAX_DEFAULT_SIZE = 512  # tokens; vLLM's. Beyond it a step's kernels take longer than their launches
+MAX_DEFAULT_SIZE = 512  # tokens; vLLM's. Beyond it a mixed step's kernels take longer than their launches
+SIZES_PER_DOUBLING = 8  # of whole-decode graphs beyond it: an eighth of a step at most is padding
 FINE_STEP, COARSE_STEP, FINE_END = 8, 16, 256  # tokens between two sizes, up to FINE_END and above
 
 
@@ -93,7 +95,8 @@ def plan_graphs(
     full: list[tuple[int, tuple[int, ...]]] = []
     if mode.has_full:
         for tokens in sorted({1, 1 + num_drafts}):
-            own = decode_sizes(sizes, tokens, max_num_seqs, max_num_batched_tokens)
+            further = () if compilation.has_written_sizes else sizes_beyond(max(sizes), max_num_seqs * tokens)
+            own = decode_sizes((*sizes, *further), tokens, max_num_seqs, max_num_batched_tokens)
             full += [(tokens, own)] if own else []
     return GraphPlan(mode, sizes if mode.has_piecewise else (), tuple(full), compilation.cudagraph_lazy_capture)
 
@@ -111,6 +114,15 @@ def capture_sizes(
     largest = min(largest, max_num_batched_tokens)
     sizes = {1, 2, 4, *range(FINE_STEP, FINE_END, FINE_STEP), *range(FINE_END, largest + 1, COARSE_STEP), largest}
     return tuple(sorted(size for size in sizes if 1 <= size <= largest))
+
+
+def sizes_beyond(size: int, most: int) -> tuple[int, ...]:
+    """Sizes above `size`, up to the first that is `most` or more."""
+    sizes = []
+    while MAX_DEFAULT_SIZE <= size < most:
+        size += (1 << size.bit_length() - 1) // SIZES_PER_DOUBLING
+        sizes.append(size)
+    return tuple(sizes)
 
 
 def decode_sizes(

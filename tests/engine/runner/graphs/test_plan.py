@@ -104,6 +104,26 @@ def test_there_are_no_graphs_where_none_are_asked_for(plan: GraphPlan) -> None:
     assert plan.max_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("seqs", "beyond"),
+    [
+        (512, ()),
+        (520, (520,)),
+        (1024, (*range(576, 1024, 64), 1024)),
+        (1536, (*range(576, 1024, 64), *range(1024, 1536, 128), 1536)),
+    ],
+)
+def test_every_seat_decodes_in_a_graph_where_no_sizes_are_written(seqs: int, beyond: tuple[int, ...]) -> None:
+    plan = a_plan(seqs=seqs, tokens=8192)
+    assert max(plan.piecewise) == 512
+    assert [size for size in dict(plan.full)[1] if size > 512] == list(beyond)
+
+
+def test_a_written_end_is_the_end_of_whole_decode_graphs_too() -> None:
+    plan = a_plan(CompilationConfig(max_cudagraph_capture_size=512), seqs=1024, tokens=8192)
+    assert plan.max_tokens == 512
+
+
 def test_drafts_bring_graphs_for_verifying_all_of_them() -> None:
     assert dict(a_plan(drafts=3, seqs=4, tokens=16).full) == {1: (1, 2, 4), 4: (4, 8, 16)}
 
