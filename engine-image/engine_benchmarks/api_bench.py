@@ -29,6 +29,7 @@ CONNECTIONS = 32
 REQUESTS = 2000
 STREAMS = 200
 STREAM_TOKENS = 64
+MANY_CONNECTIONS, MANY_TOKENS = 256, 200
 ROUNDS = 5
 START_SECONDS = 120.0
 DETOKENIZED = 20_000
@@ -38,9 +39,10 @@ SERVE = (
     "from trimtab_engine.cli import main; sys.exit(main())"
 )
 CONDITIONS = (
-    "The core is a stub that answers at once. One server: on CPU 0, client and stub core on CPU 1. Two servers: on "
-    "both CPUs, which they share with client and stub core, so their rate is no measure of two free CPUs. CPU time is "
-    "that of the server processes, all threads, per event; other work on the machine hardly changes it."
+    "The core is a stub whose steps of 2 ms bring every request a token. One server: on CPU 0, client and stub core on "
+    "CPU 1. Two servers: on both CPUs, which they share with client and stub core, so their rate is no measure of two "
+    "free CPUs. CPU time is that of the server processes, all threads, per event; other work on the machine hardly "
+    "changes it."
 )
 
 
@@ -141,10 +143,16 @@ class Connection:
         self._writer.close()
 
 
-async def _in_parallel(port: int, body: dict[str, Any], num: int, one: Callable[[Connection], Awaitable[int]]) -> int:
-    """`num` requests over CONNECTIONS connections. Returns the sum of what they returned."""
+async def _in_parallel(
+    port: int,
+    body: dict[str, Any],
+    num: int,
+    one: Callable[[Connection], Awaitable[int]],
+    num_connections: int = CONNECTIONS,
+) -> int:
+    """`num` requests over as many connections. Returns the sum of what they returned."""
     left = iter(range(num))
-    connections = [await Connection.open(port, body) for _ in range(CONNECTIONS)]
+    connections = [await Connection.open(port, body) for _ in range(num_connections)]
 
     async def work(connection: Connection) -> int:
         return sum([await one(connection) for _ in left])
@@ -184,6 +192,13 @@ def measure_chunks(server: Running) -> Rate:
     return _rate(server, lambda: asyncio.run(_in_parallel(server.port, body, STREAMS, Connection.stream)))
 
 
+def measure_many_streams(server: Running) -> Rate:
+    """The same with as many streams at once as a busy engine has: its steps bring each of them a token."""
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": MANY_TOKENS, "stream": True}
+    num = MANY_CONNECTIONS
+    return _rate(server, lambda: asyncio.run(_in_parallel(server.port, body, num, Connection.stream, num)))
+
+
 def measure_detokenizing(model: str) -> dict[str, float]:
     """Microseconds per token of one sequence's incremental text: the median and the best of the rounds."""
     from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
@@ -209,6 +224,7 @@ def measure(model: str) -> dict[str, Any]:
             results[f"servers_{num_servers}"] = {
                 "requests": asdict(measure_requests(server)),
                 "chunks": asdict(measure_chunks(server)),
+                "many": asdict(measure_many_streams(server)),
             }
     return results
 
@@ -233,7 +249,8 @@ def page(results: dict[str, Any], command: str) -> str:
     ]
     texts = {
         "requests": "requests, 16 tokens in, 1 out, not streamed",
-        "chunks": f"streamed chunks, {CONNECTIONS} streams",
+        "chunks": f"streamed chunks, {CONNECTIONS} streams of {STREAM_TOKENS}",
+        "many": f"streamed chunks, {MANY_CONNECTIONS} streams of {MANY_TOKENS}",
     }
     for num_servers in (1, 2):
         for what, rate in results[f"servers_{num_servers}"].items():

@@ -2,14 +2,15 @@
 
 A real engine with a tiny model and steps as on CUDA: inputs at fixed places, graphs, the next step queued before the
 last one has landed. What the device would do does nothing here (replaying a graph, prompts, copies to the device, the
-random choice), so what is left is the host's own time but for CUDA's launches (about 5 us each, a few dozen per step).
-While it is below the device's own time of a step, the device never waits.
+random choice, logits), so what is left is the host's own time but for CUDA's launches (about 5 us each, a few dozen
+per step). While it is below the device's own time of a step, the device never waits.
 
     python -m engine_benchmarks.host_bench [-o json] [--steps N] [--running 256 1024] [--context 256 2048 8192]
         [--random] [--prefix-caching]
 """
 
 import argparse
+import gc
 import json
 import platform
 import sys
@@ -23,13 +24,16 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-import msgspec
 import torch
+import zmq
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.graphs import CompilationConfig
+from trimtab_engine.core.clients import Clients
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest, StepOutputs
+from trimtab_engine.messages import AddRequest, ClientAddresses
+from trimtab_engine.models.decoder import Decoder
+from trimtab_engine.processes.garbage import keep_what_is_there
 from trimtab_engine.runner import start
 from trimtab_engine.runner.graphs.device_steps import DeviceSteps
 from trimtab_engine.runner.graphs.plan import cuda_graph_plan
@@ -47,11 +51,11 @@ BLOCK_SIZE = 16
 PROMPT_TOKENS_PER_STEP = 65536  # all prompts are in after at most 128 steps, while the first of them decode already
 WARM_UP_STEPS = 20
 MAX_STEPS = 600
-HIDDEN_SIZE = 16
+HIDDEN_SIZE = VOCAB_SIZE = 16
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "vocab_size": 16,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": HIDDEN_SIZE,
     "intermediate_size": 16,
     "num_hidden_layers": 1,
@@ -88,8 +92,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Milliseconds of processor time per step, medians. `message_ms`: what it takes to write a step's answer for the
-    API server."""
+    """Milliseconds of processor time per step, medians. `message_ms`: what it takes to send a step's answer to the API
+    server."""
 
     running: int
     context: int
@@ -141,6 +145,7 @@ def _without_a_device() -> Iterator[None]:
         patch.object(ModelRunner, "profile", lambda *_: 0),
         patch.object(DeviceSteps, "_forward", lambda steps, buffers, rows, metadata: torch.zeros(rows, HIDDEN_SIZE)),
         patch.object(StepBuffers, "_to_device", lambda *_: None),
+        patch.object(Decoder, "logits", lambda model, hidden, wanted: torch.zeros(len(wanted), VOCAB_SIZE)),
         patch.object(sampler, "sample_triton", lambda logits, *_: (logits.argmax(dim=-1), None)),
     ):
         yield
@@ -171,22 +176,41 @@ def measure(engine: Engine, load: Load, steps: int) -> Measurement:
     seconds: dict[str, list[float]] = {name: [] for name in PARTS}
     whole: list[float] = []
     messages: list[float] = []
-    with _timed(engine, seconds):
+    keep_what_is_there()  # as the core's process does
+    with _timed(engine, seconds), _a_client() as link:
         for _ in range(steps):
             started = time.thread_time()
             step = engine.step()
             whole.append(time.thread_time() - started)
-            stats = step.stats
             started = time.thread_time()
-            msgspec.msgpack.encode(StepOutputs(step.outputs, stats))
+            link.send_step(step)
             messages.append(time.thread_time() - started)
-            if set(stats.graph_steps) != {"full"}:
-                raise RuntimeError(f"a step replayed {stats.graph_steps or 'no graph'}: this is not what is measured")
+            if set(step.stats.graph_steps) != {"full"}:
+                raise RuntimeError(
+                    f"a step replayed {step.stats.graph_steps or 'no graph'}: this is not what is measured"
+                )
+    gc.unfreeze()
     engine.abort(ids)
     while engine.has_work:
         engine.step()
     parts = {name: _ms(taken) for name, taken in seconds.items()}
     return Measurement(running, load.context, steps, _ms(whole), _ms(messages), parts)
+
+
+@contextmanager
+def _a_client() -> Iterator[Clients]:
+    """The core's line to an API server that reads nothing."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with tempfile.TemporaryDirectory() as folder:
+        addresses = ClientAddresses(f"ipc://{folder}/to_core", f"ipc://{folder}/from_core")
+        server = context.socket(zmq.PULL)
+        server.bind(addresses.from_core)
+        link = Clients([addresses])
+        try:
+            yield link
+        finally:
+            link.close()
+            context.destroy(linger=0)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A core that computes nothing, for measuring API servers: every request gets its tokens at once, one step per token.
+"""A core that computes nothing, for measuring API servers: a step of 2 ms brings every request a token.
 
 It runs on the CPU that STUB_CPU names, the client's, so that the servers have theirs to themselves.
 """
@@ -15,6 +15,7 @@ from trimtab_engine.messages import (
     AdminReply,
     CoreReady,
     CoreStart,
+    PlainTokens,
     SequenceOutput,
     Shutdown,
     StepOutputs,
@@ -27,6 +28,7 @@ VOCAB_SIZE = 1 << 20
 WAIT_MILLISECONDS = 1000
 FIRST_TOKEN_ID = 1000  # ordinary tokens of any vocabulary
 NUM_TOKEN_IDS = 1000
+STEP_SECONDS = 0.002  # so that a step brings a token to all who stream, as an engine's does
 
 
 def main() -> None:
@@ -34,6 +36,8 @@ def main() -> None:
     link = Clients(start.clients)
     link.broadcast(CoreReady(MAX_MODEL_LEN, VOCAB_SIZE, [], 16, 1 << 16, {"block_size": "16"}))
     left: dict[str, int] = {}
+    begun: set[str] = set()
+    last: list[str] = []
     step = 0
     while True:
         for message in link.receive(0 if left else WAIT_MILLISECONDS):
@@ -44,21 +48,29 @@ def main() -> None:
                     link.send(AdminReply(message.call_id, 200, {}), message.client_index)
                 case Shutdown():
                     return
+        time.sleep(STEP_SECONDS if left else 0.0)
         step += 1
-        outputs = []
+        outputs, plain = [], []
+        token_id = FIRST_TOKEN_ID + step % NUM_TOKEN_IDS
         for request_id in list(left):
             left[request_id] -= 1
             ended = left[request_id] == 0
-            token_id = FIRST_TOKEN_ID + step % NUM_TOKEN_IDS
+            if request_id in begun and not ended:
+                plain.append(request_id)
+                continue
+            begun.add(request_id)
             output = SequenceOutput(request_id, [token_id], "length" if ended else None)
             output.first_scheduled_time = time.monotonic()
             outputs.append(output)
             if ended:
                 del left[request_id]
-        kind = "decode" if outputs else "idle"
+                begun.discard(request_id)
+        last = plain if plain != last else last  # the same list says that they are the same
+        kind = "decode" if outputs or plain else "idle"
         stats = StepStats(step, time.monotonic(), 0.001, kind, len(left), 0, 0, 1 << 16, 1 << 16)
-        stats.num_generation_tokens = stats.num_scheduled_tokens = len(outputs)
-        link.send_step(StepOutputs(outputs, stats))
+        stats.num_generation_tokens = stats.num_scheduled_tokens = len(outputs) + len(plain)
+        columns = PlainTokens([token_id] * len(last), last) if last else None
+        link.send_step(StepOutputs(outputs, stats, columns))
 
 
 if __name__ == "__main__":

@@ -445,11 +445,32 @@ class StepStats(msgspec.Struct, array_like=True):
     num_encoded_tokens: int = 0
 
 
+class PlainTokens(msgspec.Struct, array_like=True):
+    """One more token for each of many requests, of which there is nothing else to tell: in columns, as that is nearly
+    all of what steps bring."""
+
+    token_ids: list[int]
+    request_ids: list[str] | None
+    """None: those of the PlainTokens before, from this core to this client."""
+
+    def as_outputs(self) -> list[SequenceOutput]:
+        """One by one, where the requests are named."""
+        pairs = zip(self.request_ids or (), self.token_ids, strict=True)
+        return [SequenceOutput(request_id, [token_id]) for request_id, token_id in pairs]
+
+
 class StepOutputs(msgspec.Struct, tag="outputs"):
     """What one step brought, for client 0: the statistics go nowhere else, so that they are counted once."""
 
-    outputs: list[SequenceOutput]
+    told: list[SequenceOutput]
     stats: StepStats
+    plain: PlainTokens | None = None
+    """Of other requests than those that are `told` of."""
+
+    @property
+    def outputs(self) -> list[SequenceOutput]:
+        """All of it one by one, for who has the step as the engine made it."""
+        return self.told if self.plain is None else self.told + self.plain.as_outputs()
 
 
 class ClientOutputs(msgspec.Struct, tag="client_outputs"):
@@ -458,6 +479,8 @@ class ClientOutputs(msgspec.Struct, tag="client_outputs"):
     outputs: list[SequenceOutput]
     step: int = 0
     time: float = 0.0
+    plain: PlainTokens | None = None
+    """As in StepOutputs."""
 
 
 class EngineState(msgspec.Struct, tag="engine_state", frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """The engine core's side of its clients: what they ask comes from all, what it brought goes to the one who asked."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import zmq
@@ -15,6 +16,7 @@ from trimtab_engine.messages import (
     CoreFailed,
     ForgetMedia,
     FromCore,
+    PlainTokens,
     SequenceOutput,
     StepOutputs,
     ToCore,
@@ -24,6 +26,17 @@ from trimtab_engine.processes.network import is_ipv6_url, is_on_network
 from trimtab_engine.processes.shared_secret import SharedSecret
 
 LINGER_MILLISECONDS = 2000  # for the last message to leave before the process ends
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainShare:
+    """One client's part of a step's plain tokens: whose they are, and where they are among all."""
+
+    request_ids: list[str]
+    places: list[int]
+
+    def of(self, token_ids: list[int]) -> list[int]:
+        return token_ids if len(self.places) == len(token_ids) else [token_ids[place] for place in self.places]
 
 
 def last_word(clients: Sequence[ClientAddresses], failure: CoreFailed, secret: SharedSecret | None = None) -> None:
@@ -64,6 +77,10 @@ class Clients:
         self._outboxes = [self._connect(client.from_core) for client in clients]
         self._client_of: dict[str, int] = {}
         """Who asked, of the live requests that are not client 0's."""
+        self._plain = [_PlainShare([], []) for _ in clients]
+        """What each got of the last plain tokens."""
+        self._plain_ids: list[str] = []
+        """The requests of those."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
 
@@ -90,18 +107,37 @@ class Clients:
 
     def send_step(self, step: StepOutputs) -> None:
         """The statistics to client 0, each request's output to the one who asked."""
-        if not self._client_of:
-            self.send(step)
-            return
-        shares: dict[int, list[SequenceOutput]] = {0: []}
-        for output in step.outputs:
-            index = self._client_of.get(output.request_id, 0)
-            shares.setdefault(index, []).append(output)
-            if output.finish_reason is not None:
-                self._client_of.pop(output.request_id, None)
-        self.send(StepOutputs(shares.pop(0), step.stats))
-        for index, outputs in shares.items():
-            self.send(ClientOutputs(outputs, step.stats.step, step.stats.time), index)
+        plain = {} if step.plain is None else self._shares_of(step.plain)
+        told: dict[int, list[SequenceOutput]] = {0: []}
+        if self._client_of:
+            for output in step.told:
+                index = self._client_of.get(output.request_id, 0)
+                told.setdefault(index, []).append(output)
+                if output.finish_reason is not None:
+                    self._client_of.pop(output.request_id, None)
+        else:
+            told[0] = step.told
+        self.send(StepOutputs(told.pop(0), step.stats, plain.pop(0, None)))
+        for index in sorted({*told, *plain}):
+            outputs = ClientOutputs(told.get(index, []), step.stats.step, step.stats.time, plain.get(index))
+            self.send(outputs, index)
+
+    def _shares_of(self, plain: PlainTokens) -> dict[int, PlainTokens]:
+        """Each client's part of them. Requests are named when they are others than before; the engine says that they
+        are the same by the same list."""
+        are_known = plain.request_ids is self._plain_ids
+        if not are_known:
+            self._plain_ids = plain.request_ids or []
+            self._plain = [_PlainShare([], []) for _ in self._plain]
+            for place, request_id in enumerate(self._plain_ids):
+                share = self._plain[self._client_of.get(request_id, 0) if self._client_of else 0]
+                share.request_ids.append(request_id)
+                share.places.append(place)
+        return {
+            index: PlainTokens(share.of(plain.token_ids), None if are_known else share.request_ids)
+            for index, share in enumerate(self._plain)
+            if share.places
+        }
 
     def receive(self, timeout_milliseconds: int) -> list[ToCore]:
         """All messages that are there; waits for the first one up to the timeout."""

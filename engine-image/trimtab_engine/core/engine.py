@@ -8,10 +8,10 @@ import logging
 import math
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from trimtab_engine.config.engine import set_log_level
 from trimtab_engine.config.live.patch import LiveConfig
@@ -32,6 +32,7 @@ from trimtab_engine.messages import (
     LifecycleCall,
     PatchConfig,
     Pause,
+    PlainTokens,
     PreparePatch,
     Resume,
     SequenceOutput,
@@ -101,6 +102,12 @@ class Engine:
         """In the order in which they land. Several only with pipeline stages."""
         self._ready: list[SequenceOutput] = []
         """Outputs that the next step() reports."""
+        self._plain: PlainTokens | None = None
+        """The others that it reports: of the one step that has landed since the last report."""
+        self._plain_before: tuple[list[Request], list[str]] = ([], [])
+        """Requests of a step that were all plain, and their ids."""
+        self._num_landed = 0
+        """Steps since the last report."""
         self._preemption = PreemptionWatch(parts.scheduler)
         self._announced: set[str] = set()
         self._failed: dict[str, int] = {}
@@ -127,7 +134,9 @@ class Engine:
     @property
     def has_work(self) -> bool:
         can_run = not self._scheduler.is_idle and not self._lifecycle.is_frozen
-        return bool(self._ready) or bool(self._flights) or can_run or self._execution.is_needed
+        return (
+            bool(self._ready) or self._plain is not None or bool(self._flights) or can_run or self._execution.is_needed
+        )
 
     @property
     def is_building(self) -> bool:
@@ -253,24 +262,44 @@ class Engine:
         scores = iter(result.prompt_logprobs)
         for request, position, count in flight.step.scoring:
             request.note_prompt_logprobs(position, list(islice(scores, count)))
-        for request, tokens in zip(batch.sampling, result.token_ids, strict=True):
-            if request.grammar is not None and isinstance(tokens, list):
-                _end_with_grammar(request.grammar, tokens)
+        if flight.step.speculates:
+            for request, tokens in zip(batch.sampling, result.token_ids, strict=True):
+                if request.grammar is not None and isinstance(tokens, list):
+                    _end_with_grammar(request.grammar, tokens)
         self._end_failed({batch.sampling[place]: failure for place, failure in result.failed.items()})
-        sampled = self._scheduler.update(batch, result.token_ids, now)
+        notable = self._scheduler.land(batch, result.token_ids, now)
         self._preemption.measure(flight, result, now)
-        report, announced = self._ready.append, self._announced
-        for entry, positions in zip(sampled, result.logprobs, strict=True):
-            request, new, finished = entry
-            if finished is None and request.is_plain and isinstance(new, int) and request.request_id in announced:
-                report(SequenceOutput(request.request_id, [new]))  # nearly all of them, so kept short
-            elif new != []:  # else it ended while the step was in flight
-                report(self._output(self._follow_grammar(entry), positions))
+        self._tell(batch.sampling, result, notable)
         if self._execution.proposes:
             self._execution.propose_next(
-                [request for request, _, finished in sampled if finished is None and not request.status.is_finished],
+                [request for request in batch.sampling if not request.status.is_finished],
                 self._scheduler.policy.num_speculative_tokens,
             )
+
+    def _tell(self, sampling: list[Request], result: StepResult, notable: Mapping[int, Sampled]) -> None:
+        """Report what these requests got. Nearly all have one token more and nothing else to tell: those go in columns,
+        unless another step has landed since the last report: what it brought to a request must come first."""
+        self._num_landed += 1
+        if self._num_landed > 1 and self._plain is not None:
+            self._ready += self._plain.as_outputs()
+            self._plain = None
+        before, ids = self._plain_before
+        if sampling and self._num_landed == 1 and not notable and before == sampling:
+            self._plain = PlainTokens(_single(result.token_ids), ids)
+            return
+        ids, places, announced = [], [], self._announced
+        for place, (request, new) in enumerate(zip(sampling, result.token_ids, strict=True)):
+            entry = notable.get(place)
+            if entry is None and request.is_plain and request.request_id in announced and self._num_landed == 1:
+                ids.append(request.request_id)
+                places.append(place)
+                continue
+            entry = entry or (request, new, None)
+            if entry[1] != []:  # else it ended while the step was in flight
+                self._ready.append(self._output(self._follow_grammar(entry), result.logprobs[place]))
+        self._plain_before = (sampling, ids) if len(ids) == len(sampling) else ([], [])
+        if ids:
+            self._plain = PlainTokens(_single([result.token_ids[place] for place in places]), ids)
 
     def _end_failed(self, failed: Mapping[Request, Failure]) -> None:
         """End the requests that no token could be chosen for, and let nobody find what they computed."""
@@ -305,7 +334,8 @@ class Engine:
 
     def _report(self, step: PreparedStep | None, result: StepResult, started: float) -> StepOutputs:
         self._lifecycle.on_step_end()
-        outputs, self._ready = self._ready, []
+        told, self._ready = self._ready, []
+        plain, self._plain, self._num_landed = self._plain, None, 0
         now = self._clock()
         stats = step_stats(step, result, self._scheduler, self._kv_cache, self._formula.block_bytes_of_all_ranks)
         stats.time, stats.step_seconds = now, now - started
@@ -321,7 +351,7 @@ class Engine:
             stats.memory_bytes = self.ledger().by_kind()
             stats.config_values = self._live.numbers()
         self._note_rate(stats)
-        return StepOutputs(outputs, stats)
+        return StepOutputs(told, stats, plain)
 
     def _follow_grammar(self, sampled: Sampled) -> Sampled:
         """Move a request's grammar on by its new token. Its end ends the request, also before min_tokens; an error too,
@@ -649,6 +679,11 @@ def _why_stuck(sampling: Sampling, error: str) -> str:
     given = [name for name, value in others.items() if value]
     hint = f"; {' and '.join(given)} may leave no token that the grammar allows" if given else ""
     return f"the output cannot go on as its grammar demands: {error}{hint}"
+
+
+def _single(token_ids: Sequence[int | list[int]]) -> list[int]:
+    """The tokens of a step without drafts."""
+    return cast("list[int]", token_ids)
 
 
 def _end_with_grammar(grammar: Grammar, token_ids: list[int]) -> None:

@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from trimtab_engine.errors import EngineDead, EngineSilent, InvalidRequest
 from trimtab_engine.launch.balancer import CoreBalancer
+from trimtab_engine.launch.mailbox import Mailbox, PlainRun
 from trimtab_engine.launch.replies import merge_replies, merge_states
 from trimtab_engine.launch.roster import CoreRoster
 from trimtab_engine.launch.vital_signs import Silence, VitalSigns
@@ -42,6 +43,7 @@ from trimtab_engine.messages import (
     FromCore,
     LoadProgress,
     PatchConfig,
+    PlainTokens,
     PreparePatch,
     RetireSeen,
     SequenceOutput,
@@ -67,7 +69,7 @@ class _Asked:
     """A request that a core works on: which one, and where its outputs go."""
 
     core: int
-    outputs: asyncio.Queue[SequenceOutput | None] = field(default_factory=asyncio.Queue)
+    outputs: Mailbox = field(default_factory=Mailbox)
 
 
 class CoreClient:
@@ -117,6 +119,10 @@ class CoreClient:
         self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
         self._readers: list[asyncio.Task[None]] = []
         self._requests: dict[str, _Asked] = {}
+        self._plain: list[list[Mailbox]] = [[] for _ in addresses]
+        """Whom the plain tokens of each core are for."""
+        self._nobody = Mailbox()
+        """Stands for those of them that were aborted meanwhile."""
         self._calls: dict[str, asyncio.Future[AdminReply]] = {}
         self._closing = False
         self._stepped = asyncio.Event()
@@ -182,7 +188,7 @@ class CoreClient:
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: AddRequest) -> AsyncGenerator[SequenceOutput, None]:
+    async def generate(self, request: AddRequest) -> AsyncGenerator[SequenceOutput | PlainRun, None]:
         """One sequence's outputs; the last has a finish_reason. Leaving early aborts. EngineDead if a core ends.
 
         With several cores those are asked in turn who can run it at once; the last one has to queue it.
@@ -201,6 +207,9 @@ class CoreClient:
                 if output is None:
                     self._raise_if_dead()
                     raise EngineDead("the engine core has ended")
+                if isinstance(output, PlainRun):
+                    yield output
+                    continue
                 if output.finish_reason == REFUSED:
                     refused |= {asked.core}
                     self._ask_another(request, asked, refused)
@@ -254,7 +263,7 @@ class CoreClient:
         request_ids = list(self._requests)
         self.abort(request_ids)
         for request_id in request_ids:
-            self._requests[request_id].outputs.put_nowait(SequenceOutput(request_id, [], "abort"))
+            self._requests[request_id].outputs.put(SequenceOutput(request_id, [], "abort"))
 
     async def call(self, call: Call) -> AdminReply:
         """One admin call, answered between two steps. EngineDead if a core ends first. With several cores a change is
@@ -404,13 +413,15 @@ class CoreClient:
         match message:
             case StepOutputs():
                 self._note_step(message.stats.step, core)
-                self._deliver(message.outputs, core, message.stats.time)
+                self._deliver(message.told, core, message.stats.time)
+                self._deliver_plain(message.plain, core, message.stats.time)
                 self._note_load(message.stats, core)
                 if self._on_step is not None and self.roster.is_needed(core):
                     self._on_step(message.stats)
             case ClientOutputs():
                 self._note_step(message.step, core)
                 self._deliver(message.outputs, core, message.time)
+                self._deliver_plain(message.plain, core, message.time)
             case EngineState() if self.roster[core] in ("loading", "serving"):
                 self._note_state(message, core)
             case AdminReply():
@@ -473,7 +484,18 @@ class CoreClient:
             output.engine_index, output.time = self.first_rank + core, time
             asked = self._requests.get(output.request_id)
             if asked is not None:  # none: aborted meanwhile
-                asked.outputs.put_nowait(output)
+                asked.outputs.put(output)
+
+    def _deliver_plain(self, plain: PlainTokens | None, core: int, time: float) -> None:
+        if plain is None:
+            return
+        if plain.request_ids is not None:
+            asked = [self._requests.get(request_id) for request_id in plain.request_ids]
+            self._plain[core] = [self._nobody if own is None else own.outputs for own in asked]
+        rank = self.first_rank + core
+        for mailbox, token_id in zip(self._plain[core], plain.token_ids, strict=True):
+            mailbox.put_plain(token_id, time, rank)
+        self._nobody.clear()
 
     def fail(self, failure: CoreFailed) -> None:
         """The engine serves no more: whoever waits gets EngineDead. The first failure is the cause and stays."""
@@ -483,7 +505,7 @@ class CoreClient:
         self.ended.set()
         self.loaded.set()
         for asked in self._requests.values():
-            asked.outputs.put_nowait(None)
+            asked.outputs.put(None)
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDead(failure.message))

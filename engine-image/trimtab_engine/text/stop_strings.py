@@ -20,6 +20,11 @@ class StopStrings:
         self.armed = True
         """False while min_tokens is not reached: text passes unsearched, and no stop string begins in it."""
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether there are any to look for."""
+        return bool(self._stop)
+
     def push(self, piece: str) -> str:
         """The text that is safe to send after this piece. Once `matched` is set there is no more."""
         if self.matched is not None:

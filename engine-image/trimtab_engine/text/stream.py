@@ -46,6 +46,19 @@ class TextStream:
         """The stop string that ended the text."""
         return self._stop.matched
 
+    def take_each(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each of these tokens, behind which others come; up to the one that completes a stop string."""
+        if not self._stop.is_watching:
+            self._num_tokens += len(token_ids)
+            push = self._detokenizer.push
+            return [push(token_id) for token_id in token_ids]
+        texts = []
+        for token_id in token_ids:
+            texts.append(self.take([token_id], None).text)
+            if self.matched is not None:
+                break
+        return texts
+
     def take(self, token_ids: Sequence[int], finish_reason: str | None, *, ends_with_text: bool = False) -> Taken:
         """The text of a step's tokens, of which there are several when drafts were accepted.
 

@@ -27,6 +27,7 @@ from trimtab_engine.messages import (
     EngineState,
     LoadProgress,
     PauseMode,
+    PlainTokens,
     SequenceOutput,
     Shutdown,
     StepOutputs,
@@ -111,6 +112,7 @@ def main() -> None:
     seen: list[dict[str, object]] = []
     added: list[dict[str, object]] = []
     step = 0
+    last: list[str] = []
     told, told_at = EngineState(), 0.0
     while True:
         now = state_of(start["config"], len(running))
@@ -151,7 +153,17 @@ def main() -> None:
         stats.num_scheduled_tokens = stats.num_generation_tokens = sum(len(o.token_ids) for o in outputs)
         stats.preempted = {"recompute": {"capacity": 1}} if step == 1 and outputs else {}
         stats.memory_bytes, stats.config_values = {"weights": 7}, {"max_num_seqs": 128.0}
-        link.send_step(StepOutputs(outputs, stats))
+        plain = [output for output in outputs if goes_on(output)]
+        others = [output for output in outputs if not goes_on(output)]
+        ids = [output.request_id for output in plain]
+        last = ids if ids != last else last  # the same list says that they are the same
+        columns = PlainTokens([output.token_ids[0] for output in plain], last) if last else None
+        link.send_step(StepOutputs(others, stats, columns))
+
+
+def goes_on(output: SequenceOutput) -> bool:
+    """There is nothing to tell but its one token."""
+    return output == SequenceOutput(output.request_id, output.token_ids[:1]) and len(output.token_ids) == 1
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from trimtab_engine.messages import (
     ClientOutputs,
     FromCore,
     LoadProgress,
+    PlainTokens,
     SequenceOutput,
     StepOutputs,
     StepStats,
@@ -119,6 +120,26 @@ def test_a_client_without_outputs_hears_nothing(three: Three) -> None:
     link.send_step(StepOutputs([SequenceOutput("a", [7], "length")], STATS))
     assert isinstance(first.receive(), StepOutputs)
     assert isinstance(second.receive(), ClientOutputs)
+    assert not third.has_more()
+
+
+def test_plain_tokens_name_their_requests_once_while_those_stay_the_same(three: Three) -> None:
+    link, (first, second, third) = three
+    an_add(link, second, "a", 1)
+    ids, rest = ["a", "b", "c"], ["b", "c"]
+    link.send_step(StepOutputs([], STATS, PlainTokens([1, 2, 3], ids)))
+    link.send_step(StepOutputs([], STATS, PlainTokens([4, 5, 6], ids)))
+    link.send_step(StepOutputs([], STATS, PlainTokens([7, 8], rest)))
+    assert [first.receive() for _ in range(3)] == [
+        StepOutputs([], STATS, PlainTokens([2, 3], ["b", "c"])),
+        StepOutputs([], STATS, PlainTokens([5, 6], None)),
+        StepOutputs([], STATS, PlainTokens([7, 8], ["b", "c"])),
+    ]
+    assert [second.receive() for _ in range(2)] == [
+        ClientOutputs([], 1, plain=PlainTokens([1], ["a"])),
+        ClientOutputs([], 1, plain=PlainTokens([4], None)),
+    ]
+    assert not second.has_more()
     assert not third.has_more()
 
 

@@ -87,6 +87,22 @@ def run(engine: Engine, requests: list[AddRequest], between_steps: Any = lambda 
     return tokens
 
 
+def test_what_only_goes_on_is_told_in_columns_by_one_list_of_names(model: Path) -> None:
+    engine, _ = an_engine(model)
+    for number in range(2):
+        engine.add(a_request(number, prompt=4, output=5 + number))
+    steps = [engine.step() for _ in range(7)]
+    told = [[(o.request_id, o.finish_reason) for o in step.told] for step in steps]
+    plain = [step.plain for step in steps]
+    begun, ended = told[0], [told[4], told[5]]
+    assert begun == [("r0", None), ("r1", None)]
+    assert ended == [[("r0", "length")], [("r1", "length")]]
+    in_columns = [tokens for tokens in plain if tokens is not None]
+    assert [tokens.request_ids for tokens in in_columns] == [["r0", "r1"]] * 3 + [["r1"]]
+    assert in_columns[2].request_ids is in_columns[1].request_ids
+    assert [len(step.outputs) for step in steps] == [2, 2, 2, 2, 2, 1, 0]
+
+
 SHARED = list(range(20))
 REQUESTS = [a_request(n, prompt=5 + 7 * (n % 9), output=10 + 5 * (n % 8), shared=n % 3 == 0) for n in range(24)]
 

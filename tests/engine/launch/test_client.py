@@ -71,6 +71,18 @@ send(StepOutputs([SequenceOutput(ids[0], [9], "stop")], stats)); receive()
     assert client.num_requests == 0
 
 
+async def test_plain_tokens_reach_those_who_were_named_last(run_core: RunCore) -> None:
+    client = await run_core("""
+ready(); ids = [receive().request_id, receive().request_id]
+plain = lambda *columns: send(StepOutputs([], stats, PlainTokens(*columns)))
+plain([7, 8], ids); plain([9, 10], None); plain([11], ids[1:])
+send(StepOutputs([SequenceOutput(request_id, [], "stop") for request_id in ids], stats)); receive()
+""")
+    await soon(client.loaded.wait())
+    answers = await soon(asyncio.gather(tokens(client, "a"), tokens(client, "b")))
+    assert sorted(answers) == [[7, 9], [8, 10, 11]]
+
+
 async def test_leaving_early_aborts_in_the_core(run_core: RunCore) -> None:
     client = await run_core("""
 ready(); request = receive(); send(StepOutputs([SequenceOutput(request.request_id, [7])], stats))

@@ -3,9 +3,12 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
 from functools import partial
+from json.encoder import encode_basestring
 from typing import Any, TypeVar
 
 import anyio
@@ -25,6 +28,26 @@ logger = logging.getLogger("trimtab_engine.api")
 def event(body: dict[str, Any]) -> str:
     """One server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class EventTemplate:
+    """Events that differ in one string alone, rendered once but for it."""
+
+    before: str
+    after: str
+
+    @classmethod
+    def of(cls, body_with: Callable[[str], dict[str, Any]]) -> "EventTemplate":
+        """`body_with` gives the body for a string, which is nowhere else in it."""
+        mark = uuid.uuid4().hex
+        before, _, after = event(body_with(mark)).partition(f'"{mark}"')
+        return cls(before, after)
+
+    def fill(self, texts: Iterable[str]) -> str:
+        """One event after another, each as event() writes it."""
+        before, after = self.before, self.after
+        return "".join([before + encode_basestring(text) + after for text in texts])
 
 
 async def guarded(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

@@ -7,7 +7,7 @@ counter exists once and never goes backwards.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import generate_latest
@@ -97,9 +97,9 @@ class EngineExporter:
         if self._facts is not None:
             self._metrics_of(engine, self._facts).first_token(seconds)
 
-    def next_token(self, seconds: float, engine: int) -> None:
+    def next_tokens(self, seconds: Sequence[float], engine: int) -> None:
         if self._facts is not None:
-            self._metrics_of(engine, self._facts).next_token(seconds)
+            self._metrics_of(engine, self._facts).next_tokens(seconds)
 
     def finished(self, life: FinishedSequence) -> None:
         self.requests.add(life)

@@ -5,11 +5,11 @@ Fed with the core's StepStats and with each sequence's life; one registry per se
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
 
 from trimtab_engine.api.metrics.cache import CacheMetrics
 from trimtab_engine.api.metrics.experts import ExpertMetrics
-from trimtab_engine.api.metrics.factory import LATENCY_BUCKETS, Buckets, FamilyFactory, Labelled
+from trimtab_engine.api.metrics.factory import LATENCY_BUCKETS, Buckets, BulkHistogram, FamilyFactory, Labelled
 from trimtab_engine.api.metrics.graphs import GraphMetrics
 from trimtab_engine.api.metrics.observations import FinishedSequence
 from trimtab_engine.api.metrics.saturation import SaturationMetrics
@@ -27,6 +27,7 @@ ITL_BUCKETS = (
 ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 N_BUCKETS = (1, 2, 5, 10, 20)
+GAPS_AT_ONCE = 1000  # times between tokens, counted together within a fraction of a millisecond
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 
 
@@ -48,6 +49,8 @@ class EngineMetrics:
         """The core has ended while others serve: its gauges are not shown."""
         self._families = FamilyFactory(self.registry, model_name, engine, custom_buckets or {})
         self._engine = engine
+        self._gaps: list[float] = []
+        """Times between tokens that are not counted yet."""
         self._build_gauges()
         self._build_counters()
         self._build_histograms(length_buckets(max_model_len))
@@ -59,6 +62,7 @@ class EngineMetrics:
         self._families.check_all_used()
 
     def exposition(self) -> bytes:
+        self.count_gaps()
         return generate_latest(self.registry)
 
     # --- what happens ---------------------------------------------------------------------------------------------
@@ -145,8 +149,16 @@ class EngineMetrics:
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
 
-    def next_token(self, seconds: float) -> None:
-        self._itl.observe(seconds)
+    def next_tokens(self, seconds: Sequence[float]) -> None:
+        """One for each token of the engine, so they are counted many at a time."""
+        self._gaps += seconds
+        if len(self._gaps) >= GAPS_AT_ONCE:
+            self.count_gaps()
+
+    def count_gaps(self) -> None:
+        """Before anybody looks."""
+        gaps, self._gaps = self._gaps, []
+        self._itl.observe_all(gaps)
 
     def finished(self, life: FinishedSequence) -> None:
         self._success.of(life.reason).inc()
@@ -265,7 +277,7 @@ class EngineMetrics:
     def _labelled_counter(self, name: str, text: str, *labels: str) -> Labelled[Counter]:
         return self._families.labelled_counter(name, text, *labels)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> BulkHistogram:
         return self._families.histogram(name, text, buckets)
 
 
@@ -279,6 +291,7 @@ class MergedRegistry:
     def collect(self) -> list[Metric]:
         families: dict[str, Metric] = {}
         for engine in self._engines:
+            engine.count_gaps()
             for family in engine.registry.collect():
                 if engine.is_gone and family.type == "gauge":
                     continue

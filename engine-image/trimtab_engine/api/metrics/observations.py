@@ -4,6 +4,7 @@ A server in a process of its own collects them and sends them on in batches (ser
 alone in its process it hands each to the metrics at once.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -34,8 +35,8 @@ class Observer(Protocol):
     def first_token(self, seconds: float, engine: int) -> None:
         """Seconds from arrival to the first token of one sequence."""
 
-    def next_token(self, seconds: float, engine: int) -> None:
-        """Seconds between two tokens of one sequence."""
+    def next_tokens(self, seconds: Sequence[float], engine: int) -> None:
+        """Seconds between some tokens of one sequence and those before them."""
 
     def finished(self, life: FinishedSequence) -> None:
         """One sequence has ended."""
@@ -80,8 +81,7 @@ class Observations(msgspec.Struct, tag="observations"):
             for seconds in times:
                 observer.first_token(seconds, engine)
         for engine, times in self.next_token_seconds.items():
-            for seconds in times:
-                observer.next_token(seconds, engine)
+            observer.next_tokens(times, engine)
         for life in self.sequences:
             observer.finished(life)
         for n, longest, engine in self.requests:
@@ -101,8 +101,8 @@ class ObservationBuffer:
     def first_token(self, seconds: float, engine: int) -> None:
         self._batch.first_token_seconds.setdefault(engine, []).append(seconds)
 
-    def next_token(self, seconds: float, engine: int) -> None:
-        self._batch.next_token_seconds.setdefault(engine, []).append(seconds)
+    def next_tokens(self, seconds: Sequence[float], engine: int) -> None:
+        self._batch.next_token_seconds.setdefault(engine, []).extend(seconds)
 
     def finished(self, life: FinishedSequence) -> None:
         self._batch.sequences.append(life)

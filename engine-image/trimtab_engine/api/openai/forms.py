@@ -41,6 +41,9 @@ class AnswerForm(ABC):
     """One request's answer: its id, and how choices and chunks are written."""
 
     prefix: str
+    is_plain = True
+    """A chunk is a piece's text among what is the same in all chunks of its choice, but for how it ends and what is
+    reported."""
     object_whole: str
     object_chunk: str
 

@@ -6,12 +6,14 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from operator import sub
 
 from trimtab_engine.api.http.errors import ApiError
 from trimtab_engine.api.metrics.observations import FinishedSequence, Observer
 from trimtab_engine.api.metrics.tracing import Tracer
 from trimtab_engine.api.openai.admission import Ticket
 from trimtab_engine.launch.client import CoreClient
+from trimtab_engine.launch.mailbox import PlainRun
 from trimtab_engine.messages import AddRequest, SequenceOutput
 from trimtab_engine.multimodal.items import Span
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
@@ -81,6 +83,17 @@ class Piece:
     """The data-parallel core that computed it."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """From the prompt's second token on; with the choice's first piece, where they were asked for."""
+    texts: list[str] | None = None
+    """The text of each token, where that is known; each is a chunk of a stream."""
+
+    def split(self) -> "Sequence[Piece]":
+        """Token by token, where the text of each is known. What ended the choice did so with the last."""
+        if self.texts is None or len(self.texts) < 2:
+            return (self,)
+        pairs = zip(self.texts, self.token_ids, strict=True)
+        pieces = [Piece(self.index, text, 1, token_ids=[token_id], engine=self.engine) for text, token_id in pairs]
+        pieces[-1].finish_reason, pieces[-1].stop_reason = self.finish_reason, self.stop_reason
+        return pieces
 
     def join(self, later: "Piece") -> None:
         """Take in what came after, of the same choice."""
@@ -88,6 +101,7 @@ class Piece:
         self.num_tokens += later.num_tokens
         self.logprobs += later.logprobs
         self.token_ids += later.token_ids
+        self.texts = None
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
@@ -173,19 +187,26 @@ class Generator:
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    clock.note(output)
-                    piece = piece_of(output, stream, index=index)
-                    finish_reason = piece.finish_reason
-                    if finish_reason == "error":
-                        raise error_of(output)
-                    if held is not None:
-                        held.join(piece)
-                        piece, held = held, None
-                    if piece.num_tokens < plan.stream_interval and finish_reason is None and not is_first:
-                        held = piece
-                        continue
-                    is_first = False
-                    yield piece
+                    if isinstance(output, PlainRun):
+                        piece = piece_of_run(output, stream, index=index)
+                        clock.note_run(output, piece.num_tokens)
+                    else:
+                        clock.note(output)
+                        piece = piece_of(output, stream, index=index)
+                        if piece.finish_reason == "error":
+                            finish_reason = "error"
+                            raise error_of(output)
+                    for part in (piece,) if plan.stream_interval == 1 else piece.split():
+                        finish_reason = part.finish_reason
+                        if held is None:
+                            held = part
+                        else:
+                            held.join(part)
+                        if held.num_tokens < plan.stream_interval and finish_reason is None and not is_first:
+                            continue
+                        is_first = False
+                        yield held
+                        held = None
                     if finish_reason is not None:
                         break
         finally:
@@ -217,6 +238,16 @@ def piece_of(output: SequenceOutput, stream: TextStream, *, index: int) -> Piece
         output.engine_index,
         output.prompt_logprobs,
     )
+    if stream.matched is not None:
+        piece.finish_reason, piece.stop_reason = "stop", stream.matched
+    return piece
+
+
+def piece_of_run(run: PlainRun, stream: TextStream, *, index: int) -> Piece:
+    """What some steps brought to a choice. Tokens behind a stop string are dropped."""
+    texts = stream.take_each(run.token_ids)
+    count = len(texts)
+    piece = Piece(index, "".join(texts), count, [], run.token_ids[:count], engine=run.engine_index, texts=texts)
     if stream.matched is not None:
         piece.finish_reason, piece.stop_reason = "stop", stream.matched
     return piece
@@ -265,9 +296,20 @@ class SequenceClock:
             if self._plan.ticket is not None:
                 self._plan.ticket.started(self._index)
         else:
-            self._observer.next_token(now - self._last_token, self._engine)
+            self._observer.next_tokens([now - self._last_token], self._engine)
         self._last_token = now
         self.num_tokens += len(output.token_ids)
+
+    def note_run(self, run: PlainRun, count: int) -> None:
+        """The first `count` tokens of it; others came before them."""
+        self._engine = run.engine_index
+        times = run.times[:count]
+        if not times:
+            return
+        if self._last_token is not None:
+            self._observer.next_tokens(list(map(sub, times, [self._last_token, *times])), self._engine)
+        self._last_token = self._end = times[-1]
+        self.num_tokens += count
 
     def finish(self, reason: str) -> FinishedSequence:
         life = FinishedSequence(

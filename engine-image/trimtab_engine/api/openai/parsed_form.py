@@ -14,6 +14,8 @@ from trimtab_engine.text.tokenizer import Tokenizer
 class ParsedForm(ChatForm):
     """`make_reader` gives each choice's reader. With `only_first`, calls after a choice's first are left out."""
 
+    is_plain = False
+
     def __init__(
         self,
         model: str,

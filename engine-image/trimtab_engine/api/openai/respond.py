@@ -5,13 +5,14 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
 
 from trimtab_engine.api.http.errors import ApiError, invalid
 from trimtab_engine.api.http.long_json import long_json
-from trimtab_engine.api.http.streaming import EventStream, event, unless_gone
+from trimtab_engine.api.http.streaming import EventStream, EventTemplate, event, unless_gone
 from trimtab_engine.api.openai.admission import QueueFull, Ticket
 from trimtab_engine.api.openai.forms import AnswerForm, Usage
 from trimtab_engine.api.openai.generation import GenerationPlan, Piece
@@ -151,30 +152,52 @@ async def _stream(
     for index in range(len(plan.sampling)):
         for chunk in form.opening(index):
             yield written(chunk, index)
+
+    def events_of(piece: Piece) -> str | None:
+        """The piece as a chunk; None: nothing to send yet."""
+        index = piece.index
+        if not has_begun[index]:
+            _count_prompt(usage, plan, piece)
+        if echo is not None:
+            _echo_into(piece, plan, echo, is_first=not has_begun[index])
+        has_begun[index] = True
+        usage.num_completion_tokens += piece.num_tokens
+        held[index] += piece.logprobs
+        if body.return_token_ids:
+            held_ids[index] += piece.token_ids
+        if not piece.text and piece.finish_reason is None:
+            return None  # characters or a possible stop string are held back
+        positions = held[index] if wants_logprobs else None
+        body_of_piece = form.chunk(piece, positions, offsets[index])
+        if body_of_piece is None:
+            return None
+        if body.return_token_ids:
+            body_of_piece["choices"][0]["token_ids"] = held_ids[index]
+            held_ids[index] = []
+        held[index] = []
+        offsets[index] += len(piece.text)
+        return written(body_of_piece, index)
+
+    def chunk_of(text: str, index: int) -> dict[str, Any]:
+        chunk = form.chunk(Piece(index, text, 1), None, 0)
+        assert chunk is not None  # the form is a plain one
+        return chunk | ({"usage": None} if includes_usage else {})
+
+    # Chunks that differ in their text alone: nearly all, and so kept short.
+    are_alike = form.is_plain and not (wants_logprobs or body.return_token_ids or counts_on or echo is not None)
+    templates: dict[int, EventTemplate] = {}
     async with aclosing(_require(state).generator.run(plan)) as pieces:
         async for piece in pieces:
             index = piece.index
-            if not has_begun[index]:
-                _count_prompt(usage, plan, piece)
-            if echo is not None:
-                _echo_into(piece, plan, echo, is_first=not has_begun[index])
-            has_begun[index] = True
-            usage.num_completion_tokens += piece.num_tokens
-            held[index] += piece.logprobs
-            if body.return_token_ids:
-                held_ids[index] += piece.token_ids
-            if not piece.text and piece.finish_reason is None:
-                continue  # characters or a possible stop string are held back
-            positions = held[index] if wants_logprobs else None
-            body_of_piece = form.chunk(piece, positions, offsets[index])
-            if body_of_piece is None:
-                continue
-            if body.return_token_ids:
-                body_of_piece["choices"][0]["token_ids"] = held_ids[index]
-                held_ids[index] = []
-            yield written(body_of_piece, index)
-            held[index] = []
-            offsets[index] += len(piece.text)
+            if are_alike and piece.texts is not None and piece.finish_reason is None and has_begun[index]:
+                if index not in templates:
+                    templates[index] = EventTemplate.of(partial(chunk_of, index=index))
+                usage.num_completion_tokens += piece.num_tokens
+                events = templates[index].fill(filter(None, piece.texts))
+            else:
+                events = "".join(filter(None, map(events_of, piece.split())))
+            if events:
+                yield events
     if includes_usage:
         yield event(form.usage_chunk(usage))
 

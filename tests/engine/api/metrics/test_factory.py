@@ -25,3 +25,16 @@ def test_children_differ_by_every_label() -> None:
     for reason, count in (("capacity", 2), ("resize", 3)):
         labels = LABELS | {"mode": "swap", "reason": reason}
         assert registry.get_sample_value("preempted_total", labels) == count
+
+
+def test_values_that_are_counted_together_are_in_the_buckets_where_each_would_be() -> None:
+    registry, values = CollectorRegistry(), [0.05, 0.1, 0.100001, 7.0, 0.3]
+    families = FamilyFactory(registry, "m", "0", {})
+    one_by_one, together = (families.histogram(name, "Seconds", (0.1, 0.5)) for name in ("each", "all"))
+    for value in values:
+        one_by_one.observe(value)
+    together.observe_all(values)
+    for bound, count in (("0.1", 2), ("0.5", 4), ("+Inf", 5)):
+        for name in ("each", "all"):
+            assert registry.get_sample_value(f"{name}_bucket", LABELS | {"le": bound}) == count
+    assert registry.get_sample_value("all_sum", LABELS) == sum(values)

@@ -1,10 +1,12 @@
 """Text from a step's tokens, of which there are several when drafts were accepted."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from trimtab_engine.api.metrics.observations import FinishedSequence
-from trimtab_engine.api.openai.generation import GenerationPlan, Piece, SequenceClock, piece_of
+from trimtab_engine.api.openai.generation import GenerationPlan, Piece, SequenceClock, piece_of, piece_of_run
+from trimtab_engine.launch.mailbox import PlainRun
 from trimtab_engine.messages import SequenceOutput
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_engine.text.stream import TextStream
@@ -55,14 +57,14 @@ class Seen:
 
     def __init__(self) -> None:
         self.first_tokens: list[float] = []
-        self.next_tokens: list[float] = []
+        self.gaps: list[float] = []
         self.lives: list[FinishedSequence] = []
 
     def first_token(self, seconds: float, engine: int) -> None:
         self.first_tokens.append(seconds)
 
-    def next_token(self, seconds: float, engine: int) -> None:
-        self.next_tokens.append(seconds)
+    def next_tokens(self, seconds: Sequence[float], engine: int) -> None:
+        self.gaps += seconds
 
     def finished(self, life: FinishedSequence) -> None:
         self.lives.append(life)
@@ -89,8 +91,38 @@ def test_latencies_are_the_core_s_whenever_the_client_takes_its_answer() -> None
     clock.note(SequenceOutput("r", [6], time=101.25))
     clock.note(SequenceOutput("r", [7], "stop", time=101.5))
     life = clock.finish("stop")
-    assert (seen.first_tokens, seen.next_tokens) == ([1.0], [0.25, 0.25])
+    assert (seen.first_tokens, seen.gaps) == ([1.0], [0.25, 0.25])
     assert (life.scheduled, life.first_token, life.last_token, life.end) == (100.5, 101.0, 101.5, 101.5)
+
+
+def test_tokens_that_are_taken_together_have_the_times_of_their_steps() -> None:
+    seen = Seen()
+    clock = SequenceClock(a_plan(), 0, seen)
+    clock.note(SequenceOutput("r", [5], first_scheduled_time=100.5, time=101.0))
+    clock.note_run(PlainRun(0, [6, 7, 8], [101.25, 101.5, 103.0]), 2)
+    life = clock.finish("stop")
+    assert seen.gaps == [0.25, 0.25]
+    assert (life.last_token, life.end, life.num_generation_tokens) == (101.5, 101.5, 3)
+
+
+def test_a_run_of_tokens_is_cut_at_a_stop_string_and_split_into_its_tokens(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, skip_special_tokens=True, stop=["cd"])
+    run = PlainRun(0, list(b"abcde"), [0.0] * 5)
+    result = piece_of_run(run, stream, index=1)
+    assert (result.text, result.num_tokens, result.finish_reason, result.stop_reason) == ("ab", 4, "stop", "cd")
+    parts = [(p.index, p.text, p.num_tokens, p.token_ids, p.finish_reason) for p in result.split()]
+    assert parts == [
+        (1, "a", 1, [97], None),
+        (1, "b", 1, [98], None),
+        (1, "", 1, [99], None),
+        (1, "", 1, [100], "stop"),
+    ]
+
+
+def test_the_texts_of_a_run_are_those_of_its_tokens_one_by_one(tokenizer: Tokenizer) -> None:
+    tokens = list("aü🙂b".encode())
+    one_by_one, together = (TextStream(tokenizer, skip_special_tokens=True) for _ in range(2))
+    assert together.take_each(tokens) == [one_by_one.take([token], None).text for token in tokens]
 
 
 def test_who_leaves_early_is_served_until_then() -> None:

@@ -1,0 +1,58 @@
+"""Where one request's outputs wait for the task that answers it, and pile up while that is busy: plain tokens as one
+run, so that a task that wakes up takes all of them at once, however many steps they are of."""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+from trimtab_engine.messages import SequenceOutput
+
+
+@dataclass(slots=True)
+class PlainRun:
+    """One more token from each of some steps, and nothing else to tell. `times`: when those ended, by the core's
+    clock."""
+
+    engine_index: int
+    token_ids: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+
+class Mailbox:
+    """One reader, who gets everything in the order in which it came."""
+
+    __slots__ = ("_items", "_waiter")
+
+    def __init__(self) -> None:
+        self._items: deque[SequenceOutput | PlainRun | None] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: SequenceOutput | None) -> None:
+        """None: nothing will come any more."""
+        self._items.append(item)
+        self._wake()
+
+    def put_plain(self, token_id: int, time: float, engine_index: int) -> None:
+        run = self._items[-1] if self._items else None
+        if not isinstance(run, PlainRun):
+            run = PlainRun(engine_index)
+            self._items.append(run)
+            self._wake()
+        run.token_ids.append(token_id)
+        run.times.append(time)
+
+    async def get(self) -> SequenceOutput | PlainRun | None:
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._items.popleft()
+
+    def clear(self) -> None:
+        self._items.clear()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
