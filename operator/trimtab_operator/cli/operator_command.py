@@ -164,6 +164,7 @@ def run(
 ) -> None:
     """Serve InferenceDeployments. Several may run: one holds the Lease and works, all answer the webhook."""
     from trimtab_operator.edge.logs import configure_logging
+    from trimtab_operator.edge.open_files import allow_open_files
     from trimtab_operator.loop.runner import Options, run_operator  # here, so that `validate` needs no cluster client
 
     configure_logging(log_format.value, log_level)
@@ -206,6 +207,7 @@ def run(
         ),
         prometheus=prometheus,
     )
+    allow_open_files()
     try:
         raise typer.Exit(asyncio.run(run_operator(options)))
     except (TrimtabError, OSError) as error:
