@@ -1,14 +1,22 @@
-"""What kstatus, and so Argo CD and Flux, make of a resource: Current only for what was asked for last."""
+"""What kstatus, and so Flux, makes of a resource: Current only for what was asked for last. Argo CD, by the script of
+the page on GitOps, makes the same of it."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import lupa
 import pytest
+import yaml
 from operator_builders import a_spec
 from operator_cluster import BROKEN, FakeCluster
 
 QUICK = {"startTimeout": "20s", "drainTimeout": "1s"}
+GITOPS = Path(__file__).parents[3] / "docs" / "gitops.md"
+IN_ARGO_CD = {"Current": "Healthy", "Failed": "Degraded", "InProgress": "Progressing"}
 
 
 def kstatus(resource: dict[str, Any]) -> str:
@@ -22,6 +30,18 @@ def kstatus(resource: dict[str, Any]) -> str:
     if conditions.get("Stalled") == "True":
         return "Failed"
     return "Current" if conditions.get("Ready") == "True" else "InProgress"
+
+
+@functools.cache
+def health_script() -> Callable[[dict[str, Any]], str]:
+    """The script that the page gives to Argo CD, as a function from a resource to its health."""
+    blocks = [block.partition("```")[0] for block in GITOPS.read_text().split("```yaml\n")[1:]]
+    found = [one for block in blocks for one in yaml.safe_load_all(block)]
+    (taught,) = [one["data"] for one in found if one.get("kind") == "ConfigMap"]
+    (script,) = taught.values()
+    lua: Any = lupa.LuaRuntime(unpack_returned_tuples=True)
+    judge = lua.eval(f"function(obj) {script} end")
+    return lambda resource: str(judge(lua.table_from(resource, recursive=True))["status"])
 
 
 def a_runtime(*args: str) -> dict[str, Any]:
@@ -38,7 +58,9 @@ def verdict(cluster: FakeCluster) -> str:
     is_true = {c["type"]: c["status"] == "True" for c in cluster.status["conditions"]}
     assert not (is_true["Reconciling"] and is_true["Stalled"])
     assert not (is_true["Ready"] and is_true["Stalled"])
-    return kstatus(cluster.body)
+    found = kstatus(cluster.body)
+    assert health_script()(cluster.body) == IN_ARGO_CD[found]
+    return found
 
 
 def is_serving(cluster: FakeCluster) -> bool:
