@@ -84,6 +84,7 @@ def tiles_of(picture: MultiModalItem) -> list[MultiModalItem]:
             num_tokens=picture.num_tokens // count,
             grid=(1, height, width),
             patches=None if picture.patches is None else _part(picture.patches, number, count),
+            seconds_per_step=1,  # it is no video; a whole number is one byte on the wire, not nine
             tiles=None,
         )
         for number in range(count)

@@ -5,10 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from media_files import a_picture, data_url, encoded
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from trimtab_engine.errors import InvalidRequest, ModelError
+from trimtab_engine.messages import AddRequest
 from trimtab_engine.multimodal.checkpoint import (
     TILE_WORDS,
     read_placeholders,
@@ -16,12 +18,14 @@ from trimtab_engine.multimodal.checkpoint import (
     read_tile_tokens,
 )
 from trimtab_engine.multimodal.items import MultiModalItem, Patches
+from trimtab_engine.multimodal.mirror import Sender
 from trimtab_engine.multimodal.placeholders import expand
 from trimtab_engine.multimodal.processor_cache import ProcessorCache
 from trimtab_engine.multimodal.reader import MediaReader
 from trimtab_engine.multimodal.sources import NOTHING_ELSE
 from trimtab_engine.multimodal.tiles import TileTokens, tiles_of
 from trimtab_engine.offline.media import OfflineMedia
+from trimtab_engine.scheduling.sampling import Sampling
 
 IDS = {word: 200 + number for number, word in enumerate(TILE_WORDS.values())}
 TOKENS = TileTokens(**{name: IDS[word] for name, word in TILE_WORDS.items()})
@@ -68,6 +72,17 @@ def test_each_tile_is_an_item_with_its_part_and_a_name_of_its_own() -> None:
         assert tile.patches is not None
         assert tile.patches.values == bytes([number]) * 24
     assert [tile.content_hash for tile in tiles_of(a_picture_of(2, 2))] == [tile.content_hash for tile in tiles]
+
+
+def test_the_largest_picture_that_a_core_has_takes_a_kilobyte_on_the_way_to_it() -> None:
+    token_ids, items = TOKENS.written([5, TOKENS.picture, 7], [a_picture_of(4, 4)])
+    expanded, spans = expand(token_ids, items, {"image": PATCH})
+    sender = Sender(1 << 20)
+    for _ in range(2):
+        short, named = sender.shortened(expanded, spans)
+    message = AddRequest("r-0", short, Sampling(), arrival_time=0.0, spans=named)
+    assert len(named) == 17
+    assert len(msgspec.msgpack.encode(message)) <= 1000
 
 
 @pytest.mark.parametrize("prompt", [[5, 6], [TOKENS.picture, TOKENS.picture]])
