@@ -16,15 +16,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from trimtab_operator.decisions.actions import Note
+from trimtab_operator.decisions.actions import Action, Apply, Delete, Note
 from trimtab_operator.layout import layout_of
 from trimtab_operator.observed.accelerators import gpus_held
-from trimtab_operator.observed.groups import Observed, groups_of
+from trimtab_operator.observed.groups import Group, Observed, groups_of, is_worker
 from trimtab_operator.resource.installation import GpuBudget
 from trimtab_operator.resource.spec import InferenceDeployment
 
 UNLIMITED = 1 << 60
 OVER_BUDGET, WITHIN_BUDGET = "OverBudget", "WithinBudget"  # reasons of Events; the first one of conditions, too
+NO_ROOM_IN_BUDGET = "the GPU budget has no room for a further replica"
 MOST_NAMED = 3  # of the others, in one sentence
 
 
@@ -53,9 +54,10 @@ class Stake:
         """The replicas that nobody takes."""
         return min(self.running, self.least, self.wanted)
 
-    def with_replicas(self, count: int) -> Stake:
-        """The same once so many were granted; those that go are held until they have drained."""
-        return replace(self, running=count, held=max(self.held, count * self.gpus))
+    def with_replicas(self, count: int, *, beside: int = 0) -> Stake:
+        """The same once so many were granted, and so many more while a change rolls; those that go are held until they
+        have drained."""
+        return replace(self, running=count, held=max(self.held, (count + beside) * self.gpus))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +191,11 @@ def _rank(stake: Stake) -> tuple[int, str, str]:
     return -stake.priority, stake.since, stake.key
 
 
-def room_for_surge(own: Stake, count: int, others: Sequence[Stake] | None, budget: GpuBudget) -> int:
+def room_beside(own: Stake | None, count: int, others: Sequence[Stake] | None, budget: GpuBudget | None) -> int:
     """How many replicas there may be beyond `count` while a change rolls: of what nobody else holds or is to get. Where
     others are not known, those that are there."""
+    if own is None or budget is None:
+        return UNLIMITED
     if others is None:
         return max(0, own.running - count)
     targets, room = targets_of((own, *others), budget), _Room(budget)
@@ -199,6 +203,17 @@ def room_for_surge(own: Stake, count: int, others: Sequence[Stake] | None, budge
     for other in others:
         room.take(other, max(other.held, targets[other.key] * other.gpus))
     return room.fits(own)
+
+
+def num_groups_after(groups: Sequence[Group], actions: Iterable[Action]) -> int:
+    """How many replicas there are once these actions were carried out."""
+    present = {group.name for group in groups}
+    for action in actions:
+        if isinstance(action, Delete) and action.kind == "StatefulSet":
+            present.discard(action.name)
+        elif isinstance(action, Apply) and action.manifest["kind"] == "StatefulSet" and not is_worker(action.manifest):
+            present.add(str(action.manifest["metadata"]["name"]))
+    return len(present)
 
 
 # --- what is told -----------------------------------------------------------------------------------------------------

@@ -24,9 +24,11 @@ from trimtab_operator.builders.record import Record, asked_of, records_of
 from trimtab_operator.builders.stateful_set import Rendered, pod_template, rendered
 from trimtab_operator.decisions.actions import Action, Apply, Delete, Note, Patch
 from trimtab_operator.decisions.budget import (
+    NO_ROOM_IN_BUDGET,
     Stake,
     budget_notes,
-    room_for_surge,
+    num_groups_after,
+    room_beside,
     share_of,
     stake_of,
     standing_stake,
@@ -103,6 +105,8 @@ class Turn:
     """The part of the memory that may be adopted only once the children were applied."""
     stake: Stake | None = None
     """What the resource asks for of the GPU budget, and what it had; None: there is no budget."""
+    num_beside: int = 0
+    """Replicas beyond the wanted ones that are there while a change rolls."""
 
     @property
     def replicas_staked(self) -> int:
@@ -239,10 +243,12 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
         share = share_of(stake, world.stakes, world.installation.gpu_budget)
         count = share.replicas
     moment = datetime.fromtimestamp(world.at, UTC)
-    room = Surge(0)
+    room, is_short = Surge(0), False
     if course.target is not None:
         room = surge_of(course.state.no_room, course.target, known.observed, replicas=count, now=moment)
-        room = _within_budget(room, stake, count, world)
+        beside = room_beside(stake, count, world.stakes, world.installation.gpu_budget)
+        is_short = beside < room.groups
+        room = replace(room, groups=min(room.groups, beside))
     rollout = replace(course.state, no_room=room.no_room if course.target is not None else course.state.no_room)
     care = _care(world, known, asked=None if course.target is None else f"{deployment.generation}-{_revision(course)}")
     children: tuple[Action, ...] = differing([service_account(deployment)], known.observed)
@@ -280,7 +286,7 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
             model=None if gate.is_open else gate.model,
             failed_change=course.failed,
             trying=course.trying,
-            no_room=None if room.no_room is None else room.no_room.message,
+            no_room=NO_ROOM_IN_BUDGET if is_short else None if room.no_room is None else room.no_room.message,
             target=None if course.target is None else course.target.deployment,
             share=share,
             too_few_gpus=_too_few_gpus(world),
@@ -303,15 +309,8 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
         ),
         futile=sifted.futile,
         stake=stake,
+        num_beside=max(0, num_groups_after(known.groups, children) - count),
     )
-
-
-def _within_budget(room: Surge, stake: Stake | None, count: int, world: World) -> Surge:
-    """No more replicas beside the wanted ones than the GPU budget has room for."""
-    budget = world.installation.gpu_budget
-    if stake is None or budget is None:
-        return room
-    return replace(room, groups=min(room.groups, room_for_surge(stake, count, world.stakes, budget)))
 
 
 def _unheard(deployment: InferenceDeployment, before: int | None) -> tuple[Note, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from trimtab_operator.decisions.budget import Stake, shares_now, stake_of, standing_stake
+from trimtab_operator.decisions.budget import Stake, room_beside, shares_now, stake_of, standing_stake
 from trimtab_operator.decisions.world import as_read
 from trimtab_operator.edge.cache import Cache, Owner
 from trimtab_operator.observed.groups import Observed
@@ -36,14 +36,17 @@ class Stakes:
             return None
         return tuple(stake for key, stake in self._stakes.items() if key != f"{namespace}/{name}")
 
-    def put(self, stake: Stake, count: int) -> bool:
-        """Take so many replicas for a resource, where that is still its share; whether it was. Fewer than there are
-        can always be taken."""
+    def put(self, stake: Stake, count: int, *, beside: int = 0) -> bool:
+        """Take so many replicas for a resource, and so many beside them while a change rolls, where that is still its
+        share; whether it was. Fewer than there are can always be taken."""
         before = self._stakes.get(stake.key)
         others = [other for key, other in self._stakes.items() if key != stake.key]
         if count > stake.running and shares_now((stake, *others), self._budget)[stake.key] < count:
             return False
-        self._change(stake.key, before, stake.with_replicas(count))
+        is_more = beside > 0 and count + beside > stake.running
+        if is_more and room_beside(stake, count, others, self._budget) < beside:
+            return False
+        self._change(stake.key, before, stake.with_replicas(count, beside=beside))
         return True
 
     def forget(self, namespace: str, name: str) -> None:
@@ -75,7 +78,7 @@ class Stakes:
                 return False
             bodies.update({f"{body['metadata']['namespace']}/{body['metadata']['name']}": body for body in present})
         for key in [key for key in self._stakes if key not in bodies]:
-            del self._stakes[key]
+            self._change(key, self._stakes[key], None)
         for key, body in bodies.items():
             if key not in self._stakes:
                 self._stakes[key] = _as_cached(cache, (body["metadata"]["namespace"], body["metadata"]["name"]), body)

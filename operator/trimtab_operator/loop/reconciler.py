@@ -132,7 +132,10 @@ class Reconciler:
         """Take what was decided out of the GPU budget; where others took it meanwhile, decide again beside them."""
         stakes = self.eyes.stakes
         for _ in range(STAKES_TRIED):
-            if stakes is None or decided.stake is None or stakes.put(decided.stake, decided.replicas_staked):
+            stake = decided.stake
+            if stakes is None or stake is None:
+                return world, decided
+            if stakes.put(stake, decided.replicas_staked, beside=decided.num_beside):
                 return world, decided
             world = self.eyes.with_stakes(loop.key, world)
             decided = await self._decided(world, loop.memory)

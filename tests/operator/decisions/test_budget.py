@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from trimtab_operator.decisions.budget import (
     Stake,
-    room_for_surge,
+    room_beside,
     share_of,
     shares_now,
     targets_of,
@@ -108,12 +108,12 @@ def test_what_is_to_come_waits_until_what_goes_has_drained() -> None:
 
 def test_a_change_rolls_by_a_further_replica_only_where_nobody_else_is_to_have_it() -> None:
     own, other = a_stake("a", wanted=2, running=2, gpus=2), a_stake("b", wanted=4, running=2)
-    assert room_for_surge(own, 2, (other,), GpuBudget(total=8)) == 0
-    assert room_for_surge(own, 2, (other,), GpuBudget(total=10)) == 1
+    assert room_beside(own, 2, (other,), GpuBudget(total=8)) == 0
+    assert room_beside(own, 2, (other,), GpuBudget(total=10)) == 1
     with_one = replace(own, running=3, held=6)
-    assert room_for_surge(with_one, 2, (other,), GpuBudget(total=10)) == 1
-    assert room_for_surge(with_one, 2, None, GpuBudget(total=10)) == 1
-    assert room_for_surge(own, 2, None, GpuBudget(total=10)) == 0
+    assert room_beside(with_one, 2, (other,), GpuBudget(total=10)) == 1
+    assert room_beside(with_one, 2, None, GpuBudget(total=10)) == 1
+    assert room_beside(own, 2, None, GpuBudget(total=10)) == 0
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------

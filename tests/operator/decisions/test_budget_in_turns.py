@@ -102,11 +102,24 @@ def test_a_change_rolls_in_place_where_the_budget_has_no_further_replica() -> No
     cluster.settle()
     before = set(cluster.revisions)
     cluster.edit(engine={"maxModelLen": 1024})
-    most = 0
+    most, words = 0, set[str]()
     while before & set(cluster.revisions) or cluster.condition("Ready")["status"] != "True":
         cluster.tick()
         most = max(most, len(cluster.groups))
+        words.add(cluster.condition("Progressing")["message"])
     assert most == 2
+    assert any(said.endswith("in place: the GPU budget has no room for a further replica") for said in words)
+
+
+def test_a_replica_beside_the_wanted_ones_is_taken_out_of_the_budget_with_them() -> None:
+    cluster = a_cluster(2, replicas=1, rollout={"bakeTime": "0s"})
+    cluster.settle()
+    assert cluster.decide().num_beside == 0
+    cluster.edit(engine={"maxModelLen": 1024})
+    decided = cluster.turn()
+    assert (decided.replicas_staked, decided.num_beside, len(cluster.groups)) == (1, 1, 2)
+    cluster.settle()
+    assert (len(cluster.groups), cluster.decide().num_beside) == (1, 0)
 
 
 def test_what_is_paused_or_refused_keeps_what_it_has_and_asks_for_nothing() -> None:

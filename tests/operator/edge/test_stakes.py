@@ -49,6 +49,17 @@ def test_of_two_that_decided_at_once_the_second_decides_again() -> None:
     assert known.stakes.put(a_stake("b", 3), 1)
 
 
+def test_of_two_that_roll_at_once_one_gets_the_replica_that_is_left() -> None:
+    known = Rung(5)
+    first, second = a_stake("a", 2, 2), a_stake("b", 2, 2)
+    assert known.stakes.put(first, 2)
+    assert known.stakes.put(second, 2)
+    assert known.stakes.put(first, 2, beside=1)
+    assert not known.stakes.put(second, 2, beside=1)
+    assert known.stakes.put(second, 2)
+    assert known.stakes.put(replace(first, running=3, held=3), 2, beside=1)  # it is there already
+
+
 def test_fewer_can_always_be_taken() -> None:
     known = Rung(1)
     assert known.stakes.put(a_stake("a", 5, 4), 2)
@@ -101,8 +112,11 @@ def test_what_a_loop_has_said_counts_and_not_what_the_cache_says() -> None:
 def test_a_resource_that_the_cache_does_not_know_any_more_holds_nothing() -> None:
     known = Rung(9, a_resource(name="a", runtime=GPU), a_resource(), has_cache=True)
     known.stakes.of_others("n", "m")
+    known.stakes.put(a_stake("a", 9), 9)
+    known.stakes.put(a_stake("m", 3), 0)
     known.told(KIND, a_resource())
     assert known.stakes.of_others("n", "m") == ()
+    assert known.rung == ["m"]
 
 
 def test_a_cache_that_is_silent_does_not_say_which_others_there_are() -> None:
