@@ -16,7 +16,9 @@ from typing import Any
 import msgspec
 import zmq
 
+from trimtab_engine.processes.looks import Looks
 from trimtab_engine.workers.messages import (
+    HEARTBEAT_SECONDS,
     SILENCE_SECONDS,
     FromWorker,
     Hello,
@@ -67,6 +69,7 @@ class Watch:
 
     def _run(self) -> None:
         decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromWorker)
+        looks = Looks(time.monotonic(), every_seconds=HEARTBEAT_SECONDS)
         while not self._closing.is_set():
             if self._control.poll(POLL_MILLISECONDS):
                 sender, *frames = self._control.recv_multipart()
@@ -82,7 +85,11 @@ class Watch:
                 if isinstance(message, RankAlive):
                     self._control.send_multipart([sender, self._alive])
             if self.failure is None:
-                self._look()
+                self._look_for_ends()
+            now = time.monotonic()
+            has_read_all = not self._control.poll(0)
+            if looks.is_on_time(now) and has_read_all and self.failure is None:
+                self._look_for_silence(now)
 
     def _answer(self, hello: Hello) -> bytes:
         """Give the rank away, once."""
@@ -105,14 +112,15 @@ class Watch:
             case _:
                 self.inbox.put(message)
 
-    def _look(self) -> None:
+    def _look_for_ends(self) -> None:
         for rank, process in self._processes.items():
             code = process.poll()
             if code is not None and not self._control.poll(int(LAST_WORD_SECONDS * 1000)):
                 cause = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
                 self._die(WorkerFailed(rank, f"rank {rank} ({self._hosts[rank]}) {cause}", 1))
                 return
-        now = time.monotonic()
+
+    def _look_for_silence(self, now: float) -> None:
         for rank, heard in self._heard.items():
             if now - heard > SILENCE_SECONDS:
                 where = self._hosts.get(rank, "another node")

@@ -213,13 +213,15 @@ class Worker:
         """Say that this rank lives, and end the process when the core does not answer any more."""
         line = self._connect(zmq.DEALER, self._control_address)
         body = msgspec.msgpack.encode(RankAlive(self.rank))
-        heard = time.monotonic()
-        while time.monotonic() - heard < SILENCE_SECONDS:
+        unanswered = 0  # counted, not timed: while this process itself stands still, nobody else has been silent
+        while unanswered * HEARTBEAT_SECONDS < SILENCE_SECONDS:
             line.send(body)
             if line.poll(int(HEARTBEAT_SECONDS * 1000)):
                 line.recv()
-                heard = time.monotonic()
+                unanswered = 0
                 time.sleep(HEARTBEAT_SECONDS)
+            else:
+                unanswered += 1
         print(f"trimtab-engine: rank {self.rank} ends: the engine core is gone", file=sys.stderr, flush=True)
         os._exit(1)
 

@@ -14,7 +14,6 @@ import msgspec
 
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.launch.nodes.looks import Looks
 from trimtab_engine.launch.nodes.messages import (
     HEARTBEAT_SECONDS,
     NODE_OWN_FIELDS,
@@ -31,6 +30,7 @@ from trimtab_engine.launch.nodes.messages import (
     ToHub,
 )
 from trimtab_engine.messages import CoreFailed, CoreStart
+from trimtab_engine.processes.looks import Looks
 from trimtab_engine.processes.shared_secret import NothingSaid, NotProven, SharedSecret, prove_as_listener
 from trimtab_engine.processes.stream import StreamLink
 
@@ -175,7 +175,7 @@ class Hub:
     async def _look(self) -> None:
         """Notice silence."""
         said = time.monotonic()
-        looks = Looks(said)
+        looks = Looks(said, every_seconds=HEARTBEAT_SECONDS)
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             now = time.monotonic()

@@ -17,7 +17,6 @@ import msgspec
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.launch.nodes.clock import clock_offset
-from trimtab_engine.launch.nodes.looks import Looks
 from trimtab_engine.launch.nodes.messages import (
     HEARTBEAT_SECONDS,
     NODE_OWN_FIELDS,
@@ -33,6 +32,7 @@ from trimtab_engine.launch.nodes.messages import (
     ToMember,
 )
 from trimtab_engine.launch.started_core import DEAD_GRACE_SECONDS, StartedCore
+from trimtab_engine.processes.looks import Looks
 from trimtab_engine.processes.shared_secret import NotProven, SharedSecret, prove_as_caller
 from trimtab_engine.processes.stream import StreamLink
 
@@ -222,7 +222,7 @@ class _Member:
 
     async def _beat(self, link: StreamLink[ToMember]) -> None:
         """Say that this node lives, and notice that node 0 does not answer."""
-        looks = Looks(time.monotonic())
+        looks = Looks(time.monotonic(), every_seconds=HEARTBEAT_SECONDS)
         while True:
             link.send(NodeAlive(time.monotonic()))
             await asyncio.sleep(HEARTBEAT_SECONDS)
