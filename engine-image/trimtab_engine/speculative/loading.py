@@ -21,6 +21,8 @@ from trimtab_engine.speculative.head_proposer import HeadProposer
 from trimtab_engine.speculative.ngram import NgramProposer
 from trimtab_engine.speculative.proposer import Proposer
 
+HEADS = {"eagle": EAGLE, "mtp": DEEPSEEK_MTP, "deepseek_mtp": DEEPSEEK_MTP}
+"""The heads that draft, by the method that asks for them. Adding one is a file in models/ and a line here."""
 PROBABILITY_BYTES = 4  # a draft's distribution is kept in float32 until it is verified
 
 
@@ -44,7 +46,7 @@ class Speculation:
         if speculative.reads_hidden_states:
             _check_one_block_table(config.model, target.kv_groups)
             _check_alone(config, target)
-            kind = EAGLE if speculative.method == "eagle" else DEEPSEEK_MTP
+            kind = HEADS[speculative.method]
             return cls(HeadRunner.load(speculative.model or config.model, kind, config, runner, device))
         assert speculative.model is not None  # the configuration was checked
         own = msgspec.structs.replace(

@@ -1,6 +1,8 @@
-"""Families are plug-ins: one file each and one line in the registry, and nobody else knows an architecture by name."""
+"""Families are plug-ins: one file each and one line in the registry, and nobody else knows an architecture by name. So
+are heads that draft, which may build on the family whose layers they have."""
 
 import ast
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from trimtab_engine.errors import ModelError
 from trimtab_engine.models import registry
 from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.registry import BY_ARCHITECTURE, FAMILIES, GGUF_NAMES, parse_model_config
+from trimtab_engine.speculative.loading import HEADS
 
 PACKAGE = Path(trimtab_engine.__file__).parent
 ARCHITECTURE = re.compile(r"\b[A-Z]\w*For(CausalLM|ConditionalGeneration)\b")
@@ -37,6 +40,11 @@ def family_files() -> set[Path]:
     return {PACKAGE / "models" / f"{name}.py" for name in names}
 
 
+def plug_in_files() -> set[Path]:
+    """Of families and of heads."""
+    return family_files() | {Path(inspect.getfile(kind.parse)) for kind in HEADS.values()}
+
+
 def imported(file: Path) -> Iterator[str]:
     """Modules that a file imports, at the top or inside a function."""
     for node in ast.walk(ast.parse(file.read_text())):
@@ -47,11 +55,11 @@ def imported(file: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def test_no_architecture_is_named_outside_its_familys_file() -> None:
+def test_no_architecture_is_named_outside_its_plug_ins_file() -> None:
     named = {
         f"{file.relative_to(PACKAGE)} names {match[0]}"
         for file in PACKAGE.rglob("*.py")
-        if file not in family_files()
+        if file not in plug_in_files()
         for match in ARCHITECTURE.finditer(file.read_text())
     }
     assert named == set()
@@ -62,7 +70,7 @@ def test_only_the_registry_imports_families() -> None:
     importing = {
         str(file.relative_to(PACKAGE))
         for file in PACKAGE.rglob("*.py")
-        if file not in family_files() and modules & set(imported(file))
+        if file not in plug_in_files() and modules & set(imported(file))
     }
     assert importing == {"models/registry.py"}
 
