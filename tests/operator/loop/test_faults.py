@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-import httpx
+import aiohttp
 import pytest
 from coming_to_rest import come_to_rest, end_state
 from kubernetes.aio.client.exceptions import ApiException
@@ -268,7 +268,7 @@ async def test_an_engine_that_hangs_with_its_port_open_keeps_nobody_from_an_edit
         return cluster.said(target)
 
     monkeypatch.setattr(metrics, "ask", answers)
-    engines = Engines(cast("httpx.AsyncClient", None), lambda: cluster.now, patience_seconds=0.02)
+    engines = Engines(cast("aiohttp.ClientSession", None), lambda: cluster.now, patience_seconds=0.02)
     reconciler, loop = a_reconciler(cluster), Loop(KEY, engines)
     try:
         for _ in range(30):
