@@ -280,9 +280,8 @@ class Engine:
         """Report what these requests got. Nearly all have one token more and nothing else to tell: those go in columns,
         unless another step has landed since the last report: what it brought to a request must come first."""
         self._num_landed += 1
-        if self._num_landed > 1 and self._plain is not None:
-            self._ready += self._plain.as_outputs()
-            self._plain = None
+        if self._num_landed > 1:
+            self._name_plain_tokens()
         before, ids = self._plain_before
         if sampling and self._num_landed == 1 and not notable and before == sampling:
             self._plain = PlainTokens(_single(result.token_ids), ids)
@@ -303,6 +302,8 @@ class Engine:
 
     def _end_failed(self, failed: Mapping[Request, Failure]) -> None:
         """End the requests that no token could be chosen for, and let nobody find what they computed."""
+        if failed:
+            self._name_plain_tokens()
         for request, failure in failed.items():
             if request.status.is_finished:
                 continue
@@ -325,6 +326,12 @@ class Engine:
                     is_engines_fault=is_ours,
                 )
             )
+
+    def _name_plain_tokens(self) -> None:
+        """Tell of each by itself, before what comes to the same requests now: a report is read so."""
+        if self._plain is not None:
+            self._ready += self._plain.as_outputs()
+            self._plain = None
 
     def _settle(self) -> None:
         """Land what is in flight: what moves blocks or weights needs a quiet device."""
@@ -405,6 +412,7 @@ class Engine:
 
     def _abort_everything(self) -> None:
         """End all requests; the next report says so."""
+        self._name_plain_tokens()
         unbuilt = self._grammars.forget(self._grammars.waiting_request_ids())
         aborted = self._scheduler.abort(self._scheduler.unfinished_request_ids())
         self._announced.clear()

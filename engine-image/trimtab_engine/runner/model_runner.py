@@ -35,6 +35,7 @@ from trimtab_engine.models.family import Model, Tower
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.registry import family_of, kv_groups_of, open_model, open_tower, parse_model_config
 from trimtab_engine.models.tensors import Tensors, num_elements, num_quantizable
+from trimtab_engine.models.tower_share import TowerShare
 from trimtab_engine.parallel.expert_balancer import ExpertBalancer
 from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.ranks import Layout
@@ -167,6 +168,8 @@ class ModelRunner:
         quantization = wanted_quantization(stored, config.quantization, has_weights=not isinstance(source, DummySource))
         tensors = expected_tensors(model_config)
         shares = layout.tensor if config.mm_encoder_tp_mode == "weights" else 1
+        if vision is not None and shares > 1:
+            TowerShare.of(vision, groups.tensor)  # what ranks cannot share is refused before any weight is read
         tower_bytes = _tower_bytes(vision, model_config, dtype) // shares if shard.is_first_stage else 0
         num_parameters = -(
             -num_elements(tensors.values()) // layout.ranks_per_engine

@@ -139,11 +139,16 @@ class Shelf:
         _write(self.record(commit), json.dumps({"files": known | {file.name: file.size for file in files}}))
 
     def forget(self, files: Iterable[RemoteFile], *, kept: Iterable[RemoteFile]) -> None:
-        """Delete what was only needed on the way."""
+        """Delete what was only needed on the way, and what no other version shows either."""
         needed = {file.digest for file in kept}
+        shown = self.shown()
         for file in files:
-            if file.digest and file.digest not in needed:
+            if file.digest and file.digest not in needed and os.path.realpath(self.blob(file)) not in shown:
                 self.blob(file).unlink(missing_ok=True)
+
+    def shown(self) -> set[str]:
+        """The blobs that some version's files lead to."""
+        return {os.path.realpath(link) for link in self.folder.glob("snapshots/*/**/*")}
 
     def note_progress(self, progress: Progress) -> None:
         _write(self.own / "progress.json", json.dumps(asdict(progress)))
@@ -215,12 +220,14 @@ def _too_small(root: Path, model: RemoteModel, missing: int, limit: int | None) 
 
 
 def _by_last_use(root: Path, wanted: Shelf) -> Sequence[tuple[Shelf, str]]:
-    """Complete models, the longest unused first; what is here of the one that is being fetched is not among them."""
+    """Models that were used, or begun and given up, the longest unused first. Not among them are what is here of the
+    one that is being fetched, and what something else has put here."""
     found = [
         (_time(shelf.used(path.stem)), shelf, path.stem)
         for shelf in Shelf.all_in(root)
-        for path in shelf.own.glob("*.json")
-        if path.name != "progress.json" and shelf.folder != wanted.folder
+        for path in shelf.own.glob("*.use")
+        if shelf.folder != wanted.folder
+        and (shelf.record(path.stem).exists() or not shelf.looks_complete(path.stem, None))
     ]
     return [(shelf, commit) for _, shelf, commit in sorted(found, key=lambda one: (one[0], one[2]))]
 
@@ -232,9 +239,9 @@ def _evict(shelf: Shelf, commit: str) -> None:
             return
         shelf.record(commit).unlink(missing_ok=True)
         shutil.rmtree(shelf.snapshot(commit), ignore_errors=True)
-        linked = {os.path.realpath(link) for link in shelf.folder.glob("snapshots/*/**/*")}
+        shown = shelf.shown()
         for blob in shelf.folder.glob("blobs/*"):
-            if os.path.realpath(blob) not in linked:
+            if os.path.realpath(blob) not in shown:
                 blob.unlink(missing_ok=True)
 
 

@@ -7,6 +7,7 @@ must not, so the bytes go through its HTTP client into a file of ours.
 
 import hashlib
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import BinaryIO, cast
@@ -25,7 +26,7 @@ from huggingface_hub.utils.tqdm import silent_tqdm
 
 from trimtab_engine.errors import ModelError
 from trimtab_engine.sources.files import Listing, RemoteFile
-from trimtab_engine.sources.name import RemoteModel
+from trimtab_engine.sources.name import PINS, RemoteModel, Scheme
 from trimtab_engine.sources.source import (
     ANSWER_SECONDS,
     TRANSIENT,
@@ -39,6 +40,7 @@ from trimtab_engine.sources.source import (
 
 OFFLINE = "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
 NOT_SATISFIABLE = 416
+DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # also the name of a file in the cache
 SHA256_LENGTH = 64  # hex digits; the hub's other digest is git's SHA-1, of small files
 
 
@@ -160,10 +162,19 @@ def _listing(model: RemoteModel, info: object, endpoint: str | None) -> Listing:
                 f"{model}: {_address(endpoint)} does not say size and digest of {sibling.rfilename}, so that nothing "
                 f"could be checked; use a mirror that passes on ?blobs=true, or the hub itself"
             )
+        if DIGEST.fullmatch(str(digest)) is None:
+            raise ModelError(
+                f"{model}: what {_address(endpoint)} gives as the digest of {sibling.rfilename} is none; use another "
+                f"mirror, or the hub itself"
+            )
         files.append(RemoteFile(sibling.rfilename, int(size), str(digest)))
-    if not commit:
+    if PINS[Scheme.HUB].fullmatch(str(commit)) is None:
         raise ModelError(
             f"{model}: {_address(endpoint)} does not say its commit; use another mirror, or the hub itself"
+        )
+    if model.is_pinned and commit != model.revision:
+        raise ModelError(
+            f"{model}: {_address(endpoint)} answers with the commit {commit}; use another mirror, or the hub itself"
         )
     return Listing(model, str(commit), tuple(files))
 

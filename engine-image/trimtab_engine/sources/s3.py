@@ -26,8 +26,6 @@ from botocore.exceptions import (
     ConnectionError,
     HTTPClientError,
     IncompleteReadError,
-    ReadTimeoutError,
-    ResponseStreamingError,
 )
 
 from trimtab_engine.errors import ModelError
@@ -164,7 +162,7 @@ class S3Source:
             elif not _may_come_yet(code, status):
                 raise self._refused(listing.model, error) from None
             raise Interrupted(f"{self.endpoint} answers {code}") from None
-        except (IncompleteReadError, ReadTimeoutError, ResponseStreamingError, HTTPClientError) as error:
+        except (IncompleteReadError, ConnectionError, HTTPClientError) as error:
             raise Interrupted(_one_line(error)) from None
         except BotoCoreError as error:
             raise ModelError(f"{listing.model}: {_one_line(error)}; {_credentials()}") from None

@@ -39,7 +39,7 @@ def transfer(
     """Fetch what is missing of `files`. `note` is told from several threads of bytes that came, `waiting` is called in
     this one meanwhile. Raises ModelError or ConfigError for the first file that cannot be had."""
     todo: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
-    for file in files:
+    for file in {one.digest: one for one in files}.values():  # two names may have one content
         if not shelf.has(file):
             todo.put(file)
     stop, failures = threading.Event(), queue.SimpleQueue[BaseException]()
@@ -88,7 +88,7 @@ def _fetch(
         except OSError as error:
             raise _cannot_write(incomplete, error) from None
         if is_right:
-            incomplete.replace(blob)
+            _name(incomplete, blob, file, shelf)
             return
         note(-incomplete.stat().st_size)
         incomplete.unlink()
@@ -96,6 +96,15 @@ def _fetch(
         f"{listing.model}: {file.name} came {MAX_WRONG} times with another checksum than it has there; something "
         f"between here and {source.shown} (a proxy, a mirror) changes it: take it out, or fetch from elsewhere"
     )
+
+
+def _name(incomplete: Path, blob: Path, file: RemoteFile, shelf: Shelf) -> None:
+    """Give a checked file its name; another writer may have been first."""
+    try:
+        incomplete.replace(blob)
+    except FileNotFoundError:
+        if not shelf.has(file):
+            raise
 
 
 def _fill(source: Source, listing: Listing, file: RemoteFile, arriving: "_Incoming", stop: threading.Event) -> None:
@@ -149,6 +158,9 @@ class _Incoming:
         if self._stop.is_set():
             raise _Stopped
         view = memoryview(cast(bytes, data))
+        if self.size + len(view) > self._file.size:
+            self.begin_anew()
+            raise Interrupted(f"more came than its {self._file.size} bytes")
         written = 0
         while written < len(view):
             written += self._stream.write(view[written:])

@@ -217,7 +217,8 @@ class Worker:
         while unanswered * HEARTBEAT_SECONDS < SILENCE_SECONDS:
             line.send(body)
             if line.poll(int(HEARTBEAT_SECONDS * 1000)):
-                line.recv()
+                while line.poll(0):  # late answers as well: none may speak for a core that has gone since
+                    line.recv()
                 unanswered = 0
                 time.sleep(HEARTBEAT_SECONDS)
             else:

@@ -26,7 +26,7 @@ from trimtab_operator.observed.pods import unschedulable
 from trimtab_operator.resource.canonical_json import compact
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.refusal import Refusal
-from trimtab_operator.resource.spec import PIN, InferenceDeployment
+from trimtab_operator.resource.spec import PIN, InferenceDeployment, ModelSource
 
 SUBJECT_ANNOTATION = "trimtab.dev/facts-of"  # on the Job: the model and the image that it reads
 RENDERED_ANNOTATION = "trimtab.dev/facts-job"  # on the Job: what it was rendered from, hashed
@@ -84,9 +84,19 @@ class _Failure:
 
 
 def subject_of(deployment: InferenceDeployment) -> str:
-    """Whose facts these are, as JSON: equal for equal uri, revision and image."""
-    model = deployment.spec.model
-    return compact({"image": deployment.image, "revision": model.revision, "uri": model.uri})
+    """Whose facts these are, as JSON: equal for equal models by equal images."""
+    return compact({"image": deployment.image, **_place_of(deployment.spec.model)})
+
+
+def _place_of(model: ModelSource) -> dict[str, str | None]:
+    """Everything that says which model it is. What came later stands there only where it is written, so that facts of
+    before stay known."""
+    further = {
+        "endpoint": None if model.s3 is None else model.s3.endpoint,
+        "folder": None if model.oci is None else model.oci.folder,
+    }
+    written = {name: value for name, value in further.items() if value is not None}
+    return {"revision": model.revision, "uri": model.uri, **written}
 
 
 def with_model_facts(deployment: InferenceDeployment, observed: Observed) -> InferenceDeployment:
@@ -96,7 +106,7 @@ def with_model_facts(deployment: InferenceDeployment, observed: Observed) -> Inf
     data = {} if found is None else found.get("data") or {}
     of, commit = _json_object(data.get(SUBJECT_KEY)) or {}, data.get(COMMIT_KEY)
     model = deployment.spec.model
-    if (of.get("uri"), of.get("revision")) != (model.uri, model.revision):
+    if {name: value for name, value in of.items() if name != "image"} != _place_of(model):
         return deployment
     is_pinned = model.is_downloaded and PIN.fullmatch(commit or "") is not None
     return replace(deployment, commit=commit if is_pinned else None, weights_bytes=_weights_bytes(data))

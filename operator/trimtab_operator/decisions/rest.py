@@ -43,9 +43,10 @@ class Rest:
         return any(_page_in(world, target) != page for target, page in self.engines)
 
 
-def rest_of(world: World, decided: Turn, status: Mapping[str, Any]) -> Rest | None:
-    """The rest that begins after a turn whose `status` stands; None: something happens, or may."""
-    if world.remembered is None or not decided.is_idle or status != world.deployment.status or not _is_well(status):
+def rest_of(world: World, decided: Turn, status: Mapping[str, Any], *, before: Mapping[str, Any]) -> Rest | None:
+    """The rest that begins after a turn whose `status` stands, where it is as `before`, which is what we had said
+    then; None: something happens, or may."""
+    if world.remembered is None or not decided.is_idle or status != before or not _is_well(status):
         return None
     if _has_open_questions(world, decided):
         return None

@@ -128,7 +128,7 @@ def model_path_is_plain(deployment: InferenceDeployment) -> Iterator[Refusal]:
 
 
 HUB_REPO = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
-HUB_REVISION = r"[\w][\w./-]*"
+HUB_REVISION = r"refs/pr/\d+|\w[\w.-]*"  # as the engine reads it
 BUCKET_PLACE = r"[A-Za-z0-9][\w.-]{1,62}(/[^/\s\x00$]+)*"
 REGISTRY_PLACE = (
     r"(localhost|[\w-]+(\.[\w-]+)+|[\w.-]+(?=:\d)|\[[0-9a-f:]+\])(:\d{1,5})?(/[a-z0-9]+(([._]|__|-+)[a-z0-9]+)*)+"
@@ -150,8 +150,8 @@ OF_ONE_SCHEME = {
 
 def a_download_is_named_whole(deployment: InferenceDeployment) -> Iterator[Refusal]:
     model = deployment.spec.model
-    place = model.parts[0]
-    if model.scheme in DOWNLOADED and place.endswith(".gguf"):
+    place, revision = model.parts
+    if model.scheme in DOWNLOADED and (place.endswith(".gguf") or (revision or "").endswith(".gguf")):
         yield Refusal(
             "spec.model.uri",
             f"{model.uri} is one GGUF file; of these only folders are downloaded in a cluster: GGUF files that are "
@@ -177,7 +177,11 @@ def _of_the_hub(model: ModelSource) -> Iterator[Refusal]:
             "spec.model.uri", f"{model.uri} names no revision behind the @; write {model.uri}main, or leave the @ out"
         )
     if revision is not None and (re.fullmatch(HUB_REVISION, revision) is None or ".." in revision):
-        yield Refusal("spec.model.revision", f"{revision!r} is no branch, tag or commit; write one, such as main")
+        yield Refusal(
+            "spec.model.revision",
+            f"{revision!r} is no branch, tag or commit that is taken; write one, such as main or refs/pr/1, and of a "
+            "branch with a / in its name the commit",
+        )
     if model.revision is not None and revision != model.revision:
         yield Refusal("spec.model.revision", f"is {model.revision}, and the uri says {revision}; write one of them")
 

@@ -28,7 +28,7 @@ from trimtab_operator.edge.rights import missing_right
 from trimtab_operator.errors import Gone, NameTaken, NotYet
 from trimtab_operator.loop.hands import Hands, one_line
 from trimtab_operator.loop.wake_ups import WakeUps
-from trimtab_operator.report.conditions import Reason
+from trimtab_operator.report.conditions import Reason, said_by_us
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Reconciler:
             return min(BUSY_TICK_SECONDS, self.eyes.tick_seconds)
         if _may_rest(world, status):
             return RESTING_SECONDS
-        loop.rest = rest_of(world, decided, status)
+        loop.rest = rest_of(world, decided, status, before=said_by_us(world.deployment.status))
         return self.eyes.tick_seconds
 
     async def _staked(self, loop: Loop, world: World, decided: Turn) -> tuple[World, Turn]:
@@ -227,6 +227,6 @@ async def _wait(alarm: asyncio.Event, seconds: float) -> bool:
         async with asyncio.timeout(seconds):
             await alarm.wait()
     except TimeoutError:
-        return False
+        return alarm.is_set()  # it may have rung just as time was up, and whoever clears it must look
     await asyncio.sleep(GATHER_SECONDS)
     return True

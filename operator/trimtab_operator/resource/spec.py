@@ -137,7 +137,7 @@ class BucketAccess(Model):
         pattern=DNS_LABEL,
         max_length=63,
         description="Secret with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, where there is one, AWS_SESSION_TOKEN. "
-        "Only the engine's pods get them.",
+        "The engine's pods and the Job that reads the model get them.",
     )
 
 
@@ -148,7 +148,8 @@ class RegistryAccess(Model):
         default=None,
         pattern=DNS_LABEL,
         max_length=63,
-        description="Secret of the type kubernetes.io/dockerconfigjson. It is mounted in the engine's pods alone.",
+        description="Secret of the type kubernetes.io/dockerconfigjson. The engine's pods and the Job that reads the "
+        "model get it.",
     )
     plain_http: bool = Field(default=False, description="Ask the registry without TLS.")
     image_volume: bool = Field(
@@ -187,7 +188,7 @@ class ModelSource(Model):
     )
     token_secret_ref: SecretKeyRef | None = Field(
         default=None,
-        description="Secret with the token that the hub wants. It is mounted in the engine's pods alone.",
+        description="Secret with the token that the hub wants. The engine's pods and the Job that reads the model get it.",
     )
     cache: ModelCache | None = Field(default=None, description="Where downloaded weights are kept.")
     s3: BucketAccess | None = Field(default=None, description="How the bucket of an s3:// model is reached.")
@@ -272,7 +273,7 @@ class Speculative(Model):
     )
     num_speculative_tokens: int = Field(default=3, ge=1, le=32, description="Tokens proposed per step, at most. Live.")
     model: str | None = Field(
-        default=None, min_length=1, max_length=1024, description="uri of the draft model, or of the head."
+        default=None, min_length=1, max_length=1024, description="file:/// uri of the draft model, or of the head."
     )
 
 

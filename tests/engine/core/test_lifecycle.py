@@ -46,6 +46,7 @@ class Run:
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             for output in self.engine.step().outputs:
+                assert output.request_id not in self.reasons, "it has ended: nobody hears this any more"
                 self.tokens[output.request_id] += output.token_ids
                 if output.finish_reason:
                     self.reasons[output.request_id] = output.finish_reason
@@ -127,7 +128,7 @@ def test_a_pause_may_abort_what_runs_and_refuses_what_comes(engine: Engine) -> N
     run = Run(engine)
     run.step(9)
     assert ask(run.engine, Pause(mode="abort"))["remaining_requests"] == 0
-    assert run.engine.has_work, "the aborts are still to be told"
+    assert run.engine.has_work, "the aborts are still to be told, behind what the step in flight brought"
     run.step()
     assert set(run.reasons.values()) == {"abort"}
     assert run.engine.ledger().blocks_used == 0

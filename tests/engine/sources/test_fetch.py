@@ -159,6 +159,26 @@ def test_offline_what_another_tool_fetched_is_found(
         fetch(MODEL, options)
 
 
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        ({"sha": "/models/others/snapshots/1"}, "does not say its commit"),
+        ({"sha": "b" * 40}, "answers with the commit b+;"),
+        ({"digest": "../../outside"}, "digest of .* is none"),
+    ],
+)
+def test_a_mirror_that_lies_writes_nowhere_else(
+    hub: HubServer, options: FetchOptions, monkeypatch: pytest.MonkeyPatch, lie: dict[str, str], words: str
+) -> None:
+    commit = hub.commit(REPO)
+    hub.revisions = (commit,)
+    monkeypatch.setattr(hub, "commit", lambda repo: lie.get("sha", commit))
+    if "digest" in lie:
+        monkeypatch.setattr(hub, "digest", lambda path: lie["digest"])
+    with pytest.raises(ModelError, match=words):
+        fetch(replace(MODEL, revision=commit), options)
+
+
 def test_a_misspelt_name_is_said_to_be_one(options: FetchOptions) -> None:
     with pytest.raises(ModelError, match=r"no such model that everybody may read \(401\).*org/tyni is spelt.*HF_TOKEN"):
         fetch(RemoteModel(Scheme.HUB, "org/tyni"), options)
@@ -248,6 +268,18 @@ def test_the_longest_unused_model_goes_when_room_is_needed(
     assert found[0].path.exists()
     assert not found[1].path.exists()
     assert not [*Shelf.of(options.folder, models[1]).folder.glob("blobs/*")]
+
+
+def test_a_download_that_was_given_up_goes_too(hub: HubServer, options: FetchOptions, tmp_path: Path) -> None:
+    hub.repos["org/other"] = a_repository(tmp_path / "hub/org/other", seed=1)
+    hub.faults.wrong[FIRST] = 9
+    with pytest.raises(ModelError, match="another checksum"):
+        fetch(replace(MODEL, place="org/other"), options)
+    hub.faults.wrong.clear()
+    begun = Shelf.of(options.folder or Path(), replace(MODEL, place="org/other"))
+    assert [*begun.folder.glob("blobs/*")]
+    fetched(MODEL, replace(options, limit_bytes=2 * SHARD_BYTES + 4096))
+    assert not [*begun.folder.glob("blobs/*")]
 
 
 def test_a_model_in_use_never_goes(hub: HubServer, options: FetchOptions, tmp_path: Path) -> None:

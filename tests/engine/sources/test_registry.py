@@ -292,6 +292,27 @@ def test_a_private_model_wants_an_account_which_goes_to_the_registry_alone(
     assert all(one.authorization is None for one in elsewhere)
 
 
+def test_an_image_on_top_of_another_takes_nothing_of_that_away(
+    registry: RegistryServer, files: dict[str, bytes], options: FetchOptions
+) -> None:
+    archive = Layer(tar_of(under("models/tiny", files)), TAR)
+    newer = Layer(tar_of({"models/tiny/config.json": b'{"architectures": ["Newer"]}'}), TAR)
+    name = f"llms/tiny-{next(NUMBERS)}"
+    registry.push(name, "v1", [archive])
+    registry.push(name, "v2", [archive, newer])
+    first, second = (fetched(RemoteModel(Scheme.OCI, f"{registry.host}/{name}", tag), options) for tag in ("v1", "v2"))
+    assert contents(first) == {name: data for name, data in files.items() if name in LOADED}
+    assert contents(second)["config.json"] == b'{"architectures": ["Newer"]}'
+
+
+def test_files_of_one_content_come_once(
+    registry: RegistryServer, files: dict[str, bytes], options: FetchOptions
+) -> None:
+    twice = {**files, "special_tokens_map.json": files["tokenizer.json"]}
+    found = fetched(pushed(registry, as_oras_pushes(twice)), options)
+    assert contents(found)["special_tokens_map.json"] == contents(found)["tokenizer.json"] == files["tokenizer.json"]
+
+
 def test_accounts_are_found_as_docker_writes_them(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     auths = {

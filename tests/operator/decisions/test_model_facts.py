@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL
 from trimtab_operator.decisions.actions import Action, Apply, Delete
 from trimtab_operator.decisions.model_facts import (
+    COMMIT_KEY,
     FACTS_KEY,
     FAILURE_KEY,
     FIRST_PAUSE_SECONDS,
@@ -29,6 +30,7 @@ from trimtab_operator.decisions.model_facts import (
     gate_of,
     plan_facts,
     subject_of,
+    with_model_facts,
 )
 from trimtab_operator.layout.gpus import gpu_named
 from trimtab_operator.observed.groups import Observed
@@ -336,6 +338,27 @@ def test_the_webhook_sees_facts_of_the_model_that_is_written_only() -> None:
     assert found.num_layers == 30
     assert cached_facts(a_deployment("file:///models/other"), config_map) is None
     assert cached_facts(deployment, None) is None
+
+
+@pytest.mark.parametrize(
+    ("uri", "access", "other"),
+    [
+        ("oci://r.example/models:1", {"oci": {"folder": "/models/70b"}}, {"oci": {"folder": "/models/8b"}}),
+        ("s3://models/m", {"s3": {"endpoint": "http://minio:9000"}}, {"s3": {"endpoint": "http://other:9000"}}),
+        ("s3://models/m", {}, {"s3": {"endpoint": "http://minio:9000"}}),
+    ],
+)
+def test_another_folder_of_an_image_and_another_store_are_another_model(
+    uri: str, access: dict[str, Any], other: dict[str, Any]
+) -> None:
+    first, second = (a_deployment(uri, model={"uri": uri, "servedName": "m", **of}) for of in (access, other))
+    data = {SUBJECT_KEY: subject_of(first), FACTS_KEY: json.dumps(FACTS), COMMIT_KEY: "a" * 64}
+    config_map = {"metadata": {"name": "m-facts"}, "data": data}
+    observed = Observed(config_maps=(config_map,))
+    assert cached_facts(first, config_map) is not None
+    assert cached_facts(second, config_map) is None
+    assert with_model_facts(first, observed).weights_bytes is not None
+    assert with_model_facts(second, observed) == second
 
 
 def a_running(revision: str, *, ready: bool = True) -> Observed:

@@ -58,7 +58,9 @@ class Seen(LoadedCluster):
             self.rest = rest.later(self.now)
             return self.before[1]
         decided = super().turn()
-        self.rest = rest_of(self.world, decided, self.status) if self.rests else None
+        self.rest = (
+            rest_of(self.world, decided, self.status, before=self.world.deployment.status) if self.rests else None
+        )
         self.before = self._told_by_watches(), decided
         return decided
 

@@ -103,6 +103,8 @@ class _EngineServer:
         )
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._was_told = False
+        """By a signal of its own: that another node ends is none, and the first signal comes later then."""
         self._was_interrupted = False
 
     async def run(self) -> int:
@@ -222,6 +224,7 @@ class _EngineServer:
     def _on_signal(self, number: signal.Signals) -> None:
         """SIGTERM is how a server is ended in order: code 0. Ctrl-C does the same, and tells the shell who did."""
         self._was_interrupted |= number == signal.SIGINT
-        if self._stop.is_set():
+        if self._was_told:
             self._hurry.set()
+        self._was_told = True
         self._stop.set()
