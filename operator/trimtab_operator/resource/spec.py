@@ -188,7 +188,8 @@ class ModelSource(Model):
     )
     token_secret_ref: SecretKeyRef | None = Field(
         default=None,
-        description="Secret with the token that the hub wants. The engine's pods and the Job that reads the model get it.",
+        description="Secret with the token that the hub wants. The engine's pods and the Job that reads the model "
+        "get it.",
     )
     cache: ModelCache | None = Field(default=None, description="Where downloaded weights are kept.")
     s3: BucketAccess | None = Field(default=None, description="How the bucket of an s3:// model is reached.")

@@ -82,7 +82,10 @@ def test_a_download_that_was_cut_goes_on_where_it_was(hub: HubServer, options: F
     assert begun == [100_000, 150_000]
 
 
-def test_another_process_goes_on_where_the_first_was_ended(hub: HubServer, options: FetchOptions) -> None:
+def test_another_process_goes_on_where_the_first_was_ended(
+    hub: HubServer, options: FetchOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "AT_ONCE", 1)  # the first file is whole when the second fails
     hub.faults.cuts = {SECOND: [200_000] + [0] * 50}
     with pytest.raises(ModelError, match=f"{SECOND} does not come any further than 200000 of {SHARD_BYTES} bytes"):
         fetch(MODEL, options)

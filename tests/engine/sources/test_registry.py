@@ -201,8 +201,9 @@ def test_a_download_that_was_cut_goes_on_where_it_was(
 
 
 def test_another_process_goes_on_where_the_first_was_ended(
-    registry: RegistryServer, files: dict[str, bytes], options: FetchOptions
+    registry: RegistryServer, files: dict[str, bytes], options: FetchOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(transfer, "AT_ONCE", 1)  # the first file is whole when the second fails
     model = pushed(registry, as_oras_pushes(files))
     registry.faults.cuts = {digest_of(files[SECOND]): [200_000] + [0] * 50}
     with pytest.raises(ModelError, match=f"{SECOND} does not come any further than 200000 of {SHARD_BYTES} bytes"):

@@ -163,8 +163,9 @@ def test_a_download_that_was_cut_goes_on_where_it_was(
 
 
 def test_another_process_goes_on_where_the_first_was_ended(
-    store: BucketServer, model: RemoteModel, options: FetchOptions
+    store: BucketServer, model: RemoteModel, options: FetchOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(transfer, "AT_ONCE", 1)  # the first file is whole when the second fails
     store.faults.cuts = {SECOND: [200_000] + [0] * 50}
     with pytest.raises(ModelError, match=f"{SECOND} does not come any further than 200000 of {SHARD_BYTES} bytes"):
         fetch(model, options)
