@@ -1,10 +1,12 @@
 """How a GPU budget is shared out among all resources: by priority, then by who was first, replica by replica. Pure.
 
     a replica that runs within its resource's fewest (scaling.minReplicas)      is never taken
-    then, of each priority from the highest down:  what runs → up to the fewest → more, evenly
+    then, of each priority from the highest down:  what runs → what it grows by → up to the fewest → more, evenly
 
-So a running replica is taken for a higher priority alone, or where the budget itself was lowered. What is to come waits
-until what goes has drained: at no time is more held than the budget, but for replicas that are never taken.
+A replica that runs counts with the GPUs that it has. A change to a form that takes more waits until there is room for
+all replicas at once; until then those that run stay as they are, and no others come. So a running replica is taken for
+a higher priority alone, or where the budget itself was lowered. What is to come waits until what goes has drained: at
+no time is more held than the budget, but for replicas that are never taken.
 
 Everybody computes all shares from the same stakes, and takes its own.
 """
@@ -18,8 +20,8 @@ from itertools import groupby
 
 from trimtab_operator.decisions.actions import Action, Apply, Delete, Note
 from trimtab_operator.layout import layout_of
-from trimtab_operator.observed.accelerators import gpus_held
-from trimtab_operator.observed.groups import Group, Observed, groups_of, is_worker
+from trimtab_operator.observed.accelerators import gpus_held, gpus_of
+from trimtab_operator.observed.groups import Group, Observed, groups_of, is_worker, revision_label
 from trimtab_operator.resource.installation import GpuBudget
 from trimtab_operator.resource.spec import InferenceDeployment
 
@@ -44,6 +46,9 @@ class Stake:
     running: int
     """Replicas that are there to stay."""
     held: int
+    smaller: tuple[int, ...] = ()
+    """The GPUs that each running replica takes of those that have to grow, as a change asks for more: the largest
+    first."""
 
     @property
     def namespace(self) -> str:
@@ -54,10 +59,25 @@ class Stake:
         """The replicas that nobody takes."""
         return min(self.running, self.least, self.wanted)
 
-    def with_replicas(self, count: int, *, beside: int = 0) -> Stake:
+    def takes(self, count: int) -> int:
+        """The GPUs that so many replicas take as they stand: first those that run, the largest before others."""
+        unchanged = self.running - len(self.smaller)
+        grown = min(count, unchanged) + max(0, count - self.running)
+        return grown * self.gpus + sum(self.smaller[: max(0, count - unchanged)])
+
+    def lacks(self, count: int) -> int:
+        """The GPUs that so many of the running replicas lack to be what is asked for."""
+        count = min(count, self.running)
+        return count * self.gpus - self.takes(count)
+
+    def with_replicas(self, count: int, *, beside: int = 0, grows: bool = True) -> Stake:
         """The same once so many were granted, and so many more while a change rolls; those that go are held until they
-        have drained."""
-        return replace(self, running=count, held=max(self.held, (count + beside) * self.gpus))
+        have drained. `grows`: whether those that run get what they lack."""
+        coming = max(0, count + beside - self.running) * self.gpus
+        if grows:
+            return replace(self, running=count, held=self.held + coming + self.lacks(count), smaller=())
+        unchanged = self.running - len(self.smaller)
+        return replace(self, running=count, held=self.held + coming, smaller=self.smaller[: max(0, count - unchanged)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +89,8 @@ class Share:
     wanted: int
     least: int = 0
     message: str = ""
+    waits_to_grow: bool = False
+    """Whether the replicas that run stay as they are, as what is asked for takes more GPUs than there is room for."""
 
     @property
     def is_limited(self) -> bool:
@@ -83,10 +105,22 @@ class Share:
 # --- what a resource asks for -----------------------------------------------------------------------------------------
 
 
-def stake_of(deployment: InferenceDeployment, children: Observed, *, wanted: int) -> Stake:
-    """The stake of a resource that is steered towards so many replicas."""
-    layout, running = layout_of(deployment.spec), len(groups_of(children))
-    gpus = layout.gpus_per_pod * layout.pods
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """What one resource may have now. `grows`: its replicas may be what is asked for, though that takes more GPUs than
+    they have; true where it does not."""
+
+    replicas: int
+    grows: bool
+
+
+def stake_of(deployment: InferenceDeployment, children: Observed, *, wanted: int, revision: str | None = None) -> Stake:
+    """The stake of a resource that is steered towards so many replicas. `revision` is what they are brought to: one
+    that has it by now counts as whole, whatever of it is missing."""
+    layout, groups = layout_of(deployment.spec), groups_of(children)
+    gpus, running = layout.gpus_per_pod * layout.pods, len(groups)
+    outdated = [group for group in groups if revision is None or revision_label(group.stateful_set) != revision]
+    smaller = tuple(sorted((has for group in outdated if (has := gpus_of(group)) < gpus), reverse=True))
     scaling = deployment.spec.scaling
     return Stake(
         key=f"{deployment.namespace}/{deployment.name}",
@@ -96,7 +130,8 @@ def stake_of(deployment: InferenceDeployment, children: Observed, *, wanted: int
         least=min(1, wanted) if scaling is None else max(1, scaling.min_replicas),
         wanted=wanted,
         running=running,
-        held=max(gpus_held(children), running * gpus),
+        held=max(gpus_held(children), (running - len(smaller)) * gpus + sum(smaller)),
+        smaller=smaller,
     )
 
 
@@ -104,7 +139,7 @@ def standing_stake(deployment: InferenceDeployment, children: Observed) -> Stake
     """The stake of a resource that is left as it is, as it is paused, or its spec or its model cannot be read."""
     running, held = len(groups_of(children)), gpus_held(children)
     stake = stake_of(deployment, children, wanted=running)
-    return replace(stake, gpus=-(-held // running) if running else 0, least=running, held=held)
+    return replace(stake, gpus=-(-held // running) if running else 0, least=running, held=held, smaller=())
 
 
 # --- how it is shared out ---------------------------------------------------------------------------------------------
@@ -125,35 +160,62 @@ class _Room:
 
     def fits(self, stake: Stake) -> int:
         """How many more of its replicas there is room for."""
-        if stake.gpus == 0:
-            return UNLIMITED
-        left = min(self.total, self.namespaces.get(stake.namespace, UNLIMITED))
-        return max(0, left // stake.gpus)
+        return UNLIMITED if stake.gpus == 0 else self.left(stake) // stake.gpus
+
+    def left(self, stake: Stake) -> int:
+        """The GPUs that are left for it."""
+        return max(0, min(self.total, self.namespaces.get(stake.namespace, UNLIMITED)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """How all is shared out in the end: replicas by their resource's key, which of those that ask for more GPUs for
+    each replica get them, and what room is left."""
+
+    replicas: Mapping[str, int]
+    grown: frozenset[str]
+    room: _Room
 
 
 def targets_of(stakes: Iterable[Stake], budget: GpuBudget) -> dict[str, int]:
     """How many replicas each is to have in the end, by its key."""
-    return _targets(stakes, budget)[0]
+    return dict(_divided(stakes, budget).replicas)
 
 
-def _targets(stakes: Iterable[Stake], budget: GpuBudget) -> tuple[dict[str, int], _Room]:
-    """The same, and what room is left."""
+def _divided(stakes: Iterable[Stake], budget: GpuBudget) -> _Division:
     ranked = sorted(stakes, key=_rank)
-    room = _Room(budget)
+    room, grown = _Room(budget), set[str]()
     granted = {stake.key: stake.kept for stake in ranked}
     for stake in ranked:
-        room.take(stake, stake.kept * stake.gpus)
+        room.take(stake, stake.takes(stake.kept))
 
     def grant(stake: Stake, count: int) -> None:
-        more = min(count - granted[stake.key], room.fits(stake))
+        before = granted[stake.key]
+        more = min(count - before, room.fits(stake))
         if more > 0:
             granted[stake.key] += more
             room.take(stake, more * stake.gpus)
 
+    def stay(stake: Stake) -> None:
+        """Let it have as many as run and are wanted, as they stand."""
+        before = granted[stake.key]
+        for count in range(min(stake.running, stake.wanted), before, -1):
+            more = stake.takes(count) - stake.takes(before)
+            if more <= room.left(stake):
+                granted[stake.key] = count
+                room.take(stake, more)
+                return
+
     for _, equals in groupby(ranked, key=lambda stake: stake.priority):
         level = list(equals)
         for stake in level:
-            grant(stake, min(stake.running, stake.wanted))
+            stay(stake)
+        for stake in level:
+            lacking = stake.lacks(granted[stake.key])
+            if lacking == 0 or lacking <= room.left(stake):
+                grown.add(stake.key)
+                room.take(stake, lacking)
+        level = [stake for stake in level if stake.key in grown]
         for stake in level:
             grant(stake, min(stake.least, stake.wanted))
         asking = [(granted[stake.key] * stake.gpus, place, stake) for place, stake in enumerate(level)]
@@ -164,25 +226,30 @@ def _targets(stakes: Iterable[Stake], budget: GpuBudget) -> tuple[dict[str, int]
             grant(stake, min(before + 1, stake.wanted))
             if granted[stake.key] > before:
                 heapq.heappush(asking, (granted[stake.key] * stake.gpus, place, stake))
-    return granted, room
+    return _Division(granted, frozenset(grown), room)
 
 
-def shares_now(stakes: Sequence[Stake], budget: GpuBudget) -> dict[str, int]:
-    """How many replicas each may have now, by its key: what is to come waits for what goes."""
-    return _now(stakes, targets_of(stakes, budget), budget)
+def shares_now(stakes: Sequence[Stake], budget: GpuBudget) -> dict[str, Granted]:
+    """What each may have now, by its key: what is to come waits for what goes."""
+    return _now(stakes, _divided(stakes, budget), budget)
 
 
-def _now(stakes: Sequence[Stake], targets: Mapping[str, int], budget: GpuBudget) -> dict[str, int]:
+def _now(stakes: Sequence[Stake], division: _Division, budget: GpuBudget) -> dict[str, Granted]:
     room = _Room(budget)
     for stake in stakes:
         room.take(stake, stake.held)
     found = {}
     for stake in sorted(stakes, key=_rank):
-        more = targets[stake.key] - stake.running
+        target = division.replicas[stake.key]
+        lacking = stake.lacks(target)
+        grows = stake.key in division.grown and (lacking == 0 or lacking <= room.left(stake))
+        more = target - stake.running
+        if grows:
+            room.take(stake, lacking)
         if more > 0:
-            more = min(more, room.fits(stake))
+            more = min(more, room.fits(stake)) if grows else 0
             room.take(stake, more * stake.gpus)
-        found[stake.key] = stake.running + more
+        found[stake.key] = Granted(stake.running + more, grows)
     return found
 
 
@@ -198,11 +265,17 @@ def room_beside(own: Stake | None, count: int, others: Sequence[Stake] | None, b
         return UNLIMITED
     if others is None:
         return max(0, own.running - count)
-    targets, room = targets_of((own, *others), budget), _Room(budget)
+    division, room = _divided((own, *others), budget), _Room(budget)
     room.take(own, count * own.gpus)
     for other in others:
-        room.take(other, max(other.held, targets[other.key] * other.gpus))
+        room.take(other, max(other.held, _gets(other, division)))
     return room.fits(own)
+
+
+def _gets(stake: Stake, division: _Division) -> int:
+    """The GPUs that it is to have in the end."""
+    count = division.replicas[stake.key]
+    return count * stake.gpus if stake.key in division.grown else stake.takes(count)
 
 
 def num_groups_after(groups: Sequence[Group], actions: Iterable[Action]) -> int:
@@ -224,13 +297,14 @@ def share_of(own: Stake, others: Sequence[Stake] | None, budget: GpuBudget) -> S
     if others is None:
         count = min(own.wanted, own.running) if own.gpus else own.wanted
         unknown = "what other resources hold of the GPU budget is not known now; no replica is added until it is"
-        return _share(own, count, unknown)
+        return _share(own, Granted(count, grows=own.lacks(count) == 0), unknown)
     stakes = (own, *others)
-    targets, room = _targets(stakes, budget)
-    count = _now(stakes, targets, budget)[own.key]
-    if count < targets[own.key]:
-        return _share(own, count, _what_is_waited_for(own, others, targets))
-    return _share(own, count, _what_is_short(own, others, targets, room, budget))
+    division = _divided(stakes, budget)
+    granted = _now(stakes, division, budget)[own.key]
+    is_to_come = own.key in division.grown and not granted.grows
+    if granted.replicas < division.replicas[own.key] or is_to_come:
+        return _share(own, granted, _what_is_waited_for(own, others, division))
+    return _share(own, granted, _what_is_short(own, others, division, budget))
 
 
 def budget_notes(deployment: InferenceDeployment, share: Share | None) -> tuple[Note, ...]:
@@ -239,6 +313,10 @@ def budget_notes(deployment: InferenceDeployment, share: Share | None) -> tuple[
         return ()
     before, wanted = deployment.status.get("desiredReplicas"), deployment.status.get("wantedReplicas")
     count = share.replicas
+    if share.waits_to_grow:
+        if _is_said(deployment):
+            return ()
+        return (Note("Warning", OVER_BUDGET, share.message, f"{deployment.generation}-{count}-grows"),)
     if share.is_limited and (before, wanted) != (count, share.wanted):
         return (Note("Warning", OVER_BUDGET, share.message, f"{deployment.generation}-{count}-{share.wanted}"),)
     if not share.is_limited and wanted is not None:
@@ -247,41 +325,61 @@ def budget_notes(deployment: InferenceDeployment, share: Share | None) -> tuple[
     return ()
 
 
+def _is_said(deployment: InferenceDeployment) -> bool:
+    """Whether the status says of this generation that what is asked for waits for the budget."""
+    said = deployment.status.get("conditions")
+    return any(
+        (one.get("type"), one.get("reason"), one.get("observedGeneration"))
+        == ("Progressing", OVER_BUDGET, deployment.generation)
+        for one in (said if isinstance(said, list) else [])
+        if isinstance(one, dict)
+    )
+
+
 def _replicas(count: int) -> str:
     return f"{count} replica" if count == 1 else f"{count} replicas"
 
 
-def _share(own: Stake, count: int, why: str) -> Share:
+def _share(own: Stake, granted: Granted, why: str) -> Share:
+    count = granted.replicas
+    if not granted.grows:
+        message = (
+            f"{_replicas(count)} of {own.wanted} wanted stay as they are ({_gpus(own.takes(count))} in all), as those"
+            f" that are asked for take {_gpus(own.gpus)} each: {why}"
+        )
+        return Share(count, own.wanted, own.least, message, waits_to_grow=True)
     if count >= own.wanted:
         return Share(count, own.wanted, own.least)
     message = f"{count} of {own.wanted} wanted replicas ({_gpus(own.gpus)} each): {why}"
     return Share(count, own.wanted, own.least, message)
 
 
-def _what_is_waited_for(own: Stake, others: Sequence[Stake], targets: Mapping[str, int]) -> str:
-    going = [other.key for other in sorted(others, key=_rank) if other.held > targets[other.key] * other.gpus]
+def _what_is_waited_for(own: Stake, others: Sequence[Stake], division: _Division) -> str:
+    going = [other.key for other in sorted(others, key=_rank) if other.held > _gets(other, division)]
     if going:
         return f"more come once {_listed(going)} gave GPUs of the budget back"
     return "more come once replicas that go have drained"
 
 
-def _what_is_short(
-    own: Stake, others: Sequence[Stake], targets: Mapping[str, int], room: _Room, budget: GpuBudget
-) -> str:
+def _what_is_short(own: Stake, others: Sequence[Stake], division: _Division, budget: GpuBudget) -> str:
     """Which budget is spent, on whom, and what would change it."""
-    in_namespace = room.namespaces.get(own.namespace, UNLIMITED) < own.gpus
+    waits, room = own.key not in division.grown, division.room
+    needed = own.lacks(division.replicas[own.key]) if waits else own.gpus
+    in_namespace = room.namespaces.get(own.namespace, UNLIMITED) < needed
     limit = budget.namespaces[own.namespace] if in_namespace else budget.total
     name = f"budget of {_gpus(limit or 0)}" + (f" for namespace {own.namespace}" if in_namespace else "")
-    beside = [other for other in others if not in_namespace or other.namespace == own.namespace]
+    gets = {
+        other.key: _gets(other, division) for other in others if not in_namespace or other.namespace == own.namespace
+    }
     getting = sorted(
-        (other for other in beside if targets[other.key] * other.gpus),
-        key=lambda other: (-targets[other.key] * other.gpus, _rank(other)),
+        (other for other in others if gets.get(other.key)), key=lambda other: (-gets[other.key], _rank(other))
     )
+    fewer_here = ["fewer replicas here"] if waits and division.replicas[own.key] > max(1, own.least) else []
     if not getting:
-        return f"the {name} holds no more; a larger budget would"
-    said = [f"{other.key} (priority {other.priority}) gets {targets[other.key] * other.gpus}" for other in getting]
-    takeable = [other.priority for other in getting if targets[other.key] > other.kept]
-    helps = ["a larger budget", "fewer replicas there"]
+        return f"the {name} holds no more; {' or '.join(['a larger budget', *fewer_here])} would"
+    said = [f"{other.key} (priority {other.priority}) gets {gets[other.key]}" for other in getting]
+    takeable = [other.priority for other in getting if division.replicas[other.key] > other.kept]
+    helps = ["a larger budget", *fewer_here, "fewer replicas there"]
     if takeable and min(takeable) >= own.priority:
         helps.insert(0, f"a spec.priority above {min(takeable)} here")
     return f"of the {name} {_listed(said)}; {', '.join(helps[:-1])} or {helps[-1]} would change it"

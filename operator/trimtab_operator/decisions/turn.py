@@ -115,6 +115,11 @@ class Turn:
         return self.stake.running if self.findings.share is None else self.findings.share.replicas
 
     @property
+    def grows(self) -> bool:
+        """Whether replicas that run may take more GPUs than they have, where what is asked for does."""
+        return self.findings.share is not None and not self.findings.share.waits_to_grow
+
+    @property
     def is_acting(self) -> bool:
         """Whether anything is to be written but Events, values of engines and the status."""
         return bool(self.remember or self.care or self.children)
@@ -172,7 +177,7 @@ def _decided(world: World, memory: Memory) -> Turn:
         now=world.at,
         worse=_worse(known.memory.comparison, wanted, proven),
     )
-    steered = _steered(world, known, wanted, gate, course)
+    steered = _steered(world, known, wanted, gate, course, proven)
     keeps_older_pods = _keeps_older_pods(seen, known, wanted)
     findings = replace(steered.findings, refusals=refused, keeps_older_pods=keeps_older_pods)
     return _with_reading(replace(steered, findings=findings), reading)
@@ -230,8 +235,11 @@ def _gate(world: World, known: Recalled, wanted: Rendered, proven: Rendered | No
     return gate_of(world.deployment, known.observed, revision=wanted.revision, gpu=gpu, is_proven=is_proven)
 
 
-def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course: Course) -> Turn:
-    """Bring replicas and engines one step nearer to what the course asks for."""
+def _steered(
+    world: World, known: Recalled, wanted: Rendered, gate: Gate, course: Course, proven: Rendered | None
+) -> Turn:
+    """Bring replicas and engines one step nearer to what the course asks for, or, where the GPU budget has no room for
+    that yet, to the last `proven` form."""
     deployment = world.deployment
     target = deployment if course.target is None else course.target.deployment
     tuned = _tuned(world, known, target, gate.model)
@@ -239,8 +247,15 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
     count = standing if deployment.is_paused else desired_replicas(deployment, tuned)
     stake = share = None
     if course.target is not None and not deployment.is_paused and world.installation.gpu_budget is not None:
-        stake = stake_of(target, known.observed, wanted=count)
+        stake = stake_of(target, known.observed, wanted=count, revision=course.target.revision)
         share = share_of(stake, world.stakes, world.installation.gpu_budget)
+        if share.waits_to_grow:
+            course = _standing(course, proven, known)
+            if course.target is None:
+                stake = replace(stake, least=stake.running, wanted=max(stake.wanted, stake.running))
+                share = replace(share, replicas=stake.running)
+            else:
+                target = course.target.deployment
         count = share.replicas
     moment = datetime.fromtimestamp(world.at, UTC)
     room, is_short = Surge(0), False
@@ -311,6 +326,15 @@ def _steered(world: World, known: Recalled, wanted: Rendered, gate: Gate, course
         stake=stake,
         num_beside=max(0, num_groups_after(known.groups, children) - count),
     )
+
+
+def _standing(course: Course, proven: Rendered | None, known: Recalled) -> Course:
+    """The course while what is asked for takes more GPUs than there are: the proven form, where that lacks none; else
+    replicas are left as they are."""
+    target = None
+    if proven is not None and not stake_of(proven.deployment, known.observed, wanted=0).smaller:
+        target = proven
+    return Course(course.state, target, course.failed)
 
 
 def _unheard(deployment: InferenceDeployment, before: int | None) -> tuple[Note, ...]:

@@ -8,7 +8,6 @@ Nothing is stored: a new process hears all of it again from the cache and from i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from trimtab_operator.decisions.budget import Stake, room_beside, shares_now, stake_of, standing_stake
 from trimtab_operator.decisions.world import as_read
@@ -36,17 +35,21 @@ class Stakes:
             return None
         return tuple(stake for key, stake in self._stakes.items() if key != f"{namespace}/{name}")
 
-    def put(self, stake: Stake, count: int, *, beside: int = 0) -> bool:
+    def put(self, stake: Stake, count: int, *, beside: int = 0, grows: bool = True) -> bool:
         """Take so many replicas for a resource, and so many beside them while a change rolls, where that is still its
-        share; whether it was. Fewer than there are can always be taken."""
+        share; whether it was. Fewer than there are can always be taken. `grows`: those that run take what they lack to
+        be what is asked for, too."""
         before = self._stakes.get(stake.key)
         others = [other for key, other in self._stakes.items() if key != stake.key]
-        if count > stake.running and shares_now((stake, *others), self._budget)[stake.key] < count:
-            return False
+        grown = stake.lacks(count) if grows else 0
+        if count > stake.running or grown:
+            granted = shares_now((stake, *others), self._budget)[stake.key]
+            if granted.replicas < count or (grown and not granted.grows):
+                return False
         is_more = beside > 0 and count + beside > stake.running
         if is_more and room_beside(stake, count, others, self._budget) < beside:
             return False
-        self._change(stake.key, before, stake.with_replicas(count, beside=beside))
+        self._change(stake.key, before, stake.with_replicas(count, beside=beside, grows=grows))
         return True
 
     def forget(self, namespace: str, name: str) -> None:
@@ -62,8 +65,8 @@ class Stakes:
         self._stakes.pop(key, None)
         if after is not None:
             self._stakes[key] = after
-        for other, count in shares_now(tuple(self._stakes.values()), self._budget).items():
-            if other != key and shares.get(other) != count:
+        for other, granted in shares_now(tuple(self._stakes.values()), self._budget).items():
+            if other != key and shares.get(other) != granted:
                 namespace, _, name = other.partition("/")
                 self._rings(namespace, name)
 
@@ -94,4 +97,4 @@ def _as_cached(cache: Cache, owner: Owner, body: Manifest) -> Stake:
         return stake
     asked = [deployment.status.get(field) for field in ("wantedReplicas", "desiredReplicas")]
     wanted = next((count for count in asked if isinstance(count, int) and not isinstance(count, bool)), stake.running)
-    return replace(stake_of(deployment, children, wanted=max(0, wanted)), held=stake.held)
+    return stake_of(deployment, children, wanted=max(0, wanted))

@@ -135,7 +135,7 @@ class Reconciler:
             stake = decided.stake
             if stakes is None or stake is None:
                 return world, decided
-            if stakes.put(stake, decided.replicas_staked, beside=decided.num_beside):
+            if stakes.put(stake, decided.replicas_staked, beside=decided.num_beside, grows=decided.grows):
                 return world, decided
             world = self.eyes.with_stakes(loop.key, world)
             decided = await self._decided(world, loop.memory)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab_operator.layout.node_gpus import GPU_RESOURCE
-from trimtab_operator.observed.groups import Observed, is_terminating, ordinal_of
+from trimtab_operator.observed.groups import Group, Observed, is_terminating, ordinal_of
 
 
 def gpus_held(children: Observed) -> int:
@@ -15,6 +15,11 @@ def gpus_held(children: Observed) -> int:
     places = {ordinal_of(one) for one in sets}
     asked = sum(_pods_of(one) * _gpus_of((one.get("spec") or {}).get("template") or {}) for one in sets)
     return asked + sum(_gpus_of(pod) for pod in children.pods if ordinal_of(pod) not in places)
+
+
+def gpus_of(group: Group) -> int:
+    """The GPUs that the pods of one replica ask for."""
+    return sum(_pods_of(one) * _gpus_of((one.get("spec") or {}).get("template") or {}) for one in group.stateful_sets)
 
 
 def _pods_of(stateful_set: Mapping[str, Any]) -> int:

@@ -124,7 +124,7 @@ def ready_claim(findings: Findings, groups: Sequence[Mapping[str, Any]]) -> Clai
         reason = Reason.START_FAILED if failed.returns_to is None else Reason.ROLLED_BACK
         return Claim("Ready", "False", reason, failed.message if failed.returns_to is None else _back(failed))
     share = findings.share
-    if share is not None and share.is_below_least:
+    if share is not None and (share.is_below_least or share.waits_to_grow):
         return Claim("Ready", "False", Reason.OVER_BUDGET, share.message)
     wanted = findings.desired_replicas
     ready = sum(g["ready"] for g in groups)
@@ -205,6 +205,8 @@ def progressing_claim(
         return Claim("Progressing", "True" if isinstance(findings.model, Reading) else "False", *unknown)
     if findings.failed_change is not None:
         return _failed_change_claim(deployment, findings.failed_change, findings, groups)
+    if findings.share is not None and findings.share.waits_to_grow:
+        return Claim("Progressing", "False", Reason.OVER_BUDGET, findings.share.message)
     if findings.trying is not None:
         return Claim("Progressing", "True", Reason.ROLLING_OUT, findings.trying)
     if any(group.revision != findings.revision or group.is_outdated for group in findings.groups):
@@ -299,8 +301,9 @@ def _with_detour(claim: Claim, detour: str | None) -> Claim:
 def scaling_claim(deployment: InferenceDeployment, findings: Findings) -> Claim:
     """What keeps the replica count from what is wanted, or what is wanted from what is needed."""
     claim = _placing_claim(findings)
-    if claim.status != "True" and findings.share is not None and findings.share.is_limited:
-        return Claim("ScalingLimited", "True", Reason.OVER_BUDGET, findings.share.message)
+    share = findings.share
+    if claim.status != "True" and share is not None and (share.is_limited or share.waits_to_grow):
+        return Claim("ScalingLimited", "True", Reason.OVER_BUDGET, share.message)
     scaling, tuned = deployment.spec.scaling, findings.tuning
     if scaling is None:
         return claim

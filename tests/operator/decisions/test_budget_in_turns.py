@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from operator_cluster import FakeCluster
+from trimtab_operator.decisions.actions import Delete
 from trimtab_operator.decisions.budget import Stake
 from trimtab_operator.resource.installation import GpuBudget, Installation
 from trimtab_operator.resource.spec import PAUSED
@@ -161,3 +163,104 @@ def test_while_others_are_not_known_nothing_is_added_or_taken() -> None:
     cluster.settle()
     assert len(cluster.groups) == 3
     assert "is not known now" in cluster.condition("ScalingLimited")["message"]
+
+
+# --- a form that takes more -------------------------------------------------------------------------------------------
+
+
+def gpus_held_in(cluster: FakeCluster) -> int:
+    stake = cluster.decide().stake
+    assert stake is not None
+    return stake.held
+
+
+@pytest.mark.parametrize("before", [GPU, {**GPU, "device": "cpu"}])
+def test_a_change_that_takes_more_gpus_waits_until_there_is_room(before: dict[str, Any]) -> None:
+    cluster = a_cluster(3, another(2), replicas=1, rollout={"bakeTime": "0s"})
+    cluster.edit(runtime=before)
+    cluster.settle()
+    held, revisions = gpus_held_in(cluster), list(cluster.revisions)
+    cluster.edit(runtime=GPU, parallelism={"pipeline": 3, "gpusPerNode": 1})
+    cluster.settle()
+    assert (gpus_held_in(cluster), list(cluster.revisions)) == (held, revisions)
+    words = f"1 replica of 1 wanted stay as they are ({'1 GPU' if held else '0 GPUs'} in all)"
+    for kind in ("Progressing", "Ready"):
+        condition = cluster.condition(kind)
+        assert (condition["status"], condition["reason"]) == ("False", "OverBudget")
+        assert words in condition["message"]
+        assert "n/other (priority 100) gets 2" in condition["message"]
+    assert cluster.condition("Serving")["status"] == "True"
+    assert cluster.events.count("OverBudget") == 1
+    cluster.restart_operator()
+    cluster.settle()
+    assert cluster.events.count("OverBudget") == 1
+    cluster.stakes = ()
+    cluster.settle()
+    assert gpus_held_in(cluster) == 3
+    assert list(cluster.revisions) != revisions
+    assert cluster.condition("Ready")["status"] == "True"
+
+
+def test_a_change_waits_for_what_a_lower_priority_gives_back_and_rolls_then() -> None:
+    cluster = a_cluster(8, another(7, priority=-1), replicas=1)
+    cluster.settle()
+    cluster.stakes = (Stake("n/other", -1, "2026-01-01", 1, 1, 7, 7, 7),)
+    cluster.edit(parallelism={"tensor": 3})
+    cluster.settle()
+    assert gpus_held_in(cluster) == 1
+    assert "more come once n/other gave GPUs of the budget back" in cluster.condition("Progressing")["message"]
+    cluster.stakes = (Stake("n/other", -1, "2026-01-01", 1, 1, 7, 5, 5),)
+    cluster.settle()
+    assert gpus_held_in(cluster) == 3
+
+
+def test_room_for_one_replica_lets_none_of_several_roll() -> None:
+    cluster = a_cluster(8, another(3), replicas=3, rollout={"maxUnavailable": 3, "bakeTime": "0s"})
+    cluster.settle()
+    cluster.edit(parallelism={"tensor": 3})
+    cluster.settle()
+    assert gpus_held_in(cluster) == 3
+    assert "fewer replicas here" in cluster.condition("Progressing")["message"]
+    cluster.edit(replicas=1)
+    cluster.settle()
+    assert (gpus_held_in(cluster), len(cluster.groups)) == (3, 1)
+
+
+def test_while_a_change_waits_a_higher_priority_still_takes_replicas_of_the_form_that_runs() -> None:
+    cluster = a_cluster(4)
+    cluster.settle()
+    cluster.edit(parallelism={"tensor": 3})
+    cluster.settle()
+    assert len(cluster.groups) == 3
+    cluster.stakes = (another(3),)
+    cluster.settle()
+    assert len(cluster.groups) == 1
+
+
+def test_to_return_to_a_proven_form_that_takes_more_waits_as_well() -> None:
+    cluster = a_cluster(8, replicas=1, parallelism={"tensor": 3}, rollout={"bakeTime": "1h", "maxSurge": 0})
+    cluster.settle()
+    cluster.edit(parallelism={"tensor": 1})
+    for _ in range(20):
+        cluster.tick()
+    assert gpus_held_in(cluster) == 1
+    cluster.stakes = (another(7),)
+    cluster.edit(parallelism={"tensor": 3})
+    cluster.settle()
+    assert gpus_held_in(cluster) == 1
+    assert cluster.condition("Progressing")["reason"] == "OverBudget"
+    cluster.stakes = ()
+    cluster.settle()
+    assert gpus_held_in(cluster) == 3
+
+
+def test_what_was_never_proven_is_left_as_it_is_while_its_change_waits() -> None:
+    cluster = a_cluster(4, another(2), replicas=2)
+    cluster.turn()
+    cluster.turn()
+    assert len(cluster.groups) == 2
+    cluster.edit(parallelism={"tensor": 3})
+    decided = cluster.decide()
+    assert decided.stake is not None
+    assert (decided.grows, decided.stake.least, decided.replicas_staked) == (False, 2, 2)
+    assert not any(isinstance(action, Delete) for action in decided.children)

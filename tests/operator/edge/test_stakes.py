@@ -60,6 +60,31 @@ def test_of_two_that_roll_at_once_one_gets_the_replica_that_is_left() -> None:
     assert known.stakes.put(replace(first, running=3, held=3), 2, beside=1)  # it is there already
 
 
+def test_of_two_that_take_more_for_each_replica_at_once_one_gets_what_is_left() -> None:
+    known = Rung(5)
+    first, second = (replace(a_stake(name, 1, 1), gpus=4, smaller=(1,)) for name in "ab")
+    assert known.stakes.put(first, 1, grows=False)
+    assert known.stakes.put(second, 1, grows=False)
+    assert known.stakes.put(first, 1)
+    assert not known.stakes.put(second, 1)
+    assert known.stakes.put(second, 1, grows=False)
+    known.rung.clear()
+    known.stakes.forget("n", "a")
+    assert known.rung == ["b"]
+    assert known.stakes.put(second, 1)
+
+
+def test_a_change_that_waits_takes_nothing_from_a_higher_priority() -> None:
+    known = Rung(16)
+    high = a_stake("high", 8, 8, priority=100)
+    assert known.stakes.put(high, 8)
+    waits = replace(a_stake("low", 1, 1), gpus=16, smaller=(1,))
+    assert not known.stakes.put(waits, 1)
+    assert known.stakes.put(waits, 1, grows=False)
+    assert known.rung == []
+    assert known.stakes.put(replace(high, wanted=15), 15)
+
+
 def test_fewer_can_always_be_taken() -> None:
     known = Rung(1)
     assert known.stakes.put(a_stake("a", 5, 4), 2)
@@ -100,6 +125,14 @@ def test_a_resource_whose_loop_has_not_spoken_counts_as_its_children_and_its_sta
     (first, second) = sorted(others, key=lambda stake: stake.key)
     assert (first.key, first.priority, first.wanted, first.running) == ("n/asks", 3, 4, 0)
     assert (second.key, second.wanted, second.running, second.least, second.held) == ("n/paused", 1, 1, 1, 2)
+
+
+def test_a_change_that_no_loop_has_looked_at_yet_counts_with_the_gpus_that_run() -> None:
+    known = Rung(16, a_resource(name="a", runtime=GPU, parallelism={"tensor": 8}), a_resource(), has_cache=True)
+    template = {"spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": "1"}}}]}}
+    known.told("StatefulSet", {**a_stateful_set(name="a"), "spec": {"replicas": 1, "template": template}})
+    (stake,) = known.stakes.of_others("n", "m") or ()
+    assert (stake.gpus, stake.running, stake.held, stake.smaller) == (8, 1, 1, (1,))
 
 
 def test_what_a_loop_has_said_counts_and_not_what_the_cache_says() -> None:
