@@ -15,7 +15,7 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("relative-path", {"model": {"uri": "file://models/x"}}, ("spec.model.uri", "write file:///path")),
     ("dots", {"model": {"uri": "file:///models/../etc"}}, ("spec.model.uri", "'..'")),
     ("claim", {"model": {"uri": "pvc://Not_A_Claim/x"}}, ("spec.model.uri", "no name of a claim")),
-    ("revision", {"model": {"revision": "main"}}, ("spec.model.revision", "models that are downloaded")),
+    ("revision", {"model": {"revision": "main"}}, ("spec.model.revision", "belongs to an hf:// model")),
     ("vllm", {"runtime": {"kind": "vllm"}}, ("spec.runtime.kind", "vllm is not built yet")),
     ("args", {"runtime": {"args": ["--max-num-seqs=4"]}}, ("spec.runtime.args[0]", "spec.engine.maxNumSeqs")),
     ("admin-port", {"runtime": {"args": ["--admin-port=9"]}}, ("spec.runtime.args[0]", "set by the operator")),
@@ -23,7 +23,7 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("expert", {"parallelism": {"expert": True}}, ("spec.parallelism.expert", "set it to false")),
     ("swap", {"engine": {"preemptionMode": "swap"}}, ("spec.engine.swapSpace", "preemptionMode swap")),
     ("quantization", {"engine": {"quantization": "awq"}}, ("spec.engine.quantization", "only fp8 is built")),
-    ("eagle", {"engine": {"speculative": {"method": "eagle"}}}, ("spec.engine.speculative.method", "not built yet")),
+    ("head", {"engine": {"speculative": {"method": "eagle"}}}, ("spec.engine.speculative.model", "is missing")),
     ("step", {"engine": {"maxNumBatchedTokens": 8, "maxNumSeqs": 16}}, ("must be at least maxNumSeqs (16)",)),
     ("start", {"engine": {"gpuMemoryUtilization": "0.99"}}, ("spec.engine.gpuMemoryUtilization", "outside")),
     (
