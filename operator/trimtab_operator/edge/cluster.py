@@ -1,4 +1,4 @@
-"""The only door to the API server: about ten verbs on `kubernetes.aio`. No rule lives here.
+"""The only door to the API server: about ten verbs on `edge/api_http.py`. No rule lives here.
 
 Children are written by server-side apply under the field manager `trimtab-operator`, `/status` under `trimtab-status`;
 the user's `spec` is never written. Ownership is added here and only here, so deleting a resource leaves nothing behind.
@@ -22,11 +22,10 @@ import aiohttp
 import kubernetes.aio.client
 import kubernetes.aio.config
 from kubernetes.aio.client.exceptions import ApiException
-from kubernetes.aio.dynamic import DynamicClient
 from kubernetes.aio.dynamic.exceptions import ConflictError, DynamicApiError, NotFoundError
-from kubernetes.aio.dynamic.resource import Resource
 
 from trimtab_operator.builders.labels import children_selector, meeting_secret_name
+from trimtab_operator.edge.api_http import JSON, ApiHttp
 from trimtab_operator.edge.cache import Cache
 from trimtab_operator.edge.rights import Right, missing_right
 from trimtab_operator.errors import MisconfiguredOperator, NameTaken, NotYet
@@ -41,8 +40,9 @@ logger = logging.getLogger(__name__)
 FIELD_MANAGER = "trimtab-operator"
 STATUS_MANAGER = "trimtab-status"
 REQUEST_SECONDS = 30.0  # no request to the API server takes longer, but for a watch
+REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
 CONNECT_SECONDS = 10.0
-MAX_CALLS_AT_ONCE = 32  # of the 100 connections that the client library has; the Lease waits for none of them
+MAX_CALLS_AT_ONCE = 32  # of the connections that there are; the Lease waits for none of them
 
 API_ERRORS = (DynamicApiError, ApiException)  # what the API server answered; connection trouble is an OSError
 RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, version, plural, namespaced
@@ -77,6 +77,7 @@ MEETING_FRESH_SECONDS = 60.0  # a Secret is never listed nor watched: it is read
 CHILDREN = ("Service", "StatefulSet", "ConfigMap", "Pod", "Job", "ServiceAccount")  # what every look reads
 PAGE = 500  # objects of one answer
 
+NOTHING_ASKED: Mapping[str, str | None] = {}
 FORBIDDEN, NOT_FOUND, INVALID = 403, 404, 422
 
 
@@ -98,8 +99,7 @@ class Cluster:
         self.cache: Cache | None = None
         self._stack = AsyncExitStack()
         self._gate = asyncio.Semaphore(MAX_CALLS_AT_ONCE)
-        self._client: Any = None  # the client library is untyped
-        self._resources: dict[str, Any] = {}
+        self._api: ApiHttp | None = None
         self._served: dict[str, tuple[float, bool]] = {}
         self._optional: dict[str, tuple[float, Mapping[str, tuple[Manifest, ...]]]] = {}
         self._meeting: dict[str, tuple[float, tuple[Manifest, ...]]] = {}
@@ -120,19 +120,7 @@ class Cluster:
 
     async def connect(self, configuration: Any) -> Cluster:
         """Connect as the client library is configured."""
-        api = await self._stack.enter_async_context(kubernetes.aio.client.ApiClient(configuration))
-        self._client = _untyped(DynamicClient)(api)
-        for kind, (group, version, plural, namespaced) in RESOURCES.items():
-            self._resources[kind] = _untyped(Resource)(
-                prefix="apis" if group else "api",
-                group=group,
-                api_version=version,
-                kind=kind,
-                namespaced=namespaced,
-                verbs=[],
-                name=plural,
-                client=self._client,
-            )
+        self._api = await self._stack.enter_async_context(ApiHttp(configuration))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -154,7 +142,7 @@ class Cluster:
     ) -> list[dict[str, Any]]:
         """Every object of a kind, in one namespace or in all, by its labels (`selector`) or fields."""
         path = self._path(kind, namespace, None)
-        found = await self._call("get", path, label_selector=selector, field_selector=fields)
+        found = await self._call("get", path, query={"labelSelector": selector, "fieldSelector": fields})
         return list(found.get("items") or [])
 
     async def list_at(
@@ -164,7 +152,8 @@ class Cluster:
         path, next_page = self._path(kind, namespace, None), None
         found: tuple[dict[str, Any], ...] = ()
         while True:
-            page = await self._call("get", path, label_selector=selector, limit=PAGE, _continue=next_page)
+            query = {"labelSelector": selector, "limit": str(PAGE), "continue": next_page}
+            page = await self._call("get", path, query=query)
             found += tuple(page.get("items") or ())
             next_page = page["metadata"].get("continue")
             if not next_page:
@@ -175,16 +164,20 @@ class Cluster:
         self, kind: str, namespace: str | None, *, selector: str | None, version: str, seconds: int
     ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
         """The events of a kind after a version, for so many seconds, as the API server words them."""
-        response = await self._client.request(
+        assert self._api is not None
+        response = await self._api.request(
             "get",
             self._path(kind, namespace, None),
-            serialize=False,
-            query_params=[("allowWatchBookmarks", "true")],
-            watch="true",
-            label_selector=selector,
-            resource_version=version,
-            timeout_seconds=seconds,
-            _request_timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            query=_named(
+                {
+                    "watch": "true",
+                    "allowWatchBookmarks": "true",
+                    "labelSelector": selector,
+                    "resourceVersion": version,
+                    "timeoutSeconds": str(seconds),
+                }
+            ),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
         )
         try:
             yield _events(response)
@@ -432,7 +425,10 @@ class Cluster:
     # --- plumbing -----------------------------------------------------------------------------------------------------
 
     def _path(self, kind: str, namespace: str | None, name: str | None) -> str:
-        return str(self._resources[kind].path(name=name, namespace=namespace))
+        group, version, plural, namespaced = RESOURCES[kind]
+        parts = ["/apis", group, version] if group else ["/api", version]
+        parts += ["namespaces", namespace] if namespaced and namespace else []
+        return "/".join([*parts, plural, *([name] if name else [])])
 
     def _wrote(self, body: Manifest, owner: InferenceDeployment, answer: Manifest) -> None:
         """Let the cache know what is still to be heard of."""
@@ -447,8 +443,7 @@ class Cluster:
             self._path(manifest["kind"], metadata["namespace"], metadata["name"]) + subresource,
             body=manifest,
             content_type="application/apply-patch+yaml",
-            field_manager=manager,
-            force_conflicts=True,
+            query={"fieldManager": manager, "force": "true"},
         )
 
     async def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
@@ -459,12 +454,26 @@ class Cluster:
         async with self._gate:
             return await self._answer(method, path, **options)
 
-    async def _answer(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-        response = await self._client.request(
-            method, path, serialize=False, _request_timeout=REQUEST_SECONDS, **options
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str | None] = NOTHING_ASKED,
+        body: Any = None,
+        content_type: str = JSON,
+    ) -> dict[str, Any]:
+        assert self._api is not None
+        response = await self._api.request(
+            method, path, query=_named(query), body=body, content_type=content_type, timeout=REQUEST_TIMEOUT
         )
-        answer: dict[str, Any] = await response.json()
+        answer: dict[str, Any] = json.loads(await response.read())
         return answer
+
+
+def _named(query: Mapping[str, str | None]) -> dict[str, str]:
+    """What of a query says something."""
+    return {name: value for name, value in query.items() if value is not None}
 
 
 async def _events(response: Any) -> AsyncIterator[dict[str, Any]]:
