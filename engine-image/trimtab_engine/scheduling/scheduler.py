@@ -380,7 +380,7 @@ class Scheduler:
                 samples = True
                 if is_quiet:
                     sequence.quiet_until = min(start - start % block_size + block_size, request.max_num_tokens - 1)
-            elif num_left == 0:  # its newest token is not known yet
+            elif num_left <= 0:  # its newest token, or what becomes of its guesses, is not known yet
                 continue
             else:
                 owed = self._num_decodes_behind(index) if owed is None else owed

@@ -217,6 +217,20 @@ def test_guesses_starve_nobody_where_they_would_take_the_whole_budget() -> None:
     assert min(request.num_output_tokens for request in requests) == 60
 
 
+def test_a_request_whose_guesses_are_in_flight_waits_until_they_have_landed() -> None:
+    scheduler = a_scheduler(tokens=12, num_speculative_tokens=4)
+    request = a_request("a", 2, max_tokens=30)
+    add(scheduler, request)
+    step(scheduler)
+    request.draft_token_ids = [WORD] * 3
+    flight = scheduler.schedule(0.0)
+    assert [s.num_tokens for s in flight.sequences] == [4]
+    assert scheduler.schedule(0.0).sequences == []
+    scheduler.update(flight, [[WORD, WORD + 1]], 0.0)
+    assert request.token_ids == [1, 1, WORD, WORD, WORD + 1]
+    assert step(scheduler) == [("a", 1)]
+
+
 def test_an_idle_scheduler_has_room_for_as_many_as_it_has_seats_budget_and_blocks_for() -> None:
     scheduler = a_scheduler(30, seqs=6, tokens=64)
     taken = 0
