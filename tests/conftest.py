@@ -3,6 +3,7 @@ on CPU tensors. Compilation has its own processes (tests/kernels/aot). `make tes
 GPU."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -27,6 +28,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if machine is not None and isinstance(getattr(machine, "settings", None), settings):
             machine.settings = settings(machine.settings, max_examples=lives)
             item.add_marker(pytest.mark.timeout(0))
+
+
+@pytest.fixture(autouse=True)
+def signals_stay_as_they_were() -> Iterator[None]:
+    """Commands say what a signal does to their process. Here that process is everyone's."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import math
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from trimtab_engine.bench.local_server import free_ports
 
 START_SECONDS = 300.0  # until the server must be ready
 NUM_STREAMS = 8
@@ -60,15 +60,9 @@ class Live:
     core_peak_mib: float = 0.0
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 async def measure_live(model: str) -> Live:
     """Start a server, measure, and end it."""
-    port, admin = free_port(), free_port()
+    port, admin = free_ports(2)
     command = [
         *(sys.executable, "-m", "trimtab_engine.cli", "serve", model, "--served-model-name", "m", "--device", "cpu"),
         *("--host", "127.0.0.1", "--port", str(port), "--admin-port", str(admin), "--max-model-len", "1024"),

@@ -35,3 +35,8 @@ class WorkerDied(EngineDead):
 
 class IntegrityError(TrimtabError):
     """A stated invariant does not hold: a defect of ours. The engine stops rather than serve wrong tokens."""
+
+
+def one_line(error: BaseException) -> str:
+    """What a library's error says, as part of a line of ours; its type where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -6,12 +6,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 from cluster import model
+from trimtab_engine.bench.local_server import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = REPOSITORY / "README.md"
@@ -21,17 +21,6 @@ BLOCKS = dict(BLOCK.findall(README.read_text()))
 LIVE_PAGE = REPOSITORY / "docs" / "live-configuration.md"
 LIVE_BLOCK = re.compile(r"<!--\s*live:\s*([a-z-]+)\s*-->\s*```sh\n(.*?)```", re.DOTALL)
 SECONDS = 240.0  # a dozen on two idle cores
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on: held together while they are chosen, so that they differ."""
-    holders = [socket.socket() for _ in range(count)]
-    for holder in holders:
-        holder.bind(("127.0.0.1", 0))
-    ports = [int(holder.getsockname()[1]) for holder in holders]
-    for holder in holders:
-        holder.close()
-    return ports
 
 
 def as_here(script: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pod's script writes, with another folder for the claim's."""
     claim = tmp_path_factory.mktemp("claim")
     script = making().replace(MOUNT, str(claim))
-    subprocess.run(["sh", "-ec", script], check=True, timeout=120, env=os.environ | {"PYTHONPATH": PACKAGES})
+    this_python_first = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = os.environ | {"PYTHONPATH": PACKAGES, "PATH": this_python_first}
+    subprocess.run(["sh", "-ec", script], check=True, timeout=120, env=environment)
     return claim / FOLDER
 
 

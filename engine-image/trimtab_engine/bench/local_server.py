@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def end_on_sigterm() -> None:
 async def local_server(model: str, flags: Sequence[str], log: Path | None = None) -> AsyncIterator[LocalServer]:
     """Serve `model` with these flags, under the name SERVED_NAME. ConfigError when it refuses them, EngineDead when it
     does not come up for another reason, with its last line where there is a `log` to take it from."""
-    port, admin = _free_port(), _free_port()
+    port, admin = free_ports(2)
     command = [sys.executable, "-m", "trimtab_engine.cli", "serve", model, "--served-model-name", SERVED_NAME]
     command += ["--host", "127.0.0.1", "--port", str(port), "--admin-port", str(admin), *flags]
     process = _started(command, log)
@@ -140,7 +140,10 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody has now, all different: each is held until the last is found."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]

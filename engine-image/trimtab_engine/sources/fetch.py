@@ -156,11 +156,7 @@ def _fill_shelf(
     missing = sum(file.size - shelf.begun_bytes(file) for file in large)
     make_room(root, shelf, listing.model, missing, options.limit_bytes)
 
-    def tell(progress: Progress) -> None:
-        shelf.note_progress(progress)
-        on_progress(progress)
-
-    _bring(source, shelf, listing, large, tell)
+    _bring(source, shelf, listing, large, _told_to_all(shelf, on_progress))
     shelf.note_complete(listing.commit, (*small, *large))
     shelf.forget(on_the_way, kept=(*small, *large))
 
@@ -175,12 +171,18 @@ def _with_unpacked(
     missing = sum(2 * archive.size - shelf.begun_bytes(archive) for archive in listing.archives)
     make_room(root, shelf, listing.model, missing, options.limit_bytes)
 
+    _transferred(source, shelf, listing, listing.archives, _told_to_all(shelf, on_progress))
+    return with_unpacked(shelf, listing)
+
+
+def _told_to_all(shelf: Shelf, on_progress: OnProgress) -> OnProgress:
+    """Progress that whoever waits for the lock reads, too."""
+
     def tell(progress: Progress) -> None:
         shelf.note_progress(progress)
         on_progress(progress)
 
-    _transferred(source, shelf, listing, listing.archives, tell)
-    return with_unpacked(shelf, listing)
+    return tell
 
 
 def _bring(

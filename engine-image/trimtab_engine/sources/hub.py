@@ -24,7 +24,7 @@ from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented there, marked nowhere
 from huggingface_hub.utils.tqdm import silent_tqdm
 
-from trimtab_engine.errors import ModelError
+from trimtab_engine.errors import ModelError, one_line
 from trimtab_engine.sources.files import Listing, RemoteFile
 from trimtab_engine.sources.name import PINS, RemoteModel, Scheme
 from trimtab_engine.sources.source import (
@@ -87,7 +87,7 @@ class HubSource:
             raise SourceSilent(f"{model}: {self.shown} answers {error.response.status_code}; try again later") from None
         except httpx2.HTTPError as error:
             raise SourceSilent(
-                f"{model}: {self.shown} cannot be reached ({_one_line(error)}); see to the network, HTTPS_PROXY or "
+                f"{model}: {self.shown} cannot be reached ({one_line(error)}); see to the network, HTTPS_PROXY or "
                 f"HF_ENDPOINT (a mirror)"
             ) from None
         return _listing(model, info, self.endpoint)
@@ -117,7 +117,7 @@ class HubSource:
                 raise _refused(listing.model, error, self.endpoint) from None
             raise Interrupted(f"the hub answers {status}") from None
         except httpx2.HTTPError as error:
-            raise Interrupted(_one_line(error)) from None
+            raise Interrupted(one_line(error)) from None
         except OSError as error:
             if error.errno is not None:  # the disk's; huggingface_hub's own about a wrong length has no number
                 raise
@@ -206,7 +206,3 @@ def _refused(model: RemoteModel, error: HfHubHTTPError, endpoint: str | None) ->
 
 def _address(endpoint: str | None) -> str:
     return endpoint or str(constants.ENDPOINT)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import httpx
 
-from trimtab_engine.errors import ConfigError, ModelError
+from trimtab_engine.errors import ConfigError, ModelError, one_line
 from trimtab_engine.sources.files import Listing, RemoteFile
 from trimtab_engine.sources.image import ACCEPTED, INDEX_TYPES, chosen_manifest, layers_of, parsed
 from trimtab_engine.sources.name import RemoteModel
@@ -119,7 +119,7 @@ class RegistrySource:
                 for part in response.iter_raw(PART_BYTES):
                     arriving.write(part)
         except httpx.TransportError as error:
-            raise Interrupted(_one_line(error)) from None
+            raise Interrupted(one_line(error)) from None
 
     def reader(self, listing: Listing, archive: RemoteFile, buffer_bytes: int) -> BinaryIO:
         return cast(BinaryIO, io.BufferedReader(_Blob(self, listing, archive), buffer_bytes))
@@ -142,7 +142,7 @@ class RegistrySource:
                         )
                     return response.read()
             except httpx.TransportError as error:
-                raise SourceSilent(f"{listing.model}: {self.host} does not give it ({_one_line(error)})") from None
+                raise SourceSilent(f"{listing.model}: {self.host} does not give it ({one_line(error)})") from None
 
         return patiently(once)
 
@@ -182,7 +182,7 @@ class RegistrySource:
                 return text, response.headers.get("Docker-Content-Digest")
         except httpx.HTTPError as error:
             raise SourceSilent(
-                f"{model}: {self.url} cannot be reached ({_one_line(error)}); see to the network or HTTPS_PROXY; a "
+                f"{model}: {self.url} cannot be reached ({one_line(error)}); see to the network or HTTPS_PROXY; a "
                 f"registry without TLS wants --registry-plain-http (spec.model.oci.plainHttp)"
             ) from None
 
@@ -346,7 +346,3 @@ def _code_of(response: httpx.Response) -> str:
         return str(response.json()["errors"][0]["code"])
     except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError):
         return str(response.status_code)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

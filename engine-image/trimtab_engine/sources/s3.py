@@ -28,7 +28,7 @@ from botocore.exceptions import (
     IncompleteReadError,
 )
 
-from trimtab_engine.errors import ModelError
+from trimtab_engine.errors import ModelError, one_line
 from trimtab_engine.sources.files import LOADED_SUFFIXES, Listing, RemoteFile
 from trimtab_engine.sources.name import RemoteModel
 from trimtab_engine.sources.source import (
@@ -98,7 +98,7 @@ class S3Source:
                 settings = settings.merge(Config(signature_version=UNSIGNED))
             client = session.create_client("s3", config=settings)
         except (BotoCoreError, ValueError) as error:
-            raise ModelError(f"s3:// cannot be asked: {_one_line(error)}; see to the AWS_… environment") from None
+            raise ModelError(f"s3:// cannot be asked: {one_line(error)}; see to the AWS_… environment") from None
         return cls(cast(_Client, client), str(client.meta.endpoint_url), is_anonymous)
 
     @property
@@ -163,9 +163,9 @@ class S3Source:
                 raise self._refused(listing.model, error) from None
             raise Interrupted(f"{self.endpoint} answers {code}") from None
         except (IncompleteReadError, ConnectionError, HTTPClientError) as error:
-            raise Interrupted(_one_line(error)) from None
+            raise Interrupted(one_line(error)) from None
         except BotoCoreError as error:
-            raise ModelError(f"{listing.model}: {_one_line(error)}; {_credentials()}") from None
+            raise ModelError(f"{listing.model}: {one_line(error)}; {_credentials()}") from None
 
     def to_have_it(self, model: RemoteModel) -> str:
         return f"trimtab-engine fetch {model}"
@@ -248,11 +248,11 @@ class S3Source:
                 raise SourceSilent(f"{model}: {self.endpoint} answers {code}; try again later") from None
             except (HTTPClientError, ConnectionError) as error:
                 raise SourceSilent(
-                    f"{model}: {self.endpoint} cannot be reached ({_one_line(error)}); see to the network, HTTPS_PROXY "
+                    f"{model}: {self.endpoint} cannot be reached ({one_line(error)}); see to the network, HTTPS_PROXY "
                     f"or AWS_ENDPOINT_URL (spec.model.s3.endpoint)"
                 ) from None
             except BotoCoreError as error:
-                raise ModelError(f"{model}: {_one_line(error)}; {_credentials()}") from None
+                raise ModelError(f"{model}: {one_line(error)}; {_credentials()}") from None
 
         return patiently(once, patient=patient)
 
@@ -419,7 +419,3 @@ def _may_come_yet(code: str, status: int) -> bool:
 
 def _credentials() -> str:
     return f"see to the credentials: {GIVE}"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from trimtab_engine.errors import ModelError
+from trimtab_engine.errors import ModelError, one_line
 
 CONFIGURED = {
     "chat_template": "chat_template",
@@ -32,7 +32,7 @@ def read_gguf_tokenizer(file: Path) -> Any:
     try:
         fields = GGUFReader(file).fields
     except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error)
         raise ModelError(f"{file}: is truncated or no GGUF file: {reason}; download the file again") from None
     metadata = {
         name.removeprefix("tokenizer."): field.contents()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab_engine.errors import ModelError
+from trimtab_engine.errors import ModelError, one_line
 from trimtab_engine.weights.source import Span
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class GgufSource:
             self._eos = _field(reader, "tokenizer.ggml.eos_token_id")
             tensors = {str(tensor.name): tensor for tensor in reader.tensors}
         except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
-            raise ModelError(f"{file}: is truncated or no GGUF file: {_one_line(error)}") from None
+            raise ModelError(f"{file}: is truncated or no GGUF file: {one_line(error)[:200]}") from None
         kind = str(self._fields.get("general.architecture"))
         if kind not in names:
             raise ModelError(f"{file}: GGUF architecture {kind} is not built; supported: {', '.join(names)}")
@@ -171,7 +171,3 @@ def halves_from_pairs(rows: "torch.Tensor", num_heads: int) -> "torch.Tensor":
 def _field(reader: Any, name: str) -> Any:
     field = reader.fields.get(name)
     return None if field is None else field.contents()
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

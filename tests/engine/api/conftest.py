@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
+from trimtab_engine.bench.local_server import free_ports
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.registry import parse_model_config
 
@@ -34,12 +34,6 @@ MIXTURE = {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(slots=True)
@@ -112,7 +106,7 @@ def start_server(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactor
 
     def start(*flags: str, model: Path | None = None, wait: bool = True) -> Server:
         """`trimtab-engine serve` with these flags, on ports of its own; by default ready when it returns."""
-        port, admin_port = free_port(), free_port()
+        port, admin_port = free_ports(2)
         log = tmp_path_factory.mktemp("server") / "log"
         command = [
             sys.executable,

@@ -85,6 +85,10 @@ class Faults:
     ignores_range: bool = False
     redirects: bool = False
     """Blobs are at another address, to which no account goes."""
+    greedy: bool = False
+    """That address asks for an account all the same, by a server of its own."""
+    busy_tokens: int = 0
+    """How many times the server of tokens is busy."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +161,14 @@ class _Handler(BaseHTTPRequestHandler):
             status = faults.statuses.pop(0) if faults.statuses else None
         if status is not None:
             self._refuse(status, "UNKNOWN")
+        elif self.path.startswith("/token?") and faults.busy_tokens:
+            faults.busy_tokens -= 1
+            self._refuse(503, "UNAVAILABLE")
         elif self.path.startswith("/token?"):
             self._give_token(authorization)
+        elif self.path.startswith("/elsewhere/") and faults.greedy:
+            host = registry.host.replace("127.0.0.1", "localhost")
+            self._send(401, b"", {"WWW-Authenticate": f'Bearer realm="http://{host}/token?of=elsewhere"'})
         elif self.path.startswith("/elsewhere/"):
             self._give_blob(self.path.removeprefix("/elsewhere/"))
         elif (match := PATH.fullmatch(self.path)) is None:

@@ -293,6 +293,27 @@ def test_a_private_model_wants_an_account_which_goes_to_the_registry_alone(
     assert all(one.authorization is None for one in elsewhere)
 
 
+def test_who_a_registry_only_redirects_to_is_given_no_account(
+    registry: RegistryServer, files: dict[str, bytes], options: FetchOptions, tmp_path: Path
+) -> None:
+    model = pushed(registry, as_oras_pushes(files))
+    registry.faults = Faults(account="user:right", redirects=True, greedy=True)
+    right = docker_config(tmp_path / "right.json", registry.host, "user:right")
+    with pytest.raises(ModelError):
+        fetch(model, replace(options, registry_auth_file=right))
+    assert not [one for one in registry.asked if "of=elsewhere" in one.path]
+
+
+def test_a_server_of_tokens_that_is_busy_is_asked_again(
+    registry: RegistryServer, files: dict[str, bytes], options: FetchOptions, tmp_path: Path
+) -> None:
+    model = pushed(registry, as_oras_pushes(files))
+    registry.faults = Faults(account="user:right", busy_tokens=1)
+    right = docker_config(tmp_path / "right.json", registry.host, "user:right")
+    found = fetched(model, replace(options, registry_auth_file=right))
+    assert contents(found)["config.json"] == files["config.json"]
+
+
 def test_an_image_on_top_of_another_takes_nothing_of_that_away(
     registry: RegistryServer, files: dict[str, bytes], options: FetchOptions
 ) -> None:

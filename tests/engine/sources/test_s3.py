@@ -13,6 +13,8 @@ from typing import Any
 import botocore.loaders
 import botocore.session
 import pytest
+from botocore.client import BaseClient
+from botocore.exceptions import EndpointConnectionError
 from bucket_server import KEYS, BucketServer, Faults
 from hub_repository import SHARD_BYTES, a_repository
 from trimtab_engine.cli import main
@@ -174,6 +176,22 @@ def test_another_process_goes_on_where_the_first_was_ended(
     fetched(model, options)
     assert [one.range for one in store.asked_for(SECOND)] == ["bytes=200000-"]
     assert store.asked_for(FIRST) == []
+
+
+def test_a_store_that_is_away_for_a_moment_is_asked_again(
+    store: BucketServer, model: RemoteModel, options: FetchOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, away = BaseClient._make_api_call, ["once"]
+
+    def sometimes(client: BaseClient, operation: str, arguments: dict[str, Any]) -> Any:
+        if operation == "GetObject" and away:
+            away.clear()
+            raise EndpointConnectionError(endpoint_url=store.url)
+        return call(client, operation, arguments)
+
+    monkeypatch.setattr(BaseClient, "_make_api_call", sometimes)
+    assert fetched(model, options).path.joinpath(FIRST).stat().st_size == SHARD_BYTES
+    assert not away
 
 
 def test_a_store_that_begins_anew_is_followed(

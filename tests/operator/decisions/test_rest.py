@@ -16,6 +16,7 @@ from trimtab_operator.decisions.rest import REST_SECONDS, Rest, caught_up, rest_
 from trimtab_operator.decisions.turn import Turn, turn
 from trimtab_operator.decisions.world import World
 from trimtab_operator.observed.engines import EngineSeen, Target
+from trimtab_operator.report.conditions import said_by_us
 
 ENGINE = {"gpuMemoryUtilization": "0.74", "maxNumSeqs": 32, "maxNumBatchedTokens": 512}
 SCALING = {"minReplicas": 1, "maxReplicas": 2, "behavior": {"scaleDown": {"stabilizationWindowSeconds": 30}}}
@@ -59,7 +60,9 @@ class Seen(LoadedCluster):
             return self.before[1]
         decided = super().turn()
         self.rest = (
-            rest_of(self.world, decided, self.status, before=self.world.deployment.status) if self.rests else None
+            rest_of(self.world, decided, self.status, before=said_by_us(self.world.deployment.status))
+            if self.rests
+            else None
         )
         self.before = self._told_by_watches(), decided
         return decided
@@ -131,6 +134,16 @@ def test_a_resource_at_rest_is_looked_at_seldom() -> None:
     for _ in range(round(600 / TICK_SECONDS)):
         cluster.tick()
     assert cluster.looks <= 600 / REST_SECONDS + 2
+
+
+def test_what_others_write_into_the_status_keeps_no_resource_awake() -> None:
+    cluster = a_resting(tuning={"mode": "Auto"})
+    assert cluster.body is not None
+    theirs = {"type": "Checked", "status": "True", "reason": "Yes", "message": "", "lastTransitionTime": "2026-01-01"}
+    cluster.body["status"]["conditions"] = [*cluster.body["status"]["conditions"], theirs]
+    cluster.tick()
+    cluster.tick()
+    assert cluster.rest is not None
 
 
 @pytest.mark.parametrize("what", ["a request", "a pod", "the spec"])
