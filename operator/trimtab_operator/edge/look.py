@@ -105,6 +105,14 @@ class Eyes:
         if self.stakes is not None:
             self.stakes.forget(key.namespace, key.name)
 
+    def unanswered(self, key: Key) -> int | None:
+        """The generation of a spec of which no status speaks yet, as far as watches have told; None: there is none."""
+        body = None if self.cache is None else next(iter(self.cache.of(KIND, (key.namespace, key.name))), None)
+        if body is None:
+            return None
+        asked, answered = body["metadata"].get("generation"), (body.get("status") or {}).get("observedGeneration")
+        return None if asked == answered else asked
+
     async def resource(self, key: Key) -> InferenceDeployment:
         """See the resource alone. Raises Gone."""
         return self._world(key, await self._body(key)).deployment

@@ -27,6 +27,7 @@ from trimtab_operator.edge.look import Eyes, Key
 from trimtab_operator.edge.rights import missing_right
 from trimtab_operator.errors import Gone, NameTaken, NotYet
 from trimtab_operator.loop.hands import Hands, one_line
+from trimtab_operator.loop.lanes import Lanes, Place
 from trimtab_operator.loop.wake_ups import WakeUps
 from trimtab_operator.report.conditions import Reason, said_by_us
 
@@ -40,7 +41,8 @@ FAILURES_TO_SHOW = 3  # in a row, before the status says so: one lost connection
 GATHER_SECONDS = 0.2  # wake-ups come in bursts: one tick serves all
 STAKES_TRIED = 5  # times that others may take a part of the GPU budget while a turn is taken
 MAX_TICKS_AT_ONCE = 64  # the Lease is renewed between two of them: a thousand at once would let it run out
-MAX_TURNS_AT_ONCE = 2  # a turn may predict for a second: it is taken beside the event loop, which must get its share
+MAX_BESIDE_EDITS = 4  # of the ticks that nobody waits for, while what somebody asked for is being brought about
+MAX_TURNS_AT_ONCE = 3  # a turn may predict for a second: it is taken beside the event loop, which must get its share
 
 
 @dataclass(slots=True)
@@ -56,6 +58,10 @@ class Loop:
     """What this tick saw and decided, as far as it has come."""
     rest: Rest | None = None
     """What the last tick left behind, where nothing happens."""
+    generation: int | None = None
+    """Of the spec by which it ticked last of those that no status spoke of, whatever came of it."""
+    is_awaited: bool = False
+    """Whether this tick brings about what somebody has just asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +73,8 @@ class Reconciler:
     http: aiohttp.ClientSession
     heartbeats: Heartbeats
     wake_ups: WakeUps
-    _ticking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_TICKS_AT_ONCE))
-    _thinking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_TURNS_AT_ONCE))
+    _ticking: Lanes = field(default_factory=lambda: Lanes(MAX_TICKS_AT_ONCE, beside=MAX_BESIDE_EDITS))
+    _thinking: Lanes = field(default_factory=lambda: Lanes(MAX_TURNS_AT_ONCE, beside=1, kept=1))
 
     def loop_of(self, key: Key) -> Loop:
         """A loop that has not ticked yet."""
@@ -108,13 +114,13 @@ class Reconciler:
         rest, loop.rest = loop.rest, None
         world = await self.eyes.look(loop.key, loop.memory, loop.engines)
         if rest is not None and rest.ended_in(world):
-            async with self._thinking:
+            async with self._thinking.entered(Place(loop.is_awaited)):
                 loop.memory = await asyncio.to_thread(caught_up, rest, loop.memory)
-        decided = await self._decided(world, loop.memory)
+        decided = await self._decided(loop, world)
         if decided.is_acting:
             seen, world = world, await self.eyes.confirmed(loop.key, world)
             if world is not seen:  # the cache lagged
-                decided = await self._decided(world, loop.memory)
+                decided = await self._decided(loop, world)
         world, decided = await self._staked(loop, world, decided)
         loop.decided = world, decided
         await self.hands.remember(world, decided)
@@ -138,17 +144,29 @@ class Reconciler:
             if stakes.put(stake, decided.replicas_staked, beside=decided.num_beside, grows=decided.grows):
                 return world, decided
             world = self.eyes.with_stakes(loop.key, world)
-            decided = await self._decided(world, loop.memory)
+            decided = await self._decided(loop, world)
         raise NotYet("the GPU budget is being shared out anew; it is looked at again in a moment")
 
-    async def _decided(self, world: World, memory: Memory) -> Turn:
-        async with self._thinking:
-            return await asyncio.to_thread(turn, world, memory)
+    async def _decided(self, loop: Loop, world: World) -> Turn:
+        async with self._thinking.entered(Place(loop.is_awaited)):
+            return await asyncio.to_thread(turn, world, loop.memory)
 
     async def guarded_tick(self, loop: Loop) -> float:
         """Tick once, when it is its turn; seconds until the next. Errors end here, except that the resource is gone."""
-        async with self._ticking:
-            return await self._guarded_tick(loop)
+        place = Place(self._is_asked_anew(loop))
+
+        def listen() -> None:
+            if not place.urgent and self._is_asked_anew(loop):
+                self._ticking.hurry(place)
+
+        with self.wake_ups.listening(loop.key.namespace, loop.key.name, listen):
+            async with self._ticking.entered(place):
+                loop.is_awaited, loop.generation = place.urgent, self.eyes.unanswered(loop.key) or loop.generation
+                return await self._guarded_tick(loop)
+
+    def _is_asked_anew(self, loop: Loop) -> bool:
+        """Whether a spec was written by which this loop has not ticked yet."""
+        return self.eyes.unanswered(loop.key) not in (None, loop.generation)
 
     async def _guarded_tick(self, loop: Loop) -> float:
         loop.decided = None

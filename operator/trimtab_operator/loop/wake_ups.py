@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class WakeUps:
@@ -10,6 +12,7 @@ class WakeUps:
 
     def __init__(self) -> None:
         self._alarms: dict[tuple[str, str], asyncio.Event] = {}
+        self._listeners: dict[tuple[str, str], Callable[[], None]] = {}
 
     def of(self, namespace: str, name: str) -> asyncio.Event:
         """A new alarm; it replaces that of a namesake, whose loop is about to end."""
@@ -20,6 +23,19 @@ class WakeUps:
         alarm = self._alarms.get((namespace, name))
         if alarm is not None:
             alarm.set()
+        listener = self._listeners.get((namespace, name))
+        if listener is not None:
+            listener()
+
+    @contextmanager
+    def listening(self, namespace: str, name: str, listener: Callable[[], None]) -> Iterator[None]:
+        """Have each ring told at once, though nobody waits for the alarm."""
+        self._listeners[namespace, name] = listener
+        try:
+            yield
+        finally:
+            if self._listeners.get((namespace, name)) is listener:  # and not that of a namesake
+                del self._listeners[namespace, name]
 
     def forget(self, namespace: str, name: str, alarm: asyncio.Event) -> None:
         """Drop an alarm, unless a resource of the same name has put its own in its place."""

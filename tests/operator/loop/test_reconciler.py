@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar, cast
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, cast
 
 import aiohttp
 import pytest
@@ -14,11 +15,15 @@ from prometheus_client import generate_latest
 from trimtab_operator.decisions.actions import Apply
 from trimtab_operator.decisions.rest import REST_SECONDS, Rest
 from trimtab_operator.edge import metrics
+from trimtab_operator.edge.cache import Cache, Store
 from trimtab_operator.edge.engines import Engines
+from trimtab_operator.edge.look import Key
 from trimtab_operator.errors import Gone, NameTaken
-from trimtab_operator.loop.reconciler import BUSY_TICK_SECONDS, MAX_TICKS_AT_ONCE, Loop, Reconciler
+from trimtab_operator.loop.lanes import Lanes
+from trimtab_operator.loop.reconciler import BUSY_TICK_SECONDS, MAX_TICKS_AT_ONCE, Loop, Reconciler, _wait
 from trimtab_operator.loop.wake_ups import WakeUps
 from trimtab_operator.observed.engines import EngineSeen, Target
+from trimtab_operator.resource.spec import KIND
 from trimtab_operator.tuner.decide import Condition, Outcome
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.state import Memory
@@ -151,6 +156,62 @@ class Pages(FakeEngines):
 
     async def say_the_same(self, _known: object) -> bool:
         return self.same
+
+
+class Ordered(Reconciler):
+    """Loops whose ticks do nothing but take some steps."""
+
+    order: ClassVar[list[str]]
+
+    async def _guarded_tick(self, loop: Loop) -> float:
+        self.order.append(loop.key.name)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return 1.0
+
+
+def a_body(name: str, generation: int, *, version: int) -> dict[str, Any]:
+    """A resource whose status speaks of its first spec."""
+    metadata = {"namespace": "n", "name": name, "uid": name, "resourceVersion": str(version), "generation": generation}
+    return {"kind": KIND, "metadata": metadata, "status": {"observedGeneration": 1}}
+
+
+async def test_what_was_just_asked_for_is_brought_about_before_what_follows_from_others() -> None:
+    """Of a line in which one resource has been edited, and another one is while it stands there."""
+    names = ["a", "b", "c", "d", "e"]
+    store, wake_ups = Store(KIND), WakeUps()
+    cache = Cache([store], wake_ups.ring)
+    cache.listed(store, [a_body(name, 2 if name == "d" else 1, version=1) for name in names], 1)
+    like = a_reconciler(FakeCluster())
+    Ordered.order = []
+    eyes = replace(like.eyes, cache=cache)
+    reconciler = Ordered(eyes, like.hands, like.http, like.heartbeats, wake_ups, _ticking=Lanes(1, beside=1))
+    loops = {name: Loop(Key("n", name, name), cast("Engines", None)) for name in names}
+    ticks = [asyncio.create_task(reconciler.guarded_tick(loop)) for loop in loops.values()]
+    await asyncio.sleep(0)
+    cache.changed(store, "MODIFIED", a_body("e", 2, version=2))
+    await asyncio.gather(*ticks)
+    assert reconciler.order == ["a", "d", "e", "b", "c"]
+    assert [loop.is_awaited for loop in loops.values()] == [False, False, False, True, True]
+    await reconciler.guarded_tick(loops["d"])  # once: what follows, and what keeps failing, stands in line with others
+    assert not loops["d"].is_awaited
+
+
+class RingsLate(asyncio.Event):
+    """An alarm that rings just as who waits for it is told that time is up."""
+
+    async def wait(self) -> Literal[True]:
+        try:
+            return await super().wait()
+        except asyncio.CancelledError:
+            self.set()
+            raise
+
+
+async def test_an_alarm_that_rings_just_as_time_is_up_is_heard() -> None:
+    """Who has waited clears it next: what it rang for would be looked at a tick later, or a rest later."""
+    assert await _wait(RingsLate(), 0.0) is True
+    assert await _wait(asyncio.Event(), 0.0) is False
 
 
 async def test_at_rest_a_tick_compares_pages_alone_until_a_look_is_due() -> None:

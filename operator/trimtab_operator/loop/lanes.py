@@ -1,0 +1,83 @@
+"""Who may go first: so many at once, and whoever is waited for before whoever only follows up.
+
+What an owner has just asked for is brought about at once, whatever still follows from what others asked for before.
+What is urgent is not decided here: callers say so, also of somebody who stands in line already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Somebody's place: in line, inside, or left."""
+
+    urgent: bool = False
+    _turn: asyncio.Future[None] | None = None
+
+
+class Lanes:
+    """Room for `at_once`. Those that can wait have all of it but `kept`, and while anybody urgent is there or in line,
+    no more than `beside`: few enough to be overtaken, and never none, so that nobody waits for ever."""
+
+    def __init__(self, at_once: int, *, beside: int, kept: int = 0) -> None:
+        self._at_once, self._beside, self._kept = at_once, beside, kept
+        self._inside = {True: 0, False: 0}
+        """How many are in, by whether they are urgent."""
+        self._in_line: dict[bool, deque[Place]] = {True: deque(), False: deque()}
+
+    @asynccontextmanager
+    async def entered(self, place: Place) -> AsyncIterator[None]:
+        """Wait for room, and hold it."""
+        await self._enter(place)
+        urgent = place.urgent
+        try:
+            yield
+        finally:
+            self._inside[urgent] -= 1
+            self._admit()
+
+    def hurry(self, place: Place) -> None:
+        """Let somebody who stands in line be urgent from now on; who is inside stays what it was."""
+        if not place.urgent and place in self._in_line[False]:
+            self._in_line[False].remove(place)
+            place.urgent = True
+            self._in_line[True].append(place)
+            self._admit()
+
+    async def _enter(self, place: Place) -> None:
+        if not self._in_line[place.urgent] and self._has_room(place.urgent):
+            self._inside[place.urgent] += 1
+            return
+        place._turn = asyncio.get_running_loop().create_future()
+        self._in_line[place.urgent].append(place)
+        try:
+            await place._turn
+        except asyncio.CancelledError:
+            if place in self._in_line[place.urgent]:
+                self._in_line[place.urgent].remove(place)
+            else:  # it was let in while it was being cancelled
+                self._inside[place.urgent] -= 1
+            self._admit()
+            raise
+
+    def _admit(self) -> None:
+        """Let in whoever has room now, the urgent first."""
+        for urgent in (True, False):
+            while self._in_line[urgent] and self._has_room(urgent):
+                turn = self._in_line[urgent].popleft()._turn
+                self._inside[urgent] += 1
+                assert turn is not None
+                if not turn.done():  # one that was cancelled leaves by itself
+                    turn.set_result(None)
+
+    def _has_room(self, urgent: bool) -> bool:
+        if sum(self._inside.values()) >= self._at_once:
+            return False
+        is_overtaken = self._inside[True] > 0 or bool(self._in_line[True])
+        return urgent or self._inside[False] < (self._beside if is_overtaken else self._at_once - self._kept)
