@@ -277,12 +277,16 @@ class Bench:
 
     async def edits(self) -> None:
         """Edit every resource once."""
-        before, began = self.operator.cpu_seconds, time.monotonic()
+        before, turns, began = self.operator.cpu_seconds, self.operator.turns, time.monotonic()
         took = await self.edited(self.names, "a")
         self.tell(f"edits at {self.options.rate:g} a second → children", percentiles(took))
         used, passed = self.operator.cpu_seconds - before, time.monotonic() - began
         self.tell("processor time of the operator while edits came", f"{used:.1f} s in {passed:.0f} s")
         await self.until(lambda: all(f"{name}=2" in self.seen.ready for name in self.names), self.options.limit)
+        await asyncio.sleep(self.options.settle)
+        used, turns = self.operator.cpu_seconds - before, self.operator.turns - turns
+        each = f"{used / len(self.names) * 1000:.0f} ms in {turns / len(self.names):.1f} turns"
+        self.tell("an edit and all that follows from it: processor time", each)
         self.tell_calls("edits", len(self.names))
 
     async def restart(self) -> None:

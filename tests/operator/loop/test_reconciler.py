@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, cast
 
@@ -12,13 +13,17 @@ from kubernetes.aio.client.exceptions import ApiException
 from operator_builders import MODEL_FACTS
 from operator_cluster import KEY, TICK_SECONDS, FakeCluster, FakeEngines, a_loop, a_reconciler
 from prometheus_client import generate_latest
+from trimtab_operator.decisions import memory as loop_memory
 from trimtab_operator.decisions.actions import Apply
 from trimtab_operator.decisions.rest import REST_SECONDS, Rest
+from trimtab_operator.decisions.turn import Turn, turn
+from trimtab_operator.decisions.world import World
 from trimtab_operator.edge import metrics
 from trimtab_operator.edge.cache import Cache, Store
 from trimtab_operator.edge.engines import Engines
 from trimtab_operator.edge.look import Key
 from trimtab_operator.errors import Gone, NameTaken
+from trimtab_operator.loop import reconciler as reconciler_module
 from trimtab_operator.loop.lanes import Lanes
 from trimtab_operator.loop.reconciler import BUSY_TICK_SECONDS, MAX_TICKS_AT_ONCE, Loop, Reconciler, _wait
 from trimtab_operator.loop.wake_ups import WakeUps
@@ -195,6 +200,46 @@ async def test_what_was_just_asked_for_is_brought_about_before_what_follows_from
     assert [loop.is_awaited for loop in loops.values()] == [False, False, False, True, True]
     await reconciler.guarded_tick(loops["d"])  # once: what follows, and what keeps failing, stands in line with others
     assert not loops["d"].is_awaited
+
+
+@pytest.mark.parametrize(
+    ("last_seconds", "running", "scaling", "is_here"),
+    [
+        (None, 0.0, None, False),  # how long its turns take is not known yet
+        (0.003, 0.0, None, True),
+        (0.3, 0.0, None, False),
+        (0.003, 2.0, None, False),  # a load may have to be predicted
+        (0.003, 0.0, {"minReplicas": 1, "maxReplicas": 2}, False),
+    ],
+)
+async def test_a_turn_that_foresees_nothing_is_taken_at_once_and_any_other_beside_the_loop(
+    last_seconds: float | None,
+    running: float,
+    scaling: dict[str, Any] | None,
+    is_here: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec: dict[str, Any] = {} if scaling is None else {"scaling": scaling}
+    cluster = FakeCluster(**spec)
+    cluster.settle()
+    reconciler, loop = a_reconciler(cluster), a_loop(cluster)
+    world = await reconciler.eyes.look(KEY, cluster.memory, loop.engines)
+    ((name, said),) = world.engines.items()
+    assert said.sample is not None
+    gauges = replace(said.sample.gauges, running=running, waiting=0.0)
+    world = replace(world, engines={name: replace(said, sample=replace(said.sample, gauges=gauges))})
+    threads = []
+
+    def noted(seen: World, memory: loop_memory.Memory) -> Turn:
+        threads.append(threading.current_thread())
+        return turn(seen, memory)
+
+    monkeypatch.setattr(reconciler_module, "turn", noted)
+    loop.memory, loop.turn_seconds = cluster.memory, last_seconds
+    decided = await reconciler._decided(loop, world)
+    assert [thread is threading.main_thread() for thread in threads] == [is_here]
+    assert decided == turn(world, cluster.memory)
+    assert loop.turn_seconds not in (None, last_seconds)
 
 
 class RingsLate(asyncio.Event):
