@@ -88,6 +88,12 @@ def ensure(docker: dict[str, str], names: list[str]) -> dict[str, str]:
     return {name: built[name] for name in (*NAMES, *FOR_STORIES) if name in names}
 
 
+def ensure_base(docker: dict[str, str]) -> None:
+    """Make what the images are based on, which takes nothing but Debian's packages."""
+    with locked("images"):
+        _base_image(docker)
+
+
 def _base_image(docker: dict[str, str]) -> str:
     """BASE_IMAGE, or an ordinary slim image of Python, or without a registry one of Debian's packages."""
     chosen = os.environ.get("BASE_IMAGE", "")

@@ -14,16 +14,20 @@ IMAGES = ("operator", "model")  # the model's is the engine with its model
 
 def ensure(parts: frozenset[str], bring_up: Callable[[], object]) -> None:
     """Make the named parts. `bring_up` makes the cluster; what does not need it is made meanwhile."""
+    builds_images = "images" in parts and not os.environ.get("TRIMTAB_IMAGES")
     built: dict[str, str] = {}
 
-    def python_side() -> None:
+    def packages() -> None:
         python_environment.ensure()
         native_operators.ensure()
-        if parts & {"model", "images"}:
-            model.ensure()
-        if "images" in parts and not os.environ.get("TRIMTAB_IMAGES"):
+
+    def python_side() -> None:
+        in_parallel(packages, *([lambda: images.ensure_base(docker_daemon.ensure())] if builds_images else []))
+        if builds_images:  # which makes the model beside what is installed into the images
             others = sorted(parts & set(images.FOR_STORIES))
             built.update(images.ensure(docker_daemon.ensure(), [*IMAGES, *others]))
+        elif parts & {"model", "images"}:
+            model.ensure()
 
     in_parallel(python_side, *([bring_up] if "cluster" in parts else []))
     if built and "cluster" in parts and not target.uses_current():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import threading
 from pathlib import Path
 
 import pytest
+from cluster import images
 from cluster.errors import ClusterError
 from cluster.images import PRODUCTS, REPOSITORY, distribution_metadata, pins, requirements, strip
 
@@ -57,3 +59,24 @@ def test_stripping_removes_tests_and_headers_and_keeps_what_runs(tmp_path: Path)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_every_source_of_an_image_is_in_the_checkout(name: str) -> None:
     assert all((REPOSITORY / source / "__init__.py").is_file() for source in PRODUCTS[name].sources)
+
+
+def test_the_model_is_made_beside_the_packages_of_the_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each waits for the others to have begun, so one after the other would never end."""
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
+    meeting = threading.Barrier(3, timeout=30.0)
+
+    def product(_: dict[str, str], product: images.Product, base: str, version: str) -> str:
+        meeting.wait()
+        return f"trimtab-{product.name}:{base}-{version}"
+
+    monkeypatch.setattr(images, "_base_image", lambda _: "base")
+    monkeypatch.setattr(images, "_python_version", lambda *_: "3.12")
+    monkeypatch.setattr(images, "_product", product)
+    monkeypatch.setattr("cluster.model.ensure", meeting.wait)
+    monkeypatch.setattr(images, "_model", lambda _, engine: f"model on {engine}")
+    monkeypatch.setattr("cluster.docker_daemon.forget_old_tags", lambda *_, **__: None)
+    assert images.ensure({}, ["operator", "model"]) == {
+        "operator": "trimtab-operator:base-3.12",
+        "model": "model on trimtab-engine:base-3.12",
+    }

@@ -55,6 +55,28 @@ def test_the_cluster_comes_up_beside_the_python_side(monkeypatch: pytest.MonkeyP
     set_up.ensure(frozenset({"python", "cluster"}), meeting.wait)
 
 
+def test_the_base_of_the_images_is_made_beside_the_python_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The images themselves wait: what is installed into them is in pip's cache then."""
+    meeting, made = threading.Barrier(2, timeout=30.0), list[str]()
+
+    def note(name: str) -> None:
+        meeting.wait()
+        made.append(name)
+
+    def build(_: dict[str, str], names: list[str]) -> dict[str, str]:
+        assert sorted(made) == ["base", "packages"]
+        assert names == ["operator", "model"]
+        return {}
+
+    monkeypatch.setattr("cluster.docker_daemon.ensure", dict)
+    monkeypatch.setattr("cluster.python_environment.ensure", lambda: note("packages"))
+    monkeypatch.setattr("cluster.native_operators.ensure", lambda: None)
+    monkeypatch.setattr("cluster.images.ensure_base", lambda _: note("base"))
+    monkeypatch.setattr("cluster.images.ensure", build)
+    monkeypatch.setattr("cluster.model.ensure", lambda: pytest.fail("the model comes with the images"))
+    set_up.ensure(frozenset({"python", "model", "images"}), lambda: None)
+
+
 def test_images_that_nodes_have_already_are_neither_built_nor_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIMTAB_IMAGES", "operator:1 model:1")
     for name in ("python_environment.ensure", "native_operators.ensure", "model.ensure"):
