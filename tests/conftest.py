@@ -14,6 +14,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--lives", type=int, help="so many random lives of each state machine, instead of its own number")
+    parser.addoption("--worlds", type=int, help="so many random worlds for the operator, instead of the first 400")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -38,6 +39,13 @@ def signals_stay_as_they_were() -> Iterator[None]:
     for number, handler in before.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def worlds(request: pytest.FixtureRequest) -> int:
+    """How many random worlds the operator's tests try; rarer kinds have a part of that. `make soak` asks for 2,000."""
+    wanted: int | None = request.config.getoption("--worlds")
+    return 400 if wanted is None else wanted
 
 
 @pytest.fixture

@@ -26,9 +26,8 @@ from trimtab_operator.tuner.scaling import law
 from trimtab_operator.tuner.scaling.law import Need
 from trimtab_operator.tuner.state import Memory
 
-WORLDS = 2000
 BATCHES = 20
-SCALED_WORLDS = 600
+SCALED_SHARE = 0.3
 SCALED_BATCHES = 6
 STILL_TICKS = 3  # nothing is decided on replicas at the first look, nor while one starts
 QUICK = {"startTimeout": "20s", "drainTimeout": "1s"}
@@ -124,8 +123,8 @@ def _disturb(cluster: FakeCluster, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-async def test_an_operator_that_is_killed_anywhere_ends_where_an_undisturbed_one_does(batch: int) -> None:
-    for seed in range(batch, WORLDS, BATCHES):
+async def test_an_operator_that_is_killed_anywhere_ends_where_an_undisturbed_one_does(batch: int, worlds: int) -> None:
+    for seed in range(batch, worlds, BATCHES):
         chance = random.Random(seed)
         undisturbed, killed = await both_ends(a_world(chance), chance)
         ends = end_state(killed), end_state(undisturbed)
@@ -134,10 +133,10 @@ async def test_an_operator_that_is_killed_anywhere_ends_where_an_undisturbed_one
 
 
 @pytest.mark.parametrize("batch", range(SCALED_BATCHES))
-async def test_so_it_does_with_automatic_replicas(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_so_it_does_with_automatic_replicas(batch: int, worlds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which of several replicas goes may differ: the ones that serve, or are up to date, at that moment stay."""
     monkeypatch.setattr(law, "LEARN_COLD_STARTS", 0.0)
-    for seed in range(batch, SCALED_WORLDS, SCALED_BATCHES):
+    for seed in range(batch, int(SCALED_SHARE * worlds), SCALED_BATCHES):
         chance = random.Random(seed)
         needed = chance.randrange(1, 6)
         need = Need(needed, 3.0, 3.0, 1.0), float
