@@ -40,8 +40,8 @@ def utilization(steps_above_the_reserve: int) -> float:
 an_engine = partial(
     engine_builders.an_engine,
     device_memory_bytes=DEVICE_BYTES,
-    gpu_memory_utilization=str(utilization(260)),
-    gpu_memory_utilization_cap=str(utilization(300)),
+    gpu_memory_utilization=str(utilization(60)),
+    gpu_memory_utilization_cap=str(utilization(80)),
 )
 
 
