@@ -1,7 +1,7 @@
 """A byte-level tokenizer of 258 tokens, and a tiny model that goes with it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +77,21 @@ def tiny_model(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory)
         (folder / file.name).write_bytes(file.read_bytes())
     (folder / "config.json").write_text(json.dumps(TINY_MODEL))
     return folder
+
+
+@pytest.fixture(scope="session")
+def process_to_fork() -> Iterator[str]:
+    """The name of its socket (forked_processes.py)."""
+    import forked_processes  # imports the engine
+
+    with forked_processes.process_to_fork() as name:
+        yield name
+
+
+@pytest.fixture
+def forked(process_to_fork: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks and cores that the test starts are forks of one process that has imported the engine."""
+    import forked_processes
+
+    monkeypatch.setenv(forked_processes.SOCKET_VARIABLE, process_to_fork)
+    forked_processes.fork_ranks_and_cores(monkeypatch)

@@ -122,6 +122,7 @@ def test_beside_others(
     ],
     ids=["tp2", "tp2 with a tower each", "pp2", "tp2 pp2 swapping"],
 )
+@pytest.mark.usefixtures("forked")
 def test_over_ranks(layout: dict[str, Any], checkpoint: Path, expected: dict[str, Reference]) -> None:
     """Ranks of the first stage share the tower, or the items of a step; each keeps what all of them make."""
     engine = an_engine(checkpoint, **TIGHT | SHORT | layout)

@@ -10,6 +10,8 @@ from trimtab_engine.config.experts import EplbConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 MOST_ROUNDS = 10
 NUM_REQUESTS, OUTPUT = 12, 12
 TP2, PP2, EP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True}

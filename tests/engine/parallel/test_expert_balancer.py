@@ -12,6 +12,8 @@ from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.messages import ExpertBalance, StepStats
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 EP2 = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 PARTS = 10  # of a window, as the balancer has them
 

@@ -18,6 +18,8 @@ from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.messages import AddRequest, PatchConfig, Sleep, StepStats, WakeUp
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 NUM_REQUESTS, OUTPUT = 12, 12
 TP2, PP2, EP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True}
 OVERLAPPED = {"async_scheduling": True}

@@ -10,6 +10,8 @@ from trimtab_engine.errors import ConfigError
 from trimtab_engine.messages import AddRequest, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 DRAFTS = {
     "speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1),
     "num_speculative_tokens": 3,
