@@ -1,15 +1,31 @@
 """Triton reads this when it is imported, so it is set before any test module is: kernels then run in its interpreter,
 on CPU tensors. Compilation has its own processes (tests/kernels/aot). `make test-gpu` sets 0: kernels then run on the
-GPU."""
+GPU.
 
+No test is left to luck: dice begin at the same number for the same test, whatever ran before it in its process, and
+properties are tried on the same examples each time, however slow the machine is. Other examples come from
+`--lives N` (state machines) and `--hypothesis-profile default` (properties).
+"""
+
+import gc
+import importlib.util
 import os
+import random
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 
 import pytest
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
+if importlib.util.find_spec("hypothesis") is not None:  # `make test-gpu` does without it where it is missing
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         machine = getattr(item, "cls", None)
         if machine is not None and isinstance(getattr(machine, "settings", None), settings):
-            machine.settings = settings(machine.settings, max_examples=lives)
+            machine.settings = settings(machine.settings, max_examples=lives, derandomize=False)
             item.add_marker(pytest.mark.timeout(0))
 
 
@@ -46,6 +62,25 @@ def worlds(request: pytest.FixtureRequest) -> int:
     """How many random worlds the operator's tests try; rarer kinds have a part of that. `make soak` asks for 2,000."""
     wanted: int | None = request.config.getoption("--worlds")
     return 400 if wanted is None else wanted
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the fixtures, which throw dice too."""
+    seed = zlib.crc32(item.nodeid.encode())
+    random.seed(seed)
+    if (torch := sys.modules.get("torch")) is not None:  # not for tests that have nothing to do with it
+        torch.manual_seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+
+
+@pytest.fixture
+def nothing_else_to_collect() -> Iterator[None]:
+    """For a test that measures its own processor time: garbage collection looks at nothing that was there before."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

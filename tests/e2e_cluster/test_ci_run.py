@@ -22,7 +22,7 @@ if [ "$1" = "$FAILS" ]; then exit 7; fi
 if [ "$1" = "$HANGS" ]; then sleep 600; fi
 exit 0
 """
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)

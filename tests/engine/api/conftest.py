@@ -15,9 +15,9 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
-from trimtab_engine.bench.local_server import free_ports
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.registry import parse_model_config
+from trimtab_engine.processes.network import ReservedPorts
 
 DEADLINE_SECONDS = 120.0  # generous: machines are slow when much is built on them
 REAL_DEADLINE_SECONDS = 180.0  # several processes each load torch
@@ -90,7 +90,7 @@ class Server:
         self.process.terminate()  # twice: what still runs is aborted at once
         self.process.terminate()
         try:
-            self.process.wait(10)
+            self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -103,10 +103,11 @@ Start = Callable[..., Server]
 def start_server(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Start servers; all of them end with the module."""
     servers: list[Server] = []
+    ports = ReservedPorts("127.0.0.1")  # nobody else gets one of them before its server listens
 
     def start(*flags: str, model: Path | None = None, wait: bool = True) -> Server:
         """`trimtab-engine serve` with these flags, on ports of its own; by default ready when it returns."""
-        port, admin_port = free_ports(2)
+        port, admin_port = ports.take(), ports.take()
         log = tmp_path_factory.mktemp("server") / "log"
         command = [
             sys.executable,
@@ -123,6 +124,7 @@ def start_server(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactor
     yield start
     for server in servers:
         server.end()
+    ports.release()
 
 
 @pytest.fixture(scope="module")

@@ -246,7 +246,7 @@ def test_headers_are_data(server: Any, headers: dict[str, str]) -> None:
 )
 def test_headers_without_end_close_the_connection(server: Any, head: bytes) -> None:
     line = b"GET /livez HTTP/1.1\r\nHost: a\r\n" if head else b"GET /" + b"x" * (2 << 20)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         answer = b""
         with contextlib.suppress(ConnectionError):
             connection.sendall(line + head)

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
+import waiting
 
 if TYPE_CHECKING:
     from tests.engine.api.conftest import RealEngine
 
 DEADLINE_SECONDS = 120.0  # generous: machines are slow when much is built on them
 LIMITS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "128")
-END_SECONDS = 5.0  # within which everything must have ended after one process was killed
+END_SECONDS = 60.0  # for everything to end after one process was killed: a second, and a machine may be busy
 PROMPT = "the quick brown fox"
 
 
@@ -330,7 +331,7 @@ def test_two_servers_give_the_text_of_one_and_end_with_one_of_them(
         servers = [pid for pid in processes if b"api.serving.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         os.kill(int(servers[0]), signal.SIGKILL)
         assert pair.process.wait(END_SECONDS) == 1
-        assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
+        waiting.until_gone(int(pid) for pid in processes)
     finally:
         pair.end()
 

@@ -4,19 +4,19 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+import waiting
 
 if TYPE_CHECKING:
     from tests.engine.api.conftest import RealEngine
 
 DEADLINE_SECONDS = 180.0  # generous: several processes each load torch, perhaps on a busy machine
-DEATH_SECONDS = 10.0  # within which a dead rank ends the engine
+DEATH_SECONDS = 60.0  # for a dead rank to end the engine: a second, and a machine may be busy
 Serve = Callable[..., "RealEngine"]
 
 
@@ -97,16 +97,14 @@ def test_a_rank_that_is_killed_ends_the_engine_by_name_and_requests_get_a_5xx(
     asking.start()
     engine.wait_for(lambda: engine.metric("vllm:num_requests_running") == {"0": 1.0}, "the request to run")
     os.kill(victim["pid"], signal.SIGKILL)
-    killed = time.monotonic()
     assert engine.process.wait(DEATH_SECONDS) == 1
-    assert time.monotonic() - killed < DEATH_SECONDS
     asking.join(DEADLINE_SECONDS)
     assert [answer.status_code // 100 for answer in answers] == [5]
     last = engine.log.read_text().strip().splitlines()[-1]
     assert re.fullmatch(
         rf"trimtab-engine: .*rank {victim['rank']} \(.*pid {victim['pid']}\) was killed by SIGKILL", last
     )
-    assert not Path(f"/proc/{victim['pid']}").exists()
+    waiting.until_gone([victim["pid"]])
 
 
 def test_a_server_of_one_rank_counts_as_the_others_do_that_it_does_not_know(serve: Serve, tiny_mixture: Path) -> None:

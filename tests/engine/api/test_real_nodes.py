@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -13,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from trimtab_engine.processes.network import interface_of
+import waiting
+from trimtab_engine.processes.network import ReservedPorts, interface_of
 
 if TYPE_CHECKING:
     from tests.engine.api.conftest import RealEngine
 
 DEADLINE_SECONDS = 120.0  # generous: several processes each load torch, perhaps on a busy machine
-DEATH_SECONDS = 10.0  # within which a dead core or node ends the replica
+DEATH_SECONDS = 60.0  # for a dead core or node to end the replica: seconds, and a machine may be busy
 Serve = Callable[..., "RealEngine"]
 FOUR_SEATS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--device-memory-bytes", "4Gi")
 
@@ -74,11 +74,11 @@ def second_node(tiny_model: Path, tmp_path: Path, node_command: Callable[[Path],
 
 
 @pytest.fixture
-def two_nodes() -> tuple[str, ...]:
-    """Flags of both nodes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "--nnodes", "2", "--master-port", str(probe.getsockname()[1])
+def two_nodes() -> Iterator[tuple[str, ...]]:
+    """Flags of both nodes, with a port that nobody else gets while the test runs."""
+    ports = ReservedPorts("127.0.0.1")
+    yield "--nnodes", "2", "--master-port", str(ports.take())
+    ports.release()
 
 
 class StartedEngine:
@@ -123,8 +123,8 @@ def test_ranks_on_two_nodes_give_the_text_of_one_rank_and_end_together(
     assert [tuple(row["layers"]) for row in rows] == [(0, 0), (1, 1)]
     assert node.pids == [rows[0]["pid"]], "node 1 has the first stage"
     os.kill(node.pids[0], signal.SIGKILL)
-    assert engine.process.wait(2 * DEATH_SECONDS) == 1
-    assert node.process.wait(2 * DEATH_SECONDS) == 1
+    assert engine.process.wait(DEATH_SECONDS) == 1
+    assert node.process.wait(DEATH_SECONDS) == 1
     assert "node 1 ends: a rank of the engine has ended" in node.last_line
     assert "a rank of the engine died: rank 0 (" in engine.log.read_text().splitlines()[-1]
 
@@ -161,8 +161,8 @@ def test_nodes_with_one_secret_form_one_engine_and_one_with_another_waits(
     assert stranger.process.poll() is None
     engine.started().process.terminate()
     node.process.terminate()
-    assert engine.started().process.wait(2 * DEATH_SECONDS) == 0
-    assert node.process.wait(2 * DEATH_SECONDS) == 0
+    assert engine.started().process.wait(DEATH_SECONDS) == 0
+    assert node.process.wait(DEATH_SECONDS) == 0
 
 
 def test_a_node_whose_engine_core_is_gone_ends(
@@ -173,7 +173,7 @@ def test_a_node_whose_engine_core_is_gone_ends(
     core = next(row for row in engine.layout()["ranks"] if row["rank"] == 0)
     os.kill(core["pid"], signal.SIGSTOP)  # as a node that is paused: nobody closes a connection
     try:
-        assert node.process.wait(2 * DEATH_SECONDS) == 1
+        assert node.process.wait(DEATH_SECONDS) == 1
     finally:
         os.kill(core["pid"], signal.SIGKILL)
 
@@ -188,8 +188,8 @@ def test_a_node_that_is_told_to_end_serves_until_the_engine_has_drained(
     node.process.terminate()
     assert engine.texts() == expected
     engine.process.terminate()
-    assert engine.process.wait(2 * DEATH_SECONDS) == 0
-    assert node.process.wait(2 * DEATH_SECONDS) == 0
+    assert engine.process.wait(DEATH_SECONDS) == 0
+    assert node.process.wait(DEATH_SECONDS) == 0
 
 
 def test_a_node_whose_engine_has_ended_in_order_waits_for_its_own_word(
@@ -199,14 +199,11 @@ def test_a_node_whose_engine_has_ended_in_order_waits_for_its_own_word(
     node = second_node("-tp", "2", *two_nodes)
     engine = serve("-tp", "2", *two_nodes)
     engine.process.terminate()
-    assert engine.process.wait(2 * DEATH_SECONDS) == 0
-    deadline = time.monotonic() + DEATH_SECONDS
-    while node.pids:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert engine.process.wait(DEATH_SECONDS) == 0
+    waiting.until(lambda: not node.pids, "the end of the node's rank")
     assert node.process.poll() is None
     node.process.terminate()
-    assert node.process.wait(2 * DEATH_SECONDS) == 0
+    assert node.process.wait(DEATH_SECONDS) == 0
     assert "the engine core is gone" not in node.text, "the engine's last word was lost"
 
 
@@ -214,13 +211,9 @@ def test_a_node_that_waits_for_its_engine_core_ends_when_told(
     second_node: StartNode, two_nodes: tuple[str, ...]
 ) -> None:
     node = second_node("-tp", "2", *two_nodes)
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while "waiting for the engine core at" not in node.text:
-        assert time.monotonic() < deadline
-        assert node.process.poll() is None
-        time.sleep(0.05)
+    node.wait_for_text("waiting for the engine core at")
     node.process.terminate()
-    assert node.process.wait(2 * DEATH_SECONDS) == 0
+    assert node.process.wait(DEATH_SECONDS) == 0
 
 
 def test_cores_on_two_nodes_share_the_work_and_one_that_is_killed_ends_all_by_name(
@@ -240,10 +233,8 @@ def test_cores_on_two_nodes_share_the_work_and_one_that_is_killed_ends_all_by_na
 
     asking = Asking(engine, rank="1")
     os.kill(node.pids[0], signal.SIGKILL)
-    killed = time.monotonic()
     assert engine.process.wait(DEATH_SECONDS) == 1
     assert node.process.wait(DEATH_SECONDS) == 1
-    assert time.monotonic() - killed < DEATH_SECONDS
     assert asking.status() // 100 == 5
     cause = (
         rf"engine core 1 \(\S+, pid {rows[1]['pid']}\) ended unexpectedly \(killed by signal 9\): if nobody did so, .*"
@@ -260,10 +251,8 @@ def test_a_node_that_is_silent_ends_the_replica_by_name_and_its_requests_get_a_5
     core = node.pids[0]
     for pid in (core, node.process.pid):  # as a machine that is paused: nobody closes a connection
         os.kill(pid, signal.SIGSTOP)
-    asked = time.monotonic()
     answer = engine.post("a", rank="1")
     assert (answer.status_code // 100, engine.process.wait(DEATH_SECONDS)) == (5, 1)
-    assert time.monotonic() - asked < DEATH_SECONDS + 5.0
     last = engine.log.read_text().strip().splitlines()[-1]
     assert re.fullmatch(
         rf"trimtab-engine: node 1 \(\S+, pid {node.process.pid}\) is gone: it has been silent for 5 s", last
@@ -271,7 +260,7 @@ def test_a_node_that_is_silent_ends_the_replica_by_name_and_its_requests_get_a_5
     os.kill(node.process.pid, signal.SIGCONT)
     assert node.process.wait(DEATH_SECONDS) == 1
     assert "node 1 ends: the engine has ended: node 1" in node.last_line
-    assert not Path(f"/proc/{core}").exists()
+    waiting.until_gone([core])
 
 
 def test_a_node_that_is_told_to_end_drains_the_replica_though_the_leader_is_told_a_moment_later(

@@ -24,7 +24,7 @@ from trimtab_engine.multimodal.items import MultiModalItem, Patches, Span
 from trimtab_engine.multimodal.mirror import Sender
 from trimtab_engine.scheduling.sampling import Sampling
 
-TIMEOUT_MILLISECONDS = 10_000
+TIMEOUT_MILLISECONDS = 60_000
 STATS = StepStats(1, 0.0, 0.0, "decode", 0, 0, 0, 4, 4)
 
 

@@ -3,21 +3,23 @@ guessed ahead and re-trimmed; each greedy request that ends has the tokens that 
 invariants hold after every step.
 
 Where the model's two best tokens are closer than MARGIN, the order of summation may decide: from there on the request
-is not compared, and such cases are counted.
+is not compared, and such cases are counted. What decides by measured time (swap or recompute) is given clocks of which
+each life is the same in every run.
 """
 
 import random
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engine_builders
 import pytest
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
+from trimtab_engine.device import side_lane
 from trimtab_engine.memory.reserved import RANK_BYTES
 from trimtab_engine.messages import AddRequest, PatchConfig, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
@@ -53,6 +55,11 @@ def model(model_of: Callable[..., Path]) -> Path:
     return model_of()
 
 
+@pytest.fixture(autouse=True)
+def copies_take_the_time_of_an_uneven_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_lane, "time", SimpleNamespace(perf_counter=engine_builders.uneven(seed=7)))
+
+
 def an_engine(model: Path, **changes: Any) -> Engine:
     if changes.get("speculative") == "the model itself":
         changes["speculative"] = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model=str(model))
@@ -65,7 +72,7 @@ def an_engine(model: Path, **changes: Any) -> Engine:
         "max_num_batched_tokens": 48,
         "max_num_batched_tokens_cap": 128,
     }
-    return engine_builders.an_engine(model, time.monotonic, **settings | changes)
+    return engine_builders.an_engine(model, engine_builders.uneven(seed=3), **settings | changes)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +144,7 @@ class Life:
                 name,
                 question.prompt,
                 question.sampling,
-                arrival_time=time.monotonic(),
+                arrival_time=self.num_asked / 1000,
                 priority=self.dice.randint(0, 2),
                 cache_salt=self.dice.choice(["", "", "a tenant"]),
             )

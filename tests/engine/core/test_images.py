@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -204,7 +203,7 @@ def test_servers_are_told_what_the_engine_takes_besides_text(checkpoint: Path) -
         ({}, []),
     ):
         config = engine_builders.a_config(checkpoint, **BASE, limit_mm_per_prompt=limits)
-        _, ready = start_engine(config, lambda stage, percent: None, time.monotonic)
+        _, ready = start_engine(config, lambda stage, percent: None, engine_builders.ticking())
         assert ready.modalities == taken
 
 

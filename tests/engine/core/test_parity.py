@@ -1,10 +1,10 @@
 """The real model against transformers, and the comparison itself."""
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
+import engine_builders
 import pytest
 import torch
 from engine_benchmarks.parity import PROMPTS, Reference, compare, greedy_generator, load_runner, reference_tokens
@@ -90,7 +90,7 @@ def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transform
     references: list[Reference], changes: dict[str, Any], mode: str | None, rounds: int
 ) -> None:
     config = EngineConfig(model=str(MODEL), max_model_len=256, max_num_seqs=20, max_num_seqs_cap=20, **changes)
-    engine, _ = start_engine(config, lambda stage, percent: None, time.monotonic)
+    engine, _ = start_engine(config, lambda stage, percent: None, engine_builders.ticking())
     served: list[Served] = []
 
     def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:

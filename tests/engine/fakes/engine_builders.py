@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,20 @@ def ticking() -> Callable[[], float]:
     """A clock that is a millisecond later each time it is read."""
     ticks = itertools.count()
     return lambda: next(ticks) * 0.001
+
+
+def uneven(seed: int) -> Callable[[], float]:
+    """A clock as of a busy machine, the same one for the same seed: each time it is read it is between a tenth of a
+    millisecond and ten milliseconds later."""
+    dice = random.Random(seed)
+    now = 0.0
+
+    def read() -> float:
+        nonlocal now
+        now += 10 ** dice.uniform(-4, -2)
+        return now
+
+    return read
 
 
 def an_engine(model: Path, clock: Callable[[], float] | None = None, /, **changes: Any) -> Engine:

@@ -14,7 +14,7 @@ from trimtab_engine.launch.launcher import CoreLauncher
 from trimtab_engine.messages import AddRequest, GetMemory, PatchConfig, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
 
-DEADLINE_SECONDS = 20.0
+DEADLINE_SECONDS = 120.0  # for a process to start and answer: machines are slow when much is built on them
 BEGIN = """
 import json, os, sys, msgspec, zmq
 from trimtab_engine.messages import *

@@ -68,13 +68,15 @@ def test_an_animation_sent_as_an_image_is_its_first_frame() -> None:
     assert same(only(decode_image(animated(pictures, "PNG"), "image/png", LIMITS)), pictures[0])
 
 
+@pytest.mark.usefixtures("nothing_else_to_collect")
 def test_a_gif_without_end_sent_as_an_image_costs_one_frame() -> None:
     data = a_gif_of(30_000)
-    started = time.process_time()
+    started = time.thread_time()
     assert only(decode_image(data, "image/gif", LIMITS)).size == (1, 1)
-    assert time.process_time() - started < 0.5
+    assert time.thread_time() - started < 0.5
 
 
+@pytest.mark.usefixtures("nothing_else_to_collect")
 @pytest.mark.parametrize(
     ("data", "mime", "words"),
     [
@@ -98,10 +100,10 @@ def test_a_gif_without_end_sent_as_an_image_costs_one_frame() -> None:
     ],
 )
 def test_what_is_no_picture_broken_or_too_large_is_refused_at_once(data: bytes, mime: str | None, words: str) -> None:
-    started = time.process_time()
+    started = time.thread_time()
     with pytest.raises(InvalidRequest, match=words):
         decode_image(data, mime, LIMITS)
-    assert time.process_time() - started < 0.5
+    assert time.thread_time() - started < 0.5
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
@@ -126,6 +128,7 @@ def test_the_first_and_the_last_frame_are_always_kept() -> None:
     assert kept_frames(100, 4) == [0, 33, 66, 99]
 
 
+@pytest.mark.usefixtures("nothing_else_to_collect")
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -139,10 +142,10 @@ def test_the_first_and_the_last_frame_are_always_kept() -> None:
     ],
 )
 def test_a_video_with_too_many_frames_or_pixels_or_of_another_kind_is_refused(data: bytes, words: str) -> None:
-    started = time.process_time()
+    started = time.thread_time()
     with pytest.raises(InvalidRequest, match=words):
         decode_video(data, None, LIMITS)
-    assert time.process_time() - started < 0.5
+    assert time.thread_time() - started < 0.5
 
 
 def jpegs(*sizes: tuple[int, int]) -> list[str]:

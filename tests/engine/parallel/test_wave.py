@@ -10,7 +10,7 @@ import torch
 from trimtab_engine.parallel.wave import ANY, MIXED, Wave, agreed_shape
 from trimtab_engine.scheduling.step_inputs import StepShape
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 120.0
 
 
 class Meeting:

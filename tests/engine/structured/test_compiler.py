@@ -13,7 +13,7 @@ from trimtab_engine.structured.compiler import GrammarCompiler
 from trimtab_engine.structured.matcher import Vocabulary
 from trimtab_engine.structured.vocabulary import read_vocabulary
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 120.0
 
 
 def a_request(name: str, regex: str = "a+") -> Request:

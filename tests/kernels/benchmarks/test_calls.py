@@ -4,11 +4,11 @@ import json
 import re
 import sys
 import tarfile
-import time
 from pathlib import Path
 
 import pytest
 import torch
+import waiting
 from benchmarks.calls import CALL_SECONDS, Step, main, run_call, steps_of
 from benchmarks.phase import DONE, FAILED, NO_GPU, OUT_OF_TIME
 
@@ -70,13 +70,18 @@ def test_a_step_that_fails_does_not_keep_the_next_from_running(
 
 
 def test_a_step_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
-    child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {!r}]); time.sleep(600)"
-    late = tmp_path / "late"
-    hangs = python("hangs", child.format(f"import time; time.sleep(4); open({str(late)!r}, 'w')"), seconds=2.0)
+    pids = tmp_path / "pids"
+    program = f"""
+import subprocess, time
+child = subprocess.Popen(["sleep", "600"])
+open({str(pids)!r}, "w").write(f"{{child.pid}}\\n")
+time.sleep(600)
+"""
+    hangs = python("hangs", program, seconds=2.0)
     assert run_call("gate", [hangs, python("good", "pass")], tmp_path, print) == FAILED
     assert results(tmp_path) == {"hangs": "ended after its 2 s", "good": "0"}
-    time.sleep(3)
-    assert not late.exists()
+    if pids.exists():  # in two seconds most machines start it
+        waiting.until_gone(map(int, pids.read_text().split()))
 
 
 def test_what_the_time_does_not_suffice_for_is_named(tmp_path: Path) -> None:

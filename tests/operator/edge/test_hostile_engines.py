@@ -44,7 +44,7 @@ async def test_a_compressed_answer_is_not_unpacked(http: aiohttp.ClientSession) 
     runner, url = await served(answer)
     tracemalloc.start()
     try:
-        replies = await asyncio.gather(*(fetch(http, "GET", url) for _ in range(4)))
+        replies = await asyncio.gather(*(fetch(http, "GET", url, deadline_seconds=60.0) for _ in range(4)))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -63,13 +63,14 @@ async def test_an_endless_answer_is_cut_off(http: aiohttp.ClientSession) -> None
 
     runner, url = await served(answer)
     try:
-        reply = await fetch(http, "GET", url)
+        reply = await fetch(http, "GET", url, deadline_seconds=60.0)
     finally:
         await runner.cleanup()
     assert isinstance(reply, Unreachable)
     assert f"larger than {MAX_BODY_BYTES:,}" in reply.message
 
 
+@pytest.mark.usefixtures("nothing_else_to_collect")
 @pytest.mark.parametrize("line", ['x{a="%d"} 1.0\n', 'vllm:num_requests_running{a="%d"} 1.0\n'])
 async def test_the_largest_page_of_metrics_does_not_stall_the_loop(line: str, http: aiohttp.ClientSession) -> None:
     page = "".join(line % number for number in range(MAX_METRICS_BYTES // (len(line) + 6)))

@@ -109,9 +109,10 @@ class RealPrometheus:
         assert BINARY is not None
         self.file, self.target = folder / "prometheus.yml", target
         self.file.write_text(configuration(target, jobs=("engines",)))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self._held = socket.socket()  # so that nobody else gets the port: who listens there shares it
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", 0))
+        self.port = self._held.getsockname()[1]
         self.log = (folder / "prometheus.log").open("wb")
         self.process = subprocess.Popen(
             [
@@ -135,7 +136,8 @@ class RealPrometheus:
 
     def end(self) -> None:
         self.process.terminate()
-        self.process.wait(30)
+        self.process.wait(DEADLINE_SECONDS)
+        self._held.close()
         self.log.close()
 
 

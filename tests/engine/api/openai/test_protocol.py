@@ -25,6 +25,7 @@ def chat(**message: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "a", **message}]}
 
 
+@pytest.mark.usefixtures("nothing_else_to_collect")
 @pytest.mark.parametrize(
     ("model", "body"),
     [
@@ -44,11 +45,11 @@ def chat(**message: Any) -> dict[str, Any]:
     ],
 )
 def test_a_request_with_many_faults_is_refused_for_the_first_few(model: type[BaseModel], body: dict[str, Any]) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     with pytest.raises(ValidationError) as refused:
         model.model_validate(body)
     assert refused.value.error_count() <= MAX_FINDINGS
-    assert time.process_time() - began < CPU_SECONDS
+    assert time.thread_time() - began < CPU_SECONDS
 
 
 @pytest.mark.parametrize(("given", "sampled"), [(None, 1.0), (0.0, 0.0), (1e-300, 0.0), (1e-6, 0.0), (1e-5, 1e-5)])

