@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from trimtab_engine.bench.local_server import free_ports
+from trimtab_engine.processes.network import ReservedPorts
 
 START_SECONDS = 300.0  # until the server must be ready
 NUM_STREAMS = 8
@@ -62,7 +62,8 @@ class Live:
 
 async def measure_live(model: str) -> Live:
     """Start a server, measure, and end it."""
-    port, admin = free_ports(2)
+    ports = ReservedPorts("127.0.0.1")
+    port, admin = ports.take(), ports.take()
     command = [
         *(sys.executable, "-m", "trimtab_engine.cli", "serve", model, "--served-model-name", "m", "--device", "cpu"),
         *("--host", "127.0.0.1", "--port", str(port), "--admin-port", str(admin), "--max-model-len", "1024"),
@@ -86,6 +87,7 @@ async def measure_live(model: str) -> Live:
         with suppress(subprocess.TimeoutExpired):
             process.wait(10)
         process.kill()
+        ports.release()
     return live
 
 

@@ -7,11 +7,12 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import model
-from trimtab_engine.bench.local_server import free_ports
+from trimtab_engine.processes.network import ReservedPorts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = REPOSITORY / "README.md"
@@ -23,9 +24,16 @@ LIVE_BLOCK = re.compile(r"<!--\s*live:\s*([a-z-]+)\s*-->\s*```sh\n(.*?)```", re.
 SECONDS = 240.0  # a dozen on two idle cores
 
 
-def as_here(script: str) -> str:
+@pytest.fixture
+def ports() -> Iterator[ReservedPorts]:
+    """Nobody else gets one of them while the test runs."""
+    with ReservedPorts("127.0.0.1") as ports:
+        yield ports
+
+
+def as_here(script: str, ports: ReservedPorts) -> str:
     """README's commands with this machine's cache and with ports that are free; the environment is there already."""
-    api, admin = free_ports(2)
+    api, admin = ports.take(), ports.take()
     lines = [line for line in script.splitlines() if not line.startswith(("make setup", "source .venv"))]
     here = "\n".join(lines).replace("~/.cache/trimtab/models", str(model.ensure().parent))
     return here.replace("8000", str(api)).replace("8001", str(admin))
@@ -38,9 +46,9 @@ def test_readme_has_each_step_in_its_order() -> None:
 
 @pytest.mark.model
 @pytest.mark.timeout(SECONDS + 60.0)
-def test_readme_s_two_minutes_serve_answer_and_grow_live(tmp_path: Path) -> None:
+def test_readme_s_two_minutes_serve_answer_and_grow_live(tmp_path: Path, ports: ReservedPorts) -> None:
     """All blocks run in one shell, as a reader would type them; the server ends by the last one."""
-    script = as_here("\n".join(f"echo '# {name}'\n{text}" for name, text in BLOCKS.items()) + "\nwait\n")
+    script = as_here("\n".join(f"echo '# {name}'\n{text}" for name, text in BLOCKS.items()) + "\nwait\n", ports)
     code, said = run(script, tmp_path / "output.txt")
     assert code == 0, said
     assert "Paris" in said, said
@@ -69,11 +77,14 @@ def run(script: str, log: Path) -> tuple[int, str]:
 
 @pytest.mark.model
 @pytest.mark.timeout(SECONDS + 60.0)
-def test_the_server_of_the_page_on_live_configuration_takes_every_change_of_the_page(tmp_path: Path) -> None:
+def test_the_server_of_the_page_on_live_configuration_takes_every_change_of_the_page(
+    tmp_path: Path, ports: ReservedPorts
+) -> None:
     blocks = dict(LIVE_BLOCK.findall(LIVE_PAGE.read_text()))
     assert list(blocks) == ["serve", "change"]
     script = as_here(
-        f"{blocks['serve']}\n{blocks['change'].replace('curl -s', 'curl --silent --fail')}\nkill %1\nwait\n"
+        f"{blocks['serve']}\n{blocks['change'].replace('curl -s', 'curl --silent --fail')}\nkill %1\nwait\n",
+        ports,
     )
     code, said = run(script, tmp_path / "output.txt")
     assert code == 0, said

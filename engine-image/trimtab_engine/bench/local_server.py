@@ -3,12 +3,11 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import aiohttp
 
 from trimtab_engine.errors import ConfigError, EngineDead
+from trimtab_engine.processes.network import ReservedPorts
 
 START_SECONDS = 300.0
 STOP_SECONDS = 10.0
@@ -77,7 +77,8 @@ def end_on_sigterm() -> None:
 async def local_server(model: str, flags: Sequence[str], log: Path | None = None) -> AsyncIterator[LocalServer]:
     """Serve `model` with these flags, under the name SERVED_NAME. ConfigError when it refuses them, EngineDead when it
     does not come up for another reason, with its last line where there is a `log` to take it from."""
-    port, admin = free_ports(2)
+    ports = ReservedPorts("127.0.0.1")
+    port, admin = ports.take(), ports.take()
     command = [sys.executable, "-m", "trimtab_engine.cli", "serve", model, "--served-model-name", SERVED_NAME]
     command += ["--host", "127.0.0.1", "--port", str(port), "--admin-port", str(admin), *flags]
     process = _started(command, log)
@@ -95,6 +96,7 @@ async def local_server(model: str, flags: Sequence[str], log: Path | None = None
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
         process.kill()
+        ports.release()
 
 
 def _started(command: Sequence[str], log: Path | None) -> "subprocess.Popen[bytes]":
@@ -138,12 +140,3 @@ def _cpu_seconds(pid: int) -> float:
     """User and system time: fields 14 and 15 of proc(5)'s stat, counted behind the name in parentheses."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody has now, all different: each is held until the last is found."""
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]

@@ -102,3 +102,9 @@ class ReservedPorts:
         for held in self._held:
             held.close()
         self._held.clear()
+
+    def __enter__(self) -> "ReservedPorts":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -76,9 +76,8 @@ def second_node(tiny_model: Path, tmp_path: Path, node_command: Callable[[Path],
 @pytest.fixture
 def two_nodes() -> Iterator[tuple[str, ...]]:
     """Flags of both nodes, with a port that nobody else gets while the test runs."""
-    ports = ReservedPorts("127.0.0.1")
-    yield "--nnodes", "2", "--master-port", str(ports.take())
-    ports.release()
+    with ReservedPorts("127.0.0.1") as ports:
+        yield "--nnodes", "2", "--master-port", str(ports.take())
 
 
 class StartedEngine:

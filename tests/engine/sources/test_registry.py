@@ -4,7 +4,6 @@ import base64
 import itertools
 import json
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from hub_repository import SHARD_BYTES, a_repository
 from registry_server import IMAGE, INDEX, TAR, TITLE, Faults, Layer, RegistryServer, digest_of, manifest_of, tar_of
 from trimtab_engine.cli import main
 from trimtab_engine.errors import ConfigError, ModelError
+from trimtab_engine.processes.network import ReservedPorts
 from trimtab_engine.sources import source, transfer
 from trimtab_engine.sources.cache import Shelf
 from trimtab_engine.sources.fetch import Fetched, describe, fetch
@@ -434,8 +434,8 @@ def test_fetch_prints_the_folder(
 def test_a_model_comes_from_dockers_own_registry(
     files: dict[str, bytes], options: FetchOptions, tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    ports = ReservedPorts("127.0.0.1")  # nobody else gets it before the registry listens
+    port = ports.take()
     settings = {"version": 0.1, "storage": {"filesystem": {"rootdirectory": str(tmp_path / "registry")}}}
     settings["http"] = {"addr": f"127.0.0.1:{port}"}
     (tmp_path / "config.yml").write_text(json.dumps(settings))
@@ -456,6 +456,7 @@ def test_a_model_comes_from_dockers_own_registry(
                 fetch(RemoteModel(Scheme.OCI, f"127.0.0.1:{port}/llms/none"), options)
         finally:
             process.terminate()
+            ports.release()
 
 
 def _push(repository: str, layers: Sequence[Layer]) -> str:

@@ -41,9 +41,8 @@ def a_config(rendezvous_id: str, secret_file: Path | None = None) -> EngineConfi
 @pytest.fixture
 def address() -> Iterator[str]:
     """Where a store can listen; nobody else gets that port while the test runs."""
-    ports = ReservedPorts("127.0.0.1")
-    yield f"tcp:127.0.0.1:{ports.take()}"
-    ports.release()
+    with ReservedPorts("127.0.0.1") as ports:
+        yield f"tcp:127.0.0.1:{ports.take()}"
 
 
 class Searching:

@@ -30,9 +30,8 @@ LOOPBACK = "127.0.0.1"
 
 @pytest.fixture
 def config() -> Iterator[EngineConfig]:
-    ports = ReservedPorts(LOOPBACK)  # nobody else gets it while the test runs
-    yield EngineConfig(model="m", data_parallel_size=4, nnodes=2, master_port=ports.take())
-    ports.release()
+    with ReservedPorts(LOOPBACK) as ports:  # nobody else gets it while the test runs
+        yield EngineConfig(model="m", data_parallel_size=4, nnodes=2, master_port=ports.take())
 
 
 class WatchedHub(Hub):
