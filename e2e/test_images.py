@@ -58,7 +58,7 @@ def test_images_are_answered_and_what_came_before_is_not_processed_again(
 
     with (
         port_forward(kube, deployment.namespace, f"svc/{name}", port) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60.0, max_retries=0) as client,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=180.0, max_retries=0) as client,
     ):
         alone, red, both = ask(client), ask(client, RED), ask(client, RED, BLUE)
         tokens = [answer.usage.prompt_tokens for answer in (alone, red, both)]

@@ -13,7 +13,7 @@ from harness.service import port_forward
 
 QUESTION = "What is the capital of France?"
 EXPECTED = "Paris"
-ANSWER_SECONDS = 60.0
+ANSWER_SECONDS = 180.0
 
 
 @dataclass(frozen=True, slots=True)

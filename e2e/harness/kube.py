@@ -11,7 +11,7 @@ from typing import Any
 
 Manifest = dict[str, Any]
 
-COMMAND_SECONDS = 60.0  # no single kubectl call here takes longer on a healthy cluster
+COMMAND_SECONDS = 120.0  # no single kubectl call here takes a tenth of it on an idle machine
 CRD_KIND = "inferencedeployments.trimtab.dev"
 ENFORCE = "pod-security.kubernetes.io/enforce"  # of a namespace: the level of Pod Security below which no pod is made
 
@@ -65,7 +65,7 @@ class Kube:
         chosen = ["-l", selector] if selector else []
         return list(json.loads(self.run("get", kind, "-o", "json", *chosen, *_in(namespace)))["items"])
 
-    def raw(self, path: str, *, timeout_seconds: float = 20.0) -> str:
+    def raw(self, path: str, *, timeout_seconds: float = 60.0) -> str:
         """GET a path of the API server, such as a pod's proxy."""
         return self.run("get", "--raw", path, timeout_seconds=timeout_seconds)
 

@@ -12,8 +12,8 @@ import httpx
 
 from harness.kube import Kube
 
-FORWARD_SECONDS = 20.0
-ANSWER_SECONDS = 30.0
+FORWARD_SECONDS = 60.0
+ANSWER_SECONDS = 120.0
 
 
 class NoForward(Exception):
@@ -69,7 +69,7 @@ def _await_answer(url: str) -> None:
     end = time.monotonic() + ANSWER_SECONDS
     while True:
         try:
-            answer = httpx.get(url, timeout=5.0)
+            answer = httpx.get(url, timeout=20.0)
             if answer.status_code == 200:
                 return
             seen = f"{answer.status_code} {answer.text[:200]}"

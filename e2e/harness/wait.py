@@ -14,6 +14,8 @@ from harness.report import say
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0
+LEAST_SECONDS = 180.0  # of every deadline: with three stories at once all is slow, and a wait that ends costs no more
+LOOK_SECONDS = 60.0  # for the cluster to answer a look at what is to stay
 SAY_AGAIN_SECONDS = 20.0  # an unchanged state is repeated this often, as a sign of life
 LOG_LINES = 25  # of each pod, in the evidence
 EVENTS_SHOWN = 30
@@ -43,7 +45,7 @@ class Waiter:
 
         Raises DeadlineExpired with what was last seen and the namespace's evidence.
         """
-        begin = time.monotonic()
+        begin, deadline_seconds = time.monotonic(), max(deadline_seconds, LEAST_SECONDS)
         last_said, said_at = "", begin
         say(f"waiting for: {what} (at most {deadline_seconds:.0f} s)")
         while True:
@@ -68,10 +70,10 @@ class Waiter:
         """`probe` must neither raise NotYet nor change its value for `seconds`; returns the value."""
         say(f"watching for {seconds:.0f} s that {what}")
         end = time.monotonic() + seconds
-        first = probe()
+        first = _looked(probe)
         while time.monotonic() < end:
             time.sleep(every_seconds)
-            now = probe()
+            now = _looked(probe)
             if now != first:
                 raise AssertionError(f"expected that {what}, but it changed from {first} to {now}\n{self.evidence()}")
         return first
@@ -126,3 +128,16 @@ def event_line(event: Manifest) -> str:
         f"{event_time(event)} {event.get('type', '?')} {about.get('kind')}/{about.get('name')} "
         f"{event.get('reason')}: {event.get('message')}"
     )
+
+
+def _looked(probe: Callable[[], T]) -> T:
+    """What the probe sees, once the cluster answers."""
+    end = time.monotonic() + LOOK_SECONDS
+    while True:
+        try:
+            return probe()
+        except KubectlError as error:
+            if time.monotonic() >= end:
+                raise
+            say(f"  {error}")
+            time.sleep(POLL_SECONDS)

@@ -45,8 +45,8 @@ def watch(kube: Kube, kind: str, name: str, namespace: str) -> Iterator[Watched]
         yield watched
     finally:
         process.terminate()
-        process.wait(timeout=10.0)
-        reader.join(timeout=10.0)
+        process.wait(timeout=60.0)
+        reader.join(timeout=60.0)
         assert process.stdout is not None
         process.stdout.close()
 
