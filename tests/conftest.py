@@ -9,6 +9,7 @@ properties are tried on the same examples each time, however slow the machine is
 
 import gc
 import importlib.util
+import logging
 import os
 import random
 import signal
@@ -62,6 +63,24 @@ def worlds(request: pytest.FixtureRequest) -> int:
     """How many random worlds the operator's tests try; rarer kinds have a part of that. `make soak` asks for 2,000."""
     wanted: int | None = request.config.getoption("--worlds")
     return 400 if wanted is None else wanted
+
+
+@pytest.fixture(autouse=True)
+def logs_stay_as_they_were() -> Iterator[None]:
+    """Commands and live changes say how much is logged, and where."""
+    logging.getLogger("trimtab_engine")
+    loggers = [
+        logging.root,
+        *(one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)),
+    ]
+    levels, handlers = [logger.level for logger in loggers], list(logging.root.handlers)
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        if logger.level != level:
+            logger.setLevel(level)
+    for handler in list(logging.root.handlers):
+        if handler not in handlers and not type(handler).__module__.startswith("_pytest."):
+            logging.root.removeHandler(handler)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -34,7 +34,7 @@ def manifests(page: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("page", PAGES)
 def test_a_shell_can_read_every_command(page: str) -> None:
     for block in fenced(page, "bash"):
-        done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, check=False, timeout=240)
         assert (done.returncode, done.stderr) == (0, ""), block
 
 

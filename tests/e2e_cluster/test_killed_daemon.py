@@ -55,7 +55,7 @@ def test_what_it_left_ends_and_is_unmounted(folder: Path, tmp_path: Path, monkey
     monkeypatch.setattr(killed_daemon, "run", run)
     with subprocess.Popen([sys.executable, "-c", "input()", f"{folder}/exec/c.sock"], stdin=subprocess.PIPE) as shim:
         assert clear()
-        assert shim.wait(30) == -9
+        assert shim.wait(120) == -9
     assert commands == [["umount", "--lazy", f"{folder}/data"]]
     table.write_text("")
     assert not clear(), "a second time there is nothing"

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = making().replace(MOUNT, str(claim))
     this_python_first = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     environment = os.environ | {"PYTHONPATH": PACKAGES, "PATH": this_python_first}
-    subprocess.run(["sh", "-ec", script], check=True, timeout=120, env=environment)
+    subprocess.run(["sh", "-ec", script], check=True, timeout=240, env=environment)
     return claim / FOLDER
 
 

@@ -49,7 +49,7 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(
 
 def test_the_cluster_comes_up_beside_the_python_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits for the other to have begun, so one after the other would never end."""
-    meeting = threading.Barrier(2, timeout=30.0)
+    meeting = threading.Barrier(2, timeout=240.0)
     monkeypatch.setattr("cluster.python_environment.ensure", meeting.wait)
     monkeypatch.setattr("cluster.native_operators.ensure", lambda: None)
     set_up.ensure(frozenset({"python", "cluster"}), meeting.wait)

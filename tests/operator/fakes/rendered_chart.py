@@ -34,7 +34,7 @@ HELM = find_helm()
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     assert HELM is not None
-    return subprocess.run([HELM, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run([HELM, *arguments], capture_output=True, text=True, check=False, timeout=240)
 
 
 def render(*settings: str, options: Sequence[str] = ()) -> list[Manifest]:

@@ -113,11 +113,13 @@ def test_load_is_that_of_all_servers(scaled: Any) -> None:
     def loads() -> set[int]:
         return {answer["server_load"] for answer in on_new_connections(scaled, 4, lambda c: c.get("/load").json())}
 
+    lines: list[Iterator[str]] = []  # kept: a stream ends with whoever reads it
     with contextlib.ExitStack() as streams:
         for _ in range(6):
             client = streams.enter_context(httpx.Client(base_url=scaled.http.base_url, timeout=ASK_SECONDS))
             answer = streams.enter_context(client.stream("POST", "/v1/completions", json={**SLOW, "stream": True}))
-            next(answer.iter_lines())
+            lines.append(answer.iter_lines())
+            next(lines[-1])
         scaled.wait_for(lambda: loads() == {6}, "all six to be counted")
     scaled.wait_for(lambda: loads() == {0}, "all six to be gone")
 
