@@ -58,9 +58,7 @@ def test_three_pods_are_one_replica_and_answer_as_one_rank(three: Deployment, ex
     assert (status["layout"]["worldSize"], status["layout"]["podsPerReplica"]) == (3, 3)
     assert is_true(three.get(), "LayoutValid")
     assert [pod["metadata"]["name"] for pod in three.pods()] == ["three-g0-0"], "an autoscaler averages over leaders"
-    endpoints = kube.get("endpoints", "three", three.namespace)
-    assert endpoints is not None
-    assert [len(subset["addresses"]) for subset in endpoints["subsets"]] == [1]
+    three.waiter.until("the Service leads to one pod", lambda: _leads_to(three, 1), deadline_seconds=60.0)
     assert ask(three, QUESTION).text == expected
 
 
@@ -113,6 +111,14 @@ def test_a_rendezvous_service_that_is_deleted_comes_back_with_its_address_and_no
 
     three.waiter.stays("no pod restarts", undisturbed, seconds=20.0)
     assert ask(three, QUESTION).text == expected
+
+
+def _leads_to(deployment: Deployment, count: int) -> None:
+    """Kubernetes notes a moment later where a Service leads."""
+    endpoints = deployment.kube.get("endpoints", deployment.name, deployment.namespace) or {}
+    addresses = [len(subset.get("addresses", [])) for subset in endpoints.get("subsets") or []]
+    if addresses != [count]:
+        raise NotYet(f"the Service leads to {addresses}")
 
 
 def _await_down(deployment: Deployment) -> None:

@@ -57,7 +57,7 @@ def test_the_loop_closes_from_promql(
     """Preemptions are seen in Prometheus alone, KV memory is moved, and they end under the same load."""
     deployment = observed
     _says(deployment, "Scraped")
-    assert deployment.status()["tuning"]["source"] == "Prometheus"
+    _reads_from(deployment, "Prometheus")
     before, restarts = deployment.engine(), deployment.restarts()
     with load(kube, namespace, installation.images.operator, load_options(deployment)) as running:
         kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"tuning": {"mode": "Auto"}}})
@@ -96,12 +96,12 @@ def test_without_prometheus_nothing_moves_and_with_it_the_loop_goes_on(
     kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"metrics": {"source": "Auto"}}})
     said = _says(deployment, "Scraped")
     assert "read from the pods, as Prometheus is of no use" in said
-    assert deployment.status()["tuning"]["source"] == "Pods"
+    _reads_from(deployment, "Pods")
 
     kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"metrics": {"source": "Prometheus"}}})
     prometheus.scrape(deployment.pods())
+    _reads_from(deployment, "Prometheus")
     _says(deployment, "Scraped")
-    assert deployment.status()["tuning"]["source"] == "Prometheus"
 
 
 def test_two_scrape_jobs_are_named_until_a_label_chooses_one(
@@ -113,6 +113,17 @@ def test_two_scrape_jobs_are_named_until_a_label_chooses_one(
     assert "job=annotated" in said
     kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"metrics": {"labels": {"job": "engines"}}}})
     _says(deployment, "Scraped")
+
+
+def _reads_from(deployment: Deployment, source: str) -> None:
+    """Wait until status says that metrics come from there."""
+
+    def probe() -> None:
+        found = deployment.status().get("tuning", {}).get("source")
+        if found != source:
+            raise NotYet(f"metrics are read from {found}")
+
+    deployment.waiter.until(f"metrics are read from {source}", probe, deadline_seconds=NOTICED_SECONDS)
 
 
 def _says(deployment: Deployment, reason: str) -> str:

@@ -48,7 +48,7 @@ def _asking(deployment: Deployment, group: str) -> Iterator[Asked]:
             yield asked
         finally:
             stop.set()
-            thread.join(timeout=90.0)
+            thread.join(timeout=240.0)
 
 
 @pytest.fixture(scope="module")

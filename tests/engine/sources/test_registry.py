@@ -472,7 +472,7 @@ def _push(repository: str, layers: Sequence[Layer]) -> str:
 
 def _first_answer(client: httpx.Client, url: str) -> httpx.Response:
     """A registry that has just been started answers a little later."""
-    for _ in range(100):
+    for _ in range(600):
         try:
             return client.post(url).raise_for_status()
         except httpx.ConnectError:
