@@ -105,9 +105,13 @@ class ChoiceColumns:
     """[rows] each; those that kernels take are on the device."""
 
     num_prompt_tokens: Array
-    is_seeded: Array
+    num_seeded: int
+    is_seeded: torch.Tensor
+    """On the host."""
     before: Array
     """[rows, MOST_DIGITS] uint32: what a request's seed adds to the hash of a position of so many digits."""
+    rows: Array
+    """Their numbers."""
     temperature: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
@@ -117,19 +121,22 @@ class ChoiceColumns:
     def of(cls, packed: Sequence[bytes], num_prompt_tokens: Sequence[int], device: torch.device) -> "ChoiceColumns":
         rows: Any = np.frombuffer(b"".join(packed), PARAMETERS)
         sent = send_together([torch.tensor(rows[name].copy()) for name in NAMES], device)
+        is_seeded, before = rows["is_seeded"].copy(), rows["before"].copy()
         prompts = np.array(num_prompt_tokens, np.int64)
-        return cls(prompts, rows["is_seeded"].copy(), rows["before"].copy(), *sent)
+        numbers = np.arange(len(rows))
+        return cls(prompts, int(is_seeded.sum()), torch.from_numpy(is_seeded), before, numbers, *sent)
 
     def seeds(self, num_output_tokens: Array) -> torch.Tensor:
         """[rows] int64, on the host. A request without a seed takes one from torch's generator."""
-        drawn = torch.randint(1 << 62, (len(num_output_tokens),))
-        if not self.is_seeded.any():
-            return drawn
+        num_rows = len(self.rows)
+        if not self.num_seeded:
+            return torch.randint(1 << 62, (num_rows,))
         digits = np.searchsorted(POWERS, num_output_tokens, side="right")
         of_positions = digit_hashes(int(digits.max()) + 1)[num_output_tokens]
-        hashed = of_positions ^ self.before[np.arange(len(digits)), digits]
-        own = torch.tensor(hashed.astype(np.int64))
-        return own if self.is_seeded.all() else torch.where(torch.tensor(self.is_seeded), own, drawn)
+        own = torch.from_numpy(np.bitwise_xor(of_positions, self.before[self.rows, digits], dtype=np.int64))
+        if self.num_seeded == num_rows:
+            return own
+        return torch.where(self.is_seeded, own, torch.randint(1 << 62, (num_rows,)))
 
     def seeds_on(self, device: torch.device, num_output_tokens: Array) -> torch.Tensor:
         return send(self.seeds(num_output_tokens), device)

@@ -82,7 +82,8 @@ class StepBuffers:
         self.longs = _views(self._bytes[: 8 * num_longs].view(torch.int64), capacity.longs)
         self.ints = _views(self._bytes[8 * num_longs : self._fixed_bytes].view(torch.int32), capacity.ints)
         self._tables = torch.zeros(capacity.max_seqs, capacity.max_blocks, dtype=torch.int32, device=device)
-        self._uniform_starts: dict[int, torch.Tensor] = {}
+        self._uniform: dict[tuple[int, int, int], PagedBatch] = {}
+        """Batches of equal sequences: what they say does not change, and where the rest is does not, either."""
 
     @property
     def num_bytes(self) -> int:
@@ -99,10 +100,12 @@ class StepBuffers:
         host = self._next_host()
         rows = num_tokens if key is None else key.num_tokens
         host.write_tokens(inputs, feed, rows)
-        lengths = own.lengths
-        counts = -(-lengths // block_size)
+        newest, offsets = np.divmod(own.lengths - 1, block_size)  # where each one's newest token is: block, and place
+        counts = newest + 1
         seats, new = self._seated.seat(own.tables, counts)
-        host.write_slots(own, rows, self._slots_of_decodes(own, seats, block_size), block_size)
+        decodes = slice(own.num_decodes)
+        blocks = self._seated.blocks_of(seats[decodes], newest[decodes])
+        host.write_slots(own, rows, blocks * block_size + offsets[decodes], block_size)
         per_sequence = None if key is None else key.tokens_per_sequence
         padded_seqs = num_seqs if per_sequence is None else rows // per_sequence
         padding_length = per_sequence if per_sequence is not None and per_sequence > 1 else 0
@@ -115,13 +118,6 @@ class StepBuffers:
         if per_sequence is not None:
             return self.uniform_batch(rows, per_sequence, 0)
         return self._batch(num_tokens, own)
-
-    def _slots_of_decodes(self, own: "Sequences", seats: Array, block_size: int) -> Array:
-        """Where each decode's keys and values go."""
-        count = own.num_decodes
-        last = own.lengths[:count] - 1
-        slots: Array = self._seated.blocks_of(seats[:count], last // block_size) * block_size + last % block_size
-        return slots
 
     def _to_device(self, host: "_Host", new: NewBlocks, num_seqs: int, width: int) -> None:
         """Begin the copy of what the host has written, and what the device makes of it."""
@@ -147,16 +143,19 @@ class StepBuffers:
 
     def uniform_batch(self, rows: int, tokens_per_sequence: int, max_context: int) -> PagedBatch:
         """A batch of equal sequences, as a whole-decode graph reads it; `max_context` bounds their lengths."""
+        key = rows, tokens_per_sequence, max_context
+        batch = self._uniform.get(key)
+        if batch is None:
+            batch = self._uniform[key] = self._new_uniform_batch(*key)
+        return batch
+
+    def _new_uniform_batch(self, rows: int, tokens_per_sequence: int, max_context: int) -> PagedBatch:
         num_seqs = rows // tokens_per_sequence
         tables, lengths = self._tables[:num_seqs], self.ints["seq_lens"][:num_seqs]
         if tokens_per_sequence == 1:
             return PagedBatch(rows, num_seqs, tables, lengths, self.ints["query_starts"][:1], max_context, 0)
-        starts = self._uniform_starts.get(tokens_per_sequence)
-        if starts is None:
-            most = self._capacity.max_seqs + 1
-            starts = torch.arange(most, dtype=torch.int32, device=self._bytes.device) * tokens_per_sequence
-            self._uniform_starts[tokens_per_sequence] = starts
-        return PagedBatch(rows, 0, tables, lengths, starts[: num_seqs + 1], 0, tokens_per_sequence)
+        starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=self._bytes.device) * tokens_per_sequence
+        return PagedBatch(rows, 0, tables, lengths, starts, 0, tokens_per_sequence)
 
     def _batch(self, num_tokens: int, own: "Sequences") -> PagedBatch:
         """Any mix of decodes and chunks, of exactly the step's size."""
@@ -242,7 +241,8 @@ class _Host:
         lengths[num_seqs:padded_seqs] = padding_length
         starts = self._ints["query_starts"]
         starts[0] = 0
-        starts[1 : len(own.chunks) + 1] = np.cumsum([now for _, _, now in own.chunks], dtype=np.int32)
+        if own.chunks:
+            starts[1 : len(own.chunks) + 1] = np.cumsum([now for _, _, now in own.chunks], dtype=np.int32)
 
     def write_seats(self, seats: Array, empty_seat: int, padded_seqs: int) -> None:
         """Whose rows the step's tables are."""
