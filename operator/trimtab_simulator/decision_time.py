@@ -1,8 +1,8 @@
 """How long the tuner's turns take, and what they decided: `python -m trimtab_simulator.decision_time --traces FOLDER`.
 
-Slices of three scenarios that ask for most. Time is the turn's own CPU time (others of this machine do not count);
-the decisions are printed as one fingerprint, so that who makes a turn cheaper can show that it decides the same.
-Parsing is not in it: the simulator hands out values.
+Slices of three scenarios that ask for most, or the scenarios as they are with `--whole`. Time is the turn's own CPU
+time (others of this machine do not count); the decisions are printed as one fingerprint, so that who makes a turn
+cheaper can show that it decides the same. Parsing is not in it: the simulator hands out values.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ def cut(contest: Contest, part: Slice) -> Contest:
     return replace(contest, trace=replace(trace, arrivals=arrivals, seconds=part.seconds))
 
 
-def measured(folder: Path, part: Slice, *, seed: int) -> Turns:
-    """Replay a slice under the tuner."""
+def measured(folder: Path, part: Slice, *, seed: int, whole: bool = False) -> Turns:
+    """Replay a slice under the tuner, or the scenario that it is a part of."""
     (scenario,) = (each for each in SCENARIOS if each.name == part.scenario)
-    return turns_of(part.scenario, cut(without_plots(scenario.contest(folder, seed=seed)), part))
+    contest = without_plots(scenario.contest(folder, seed=seed))
+    return turns_of(part.scenario, contest if whole else cut(contest, part))
 
 
 def turns_of(name: str, contest: Contest) -> Turns:
@@ -118,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--traces", type=Path, required=True, help="folder of the development slice")
     parser.add_argument("--scenarios", default=",".join(part.scenario for part in SLICES))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--whole", action="store_true", help="replay the scenarios from their beginning to their end")
     given = parser.parse_args(arguments)
     known = {part.scenario: part for part in SLICES}
     names = given.scenarios.split(",")
@@ -125,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown:
         parser.error(f"--scenarios has {', '.join(unknown)}; known are {', '.join(known)}")
     for name in names:
-        print(json.dumps(asdict(measured(given.traces, known[name], seed=given.seed))), flush=True)
+        print(json.dumps(asdict(measured(given.traces, known[name], seed=given.seed, whole=given.whole))), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeVar
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample as PageSample
 from pydantic import BaseModel, Field, ValidationError
 
 from trimtab_operator.edge.bounded_http import Reply, Unreachable, fetch, pod_url
@@ -29,6 +32,9 @@ from trimtab_operator.tuner.moves import Reason
 MAX_METRICS_BYTES = 1 << 20  # about ten times what an engine exposes
 MAX_SERIES = 8000  # of those that are read: an engine of sixty data-parallel ranks has fewer
 LARGE_PAGE_BYTES = 1 << 17  # from which on its lines are chosen beside the event loop: it would hold up everybody
+KNOWN_HEADS = 8192  # lines without their values that are remembered: of some sixty engines, in 8 MB at most
+LONGEST_HEAD = 400  # characters of one that is
+NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|Inf|NaN)", re.ASCII)
 LARGE_BYTES = 1 << 13  # of what is parsed, likewise: some 2 ms
 READ = tuple(sorted(name.encode() for name in USED_NAMES))
 T = TypeVar("T")
@@ -229,17 +235,55 @@ def _series(lines: bytes) -> Series:
     count = lines.count(b"\n")
     if count > MAX_SERIES:
         raise ValueError(f"it has {count:,} series where an engine has a few")
-    page = lines.decode()
     series: Series = {}
-    seen: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            key = (sample.name, tuple(sorted(sample.labels.items())))
-            if key in seen:
-                raise ValueError(f"{sample.name} appears twice with the same labels")
-            seen.add(key)
-            series.setdefault(sample.name, []).append((sample.labels, float(sample.value)))
+    seen: set[_Key] = set()
+    for line in lines.decode().split("\n"):
+        for head, value in _samples(line):
+            if head.key in seen:
+                raise ValueError(f"{head.key[0]} appears twice with the same labels")
+            seen.add(head.key)
+            series.setdefault(head.key[0], []).append((head.labels, value))
     return series
+
+
+_Key = tuple[str, tuple[tuple[str, str], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What names a series: all of its line but the value."""
+
+    key: _Key
+    """Its name, and its labels in order."""
+    labels: Labels
+
+
+def _samples(line: str) -> list[tuple[_Head, float]]:
+    """What a line says. From look to look an engine's lines differ in their values, and what names them is known."""
+    text, _, value = line.rpartition(" ")
+    if 0 < len(text) <= LONGEST_HEAD:
+        head = _head(text)
+        if head is not None and NUMBER.fullmatch(value):
+            return [(head, float(value))]
+    return [(_head_of(sample), float(sample.value)) for sample in _parsed_line(line)]
+
+
+@lru_cache(maxsize=KNOWN_HEADS)
+def _head(text: str) -> _Head | None:
+    """What names the series of this line, which is given without its value; None: it is not that what stands there."""
+    try:
+        found = _parsed_line(f"{text} 0")
+    except (ValueError, KeyError, IndexError):
+        return None
+    return _head_of(found[0]) if len(found) == 1 and found[0].timestamp is None else None
+
+
+def _head_of(sample: PageSample) -> _Head:
+    return _Head((sample.name, tuple(sorted(sample.labels.items()))), sample.labels)
+
+
+def _parsed_line(line: str) -> list[PageSample]:
+    return [sample for family in text_string_to_metric_families(line) for sample in family.samples]
 
 
 async def load_progress(http: aiohttp.ClientSession, api_url: str) -> LoadProgress | None:

@@ -19,7 +19,7 @@ from trimtab_operator.tuner.load.arrivals import since
 from trimtab_operator.tuner.looks import Look, Phase
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount, Restart, decision_id
 from trimtab_operator.tuner.objectives import Objectives
-from trimtab_operator.tuner.observation import Observation, observe
+from trimtab_operator.tuner.observation import Interval, Observation, observe
 from trimtab_operator.tuner.observation.track import Patience
 from trimtab_operator.tuner.outcomes import with_outcomes
 from trimtab_operator.tuner.rules import HOT
@@ -179,6 +179,10 @@ class _Turn:
         self.objectives = objectives_of(memory, settings)
         self.memory = with_foresight(memory, self.objectives, now=now, level=self.objectives.share)
         self._seen: tuple[Memory, Situation | None] | None = None
+        self._windows: dict[float | None, Interval | None] = {}
+        """What the believed replicas did in the last minute, by the change since when it counts."""
+        self._shares: dict[float, tuple[float | None, int]] = {}
+        """What is known of promises kept, by since when: nothing that a turn does changes it."""
         self.found: Move | None = None
         """What the hot rules want where it may not be done."""
 
@@ -287,7 +291,7 @@ class _Turn:
         trusted = self.observation.trusted
         pace = self.settings.pace
         settled = self.memory.last_hot_move + SETTLE_SECONDS
-        window = self.observation.total(seconds=pace.window_seconds, since=settled if math.isfinite(settled) else None)
+        window = self._window(settled if math.isfinite(settled) else None)
         model = self.memory.model
         rate = self.memory.demand.rate(pace.window_seconds)
         if not trusted or window is None or model is None or rate is None:
@@ -314,11 +318,18 @@ class _Turn:
             attained=self._attained(since_move)[0],
         )
 
+    def _window(self, settled: float | None) -> Interval | None:
+        if settled not in self._windows:
+            self._windows[settled] = self.observation.total(seconds=self.settings.pace.window_seconds, since=settled)
+        return self._windows[settled]
+
     def _attained(self, start: float) -> tuple[float | None, int]:
         """The share of those that came since then and kept their promises, and how many have ended."""
-        least = self.settings.pace.least_requests
-        share = attained(self.memory, self.objectives, now=self.now, start=start, least=least)
-        return share, len(since(self.memory.felt, start))
+        if start not in self._shares:
+            least = self.settings.pace.least_requests
+            share = attained(self.memory, self.objectives, now=self.now, start=start, least=least)
+            self._shares[start] = share, len(since(self.memory.felt, start))
+        return self._shares[start]
 
     def _judge(self, trial: Trial, situation: Situation) -> None:
         start = trial.at + SETTLE_SECONDS

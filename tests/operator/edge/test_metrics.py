@@ -133,6 +133,38 @@ def test_a_page_that_cannot_be_read_is_a_failure_and_no_exception(page: str | by
     assert failure(page)
 
 
+ODD_LINES = [
+    'vllm:num_requests_running{engine="2"} 5 1700000000000',  # a timestamp
+    'vllm:num_requests_running{engine="2"}5',
+    'vllm:num_requests_running{engine="2"}\t5',
+    'vllm:num_requests_running{engine="2" , model_name="m"}  5.0 ',
+    'vllm:num_requests_running{engine="2",model_name="a b} c\\"d"} 5e0',
+    'vllm:num_requests_running{engine="2"} 5 # {trace="x"} 1.0',
+    "vllm:num_requests_running 5.",
+]
+
+
+@pytest.mark.parametrize("line", ODD_LINES)
+def test_a_line_is_read_alike_at_each_look_however_it_is_written(line: str) -> None:
+    """What stands before its value is remembered from the first look on, where that is all that names it."""
+    assert [parsed(f"{VLLM_PAGE}{line}\n").gauges.running for _ in range(3)] == [13.0] * 3
+
+
+def test_of_a_series_that_is_known_the_new_value_counts() -> None:
+    pages = [
+        VLLM_PAGE.replace('waiting{engine="0",model_name="m"} 2.0', f'waiting{{engine="0",model_name="m"}} {n}')
+        for n in ("2.0", "7", "1e2", "+3")
+    ]
+    assert [parsed(page).gauges.waiting for page in pages] == [2.0, 7.0, 100.0, 3.0]
+
+
+@pytest.mark.parametrize("value", ["1_0", "0x10", "", "nonsense", "5 6 seven"])
+def test_what_is_no_number_is_none_beside_a_series_that_is_known_either(value: str) -> None:
+    page = VLLM_PAGE.replace('waiting{engine="0",model_name="m"} 2.0', f'waiting{{engine="0",model_name="m"}} {value}')
+    assert parsed(VLLM_PAGE).gauges.waiting == 2.0
+    assert failure(page)
+
+
 def test_impossible_values_are_passed_on_for_the_tuner_to_judge() -> None:
     page = VLLM_PAGE.replace('perc{engine="0",model_name="m"} 0.5', 'perc{engine="0",model_name="m"} NaN')
     assert math.isnan(parsed(page).gauges.kv_usage)

@@ -34,6 +34,8 @@ KNOWN_STRIDE = 1 + TOLERANCE  # from what it was before the state of knowledge c
 WORK_PER_TURN = 9000  # requests that a turn serves in its searches, and one prediction more: some 150 ms
 WORK_AFTER_SHIFT = 12_000  # in the turn that finds another mix of requests: what was known is wrong
 WORK_AT_FIRST = 15_000  # in the turn that searches first: nothing is known
+KEPT_LOOKS = 2  # more, for which it holds that promises are kept from here, while no more is there and comes
+KEPT_MARGIN = 1.05  # times as much is no more: between two looks requests come and end
 RATE_STEP = 0.02  # rates within this share of each other are predicted once
 BELIEF_PAIRS = 300  # lengths that what was believed before counts as
 TYPICAL_BATCH = 32
@@ -93,6 +95,20 @@ class Bracket:
         return 0.0 if self.is_narrow else min(guess, self.failed / self.stride)
 
 
+@dataclass(frozen=True, slots=True)
+class KeptFromHere:
+    """A prediction that promises are kept from here: how much was there and came, and for how long it is believed."""
+
+    tokens: int
+    """In the KV caches, or to come there from the queue."""
+    rate: float
+    looks: int
+
+    def covers(self, tokens: int, rate: float) -> bool:
+        """Whether no more is there, and comes, than what would be served in time."""
+        return tokens <= KEPT_MARGIN * self.tokens and rate <= KEPT_MARGIN * self.rate
+
+
 @dataclass(slots=True)
 class Foresight:
     """Predictions under one state of knowledge: step times, lengths, unevenness, promises.
@@ -123,6 +139,7 @@ class Foresight:
     """How many more requests this turn serves in its searches."""
     _loads: dict[int, Load] = field(default_factory=dict)
     _predictions: dict[tuple[Candidate, int], Prediction] = field(default_factory=dict)
+    _kept: dict[Candidate, KeptFromHere] = field(default_factory=dict)
     _brackets: dict[Candidate, Bracket] = field(default_factory=dict)
     _found: Sequence[Found] | None = None
     _work: tuple[float, float] | None = None
@@ -142,18 +159,35 @@ class Foresight:
             self.runs += 1
         return self._predictions[key]
 
+    def keeps(self, candidate: Candidate, rate: float) -> bool:
+        """Whether the wanted share of the requests would keep their promises from here. That it would is believed for
+        some looks more, while no more is there and comes: caches that stay nearly full are not served at each look."""
+        tokens = sum(one.prompt + one.num_generated for one in self._all_found())
+        known = self._kept.get(candidate)
+        if known is not None and known.covers(tokens, rate):
+            return True
+        is_kept = self.at(candidate, rate).attainment >= self.level
+        if is_kept:
+            self._kept[candidate] = KeptFromHere(tokens, rate, KEPT_LOOKS)
+        return is_kept
+
     def begin_turn(self, find: Find = tuple, *, clients_wait: bool = False) -> None:
         """Allow some more of the predictions that may be put off; what is found now is found anew."""
         self.work_left = WORK_PER_TURN
         self.find, self._found, self.clients_wait = find, None, clients_wait
         self._predictions.clear()
+        self._kept = {one: replace(kept, looks=kept.looks - 1) for one, kept in self._kept.items() if kept.looks > 0}
 
     def found_by(self, few: Candidate, candidate: Candidate) -> list[Found]:
         """What is found in as many replicas as are simulated: each of them gets as many as it has now."""
+        found = self._all_found()
+        count = len(found) * few.replicas // candidate.replicas
+        return [found[index * candidate.replicas // few.replicas] for index in range(count)]
+
+    def _all_found(self) -> Sequence[Found]:
         if self._found is None:
             self._found = self.find()
-        count = len(self._found) * few.replicas // candidate.replicas
-        return [self._found[index * candidate.replicas // few.replicas] for index in range(count)]
+        return self._found
 
     @property
     def capacities(self) -> Mapping[Candidate, float]:

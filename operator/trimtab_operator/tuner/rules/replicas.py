@@ -176,7 +176,7 @@ def is_overfull(s: Situation) -> bool:
     if s.foresight is None or s.rate <= 0 or peak_usage(s) < FULL:
         return False
     soon = replace(s.candidate, replicas=max(1, s.replicas + s.coming))
-    return s.foresight.at(soon, s.rate).attainment < s.objectives.share
+    return not s.foresight.keeps(soon, s.rate)
 
 
 def _holds_from_here(s: Situation | None, count: int) -> bool:

@@ -5,7 +5,12 @@ from dataclasses import replace
 
 import pytest
 from trimtab_operator.tuner.foresight import Candidate, Foresight, Found
-from trimtab_operator.tuner.foresight.capacity import TOLERANCE, WORK_PER_TURN, Bracket
+from trimtab_operator.tuner.foresight.capacity import (
+    KEPT_LOOKS,
+    TOLERANCE,
+    WORK_PER_TURN,
+    Bracket,
+)
 from trimtab_operator.tuner.foresight.prediction import (
     MOST_REQUESTS,
     Load,
@@ -279,3 +284,27 @@ def test_each_simulated_replica_has_as_much_to_do_as_a_real_one() -> None:
 def test_a_capacity_of_another_mix_is_taken_to_change_as_the_work_does() -> None:
     few, many = Foresight(COST, pairs(1000, 200), BOTH), Foresight(COST, pairs(1000, 400), BOTH)
     assert 1.3 < many.mean_work / few.mean_work < 2.0
+
+
+def looked_at(foresight: Foresight, tokens: int, rate: float = 1.0) -> tuple[bool, int]:
+    """Whether promises are kept from here with so many tokens in two requests, and the predictions that it took."""
+    runs = foresight.runs
+    foresight.begin_turn(lambda: [Found(1.0, tokens // 2, tokens, 1)] * 2)
+    return foresight.keeps(ONE, rate), foresight.runs - runs
+
+
+def test_that_promises_are_kept_from_here_is_believed_for_some_looks() -> None:
+    foresight = Foresight(COST, pairs(600, 150), BOTH)
+    found = [looked_at(foresight, 10_000) for _ in range(2 * (KEPT_LOOKS + 1))]
+    assert found == [(True, 1), *[(True, 0)] * KEPT_LOOKS] * 2
+
+
+def test_where_more_is_there_or_comes_it_is_looked_at_again() -> None:
+    foresight = Foresight(COST, pairs(600, 150), BOTH)
+    assert [looked_at(foresight, tokens)[1] for tokens in (10_000, 10_400, 10_600)] == [1, 0, 1]
+    assert [looked_at(foresight, 10_000, rate)[1] for rate in (1.04, 1.2, 0.5)] == [0, 1, 0]
+
+
+def test_that_promises_break_from_here_is_never_believed_for_long() -> None:
+    foresight = Foresight(COST, pairs(600, 150), BOTH)
+    assert [looked_at(foresight, 10_000, rate=100.0) for _ in range(3)] == [(False, 1)] * 3

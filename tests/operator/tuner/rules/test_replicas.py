@@ -49,6 +49,9 @@ class EachHolds:
     def attainment(self) -> float:
         return self.attainment_from_here
 
+    def keeps(self, _candidate: Candidate, _rate: float) -> bool:
+        return self.attainment_from_here >= PROMISED.share
+
     def believed(self, candidate: Candidate) -> float:
         return self.rate * candidate.replicas
 
