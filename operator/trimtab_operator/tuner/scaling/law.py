@@ -4,12 +4,14 @@ up    = the demand that is not exceeded in `confidence` of the cases, one start-
 need  = the fewest replicas that hold it, and some more for a queue that is there already
 out   at once, to the need
 in    to the highest need of the hold: as long as a start-up and a drain; three start-ups where the load comes in
-      bursts; below a count that was regretted after longer than the lull was that was trusted then
+      bursts; below a count that was regretted after longer than the lull was that was trusted then; none for ten
+      minutes after some went and were needed again
 first until as many are needed as there were, the load that these were meant for counts as if it came
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +31,7 @@ LULL_HOLDS = 1.25  # times the lull that a regretted scale-in trusted: the next 
 LEARN_COLD_STARTS = 3.0  # of load that must be seen before the first replica goes: a lull tells nothing of the bursts
 REGRET_SECONDS = 720.0  # scaling out so soon after scaling in is a regret; six start-ups pay for the one that it cost
 FORGIVE_SECONDS = 1800.0  # without regret after which the hold halves
+TURN_SECONDS = 600.0  # after a turn from in to out in which none goes: so the count turns twice within them at most
 KEEP_WANTED_SECONDS = 3600.0
 PRIOR_COLD_START_SECONDS = 120.0  # what Caution.prior_sd is told for
 LEVEL_SECONDS = 60.0  # over which the present rate is taken
@@ -195,7 +198,8 @@ def decided(
     target = stabilized(behavior, current, wanted, now=now, own_hold=hold)
     target = max(target, min(current, _not_below(memory, now)))
     learned_for = now - memory.began_at if memory.began_at is not None else 0.0
-    if target < current and (not may_lower or learned_for < LEARN_COLD_STARTS * cold_start):
+    is_known = may_lower and learned_for >= LEARN_COLD_STARTS * cold_start
+    if target < current and (not is_known or _turned_lately(memory, now)):
         target = current
     target = limited(behavior, current, target, memory.events, now=now)
     while target < current and not holds(target):
@@ -222,6 +226,15 @@ def decided(
         regretted=max(count, memory.regretted or 0),
         last_in_at=None,
         last_in_from=None,
+    )
+
+
+def _turned_lately(memory: ScalingMemory, now: float) -> bool:
+    """Whether replicas came so lately after some had gone that one which goes would turn the count a second time, and
+    the next that is needed a third."""
+    return any(
+        before.change < 0 < event.change and now - event.at < TURN_SECONDS
+        for before, event in itertools.pairwise(memory.events)
     )
 
 

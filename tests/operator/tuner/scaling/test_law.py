@@ -1,5 +1,6 @@
 """How many replicas: for what is foreseen, out at once, in late, and later still after a regret."""
 
+import itertools
 import math
 import random
 
@@ -13,6 +14,7 @@ from trimtab_operator.tuner.scaling.law import (
     LEARN_COLD_STARTS,
     LEVEL_SECONDS,
     LULL_HOLDS,
+    TURN_SECONDS,
     Caution,
     ScalingMemory,
     awaited,
@@ -262,6 +264,18 @@ def test_a_regretted_scale_in_holds_longer_than_the_owners_window() -> None:
     assert counts[changed[0]] == 1  # it is tried
     assert all(sum(start <= index < start + 40 for index in changed) <= 2 for start in range(len(counts)))
     assert len(changed) <= 8  # of 119 that the window alone would have made in these two hours
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_count_turns_twice_in_ten_minutes_at_most_whatever_is_needed(seed: int) -> None:
+    """In for what was a lull, and out again: then none goes until ten minutes have passed."""
+    rng = random.Random(seed)
+    needs = [rng.randint(1, 5) for _ in range(160) for _ in range(rng.randint(1, 30))]
+    counts = walked(needs, behavior=Behavior(down=Rules(stabilization_seconds=15.0 * seed)))
+    changes = [(15.0 * i, counts[i] > counts[i - 1]) for i in range(1, len(counts)) if counts[i] != counts[i - 1]]
+    turns = [at for (_, was_up), (at, is_up) in itertools.pairwise(changes) if is_up != was_up]
+    assert len(turns) > 20
+    assert all(sum(start <= at < start + TURN_SECONDS for at in turns) <= 2 for start in turns)
 
 
 def test_after_a_restart_windows_begin_with_what_is_there() -> None:
