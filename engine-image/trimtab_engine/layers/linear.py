@@ -1,6 +1,7 @@
 """y = x @ Wᵀ + b, with the weights in the layout that the device multiplies fastest.
 
-CPU, float32, where the compiled operators are (trimtab_kernels.native): their panels, for any number of rows.
+CPU, float32, where the compiled operators are (trimtab_kernels.native): their panels, for any number of rows; of
+weights that are stored with 4 or 8 bits the panels have these bits.
 
 CPU otherwise: oneDNN's blocked layout, packed once. It is 2 to 4 times as fast as a plain matrix product for the few
 rows of a decode step (docs/results/), and the packed copy replaces the plain one. Two consequences are handled here and
@@ -12,7 +13,8 @@ the cache between slices.
 import torch
 import torch.nn.functional as F
 from trimtab_kernels.native.library import NativeLibrary, native_library
-from trimtab_kernels.native.matrix import PackedMatrix, pack_matrix
+from trimtab_kernels.native.matrix import PackedMatrix, pack_blocks, pack_matrix
+from trimtab_kernels.native.quantised import QuantisedBlocks
 from trimtab_kernels.silu_and_mul import silu_and_mul
 
 from trimtab_engine.parallel.groups import RankGroup
@@ -65,13 +67,21 @@ def pads_rows(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Linear:
-    """weight [out_features, in_features], bias [out_features] or None, of the computing dtype, on the device."""
+    """weight [out_features, in_features], bias [out_features] or None, of the computing dtype, on the device; or
+    blocks, where library_for float32 on the CPU is there."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_gated: bool = False) -> None:
+    def __init__(
+        self, weight: torch.Tensor | QuantisedBlocks, bias: torch.Tensor | None = None, *, is_gated: bool = False
+    ) -> None:
         self.out_features, self.in_features = weight.shape
-        library = library_for(weight.dtype, weight.device)
         self.native: PackedMatrix | None = None
         """The weight packed for the compiled operators; then there is no other copy."""
+        if isinstance(weight, QuantisedBlocks):
+            library = library_for(torch.float32, weight.data.device)
+            assert library is not None
+            self.native = pack_blocks(library, weight, bias, is_gated=is_gated)
+            return
+        library = library_for(weight.dtype, weight.device)
         if library is not None:
             self.native = pack_matrix(library, weight, bias, is_gated=is_gated)
             return
@@ -105,7 +115,7 @@ class Linear:
 class GatedLinear(Linear):
     """Two projections as one, and silu of the first times the second: half of out_features come out."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor | QuantisedBlocks, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight, bias, is_gated=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +129,7 @@ class RowParallelLinear(Linear):
     The bias is that of one rank only, or it would be added once per rank.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, group: RankGroup) -> None:
+    def __init__(self, weight: torch.Tensor | QuantisedBlocks, bias: torch.Tensor | None, group: RankGroup) -> None:
         super().__init__(weight, bias if group.index == 0 else None)
         self._group = group
 

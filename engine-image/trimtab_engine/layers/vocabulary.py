@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from trimtab_kernels.native.quantised import QuantisedBlocks
 
 from trimtab_engine.layers.linear import Linear
 from trimtab_engine.parallel.groups import RankGroup
@@ -13,26 +14,34 @@ Placed = tuple[torch.Tensor, torch.Tensor]
 class VocabularyEmbedding:
     """table: rows [first, first + rows) of the vocabulary. With a group each rank looks up its own, and they sum."""
 
-    def __init__(self, table: torch.Tensor, first: int, group: RankGroup | None) -> None:
+    def __init__(self, table: torch.Tensor | QuantisedBlocks, first: int, group: RankGroup | None) -> None:
         self._table, self._first, self._group = table, first, group
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden_size]."""
         if self._group is None:
-            return F.embedding(token_ids, self._table)
+            return self._rows(token_ids)
         local = token_ids - self._first
         elsewhere = (local < 0) | (local >= self._table.shape[0])
-        hidden = F.embedding(local.masked_fill_(elsewhere, 0), self._table)
+        hidden = self._rows(local.masked_fill_(elsewhere, 0))
         return self._group.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+    def _rows(self, index: torch.Tensor) -> torch.Tensor:
+        if isinstance(self._table, QuantisedBlocks):
+            return QuantisedBlocks(self._table.form, self._table.data.index_select(0, index)).restored()
+        return F.embedding(index, self._table)
 
 
 class LmHead:
     """Hidden states to logits. With a group the first rank gets those of the whole vocabulary, the others none."""
 
-    def __init__(self, table: torch.Tensor, vocab_size: int, group: RankGroup | None) -> None:
+    def __init__(self, table: torch.Tensor | QuantisedBlocks, vocab_size: int, group: RankGroup | None) -> None:
         if group is not None:  # the last part of the vocabulary may be short, but a gather wants equal shapes
-            rows = -(-vocab_size // group.size)
-            table = F.pad(table, (0, 0, 0, rows - table.shape[0]))
+            missing = (0, 0, 0, -(-vocab_size // group.size) - table.shape[0])
+            if isinstance(table, QuantisedBlocks):
+                table = QuantisedBlocks(table.form, F.pad(table.data, missing))
+            else:
+                table = F.pad(table, missing)
         self._linear, self._vocab_size, self._group = Linear(table), vocab_size, group
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor | None:

@@ -315,12 +315,12 @@ class Decoder:
         if shard.is_first_stage or (shard.is_last_stage and tied):
             # On the CPU the table is looked up where it lies: in the page cache when the file has the computing dtype,
             # so that a tied, packed lm_head is the only copy in anonymous memory.
-            table = load("model.embed_tokens.weight", rows=rows)
+            table = load.vocabulary("model.embed_tokens.weight", rows=rows)
             self._embed = VocabularyEmbedding(table, shard.vocabulary[0], groups.tensor)
         if shard.is_last_stage:
             self._norm = load_norm(config, "model.norm.weight", load)
             self._lm_head = LmHead(
-                table if tied else load("lm_head.weight", rows=rows), config.vocab_size, groups.tensor
+                table if tied else load.vocabulary("lm_head.weight", rows=rows), config.vocab_size, groups.tensor
             )
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         self._rotaries = [RotaryAngles(rope, config.rotary_size, device) for rope in ropes]

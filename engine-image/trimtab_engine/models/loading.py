@@ -3,12 +3,14 @@
 from collections.abc import Callable
 
 import torch
+from trimtab_kernels.native.quantised import QuantisedBlocks
+from trimtab_kernels.native.quantised import joined as joined_rows
 from trimtab_kernels.reshape_and_cache import FLOAT8
 from trimtab_kernels.rotary_embedding import interleave_pairs
 
 from trimtab_engine.config.quantization import BLOCK, SCALE_SUFFIX, Quantization, check_aligned
 from trimtab_engine.errors import ModelError, NotBuiltError
-from trimtab_engine.layers.linear import GatedLinear, Linear, RowParallelLinear
+from trimtab_engine.layers.linear import GatedLinear, Linear, RowParallelLinear, library_for
 from trimtab_engine.layers.quantized import (
     BlockFp8,
     BlockFp8Linear,
@@ -18,10 +20,22 @@ from trimtab_engine.layers.quantized import (
     multiplies_float8,
 )
 from trimtab_engine.parallel.groups import RankGroup
+from trimtab_engine.weights.gguf_file import GgufSource
 from trimtab_engine.weights.source import Span, WeightSource
 
 Progress = Callable[[int], None]
 """Called with numbers of elements."""
+Weight = torch.Tensor | BlockFp8 | QuantisedBlocks
+"""As it is stored, or in the computing dtype."""
+
+
+def packed_source(
+    source: WeightSource, dtype: torch.dtype, device: torch.device, quantization: Quantization | None
+) -> GgufSource | None:
+    """Whose blocks of 4 and 8 bits are multiplied as they are stored, where that is so: a GGUF file's, by the CPU's
+    compiled products, unless something else was asked for."""
+    is_packed = isinstance(source, GgufSource) and quantization is None and library_for(dtype, device) is not None
+    return source if is_packed and isinstance(source, GgufSource) else None
 
 
 class Loader:
@@ -38,6 +52,7 @@ class Loader:
         self._source, self.dtype, self.device, self._progress = source, dtype, device, progress
         self._quantization = quantization
         self._multiplies_float8 = quantization is not None and multiplies_float8(device)
+        self._packed = packed_source(source, dtype, device, quantization)
 
     def __call__(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> torch.Tensor:
         """One tensor or a part of it; it may be a view of the file."""
@@ -80,8 +95,12 @@ class Loader:
 
     def dense(self, name: str, *, rows: Span) -> torch.Tensor:
         """Rows of a weight in the computing dtype, however it is stored."""
-        weight = self._weight(name, rows=rows)
-        return weight if isinstance(weight, torch.Tensor) else weight.restored(self.dtype)
+        return self._restored(self._weight(name, rows=rows))
+
+    def vocabulary(self, name: str, *, rows: Span | None) -> torch.Tensor | QuantisedBlocks:
+        """Rows of a table as wide as the vocabulary; it may be a view of the file."""
+        blocks = self._blocks(name, rows=rows)
+        return self(name, rows=rows) if blocks is None else blocks
 
     def wide(self, name: str) -> torch.Tensor:
         """A tensor in float32, whatever the computing dtype."""
@@ -103,16 +122,16 @@ class Loader:
             weights[:2] = [_interleaved(weight, pairs) for weight in weights[:2]]
             biases[:2] = [interleave_pairs(bias, pairs) for bias in biases[:2]]
         weight, bias = self._as_computed(weights), torch.cat(biases) if biases else None
-        return Linear(weight, bias) if isinstance(weight, torch.Tensor) else BlockFp8Linear(weight, bias, self.dtype)
+        return BlockFp8Linear(weight, bias, self.dtype) if isinstance(weight, list) else Linear(weight, bias)
 
     def gated(self, prefix: str, gate: str, up: str, rows: Span, *, has_bias: bool = False) -> Projection:
         """Rows of the two projections of a gated MLP."""
         names = (gate, up)
         weight = self._as_computed([self._weight(f"{prefix}{name}.weight", rows=rows) for name in names])
         bias = torch.cat([self(f"{prefix}{name}.bias", rows=rows) for name in names]) if has_bias else None
-        if isinstance(weight, torch.Tensor):
-            return GatedLinear(weight, bias)
-        return GatedBlockFp8Linear(weight, bias, self.dtype)
+        if isinstance(weight, list):
+            return GatedBlockFp8Linear(weight, bias, self.dtype)
+        return GatedLinear(weight, bias)
 
     def router(self, name: str, num_experts: int, *, bias: str | None = None) -> Linear:
         """A mixture's, never quantised: which experts a token gets hangs on small differences."""
@@ -122,7 +141,7 @@ class Loader:
         """Columns of a projection whose products the group sums."""
         bias = self(f"{name}.bias") if has_bias else None
         weight = self._as_computed([self._weight(f"{name}.weight", columns=None if group is None else columns)])
-        if not isinstance(weight, torch.Tensor):
+        if isinstance(weight, list):
             return BlockFp8Linear(weight, bias, self.dtype, group)
         return Linear(weight, bias) if group is None else RowParallelLinear(weight, bias, group)
 
@@ -130,14 +149,16 @@ class Loader:
         """Columns of a projection without a bias, whose product is this rank's part of a sum that somebody else
         makes."""
         weight = self._as_computed([self._weight(f"{name}.weight", columns=columns)])
-        return Linear(weight) if isinstance(weight, torch.Tensor) else BlockFp8Linear(weight, None, self.dtype)
+        return BlockFp8Linear(weight, None, self.dtype) if isinstance(weight, list) else Linear(weight)
 
     def expert(
         self, prefix: str, names: tuple[str, ...], *, rows: Span | None = None, columns: Span | None = None
     ) -> torch.Tensor | BlockFp8:
         """One expert's part of these projections, rows one behind the other."""
         weights = [self._weight(f"{prefix}{name}.weight", rows=rows, columns=columns) for name in names]
+        weights = [self._restored(weight) if isinstance(weight, QuantisedBlocks) else weight for weight in weights]
         weight = self._as_computed(weights, as_one=True)
+        assert not isinstance(weight, QuantisedBlocks)
         if isinstance(weight, list) and len(weight) > 1:
             raise NotBuiltError(
                 f"{prefix}: experts of {weight[0].values.shape[0]} rows per rank are no multiple of the fp8 block of "
@@ -145,8 +166,11 @@ class Loader:
             )
         return weight if isinstance(weight, torch.Tensor) else weight[0]
 
-    def _weight(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> torch.Tensor | BlockFp8:
-        """As it is stored: with scales where the checkpoint has them."""
+    def _weight(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Weight:
+        """As it is stored, where it is multiplied so: with scales where the checkpoint has them."""
+        blocks = self._blocks(name, rows=rows, columns=columns)
+        if blocks is not None:
+            return blocks
         shapes = self._source.shapes()
         if name + SCALE_SUFFIX not in shapes:
             return self(name, rows=rows, columns=columns)
@@ -159,18 +183,31 @@ class Loader:
         self._progress(values.numel())
         return BlockFp8(values.to(self.device), scales.to(device=self.device, dtype=torch.float32))
 
+    def _blocks(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantisedBlocks | None:
+        blocks = None if self._packed is None else self._packed.blocks(name, rows=rows, columns=columns)
+        if blocks is not None:
+            self._progress(blocks.shape[0] * blocks.shape[1])
+        return blocks
+
+    def _restored(self, weight: Weight) -> torch.Tensor:
+        """In the computing dtype."""
+        return weight if isinstance(weight, torch.Tensor) else weight.restored(self.dtype)
+
     def _as_computed(
-        self, weights: list[torch.Tensor | BlockFp8], *, as_one: bool = False
-    ) -> torch.Tensor | list[BlockFp8]:
-        """Rows one behind the other: float8 where this device multiplies it, else the computing dtype, with the same
-        values. `as_one`: what is quantised here has blocks over all of them."""
+        self, weights: list[Weight], *, as_one: bool = False
+    ) -> torch.Tensor | list[BlockFp8] | QuantisedBlocks:
+        """Rows one behind the other: float8 where this device multiplies it, blocks of one form where the CPU does,
+        else the computing dtype, with the same values. `as_one`: what is quantised here has blocks over all of them."""
+        packed = [weight for weight in weights if isinstance(weight, QuantisedBlocks)]
+        if packed and len(packed) == len(weights) and (whole := joined_rows(packed)) is not None:
+            return whole
         if self._quantization is not None and not self._quantization.is_stored:
             dense = [weight for weight in weights if isinstance(weight, torch.Tensor)]
             weights = [BlockFp8.of(weight) for weight in ([torch.cat(dense)] if as_one else dense)]
         blocks = [weight for weight in weights if isinstance(weight, BlockFp8)]
         if self._multiplies_float8 and len(blocks) == len(weights):
             return joined_blocks(blocks)
-        restored = [w if isinstance(w, torch.Tensor) else w.restored(self.dtype) for w in weights]
+        restored = [self._restored(weight) for weight in weights]
         return restored[0] if len(restored) == 1 else torch.cat(restored)
 
 
@@ -179,10 +216,12 @@ def _blocks(span: Span | None) -> Span | None:
     return None if span is None else (span[0] // BLOCK, -(-span[1] // BLOCK))
 
 
-def _interleaved(weight: torch.Tensor | BlockFp8, head_size: int) -> torch.Tensor | BlockFp8:
-    """Rows of each head in another order, which must not leave a block."""
+def _interleaved(weight: Weight, head_size: int) -> Weight:
+    """Rows of each head in another order, which must not leave a block of float8; others are of one row."""
     if isinstance(weight, torch.Tensor):
         return interleave_pairs(weight, head_size)
+    if isinstance(weight, QuantisedBlocks):
+        return QuantisedBlocks(weight.form, interleave_pairs(weight.data, head_size))
     if BLOCK % head_size:
         raise NotBuiltError(f"fp8 blocks with head_dim {head_size} are not built: it must divide {BLOCK}")
     values = interleave_pairs(weight.values.view(torch.uint8), head_size)

@@ -32,7 +32,7 @@ from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit, reserved
 from trimtab_engine.models.checkpoint import check_tensors, check_tower, expected_shapes, expected_tensors
 from trimtab_engine.models.decoder import Decoder
 from trimtab_engine.models.family import Model, Tower
-from trimtab_engine.models.loading import Loader
+from trimtab_engine.models.loading import Loader, packed_source
 from trimtab_engine.models.registry import family_of, kv_groups_of, open_model, open_tower, parse_model_config
 from trimtab_engine.models.tensors import Tensors, num_elements, num_quantizable
 from trimtab_engine.models.tower_share import TowerShare
@@ -180,7 +180,7 @@ class ModelRunner:
                 reserved_for_processes(config, model_config.vocab_size) if device.kind == "cpu" else device.used_bytes()
             ),
             limit_bytes=device.limit_bytes,
-            weights_bytes=_weights_bytes(tensors, quantization, dtype, device) // layout.ranks_per_engine,
+            weights_bytes=bytes_to_hold(source, tensors, quantization, dtype, device.torch) // layout.ranks_per_engine,
             tower_bytes=tower_bytes,
             kv_groups=kv_groups,
             kv_dtype_bytes=kv_dtype.itemsize,
@@ -681,10 +681,17 @@ def _in_words(group: KVGroup) -> str:
     return f"{group.num_layers} layers {sight}, keys of {each.key_size} and values of {each.value_size}"
 
 
-def _weights_bytes(tensors: Tensors, quantization: Quantization | None, dtype: torch.dtype, device: Device) -> int:
-    """About what all ranks hold together. Where float8 is not multiplied the weights are turned back as they load."""
+def bytes_to_hold(
+    source: WeightSource, tensors: Tensors, quantization: Quantization | None, dtype: torch.dtype, device: torch.device
+) -> int:
+    """About what all ranks hold together. What this device does not multiply as it is stored is turned back as it
+    loads."""
+    packed = packed_source(source, dtype, device, quantization)
+    if packed is not None:
+        sizes = ((packed.packed_bytes(name), tensor) for name, tensor in tensors.items())
+        return sum(tensor.num_elements * dtype.itemsize if held is None else held for held, tensor in sizes)
     plain = num_elements(tensors.values()) * dtype.itemsize
-    if quantization is None or not multiplies_float8(device.torch):
+    if quantization is None or not multiplies_float8(device):
         return plain
     return plain - int(num_quantizable(tensors) * (dtype.itemsize - quantization.weight_bytes))
 

@@ -1,4 +1,5 @@
-"""One GGUF file, dequantised to float32 as it is read. Configuration comes from its metadata.
+"""One GGUF file: blocks of 4 or 8 bits as they are stored, or dequantised to float32 as it is read. Configuration comes
+from its metadata.
 
 llama.cpp stores the q and k projections of some architectures with adjacent rotary pairs; `tensor` undoes that, so that
 both formats give the same tensors (transformers: halves).
@@ -14,6 +15,7 @@ from trimtab_engine.weights.source import Span
 
 if TYPE_CHECKING:
     import torch
+    from trimtab_kernels.native.quantised import QuantisedBlocks
 
 GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -33,6 +35,8 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+PACKED_TYPES = ("Q4_0", "Q4_1", "Q8_0")
+"""What the CPU's compiled products multiply as it is stored: the forms of trimtab_kernels.native.quantised."""
 ROPE_FREQUENCIES = "rope_freqs.weight"
 """llama3 scaling, stored as one divisor per frequency."""
 
@@ -131,14 +135,34 @@ class GgufSource:
     def map_files(self) -> None:
         """The reader has mapped the file."""
 
+    def packed_bytes(self, name: str) -> int | None:
+        """What a tensor takes as it is stored; None where it is not multiplied so."""
+        tensor = self._tensors[name]
+        return int(tensor.n_bytes) if tensor.tensor_type.name in PACKED_TYPES else None
+
+    def blocks(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "QuantisedBlocks | None":
+        """A matrix as it is stored, or a part of it: a copy. None where it is not multiplied so, or columns cut a
+        block."""
+        import torch
+        from trimtab_kernels.native.quantised import FORMS, GROUP, QuantisedBlocks
+
+        tensor = self._stored(name)
+        form = FORMS.get(tensor.tensor_type.name)
+        if form is None or (columns is not None and (columns[0] % GROUP or columns[1] % GROUP)):
+            return None
+        data = torch.tensor(tensor.data if rows is None else tensor.data[rows[0] : rows[1]])
+        data = self._in_halves(name, data)
+        if columns is not None:
+            first, last = (column // GROUP * form.block_bytes for column in columns)
+            data = data[:, first:last]
+        return QuantisedBlocks(form, data)
+
     def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
         """Dequantised to float32. Of a part only the rows are dequantised."""
         import torch
         from gguf.quants import dequantize
 
-        if name not in self._tensors:
-            raise ModelError(f"{self.where}: tensor {name} is missing")
-        tensor = self._tensors[name]
+        tensor = self._stored(name)
         data = tensor.data if rows is None else tensor.data[rows[0] : rows[1]]
         shape = self.shapes()[name]
         if rows is not None:
@@ -148,10 +172,20 @@ class GgufSource:
         except NotImplementedError as error:
             kind = tensor.tensor_type.name
             raise ModelError(f"{self.where}: tensor {name} is {kind}, which cannot be dequantised: {error}") from None
-        values = values.view(shape).float()
-        if self._names.has_adjacent_pairs and name.split(".")[-2] in ("q_proj", "k_proj"):
-            values = halves_from_pairs(values, values.shape[0] // int(self.config["head_dim"]))
+        values = self._in_halves(name, values.view(shape).float())
         return values if columns is None else values[:, columns[0] : columns[1]]
+
+    def _stored(self, name: str) -> Any:
+        """The reader's tensor. Raises ModelError."""
+        if name not in self._tensors:
+            raise ModelError(f"{self.where}: tensor {name} is missing")
+        return self._tensors[name]
+
+    def _in_halves(self, name: str, rows: "torch.Tensor") -> "torch.Tensor":
+        """Rows of q and k in transformers' order, whatever a row holds; others as they are."""
+        if self._names.has_adjacent_pairs and name.split(".")[-2] in ("q_proj", "k_proj"):
+            return halves_from_pairs(rows, rows.shape[0] // int(self.config["head_dim"]))
+        return rows
 
     def _transformers_name(self, name: str) -> str:
         if name in GLOBAL_NAMES:

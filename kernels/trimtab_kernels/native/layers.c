@@ -79,8 +79,17 @@ long trimtab_panel(void) { return PANEL; }
 
 INLINE long qkv_size(const Shape *s) { return (s->num_heads + 2 * s->num_kv_heads) * s->head_size; }
 
+/* The most inputs of a layer's products. */
+INLINE long widest_input(const Shape *s) {
+    long attended = s->num_heads * s->head_size, widest = attended > s->hidden_size ? attended : s->hidden_size;
+    return widest > s->intermediate_size ? widest : s->intermediate_size;
+}
+
+/* Floats; attention and the products' integers take turns in the last part. */
 INLINE long scratch_of_thread(const Shape *s) {
-    return FEW_ROWS * s->hidden_size + attention_scratch(s->num_heads / s->num_kv_heads, s->head_size);
+    long attention = attention_scratch(s->num_heads / s->num_kv_heads, s->head_size);
+    long products = integers_size(widest_input(s));
+    return FEW_ROWS * s->hidden_size + (attention > products ? attention : products);
 }
 
 static Scratch scratch_at(const Shape *s, float *base, long thread) {
@@ -162,7 +171,7 @@ static void attention_half(Team team, const Work *work, long index, long number,
     const Shape *s = work->shape;
     const Layer *layer = work->layers + index;
     const float *x = normalise_slice(team, work, layer->input_norm, slice, rows, at);
-    multiply(team, &layer->qkv, x, s->hidden_size, rows, at->qkv, qkv_size(s), 0);
+    multiply(team, &layer->qkv, x, s->hidden_size, rows, at->qkv, qkv_size(s), 0, at->of_thread);
     if (team.index == 0) work->taken[number] = 0;
     wait_for(team);
     place_heads(team, s, layer, work->step, index, slice, rows, at->qkv);
@@ -170,7 +179,7 @@ static void attention_half(Team team, const Work *work, long index, long number,
     attend(work, index, number, slice, at);
     wait_for(team);
     multiply(team, &layer->output, at->attended, s->num_heads * s->head_size, rows, target_of(work, slice),
-             s->hidden_size, work->partial == NULL);
+             s->hidden_size, work->partial == NULL, at->of_thread);
     wait_for(team);
 }
 
@@ -178,10 +187,11 @@ static void mlp_half(Team team, const Work *work, long index, long slice, long r
     const Shape *s = work->shape;
     const Layer *layer = work->layers + index;
     const float *x = normalise_slice(team, work, layer->post_norm, slice, rows, at);
-    multiply_gated(team, &layer->gate_up, x, s->hidden_size, rows, at->wide, s->intermediate_size);
+    multiply_gated(team, &layer->gate_up, x, s->hidden_size, rows, at->wide, s->intermediate_size,
+                   at->of_thread);
     wait_for(team);
     multiply(team, &layer->down, at->wide, s->intermediate_size, rows, target_of(work, slice), s->hidden_size,
-             work->partial == NULL);
+             work->partial == NULL, at->of_thread);
     wait_for(team);
 }
 
@@ -253,7 +263,7 @@ int trimtab_layers(const Shape *shape, const Layer *layers, long first, long cou
 typedef struct {
     const Matrix *matrix;
     const float *x;
-    float *y;
+    float *y, *scratch;
     long ldx, rows, ldy, threads;
     int is_gated;
 } Multiplication;
@@ -261,21 +271,27 @@ typedef struct {
 static void run_multiplication(void *data) {
     const Multiplication *m = data;
     Team team = own_team(m->threads);
+    float *scratch = m->scratch + team.index * integers_size(m->matrix->in);
     for (long slice = 0; slice < m->rows; slice += SLICE_ROWS) {
         long rows = at_most(SLICE_ROWS, m->rows - slice);
         const float *x = m->x + slice * m->ldx;
         float *y = m->y + slice * m->ldy;
         if (m->is_gated)
-            multiply_gated(team, m->matrix, x, m->ldx, rows, y, m->ldy);
+            multiply_gated(team, m->matrix, x, m->ldx, rows, y, m->ldy, scratch);
         else
-            multiply(team, m->matrix, x, m->ldx, rows, y, m->ldy, 0);
+            multiply(team, m->matrix, x, m->ldx, rows, y, m->ldy, 0, scratch);
     }
+}
+
+/* Floats of the scratch memory of a product; 0 for float32 weights. */
+long trimtab_product_scratch(const Matrix *matrix, long threads) {
+    return matrix->kind == FLOAT32 ? 0 : threads * integers_size(matrix->in);
 }
 
 /* y = x . matrix, or the gated product of it (y has half of its columns). */
 void trimtab_multiply(const Matrix *matrix, const float *x, long ldx, long rows, float *y, long ldy, int is_gated,
-                      long threads) {
-    Multiplication work = {matrix, x, y, ldx, rows, ldy, threads, is_gated};
+                      long threads, float *scratch) {
+    Multiplication work = {matrix, x, y, scratch, ldx, rows, ldy, threads, is_gated};
     run_team(run_multiplication, &work, threads);
 }
 
@@ -289,4 +305,20 @@ void trimtab_pack(const float *weight, long ldw, long out, long in, float *packe
             int is_there = p * PANEL + c < out;
             for (long i = 0; i < in; i++) to[i * PANEL] = is_there ? row[i] : 0.0f;
         }
+}
+
+/* Bytes of a panel, whatever the kind. */
+long trimtab_panel_bytes(long kind, long in) { return panel_bytes(kind, in); }
+
+/* The same of GGUF's blocks [out, in / GROUP, block_bytes]. Outputs behind the last are zeros. */
+void trimtab_pack_blocks(long kind, const uint8_t *blocks, long block_bytes, long out, long in, char *packed,
+                         long step) {
+    long groups = in / GROUP;
+    for (long p = 0; p < panels_of(out); p++) {
+        char *panel = packed + p * step * panel_bytes(kind, in);
+        memset(panel, 0, panel_bytes(kind, in));
+        for (long c = 0; c < at_most(PANEL, out - p * PANEL); c++)
+            for (long g = 0; g < groups; g++)
+                pack_group(kind, blocks + ((p * PANEL + c) * groups + g) * block_bytes, c, panel + g * group_bytes(kind));
+    }
 }

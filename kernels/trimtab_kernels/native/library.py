@@ -33,6 +33,7 @@ class MatrixView(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("out", ctypes.c_long),
         ("in_", ctypes.c_long),
+        ("kind", ctypes.c_long),
     )
 
 
@@ -99,10 +100,16 @@ def open_library(path: Path, name: str) -> NativeLibrary | Missing:
     functions.trimtab_scratch.argtypes = (pointer, long)
     functions.trimtab_scratch.restype = long
     functions.trimtab_layers.argtypes = (pointer, pointer, long, long, ctypes.c_int, pointer, pointer)
-    functions.trimtab_multiply.argtypes = (pointer, pointer, long, long, pointer, long, ctypes.c_int, long)
+    functions.trimtab_multiply.argtypes = (pointer, pointer, long, long, pointer, long, ctypes.c_int, long, pointer)
     functions.trimtab_multiply.restype = None
     functions.trimtab_pack.argtypes = (pointer, long, long, long, pointer, long)
     functions.trimtab_pack.restype = None
+    functions.trimtab_product_scratch.argtypes = (pointer, long)
+    functions.trimtab_product_scratch.restype = long
+    functions.trimtab_panel_bytes.argtypes = (long, long)
+    functions.trimtab_panel_bytes.restype = long
+    functions.trimtab_pack_blocks.argtypes = (long, pointer, long, long, long, pointer, long)
+    functions.trimtab_pack_blocks.restype = None
     runtime = _openmp_runtime()
     if runtime is not None:
         functions.trimtab_use_threads(*(ctypes.cast(getattr(runtime, f), pointer) for f in THREAD_FUNCTIONS))

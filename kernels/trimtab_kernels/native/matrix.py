@@ -1,6 +1,7 @@
 """Weights packed for the compiled products, and those products.
 
-weight  [out_features, in_features]  fp32, rows contiguous; packed once, zeros behind the last output
+weight  [out_features, in_features]  fp32, rows contiguous, or blocks of 4 or 8 bits (quantised.py); packed once, zeros
+                                     behind the last output
 bias    [out_features] or None       fp32
 x       [rows, in_features]          fp32, rows contiguous, any distance apart
 y       [rows, out_features]         or, gated, silu(first half) * second half: [rows, out_features // 2]
@@ -14,9 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from trimtab_kernels.native.library import MatrixView, NativeLibrary
+from trimtab_kernels.native.quantised import QuantisedBlocks
 
 FLOAT_BYTES = 4
 ALIGNMENT = 64  # of a cache line
+FLOAT32 = 0  # `enum kind` of quantised.h; the others are the forms' own
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +42,11 @@ class PackedMatrix:
             )
         y = x.new_empty(rows, self.view.out // 2 if self.is_gated else self.view.out)
         if rows:
+            view, threads = ctypes.addressof(self.view), self.library.num_threads
+            scratch = torch.empty(self.library.functions.trimtab_product_scratch(view, threads))
             self.library.functions.trimtab_multiply(
-                ctypes.addressof(self.view), x.data_ptr(), x.stride(0), rows, y.data_ptr(), y.stride(0), self.is_gated,
-                self.library.num_threads,
+                view, x.data_ptr(), x.stride(0), rows, y.data_ptr(), y.stride(0), self.is_gated, threads,
+                scratch.data_ptr(),
             )  # fmt: skip
         return y
 
@@ -64,7 +69,29 @@ def pack_matrix(
             packed.data_ptr() + FLOAT_BYTES * part * library.panel * size, parts,
         )  # fmt: skip
     bias = None if bias is None else bias.float().contiguous()
-    view = MatrixView(packed.data_ptr(), None if bias is None else bias.data_ptr(), out, size)
+    view = MatrixView(packed.data_ptr(), None if bias is None else bias.data_ptr(), out, size, FLOAT32)
+    return PackedMatrix(library, packed, bias, view, is_gated)
+
+
+def pack_blocks(
+    library: NativeLibrary, weight: QuantisedBlocks, bias: torch.Tensor | None = None, *, is_gated: bool = False
+) -> PackedMatrix:
+    """The same of a weight in blocks, which stay as they are but for their order. Raises ValueError likewise."""
+    out, size = weight.shape
+    parts, kind = 2 if is_gated else 1, weight.form.kind
+    if out % parts or (bias is not None and bias.shape != (out,)):
+        raise ValueError(f"pack_blocks: weight is {[out, size]} in {parts} parts, bias {bias}; they do not fit")
+    panel_bytes = library.functions.trimtab_panel_bytes(kind, size)
+    panels = -(-out // parts // library.panel)
+    packed = _aligned(parts * panels * panel_bytes // FLOAT_BYTES)
+    data = weight.data.contiguous()
+    for part in range(parts):
+        library.functions.trimtab_pack_blocks(
+            kind, data.data_ptr() + part * (out // parts) * data.stride(0), weight.form.block_bytes, out // parts,
+            size, packed.data_ptr() + part * panel_bytes, parts,
+        )  # fmt: skip
+    bias = None if bias is None else bias.float().contiguous()
+    view = MatrixView(packed.data_ptr(), None if bias is None else bias.data_ptr(), out, size, kind)
     return PackedMatrix(library, packed, bias, view, is_gated)
 
 

@@ -1,6 +1,6 @@
 /* Products with packed weights.  y[r][o] = sum_i x[r][i] * w[o][i]
  *
- * A weight [out, in] is stored as panels of PANEL outputs, so that a tile reads it as one stream:
+ * What is stored with 4 or 8 bits stays so (quantised.h). A float32 weight [out, in] is stored as panels of PANEL outputs, so that a tile reads it as one stream:
  *
  *     packed  | in 0: o0 o1 .. o31 | in 1: o0 o1 .. o31 | ... || panel 1: in 0: o32 ..      (zeros behind the last o)
  *
@@ -9,10 +9,13 @@
  */
 #pragma once
 
+#include "quantised.h"
+
 typedef struct {
-    const float *weight; /* packed */
-    const float *bias;   /* [out] or NULL */
+    const char *weight; /* packed */
+    const float *bias;  /* [out] or NULL */
     long out, in;
+    long kind; /* enum kind */
 } Matrix;
 
 #define NEAR_FLOATS 1024 /* with one tile per panel: how far ahead of its reading it fetches, 4 KiB */
@@ -112,41 +115,84 @@ INLINE void finish_panel(const float *sums, const float *bias, long count, long 
 INLINE long panels_of(long out) { return (out + PANEL - 1) / PANEL; }
 INLINE long at_most(long a, long b) { return a < b ? a : b; }
 
+INLINE const char *panel_of(const Matrix *m, long panel) { return m->weight + panel * panel_bytes(m->kind, m->in); }
+
+/* The rows of x in the form in which the matrix is multiplied: integers, made in this thread's scratch, or as they
+ * are. */
+typedef struct {
+    const float *x;
+    long ldx, rows;
+    Integers integers;
+} Rows;
+
+INLINE Rows rows_for(const Matrix *m, const float *x, long ldx, long rows, float *scratch) {
+    Rows made = {x, ldx, rows, {0}};
+    if (m->kind != FLOAT32) {
+        made.integers = integers_at(scratch, m->in);
+        integers_of(x, ldx, rows, made.integers);
+    }
+    return made;
+}
+
+INLINE void sums_of_panel(const Matrix *m, const Rows *rows, long panel, float *sums) {
+    if (m->kind == FLOAT32)
+        multiply_panel(rows->x, rows->ldx, rows->rows, (const float *)panel_of(m, panel), m->in, sums);
+    else
+        multiply_quantised_panel(m->kind, &rows->integers, rows->rows, panel_of(m, panel), sums);
+}
+
+/* How many rows are multiplied at once. */
+INLINE long rows_at_once(const Matrix *m, long rows) { return m->kind == FLOAT32 ? rows : at_most(ROWS_AT_ONCE, rows); }
+
 /* y[rows][out] = x . m, or y += x . m. This thread's panels; at most SLICE_ROWS rows. No barrier. */
-static void multiply(Team team, const Matrix *m, const float *x, long ldx, long rows, float *y, long ldy, int adds) {
+static void multiply(Team team, const Matrix *m, const float *x, long ldx, long rows, float *y, long ldy, int adds,
+                     float *scratch) {
     float sums[SLICE_ROWS * PANEL] __attribute__((aligned(64)));
-    long first, last;
+    long first, last, step = rows_at_once(m, rows);
     share_of(team, panels_of(m->out), &first, &last);
-    for (long p = first; p < last; p++) {
-        long column = p * PANEL;
-        multiply_panel(x, ldx, rows, m->weight + column * m->in, m->in, sums);
-        finish_panel(sums, m->bias ? m->bias + column : NULL, at_most(PANEL, m->out - column), rows, y + column, ldy,
-                     adds);
+    for (long r = 0; r < rows; r += step) {
+        long count = at_most(step, rows - r);
+        Rows taken = rows_for(m, x + r * ldx, ldx, count, scratch);
+        for (long p = first; p < last; p++) {
+            long column = p * PANEL;
+            sums_of_panel(m, &taken, p, sums);
+            finish_panel(sums, m->bias ? m->bias + column : NULL, at_most(PANEL, m->out - column), count,
+                         y + r * ldy + column, ldy, adds);
+        }
     }
 }
 
+/* y[count][PANEL or fewer] = silu(gates) * ups, both [count][PANEL], changed. `column`: their place in m's halves. */
+INLINE void finish_gated_panel(const Matrix *m, long column, float *gates, float *ups, long count, float *y, long ldy) {
+    long size = m->out / 2, columns = at_most(PANEL, size - column);
+    if (m->bias) {
+        for (long r = 0; r < count; r++)
+            for (long c = 0; c < columns; c++) {
+                gates[r * PANEL + c] += m->bias[column + c];
+                ups[r * PANEL + c] += m->bias[size + column + c];
+            }
+    }
+    for (long i = 0; i < count * PANEL; i += WIDTH) {
+        vec gate = load(gates + i);
+        store(gates + i, gate / (1.0f + exp_of(-gate)) * load(ups + i));
+    }
+    finish_panel(gates, NULL, columns, count, y, ldy, 0);
+}
+
 /* y[rows][out / 2] = silu(gate) * up. The panels of m take turns: gate's first, up's first, gate's second, ... */
-static void multiply_gated(Team team, const Matrix *m, const float *x, long ldx, long rows, float *y, long ldy) {
+static void multiply_gated(Team team, const Matrix *m, const float *x, long ldx, long rows, float *y, long ldy,
+                           float *scratch) {
     float gates[SLICE_ROWS * PANEL] __attribute__((aligned(64)));
     float ups[SLICE_ROWS * PANEL] __attribute__((aligned(64)));
-    long first, last, size = m->out / 2;
-    share_of(team, panels_of(size), &first, &last);
-    for (long p = first; p < last; p++) {
-        long column = p * PANEL, count = at_most(PANEL, size - column);
-        const float *panel = m->weight + 2 * column * m->in;
-        multiply_panel(x, ldx, rows, panel, m->in, gates);
-        multiply_panel(x, ldx, rows, panel + PANEL * m->in, m->in, ups);
-        if (m->bias) {
-            for (long r = 0; r < rows; r++)
-                for (long c = 0; c < count; c++) {
-                    gates[r * PANEL + c] += m->bias[column + c];
-                    ups[r * PANEL + c] += m->bias[size + column + c];
-                }
+    long first, last, step = rows_at_once(m, rows);
+    share_of(team, panels_of(m->out / 2), &first, &last);
+    for (long r = 0; r < rows; r += step) {
+        long count = at_most(step, rows - r);
+        Rows taken = rows_for(m, x + r * ldx, ldx, count, scratch);
+        for (long p = first; p < last; p++) {
+            sums_of_panel(m, &taken, 2 * p, gates);
+            sums_of_panel(m, &taken, 2 * p + 1, ups);
+            finish_gated_panel(m, p * PANEL, gates, ups, count, y + r * ldy + p * PANEL, ldy);
         }
-        for (long i = 0; i < rows * PANEL; i += WIDTH) {
-            vec gate = load(gates + i);
-            store(gates + i, gate / (1.0f + exp_of(-gate)) * load(ups + i));
-        }
-        finish_panel(gates, NULL, count, rows, y + column, ldy, 0);
     }
 }

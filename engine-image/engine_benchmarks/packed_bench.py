@@ -1,0 +1,135 @@
+"""Milliseconds per decoded token of one GGUF file: its blocks multiplied as they are, the same model in float32,
+and llama.cpp, in one run.
+
+Contenders take turns; each one's best round counts, so that other work on the machine favours nobody. With one thread
+the processor time is told too, which other work changes less. llama.cpp is another Python's cyllama, a wheel on PyPI:
+
+    python -m venv peer && peer/bin/pip install cyllama
+    python -m engine_benchmarks.packed_bench MODEL.gguf --plain FOLDER --peer peer/bin/python
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from trimtab_kernels.native.library import Missing, native_library
+
+from engine_benchmarks.parity import greedy_generator, load_runner
+
+PROMPT_TOKENS, SHORT, LONG = 16, 1, 33
+"""A round generates SHORT and LONG tokens behind the prompt: the difference is decoding."""
+ROUNDS = 5
+PEER = """
+import sys, time
+from cyllama.llama import llama_cpp as llama
+llama.llama_backend_init()
+llama.ggml_backend_load_all()
+model = llama.LlamaModel(sys.argv[1], llama.LlamaModelParams(), verbose=False)
+settings = llama.LlamaContextParams()
+settings.n_ctx = settings.n_batch = 512
+settings.n_threads = settings.n_threads_batch = int(sys.argv[2])
+prompt, tokens = [int(word) for word in sys.argv[3].split(",")], int(sys.argv[4])
+for line in sys.stdin:
+    context = llama.LlamaContext(model, settings, verbose=False)
+    context.decode(llama.llama_batch_get_one(prompt))
+    context.decode(llama.llama_batch_get_one([1], len(prompt)))
+    wall, cpu = time.perf_counter(), time.process_time()
+    for step in range(tokens):
+        context.decode(llama.llama_batch_get_one([100 + step], len(prompt) + 1 + step))
+    print("took", (time.perf_counter() - wall) / tokens, (time.process_time() - cpu) / tokens, flush=True)
+    context.close()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Of one token, in seconds."""
+
+    wall: float
+    processor: float
+
+
+Round = Callable[[], Spent]
+
+
+def trimtab(model: Path, prompt: list[int]) -> tuple[Round, int]:
+    """A round of our model runner, and the bytes that its weights take."""
+    found = native_library()
+    if isinstance(found, Missing):
+        raise typer.BadParameter(f"the operators are not compiled: {found.reason}")
+    runner = load_runner(str(model))
+    generate = greedy_generator(runner, block_size=16, batch=1)
+
+    def measured(num_tokens: int) -> Spent:
+        wall, processor = time.perf_counter(), time.process_time()
+        generate([prompt], num_tokens)
+        return Spent(time.perf_counter() - wall, time.process_time() - processor)
+
+    def run() -> Spent:
+        short, long = measured(SHORT), measured(LONG)
+        steps = LONG - SHORT
+        return Spent((long.wall - short.wall) / steps, (long.processor - short.processor) / steps)
+
+    return run, runner.facts.weights_bytes
+
+
+@contextmanager
+def llama_cpp(python: Path, file: Path, prompt: list[int], threads: int) -> Iterator[Round]:
+    """A round of llama.cpp, in a process of its own that waits meanwhile."""
+    words = [str(python), "-c", PEER, str(file), str(threads), ",".join(map(str, prompt)), str(LONG - SHORT)]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as peer:
+        asked, told = peer.stdin, peer.stdout
+        assert asked is not None
+        assert told is not None
+
+        def run() -> Spent:
+            print("go", file=asked, flush=True)
+            for line in told:
+                if line.startswith("took "):
+                    wall, processor = line.split()[1:]
+                    return Spent(float(wall), float(processor))
+            raise RuntimeError(f"llama.cpp ended with {peer.wait()}")
+
+        yield run
+        asked.close()
+
+
+def main(
+    file: Annotated[Path, typer.Argument(help="a .gguf file")],
+    plain: Annotated[Path, typer.Option(help="the same model as safetensors, computed in float32")],
+    threads: int = 1,
+    peer: Annotated[Path | None, typer.Option(help="a Python that has cyllama")] = None,
+    rounds: int = ROUNDS,
+) -> None:
+    """Prints JSON."""
+    torch.set_num_threads(threads)
+    prompt = [(7 * i) % 4000 + 5 for i in range(PROMPT_TOKENS)]
+    with ExitStack() as stack:
+        contenders: dict[str, Round] = {}
+        sizes: dict[str, int] = {}
+        for name, model in (("packed", file), ("float32", plain)):
+            contenders[name], sizes[name] = trimtab(model, prompt)
+        if peer is not None:
+            contenders["llama.cpp"] = stack.enter_context(llama_cpp(peer, file, prompt, threads))
+        spent: dict[str, list[Spent]] = {name: [] for name in contenders}
+        for _ in range(rounds):
+            for name, run in contenders.items():
+                spent[name].append(run())
+    best = {name: Spent(min(s.wall for s in all_), min(s.processor for s in all_)) for name, all_ in spent.items()}
+    told = {name: {key: round(1e3 * value, 3) for key, value in asdict(of).items()} for name, of in best.items()}
+    json.dump({"threads": threads, "ms_per_token": told, "weights_bytes": sizes}, sys.stdout, indent=2)
+    print()
+
+
+if __name__ == "__main__":
+    typer.run(main)

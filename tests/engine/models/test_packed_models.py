@@ -1,0 +1,171 @@
+"""GGUF files whose blocks of 4 and 8 bits are multiplied as they are: what their restored weights compute, smaller."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import engine_builders
+import gguf
+import numpy
+import pytest
+import torch
+from safetensors.torch import save_file
+from trimtab_engine.config.quantization import Quantization
+from trimtab_engine.layers.linear import library_for
+from trimtab_engine.layers.vocabulary import LmHead, VocabularyEmbedding
+from trimtab_engine.messages import AddRequest
+from trimtab_engine.models.checkpoint import expected_shapes, expected_tensors
+from trimtab_engine.models.loading import Loader, packed_source
+from trimtab_engine.models.registry import open_model, parse_model_config
+from trimtab_engine.runner.model_runner import bytes_to_hold
+from trimtab_engine.scheduling.sampling import Sampling
+from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, LAYER_NAMES, PACKED_TYPES, GgufSource
+from trimtab_kernels.native.quantised import FORMS, QuantisedBlocks
+
+CPU = torch.device("cpu")
+HIDDEN, WIDE, VOCABULARY, HEAD = 64, 96, 97, 16
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": HEAD,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+QKV = {"q_proj": (0, 64), "k_proj": (0, 32), "v_proj": (0, 32)}
+ATTENTION = "model.layers.0.self_attn."
+pytestmark = pytest.mark.skipif(library_for(torch.float32, CPU) is None, reason="the operators are not compiled here")
+
+
+def a_gguf(file: Path, kind_of: Callable[[str], str]) -> GgufSource:
+    """A random model whose matrices have the types that `kind_of` says of their names."""
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(2)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(WIDE)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(HEAD)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_eos_token_id(7)
+    ours = {theirs: name for name, theirs in (GLOBAL_NAMES | LAYER_NAMES).items()}
+    generator = torch.Generator().manual_seed(3)
+    for name, shape in expected_shapes(parse_model_config(CONFIG, {}, "config.json")).items():
+        layer, _, rest = name.removeprefix("model.layers.").partition(".")
+        short = f"blk.{layer}.{ours[rest.removesuffix('.weight')]}.weight" if layer.isdigit() else ours[name]
+        if len(shape) == 1:
+            writer.add_tensor(short, numpy.ones(shape, dtype=numpy.float32))
+            continue
+        kind = gguf.GGMLQuantizationType[kind_of(name)]
+        numbers = torch.randn(shape, generator=generator).numpy() * 0.2
+        writer.add_tensor(short, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    source = open_model(str(file))
+    assert isinstance(source, GgufSource)
+    return source
+
+
+def restored(source: GgufSource, folder: Path) -> Path:
+    """A checkpoint with the numbers that the blocks stand for."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    save_file({name: source.tensor(name).contiguous() for name in source.shapes()}, folder / "model.safetensors")
+    return folder
+
+
+def a_loader(source: GgufSource) -> Loader:
+    return Loader(source, torch.float32, CPU, lambda count: None)
+
+
+def logprobs(model: Path) -> torch.Tensor:
+    """Of one prompt's own tokens, in chunks, and of the tokens behind it."""
+    engine = engine_builders.an_engine(
+        model, load_format="auto", num_gpu_blocks_override=40, max_model_len=128, max_num_batched_tokens=24
+    )
+    params = Sampling(max_tokens=6, temperature=0.0, prompt_logprobs=0, logprobs=1, ignore_eos=True)
+    engine.add(AddRequest("r", [(5 * i) % VOCABULARY for i in range(50)], params, arrival_time=0.0))
+    found: list[float] = []
+    while engine.has_work:
+        for output in engine.step().outputs:
+            found += [score.logprobs[0] for score in output.prompt_logprobs or () if score is not None]
+            found += [score.logprobs[0] for score in output.logprobs or () if score is not None]
+    return torch.tensor(found)
+
+
+def test_what_is_packed_is_what_the_kernels_multiply() -> None:
+    assert set(PACKED_TYPES) == set(FORMS)
+
+
+@pytest.mark.parametrize("name", PACKED_TYPES)
+def test_a_packed_model_computes_what_its_restored_weights_compute(tmp_path: Path, name: str) -> None:
+    source = a_gguf(tmp_path / "model.gguf", lambda tensor: name)
+    packed = logprobs(tmp_path / "model.gguf")
+    torch.testing.assert_close(packed, logprobs(restored(source, tmp_path / "restored")), atol=2e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", PACKED_TYPES)
+def test_ranks_parts_are_parts_of_the_whole(tmp_path: Path, name: str) -> None:
+    load = a_loader(a_gguf(tmp_path / "model.gguf", lambda tensor: name))
+    x = torch.randn(3, HIDDEN)
+    whole = load.joined(ATTENTION, {"q_proj": (0, 64)})(x)
+    parts = [load.joined(ATTENTION, {"q_proj": rows})(x) for rows in ((0, 32), (32, 64))]
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+    x = torch.randn(3, WIDE)
+    down = "model.layers.1.mlp.down_proj"
+    summed = load.part_of_sum(down, (0, 32))(x[:, :32]) + load.part_of_sum(down, (32, WIDE))(x[:, 32:])
+    torch.testing.assert_close(summed, load.part_of_sum(down, (0, WIDE))(x), atol=1e-4, rtol=1e-4)
+
+
+def test_columns_that_cut_a_block_are_multiplied_restored(tmp_path: Path) -> None:
+    source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q4_0")
+    down = "model.layers.0.mlp.down_proj"
+    assert source.blocks(f"{down}.weight", columns=(0, 48)) is None
+    x = torch.randn(2, 48)
+    expected = x @ source.tensor(f"{down}.weight", columns=(48, WIDE)).t()
+    torch.testing.assert_close(a_loader(source).part_of_sum(down, (48, WIDE))(x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_of_two_types_are_multiplied_together_restored(tmp_path: Path) -> None:
+    source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q8_0" if "v_proj" in tensor else "Q4_0")
+    x = torch.randn(2, HIDDEN)
+    expected = x @ torch.cat([source.tensor(f"{ATTENTION}{name}.weight") for name in QKV]).t()
+    torch.testing.assert_close(a_loader(source).joined(ATTENTION, QKV)(x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_vocabulary_is_looked_up_and_multiplied_as_it_is_stored(tmp_path: Path) -> None:
+    source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q8_0")
+    load, name = a_loader(source), "model.embed_tokens.weight"
+    table, ids = load.vocabulary(name, rows=None), torch.tensor([3, 96, 3, 0])
+    assert isinstance(table, QuantisedBlocks)
+    assert torch.equal(VocabularyEmbedding(table, 0, None)(ids), source.tensor(name)[ids])
+    x = torch.randn(2, HIDDEN)
+    logits = LmHead(table, VOCABULARY, None)(x)
+    assert logits is not None
+    torch.testing.assert_close(logits, x @ source.tensor(name).t(), atol=1e-3, rtol=1e-4)
+
+
+def test_the_bytes_before_loading_are_those_that_are_stored(tmp_path: Path) -> None:
+    source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q4_0" if "proj" in tensor else "F32")
+    tensors = expected_tensors(parse_model_config(source.config, {}, "model.gguf"))
+    projections = sum(tensor.num_elements for name, tensor in tensors.items() if "proj" in name)
+    others = sum(tensor.num_elements for name, tensor in tensors.items() if "proj" not in name)
+    held = bytes_to_hold(source, tensors, None, torch.float32, CPU)
+    assert held == projections * 18 // 32 + 4 * others
+    assert bytes_to_hold(source, tensors, None, torch.bfloat16, CPU) == 2 * (projections + others)
+
+
+def test_what_was_asked_for_or_computes_otherwise_is_not_packed(tmp_path: Path) -> None:
+    source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q4_0")
+    assert packed_source(source, torch.float32, CPU, None) is source
+    assert packed_source(source, torch.bfloat16, CPU, None) is None
+    assert packed_source(source, torch.float32, CPU, Quantization(is_stored=False)) is None
