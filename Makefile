@@ -30,6 +30,9 @@ CHART_CRD := charts/trimtab/files/crds/trimtab.dev_inferencedeployments.yaml
 .DEFAULT_GOAL := help
 .PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu bench-gpu-wheels test-gpu tune-gpu aot clients lives soak crds schema-current clean
 
+.DEFAULT:
+	@echo "there is no target '$@'; make help lists what there is" >&2; exit 2
+
 help: ## this list
 	@echo "Trimtab: make TARGET"
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18

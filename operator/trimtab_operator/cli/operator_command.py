@@ -23,7 +23,7 @@ from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered, worker_stateful_set
 from trimtab_operator.cli import prometheus_flags
 from trimtab_operator.cli.model_argument import facts_of
-from trimtab_operator.cli.shared import EXIT_REFUSED, given_gpu, refuse, version_of
+from trimtab_operator.cli.shared import EXIT_REFUSED, HELP, given_gpu, refuse, version_of
 from trimtab_operator.decisions.admission import refusals_of, warnings_of
 from trimtab_operator.decisions.tuning import standing_replicas
 from trimtab_operator.errors import InvalidSpec, MisconfiguredOperator, TrimtabError
@@ -46,7 +46,7 @@ ABOUT = (
     "`validate` and `render` show, without a cluster, what the operator would say and do."
 )
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=ABOUT)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=ABOUT, context_settings=HELP)
 
 
 AllowPower = Annotated[

@@ -12,6 +12,8 @@ import typer
 
 from trimtab_operator.layout.gpus import Gpu, gpu_named
 
+HELP = {"help_option_names": ["-h", "--help"]}
+"""For click: who types -h before anything else is helped too."""
 EXIT_REFUSED = 2  # the input cannot be read, or asks for what cannot be
 
 

@@ -20,7 +20,7 @@ from trimtab_operator.cli import engine_commands, replay_command
 from trimtab_operator.cli.model_argument import facts_of
 from trimtab_operator.cli.operator_command import render, validate
 from trimtab_operator.cli.plan_report import Planned, heading, legend, reasons, refused_table, rows_table, to_json
-from trimtab_operator.cli.shared import given_gpu, refuse, version_of
+from trimtab_operator.cli.shared import HELP, given_gpu, refuse, version_of
 from trimtab_operator.cli.simulate_command import simulate
 from trimtab_operator.cli.why_command import why
 from trimtab_operator.layout.check import longer_than_positions, no_such_arithmetic
@@ -50,7 +50,9 @@ trimtab why NAME -n NAMESPACE
 
 trimtab replay --prometheus http://localhost:9090 --from 2h -f deployment.yaml"""
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=ABOUT, epilog=EXAMPLES)
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, help=ABOUT, epilog=EXAMPLES, context_settings=HELP
+)
 for engine_command in (
     engine_commands.serve,
     engine_commands.bench,

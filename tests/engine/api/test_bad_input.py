@@ -149,6 +149,7 @@ def test_a_wrong_completion_request_is_400_and_names_what_is_wrong(
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
         ({"messages": [{"role": "user", "content": "a" * 300}]}, "300"),
         ({"messages": USER * 5000}, "messages"),
+        ({"response_format": {"type": "json_schema"}}, "type json_schema needs the field json_schema"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
@@ -296,3 +297,58 @@ def test_a_route_that_is_not_built_is_refused_by_its_name(server: Any, path: str
     response = server.http.post(path, json={"model": "stub", "input": "a"})
     assert response.status_code == 404
     assert error_of(response)["message"].startswith(f"{path} is not built; ")
+
+
+TEXT = {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "said"),
+    [
+        ({"content": [TEXT, {"type": "text", "txt": "a"}]}, "messages.0.content.1.text", "Field required"),
+        ({"content": [{"type": "text", "text": 5}]}, "messages.0.content.0.text", "should be a valid string"),
+        ({"content": [{"type": "image_url", "image_url": "x"}]}, "messages.0.content.0.image_url", "a JSON object"),
+        ({"content": [{"type": "txt", "text": "a"}]}, "messages.0.content.0.type", "send text, image_url, video_url"),
+        ({"content": [{"text": "a"}]}, "messages.0.content.0.type", 'such as {"type": "text", "text": "Hi"}'),
+        ({"content": ["a"]}, "messages.0.content.0", 'such as {"type": "text", "text": "Hi"}'),
+        ({"contents": "a"}, "messages.0.contents", "did you mean content?"),
+        ({"rol": "user", "content": "a"}, "messages.0.rol", "did you mean role?"),
+        ({"content": "a", "prompt": "b"}, "messages.0.prompt", "unrecognized request argument: messages.0.prompt"),
+    ],
+)
+def test_what_is_wrong_in_a_message_is_named_by_the_path_that_the_client_wrote(
+    server: Any, message: dict[str, Any], param: str, said: str
+) -> None:
+    role: dict[str, Any] = {} if "rol" in message else {"role": "user"}
+    error = error_of(server.http.post(CHAT, json={"model": "stub", "messages": [role | message]}))
+    assert error["param"] == param
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("sent_as", "content", "said"),
+    [
+        ("application/x-www-form-urlencoded", b'{"prompt": "a"}', "; it came as application/x-www-form-urlencoded"),
+        ("application/json", b"", "; it is empty"),
+        ("application/json", b"[]", "sent with Content-Type: application/json"),
+    ],
+)
+def test_a_body_that_is_no_object_is_told_how_it_came(server: Any, sent_as: str, content: bytes, said: str) -> None:
+    refused = server.http.post(COMPLETIONS, content=content, headers={"Content-Type": sent_as})
+    assert error_of(refused)["message"].endswith(said)
+
+
+def test_who_speaks_tls_to_the_plain_port_is_in_the_log(server: Any) -> None:
+    """The client can say only that the answer is no TLS: curl has `wrong version number`."""
+    with contextlib.closing(socket.create_connection(("127.0.0.1", server.port), timeout=30)) as connection:
+        connection.sendall(bytes.fromhex("16030100c8010000c40303") + bytes(194))
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert b"plain HTTP: write http:// for https://" in answer
+    assert f"speaks TLS to port {server.port}, which has plain HTTP" in server.log.read_text()
+    assert server.http.get("/health").status_code == 200
+
+
+def test_the_description_of_the_api_warns_of_nothing_in_the_log(server: Any) -> None:
+    described = server.http.get("/openapi.json").json()["paths"]
+    assert {"get", "post"} <= set(described["/ping"])
+    assert "Duplicate Operation ID" not in server.log.read_text()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trimtab_operator.cli.operator_command import app as operator_app
 from trimtab_operator.cli.trimtab_command import app
 from trimtab_operator.layout.config_facts import facts_of_config
 from typer.testing import CliRunner, Result
@@ -26,6 +27,21 @@ def plan(*arguments: str, stdin: str | None = None) -> Result:
 def no_width_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who starts the tests may have set one, as pytest-xdist's processes have."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.mark.parametrize("words", [[], ["plan"], ["simulate"], ["replay"], ["validate"], ["render"], ["why"]])
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_every_command_helps_whoever_types_either_flag(words: list[str], flag: str) -> None:
+    result = CliRunner().invoke(app, [*words, flag])
+    assert result.exit_code == 0
+    assert " ".join(["Usage:", "root", *words, "[OPTIONS]"]) in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("words", [[], ["run"], ["validate"], ["render"]])
+def test_the_operators_program_helps_likewise(words: list[str]) -> None:
+    result = CliRunner().invoke(operator_app, [*words, "-h"])
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
 
 
 @pytest.fixture

@@ -13,6 +13,9 @@ from trimtab_engine.api.http.wrong_path import OtherPort, why_no_method, why_no_
 from trimtab_engine.errors import EngineDead
 
 TYPE_NAME = re.compile(r"^(str|int|float|bool|none|dict|list)$|[\[\]()-]")
+NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
+"""Pydantic's types of errors where an object was expected and something else came."""
+JSON = "application/json"
 CLIENT_CLOSED = 499  # nginx's number for it; nobody reads the answer
 MAX_ECHO_CHARACTERS = 200  # of a client's own input in an error message
 
@@ -80,27 +83,34 @@ def add_error_handlers(app: FastAPI, other: OtherPort, respond: Respond = ApiErr
     app.add_exception_handler(Exception, _on_internal_error)
 
 
-async def _on_validation_error(_: Request, error: Exception) -> Response:
+async def _on_validation_error(request: Request, error: Exception) -> Response:
     """Pydantic's findings as one sentence that names the first field."""
     assert isinstance(error, RequestValidationError)
-    return validation_error(error.errors(), error.body).response()
+    sent_as = request.headers.get("content-type", JSON)
+    return validation_error(error.errors(), error.body, sent_as).response()
 
 
-def validation_error(findings: Any, body: Any = None) -> ApiError:
-    """The first of pydantic's findings as a 400. `body` is the text that was to be JSON, where it was none."""
+def validation_error(findings: Any, body: Any = None, sent_as: str = JSON) -> ApiError:
+    """The first of pydantic's findings as a 400. `body` is what came, the text where it is no JSON; `sent_as` is its
+    Content-Type."""
     first = findings[0]
     field, message = _field_and_message(findings)
     if first["type"] == "json_invalid":
         reason = str(first.get("ctx", {}).get("error", message))
         return invalid(f"the body is not valid JSON: {reason}{_where(first['loc'], body)}")
-    if first["loc"] in (("body",), ()) and first["type"] in ("missing", "model_attributes_type", "model_type"):
-        return invalid("the body must be a JSON object, sent with Content-Type: application/json")
+    if first["loc"] in (("body",), ()) and first["type"] in ("missing", *NO_OBJECT):
+        came = "" if JSON in sent_as.lower() else f"; it came as {shorten(sent_as)}"
+        return invalid(f"the body must be a JSON object, sent with Content-Type: {JSON}{came or _emptiness(body)}")
     if first["type"] == "extra_forbidden":
         return invalid(f"unrecognized request argument: {shorten(field or '')}", shorten(field or ""))
     wrong = first.get("ctx", {}).get("error")
     if isinstance(wrong, WrongField):
         return invalid(message, shorten(".".join(filter(None, (field, wrong.field)))))
     return invalid(f"{shorten(field)}: {message}" if field else message, shorten(field) if field else None)
+
+
+def _emptiness(body: Any) -> str:
+    return "; it is empty" if body is None or body == b"" else ""
 
 
 def _where(loc: tuple[str | int, ...], body: Any) -> str:
@@ -119,8 +129,15 @@ def _field_and_message(findings: Any) -> tuple[str | None, str]:
     same = [(place, finding) for place, finding in zip(places, findings, strict=True) if place[:1] == root]
     depth = max(len(place) for place, _ in same)
     deepest = next(place for place, _ in same if len(place) == depth)
-    messages = [str(finding["msg"]).removeprefix("Value error, ") for place, finding in same if place == deepest]
+    messages = [_message(finding) for place, finding in same if place == deepest]
     return ".".join(deepest) or None, "; or: ".join(dict.fromkeys(messages))
+
+
+def _message(finding: Any) -> str:
+    """Pydantic's own words, except where they speak of Python."""
+    if finding["type"] in NO_OBJECT:
+        return "Input should be a JSON object"
+    return str(finding["msg"]).removeprefix("Value error, ")
 
 
 def _place(loc: tuple[str | int, ...]) -> tuple[str, ...]:

@@ -1,12 +1,19 @@
 """uvicorn's fast HTTP/1.1 parser, with a bound on the size of a request's head, which httptools itself lacks."""
 
+import logging
+
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers; uvicorn's other parser has the same bound
+TLS_HANDSHAKE = b"\x16\x03"  # how TLS begins; no HTTP method does
+NO_TLS = "This port speaks plain HTTP: write http:// for https://."
+
+logger = logging.getLogger("trimtab_engine.api")
 
 
 class BoundedHeadProtocol(HttpToolsProtocol):
-    """Closes a connection whose request line and headers never end, with 400."""
+    """Closes a connection whose request line and headers never end, with 400; and one that speaks TLS, which is told in
+    the log, for such a client can read no answer."""
 
     _num_head_bytes = 0
     """Bytes that came without completing a head or belonging to a body."""
@@ -16,6 +23,13 @@ class BoundedHeadProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._completed = False
+        if not self._reads_body and self._num_head_bytes == 0 and data.startswith(TLS_HANDSHAKE):
+            host = self.client[0] if self.client else "a client"
+            logger.warning(
+                "%s speaks TLS to port %s, which has plain HTTP: write http:// for https://", host, self._port
+            )
+            self.send_400_response(NO_TLS)
+            return
         super().data_received(data)
         if self._reads_body or self._completed:
             self._num_head_bytes = 0
@@ -23,6 +37,10 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         self._num_head_bytes += len(data)
         if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The request's headers are larger than {MAX_HEAD_BYTES} bytes.")
+
+    @property
+    def _port(self) -> int | None:
+        return self.server[1] if self.server else None
 
     def on_headers_complete(self) -> None:
         self._reads_body = self._completed = True

@@ -36,10 +36,12 @@ ADMIN_PORT = OtherPort(
 
 
 def why_no_path(path: str, paths: Iterable[str], other: OtherPort) -> str:
-    """`paths` are those of this port."""
+    """`paths` are those of this port. Who asks for the beginning of some, such as /, is told all of these."""
     if other.has(path):
         return f"{path} is on the server's {other.name}, that of its {other.flag}, and not on this one"
     known = [each for each in paths if "{" not in each]
+    if below := [each for each in known if each.startswith(f"{path.rstrip('/')}/")]:
+        return f"there is no {path} here; there are {', '.join(below)}"
     meant = [f"/v1{path}"] if f"/v1{path}" in known else difflib.get_close_matches(path, known, n=1, cutoff=0.75)
     return f"there is no {path} here" + (f"; did you mean {meant[0]}?" if meant else "")
 

@@ -85,7 +85,7 @@ class ResponseFormat(_Strict):
     @model_validator(mode="after")
     def _check_together(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to type json_schema, and that needs it")
+            raise ValueError("type json_schema needs the field json_schema, and no other type has it")
         return self
 
     def constraint(self) -> Constraint | None:

@@ -6,10 +6,10 @@ is accepted and then ignored. Only fields that by OpenAI's definition have no ef
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from trimtab_engine.api.http.errors import WrongField
 from trimtab_engine.api.http.request_identity import REQUEST_ID
@@ -104,6 +104,11 @@ def _meant(unknown: Any, known: set[str]) -> str | None:
         return None
     if unknown in ONLY_AT:
         return f"it belongs to {ONLY_AT[unknown]}"
+    return _misspelt(unknown, known)
+
+
+def _misspelt(unknown: str, known: Iterable[str]) -> str | None:
+    """Which of the known names is nearly this one, as a question."""
     close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.75)
     return f"did you mean {close[0]}?" if close else None
 
@@ -289,9 +294,20 @@ class VideoPart(BaseModel):
     video_url: VideoUrl
 
 
-ContentPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+def _part_tag(part: Any) -> str:
+    """The kind of a part, in brackets as errors.py knows names that are no fields of the client's."""
+    return f"[{part['type'] if isinstance(part, dict) else part.type}]"
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("[text]")]
+    | Annotated[ImagePart, Tag("[image_url]")]
+    | Annotated[VideoPart, Tag("[video_url]")],
+    Discriminator(_part_tag),
+]
 PART_TYPES = ("text", "image_url", "video_url")
 MAX_PARTS = 4096  # of one message
+A_PART = '{"type": "text", "text": "Hi"}'
 
 
 WITHOUT_TEXT = ("audio", "function_call", "refusal", "tool_calls", "tool_call_id", "annotations")
@@ -322,10 +338,17 @@ class ChatMessage(BaseModel):
         for name in WITHOUT_TEXT:
             if data.get(name) and name not in cls.model_fields:
                 raise ValueError(f"{name} in a message is not supported yet; leave it out")
-        for part in data["content"] if isinstance(data.get("content"), list) else ():
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind not in PART_TYPES:
-                raise ValueError(f"content of type {kind[:50]} is not supported yet; send {', '.join(PART_TYPES)}")
+        for name in [name for name in data if name not in cls.model_fields and name not in WITHOUT_TEXT]:
+            if len(name) <= MAX_FIELD_CHARACTERS and (meant := _misspelt(name, cls.model_fields)):
+                raise WrongField(name, f"unrecognized field of a message: {name}; {meant}")
+        for place, part in enumerate(data["content"] if isinstance(data.get("content"), list) else ()):
+            if not isinstance(part, dict):
+                raise WrongField(f"content.{place}", f"a part of content is an object, such as {A_PART}")
+            if not isinstance(kind := part.get("type"), str):
+                raise WrongField(f"content.{place}.type", f"a part of content has a type, such as {A_PART}")
+            if kind not in PART_TYPES:
+                wrong = f"content of type {kind[:50]} is not supported; send {', '.join(PART_TYPES)}"
+                raise WrongField(f"content.{place}.type", wrong)
         return {key: value for key, value in data.items() if key not in WITHOUT_TEXT or value}
 
     @model_validator(mode="after")

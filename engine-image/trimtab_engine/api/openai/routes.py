@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from trimtab_engine.api.http.look import look
 from trimtab_engine.api.openai.prepared import prepared_chat, prepared_completion
 from trimtab_engine.api.openai.protocol import ChatRequest, CompletionRequest
 from trimtab_engine.api.openai.respond import answer
@@ -28,11 +29,11 @@ def openai_router(state: ServerState) -> APIRouter:
             asked = await prepared_chat(state, serving, body, request)
             return await answer(state, request, body, asked.form, asked.plan, until)
 
-    @router.get("/v1/models")
+    @look(router, "/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(state, name) for name in state.options.served_model_names]}
 
-    @router.get("/v1/models/{name:path}")
+    @look(router, "/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         return _model(state, state.check_model(name))
 

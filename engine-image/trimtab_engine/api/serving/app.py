@@ -11,6 +11,7 @@ from trimtab_engine.api.http.body_limit import BodyLimit
 from trimtab_engine.api.http.closing import CloseWhileEnding, CountArrivals
 from trimtab_engine.api.http.errors import add_error_handlers
 from trimtab_engine.api.http.loading_gate import LoadingGate
+from trimtab_engine.api.http.look import look
 from trimtab_engine.api.http.request_identity import ApiKeyGuard, RequestIds
 from trimtab_engine.api.http.wrong_path import ADMIN_PORT
 from trimtab_engine.api.openai.not_built_routes import not_built_router
@@ -22,7 +23,6 @@ from trimtab_engine.api.openai.tokenize_routes import tokenize_router
 
 PROBES = frozenset({"/livez", "/readyz", "/startupz", "/health", "/ping"})
 METRICS = frozenset({"/metrics", "/load"})
-LOOK = ["GET", "HEAD"]  # load balancers, and aiperf before it measures, look with HEAD
 
 
 def build_app(state: ServerState) -> FastAPI:
@@ -57,42 +57,43 @@ def _open_paths(options: ServerOptions) -> frozenset[str]:
 def _probes(state: ServerState) -> APIRouter:
     router = APIRouter()
 
-    @router.api_route("/livez", methods=LOOK)
+    @look(router, "/livez")
     async def livez() -> Response:
         silence = state.core.silence
         if state.core.is_alive and not (silence is not None and silence.is_long):
             return PlainTextResponse("ok")
         return JSONResponse({"reason": state.not_ready_reason}, 503)
 
-    @router.api_route("/readyz", methods=LOOK)
+    @look(router, "/readyz")
     async def readyz() -> Response:
         reason = state.not_ready_reason
         return PlainTextResponse("ok") if reason is None else JSONResponse({"reason": reason}, 503)
 
-    @router.api_route("/startupz", methods=LOOK)
+    @look(router, "/startupz")
     async def startupz() -> Response:
         progress = state.core.progress
         ready = state.serving is not None and state.core.is_alive
         body = {"stage": progress.stage, "percent": round(progress.percent, 1)}
         return JSONResponse(body, 200 if ready else 503)
 
-    @router.api_route("/health", methods=LOOK)
+    @look(router, "/health")
     async def health() -> Response:
         return Response(status_code=200 if state.not_ready_reason is None else 503)
 
-    @router.api_route("/version", methods=LOOK)
+    @look(router, "/version")
     async def show_version() -> dict[str, Any]:
         return {"version": version("trimtab")}
 
-    @router.api_route("/metrics", methods=LOOK)
+    @look(router, "/metrics")
     async def metrics() -> Response:
         return Response(await state.exporter.exposition(), media_type=CONTENT_TYPE_LATEST)
 
-    @router.api_route("/load", methods=LOOK)
+    @look(router, "/load")
     async def load() -> dict[str, int]:
         return {"server_load": await state.exporter.server_load(state.num_http_requests)}
 
-    @router.api_route("/ping", methods=[*LOOK, "POST"])
+    @look(router, "/ping")
+    @router.post("/ping")
     async def ping() -> Response:
         return Response(status_code=200 if state.not_ready_reason is None else 503)
 

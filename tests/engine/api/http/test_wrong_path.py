@@ -15,7 +15,13 @@ PUBLIC_PATHS = ["/v1/chat/completions", "/v1/models", "/v1/models/{name:path}", 
         ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),  # a base URL that ends in /v1 twice
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
         ("/sleepy", "there is no /sleepy here"),
-        ("/", "there is no / here"),
+        (
+            "/",
+            "there is no / here; there are /v1/chat/completions, /v1/models, /health, /tokenize",
+        ),
+        ("/v1", "there is no /v1 here; there are /v1/chat/completions, /v1/models"),
+        ("/v1/", "there is no /v1/ here; there are /v1/chat/completions, /v1/models"),
+        ("/v1/models/", "there is no /v1/models/ here; did you mean /v1/models?"),
     ],
 )
 def test_a_path_of_the_other_port_or_spelt_otherwise_is_named(path: str, said: str) -> None:

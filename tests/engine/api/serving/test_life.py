@@ -362,7 +362,7 @@ def test_a_paused_engine_is_not_ready_and_takes_requests_only_to_keep_them(
     assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == status
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/health", "/livez", "/readyz", "/startupz", "/ping"])
+@pytest.mark.parametrize("path", ["/metrics", "/health", "/livez", "/readyz", "/startupz", "/ping", "/v1/models"])
 def test_probes_and_metrics_can_be_looked_for_without_their_body(server: Any, path: str) -> None:
     answer = server.http.head(path)
     assert (answer.status_code, answer.content) == (200, b"")
