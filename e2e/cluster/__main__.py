@@ -1,18 +1,19 @@
-"""`python3 e2e/cluster …`: makes this folder a package, whatever the working directory, and hands over to cli.py."""
+"""`python3 e2e/cluster ...`: makes this folder a package, whatever the working directory, and hands over to cli.py.
 
-from __future__ import annotations
+Pythons that are too old read this file too, down to 2.7: it is written in what they know, so that they can say so.
+"""
 
 import sys
-from pathlib import Path
 
 OLDEST = (3, 11)
 
 if __name__ == "__main__":
     if sys.version_info < OLDEST:
-        sys.exit(
-            f"error: Trimtab needs Python 3.11 or later, and this is {sys.version_info[0]}.{sys.version_info[1]}; "
-            "name another: make PYTHON=python3.12 …"
-        )
+        this = ".".join(str(number) for number in sys.version_info[:2])
+        wanted = "Trimtab needs Python 3.11 or later"
+        sys.exit("error: " + wanted + ", and this is " + this + "; name another: make PYTHON=python3.12 ...")
+    from pathlib import Path
+
     # Python puts this very folder first on the path when it runs a folder; the package lies one above.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     from cluster.cli import main

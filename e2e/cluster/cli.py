@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import shlex
@@ -30,6 +31,8 @@ from .kind_cluster import Cluster
 from .progress import say, stage
 from .root import cache_root
 
+NO_PLACE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
+"""Errors of a folder in which nothing, or nothing more, can be written."""
 SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 
 DESCRIPTION = """\
@@ -276,6 +279,12 @@ def main(words: Sequence[str]) -> int:
         return 2
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in NO_PLACE or error.filename is None:
+            raise
+        remedy = "free some room there, or set TRIMTAB_CACHE to a folder that can be written"
+        print(f"error: {error.filename}: {error.strerror}; {remedy}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(

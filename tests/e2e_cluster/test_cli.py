@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import errno
+import os
+from pathlib import Path
+
 import pytest
 from cluster.cli import main
 from cluster.errors import UsageError
 from cluster.journey import duration
 from cluster.progress import as_list
 from cluster.target import uses_current
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -19,6 +26,28 @@ def test_wrong_use_is_one_line_and_exit_code_2(words: list[str], capsys: pytest.
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
+
+
+def test_an_old_python_can_read_the_file_that_refuses_it() -> None:
+    """Some distributions' python3 is 3.6, which knows no annotations of the future, and python may be 2.7."""
+    source = (ROOT / "e2e/cluster/__main__.py").read_bytes()
+    tree = ast.parse(source.decode("ascii"))  # 2.7 reads nothing else without being told
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.AnnAssign | ast.NamedExpr)]
+    first = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert [ast.unparse(node) for node in first] == ["import sys"]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_cache_that_cannot_be_written_is_one_line(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "/a/cache/locks")
+
+    monkeypatch.setattr("cluster.set_up.ensure", fails)
+    assert main(["set-up", "python"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith(f"error: /a/cache/locks: {os.strerror(number)}; free some room there, or set TRIMTAB_")
 
 
 @pytest.mark.parametrize("command", ["up", "down", "status", "kubeconfig", "env", "load"])

@@ -12,6 +12,7 @@ import numpy as np
 
 from trimtab_engine import LLM, SamplingParams
 from trimtab_engine.bench.inputs import check_inputs, check_target
+from trimtab_engine.bench.outputs import write_file
 from trimtab_engine.bench.serving.samples import Words
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.flags.engine import engine_config
@@ -63,7 +64,7 @@ def run_latency(arguments: argparse.Namespace) -> int:
         result = summarize(latencies)
         print(text(result))
         if arguments.output_json:
-            Path(arguments.output_json).write_text(json.dumps(result, indent=4) + "\n")
+            write_file(Path(arguments.output_json), (json.dumps(result, indent=4) + "\n").encode())
     return EXIT_INTERRUPTED if interrupted else 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from trimtab_engine import LLM, SamplingParams
 from trimtab_engine.bench.inputs import check_inputs, check_target
 from trimtab_engine.bench.latency_bench import check_profile, profile
+from trimtab_engine.bench.outputs import write_file
 from trimtab_engine.bench.serving.samples import Sample
 from trimtab_engine.bench.serving.workload import dataset_samples
 from trimtab_engine.errors import ConfigError
@@ -38,7 +39,7 @@ def run_throughput(arguments: argparse.Namespace) -> int:
     result = summarize(outputs, elapsed)
     print(text(result))
     if arguments.output_json:
-        Path(arguments.output_json).write_text(json.dumps(result, indent=4) + "\n")
+        write_file(Path(arguments.output_json), (json.dumps(result, indent=4) + "\n").encode())
     return 0
 
 

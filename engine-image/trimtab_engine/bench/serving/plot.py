@@ -1,5 +1,6 @@
 """TTFT and ITL of a run as a picture: over time, and how they are distributed. matplotlib is optional."""
 
+import io
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from trimtab_engine.bench.outputs import write_file
 from trimtab_engine.bench.serving.client import RequestResult
 from trimtab_engine.bench.serving.statistics import chunk_times
 from trimtab_engine.errors import ConfigError
@@ -44,9 +46,13 @@ def plot(complete: Sequence[RequestResult], path: Path, *, title: str, objective
         _distribution(axes[1][column], name, points, objectives.get(name))
     figure.suptitle(title)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    drawn = io.BytesIO()
+    figure.savefig(
+        drawn, format=path.suffix.removeprefix("."), metadata={"Date": None} if path.suffix == ".svg" else None
+    )
     pyplot.close(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, drawn.getvalue())
 
 
 def _over_time(axes: Any, name: str, points: list[tuple[float, float]], objective: float | None) -> None:

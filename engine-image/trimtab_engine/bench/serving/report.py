@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from trimtab_engine.bench.outputs import write_file
 from trimtab_engine.errors import ConfigError
 
 WIDTH = 50
@@ -116,10 +117,8 @@ def file_name(*, label: str, rate: float, max_concurrency: int | None, model: st
 def save(result: dict[str, Any], path: Path, *, append: bool) -> None:
     """Write the result as JSON; appending adds it to a list of those that are there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if append and path.exists():
-        path.write_text(json.dumps([*earlier(path), result], indent=1) + "\n")
-    else:
-        path.write_text(json.dumps(result, indent=1) + "\n")
+    written = [*earlier(path), result] if append and path.exists() else result
+    write_file(path, (json.dumps(written, indent=1) + "\n").encode())
 
 
 def earlier(path: Path) -> list[Any]:

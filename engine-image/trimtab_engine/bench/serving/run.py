@@ -58,11 +58,11 @@ def run_serve(arguments: argparse.Namespace) -> int:
     outcome, facts = asyncio.run(_measure(arguments))
     figures = summarize(outcome, metrics=metrics, percentiles=percentiles, goodput=goodput)
     result = {**_header(arguments, facts), **figures, "server": facts["server"]}
+    _write(arguments, result, outcome)
     if arguments.plot:
         title = f"{facts['model'].name}: {len(outcome.complete)} requests, rate {arguments.request_rate}"
         plot(outcome.complete, arguments.plot, title=title, objectives=goodput.objectives)
         print(f"plotted {arguments.plot}", file=sys.stderr)
-    _write(arguments, result, outcome)
     if outcome.interrupted:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if figures["failed"] or not outcome.results else 0
@@ -227,9 +227,9 @@ def _write(arguments: argparse.Namespace, result: dict[str, Any], outcome: Outco
     failed = [one.error for one in outcome.results if not one.success and one.error != "interrupted"]
     if failed:
         print(f"{len(failed)} requests failed:\n{report.errors_line(failed)}", file=sys.stderr)
+    print(json.dumps(result, indent=1) if arguments.output == "json" else report.table(result), flush=True)
     if arguments.save_result or arguments.append_result:
         _save(arguments, result, outcome)
-    print(json.dumps(result, indent=1) if arguments.output == "json" else report.table(result))
 
 
 def _check_result(arguments: argparse.Namespace) -> None:
