@@ -1,6 +1,7 @@
 """Real server processes: on the stub core, and on real cores."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -9,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import forked_processes
 import httpx
 import pytest
 import torch
@@ -136,7 +138,7 @@ def server(start_server: Start) -> Server:
 
 class RealEngine:
     """A running `trimtab-engine serve` with real cores, on ports that the kernel chose. Without weights in the folder
-    they are random."""
+    they are random. In a test with `forked` all of its processes are forks."""
 
     def __init__(self, model: Path, log: Path, *flags: str) -> None:
         self.log = log
@@ -144,7 +146,7 @@ class RealEngine:
         command = [*serve_command(model), "--served-model-name", "tiny", "--shutdown-timeout", "10"]
         command += ["--host", "127.0.0.1", "--port", "0", "--admin-port", "0", *flags]
         with log.open("wb") as stream:
-            self.process = subprocess.Popen(command, stderr=stream)
+            self.process = start_program(command, stream)
         try:
             self.wait_for(lambda: len(self._ports()) == 2, "two listening ports")
             self._clients += [
@@ -215,6 +217,14 @@ class RealEngine:
         self.process.wait()
 
 
+def start_program(command: list[str], log: BinaryIO) -> "subprocess.Popen[bytes]":
+    """What it says goes into `log`."""
+    if forked_processes.SOCKET_VARIABLE in os.environ:
+        process: subprocess.Popen[bytes] = forked_processes.popen(tuple(command), stderr=log)
+        return process
+    return subprocess.Popen(command, stderr=log)
+
+
 def serve_command(model: Path) -> list[str]:
     """The command and the flags that every node of a real engine has."""
     command = [sys.executable, "-m", "trimtab_engine.cli", "serve", str(model), "--device", "cpu"]
@@ -232,6 +242,12 @@ def real_engine() -> type[RealEngine]:
 def node_command() -> Callable[[Path], list[str]]:
     """The command line of a node beside the first, but for the layout."""
     return serve_command
+
+
+@pytest.fixture(scope="session")
+def program() -> Callable[[list[str], BinaryIO], "subprocess.Popen[bytes]"]:
+    """Starts one whose errors go into a file."""
+    return start_program
 
 
 @pytest.fixture(scope="session")

@@ -286,6 +286,7 @@ def test_a_grammar_without_a_token_that_the_rest_allows_is_400_and_says_why(
 TOOL: Any = {"type": "function", "function": {"name": "set", "parameters": SCHEMA}}
 
 
+@pytest.mark.usefixtures("forked")
 def test_required_and_named_tool_choices_are_enforced_on_any_model(
     tiny_model: Path, tmp_path: Path, real_engine: "type[RealEngine]"
 ) -> None:
@@ -336,6 +337,7 @@ def test_two_servers_give_the_text_of_one_and_end_with_one_of_them(
         pair.end()
 
 
+@pytest.mark.usefixtures("forked")
 def test_drafts_change_the_number_of_steps_and_nothing_else(
     engine: "RealEngine", client: openai.OpenAI, tiny_model: Path, real_engine: "type[RealEngine]"
 ) -> None:

@@ -152,6 +152,7 @@ def test_an_image_is_the_user_s_alone_and_not_for_routes_that_do_not_generate(en
         assert words in answer.text
 
 
+@pytest.mark.usefixtures("forked")
 def test_several_servers_and_cores_see_the_same(
     seeing: Seeing, real_engine: "type[RealEngine]", tmp_path: Path
 ) -> None:
@@ -167,6 +168,7 @@ def test_several_servers_and_cores_see_the_same(
         engine.end()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_limit_of_none_serves_the_text_half(seeing: Seeing, real_engine: "type[RealEngine]", tmp_path: Path) -> None:
     flags = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--limit-mm-per-prompt")
     engine = real_engine(seeing.folder, tmp_path / "log", *flags, '{"image": 0, "video": 0}')

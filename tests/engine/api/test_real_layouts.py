@@ -20,6 +20,7 @@ DEATH_SECONDS = 60.0  # for a dead rank to end the engine: a second, and a machi
 Serve = Callable[..., "RealEngine"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_two_cores_of_two_ranks_each_give_the_text_of_one_and_share_the_work(
     serve: Serve, expected: dict[str, str]
 ) -> None:
@@ -54,6 +55,7 @@ def test_two_cores_of_two_ranks_each_give_the_text_of_one_and_share_the_work(
     ],
     ids=" ".join,
 )
+@pytest.mark.usefixtures("forked")
 def test_a_mixture_of_experts_over_data_parallel_cores_gives_the_text_of_one_rank(
     flags: tuple[str, ...], serve: Serve, tiny_mixture: Path, expected_of_mixture: dict[str, str]
 ) -> None:
@@ -107,6 +109,7 @@ def test_a_rank_that_is_killed_ends_the_engine_by_name_and_requests_get_a_5xx(
     waiting.until_gone([victim["pid"]])
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_server_of_one_rank_counts_as_the_others_do_that_it_does_not_know(serve: Serve, tiny_mixture: Path) -> None:
     engine = serve("-dp", "4", "--data-parallel-rank", "2")
     layout = engine.layout()

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import httpx
 import pytest
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 DEADLINE_SECONDS = 120.0  # generous: several processes each load torch, perhaps on a busy machine
 DEATH_SECONDS = 60.0  # for a dead core or node to end the replica: seconds, and a machine may be busy
 Serve = Callable[..., "RealEngine"]
+StartProgram = Callable[[list[str], BinaryIO], "subprocess.Popen[bytes]"]
 FOUR_SEATS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--device-memory-bytes", "4Gi")
 
 
 class Node:
     """The second of two nodes: the same flags, and nothing of its own."""
 
-    def __init__(self, command: list[str], log: Path) -> None:
+    def __init__(self, command: list[str], log: Path, start: StartProgram) -> None:
         self._log = log
         with log.open("wb") as stream:
-            self.process = subprocess.Popen([*command, "--node-rank", "1"], stderr=stream)
+            self.process = start([*command, "--node-rank", "1"], stream)
 
     @property
     def pids(self) -> list[int]:
@@ -58,12 +59,14 @@ StartNode = Callable[..., Node]
 
 
 @pytest.fixture
-def second_node(tiny_model: Path, tmp_path: Path, node_command: Callable[[Path], list[str]]) -> Iterator[StartNode]:
+def second_node(
+    tiny_model: Path, tmp_path: Path, node_command: Callable[[Path], list[str]], program: StartProgram
+) -> Iterator[StartNode]:
     nodes: list[Node] = []
 
     def start(*flags: str, model: Path | None = None) -> Node:
         command = [*node_command(model or tiny_model), *FOUR_SEATS, *flags]
-        nodes.append(Node(command, tmp_path / f"node-{len(nodes)}"))
+        nodes.append(Node(command, tmp_path / f"node-{len(nodes)}", program))
         return nodes[-1]
 
     yield start
@@ -130,6 +133,7 @@ def test_ranks_on_two_nodes_give_the_text_of_one_rank_and_end_together(
 
 @pytest.mark.skipif(interface_of("::1") is None, reason="this machine has IPv6 switched off")
 @pytest.mark.parametrize("layout", ["-pp", "-dp"])  # ranks of one core, and cores
+@pytest.mark.usefixtures("forked")
 def test_nodes_meet_over_ipv6(
     serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...], expected: dict[str, str], layout: str
 ) -> None:

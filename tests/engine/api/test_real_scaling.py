@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import pytest
 
 if TYPE_CHECKING:
     from tests.engine.api.conftest import RealEngine
 
 Serve = Callable[..., "RealEngine"]
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 class Load:
