@@ -28,7 +28,7 @@ CRD := crds/trimtab.dev_inferencedeployments.yaml
 CHART_CRD := charts/trimtab/files/crds/trimtab.dev_inferencedeployments.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu bench-gpu-wheels test-gpu tune-gpu aot clients lives soak crds schema-current clean
+.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu bench-gpu-wheels test-gpu tune-gpu aot clients lives soak crds map schema-current clean
 
 .DEFAULT:
 	@echo "there is no target '$@'; make help lists what there is" >&2; exit 2
@@ -63,6 +63,9 @@ format: venv ## format the sources
 crds: venv ## write the CRD and the chart's copy of it from spec.py
 	$(BIN)/python -m trimtab_operator.resource.crd --write
 	cp $(CRD) $(CHART_CRD)
+
+map: venv ## write docs/architecture.md's list of every file
+	$(BIN)/python e2e/file_index.py
 
 schema-current: venv ## the CRD and all refusals before the code of a current API server (6 min the first time, then 10 s)
 	PYTHONPATH=e2e $(BIN)/python e2e/current_schema.py
