@@ -1,4 +1,5 @@
-"""From a batch to logits: input tensors, the KV cache's tensors, the forward pass. It knows no scheduling policy.
+"""From a batch to logits: input tensors, the KV cache's tensors and their dtype, the forward pass. It knows no
+scheduling policy.
 
 Start-up order: ModelRunner.load → profile → (the engine computes the blocks) → init_kv_cache.
 """

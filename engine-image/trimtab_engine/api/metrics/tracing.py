@@ -21,9 +21,7 @@ if TYPE_CHECKING:  # the packages may be absent
 SPAN_NAME = "llm_request"
 TRACE_HEADERS = ("traceparent", "tracestate")
 EXPORT_SECONDS = 2.0  # for one batch to reach the collector
-CLOSE_SECONDS = (
-    3.0  # for the last spans to leave, also on a busy node; a collector that is gone does not hold up the end
-)
+CLOSE_SECONDS = 3.0  # for the last spans to leave; a collector that is gone does not hold up the end
 
 
 def check_endpoint(endpoint: str) -> None:

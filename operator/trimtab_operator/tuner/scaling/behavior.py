@@ -1,4 +1,4 @@
-"""Rate limits and stabilisation of the replica count, with the semantics of autoscaling/v2.
+"""The rates and windows that an owner sets for the replica count, with the semantics of autoscaling/v2.
 
 Scaling up takes the lowest recommendation of its window, scaling down the highest of its own; policies then limit by
 how much the count may change within their periods, counted from the events of that period. Source: Kubernetes'

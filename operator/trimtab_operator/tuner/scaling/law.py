@@ -1,4 +1,4 @@
-"""How many replicas are needed now: the demand foreseen for when a new one could serve, over what one holds.
+"""How many replicas the demand needs that is foreseen for when a new one could serve, and for how long none goes.
 
 up    = the demand that is not exceeded in `confidence` of the cases, one start-up ahead
 need  = the fewest replicas that hold it, and some more for a queue that is there already
