@@ -5,7 +5,6 @@ The largest logit of such a row tells: it is no number, or it is -inf, as every 
 
 from enum import StrEnum
 
-import numpy as np
 import torch
 
 
@@ -20,7 +19,7 @@ class Failure(StrEnum):
 
 def failures_of(best: torch.Tensor) -> dict[int, Failure]:
     """best [rows] float32, on the host: each row's largest logit, or that of the token chosen there. By row."""
-    if (best.numpy() > -np.inf).all():  # false for NaN
+    if bool((best > float("-inf")).all()):  # false for NaN
         return {}
     return {
         row: Failure.NOTHING_LEFT if value == float("-inf") else Failure.NAN
