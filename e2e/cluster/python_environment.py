@@ -9,7 +9,8 @@ from pathlib import Path
 
 from . import debian
 from .cache import entry, key_of, locked
-from .process import run
+from .errors import ClusterError
+from .process import logs_folder, run
 from .progress import stage
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -18,6 +19,8 @@ STAMP = FOLDER / ".ready"
 EXTRAS = "operator,engine,tracing,dev"
 LOG = "pip"
 INSTALL_SECONDS = 100.0
+UNREACHABLE = re.compile(r"NewConnectionError|ConnectTimeoutError|NameResolutionError|ProxyError|SSLError")
+"""In pip's words."""
 
 
 def ensure() -> Path:
@@ -56,8 +59,19 @@ def _install(python: Path) -> None:
     ]
     pip += ["--constraint", constraints]
     # torch first and by itself: the resolver would otherwise look at many of its versions, 200 MB each.
-    run([*pip, *torch_pin(constraints.read_text())], log=LOG, folder=REPOSITORY)
-    run([*pip, "--editable", f".[{EXTRAS}]"], log=LOG, folder=REPOSITORY)
+    for wanted in (torch_pin(constraints.read_text()), ["--editable", f".[{EXTRAS}]"]):
+        try:
+            run([*pip, *wanted], log=LOG, folder=REPOSITORY)
+        except ClusterError as error:
+            raise ClusterError(f"{error}{why_pip_failed((logs_folder() / f'{LOG}.log').read_text())}") from None
+
+
+def why_pip_failed(log: str) -> str:
+    """What pip's own last lines do not say: without a network it blames the versions that it could not look up."""
+    last_command = log.rpartition("\n$ ")[2]
+    if not UNREACHABLE.search(last_command):
+        return ""
+    return "\nno package index answers pip; see to the network or the proxy, or name an index (PIP_INDEX_URL)"
 
 
 def torch_pin(constraints: str) -> list[str]:

@@ -10,6 +10,8 @@ import pytest
 from cluster import python_environment, set_up
 from cluster.announcement import Machine
 from cluster.cli import main
+from cluster.errors import ClusterError
+from cluster.process import logs_folder
 
 EMPTY = Machine(
     packages=("docker.io",),
@@ -106,6 +108,25 @@ def test_an_interpreter_without_pip_gets_one_in_the_cache(monkeypatch: pytest.Mo
     assert len(made) == 1
     monkeypatch.undo()
     assert python_environment.pip_command()[0] == sys.executable
+
+
+def test_without_a_network_pip_s_failure_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """pip itself speaks of versions that conflict."""
+    says = "WARNING: Retrying after connection broken by 'NewConnectionError: …'\nERROR: No matching distribution"
+
+    def fail(_: object, *, log: str, folder: Path) -> None:
+        (logs_folder() / f"{log}.log").write_text(f"\n$ pip install torch\n{says}\n")
+        raise ClusterError("pip failed")
+
+    monkeypatch.setattr("cluster.python_environment.run", fail)
+    monkeypatch.setattr("cluster.python_environment.FOLDER", tmp_path / "venv")
+    monkeypatch.setattr("cluster.python_environment.STAMP", tmp_path / "venv" / ".ready")
+    monkeypatch.setattr("cluster.python_environment.make_empty", lambda _: None)
+    with pytest.raises(ClusterError, match=r"pip failed\nno package index answers pip; see to the network"):
+        python_environment.ensure()
+    says = "ERROR: conflicting dependencies"
+    with pytest.raises(ClusterError, match=r"pip failed$"):
+        python_environment.ensure()
 
 
 def test_torch_is_pinned_by_the_constraints() -> None:

@@ -265,7 +265,12 @@ def _asked(
     except MisconfiguredOperator as error:
         refuse(str(error).replace("--prometheus-url", "--prometheus"))
     except Unreadable as error:
-        refuse(f"--prometheus {url}: {error}")
+        hint = (
+            "; is that its address? From outside the cluster: kubectl port-forward"
+            if "ConnectError" in str(error)
+            else ""
+        )
+        refuse(f"--prometheus {url}: {error}{hint}")
 
 
 async def _all_series(

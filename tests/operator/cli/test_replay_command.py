@@ -277,3 +277,4 @@ def test_a_prometheus_that_is_not_there_is_one_sentence() -> None:
     said = refused("--prometheus", "http://127.0.0.1:9", "--name", "m")
     assert said.startswith("--prometheus http://127.0.0.1:9: ")
     assert "ConnectError" in said
+    assert said.endswith("From outside the cluster: kubectl port-forward")
