@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 
-from . import announcement, journey, leftovers, set_up, survey, target
+from . import announcement, journey, leftovers, model, set_up, survey, target
 from .bring_up import bring_up
 from .progress import say, stage
 
@@ -31,6 +31,8 @@ def set_up_parts(arguments: argparse.Namespace) -> int:
             print("nothing was done (DRY_RUN=1)", file=sys.stderr)
     if not arguments.dry_run:
         set_up.ensure(journey_ahead.parts, lambda: bring_up(arguments.name, arguments.workers))
+        if not arguments.command_of_make and "model" in journey_ahead.parts:
+            print(f"next: source .venv/bin/activate && trimtab serve {model.folder()}")
     return 0
 
 

@@ -26,7 +26,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 def is_ready() -> bool:
     """Whether it is in the cache."""
-    return (cache_root() / "models" / NAME).exists()
+    return folder().exists()
+
+
+def folder() -> Path:
+    """Where it is, or will be."""
+    return cache_root() / "models" / NAME
 
 
 def ensure() -> Path:

@@ -110,6 +110,14 @@ def test_an_interpreter_without_pip_gets_one_in_the_cache(monkeypatch: pytest.Mo
     assert python_environment.pip_command()[0] == sys.executable
 
 
+def test_who_set_up_by_hand_is_told_what_to_type_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cluster.set_up.ensure", lambda *_: None)
+    assert main(["set-up", "python", "model"]) == 0
+    assert capsys.readouterr().out.endswith(f"trimtab serve {tmp_path}/models/SmolLM2-135M-Instruct\n")
+
+
 def test_without_a_network_pip_s_failure_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """pip itself speaks of versions that conflict."""
     says = "WARNING: Retrying after connection broken by 'NewConnectionError: …'\nERROR: No matching distribution"
