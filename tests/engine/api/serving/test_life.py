@@ -342,6 +342,7 @@ def test_a_full_queue_answers_503_with_retry_after_and_is_counted(start_server: 
         refused = asked()
         assert server.metric("vllm:admission_rejections_total", reason="max_num_queued_reqs") >= 5
         server.process.send_signal(signal.SIGTERM)
+        server.wait_for(lambda: "draining" in server.log.read_text(), "the first signal")  # two at once may be one
         server.process.send_signal(signal.SIGTERM)
     assert refused.status_code == 503
     assert refused.headers["retry-after"] == "1"
