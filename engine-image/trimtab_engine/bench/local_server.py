@@ -19,6 +19,7 @@ from trimtab_engine.processes.network import ReservedPorts
 
 START_SECONDS = 300.0
 STOP_SECONDS = 10.0
+HEARD_SECONDS = 0.2  # for a signal to be heard
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 SERVED_NAME = "bench"
 EXIT_REFUSED = 2  # of serve: not allowed as asked
@@ -91,12 +92,18 @@ async def local_server(model: str, flags: Sequence[str], log: Path | None = None
             raise kind(f"{error}{_last_words(log)}") from None
         yield server
     finally:
-        process.terminate()
+        end_at_once(process)
+        ports.release()
+
+
+def end_at_once(process: "subprocess.Popen[bytes]") -> None:
+    """End a server by a second signal, without what still runs. Sent together the two might arrive as one."""
+    for seconds in (HEARD_SECONDS, STOP_SECONDS):
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-        process.kill()
-        ports.release()
+            process.wait(seconds)
+    process.kill()
+    process.wait()
 
 
 def _started(command: Sequence[str], log: Path | None) -> "subprocess.Popen[bytes]":

@@ -17,6 +17,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
+from trimtab_engine.bench.local_server import end_at_once
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.registry import parse_model_config
 from trimtab_engine.processes.network import ReservedPorts
@@ -89,13 +90,7 @@ class Server:
     def end(self) -> None:
         self.http.close()
         self.admin.close()
-        self.process.terminate()  # twice: what still runs is aborted at once
-        self.process.terminate()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        end_at_once(self.process)
 
 
 Start = Callable[..., Server]
