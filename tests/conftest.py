@@ -31,7 +31,7 @@ if importlib.util.find_spec("hypothesis") is not None:  # `make test-gpu` does w
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--lives", type=int, help="so many random lives of each state machine, instead of its own number")
-    parser.addoption("--worlds", type=int, help="so many random worlds for the operator, instead of the first 400")
+    parser.addoption("--worlds", type=int, help="so many random worlds for the operator, instead of the first 2,000")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -60,9 +60,9 @@ def signals_stay_as_they_were() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def worlds(request: pytest.FixtureRequest) -> int:
-    """How many random worlds the operator's tests try; rarer kinds have a part of that. `make soak` asks for 2,000."""
+    """How many random worlds the operator's tests try; rarer kinds have a part of that. `make soak` asks for 10,000."""
     wanted: int | None = request.config.getoption("--worlds")
-    return 400 if wanted is None else wanted
+    return 2000 if wanted is None else wanted
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from trimtab_operator.tuner.scaling.law import Need
 from trimtab_operator.tuner.state import Memory
 
 BATCHES = 20
-SCALED_SHARE = 0.3
+SCALED_SHARE = 0.06
 SCALED_BATCHES = 6
 STILL_TICKS = 3  # nothing is decided on replicas at the first look, nor while one starts
 QUICK = {"startTimeout": "20s", "drainTimeout": "1s"}

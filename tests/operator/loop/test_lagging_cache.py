@@ -29,7 +29,7 @@ from trimtab_operator.observed.groups import Observed
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
 
-SHARE = 0.05
+SHARE = 0.01
 BATCHES = 2
 ROUNDS = 20
 QUICK = {"startTimeout": "20s", "drainTimeout": "1s", "bakeTime": "0s"}
