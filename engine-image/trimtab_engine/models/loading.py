@@ -34,8 +34,9 @@ def packed_source(
 ) -> GgufSource | None:
     """Whose blocks of 4 and 8 bits are multiplied as they are stored, where that is so: a GGUF file's, by the CPU's
     compiled products, unless something else was asked for."""
-    is_packed = isinstance(source, GgufSource) and quantization is None and library_for(dtype, device) is not None
-    return source if is_packed and isinstance(source, GgufSource) else None
+    if isinstance(source, GgufSource) and quantization is None and library_for(dtype, device) is not None:
+        return source
+    return None
 
 
 class Loader:
