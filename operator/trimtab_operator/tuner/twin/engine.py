@@ -21,6 +21,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import islice
+from operator import attrgetter
 
 from trimtab_operator.tuner.twin.blocks import Blocks
 from trimtab_operator.tuner.twin.cost import StepCost, StepSums
@@ -32,6 +34,8 @@ RECOMPUTE_SECONDS_PER_TOKEN = 1e-3  # the engine's default; it only breaks ties 
 
 SEQS, TOKENS, KV = "seqs", "tokens", "kv"  # why the head of the queue waits, by the engine's names
 CAPACITY, RESIZE = "capacity", "resize"  # why a sequence was preempted, likewise
+
+_order = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,45 +346,76 @@ class TwinEngine:
         return running
 
     def _contend(self, budget: int) -> _Plan:
-        """Serve what runs one by one, when not all of it can be served: in order, and victims from the end."""
-        size, blocks = self._block_size, self._blocks
+        """Serve what runs, when not all of it can be served: in order, and victims from the end.
+
+        Where the budget lasts, only those that need blocks are looked at: who is a victim lies behind all that were
+        served before it, so that the others can be counted.
+        """
         running = self._running_in_order()
+        if len(running) > budget:
+            return self._contend_for_tokens(running, budget)
+        victims: set[Sequence] = set()
+        prefilling, chunk = self._prefilling, 0
+        needing = self._step % self._block_size
+        for index, sequence in enumerate(running):
+            if sequence is prefilling:
+                if sequence not in victims:
+                    chunk = self._serve_chunk(running, index, victims, budget - index)
+            elif sequence.phase == needing and sequence not in victims:
+                self._make_room(running, index, 1, victims)
+        count = len(running) - len(victims)
+        if prefilling is not None and prefilling not in victims:
+            count -= 1
+        if victims:
+            self._drop_preempted(victims)
+        return _Plan(budget - count - chunk, count, self._context + count, chunk, [], bool(victims))
+
+    def _contend_for_tokens(self, running: list[Sequence], budget: int) -> _Plan:
+        """The same one by one, where the budget does not last for all of them."""
+        prefilling = self._prefilling
         victims: set[Sequence] = set()
         stalled: list[Sequence] = []
         count, context, chunk = 0, 0, 0
         for index, sequence in enumerate(running):
             if budget <= 0:
-                stalled = [s for s in running[index:] if s not in victims and s is not self._prefilling]
+                stalled = [s for s in running[index:] if s not in victims and s is not prefilling]
                 break
             if sequence in victims:
                 continue
+            if sequence is prefilling:
+                chunk = self._serve_chunk(running, index, victims, budget)
+                budget -= chunk
+                continue
             computed = self._computed(sequence)
-            if sequence is self._prefilling:
-                tokens = self._chunk_beside(running[index + 1 :], victims, budget)
-                if tokens <= 0:
-                    continue
-                num_blocks = -(-(computed + tokens) // size) - sequence.num_blocks
-            else:
-                tokens = 1
-                num_blocks = int(computed % size == 0)
-            while num_blocks > blocks.free:
-                victim = self._choose_victim(running, index, victims)
-                self._preempt(victim, CAPACITY)
-                victims.add(victim)
-                if victim is sequence:
-                    break
-            if sequence in victims:
+            if computed % self._block_size == 0 and not self._make_room(running, index, 1, victims):
                 break  # nobody is left behind it
-            blocks.take(num_blocks)
-            budget -= tokens
-            if sequence is self._prefilling:
-                chunk = tokens
-            else:
-                count += 1
-                context += computed + 1
+            budget -= 1
+            count += 1
+            context += computed + 1
         if victims:
             self._drop_preempted(victims)
         return _Plan(budget, count, context, chunk, stalled, bool(victims))
+
+    def _serve_chunk(self, running: list[Sequence], index: int, victims: set[Sequence], budget: int) -> int:
+        """Take the blocks for the next tokens of the prompt that is cut; how many tokens these are."""
+        prefilling = running[index]
+        tokens = self._chunk_beside(running[index + 1 :], victims, budget)
+        if tokens <= 0:
+            return 0
+        num_blocks = -(-(prefilling.num_computed + tokens) // self._block_size) - prefilling.num_blocks
+        return tokens if self._make_room(running, index, num_blocks, victims) else 0
+
+    def _make_room(self, running: list[Sequence], index: int, num_blocks: int, victims: set[Sequence]) -> bool:
+        """Take so many blocks for the one at `index`, from those behind it where they lack. False: it is a victim."""
+        sequence, blocks = running[index], self._blocks
+        while num_blocks > blocks.free:
+            victim = self._choose_victim(running, index, victims)
+            self._preempt(victim, CAPACITY)
+            victims.add(victim)
+            if victim is sequence:
+                return False  # nobody is left behind it
+        blocks.take(num_blocks)
+        return True
 
     def _chunk_beside(self, behind: list[Sequence], victims: set[Sequence], budget: int) -> int:
         """How many tokens of the prompt that is cut a step holds: those behind it, which decode, need one each."""
@@ -577,10 +612,11 @@ class TwinEngine:
     def _choose_victim(self, running: list[Sequence], index: int, victims: set[Sequence]) -> Sequence:
         """The victim: among the last in line behind `index` the one that is cheapest to compute again for each block it
         frees."""
-        candidates = [s for s in running[index + 1 :] if s not in victims][-VICTIM_CANDIDATES:] or [running[index]]
+        behind = (s for s in reversed(running[index + 1 :]) if s not in victims)
+        candidates = list(islice(behind, VICTIM_CANDIDATES)) or [running[index]]
         size, blocks = self._block_size, self._blocks
-        best, best_cost = candidates[-1], math.inf
-        for sequence in reversed(candidates):
+        best, best_cost = candidates[0], math.inf
+        for sequence in candidates:
             computed = self._computed(sequence)
             num_blocks = -(-computed // size)
             num_freed = blocks.exclusive(sequence, num_blocks)
@@ -630,10 +666,6 @@ class _Plan:
     stalled: list[Sequence]
     """Decoding sequences for which the budget did not last."""
     has_victims: bool
-
-
-def _order(sequence: Sequence) -> int:
-    return sequence.order
 
 
 def _steps_to_last(seconds: float, first: float, increase: float, most: int) -> int:
