@@ -6,6 +6,7 @@ reads each core. It never imports torch. The cores' processes are launcher.py's.
 """
 
 import asyncio
+import contextlib
 import logging
 import operator
 import time
@@ -59,6 +60,7 @@ from trimtab_engine.multimodal.mirror import Sender
 from trimtab_engine.processes.network import is_ipv6_url, is_on_network
 from trimtab_engine.processes.shared_secret import SharedSecret
 
+MESSAGES_AT_ONCE = 64  # of a core, before the loop does something else
 SILENCE_LOOK_SECONDS = 1.0  # how often who waits for an admin call looks whether its core still lives
 
 logger = logging.getLogger("trimtab_engine.api")
@@ -393,20 +395,28 @@ class CoreClient:
             raise EngineDead(self.failure.message if self.failure else "the engine core has ended")
 
     async def _read(self, core: int) -> None:
+        inbox = self._inboxes[core]
+        ready: zmq.Socket[bytes] = zmq.Socket.shadow(inbox)
         try:
             while True:
-                body = await self._inboxes[core].recv()
-                try:
-                    message = self._decoder.decode(body)
-                except msgspec.DecodeError as error:
-                    if not is_on_network(self._addresses[core].from_core):
-                        raise
-                    logger.warning("something that is no engine core spoke on its address: %s", error)
-                    continue
-                self._handle(message, core)
+                self._take(await inbox.recv(), core)
+                with contextlib.suppress(zmq.Again):  # what else has come costs no future each
+                    for _ in range(MESSAGES_AT_ONCE):
+                        self._take(ready.recv(zmq.NOBLOCK), core)
+                    await asyncio.sleep(0)
         except Exception as error:  # a defect of ours; without this every request would wait for ever
             logger.exception("cannot read what the engine core sends")
             self.fail(CoreFailed(f"cannot read what the engine core sends: {type(error).__name__}: {error}", 1))
+
+    def _take(self, body: bytes, core: int) -> None:
+        try:
+            message = self._decoder.decode(body)
+        except msgspec.DecodeError as error:
+            if not is_on_network(self._addresses[core].from_core):
+                raise
+            logger.warning("something that is no engine core spoke on its address: %s", error)
+            return
+        self._handle(message, core)
 
     def _handle(self, message: FromCore, core: int) -> None:
         self._vital_signs.heard(core, time.monotonic())

@@ -21,11 +21,13 @@ class PlainRun:
 class Mailbox:
     """One reader, who gets everything in the order in which it came."""
 
-    __slots__ = ("_items", "_waiter")
+    __slots__ = ("_items", "_loop", "_waiter")
 
     def __init__(self) -> None:
         self._items: deque[SequenceOutput | PlainRun | None] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The reader's, once it has waited: to ask for the running one is a system call."""
 
     def put(self, item: SequenceOutput | None) -> None:
         """None: nothing will come any more."""
@@ -43,7 +45,8 @@ class Mailbox:
 
     async def get(self) -> SequenceOutput | PlainRun | None:
         while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._loop = self._loop or asyncio.get_running_loop()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:

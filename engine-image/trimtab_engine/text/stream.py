@@ -50,8 +50,7 @@ class TextStream:
         """The text of each of these tokens, behind which others come; up to the one that completes a stop string."""
         if not self._stop.is_watching:
             self._num_tokens += len(token_ids)
-            push = self._detokenizer.push
-            return [push(token_id) for token_id in token_ids]
+            return self._detokenizer.push_each(token_ids)
         texts = []
         for token_id in token_ids:
             texts.append(self.take([token_id], None).text)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
+from tokenizers.decoders import DecodeStream
 from trimtab_engine.errors import InvalidRequest, ModelError
 from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
 
@@ -54,6 +55,16 @@ def test_any_tokens_give_the_text_that_decoding_them_at_once_gives(
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
     text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.flush()
     assert text == tokenizer.fast.decode(ids, skip_special_tokens=skip)
+
+
+@given(runs=st.lists(st.lists(st.integers(0, 256), max_size=6), max_size=8), skip=st.booleans())
+def test_runs_of_byte_level_tokens_have_the_texts_that_the_library_gives_one_by_one(
+    tokenizer: Tokenizer, runs: list[list[int]], skip: bool
+) -> None:
+    detokenizer, stream = Detokenizer(tokenizer, skip_special_tokens=skip), DecodeStream(skip_special_tokens=skip)
+    assert tokenizer.token_texts(skip_special_tokens=skip) is not None
+    for run in runs:
+        assert detokenizer.push_each(run) == [stream.step(tokenizer.fast, token_id) or "" for token_id in run]
 
 
 @pytest.fixture(scope="module")

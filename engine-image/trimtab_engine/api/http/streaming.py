@@ -5,7 +5,7 @@ import json
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from json.encoder import encode_basestring
@@ -21,6 +21,7 @@ from trimtab_engine.errors import EngineDead
 
 Answer = TypeVar("Answer")
 DONE = "data: [DONE]\n\n"
+MARK = uuid.uuid4().hex  # stands for an event's text in what is rendered once; no client can have written it
 
 logger = logging.getLogger("trimtab_engine.api")
 
@@ -40,30 +41,13 @@ class EventTemplate:
     @classmethod
     def of(cls, body_with: Callable[[str], dict[str, Any]]) -> "EventTemplate":
         """`body_with` gives the body for a string, which is nowhere else in it."""
-        mark = uuid.uuid4().hex
-        before, _, after = event(body_with(mark)).partition(f'"{mark}"')
+        before, _, after = event(body_with(MARK)).partition(f'"{MARK}"')
         return cls(before, after)
 
     def fill(self, texts: Iterable[str]) -> str:
         """One event after another, each as event() writes it."""
         before, after = self.before, self.after
         return "".join([before + encode_basestring(text) + after for text in texts])
-
-
-async def guarded(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """The events; an error on the way is sent as one, since the status has long gone out."""
-    try:
-        async with aclosing(events):
-            async for item in events:
-                yield item
-    except ApiError as error:
-        yield event(error.body)
-    except EngineDead as error:
-        yield event(ApiError(500, f"the engine has failed: {error}").body)
-    except Exception:  # a bug of ours: this stream alone ends
-        logger.exception("a stream ended with an error")
-        yield event(ApiError(500, "internal error; the server's log has the details").body)
-    yield DONE
 
 
 class EventStream(StreamingResponse):
@@ -73,8 +57,24 @@ class EventStream(StreamingResponse):
     """
 
     def __init__(self, events: AsyncGenerator[str, None], until: ExitStack) -> None:
-        self._events, self._until = guarded(events), until
-        super().__init__(self._events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._events, self._until = events, until
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def stream_response(self, send: Send) -> None:
+        """The events; an error on the way is sent as one, since the status has long gone out."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        last = DONE
+        try:
+            async for events in self._events:
+                await send({"type": "http.response.body", "body": events.encode(), "more_body": True})
+        except ApiError as error:
+            last = event(error.body) + DONE
+        except EngineDead as error:
+            last = event(ApiError(500, f"the engine has failed: {error}").body) + DONE
+        except Exception:  # a bug of ours: this stream alone ends
+            logger.exception("a stream ended with an error")
+            last = event(ApiError(500, "internal error; the server's log has the details").body) + DONE
+        await send({"type": "http.response.body", "body": last.encode(), "more_body": False})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -1,5 +1,7 @@
 """Where prompt tokens came from, what became of cached and swapped blocks: vLLM's prefix-cache families and ours."""
 
+from collections.abc import Sequence
+
 from trimtab_engine.api.metrics.factory import FamilyFactory
 from trimtab_engine.messages import StepStats
 
@@ -9,7 +11,7 @@ DEVICE, HOST = "device", "host"  # vLLM's names of where cached prompt tokens ar
 
 
 class CacheMetrics:
-    """Fed with every StepStats."""
+    """Fed with every StepStats, some at a time."""
 
     def __init__(self, families: FamilyFactory) -> None:
         self._by_source = families.labelled_counter(
@@ -55,7 +57,12 @@ class CacheMetrics:
         self._media_queries.inc(queries)
         self._media_hits.inc(hits)
 
-    def on_step(self, stats: StepStats) -> None:
+    def on_steps(self, steps: Sequence[StepStats]) -> None:
+        for stats in steps:
+            self._count(stats)
+        self._host_blocks.set(steps[-1].host_cache_blocks)
+
+    def _count(self, stats: StepStats) -> None:
         if stats.num_prompt_tokens:
             cached = stats.num_cached_prompt_tokens
             self._by_source.of("local_compute").inc(stats.num_prompt_tokens - cached)
@@ -70,7 +77,6 @@ class CacheMetrics:
         if stats.host_cache_queries:
             self._host_queries.inc(stats.host_cache_queries)
             self._host_hits.inc(stats.host_cache_hits)
-        self._host_blocks.set(stats.host_cache_blocks)
         if stats.offloaded_bytes or stats.restored_bytes:
             self._offloaded.of("out").inc(stats.offloaded_bytes)
             self._offloaded.of("in").inc(stats.restored_bytes)

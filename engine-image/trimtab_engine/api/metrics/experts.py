@@ -1,11 +1,14 @@
 """How evenly the experts of a mixture are spread over their ranks, and what evening them out has taken."""
 
+from collections.abc import Sequence
+
 from trimtab_engine.api.metrics.factory import FamilyFactory
-from trimtab_engine.messages import StepStats
+from trimtab_engine.messages import ExpertBalance, StepStats
 
 
 class ExpertMetrics:
-    """Fed with every StepStats. Without load balancing of experts the gauge has no sample and the counters stay 0."""
+    """Fed with every StepStats, some at a time. Without load balancing of experts the gauge has no sample and the
+    counters stay 0."""
 
     def __init__(self, families: FamilyFactory) -> None:
         self._balancedness = families.labelled_gauge(
@@ -20,10 +23,12 @@ class ExpertMetrics:
         )
         self._seconds = families.counter("trimtab_expert_rearrange_seconds", "Seconds in which experts were rearranged")
 
-    def on_step(self, stats: StepStats) -> None:
-        news = stats.expert_balance
-        if news is None:
-            return
+    def on_steps(self, steps: Sequence[StepStats]) -> None:
+        for stats in steps:
+            if stats.expert_balance is not None:
+                self._count(stats.expert_balance)
+
+    def _count(self, news: ExpertBalance) -> None:
         if news.balancedness is not None:
             self._balancedness.of().set(news.balancedness)
         self._rearrangements.inc(news.num_rearrangements)

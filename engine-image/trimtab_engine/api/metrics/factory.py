@@ -2,10 +2,10 @@
 
 from bisect import bisect_left
 from collections import Counter as Counted
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 
 from trimtab_engine.errors import ConfigError
 
@@ -19,6 +19,18 @@ Buckets = Mapping[str, Sequence[float]]
 """Upper bounds by name of a histogram family, such as vllm:time_to_first_token_seconds."""
 
 Child = TypeVar("Child", Counter, Gauge, "BulkHistogram")
+
+
+class LazyRegistry(CollectorRegistry):
+    """Calls `before_look` when somebody looks, so that what happens often is counted many at a time."""
+
+    def __init__(self, before_look: Callable[[], None]) -> None:
+        super().__init__()
+        self._before_look = before_look
+
+    def collect(self) -> Iterable[Metric]:
+        self._before_look()
+        return super().collect()
 
 
 class BulkHistogram(Histogram):

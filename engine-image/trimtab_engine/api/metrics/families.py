@@ -5,11 +5,18 @@ Fed with the core's StepStats and with each sequence's life; one registry per se
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
+from prometheus_client import Counter, Gauge, Metric, generate_latest
 
 from trimtab_engine.api.metrics.cache import CacheMetrics
 from trimtab_engine.api.metrics.experts import ExpertMetrics
-from trimtab_engine.api.metrics.factory import LATENCY_BUCKETS, Buckets, BulkHistogram, FamilyFactory, Labelled
+from trimtab_engine.api.metrics.factory import (
+    LATENCY_BUCKETS,
+    Buckets,
+    BulkHistogram,
+    FamilyFactory,
+    Labelled,
+    LazyRegistry,
+)
 from trimtab_engine.api.metrics.graphs import GraphMetrics
 from trimtab_engine.api.metrics.observations import FinishedSequence
 from trimtab_engine.api.metrics.saturation import SaturationMetrics
@@ -28,6 +35,7 @@ ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 N_BUCKETS = (1, 2, 5, 10, 20)
 GAPS_AT_ONCE = 1000  # times between tokens, counted together within a fraction of a millisecond
+STEPS_AT_ONCE = 100  # likewise steps
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 
 
@@ -44,13 +52,15 @@ class EngineMetrics:
     def __init__(
         self, model_name: str, max_model_len: int, engine: str = "0", custom_buckets: Buckets | None = None
     ) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = LazyRegistry(self._count_all)
         self.is_gone = False
         """The core has ended while others serve: its gauges are not shown."""
         self._families = FamilyFactory(self.registry, model_name, engine, custom_buckets or {})
         self._engine = engine
         self._gaps: list[float] = []
         """Times between tokens that are not counted yet."""
+        self._steps: list[StepStats] = []
+        """Likewise what steps reported."""
         self._build_gauges()
         self._build_counters()
         self._build_histograms(length_buckets(max_model_len))
@@ -62,7 +72,6 @@ class EngineMetrics:
         self._families.check_all_used()
 
     def exposition(self) -> bytes:
-        self.count_gaps()
         return generate_latest(self.registry)
 
     # --- what happens ---------------------------------------------------------------------------------------------
@@ -84,11 +93,32 @@ class EngineMetrics:
         self._silence.set(seconds)
 
     def on_step(self, stats: StepStats) -> None:
-        self._cache.on_step(stats)
-        self._saturation.on_step(stats)
-        self._work.on_step(stats)
-        self._graphs.on_step(stats)
-        self._experts.on_step(stats)
+        """Hundreds come in a second, and each concerns dozens of families: they are counted many at a time."""
+        self._steps.append(stats)
+        if len(self._steps) >= STEPS_AT_ONCE:
+            self._count_steps()
+
+    def _count_all(self) -> None:
+        """Before anybody looks."""
+        self._count_gaps()
+        self._count_steps()
+
+    def _count_steps(self) -> None:
+        steps, self._steps = self._steps, []
+        if not steps:
+            return
+        for part in (self._cache, self._saturation, self._work, self._graphs, self._experts, self._speculation):
+            part.on_steps(steps)
+        self._generation_tokens.inc(sum(stats.num_generation_tokens for stats in steps))
+        self._prompt_tokens.inc(sum(stats.num_prompt_tokens for stats in steps))
+        self._recomputed.inc(sum(stats.recomputed_tokens for stats in steps))
+        self._iteration.observe_all([stats.num_scheduled_tokens for stats in steps if stats.num_scheduled_tokens])
+        for stats in steps:
+            self._count(stats)
+        self._show(steps[-1])
+
+    def _show(self, stats: StepStats) -> None:
+        """What is so now."""
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         total = max(stats.kv_blocks_total, 1)
@@ -102,21 +132,16 @@ class EngineMetrics:
         ):
             self._kv_blocks.of(state).set(blocks)
         self._generation.set(stats.config_generation)
+
+    def _count(self, stats: StepStats) -> None:
+        """What most steps have nothing of."""
         for name, value in (stats.config_values or {}).items():
             self._config_value.of(name).set(value)
         for kind, size in (stats.memory_bytes or {}).items():
             self._memory.of(kind).set(size)
-        self._count(stats)
-
-    def _count(self, stats: StepStats) -> None:
-        if stats.num_prompt_tokens:
-            self._prompt_tokens.inc(stats.num_prompt_tokens)
-        if stats.num_generation_tokens:
-            self._generation_tokens.inc(stats.num_generation_tokens)
         for mode, reason, count in ((m, r, n) for m, reasons in stats.preempted.items() for r, n in reasons.items()):
             self._preemptions.inc(count)
             self._preempted.of(mode, reason).inc(count)
-        self._recomputed.inc(stats.recomputed_tokens)
         if stats.num_encoded_items:
             self._encoded_items.inc(stats.num_encoded_items)
             self._encoded_tokens.inc(stats.num_encoded_tokens)
@@ -126,11 +151,8 @@ class EngineMetrics:
             self._blocked.of(reason).inc(seconds)
         for seconds in stats.preempt_stall_seconds:
             self._stall.observe(seconds)
-        if stats.num_scheduled_tokens:
-            self._iteration.observe(stats.num_scheduled_tokens)
         for reason, count in stats.failed_requests.items():
             self._failed.of(reason).inc(count)
-        self._speculation.note(stats)
 
     def sleep_level(self, level: int | None) -> None:
         """Which of vLLM's sleep states the engine is in; a paused one (level 0) has discarded nothing."""
@@ -153,10 +175,9 @@ class EngineMetrics:
         """One for each token of the engine, so they are counted many at a time."""
         self._gaps += seconds
         if len(self._gaps) >= GAPS_AT_ONCE:
-            self.count_gaps()
+            self._count_gaps()
 
-    def count_gaps(self) -> None:
-        """Before anybody looks."""
+    def _count_gaps(self) -> None:
         gaps, self._gaps = self._gaps, []
         self._itl.observe_all(gaps)
 
@@ -291,7 +312,6 @@ class MergedRegistry:
     def collect(self) -> list[Metric]:
         families: dict[str, Metric] = {}
         for engine in self._engines:
-            engine.count_gaps()
             for family in engine.registry.collect():
                 if engine.is_gone and family.type == "gauge":
                     continue

@@ -1,5 +1,7 @@
 """What CUDA graphs do for the steps: how many replay one, why others do not, and what padding costs."""
 
+from collections.abc import Sequence
+
 from trimtab_engine.api.metrics.factory import FamilyFactory
 from trimtab_engine.messages import StepStats
 
@@ -8,7 +10,7 @@ REASONS = ("off", "too_large", "mixed")
 
 
 class GraphMetrics:
-    """Fed with every StepStats. On the CPU, where there are no graphs, all stay 0."""
+    """Fed with every StepStats, some at a time. On the CPU, where there are no graphs, all stay 0."""
 
     def __init__(self, families: FamilyFactory) -> None:
         self._steps = families.labelled_counter(
@@ -27,11 +29,12 @@ class GraphMetrics:
         for reason in REASONS:
             self._eager.of(reason)
 
-    def on_step(self, stats: StepStats) -> None:
-        for kind, count in stats.graph_steps.items():
-            self._steps.of(kind).inc(count)
-        for reason, count in stats.eager_steps.items():
-            self._eager.of(reason).inc(count)
-        self._padding.inc(stats.graph_padding_tokens)
-        self._captures.inc(stats.graph_captures)
-        self._compilations.inc(stats.kernel_compilations)
+    def on_steps(self, steps: Sequence[StepStats]) -> None:
+        for stats in steps:
+            for kind, count in stats.graph_steps.items():
+                self._steps.of(kind).inc(count)
+            for reason, count in stats.eager_steps.items():
+                self._eager.of(reason).inc(count)
+        self._padding.inc(sum(stats.graph_padding_tokens for stats in steps))
+        self._captures.inc(sum(stats.graph_captures for stats in steps))
+        self._compilations.inc(sum(stats.kernel_compilations for stats in steps))

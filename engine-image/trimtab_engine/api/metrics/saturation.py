@@ -1,5 +1,7 @@
 """What limits the engine now: how full its steps are, and how long the queue is. The gradient that tuning follows."""
 
+from collections.abc import Sequence
+
 from trimtab_engine.api.metrics.factory import FamilyFactory
 from trimtab_engine.messages import StepStats
 
@@ -8,7 +10,7 @@ SEATS_FIELD = "max_num_seqs"  # of the live values
 
 
 class SaturationMetrics:
-    """Fed with every StepStats."""
+    """Fed with every StepStats, some at a time."""
 
     def __init__(self, families: FamilyFactory) -> None:
         self._max_num_seqs = 0.0
@@ -24,16 +26,23 @@ class SaturationMetrics:
         )
         self._fill = families.histogram("trimtab_batch_fill_ratio", "Requests of a step to max_num_seqs", RATIO_BUCKETS)
 
-    def on_step(self, stats: StepStats) -> None:
+    def on_steps(self, steps: Sequence[StepStats]) -> None:
+        budgets: list[float] = []
+        fills: list[float] = []
+        for stats in steps:
+            if stats.config_values is not None:
+                self._max_num_seqs = stats.config_values.get(SEATS_FIELD, self._max_num_seqs)
+            if stats.num_scheduled_tokens and stats.token_budget:
+                budgets.append(stats.num_scheduled_tokens / stats.token_budget)
+            if stats.num_scheduled_tokens and self._max_num_seqs:
+                fills.append(stats.num_batch_requests / self._max_num_seqs)
+        self._budget.observe_all(budgets)
+        self._fill.observe_all(fills)
+        self._show_queue(steps[-1])
+
+    def _show_queue(self, stats: StepStats) -> None:
         self._waiting_by_reason.of("capacity").set(stats.num_waiting)
         self._waiting_by_reason.of("deferred").set(stats.num_deferred)
         self._waiting_tokens.set(stats.num_waiting_tokens)
         oldest = stats.oldest_waiting_arrival
         self._oldest.set(0.0 if oldest is None else max(0.0, stats.time - oldest))
-        self._max_num_seqs = (stats.config_values or {}).get(SEATS_FIELD, self._max_num_seqs)
-        if not stats.num_scheduled_tokens:
-            return
-        if stats.token_budget:
-            self._budget.observe(stats.num_scheduled_tokens / stats.token_budget)
-        if self._max_num_seqs:
-            self._fill.observe(stats.num_batch_requests / self._max_num_seqs)

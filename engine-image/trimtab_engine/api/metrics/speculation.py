@@ -1,5 +1,7 @@
 """vLLM's families of speculative decoding: how many drafts were verified, how many stood, and at which position."""
 
+from collections.abc import Sequence
+
 from trimtab_engine.api.metrics.factory import FamilyFactory
 from trimtab_engine.messages import StepStats
 
@@ -17,9 +19,12 @@ class SpeculationMetrics:
             "position",
         )
 
-    def note(self, stats: StepStats) -> None:
-        if not stats.num_drafts:
-            return
+    def on_steps(self, steps: Sequence[StepStats]) -> None:
+        for stats in steps:
+            if stats.num_drafts:
+                self._count(stats)
+
+    def _count(self, stats: StepStats) -> None:
         self._drafts.inc(stats.num_drafts)
         self._draft_tokens.inc(stats.num_draft_tokens)
         self._accepted.inc(sum(stats.accepted_per_position))

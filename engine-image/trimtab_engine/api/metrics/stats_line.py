@@ -17,8 +17,10 @@ class Interval:
     def add(self, stats: StepStats) -> None:
         self.prompt_tokens += stats.num_prompt_tokens - stats.num_cached_prompt_tokens
         self.generation_tokens += stats.num_generation_tokens
-        self.preemptions += sum(sum(reasons.values()) for reasons in stats.preempted.values())
-        self.speculation.add(stats.num_drafts, stats.num_draft_tokens, stats.accepted_per_position)
+        if stats.preempted:
+            self.preemptions += sum(sum(reasons.values()) for reasons in stats.preempted.values())
+        if stats.num_drafts:
+            self.speculation.add(stats.num_drafts, stats.num_draft_tokens, stats.accepted_per_position)
 
 
 class StatisticsLine:

@@ -4,6 +4,8 @@ A step's time is nearly linear in the tokens it computes, its sequences, the tok
 the pairs that attention multiplies. Sums keep that exact over any interval, whatever the scrape's period.
 """
 
+from collections.abc import Sequence
+
 from trimtab_engine.api.metrics.factory import FamilyFactory
 from trimtab_engine.messages import StepStats
 
@@ -12,7 +14,7 @@ STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.
 
 
 class WorkMetrics:
-    """Fed with every StepStats."""
+    """Fed with every StepStats, some at a time."""
 
     def __init__(self, families: FamilyFactory) -> None:
         self._seconds = families.labelled_histogram("trimtab_step_seconds", "A step's time", STEP_BUCKETS, "kind")
@@ -30,15 +32,16 @@ class WorkMetrics:
             for family in (self._seconds, self._tokens, self._sequences, self._context, self._attended):
                 family.of(kind)
 
-    def on_step(self, stats: StepStats) -> None:
-        if stats.num_arrived:
-            self._arrived.inc(stats.num_arrived)
-            self._arrived_tokens.inc(stats.num_arrived_prompt_tokens)
-        if not stats.num_scheduled_tokens:
-            return
-        kind = stats.kind
-        self._seconds.of(kind).observe(stats.step_seconds)
-        self._tokens.of(kind).inc(stats.num_scheduled_tokens)
-        self._sequences.of(kind).inc(stats.num_batch_requests)
-        self._context.of(kind).inc(stats.num_context_tokens)
-        self._attended.of(kind).inc(stats.num_attended_tokens)
+    def on_steps(self, steps: Sequence[StepStats]) -> None:
+        self._arrived.inc(sum(stats.num_arrived for stats in steps))
+        self._arrived_tokens.inc(sum(stats.num_arrived_prompt_tokens for stats in steps))
+        by_kind: dict[str, list[StepStats]] = {}
+        for stats in steps:
+            if stats.num_scheduled_tokens:
+                by_kind.setdefault(stats.kind, []).append(stats)
+        for kind, alike in by_kind.items():
+            self._seconds.of(kind).observe_all([stats.step_seconds for stats in alike])
+            self._tokens.of(kind).inc(sum(stats.num_scheduled_tokens for stats in alike))
+            self._sequences.of(kind).inc(sum(stats.num_batch_requests for stats in alike))
+            self._context.of(kind).inc(sum(stats.num_context_tokens for stats in alike))
+            self._attended.of(kind).inc(sum(stats.num_attended_tokens for stats in alike))

@@ -27,7 +27,7 @@ class QueueFull(ApiError):
 class Ticket:
     """One admitted HTTP request: the prompt tokens of its choices that have no first token yet."""
 
-    def __init__(self, num_tokens: Sequence[int], sent: float, on_change: Callable[[int], None]) -> None:
+    def __init__(self, num_tokens: Sequence[int], sent: float, on_change: "Callable[[Ticket, int], None]") -> None:
         self.sent = sent
         self._waiting = dict(enumerate(num_tokens))
         self._on_change = on_change
@@ -38,13 +38,13 @@ class Ticket:
 
     def started(self, index: int) -> None:
         """This choice got its first token."""
-        self._on_change(-self._waiting.pop(index, 0))
+        self._on_change(self, -self._waiting.pop(index, 0))
 
     def close(self) -> None:
         """The request has ended, however."""
         num_tokens = sum(self._waiting.values())
         self._waiting.clear()
-        self._on_change(-num_tokens)
+        self._on_change(self, -num_tokens)
 
 
 class Admission:
@@ -74,9 +74,10 @@ class Admission:
         self.num_tokens += sum(num_tokens)
         return ticket
 
-    def _change(self, num_tokens: int) -> None:
+    def _change(self, ticket: Ticket, num_tokens: int) -> None:
         self.num_tokens += num_tokens
-        self._tickets = {ticket for ticket in self._tickets if ticket.num_waiting}
+        if not ticket.num_waiting:
+            self._tickets.discard(ticket)
 
     def num_queued(self, state: EngineState) -> int:
         """Sequences in the core's queue, and of those that it has not seen yet the ones that will find no seat."""

@@ -118,7 +118,8 @@ class Generator:
         """All choices' pieces as they come. Leaving early aborts what still runs."""
         num_tokens, engine = [0] * len(plan.sampling), self._client.first_rank
         try:
-            async with aclosing(self._run_choices(plan)) as pieces:
+            choices = self._run_choice(plan, 0) if len(plan.sampling) == 1 else self._run_choices(plan)
+            async with aclosing(choices) as pieces:
                 async for piece in pieces:
                     num_tokens[piece.index] += piece.num_tokens
                     engine = piece.engine
@@ -128,11 +129,7 @@ class Generator:
                 self.observer.request_finished(plan.n, max(num_tokens[first : first + plan.n]), engine)
 
     async def _run_choices(self, plan: GenerationPlan) -> AsyncGenerator[Piece, None]:
-        if len(plan.sampling) == 1:
-            async with aclosing(self._run_choice(plan, 0)) as pieces:
-                async for piece in pieces:
-                    yield piece
-            return
+        """Those of several choices, in the order in which they come."""
         merged: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._forward(plan, index, merged)) for index in range(len(plan.sampling))]
         try:

@@ -13,6 +13,7 @@ from trimtab_engine.api.openai.state import ServerOptions, Serving
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.messages import CoreReady
+from trimtab_engine.processes.garbage import keep_what_is_there
 from trimtab_engine.text.chat_template import ChatTemplates
 from trimtab_engine.text.tokenizer import Tokenizer
 
@@ -42,6 +43,7 @@ async def load_serving(
         return None
     trials = GrammarTrials(lambda: _vocabulary(facts, tokenizer))
     media = _media(config, options, facts, watcher)
+    keep_what_is_there()
     return Serving(facts, tokenizer, Generator(core, tokenizer, watcher, tracer), trials, renderer, media)
 
 

@@ -21,7 +21,7 @@ def test_prompt_tokens_are_split_by_source_and_cached_blocks_are_followed() -> N
     stats.evicted_blocks = 3
     stats.swapped_out_bytes, stats.swapped_in_bytes, stats.swap_seconds = 4096, 1024, 0.25
     for _ in range(2):
-        metrics.on_step(stats)
+        metrics.on_steps([stats])
     assert value("vllm:prompt_tokens_by_source_total", source="local_compute") == 104
     assert value("vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 96
     assert value("vllm:prompt_tokens_cached_total") == 96

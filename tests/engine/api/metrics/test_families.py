@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from trimtab_engine.api.metrics.families import EngineMetrics, length_buckets
+from trimtab_engine.api.metrics.families import STEPS_AT_ONCE, EngineMetrics, length_buckets
 from trimtab_engine.api.metrics.observations import FinishedSequence
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.messages import StepStats
@@ -104,6 +104,16 @@ def test_buckets_are_vllms(metrics: EngineMetrics) -> None:
 
 def test_length_buckets_end_at_the_context() -> None:
     assert length_buckets(60) == [1, 2, 5, 10, 20, 50]
+
+
+@pytest.mark.parametrize("num_steps", [1, STEPS_AT_ONCE - 1, STEPS_AT_ONCE, 2 * STEPS_AT_ONCE + 1])
+def test_whoever_looks_sees_every_step_and_how_it_is_after_the_newest(metrics: EngineMetrics, num_steps: int) -> None:
+    for number in range(1, num_steps + 1):
+        metrics.on_step(a_step(num_running=number, num_generation_tokens=2, num_scheduled_tokens=9))
+    for _ in range(2):
+        assert sample(metrics, "vllm:generation_tokens_total") == 2 * num_steps
+        assert sample(metrics, "vllm:iteration_tokens_total_count") == num_steps
+        assert sample(metrics, "vllm:num_requests_running") == num_steps
 
 
 def test_a_step_sets_gauges_and_adds_to_counters(metrics: EngineMetrics) -> None:

@@ -27,7 +27,7 @@ def test_counts_of_steps_are_summed() -> None:
     for _ in range(2):
         stats = StepStats(1, 0.0, 0.0, "decode", 1, 0, 0, 0, 0, graph_steps={"full": 3}, eager_steps={"mixed": 1})
         stats.graph_padding_tokens, stats.graph_captures, stats.kernel_compilations = 5, 1, 2
-        metrics.on_step(stats)
+        metrics.on_steps([stats])
     assert value(registry, "trimtab_graph_steps_total", kind="full") == 6
     assert value(registry, "trimtab_eager_steps_total", reason="mixed") == 2
     assert value(registry, "trimtab_graph_padding_tokens_total") == 10

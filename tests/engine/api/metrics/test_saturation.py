@@ -31,8 +31,8 @@ def a_step(**fields: Any) -> StepStats:
 def test_a_step_tells_how_much_of_its_budget_and_its_seats_it_uses(
     metrics: SaturationMetrics, registry: CollectorRegistry
 ) -> None:
-    metrics.on_step(a_step(config_values={"max_num_seqs": 8.0}))  # idle: no step ran
-    metrics.on_step(a_step(num_scheduled_tokens=512, token_budget=2048, num_batch_requests=6))
+    metrics.on_steps([a_step(config_values={"max_num_seqs": 8.0})])  # idle: no step ran
+    metrics.on_steps([a_step(num_scheduled_tokens=512, token_budget=2048, num_batch_requests=6)])
     assert registry.get_sample_value("trimtab_budget_used_ratio_sum", LABELS) == 0.25
     assert registry.get_sample_value("trimtab_budget_used_ratio_count", LABELS) == 1
     assert registry.get_sample_value("trimtab_batch_fill_ratio_sum", LABELS) == 0.75
@@ -41,7 +41,7 @@ def test_a_step_tells_how_much_of_its_budget_and_its_seats_it_uses(
 def test_the_queue_is_counted_in_requests_tokens_and_age(
     metrics: SaturationMetrics, registry: CollectorRegistry
 ) -> None:
-    metrics.on_step(a_step(num_waiting=3, num_deferred=2, num_waiting_tokens=999, oldest_waiting_arrival=88.5))
+    metrics.on_steps([a_step(num_waiting=3, num_deferred=2, num_waiting_tokens=999, oldest_waiting_arrival=88.5)])
     reasons = ("capacity", "deferred")
     waiting = [
         registry.get_sample_value("vllm:num_requests_waiting_by_reason", LABELS | {"reason": reason})
@@ -50,5 +50,5 @@ def test_the_queue_is_counted_in_requests_tokens_and_age(
     assert waiting == [3, 2]
     assert registry.get_sample_value("trimtab_waiting_tokens", LABELS) == 999
     assert registry.get_sample_value("trimtab_oldest_waiting_seconds", LABELS) == 11.5
-    metrics.on_step(a_step(num_waiting=0, oldest_waiting_arrival=None))
+    metrics.on_steps([a_step(num_waiting=0, oldest_waiting_arrival=None)])
     assert registry.get_sample_value("trimtab_oldest_waiting_seconds", LABELS) == 0

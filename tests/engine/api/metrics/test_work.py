@@ -31,9 +31,9 @@ def test_each_kind_of_step_has_its_own_sums_from_the_start() -> None:
     registry = CollectorRegistry()
     work = WorkMetrics(FamilyFactory(registry, "m", "0", {}))
     assert {sums(registry, kind) for kind in KINDS} == {(0.0,) * 6}
-    work.on_step(a_step("mixed", 100, 5, 700, 9000))
-    work.on_step(a_step("mixed", 50, 4, 600, 8000))
-    work.on_step(a_step("decode", 4, 4, 604, 604))
+    work.on_steps([a_step("mixed", 100, 5, 700, 9000)])
+    work.on_steps([a_step("mixed", 50, 4, 600, 8000)])
+    work.on_steps([a_step("decode", 4, 4, 604, 604)])
     assert sums(registry, "mixed") == (2, 0.5, 150, 9, 1300, 17000)
     assert sums(registry, "decode") == (1, 0.25, 4, 4, 604, 604)
     assert sums(registry, "prefill") == (0,) * 6
@@ -44,7 +44,7 @@ def test_what_arrived_is_counted_also_when_no_step_ran() -> None:
     work = WorkMetrics(FamilyFactory(registry, "m", "0", {}))
     stats = StepStats(1, 100.0, 0.0, "idle", 0, 3, 0, 100, 200)
     stats.num_arrived, stats.num_arrived_prompt_tokens = 3, 300
-    work.on_step(stats)
+    work.on_steps([stats])
     assert registry.get_sample_value("trimtab_arrived_requests_total", LABELS) == 3
     assert registry.get_sample_value("trimtab_arrived_prompt_tokens_total", LABELS) == 300
     assert sums(registry, "decode") == (0,) * 6
