@@ -136,7 +136,7 @@ def cold_start(memory: Memory, settings: Settings) -> float:
 
 def drain(memory: Memory) -> float:
     """How long a replica takes to drain: as long as all but the longest of the last requests took from begin to end."""
-    seconds = sorted(felt.seconds for felt in memory.felt[-DRAIN_REQUESTS:])
+    seconds = sorted([felt.seconds for felt in memory.felt[-DRAIN_REQUESTS:]])
     return seconds[int(DRAIN_SHARE * len(seconds))] if seconds else 0.0
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
 
@@ -18,6 +19,10 @@ class Arrived(Protocol):
 Row = TypeVar("Row", bound=Arrived)
 
 
+arrival: Callable[[Arrived], float] = attrgetter("arrived_at")
+"""When it came: asked for so often that a function of our own would cost more than the sorting."""
+
+
 def with_new(known: tuple[Row, ...], new: Iterable[Row]) -> tuple[Row, ...]:
     """All of them in order. Only what came since the oldest of the new ones is sorted again."""
     rows = sorted(new, key=arrival)
@@ -30,8 +35,3 @@ def with_new(known: tuple[Row, ...], new: Iterable[Row]) -> tuple[Row, ...]:
 def since(known: Sequence[Row], at: float) -> Sequence[Row]:
     """Those that came at `at` or later."""
     return known[bisect_left(known, at, key=arrival) :]
-
-
-def arrival(row: Arrived) -> float:
-    """When it came."""
-    return row.arrived_at

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -255,17 +256,14 @@ class Survival:
         lengths: list[int] = []
         shares: list[float] = []
         hazards: list[float] = []
-        share, hazard, i, j = 1.0, 0.0, 0, 0
-        while i < len(ends):
-            length = ends[i]
-            while j < len(stops) and stops[j] < length:  # who was last seen shorter is not at risk any more
-                j += 1
+        share, hazard, gone, num_stops = 1.0, 0.0, 0, len(stops)
+        for length, count in Counter(ends).items():  # in their order
+            while gone < num_stops and stops[gone] < length:  # who was last seen shorter is not at risk any more
+                gone += 1
                 at_risk -= 1
-            count = bisect_right(ends, length, lo=i) - i
             share *= 1.0 - count / at_risk
             hazard += count / at_risk
             at_risk -= count
-            i += count
             lengths.append(length)
             shares.append(share)
             hazards.append(hazard)
