@@ -158,6 +158,7 @@ lives: ## the scheduler's property tests over many more random lives (about an h
 soak: ## longer runs of the same stories, and more of the random worlds
 	@$(CLUSTER_TOOL) set-up $(NODES) python model cluster images prometheus
 	$(BIN)/pytest tests/operator/loop/test_any_world.py tests/operator/loop/test_lagging_cache.py --worlds 10000 --timeout 1800
+	$(BIN)/pytest tests --all -m soak
 	$(BIN)/pytest e2e --soak
 
 clean: ## remove what make made inside the checkout

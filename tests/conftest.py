@@ -32,10 +32,16 @@ if importlib.util.find_spec("hypothesis") is not None:  # `make test-gpu` does w
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--lives", type=int, help="so many random lives of each state machine, instead of its own number")
     parser.addoption("--worlds", type=int, help="so many random worlds for the operator, instead of the first 2,000")
+    parser.addoption("--all", action="store_true", help="more of the same too: what is marked soak, for `make soak`")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --lives, state machines get their number of lives from there, and as long as they need."""
+    """What is marked soak runs only with --all. With --lives, state machines get their number of lives from there, and
+    as long as they need."""
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     lives: int | None = config.getoption("--lives")
     if lives is None:
         return

@@ -46,14 +46,18 @@ BUILD_ENVIRONMENT = {
     "KUBE_GIT_TREE_STATE": "archive",
     "KUBE_GIT_COMMIT": "faecb196815e248d3ecfb03c680a4507229c2a56",  # the commit of v1.20.2
     "SOURCE_DATE_EPOCH": "1610600000",
+    # As the others are, so that what they share is compiled once: with cgo nearly all of it is compiled for it again.
+    "KUBE_STATIC_OVERRIDES": "kubelet",
 }
+# Nodes of kind run containerd and no cloud's machines: without the clouds' libraries a quarter less is compiled.
+TAGS = "providerless,dockerless"
 GENERATE_SECONDS = 70.0  # on two cores, as the next
-BUILD_SECONDS = 490.0
+BUILD_SECONDS = 300.0
 
 
 def entry_name() -> str:
     """The cache entry of the binaries: a hash of what they are built from, so that it can be taken to another cache."""
-    recipe = key_of(VERSION, *BINARIES, REFLECT2, *(f"{k}={v}" for k, v in BUILD_ENVIRONMENT.items()))
+    recipe = key_of(VERSION, *BINARIES, REFLECT2, TAGS, *(f"{k}={v}" for k, v in BUILD_ENVIRONMENT.items()))
     return f"kubernetes/{VERSION}-{recipe}"
 
 
@@ -84,7 +88,7 @@ def _build(folder: Path) -> None:
     with stage("kubernetes: building the binaries", BUILD_SECONDS):
         what = " ".join(f"cmd/{name}" for name in BINARIES)
         run(
-            ["make", f"WHAT={what}", "GOLDFLAGS=-s -w"],
+            ["make", f"WHAT={what}", "GOLDFLAGS=-s -w", f"GOFLAGS=-tags={TAGS}"],
             log="kubernetes",
             folder=source,
             environment=environment,

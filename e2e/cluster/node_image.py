@@ -43,7 +43,7 @@ NODE_BINARIES = ("kubelet", "kubeadm", "kubectl")
 
 def image_name() -> str:
     """The node image's name; the tag is a hash of what it is made from."""
-    key = key_of(kubernetes_build.VERSION, *BASE_PACKAGES, REGISTRY, ETCD_TAG, PAUSE_TAG, tree_key([RECIPE]))
+    key = key_of(kubernetes_build.entry_name(), *BASE_PACKAGES, REGISTRY, ETCD_TAG, PAUSE_TAG, tree_key([RECIPE]))
     return f"{NAME}:{kubernetes_build.VERSION}-{key}"
 
 

@@ -62,33 +62,33 @@ class Live:
 
 async def measure_live(model: str) -> Live:
     """Start a server, measure, and end it."""
-    ports = ReservedPorts("127.0.0.1")
-    port, admin = ports.take(), ports.take()
-    command = [
-        *(sys.executable, "-m", "trimtab_engine.cli", "serve", model, "--served-model-name", "m", "--device", "cpu"),
-        *("--host", "127.0.0.1", "--port", str(port), "--admin-port", str(admin), "--max-model-len", "1024"),
-        *("--device-memory-bytes", DEVICE, "--gpu-memory-utilization", str(HIGH), "--max-num-batched-tokens", "512"),
-    ]
-    live = Live()
-    started = time.monotonic()
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220  # it must outlive no await
-    try:
-        async with (
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as api,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{admin}", timeout=120) as control,
-        ):
-            await _until_ready(api, process, live, started)
-            await _under_load(api, control, live)
-            for level in (1, 2):
-                await _asleep(api, control, live, level)
-            live.api_peak_mib, live.core_peak_mib = _peaks(process.pid)
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        process.kill()
-        ports.release()
-    return live
+    with ReservedPorts("127.0.0.1") as ports:
+        port, admin = ports.take(), ports.take()
+        command = [
+            *(sys.executable, "-m", "trimtab_engine.cli", "serve", model, "--served-model-name", "m"),
+            *("--device", "cpu", "--host", "127.0.0.1", "--port", str(port), "--admin-port", str(admin)),
+            *("--max-model-len", "1024", "--max-num-batched-tokens", "512"),
+            *("--device-memory-bytes", DEVICE, "--gpu-memory-utilization", str(HIGH)),
+        ]
+        live = Live()
+        started = time.monotonic()
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220  # it must outlive no await
+        try:
+            async with (
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as api,
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{admin}", timeout=120) as control,
+            ):
+                await _until_ready(api, process, live, started)
+                await _under_load(api, control, live)
+                for level in (1, 2):
+                    await _asleep(api, control, live, level)
+                live.api_peak_mib, live.core_peak_mib = _peaks(process.pid)
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+        return live
 
 
 async def _until_ready(api: httpx.AsyncClient, process: "subprocess.Popen[bytes]", live: Live, started: float) -> None:

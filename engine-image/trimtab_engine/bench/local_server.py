@@ -78,22 +78,21 @@ def end_on_sigterm() -> None:
 async def local_server(model: str, flags: Sequence[str], log: Path | None = None) -> AsyncIterator[LocalServer]:
     """Serve `model` with these flags, under the name SERVED_NAME. ConfigError when it refuses them, EngineDead when it
     does not come up for another reason, with its last line where there is a `log` to take it from."""
-    ports = ReservedPorts("127.0.0.1")
-    port, admin = ports.take(), ports.take()
-    command = [sys.executable, "-m", "trimtab_engine.cli", "serve", model, "--served-model-name", SERVED_NAME]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--admin-port", str(admin), *flags]
-    process = _started(command, log)
-    try:
-        server = LocalServer(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}", process.pid)
+    with ReservedPorts("127.0.0.1") as ports:
+        port, admin = ports.take(), ports.take()
+        command = [sys.executable, "-m", "trimtab_engine.cli", "serve", model, "--served-model-name", SERVED_NAME]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--admin-port", str(admin), *flags]
+        process = _started(command, log)
         try:
-            await _until_ready(server, process)
-        except EngineDead as error:
-            kind = ConfigError if process.poll() == EXIT_REFUSED else EngineDead
-            raise kind(f"{error}{_last_words(log)}") from None
-        yield server
-    finally:
-        end_at_once(process)
-        ports.release()
+            server = LocalServer(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}", process.pid)
+            try:
+                await _until_ready(server, process)
+            except EngineDead as error:
+                kind = ConfigError if process.poll() == EXIT_REFUSED else EngineDead
+                raise kind(f"{error}{_last_words(log)}") from None
+            yield server
+        finally:
+            end_at_once(process)
 
 
 def end_at_once(process: "subprocess.Popen[bytes]") -> None:

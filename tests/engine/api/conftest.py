@@ -179,7 +179,7 @@ class RealEngine:
         ledger: dict[str, Any] = self.admin.get("/admin/v1/memory").json()
         return ledger
 
-    def post(self, prompt: str, max_tokens: int = 20, rank: str | None = None) -> httpx.Response:
+    def post(self, prompt: str | list[str], max_tokens: int = 20, rank: str | None = None) -> httpx.Response:
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         headers = {} if rank is None else {"X-data-parallel-rank": rank}
         return self.http.post("/v1/completions", json=body, headers=headers)

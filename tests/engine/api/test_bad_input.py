@@ -161,7 +161,7 @@ def test_a_wrong_completion_request_is_400_and_names_what_is_wrong(
         ({"logprobs": 3}, "logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 5, "min_tokens": 6}, "min_tokens"),
-        ({"service_tier": "flex"}, 'service_tier is not supported yet but as "auto" or "default"; leave it out'),
+        ({"service_tier": "flex"}, 'service_tier is supported only as "auto" or "default" so far; leave it out'),
     ],
 )
 def test_a_wrong_chat_request_is_400_and_names_what_is_wrong(server: Any, fields: dict[str, Any], word: str) -> None:

@@ -15,6 +15,7 @@ from trimtab_operator.decisions.validation import refusals
 
 QUICK = {"startTimeout": "2m", "drainTimeout": "10s", "bakeTime": "0s"}
 START_SECONDS = 20.0
+SEEDS = [*range(16), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(16, 40))]
 
 
 def a_runtime(*args: str) -> dict[str, Any]:
@@ -255,7 +256,7 @@ def test_replicas_of_several_pods_surge_as_a_whole() -> None:
     assert [(group.ordinal, group.num_pods) for group in cluster.groups] == [(1, 2)]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_whatever_is_asked_for_meanwhile_no_replica_is_lost_while_a_change_rolls(seed: int) -> None:
     """Edits, scaling and operators that end, at any moment: as many as were wanted all along serve throughout."""
     chance = random.Random(seed)
@@ -294,7 +295,7 @@ def kept_pods(cluster: FakeCluster) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_wherever_pods_blink_and_rooms_are_full_no_more_is_taken_than_may_be_missing(seed: int) -> None:
     """Who serves is taken only while enough others do: all that are wanted, or, where there is no room for one more or
     none is asked for, all but `maxUnavailable`."""

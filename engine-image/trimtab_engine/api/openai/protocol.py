@@ -95,7 +95,7 @@ def _not_supported(name: str) -> str:
     if not harmless:
         return f"{name} is not supported yet; leave it out"
     values = " or ".join(json.dumps(value) for value in harmless)
-    return f"{name} is not supported yet but as {values}; leave it out, or write that"
+    return f"{name} is supported only as {values} so far; leave it out, or write that"
 
 
 def _meant(unknown: Any, known: set[str]) -> str | None:

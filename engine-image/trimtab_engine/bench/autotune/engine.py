@@ -66,7 +66,7 @@ class LiveEngine:
         for name in TUNED:
             if (kind := engine.fields[name]["class"]) != "live":
                 raise ConfigError(
-                    f"{name} of this engine is of class {kind}: a flag fixes the KV cache. Start it without "
+                    f"{name} of this engine is not live but {kind}: a flag fixes the KV cache. Start it without "
                     f"--num-gpu-blocks-override and --kv-cache-memory-bytes"
                 )
         return engine

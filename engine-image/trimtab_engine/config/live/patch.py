@@ -161,16 +161,20 @@ def _wish(envelope: Envelope, values: LiveValues, given: str, value: object) -> 
 def _not_live(envelope: Envelope, given: str, value: object) -> Refusal:
     if given == "data_parallel_size" and (rigid := envelope.rigid_cores) is not None:
         asked = value if isinstance(value, int) else rigid.size
-        message = f"data_parallel_size is of class restart here: {rigid.why(asked)}"
+        message = f"data_parallel_size changes only with a restart here: {rigid.why(asked)}"
         return Refusal(given, value, message, rigid.size, rigid.size, rigid.size)
     if given in BY_NAME and envelope.kv_fixed_by:
         message = (
-            f"{given} is of class restart here: {envelope.kv_fixed_by} fixes the KV cache; "
+            f"{given} changes only with a restart here: {envelope.kv_fixed_by} fixes the KV cache; "
             f"start the engine without it to size the cache by utilisation"
         )
         return Refusal(given, value, message)
     if given in envelope.restart_names:
-        return Refusal(given, value, f"{given} is of class restart: start the engine again to change it")
+        return Refusal(
+            given,
+            value,
+            f"{given} changes only with a restart: start the engine again with the value that it should have",
+        )
     live = [field.name for field in _live_fields(envelope)]
     close = difflib.get_close_matches(given[:MAX_ECHO_CHARACTERS], live, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""

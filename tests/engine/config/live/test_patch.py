@@ -266,7 +266,7 @@ def test_the_schedulers_part_is_handed_over_whole() -> None:
 )
 def test_a_field_of_class_restart_is_refused_as_such(field: str) -> None:
     body = refused(a_config(), {field: 1})
-    assert "class restart" in body["message"]
+    assert "only with a restart" in body["message"]
     assert (body["min"], body["max"], body["nearest"]) == (None, None, None)
     refused(a_config(), {field: 10**5000})  # its body can be sent, too
 

@@ -62,6 +62,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "OPTForCausalLM": {"ffn_dim": 80, "word_embed_proj_dim": 64},
 }
 
+# One of each kind: windows, a part of the rotation, soft caps, layers without positions, a mixture, learned positions.
+OF_EACH_KIND = (
+    "Phi3ForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM", "SmolLM3ForCausalLM", "MixtralForCausalLM",
+    "GPT2LMHeadModel",
+)  # fmt: skip
+
 
 def a_checkpoint(folder: Path, name: str, **changes: Any) -> Any:
     """A random model of transformers', its biases and norms random too, saved as safetensors."""
@@ -116,6 +122,12 @@ def test_the_number_of_parameters_is_the_models(checkpoint: tuple[Path, Any]) ->
     assert num_parameters(config) == sum(weight.numel() for weight in model.parameters())
 
 
+@pytest.mark.parametrize(
+    "checkpoint",
+    [pytest.param(name, marks=() if name in OF_EACH_KIND else pytest.mark.soak) for name in ARCHITECTURES],
+    indirect=True,
+    scope="module",
+)
 def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transformers(
     checkpoint: tuple[Path, Any], references: list[Reference]
 ) -> None:
