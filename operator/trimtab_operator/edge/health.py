@@ -1,12 +1,14 @@
 """Is the operator alive? Every loop leaves a mark when it ticks; a mark that grows old means restart. Plus `/metrics`.
 
 The process also compares what the API server lists with the loops it runs: a watch that died without a word leaves
-resources without a loop, and no other sign.
+resources without a loop, and no other sign. Probes are answered in another thread than the loops': a busy operator
+answers in time, and a blocked one is found out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 LAG_PERIOD_SECONDS = 1.0  # how often the event loop's own delay is measured
-MAX_LAG_SECONDS = 60.0  # a loop that is blocked for so long serves nobody
+MAX_LAG_SECONDS = 60.0  # an event loop that is blocked for so long serves nobody
 UNSERVED_SECONDS = 180.0  # a resource that had no loop for so long was missed by the watch
 
 
@@ -28,10 +30,20 @@ class Heartbeats:
     clock: Callable[[], float] = time.monotonic
     _ticks: dict[str, float] = field(default_factory=dict)
     _unserved_since: dict[str, float] = field(default_factory=dict)
-    lag_seconds: float = 0.0
+    _ran_at: float | None = None
+    """When the event loop of all of them last ran."""
 
     def beat(self, name: str) -> None:
         self._ticks[name] = self.clock()
+
+    def wait_in_line(self, name: str) -> None:
+        """Note that a loop waits until there is room for its tick: a long line is no hang, and those in front have a
+        deadline."""
+        self._ticks[name] = math.inf
+
+    def ran(self) -> None:
+        """Note that the event loop runs."""
+        self._ran_at = self.clock()
 
     def forget(self, name: str) -> None:
         self._ticks.pop(name, None)
@@ -47,7 +59,7 @@ class Heartbeats:
         now = self.clock()
         found = [
             f"{name} has not ticked for {now - at:.0f} s"
-            for name, at in self._ticks.items()
+            for name, at in self._ticks.copy().items()  # the loops' thread goes on meanwhile
             if now - at > self.max_age_seconds
         ]
         found += [
@@ -55,8 +67,8 @@ class Heartbeats:
             for name, since in self._unserved_since.items()
             if now - since > UNSERVED_SECONDS
         ]
-        if self.lag_seconds > MAX_LAG_SECONDS:
-            found.append(f"the event loop was blocked for {self.lag_seconds:.0f} s")
+        if self._ran_at is not None and now - self._ran_at > MAX_LAG_SECONDS:
+            found.append(f"the event loop has been blocked for {now - self._ran_at:.0f} s")
         return found
 
 
@@ -109,10 +121,10 @@ class OperatorMetrics:
 async def measure_lag(heartbeats: Heartbeats, metrics: OperatorMetrics) -> None:
     """Sleep, and see how much later than asked we wake."""
     while True:
+        heartbeats.ran()
         before = time.monotonic()
         await asyncio.sleep(LAG_PERIOD_SECONDS)
-        heartbeats.lag_seconds = max(0.0, time.monotonic() - before - LAG_PERIOD_SECONDS)
-        metrics.loop_lag.set(heartbeats.lag_seconds)
+        metrics.loop_lag.set(max(0.0, time.monotonic() - before - LAG_PERIOD_SECONDS))
 
 
 async def serve_health(port: int, heartbeats: Heartbeats, *, is_ready: Callable[[], bool]) -> web.AppRunner:

@@ -41,7 +41,7 @@ MAX_BACKOFF_SECONDS = 60.0  # between ticks that fail
 FAILURES_TO_SHOW = 3  # in a row, before the status says so: one lost connection is no news
 GATHER_SECONDS = 0.2  # wake-ups come in bursts: one tick serves all
 STAKES_TRIED = 5  # times that others may take a part of the GPU budget while a turn is taken
-MAX_TICKS_AT_ONCE = 32  # the Lease is renewed between two of them: a thousand at once would let it run out
+MAX_TICKS_AT_ONCE = 32  # a thousand at once would all be late
 BRIEF_SECONDS = 0.02  # of processor time: a turn that took no longer needs no thread of its own
 MAX_BESIDE_EDITS = 4  # of the ticks that nobody waits for, while what somebody asked for is being brought about
 MAX_TURNS_AT_ONCE = 3  # a turn may predict for a second: it is taken beside the event loop, which must get its share
@@ -169,8 +169,10 @@ class Reconciler:
             if not place.urgent and self._is_asked_anew(loop):
                 self._ticking.hurry(place)
 
+        self.heartbeats.wait_in_line(str(loop.key))
         with self.wake_ups.listening(loop.key.namespace, loop.key.name, listen):
             async with self._ticking.entered(place):
+                self.heartbeats.beat(str(loop.key))
                 loop.is_awaited, loop.generation = place.urgent, self.eyes.unanswered(loop.key) or loop.generation
                 return await self._guarded_tick(loop)
 

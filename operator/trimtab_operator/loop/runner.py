@@ -1,7 +1,8 @@
-"""The operator's process: everything in one asyncio loop that we own.
+"""The operator's process: two event loops that we own, each in a thread.
 
-Health, metrics and the webhook run in every process; Kopf, and so the reconcile loops, only in the one that holds the
-Lease. A process that loses the Lease ends, and its pod starts clean.
+In the main thread Kopf and the reconcile loops do the work, only in the process that holds the Lease. What others wait
+for by a deadline, the Lease itself, the webhook and the probes, has a thread, an event loop and connections of its own:
+a burst of edits costs neither the Lease nor a verdict. A process that loses the Lease ends, and its pod starts clean.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from trimtab_operator.edge.cluster import API_ERRORS, Cluster
 from trimtab_operator.edge.health import Heartbeats, OperatorMetrics, measure_lag, serve_health, serve_metrics
 from trimtab_operator.edge.lease import CONNECTION_ERRORS, LeaderLease
 from trimtab_operator.edge.look import Eyes
+from trimtab_operator.edge.loop_thread import LoopThread
 from trimtab_operator.edge.nodes import Nodes
 from trimtab_operator.edge.prometheus import Connection, Prometheus
 from trimtab_operator.edge.stakes import Stakes
@@ -71,31 +73,73 @@ async def run_operator(options: Options) -> int:
     metrics = OperatorMetrics()
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(Cluster())
-        nodes = Nodes(cluster)
-        webhook = _webhook(cluster, nodes, options)
-        health = await serve_health(
-            options.liveness_port, heartbeats, is_ready=lambda: webhook is None or webhook.is_serving
+        prompt = await stack.enter_async_context(LoopThread("prompt"))
+        door = await prompt.enter(Cluster())
+        webhook = _webhook(door, options)
+        health = await prompt.run(
+            serve_health, options.liveness_port, heartbeats, is_ready=lambda: webhook is None or webhook.is_serving
         )
-        stack.push_async_callback(health.cleanup)
+        stack.push_async_callback(prompt.run, health.cleanup)
         stack.push_async_callback((await serve_metrics(options.metrics_port, metrics)).cleanup)
         await _check_installation(cluster)
         background = [measure_lag(heartbeats, metrics)]
         if webhook is not None:
-            stack.push_async_callback((await webhook.start(options.webhook_port)).cleanup)
-            background.append(webhook.keep())
+            server = await prompt.run(webhook.start, options.webhook_port)
+            stack.push_async_callback(prompt.run, server.cleanup)
+            background.append(prompt.run(webhook.keep))
         async with _running(background):
-            code = await _lead(cluster, nodes, options, heartbeats, metrics, stop)
+            leadership = Leadership(prompt, _lease(door, options))
+            code = await _lead(cluster, leadership, options, heartbeats, metrics, stop)
             if webhook is not None:
-                await webhook.leave()
+                await prompt.run(webhook.leave)
             return code
 
 
-def _webhook(cluster: Cluster, nodes: Nodes, options: Options) -> Webhook | None:
+class Leadership:
+    """The Lease, which is acquired, renewed and given back in a thread of its own."""
+
+    def __init__(self, prompt: LoopThread, lease: LeaderLease) -> None:
+        self.lease = lease
+        self._prompt = prompt
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def acquire(self) -> None:
+        """Return once the Lease is ours. It is renewed from then on, whatever the caller does first."""
+        await self._prompt.run(self._acquire)
+
+    async def lost(self) -> None:
+        """Wait until the Lease is ours no more."""
+        await self._prompt.run(self._lost)
+
+    async def release(self) -> None:
+        """Renew it no more, and give it back."""
+        await self._prompt.run(self._release)
+
+    async def _acquire(self) -> None:
+        await self.lease.acquire()
+        self._keeping = asyncio.create_task(self.lease.keep(), name="lease")
+
+    async def _lost(self) -> None:
+        assert self._keeping is not None
+        await asyncio.wait({self._keeping})
+
+    async def _release(self) -> None:
+        assert self._keeping is not None
+        self._keeping.cancel()
+        await asyncio.wait({self._keeping})
+        await self.lease.release()
+
+
+def _lease(door: Cluster, options: Options) -> LeaderLease:
+    return LeaderLease(door, namespace=options.operator_namespace, name=options.lease_name, identity=options.identity)
+
+
+def _webhook(door: Cluster, options: Options) -> Webhook | None:
     if options.webhook_port == 0:
         return None
     return Webhook(
-        cluster,
-        nodes,
+        door,
+        Nodes(door),
         namespace=options.operator_namespace,
         service=options.service_name,
         secret=options.webhook_secret_name,
@@ -121,17 +165,14 @@ async def _check_installation(cluster: Cluster) -> None:
 
 async def _lead(
     cluster: Cluster,
-    nodes: Nodes,
+    leadership: Leadership,
     options: Options,
     heartbeats: Heartbeats,
     metrics: OperatorMetrics,
     stop: asyncio.Event,
 ) -> int:
     """Wait for the Lease, work while it is ours, give it back."""
-    lease = LeaderLease(
-        cluster, namespace=options.operator_namespace, name=options.lease_name, identity=options.identity
-    )
-    if not await _first(lease.acquire(), stop):
+    if not await _first(leadership.acquire(), stop):
         return 0
     logger.info("leading", extra={"identity": options.identity})
     metrics.leader.set(1)
@@ -143,7 +184,7 @@ async def _lead(
         budget = options.installation.gpu_budget
         eyes = Eyes(
             cluster,
-            nodes,
+            Nodes(cluster),
             secret[SECRET_KEY],
             options.default_image,
             options.tick_seconds,
@@ -155,19 +196,19 @@ async def _lead(
             cache=cache,
             stakes=None if budget is None else Stakes(budget, wake_ups.ring, cache),
         )
-        hands = Hands(cluster, metrics, eyes.clock, lambda: lease.is_held)
+        hands = Hands(cluster, metrics, eyes.clock, lambda: leadership.lease.is_held)
         reconciler = Reconciler(eyes, hands, http, heartbeats, wake_ups)
         await stack.enter_async_context(_running([watching.keep(cluster, cache)]))
-        code = await _work(lease, reconciler, options, stop)
+        code = await _work(leadership, reconciler, options, stop)
     metrics.leader.set(0)
-    await lease.release()
+    await leadership.release()
     return code
 
 
-async def _work(lease: LeaderLease, reconciler: Reconciler, options: Options, stop: asyncio.Event) -> int:
+async def _work(leadership: Leadership, reconciler: Reconciler, options: Options, stop: asyncio.Event) -> int:
     """Run Kopf until told to stop (0), or until the Lease is lost or Kopf ends by itself (1)."""
     operator = asyncio.create_task(_run_loops(reconciler, options, stop), name="kopf")
-    keeper = asyncio.create_task(lease.keep(), name="lease")
+    keeper = asyncio.create_task(leadership.lost(), name="lease")
     stopper = asyncio.create_task(stop.wait(), name="stop")
     watcher = asyncio.create_task(_compare(reconciler, options), name="compare")
     done, _ = await asyncio.wait({operator, keeper, stopper}, return_when=asyncio.FIRST_COMPLETED)

@@ -44,7 +44,27 @@ def test_a_resource_without_a_loop_means_that_the_watch_is_dead() -> None:
     assert beats.problems() == []
 
 
-def test_a_blocked_event_loop_is_a_problem() -> None:
-    beats = Heartbeats(max_age_seconds=1.0)
-    beats.lag_seconds = 90.0
+def test_a_long_line_is_no_hang_and_a_tick_that_hangs_is_one() -> None:
+    clock = Clock()
+    beats = Heartbeats(max_age_seconds=100.0, clock=clock)
+    beats.wait_in_line("a/b")
+    clock.now = 1000.0
+    beats.compare(["a/b"])
+    clock.now = 1000.0 + UNSERVED_SECONDS + 1
+    assert beats.problems() == []
+    beats.beat("a/b")
+    clock.now += 101.0
+    assert beats.problems() == ["a/b has not ticked for 101 s"]
+
+
+def test_an_event_loop_that_is_blocked_now_is_a_problem_and_one_that_was_is_none() -> None:
+    clock = Clock()
+    beats = Heartbeats(max_age_seconds=1.0, clock=clock)
+    assert beats.problems() == []
+    beats.ran()
+    clock.now = 60.0
+    assert beats.problems() == []
+    clock.now = 90.0
     assert "blocked for 90 s" in beats.problems()[0]
+    beats.ran()
+    assert beats.problems() == []

@@ -1,0 +1,155 @@
+"""The process: what others wait for by a deadline is there in time, whatever the loops are busy with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import ssl
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from kubernetes.aio.config import kube_config
+from small_api_server import SmallApiServer
+from trimtab_operator.edge import lease
+from trimtab_operator.edge.health import Heartbeats, serve_health
+from trimtab_operator.edge.loop_thread import LoopThread
+from trimtab_operator.edge.webhook import Webhook
+from trimtab_operator.loop import runner
+from trimtab_operator.loop.runner import Options, run_operator
+from trimtab_operator.resource.installation import Installation
+
+DISCOVERED = "/apis/trimtab.dev/v1alpha1"  # by Kopf, which is the last to begin
+SECRET = "/api/v1/namespaces/trimtab-system/secrets/trimtab-operator"
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/trimtab-system/leases/trimtab-operator"
+PATIENCE_SECONDS = 300.0  # of a machine that is busy with other things
+RENEWALS = 3
+OPTIONS = Options(
+    namespaces=(),
+    operator_namespace="trimtab-system",
+    identity="a",
+    tick_seconds=5.0,
+    default_image=None,
+    lease_name="trimtab-operator",
+    secret_name="trimtab-operator",
+    webhook_port=1,  # the test has its own choose a free one
+    webhook_config_name=None,
+    webhook_secret_name="trimtab-operator-webhook",
+    service_name="trimtab-operator",
+    liveness_port=0,
+    metrics_port=0,
+    installation=Installation(),
+)
+
+
+@pytest.fixture
+def ports(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Where probes and webhook are answered, on ports that were free."""
+    found: dict[str, int] = {}
+    start, leave = Webhook.start, Webhook.leave
+
+    async def serving(port: int, heartbeats: Heartbeats, **options: Any) -> web.AppRunner:
+        made = await serve_health(port, heartbeats, **options)
+        found["health"] = port_of(made)
+        return made
+
+    async def started(webhook: Webhook, _port: int) -> web.AppRunner:
+        made = await start(webhook, 0)
+        found["webhook"] = port_of(made)
+        return made
+
+    monkeypatch.setattr(runner, "serve_health", serving)
+    monkeypatch.setattr(Webhook, "start", started)
+    monkeypatch.setattr(Webhook, "leave", lambda webhook: leave(webhook, after_seconds=0.0))
+    return found
+
+
+def port_of(made: web.AppRunner) -> int:
+    """IPv4's, which is another one than IPv6's."""
+    return next(int(address[1]) for address in made.addresses if len(address) == 2)
+
+
+def a_kubeconfig(folder: Path, port: int) -> Path:
+    named = {
+        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+    }
+    made = folder / "kubeconfig"
+    made.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", "current-context": "c", **named}))
+    return made
+
+
+def asked(url: str, body: Any = None) -> str:
+    """What is answered, without help of the caller's event loop."""
+    trusting = ssl._create_unverified_context()
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS, context=trusting) as answer:
+        return str(answer.read().decode())
+
+
+async def test_a_loop_that_works_without_a_pause_costs_neither_the_lease_nor_a_verdict_nor_a_probe(
+    ports: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it does nothing else at all until everybody was answered: an edit and what follows takes its milliseconds,
+    and a thousand come at once. What it needs to know before it begins comes late, and the Lease is renewed by then."""
+    monkeypatch.setattr(lease, "RETRY_SECONDS", 0.05)
+    server = SmallApiServer()
+    server.slow[SECRET] = lambda: server.writes[LEASE] > RENEWALS
+    async with LoopThread("api-server") as elsewhere:
+        await elsewhere.enter(server.served())
+        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(a_kubeconfig(tmp_path, server.port)))
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+        operator = asyncio.create_task(run_operator(OPTIONS))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not server.reads[DISCOVERED]:
+                assert not operator.done(), operator.result()
+                await asyncio.sleep(0.05)
+
+        before, deadline = server.writes[LEASE], time.monotonic() + PATIENCE_SECONDS
+        while server.writes[LEASE] < before + RENEWALS and time.monotonic() < deadline:
+            pass
+        renewed = server.writes[LEASE] - before
+        probed = asked(f"http://127.0.0.1:{ports['health']}/healthz")
+        review = {"request": {"uid": "u", "operation": "DELETE", "object": None}}
+        verdict = json.loads(asked(f"https://127.0.0.1:{ports['webhook']}/validate", review))
+
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await operator == 0
+    assert renewed >= RENEWALS
+    assert probed == "ok"
+    assert verdict["response"]["allowed"]
+    assert server.objects[LEASE]["spec"]["holderIdentity"] == "", "it was given back"
+
+
+async def test_what_runs_in_the_thread_ends_with_it_and_with_who_waits_for_it() -> None:
+    told: list[str] = []
+
+    async def waits(name: str) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        told.append(f"{name} began")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            told.append(f"{name} ended")
+
+    async def begun(count: int) -> None:
+        while len(told) < count:  # noqa: ASYNC110 - what is told comes from the other thread
+            await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(PATIENCE_SECONDS), LoopThread("beside") as beside:
+        first = asyncio.create_task(beside.run(waits, "first"))
+        await begun(1)
+        first.cancel()
+        await begun(2)
+        second = asyncio.create_task(beside.run(waits, "second"))
+        await begun(3)
+    assert told == ["first began", "first ended", "second began", "second ended"]
+    assert (await asyncio.gather(second, return_exceptions=True))[0].__class__ is asyncio.CancelledError
