@@ -1,17 +1,20 @@
 """How a model's linear layers are stored: what a checkpoint's config.json says, and what --quantization asks for. Reads
 values, knows no tensor.
 
-Built is block fp8 (DeepSeek-V3's form, arXiv:2412.19437, section 3.3): float8_e4m3 weights with a float32 scale per
-block of 128 x 128, activations quantised per token and 128 columns as they come. Everything else is refused by name.
+Built are block fp8 (DeepSeek-V3's form, arXiv:2412.19437, section 3.3): float8_e4m3 weights with a float32 scale per
+block of 128 x 128, activations quantised per token and 128 columns as they come; and, where a checkpoint has them,
+integers of 4 bits as AWQ (arXiv:2306.00978) and GPTQ (arXiv:2210.17323) store them. Everything else is refused by name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
 
 METHODS = ("fp8",)
+"""What --quantization makes."""
+FOUR_BIT_METHODS = ("awq", "gptq")
 BLOCK = 128
 """Rows and columns of a block."""
 SCALE_SUFFIX = "_scale_inv"
@@ -23,6 +26,7 @@ class Quantization:
     """Block fp8. `is_stored`: the checkpoint holds float8 and scales; else the weights are quantised as they load."""
 
     is_stored: bool
+    name: ClassVar[str] = "fp8"
 
     @property
     def weight_bytes(self) -> float:
@@ -30,7 +34,28 @@ class Quantization:
         return 1 + 4 / BLOCK**2
 
 
-def stored_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
+@dataclass(frozen=True, slots=True)
+class FourBits:
+    """Integers of 4 bits with a scale and a zero point per output and group of inputs: weight = (q - zero) * scale."""
+
+    name: str
+    """awq or gptq: how they lie in words of 32 bits (weights/four_bits.py)."""
+    group_size: int | None
+    """Inputs of a group; None: all."""
+    is_symmetric: bool = False
+    """Every zero point is 8."""
+    is_ordered: bool = False
+    """Inputs were quantised in an order of their own (desc_act), so that a group's need not lie side by side."""
+    zero_offset: int = 0
+    """What is added to a stored zero point."""
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes per parameter of a linear layer, as it is stored."""
+        return 0.5 if self.group_size is None else 0.5 + 2.5 / self.group_size
+
+
+def stored_form(config: Mapping[str, Any], where: str) -> Quantization | FourBits | None:
     """What `quantization_config` says; None where there is none. Raises ModelError for what is not built."""
     scheme = config.get("quantization_config")
     if scheme is None:
@@ -38,17 +63,58 @@ def stored_quantization(config: Mapping[str, Any], where: str) -> Quantization |
     if not isinstance(scheme, Mapping):
         raise ModelError(f"{where}: quantization_config is {scheme!r}; an object is needed")
     method = scheme.get("quant_method")
+    if method in FOUR_BIT_METHODS:
+        return _four_bits(method, scheme, where)
     if method not in METHODS:
-        raise ModelError(f"{where}: quantization_config: quant_method {method!r} is not built; built: fp8 in blocks")
+        raise ModelError(
+            f"{where}: quantization_config: quant_method {method!r} is not built; built: fp8 in blocks, "
+            f"{', '.join(FOUR_BIT_METHODS)}"
+        )
     block = scheme.get("weight_block_size")
     if block != [BLOCK, BLOCK]:
         raise ModelError(
             f"{where}: quantization_config: fp8 with weight_block_size {block} is not built, only [{BLOCK}, {BLOCK}]"
         )
-    for key, built in (("activation_scheme", "dynamic"), ("fmt", "e4m3"), ("scale_fmt", None)):
-        if scheme.get(key, built) != built:
-            raise ModelError(f"{where}: quantization_config: {key} {scheme[key]!r} is not built, only {built!r}")
+    _check_words(scheme, where, (("activation_scheme", ("dynamic",)), ("fmt", ("e4m3",)), ("scale_fmt", (None,))))
     return Quantization(is_stored=True)
+
+
+def stored_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
+    """The block fp8 of a checkpoint, None where its weights are stored otherwise. Raises ModelError likewise."""
+    form = stored_form(config, where)
+    return form if isinstance(form, Quantization) else None
+
+
+def _four_bits(method: str, scheme: Mapping[str, Any], where: str) -> FourBits:
+    """AWQ's or GPTQ's, with what transformers takes for granted of each."""
+    _check_words(scheme, where, (("bits", (4,)),))
+    size = scheme.get("group_size", 128)
+    if isinstance(size, bool) or not isinstance(size, int) or (size != -1 and size < 1):
+        raise ModelError(f"{where}: quantization_config: group_size is {size!r}; a whole number, or -1 for all inputs")
+    group_size = None if size == -1 else size
+    if method == "awq":
+        _check_words(scheme, where, (("version", ("gemm", "GEMM")), ("zero_point", (True,))))
+        return FourBits(method, group_size)
+    _check_words(
+        scheme,
+        where,
+        (("checkpoint_format", ("gptq", "gptq_v2")), ("is_marlin_format", (False,)), ("dynamic", (None, {}))),
+    )
+    return FourBits(
+        method,
+        group_size,
+        is_symmetric=bool(scheme.get("sym", True)),
+        is_ordered=bool(scheme.get("desc_act", False)) and not scheme.get("static_groups", False),
+        zero_offset=int(scheme.get("checkpoint_format", "gptq") == "gptq"),
+    )
+
+
+def _check_words(scheme: Mapping[str, Any], where: str, words: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+    """Raise ModelError for another value than those that are built; the first is what an absent word means."""
+    for key, built in words:
+        value = scheme.get(key, built[0])
+        if value not in built or isinstance(value, bool) != isinstance(built[0], bool):
+            raise ModelError(f"{where}: quantization_config: {key} {value!r} is not built, only {built[0]!r}")
 
 
 def wanted_quantization(stored: Quantization | None, asked: str | None, *, has_weights: bool) -> Quantization | None:

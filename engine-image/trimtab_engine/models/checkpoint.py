@@ -5,6 +5,7 @@ from trimtab_engine.config.quantization import BLOCK, SCALE_SUFFIX, stored_quant
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.registry import family_of
 from trimtab_engine.models.tensors import PROJECTION, Tensors, num_elements
+from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_engine.weights.source import WeightSource
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints store what the configuration says
@@ -66,6 +67,7 @@ def check_tensors(config: ModelConfig, source: WeightSource) -> None:
         and not name.startswith(drafting)
         and name not in scales
         and not (name == "lm_head.weight" and config.tie_word_embeddings)
+        and not _is_idle_bias(source, name)
     )
     if missing:
         raise _lacking(source, missing)
@@ -75,6 +77,13 @@ def check_tensors(config: ModelConfig, source: WeightSource) -> None:
             f"{extra[0]}; this variant is not built"
         )
     _check_shapes(source, expected | {name: scales[name] for name in scales.keys() & found.keys()})
+
+
+def _is_idle_bias(source: WeightSource, name: str) -> bool:
+    """Whether it is a bias of zeros, which GPTQ's tools put beside every weight that they quantise."""
+    if not isinstance(source, FourBitsSource) or not name.endswith(".bias"):
+        return False
+    return source.is_in_words(f"{name.removesuffix('.bias')}.weight") and not source.tensor(name).any()
 
 
 def check_tower(expected: Shapes, source: WeightSource) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.model_words import ConfigWords
-from trimtab_engine.config.quantization import stored_quantization
+from trimtab_engine.config.quantization import stored_form
 from trimtab_engine.errors import ModelError
 from trimtab_engine.memory.kv_groups import KVGroup
 from trimtab_engine.models.checkpoint import check_counts, expected_tensors
@@ -48,7 +48,7 @@ def _supported(source: WeightSource, config: ModelConfig) -> dict[str, Any]:
         check_counts(config, source)
     tensors = expected_tensors(config)
     counts = elements_by_part(tensors)
-    quantization = stored_quantization(source.config, source.where)
+    quantization = stored_form(source.config, source.where)
     dtype_bytes = DTYPE_BYTES[config.dtype]
     linear_bytes = dtype_bytes if quantization is None else quantization.weight_bytes
     small = elements_by_part({name: tensor for name, tensor in tensors.items() if name.endswith(PROJECTION)})
@@ -76,7 +76,7 @@ def _supported(source: WeightSource, config: ModelConfig) -> dict[str, Any]:
         **_mixture(config),
         "latent_kv_size": 0 if config.latent is None else config.latent.kept_size,
         "kv_groups": [_kv_group(group) for group in kv_groups_of(config)],
-        "quantization": None if quantization is None else "fp8",
+        "quantization": None if quantization is None else quantization.name,
         "weights_by_part": by_part,
         **_tower(source, config, dtype_bytes),
         **({} if config.transformers_config is None else {"computed_by": "transformers"}),

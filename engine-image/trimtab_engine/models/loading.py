@@ -20,6 +20,7 @@ from trimtab_engine.layers.quantized import (
     multiplies_float8,
 )
 from trimtab_engine.parallel.groups import RankGroup
+from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_engine.weights.gguf_file import GgufSource
 from trimtab_engine.weights.source import Span, WeightSource
 
@@ -31,10 +32,14 @@ Weight = torch.Tensor | BlockFp8 | QuantisedBlocks
 
 def packed_source(
     source: WeightSource, dtype: torch.dtype, device: torch.device, quantization: Quantization | None
-) -> GgufSource | None:
-    """Whose blocks of 4 and 8 bits are multiplied as they are stored, where that is so: a GGUF file's, by the CPU's
-    compiled products, unless something else was asked for."""
-    if isinstance(source, GgufSource) and quantization is None and library_for(dtype, device) is not None:
+) -> GgufSource | FourBitsSource | None:
+    """Whose weights of 4 and 8 bits are multiplied in blocks, where that is so: a GGUF file's, AWQ's and GPTQ's, by the
+    CPU's compiled products, unless something else was asked for."""
+    if (
+        isinstance(source, GgufSource | FourBitsSource)
+        and quantization is None
+        and library_for(dtype, device) is not None
+    ):
         return source
     return None
 

@@ -7,11 +7,13 @@ from typing import Any
 
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.model_words import ConfigWords
+from trimtab_engine.config.quantization import FourBits, stored_form
 from trimtab_engine.errors import ModelError
 from trimtab_engine.memory.kv_groups import KVGroup, groups_of
 from trimtab_engine.models import deepseek, gemma3, gpt_oss, llama, llama4, mistral, qwen2, qwen3, qwen3_moe
 from trimtab_engine.models.by_transformers import family as by_transformers
 from trimtab_engine.models.family import Family
+from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_engine.weights.open import open_source
 from trimtab_engine.weights.source import CONFIG_FILE, WeightSource
 from trimtab_engine.weights.text_half import text_half, text_words, tower_half
@@ -74,12 +76,14 @@ def kv_groups_of(config: ModelConfig) -> tuple[KVGroup, ...]:
 
 def open_model(model: str, load_format: str = "auto", *, seed: int = 0) -> WeightSource:
     """Open a checkpoint; a GGUF file has its tensors under the names that its family knows, and one that sees images
-    those of its text half alone. Raises ModelError."""
+    those of its text half alone; integers of 4 bits are weights. Raises ModelError."""
     source = open_source(model, load_format, seed=seed, gguf_names=GGUF_NAMES)
     family = BY_ARCHITECTURE.get(ConfigWords(source.config, {}, source.where).architecture or "")
-    if family is None or not family.multimodal or source.format != "safetensors":
+    if family is None or source.format != "safetensors":
         return source
-    return text_half(source)
+    whole = text_half(source) if family.multimodal else source
+    form = stored_form(source.config, source.where)
+    return FourBitsSource(whole, form) if isinstance(form, FourBits) else whole
 
 
 def open_tower(model: str, load_format: str = "auto", *, seed: int = 0) -> WeightSource:

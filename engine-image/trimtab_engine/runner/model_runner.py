@@ -4,6 +4,7 @@ scheduling policy.
 Start-up order: ModelRunner.load → profile → (the engine computes the blocks) → init_kv_cache.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -56,10 +57,12 @@ from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.step_inputs import StepInputs, Unknown, flatten
 from trimtab_engine.weights.dummy import DummySource
+from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_engine.weights.source import WeightSource
 from trimtab_engine.weights.text_half import text_words
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+logger = logging.getLogger("trimtab_engine.core")
 KV_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 FLOAT8_E4M3_CAPABILITY = (8, 9)  # from which compute capability on Triton converts this format
 ONE_RANK = Layout()
@@ -198,6 +201,7 @@ class ModelRunner:
             device.after_weights()
             return model, tower
 
+        _say_how_it_is_held(source, quantization, dtype, device.torch)
         source.map_files()  # before, so that what is measured is what the model keeps
         with device.measure() as growth:
             loaded = build(source, _percent("weights", num_parameters, progress))
@@ -211,7 +215,7 @@ class ModelRunner:
             dtype=str(dtype).removeprefix("torch."),
             kv_cache_dtype=kv_dtype_name,
             kv_dtype_bytes=kv_dtype.itemsize,
-            quantization=None if quantization is None else "fp8",
+            quantization=_quantization_name(source, quantization),
             weights_bytes=max(0, growth.kept),
             whole=model_config,
             vision=vision,
@@ -689,12 +693,35 @@ def bytes_to_hold(
     loads."""
     packed = packed_source(source, dtype, device, quantization)
     if packed is not None:
-        sizes = ((packed.packed_bytes(name), tensor) for name, tensor in tensors.items())
+        sizes = (
+            (None if tensor.part == "experts" else packed.packed_bytes(name), tensor)  # experts are restored
+            for name, tensor in tensors.items()
+        )
         return sum(tensor.num_elements * dtype.itemsize if held is None else held for held, tensor in sizes)
     plain = num_elements(tensors.values()) * dtype.itemsize
     if quantization is None or not multiplies_float8(device):
         return plain
     return plain - int(num_quantizable(tensors) * (dtype.itemsize - quantization.weight_bytes))
+
+
+def _quantization_name(source: WeightSource, quantization: Quantization | None) -> str | None:
+    """How the weights are quantised, in people's words."""
+    if quantization is not None:
+        return quantization.name
+    return source.form.name if isinstance(source, FourBitsSource) else None
+
+
+def _say_how_it_is_held(
+    source: WeightSource, quantization: Quantization | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """What is computed of integers of 4 bits, in the log."""
+    if not isinstance(source, FourBitsSource):
+        return
+    if packed_source(source, dtype, device, quantization) is None or not source.is_in_blocks:
+        how = f"restored to {str(dtype).removeprefix('torch.')} as they load"
+    else:
+        how = "multiplied in blocks of 32; experts, and parts that cut a block, restored as they load"
+    logger.info("weights: %s, 4 bits, %s", source.form.name, how)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -17,6 +17,8 @@ MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 ITEM_BYTES |= {"F8_E4M3": 1}
 LOADABLE = ("F32", "F16", "BF16", "F8_E4M3")
+INTEGERS = (".qweight", ".qzeros", ".g_idx")
+"""How the names of tensors end that hold integers (weights/four_bits.py)."""
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -129,7 +131,7 @@ def read_header(file: Path) -> dict[str, Any]:
 def _check_entry(file: Path, name: str, entry: dict[str, Any]) -> int:
     """The tensor's end offset. Raises ModelError for a dtype that is not loaded, ValueError for nonsense."""
     dtype, (first, last) = entry["dtype"], entry["data_offsets"]
-    if dtype not in LOADABLE:
+    if dtype not in LOADABLE and not (dtype == "I32" and name.endswith(INTEGERS)):
         raise ModelError(f"{file}: tensor {name} is {dtype}; only {', '.join(LOADABLE)} can be loaded")
     count = 1
     for extent in entry["shape"]:

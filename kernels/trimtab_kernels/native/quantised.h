@@ -1,9 +1,9 @@
 /* Products with weights of 4 or 8 bits, multiplied as they are stored.  y[r][o] = sum_i x[r][i] * w[o][i]
  *
- * A weight has groups of 32 inputs (GGUF's blocks): w = q * scale, or q * scale + least. A panel of PANEL outputs holds
+ * A weight has groups of 32 inputs (GGUF's blocks): w = q * scale, q * scale + least, or (q - zero) * scale. A panel of PANEL outputs holds
  * its groups one behind the other, each as words of 32 bits, an output's in one lane, then its scales as float16:
  *
- *     group | word 0: o0 o1 .. o31 | word 1: .. | .. | scales: o0 .. o31 | least: o0 .. o31 |
+ *     group | word 0: o0 o1 .. o31 | word 1: .. | .. | scales: o0 .. o31 | least or zero: o0 .. o31 |
  *     a word of 4 bits  | q1' q1 | its lower half: inputs 0 2 4 6, its upper half: inputs 1 3 5 7, the first lowest
  *     a word of 8 bits  | bytes: inputs 0 2 1 3
  *
@@ -21,7 +21,7 @@
 #define ROWS_AT_ONCE 24 /* turned into integers together, by each thread for itself: x of 8192 inputs takes 400 KiB */
 #define LEAST_X 1e-30f  /* a group whose largest is below adds nothing */
 
-enum kind { FLOAT32, Q4_0, Q4_1, Q8_0 };
+enum kind { FLOAT32, Q4_0, Q4_1, Q8_0, Q4_ZEROS };
 
 #if defined(__AVX512F__)
 #define QUANTISED_ROWS 6 /* rows of a tile: 12 sums of 32 registers */
@@ -44,9 +44,11 @@ typedef struct {
 
 INLINE long words_of(enum kind kind) { return kind == Q8_0 ? 8 : 4; }
 
+INLINE int has_two_factors(enum kind kind) { return kind == Q4_1 || kind == Q4_ZEROS; }
+
 /* Bytes of a group of a panel. */
 INLINE long group_bytes(enum kind kind) {
-    return PANEL * (4 * words_of(kind) + (kind == Q4_1 ? 4 : 2));
+    return PANEL * (4 * words_of(kind) + (has_two_factors(kind) ? 4 : 2));
 }
 
 /* Bytes of a panel of `in` inputs. */
@@ -185,11 +187,13 @@ INLINE pairs pair_of(enum kind kind, words word, int k) {
             const uint16_t *scales = (const uint16_t *)(panel + 4 * PANEL * words_of(KIND));                           \
             _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++) {                                          \
                 vec scale = load_halves(scales + v * WIDTH);                                                           \
-                vec least = KIND == Q4_1 ? load_halves(scales + PANEL + v * WIDTH) : scale;                            \
+                vec second = has_two_factors(KIND) ? load_halves(scales + PANEL + v * WIDTH) : scale;                  \
                 _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {                                                 \
                     long at = (first + r) * groups + g;                                                                \
-                    vec part = scale * __builtin_convertvector(sum[r][v], vec);                                        \
-                    if (KIND == Q4_1) part += least * (float)x->totals[at];                                            \
+                    vec part = __builtin_convertvector(sum[r][v], vec);                                                \
+                    if (KIND == Q4_ZEROS) part -= second * (float)x->totals[at]; /* below 2^24: exact */               \
+                    part *= scale;                                                                                     \
+                    if (KIND == Q4_1) part += second * (float)x->totals[at];                                           \
                     total[r][v] += part * x->scales[at];                                                               \
                 }                                                                                                      \
             }                                                                                                          \
@@ -210,11 +214,12 @@ INLINE pairs pair_of(enum kind kind, words word, int k) {
 #define QUANTISED_TILES(KIND) QUANTISED_TILE(KIND, 1) QUANTISED_TILE(KIND, 2) QUANTISED_TILE(KIND, 3)
 #define QUANTISED_NAMES(KIND) {quantised_##KIND##_1, quantised_##KIND##_2, quantised_##KIND##_3}
 #endif
-QUANTISED_TILES(Q4_0) QUANTISED_TILES(Q4_1) QUANTISED_TILES(Q8_0)
+QUANTISED_TILES(Q4_0) QUANTISED_TILES(Q4_1) QUANTISED_TILES(Q8_0) QUANTISED_TILES(Q4_ZEROS)
 
 typedef void (*quantised_function)(const Integers *, long, const char *, float *);
 static const quantised_function quantised_tiles[][QUANTISED_ROWS] = {
-    [Q4_0] = QUANTISED_NAMES(Q4_0), [Q4_1] = QUANTISED_NAMES(Q4_1), [Q8_0] = QUANTISED_NAMES(Q8_0)};
+    [Q4_0] = QUANTISED_NAMES(Q4_0), [Q4_1] = QUANTISED_NAMES(Q4_1), [Q8_0] = QUANTISED_NAMES(Q8_0),
+    [Q4_ZEROS] = QUANTISED_NAMES(Q4_ZEROS)};
 
 /* sums[rows][PANEL] = x . panel */
 static void multiply_quantised_panel(enum kind kind, const Integers *x, long rows, const char *panel, float *sums) {
@@ -228,7 +233,7 @@ static void multiply_quantised_panel(enum kind kind, const Integers *x, long row
 /* One group of one output, from GGUF's block of it. There the lower halves of 16 bytes are inputs 0 .. 15, the upper
  * ones 16 .. 31, scale and least come first, and 8 bits are in order. */
 INLINE void pack_group(enum kind kind, const uint8_t *block, long output, char *group) {
-    const uint8_t *q = block + (kind == Q4_1 ? 4 : 2);
+    const uint8_t *q = block + (has_two_factors(kind) ? 4 : 2);
     for (int w = 0; w < words_of(kind); w++) {
         uint32_t word = 0;
         if (kind == Q8_0)
@@ -243,5 +248,5 @@ INLINE void pack_group(enum kind kind, const uint8_t *block, long output, char *
     }
     char *scales = group + 4 * PANEL * words_of(kind);
     memcpy(scales + 2 * output, block, 2);
-    if (kind == Q4_1) memcpy(scales + 2 * (PANEL + output), block + 2, 2);
+    if (has_two_factors(kind)) memcpy(scales + 2 * (PANEL + output), block + 2, 2);
 }

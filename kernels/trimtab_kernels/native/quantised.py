@@ -1,9 +1,11 @@
-"""Weights of 4 or 8 bits as GGUF stores them: blocks of 32 numbers with their scales, [rows, bytes].
+"""Weights of 4 or 8 bits in blocks of 32 numbers with their scales, [rows, bytes]: as GGUF stores them, and one of our
+own for what AWQ and GPTQ store.
 
 Form   bytes  weight
 Q4_0   18     (q - 8) * scale        q of 4 bits, scale float16
 Q4_1   20     q * scale + least      q of 4 bits, scale and least float16
 Q8_0   34     q * scale              q of 8 bits, signed, scale float16
+zeros  20     (q - zero) * scale     q of 4 bits, scale and zero float16, zero 0 to 15
 
 Source of the forms: ggml's block_q4_0, block_q4_1 and block_q8_0.
 """
@@ -23,18 +25,24 @@ class Form:
     """How a block lies in memory."""
 
     name: str
-    """ggml's."""
+    """ggml's, where it has one."""
     kind: int
     """`enum kind` of quantised.h."""
     bits: int
     has_least: bool
     offset: int
     """What is taken from the stored number."""
+    has_zero: bool = False
+
+    @property
+    def num_factors(self) -> int:
+        """The numbers in float16 that a block begins with."""
+        return 1 + (self.has_least or self.has_zero)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of GROUP weights."""
-        return GROUP * self.bits // 8 + SCALE_BYTES * (1 + self.has_least)
+        return GROUP * self.bits // 8 + SCALE_BYTES * self.num_factors
 
 
 FORMS = {
@@ -45,7 +53,9 @@ FORMS = {
         Form("Q8_0", 3, 8, has_least=False, offset=0),
     )
 }
-"""Those that are multiplied as they are."""
+"""Those of ggml that are multiplied as they are."""
+WITH_ZEROS = Form("zeros", 4, 4, has_least=False, offset=0, has_zero=True)
+"""That of integers with a zero point per block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +74,15 @@ class QuantisedBlocks:
     def restored(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight; in float32 bit for bit what ggml makes of it."""
         blocks = self.data.reshape(-1, self.form.block_bytes)
-        scales = 1 + self.form.has_least
-        factors = blocks[:, : SCALE_BYTES * scales].contiguous().view(torch.float16).float()
-        stored = blocks[:, SCALE_BYTES * scales :]
+        head = SCALE_BYTES * self.form.num_factors
+        factors = blocks[:, :head].contiguous().view(torch.float16).float()
+        stored = blocks[:, head:]
         if self.form.bits == 8:
             numbers = stored.contiguous().view(torch.int8).float()
         else:
             numbers = torch.cat([stored & 15, stored >> 4], dim=1).float() - self.form.offset
+        if self.form.has_zero:
+            numbers = numbers - factors[:, 1:]
         values = numbers * factors[:, :1]
         if self.form.has_least:
             values = values + factors[:, 1:]

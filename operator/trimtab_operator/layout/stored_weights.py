@@ -1,7 +1,7 @@
 """How a model's weights lie in a GPU's memory: as the checkpoint stores them, quantised as they load, or widened.
 
 The engine's rules (docs/quantization.md): fp8 in blocks of 128 × 128 for the layers' projections, on GPUs that multiply
-float8. On others the weights are turned back into the model's dtype as they load.
+float8. On others the weights are turned back into the model's dtype as they load, and so are integers of 4 bits on any.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from trimtab_operator.layout.gpus import Gpu
 
 FP8_BLOCK = 128
 FP8_BYTES = 1 + 4 / FP8_BLOCK**2  # of a parameter: float8 and its share of a float32 scale
-BUILT_FORM = f"built: blocks of {FP8_BLOCK} × {FP8_BLOCK} that a head divides, dynamic activations"
+FOUR_BIT_METHODS = ("awq", "gptq")
+BUILT_FORM = (
+    f"built: fp8 in blocks of {FP8_BLOCK} × {FP8_BLOCK} that a head divides, dynamic activations; "
+    f"{' and '.join(FOUR_BIT_METHODS)} of 4 bits"
+)
 PROJECTIONS = ("attention", "kv_projection", "dense_mlp", "experts", "shared_experts")
 
 
@@ -23,6 +27,8 @@ def as_run(facts: ModelFacts, gpu: Gpu, asked: str | None = None) -> ModelFacts:
     What the engine does not run stays as it is stored: another engine may do otherwise.
     """
     multiplies_fp8 = gpu.fp8_flops is not None
+    if facts.quantization in FOUR_BIT_METHODS and facts.is_run_on("cuda"):
+        facts = _at_dtype(facts)
     if facts.quantization is None and asked == "fp8" and multiplies_fp8:
         return _with_projections(facts, FP8_BYTES / DTYPE_BYTES[facts.dtype], "fp8")
     if facts.quantization == "fp8" and not multiplies_fp8 and facts.is_run_on("cuda"):
@@ -37,6 +43,13 @@ def what_is_not_run(facts: ModelFacts) -> str:
     if facts.architecture not in RUN_BY_THE_ENGINE or facts.quantization is None:
         return facts.architecture
     return f"{facts.architecture} with {facts.quantization} as its config.json has it ({BUILT_FORM})"
+
+
+def _at_dtype(facts: ModelFacts) -> ModelFacts:
+    """With projections that take what is left of all parameters at `dtype`."""
+    projections = sum(getattr(facts.weights, part) for part in PROJECTIONS)
+    others = facts.weights_bytes - projections
+    return _with_projections(facts, (facts.num_parameters * DTYPE_BYTES[facts.dtype] - others) / projections, None)
 
 
 def _with_projections(facts: ModelFacts, factor: float, quantization: str | None) -> ModelFacts:

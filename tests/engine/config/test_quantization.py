@@ -2,8 +2,10 @@
 
 import pytest
 from trimtab_engine.config.quantization import (
+    FourBits,
     Quantization,
     check_aligned,
+    stored_form,
     stored_quantization,
     wanted_quantization,
 )
@@ -15,6 +17,29 @@ STORED = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_sc
 def test_a_checkpoint_in_blocks_of_128_is_taken_as_it_is() -> None:
     assert stored_quantization({"quantization_config": STORED}, "config.json") == Quantization(is_stored=True)
     assert stored_quantization({}, "config.json") is None
+
+
+@pytest.mark.parametrize(
+    ("scheme", "form"),
+    [
+        ({"quant_method": "awq", "group_size": 64}, FourBits("awq", 64)),
+        ({"quant_method": "gptq", "group_size": -1}, FourBits("gptq", None, is_symmetric=True, zero_offset=1)),
+        ({"quant_method": "gptq", "sym": False}, FourBits("gptq", 128, zero_offset=1)),
+        ({"quant_method": "gptq", "sym": False, "checkpoint_format": "gptq_v2"}, FourBits("gptq", 128)),
+        (
+            {"quant_method": "gptq", "sym": False, "desc_act": True},
+            FourBits("gptq", 128, is_ordered=True, zero_offset=1),
+        ),
+        (
+            {"quant_method": "gptq", "sym": False, "desc_act": True, "static_groups": True},
+            FourBits("gptq", 128, zero_offset=1),
+        ),
+    ],
+)
+def test_integers_of_4_bits_are_known_and_are_no_fp8(scheme: dict[str, object], form: FourBits) -> None:
+    config = {"quantization_config": scheme}
+    assert stored_form(config, "config.json") == form
+    assert stored_quantization(config, "config.json") is None
 
 
 @pytest.mark.parametrize(

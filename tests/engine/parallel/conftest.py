@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from four_bit_checkpoint import Recipe, quantise
 from safetensors.torch import save_file
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.engine import Engine
@@ -103,6 +104,15 @@ LATENT = {key: value for key, value in MIXTURE.items() if key not in ("num_exper
     "first_k_dense_replace": 1,
 }
 """One KV group of latent vectors, the same on all tensor-parallel ranks."""
+AWQ = DENSE | {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "tie_word_embeddings": False,
+    "quantization_config": Recipe("awq").config,
+}
+"""In blocks of 32, of which each of two tensor-parallel ranks has whole ones."""
+GPTQ = MIXTURE | {"hidden_size": 64, "head_dim": 16, "quantization_config": Recipe("gptq", group_size=16).config}
+"""Restored as it loads, experts and all."""
 SKEWED = MIXTURE | {"num_experts": 8}
 """Its experts 0 to 3 get nearly all tokens: those of the first of two ranks, at first."""
 
@@ -113,6 +123,13 @@ def skew(tensors: dict[str, torch.Tensor]) -> None:
         if name.endswith("mlp.gate.weight"):
             router[1], router[3] = -router[0], -router[2]
             router[:4] *= 8
+
+
+def in_four_bits(recipe: Recipe) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        quantise(tensors, recipe)
+
+    return change
 
 
 def a_checkpoint(
@@ -147,6 +164,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "sinks": a_checkpoint(folder / "sinks", SINKS),
         "chunks": a_checkpoint(folder / "chunks", CHUNKS),
         "latent": a_checkpoint(folder / "latent", LATENT),
+        "awq": a_checkpoint(folder / "awq", AWQ, in_four_bits(Recipe("awq"))),
+        "gptq": a_checkpoint(folder / "gptq", GPTQ, in_four_bits(Recipe("gptq", group_size=16))),
         "skewed": a_checkpoint(folder / "skewed", SKEWED, skew),
     }
 

@@ -74,6 +74,10 @@ LAYOUTS = [
     pytest.param(
         "latent", {"tensor_parallel_size": 2, "enable_expert_parallel": True} | DRAFTS, id="latent tp2 ep with drafts"
     ),
+    pytest.param("awq", {"tensor_parallel_size": 2}, id="awq tp2"),
+    pytest.param("awq", {"pipeline_parallel_size": 2} | SWAP, id="awq pp2 swapping"),
+    pytest.param("gptq", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, id="gptq tp2 ep"),
+    pytest.param("gptq", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, id="gptq tp2 pp2"),
 ]
 
 

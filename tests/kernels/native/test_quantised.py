@@ -5,18 +5,31 @@ import pytest
 import torch
 from trimtab_kernels.native.library import NativeLibrary
 from trimtab_kernels.native.matrix import multiply_reference, pack_blocks
-from trimtab_kernels.native.quantised import FORMS, GROUP, QuantisedBlocks, joined
+from trimtab_kernels.native.quantised import FORMS, GROUP, WITH_ZEROS, QuantisedBlocks, joined
 
+NAMES = (*FORMS, WITH_ZEROS.name)
 STEP = 1 / 32767
 """Of x: what its integers are apart, as a part of a group's largest."""
 
 
 def a_weight(name: str, out: int, size: int, seed: int = 0) -> tuple[QuantisedBlocks, torch.Tensor]:
-    """Blocks of random numbers, and what ggml's own code makes of them."""
+    """Blocks of random numbers, and what ggml's own code makes of them; where it has no such form, this page."""
+    if name == WITH_ZEROS.name:
+        return a_weight_with_zeros(out, size, seed)
     kind = gguf.GGMLQuantizationType[name]
     numbers = torch.randn(out, size, generator=torch.Generator().manual_seed(seed))
     stored = gguf.quants.quantize(numbers.numpy(), kind)
     return QuantisedBlocks(FORMS[name], torch.tensor(stored)), torch.tensor(gguf.quants.dequantize(stored, kind))
+
+
+def a_weight_with_zeros(out: int, size: int, seed: int) -> tuple[QuantisedBlocks, torch.Tensor]:
+    """The lower 4 bits of a block's 16 bytes are its first numbers, the upper ones its last."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers, zeros = (torch.randint(16, (out, size // GROUP, count), generator=generator) for count in (GROUP, 1))
+    scales = torch.rand(zeros.shape, generator=generator).half()
+    stored = (numbers[..., :16] | numbers[..., 16:] << 4).to(torch.uint8)
+    data = torch.cat([scales.view(torch.uint8), zeros.half().view(torch.uint8), stored], dim=-1)
+    return QuantisedBlocks(WITH_ZEROS, data.view(out, -1)), ((numbers - zeros) * scales.float()).view(out, size)
 
 
 def rows_of(count: int, size: int) -> torch.Tensor:
@@ -31,14 +44,14 @@ def check(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     assert ((actual.double() - x.double() @ weight.double().t()).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_restored_weights_are_ggmls_bit_for_bit(name: str) -> None:
     blocks, weight = a_weight(name, 7, 96)
     assert blocks.shape == (7, 96)
     assert torch.equal(blocks.restored(), weight)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("out", "size"), [(1, 32), (7, 96), (71, 576), (160, 64)])
 def test_products_are_those_of_the_restored_weights(library: NativeLibrary, name: str, out: int, size: int) -> None:
     blocks, weight = a_weight(name, out, size)
@@ -48,7 +61,7 @@ def test_products_are_those_of_the_restored_weights(library: NativeLibrary, name
         check(packed(x), x, weight)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_row_is_computed_alike_however_many_there_are(library: NativeLibrary, name: str) -> None:
     packed = pack_blocks(library, a_weight(name, 71, 96)[0])
     x = rows_of(241, 96)
@@ -66,7 +79,7 @@ def test_the_gated_product_and_biases(library: NativeLibrary) -> None:
 
 
 def test_weights_stay_as_small_as_they_are_stored(library: NativeLibrary) -> None:
-    for name, bits in (("Q4_0", 4.5), ("Q4_1", 5.0), ("Q8_0", 8.5)):
+    for name, bits in (("Q4_0", 4.5), ("Q4_1", 5.0), ("Q8_0", 8.5), ("zeros", 5.0)):
         packed = pack_blocks(library, a_weight(name, 64, 128)[0])
         assert packed.weight.numel() * 4 == 64 * 128 * bits / 8, name
 

@@ -85,7 +85,11 @@ def test_a_chunk_of_positions_counts_as_a_window(published: Published) -> None:
         ({"hidden_size": "8"}, "hidden_size is '8'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; a whole number of 1 or more"),
         ({"torch_dtype": "int4"}, "dtype 'int4'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq' is not known"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            "quant_method 'hqq' is not known; known are 'fp8', 'awq', 'gptq'",
+        ),
+        ({"quantization_config": {"quant_method": "awq", "group_size": 0}}, "group_size is 0; a whole number of 1"),
     ],
 )
 def test_what_is_wrong_with_a_configuration_is_named(configs: Configs, changes: dict[str, Any], message: str) -> None:
@@ -149,6 +153,43 @@ def test_of_fp8_forms_only_what_the_engine_reads_is_said_to_run(
         assert not runs
     else:
         assert runs
+
+
+@pytest.mark.parametrize(
+    ("scheme", "runs"),
+    [
+        ({"quant_method": "awq"}, True),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}, True),
+        ({"quant_method": "awq", "bits": 8}, False),
+        ({"quant_method": "awq", "version": "gemv"}, False),
+        ({"quant_method": "awq", "zero_point": False}, False),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True, "sym": False}, True),
+        ({"quant_method": "gptq", "checkpoint_format": "gptq_v2"}, True),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, False),
+        ({"quant_method": "gptq", "is_marlin_format": True}, False),
+        ({"quant_method": "gptq", "bits": 3}, False),
+        ({"quant_method": "gptq", "dynamic": {"-:.*gate.*": {}}}, False),
+        ({"quant_method": "gptq", "dynamic": {}}, True),
+    ],
+)
+def test_of_integers_of_4_bits_only_what_the_engine_reads_is_said_to_run(
+    configs: Configs, scheme: dict[str, Any], runs: bool
+) -> None:
+    """The engine's own judgement is beside it, and the bytes that it counts."""
+    from trimtab_engine.config.quantization import FourBits, stored_form
+    from trimtab_engine.errors import ModelError
+
+    facts = facts_of_config(configs["Llama-3.1-8B"] | {"quantization_config": scheme}, "m")
+    assert (facts.supported, facts.quantization) == (runs, scheme["quant_method"])
+    try:
+        form = stored_form({"quantization_config": scheme}, "m")
+    except ModelError:
+        assert not runs
+    else:
+        assert runs
+        assert isinstance(form, FourBits)
+        plain = facts_of_config(configs["Llama-3.1-8B"], "m")
+        assert facts.weights.dense_mlp == round(plain.weights.dense_mlp / 2 * form.weight_bytes)
 
 
 def test_heads_that_do_not_divide_an_fp8_block_are_said_not_to_run(configs: Configs) -> None:

@@ -47,6 +47,20 @@ def test_stored_fp8_is_widened_where_the_gpu_has_none(configs: Configs) -> None:
     assert as_run(stored, A100).weights_bytes == pytest.approx(plain.weights_bytes, rel=1e-6)
 
 
+@pytest.mark.parametrize("scheme", [{"quant_method": "awq"}, {"quant_method": "gptq", "bits": 4, "group_size": -1}])
+def test_integers_of_4_bits_are_widened_on_every_gpu(configs: Configs, scheme: dict[str, Any]) -> None:
+    plain = facts_of_config(configs["Llama-3.1-70B"], "m")
+    stored = facts_of_config(configs["Llama-3.1-70B"] | {"quantization_config": scheme}, "m")
+    assert stored.weights_bytes < 0.3 * plain.weights_bytes
+    for gpu in (A100, H200):
+        held = as_run(stored, gpu)
+        assert held.quantization is None
+        assert held.weights_bytes == pytest.approx(plain.weights_bytes, rel=1e-6)
+    assert as_run(stored, H200, "fp8").weights_bytes == pytest.approx(
+        as_run(plain, H200, "fp8").weights_bytes, rel=1e-6
+    )
+
+
 @pytest.mark.parametrize(("quantization", "works"), [(None, False), ("fp8", True)])
 def test_a_model_that_is_too_large_may_fit_when_it_is_quantised(
     published: Published, a_spec: Callable[..., Spec], quantization: str | None, works: bool

@@ -1,0 +1,228 @@
+"""Weights that AWQ or GPTQ stored as integers of 4 bits, under the names and shapes that they had before: in blocks for
+the CPU's compiled products, or restored to float32.
+
+```
+            AWQ                            GPTQ
+X.qweight   [in, out / 8] int32            [in / 8, out] int32           eight integers of 4 bits in a word
+X.qzeros    [groups, out / 8] int32        [groups, out / 8] int32       zero points; GPTQ's are stored less 1
+X.scales    [groups, out]                  [groups, out]
+X.g_idx                                    [in] int32                    the group of each input
+```
+
+A word's integers from the lowest bits on are neighbours 0, 1, 2, ... in GPTQ's, and outputs 0, 2, 4, 6, 1, 3, 5, 7 in
+AWQ's. weight = (integer - zero) * scale.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trimtab_engine.config.quantization import FourBits
+from trimtab_engine.errors import ModelError
+from trimtab_engine.weights.source import Span, WeightSource
+
+if TYPE_CHECKING:
+    import torch
+    from trimtab_kernels.native.quantised import QuantisedBlocks
+
+IN_A_WORD = 8
+PLACES_OF_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where each of eight neighbours lies in a word."""
+PACKED_GROUP = 32
+"""Inputs of a block that is multiplied as it is; a group must be whole blocks."""
+MIDDLE = 8
+"""The zero point of what is quantised symmetrically."""
+WEIGHT, INTEGERS, ZEROS, SCALES, GROUPS = ".weight", ".qweight", ".qzeros", ".scales", ".g_idx"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some rows and columns of a weight: integers [rows, columns] uint8, scales and zero points [rows, groups], and the
+    group [columns] of each column."""
+
+    integers: "torch.Tensor"
+    scales: "torch.Tensor"
+    zeros: "torch.Tensor"
+    groups: "torch.Tensor"
+
+
+class FourBitsSource:
+    """Another source's tensors, of which those in four parts are one."""
+
+    def __init__(self, stored: WeightSource, form: FourBits) -> None:
+        self._stored, self._form = stored, form
+        self.format = stored.format
+        shapes = stored.shapes()
+        self._stems = [name.removesuffix(INTEGERS) for name in shapes if name.endswith(INTEGERS)]
+        parts = {stem + part for stem in self._stems for part in (INTEGERS, ZEROS, SCALES, GROUPS)}
+        self._shapes = {name: shape for name, shape in shapes.items() if name not in parts}
+        self._shapes |= {stem + WEIGHT: self._checked_shape(stem) for stem in self._stems}
+        self._packed = {stem + WEIGHT: stem for stem in self._stems}
+
+    @property
+    def form(self) -> FourBits:
+        """How the integers lie."""
+        return self._form
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """See WeightSource."""
+        return self._stored.config
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """See WeightSource."""
+        return self._stored.generation_config
+
+    @property
+    def where(self) -> str:
+        """See WeightSource."""
+        return self._stored.where
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See WeightSource; of what is in four parts, the weight's."""
+        return self._shapes
+
+    def map_files(self) -> None:
+        """See WeightSource."""
+        self._stored.map_files()
+
+    def is_in_words(self, name: str) -> bool:
+        """Whether this weight is stored as integers of 4 bits."""
+        return name in self._packed
+
+    @property
+    def is_in_blocks(self) -> bool:
+        """Whether groups are whole blocks of neighbouring inputs, by what config.json says."""
+        size = self._form.group_size
+        return not self._form.is_ordered and (size is None or size % PACKED_GROUP == 0)
+
+    def packed_bytes(self, name: str) -> int | None:
+        """What a tensor takes in blocks; None where it is not multiplied so."""
+        if name not in self._packed or not self.is_in_blocks or not self._has_whole_blocks(name):
+            return None
+        rows, columns = self._shapes[name]
+        return rows * columns // PACKED_GROUP * (18 if self._form.is_symmetric else 20)
+
+    def blocks(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "QuantisedBlocks | None":
+        """A matrix in blocks, or a part of it. None where it is not multiplied so: groups or a part that are no whole
+        blocks, inputs in an order of their own, scales that float16 does not hold."""
+        stem = self._packed.get(name)
+        if stem is None or not self._has_whole_blocks(name) or any(column % PACKED_GROUP for column in columns or ()):
+            return None
+        part = self._part(stem, rows, columns)
+        of_blocks = part.groups.view(-1, PACKED_GROUP)
+        if bool((of_blocks != of_blocks[:, :1]).any()) or not bool((part.scales.half() == part.scales).all()):
+            return None
+        return _blocks_of(part, of_blocks[:, 0], can_leave_zeros=self._form.is_symmetric)
+
+    def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
+        """See WeightSource; what is in four parts becomes float32."""
+        stem = self._packed.get(name)
+        if stem is None:
+            return self._stored.tensor(name, rows=rows, columns=columns)
+        part = self._part(stem, rows, columns)
+        weight = part.integers.float()
+        weight -= part.zeros.index_select(1, part.groups)
+        weight *= part.scales.float().index_select(1, part.groups)
+        return weight
+
+    def _has_whole_blocks(self, name: str) -> bool:
+        size = self._form.group_size
+        return self._shapes[name][1] % PACKED_GROUP == 0 and (size is None or size % PACKED_GROUP == 0)
+
+    def _checked_shape(self, stem: str) -> tuple[int, int]:
+        """The weight's. Raises ModelError where its parts do not fit each other."""
+        shapes = self._stored.shapes()
+        if len(shapes[stem + INTEGERS]) != 2:
+            raise ModelError(f"{self.where}: {stem + INTEGERS} is {list(shapes[stem + INTEGERS])}; a matrix is needed")
+        first, second = shapes[stem + INTEGERS]
+        is_awq = self._form.name == "awq"
+        rows, columns = (second * IN_A_WORD, first) if is_awq else (second, first * IN_A_WORD)
+        groups = 1 if self._form.group_size is None else -(-columns // self._form.group_size)
+        needed = {SCALES: (groups, rows), ZEROS: (groups, -(-rows // IN_A_WORD))}
+        if not is_awq and stem + GROUPS in shapes:
+            needed[GROUPS] = (columns,)
+        for part, shape in needed.items():
+            found = shapes.get(stem + part)
+            if found != shape:
+                said = "missing" if found is None else f"{list(found)}"
+                raise ModelError(
+                    f"{self.where}: {stem + part} is {said}; {list(shape)} is needed beside {INTEGERS[1:]}"
+                )
+        return rows, columns
+
+    def _part(self, stem: str, rows: Span | None, columns: Span | None) -> _Part:
+        height, width = self._shapes[stem + WEIGHT]
+        rows, columns = rows or (0, height), columns or (0, width)
+        groups = self._groups(stem, columns)
+        first = int(groups.min()) if len(groups) else 0
+        last = int(groups.max()) + 1 if len(groups) else 0
+        held = self._stored.shapes()[stem + SCALES][0]
+        if first < 0 or last > held:
+            raise ModelError(f"{self.where}: {stem + GROUPS} names groups {first} to {last - 1}; there are {held}")
+        scales = self._stored.tensor(stem + SCALES, rows=(first, last), columns=rows)
+        return _Part(
+            self._integers(stem, rows, columns), scales.t(), self._zeros(stem, rows, (first, last)), groups - first
+        )
+
+    def _groups(self, stem: str, columns: Span) -> "torch.Tensor":
+        """The group of each of these columns."""
+        import torch
+
+        if stem + GROUPS in self._stored.shapes():
+            return self._stored.tensor(stem + GROUPS, rows=columns).long()
+        size = self._form.group_size
+        inputs = torch.arange(*columns)
+        return torch.zeros_like(inputs) if size is None else inputs // size
+
+    def _integers(self, stem: str, rows: Span, columns: Span) -> "torch.Tensor":
+        """[rows, columns] uint8."""
+        if self._form.name == "awq":
+            return self._neighbours(stem + INTEGERS, columns, rows).t()
+        first, last = words_of(columns)
+        words = self._stored.tensor(stem + INTEGERS, rows=(first, last), columns=rows)
+        every = integers_of(words).permute(1, 0, 2).reshape(rows[1] - rows[0], -1)
+        begin = columns[0] - first * IN_A_WORD
+        return every[:, begin : begin + columns[1] - columns[0]]
+
+    def _zeros(self, stem: str, rows: Span, groups: Span) -> "torch.Tensor":
+        """[rows, groups] uint8."""
+        return (self._neighbours(stem + ZEROS, groups, rows).t() + self._form.zero_offset) & 15
+
+    def _neighbours(self, name: str, lines: Span, outputs: Span) -> "torch.Tensor":
+        """[lines, outputs] uint8 of a tensor in whose words outputs are neighbours."""
+        first, last = words_of(outputs)
+        every = integers_of(self._stored.tensor(name, rows=lines, columns=(first, last)))
+        if self._form.name == "awq":
+            every = every[..., PLACES_OF_AWQ]
+        begin = outputs[0] - first * IN_A_WORD
+        return every.reshape(lines[1] - lines[0], -1)[:, begin : begin + outputs[1] - outputs[0]]
+
+
+def words_of(span: Span) -> Span:
+    """The words that hold these neighbours."""
+    return span[0] // IN_A_WORD, -(-span[1] // IN_A_WORD)
+
+
+def integers_of(words: "torch.Tensor") -> "torch.Tensor":
+    """[lines, words] int32 -> [lines, words, 8] uint8, the lowest bits first."""
+    import torch
+
+    bytes_ = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    return torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(-2)
+
+
+def _blocks_of(part: _Part, groups: "torch.Tensor", *, can_leave_zeros: bool) -> "QuantisedBlocks":
+    """`groups` [blocks]: that of each block of columns."""
+    import torch
+    from trimtab_kernels.native.quantised import FORMS, GROUP, WITH_ZEROS, QuantisedBlocks
+
+    num_rows = len(part.integers)
+    integers = part.integers.reshape(num_rows, -1, GROUP)
+    numbers = integers[..., : GROUP // 2] | integers[..., GROUP // 2 :] << 4
+    is_even = can_leave_zeros and bool((part.zeros == MIDDLE).all())
+    factors = [part.scales] if is_even else [part.scales, part.zeros]
+    halves = [factor.half().index_select(1, groups).unsqueeze(-1).view(torch.uint8) for factor in factors]
+    data = torch.cat([*halves, numbers], dim=-1).view(num_rows, -1)
+    return QuantisedBlocks(FORMS["Q4_0"] if is_even else WITH_ZEROS, data)
