@@ -140,7 +140,7 @@ class FourBitsSource:
         is_awq = self._form.name == "awq"
         rows, columns = (second * IN_A_WORD, first) if is_awq else (second, first * IN_A_WORD)
         groups = 1 if self._form.group_size is None else -(-columns // self._form.group_size)
-        needed = {SCALES: (groups, rows), ZEROS: (groups, -(-rows // IN_A_WORD))}
+        needed: dict[str, tuple[int, ...]] = {SCALES: (groups, rows), ZEROS: (groups, -(-rows // IN_A_WORD))}
         if not is_awq and stem + GROUPS in shapes:
             needed[GROUPS] = (columns,)
         for part, shape in needed.items():

@@ -62,7 +62,7 @@ class GgufSource:
 
         self.where = str(file)
         try:
-            reader = GGUFReader(file)
+            reader = GGUFReader(file, "c")  # nothing is written; torch warns of what could not be
             self._fields = {name: field.contents() for name, field in reader.fields.items() if "tokenizer" not in name}
             self._eos = _field(reader, "tokenizer.ggml.eos_token_id")
             tensors = {str(tensor.name): tensor for tensor in reader.tensors}
@@ -141,8 +141,8 @@ class GgufSource:
         return int(tensor.n_bytes) if tensor.tensor_type.name in PACKED_TYPES else None
 
     def blocks(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "QuantisedBlocks | None":
-        """A matrix as it is stored, or a part of it: a copy. None where it is not multiplied so, or columns cut a
-        block."""
+        """A matrix as it is stored, or a part of it, a view of the file where rows keep their order. None where it is
+        not multiplied so, or columns cut a block."""
         import torch
         from trimtab_kernels.native.quantised import FORMS, GROUP, QuantisedBlocks
 
@@ -150,7 +150,7 @@ class GgufSource:
         form = FORMS.get(tensor.tensor_type.name)
         if form is None or (columns is not None and (columns[0] % GROUP or columns[1] % GROUP)):
             return None
-        data = torch.tensor(tensor.data if rows is None else tensor.data[rows[0] : rows[1]])
+        data = torch.from_numpy(tensor.data if rows is None else tensor.data[rows[0] : rows[1]])
         data = self._in_halves(name, data)
         if columns is not None:
             first, last = (column // GROUP * form.block_bytes for column in columns)

@@ -154,6 +154,14 @@ def test_the_vocabulary_is_looked_up_and_multiplied_as_it_is_stored(tmp_path: Pa
     torch.testing.assert_close(logits, x @ source.tensor(name).t(), atol=1e-3, rtol=1e-4)
 
 
+def test_a_table_is_looked_up_where_the_file_is_mapped_so_that_the_packed_one_is_the_only_copy(tmp_path: Path) -> None:
+    load = a_loader(a_gguf(tmp_path / "model.gguf", lambda tensor: "Q8_0"))
+    first, second = (load.vocabulary("model.embed_tokens.weight", rows=(8, 16)) for _ in range(2))
+    assert isinstance(first, QuantisedBlocks)
+    assert isinstance(second, QuantisedBlocks)
+    assert first.data.data_ptr() == second.data.data_ptr()
+
+
 def test_the_bytes_before_loading_are_those_that_are_stored(tmp_path: Path) -> None:
     source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q4_0" if "proj" in tensor else "F32")
     tensors = expected_tensors(parse_model_config(source.config, {}, "model.gguf"))
