@@ -5,6 +5,7 @@ Beside it torch's attention on keys that lie contiguous, which no paged cache ha
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -22,23 +23,26 @@ SHAPES = (
     (1, LLAMA_CONTEXT, LLAMA_CONTEXT),
     (128, 4096, 4096),
     (256, 1024, LLAMA_CONTEXT),
+    (255, 1024, 0),
 )
-"""(sequences, tokens of context each, how many there might be: max_model_len, whose default is the model's)."""
+"""(sequences, tokens of context each, how many there might be: max_model_len, whose default is the model's, and the
+width of block tables). Where that is 0, one more sequence is as long as Llama's context."""
 
 
 def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
     dtype = torch.float32 if tiny else torch.bfloat16
     heads, kv_heads, size, block = (4, 2, 16, 8) if tiny else (32, 8, 128, 16)
-    for num_seqs, length, max_length in ((3, 20, 20), (3, 20, 90)) if tiny else SHAPES:
-        allowed = "" if max_length == length else f", {max_length} allowed"
+    for num_seqs, length, max_length in ((3, 20, 20), (3, 20, 90), (2, 20, 0)) if tiny else SHAPES:
+        many = [] if max_length else [700 if tiny else LLAMA_CONTEXT]
+        of_each = [length] * num_seqs + many
+        beside = f" and 1 of {many[0]}" if many else "" if max_length == length else f", {max_length} allowed"
         for cache_dtype in (dtype,) if tiny else (dtype, FLOAT8):
-            per_sequence = -(-length // block)
-            num_blocks = num_seqs * per_sequence
+            num_blocks = sum(-(-tokens // block) for tokens in of_each)
             shape = (num_blocks, block, kv_heads, size)
             keys, values = (torch.randn(shape, device=device, dtype=dtype).to(cache_dtype) for _ in range(2))
-            query = torch.randn(num_seqs, heads, size, device=device, dtype=dtype)
-            tables = torch.randperm(num_blocks, device=device).to(torch.int32).view(num_seqs, per_sequence)
-            lengths = torch.full((num_seqs,), length, dtype=torch.int32, device=device)
+            query = torch.randn(len(of_each), heads, size, device=device, dtype=dtype)
+            tables = _tables(of_each, max(*of_each, max_length), block, device)
+            lengths = torch.tensor(of_each, dtype=torch.int32, device=device)
             tensors = (query, keys, values, tables, lengths)
             peers: dict[str, Callable[[], object]] = {}
             compiled: dict[str, Callable[[], object]] = {}
@@ -52,13 +56,23 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
                 flashinfer = partial(flashinfer_paged, *tensors[:4], length=length, scale=0.1)
                 compiled["FlashInfer"] = on_first_call(flashinfer)
             yield Row(
-                f"paged_decode {num_seqs} of {length}{allowed} {str(cache_dtype).removeprefix('torch.')}",
+                f"paged_decode {num_seqs} of {length}{beside} {str(cache_dtype).removeprefix('torch.')}",
                 "copy",
-                2 * num_seqs * length * kv_heads * size * cache_dtype.itemsize,
+                2 * sum(of_each) * kv_heads * size * cache_dtype.itemsize,
                 0.85,
-                partial(paged_decode_triton, *tensors, max_seq_len=max_length, scale=0.1),
+                partial(paged_decode_triton, *tensors, scale=0.1),
                 partial(paged_decode_reference, *tensors, scale=0.1),
                 tolerance_of(dtype),
                 peers,
                 compiled,
             )
+
+
+def _tables(lengths: list[int], longest: int, block: int, device: torch.device) -> torch.Tensor:
+    """Block tables as wide as the longest sequence might need, of blocks in random order."""
+    counts = [-(-length // block) for length in lengths]
+    order = torch.randperm(sum(counts), device=device).to(torch.int32)
+    tables = torch.zeros(len(lengths), -(-longest // block), dtype=torch.int32, device=device)
+    for row, count, last in zip(tables, counts, accumulate(counts), strict=True):
+        row[:count] = order[last - count : last]
+    return tables

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trimtab_kernels.paged_decode import MAX_SPLITS, paged_decode_reference, paged_decode_triton
+from trimtab_kernels.paged_decode import paged_decode_reference, paged_decode_triton
 from trimtab_kernels.paged_prefill import paged_prefill_reference, paged_prefill_triton
 
 
@@ -21,7 +21,7 @@ class PagedBatch:
     """Sequences [0, num_decodes) have one query row each; the others [query_starts[i], query_starts[i + 1]) after them.
 
     block_tables [num_seqs, width], seq_lens [num_seqs], query_starts [num_seqs - num_decodes + 1]: int32, on the
-    device. max_decode_len is the longest context of a decode, max_query_len the longest chunk; 0 where there is none.
+    device. max_query_len is the longest chunk; 0 where there is none.
     """
 
     num_tokens: int
@@ -29,7 +29,6 @@ class PagedBatch:
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
     query_starts: torch.Tensor
-    max_decode_len: int
     max_query_len: int
 
 
@@ -62,7 +61,6 @@ def build_paged_batch(
         block_tables=packed[: num_seqs * width].view(num_seqs, width),
         seq_lens=packed[num_seqs * width : num_seqs * (width + 1)],
         query_starts=packed[num_seqs * (width + 1) :],
-        max_decode_len=max((length for _, length in decodes), default=0),
         max_query_len=max((now for _, _, now in chunks), default=0),
     )
 
@@ -93,7 +91,6 @@ def attend_paged_batch(
             value_cache,
             batch.block_tables[:first],
             batch.seq_lens[:first],
-            max_seq_len=batch.max_decode_len,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
@@ -180,10 +177,7 @@ def warm_up_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache:
     """
     tables = torch.zeros(1, 1, dtype=torch.int32, device=query.device)
     lengths = torch.zeros(1, dtype=torch.int32, device=query.device)
-    splits = 1
-    while splits <= MAX_SPLITS:
-        paged_decode_triton(query, key_cache, value_cache, tables, lengths, max_seq_len=1, scale=1.0, splits=splits)
-        splits *= 2
+    paged_decode_triton(query, key_cache, value_cache, tables, lengths, scale=1.0)
     starts = torch.zeros(2, dtype=torch.int32, device=query.device)
     for longest in (1, 2, 4, 8, 16, 32, 64, 128):
         paged_prefill_triton(query, key_cache, value_cache, tables, lengths, starts, max_query_len=longest, scale=1.0)

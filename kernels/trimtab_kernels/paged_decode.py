@@ -4,15 +4,20 @@ query         [num_seqs, num_heads, head_size]; everything else as in paged_pref
 seq_lens      [num_seqs] int32: tokens in the cache, the new one included; 0 marks a row of padding, which yields zeros
 y             like query
 
-Two forms, as PagedAttention's v1 and v2, chosen by `num_splits`:
-- single pass: a program reads all keys of one sequence for one kv head (with all query heads of its group);
-- split: `num_splits` programs share a sequence's keys evenly; a second kernel merges their parts by the log-sum-exp.
+The tiles of keys of all sequences lie in a row, and each program of a kv head takes an equal share of them, however
+they are spread over sequences (as Stream-K shares a product's: Osama et al. 2023, arXiv:2301.03598):
 ```
-keys of a sequence   |-- split 0 --|-- split 1 --|-- split 2 --|- 3 -|      each a multiple of the tile
+tiles       |--- sequence 0 ---|-- 1 --|- 2 -|------------ sequence 3 ------------|- 4 -|
+programs    |  program 0  |  program 1  |  program 2  |  program 3  |  program 4  |  5  |
 ```
-The split depends on the longest sequence that may come and on the batch's size alone, so a captured graph stays right
-as sequences grow. Bound by memory: 2 * sum(seq_lens) * num_kv_heads * head_size * cache itemsize bytes. Source: own.
+A sequence within one share is written as it is. One that several programs share leaves a part with each, and the
+program whose part comes last merges them by the log-sum-exp: one launch. Programs read the lengths on the device, so a
+captured graph is balanced for whatever its sequences have grown to, and how long they might become plays no part.
+Parts are merged in the order of their keys, whoever comes last: equal inputs give equal outputs.
+Bound by memory: 2 * sum(seq_lens) * num_kv_heads * head_size * cache itemsize bytes. Source: own.
 """
+
+from functools import cache
 
 import torch
 
@@ -27,14 +32,18 @@ from trimtab_kernels.paged_prefill import (
     slots_of,
 )
 
-MIN_SPLIT_TOKENS = 256
-"""A split's part costs its reader and writer 8 / tokens of the bytes of its keys (fp32, a group of 4): 3 % here."""
-MAX_SINGLE_PASS_TOKENS = 8192
-"""Beyond this one program would still read when all others have ended."""
-MAX_SPLITS = 64
-"""What the merging kernel holds in registers at once."""
-PROGRAMS_PER_SM = 8
-"""Two or three programs run on a multiprocessor at once; with this many in all the last round is small."""
+MIN_SHARE_TOKENS = 256
+"""A part costs its reader and writer 8 / tokens of the bytes of its keys (fp32, a group of 4): 3 % here."""
+MAX_PARTS = 64
+"""Of a sequence: one program merges them all, while the others may have ended."""
+MERGED_VALUES, MERGED_PARTS = 8192, 16
+"""Read at once: values, 64 per thread, and parts. More would take the registers of the third program."""
+SEARCHED_LENGTHS = 256
+"""Lengths that a program looks at in one go."""
+HOPPER_SHARED_BYTES = 200 << 10
+"""As much shared memory holds the tiles of three programs, less those of two."""
+LARGE_GROUP = 32
+"""More query heads to a kv head take so many registers and so much shared memory that two programs fit."""
 
 
 def paged_decode_reference(
@@ -69,16 +78,10 @@ def paged_decode_reference(
     )
 
 
-def num_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, facts: DeviceFacts) -> int:
-    """Programs that share a sequence; 1 is the single pass. A power of two, so that few variants exist.
-
-    Like PagedAttention's rule: a single pass for contexts of up to 8192 tokens when the batch alone fills the device.
-    Otherwise as many splits as fill it, none shorter than MIN_SPLIT_TOKENS.
-    """
-    to_fill = cdiv(PROGRAMS_PER_SM * facts.num_sms, num_seqs * num_kv_heads)
-    to_balance = cdiv(max_seq_len, MAX_SINGLE_PASS_TOKENS)
-    useful = max(1, max_seq_len // MIN_SPLIT_TOKENS)
-    return min(MAX_SPLITS, next_power_of_2(useful), next_power_of_2(max(to_fill, to_balance)))
+def decode_programs(num_kv_heads: int, group: int, facts: DeviceFacts) -> int:
+    """Programs per kv head: as many as run at once, so that all shares end together."""
+    per_sm = 3 if facts.shared_bytes > HOPPER_SHARED_BYTES and group <= LARGE_GROUP else 2
+    return max(1, per_sm * facts.num_sms // num_kv_heads)
 
 
 def decode_tile(head_size: int, itemsize: int, facts: DeviceFacts) -> tuple[int, int]:
@@ -100,7 +103,116 @@ def beside_float8(queries: tl.tensor, score_scale: tl.tensor) -> tl.tensor:
     return (queries.to(tl.float32) / largest).to(tl.float16), score_scale * largest
 
 
-@kernel("block_tables", "seq_lens", "table_stride")
+@jit
+def _tiles_of(lengths: tl.tensor, WINDOW: tl.constexpr, KEYS: tl.constexpr) -> tl.tensor:
+    """(first tile that is seen, how many there are from it on). A row of padding counts as a tile: its zeros are
+    written by whoever has it."""
+    first = lengths * 0
+    if WINDOW is not None:
+        first = tl.maximum(lengths - WINDOW, 0) // KEYS
+    return first, tl.maximum(tl.cdiv(lengths, KEYS) - first, 1)
+
+
+@jit
+def _tiles_of_rows(
+    seq_lens: tl.tensor,
+    first_row: tl.tensor,
+    num_seqs: tl.tensor,
+    WINDOW: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """Tiles of the sequences from first_row on; 0 behind the last one."""
+    rows = first_row + tl.arange(0, ROWS)
+    lengths = tl.load(seq_lens + rows, mask=rows < num_seqs, other=0)
+    _, tiles = _tiles_of(lengths, WINDOW, KEYS)
+    return tl.where(rows < num_seqs, tiles, 0)
+
+
+@jit
+def _share_of(
+    seq_lens: tl.tensor,
+    num_seqs: tl.tensor,
+    WINDOW: tl.constexpr,
+    KEYS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """(tiles of all sequences, tiles of one program's share)."""
+    total = 0
+    longest = 0
+    for first_row in tl.range(0, num_seqs, ROWS):
+        tiles = _tiles_of_rows(seq_lens, first_row, num_seqs, WINDOW, KEYS, ROWS)
+        total += tl.sum(tiles, 0)
+        longest = tl.maximum(longest, tl.max(tiles, 0))
+    share = tl.maximum(tl.cdiv(total, PROGRAMS), tl.cdiv(longest, MAX_PARTS))
+    return total, tl.maximum(share, MIN_TILES)
+
+
+@jit
+def _sequence_at(
+    tile: tl.tensor,
+    seq_lens: tl.tensor,
+    num_seqs: tl.tensor,
+    WINDOW: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """(whose this tile is, tiles of the sequences before it)."""
+    sequence = 0
+    before = 0
+    seen = 0
+    for first_row in tl.range(0, num_seqs, ROWS):
+        tiles = _tiles_of_rows(seq_lens, first_row, num_seqs, WINDOW, KEYS, ROWS)
+        ends = seen + tl.cumsum(tiles, 0)
+        has_ended = (tiles > 0) & (ends <= tile)
+        sequence += tl.sum(has_ended.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(has_ended, ends, 0), 0))
+        seen += tl.sum(tiles, 0)
+    return sequence, before
+
+
+@jit
+def _merged_parts(
+    part_sums: tl.tensor,
+    part_statistics: tl.tensor,
+    first_part: tl.tensor,
+    num_parts: tl.tensor,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> tl.tensor:
+    """([BLOCK_G, BLOCK_D] sums of weighted values, [BLOCK_G] totals of weights), PARTS parts at a time. The first part
+    is its program's last, and the others are their programs' first: every second one from first_part + 1 on."""
+    members = tl.arange(0, BLOCK_G)
+    columns = tl.arange(0, BLOCK_D)
+    in_head = columns < HEAD_SIZE
+    sums = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
+    highest = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_G], dtype=tl.float32)
+    for start in tl.range(0, num_parts, PARTS):
+        parts = start + tl.arange(0, PARTS)
+        is_real = (parts < num_parts)[:, None] & (members < GROUP)[None, :]
+        rows = (first_part + tl.maximum(2 * parts - 1, 0))[:, None] * GROUP + members[None, :]
+        part_highest = tl.load(part_statistics + 2 * rows, mask=is_real, other=float("-inf"))
+        part_total = tl.load(part_statistics + 2 * rows + 1, mask=is_real, other=0.0)
+        places = rows[:, :, None] * HEAD_SIZE + columns[None, None, :]
+        part = tl.load(part_sums + places, mask=is_real[:, :, None] & in_head[None, None, :], other=0.0)
+        new_highest = tl.maximum(highest, tl.max(part_highest, 0))
+        finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # places without a head have no part
+        weights = tl.exp2(part_highest - finite[None, :])
+        decay = tl.exp2(highest - finite)
+        total = total * decay + tl.sum(part_total * weights, 0)
+        sums = sums * decay[:, None] + tl.sum(part * weights[:, :, None], 0)
+        highest = new_highest
+    return sums, total
+
+
+@kernel("block_tables", "seq_lens", "num_seqs", "table_stride")
 def _paged_decode(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -109,8 +221,10 @@ def _paged_decode(
     sinks: tl.tensor,
     part_sums: tl.tensor,
     part_statistics: tl.tensor,
+    arrivals: tl.tensor,
     block_tables: tl.tensor,
     seq_lens: tl.tensor,
+    num_seqs: tl.tensor,
     table_stride: tl.tensor,
     query_stride: tl.tensor,
     output_stride: tl.tensor,
@@ -122,101 +236,108 @@ def _paged_decode(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ) -> None:
-    """Program (kv head, split, sequence): neighbours read the same blocks at the same time."""
+    """Program (kv head, share): neighbours read the same blocks at the same time."""
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    sequence = tl.program_id(2).to(tl.int64)
-    length = tl.load(seq_lens + sequence)
+    program = tl.program_id(1)
     places = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
     heads = kv_head * GROUP + places
     in_head = columns < HEAD_SIZE
-    inside = (places < GROUP)[:, None] & in_head[None, :]
+    in_group = places < GROUP
+    inside = in_group[:, None] & in_head[None, :]
     offsets = heads[:, None] * HEAD_SIZE + columns[None, :]
-    queries = tl.load(query + sequence * query_stride + offsets, mask=inside, other=0.0)
-    if key_cache.dtype.element_ty.is_fp8() and queries.dtype != tl.float32:
-        queries, score_scale = beside_float8(queries, score_scale)
-    table = block_tables + sequence * table_stride
-    first_key = 0
-    if WINDOW is not None:
-        first_key = tl.maximum(length - WINDOW, 0)
-    first_tile = first_key // KEYS
-    num_tiles = tl.cdiv(length, KEYS)
-    tiles_per_split = tl.cdiv(num_tiles - first_tile, NUM_SPLITS)
-    first = (first_tile + split * tiles_per_split) * KEYS
-    last = tl.minimum(first + tiles_per_split * KEYS, length)
-    accumulator = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    if sinks is not None:  # as if its key came first, in the first split
-        own = tl.load(sinks + heads, mask=places < GROUP, other=0.0) * 1.4426950408889634
-        highest = tl.where(split == 0, own, highest)
-        total += tl.where(split == 0, 1.0, 0.0)
-    for start in tl.range(first, last, KEYS):
-        positions = start + tl.arange(0, KEYS)
-        is_seen = positions < length
-        if WINDOW is not None:
-            is_seen &= positions >= first_key
-        slots = slots_of(table, positions, is_seen, BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_SIZE) + kv_head * HEAD_SIZE
-        tile = slots[:, None] + columns[None, :]
-        is_loaded = is_seen[:, None] & in_head[None, :]
-        keys = tl.load(key_cache + tile, mask=is_loaded, other=0.0)
-        values = tl.load(value_cache + tile, mask=is_loaded, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="tf32x3") * score_scale
-        if SOFT_CAP is not None:
-            scores = capped(scores, SOFT_CAP) * 1.4426950408889634
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
-        # Every tile has a key that is seen, so the maximum is finite from the first tile on.
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_highest[:, None])
-        decay = tl.exp2(highest - new_highest)
-        total = total * decay + tl.sum(weights, 1)
-        accumulator = accumulator * decay[:, None]
-        accumulator = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), accumulator, input_precision="tf32x3")
-        highest = new_highest
-    if NUM_SPLITS == 1:
-        result = accumulator * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-        places = output + sequence * output_stride + offsets
-        tl.store(places, result.to(output.dtype.element_ty), mask=inside)
-    else:
-        row = (sequence * (NUM_KV_HEADS * GROUP) + heads) * NUM_SPLITS + split
-        tl.store(part_sums + row[:, None] * HEAD_SIZE + columns[None, :], accumulator, mask=inside)
-        tl.store(part_statistics + 2 * row, highest, mask=tl.arange(0, BLOCK_M) < GROUP)
-        tl.store(part_statistics + 2 * row + 1, total, mask=tl.arange(0, BLOCK_M) < GROUP)
+    num_tiles, share = _share_of(seq_lens, num_seqs, WINDOW, KEYS, PROGRAMS, MIN_TILES, MAX_PARTS, ROWS)
+    tile = program * share
+    last_tile = tl.minimum(tile + share, num_tiles)
+    sequence, before = _sequence_at(tile, seq_lens, num_seqs, WINDOW, KEYS, ROWS)
+    while tile < last_tile:
+        row = sequence.to(tl.int64)
+        length = tl.load(seq_lens + row)
+        first_seen, tiles = _tiles_of(length, WINDOW, KEYS)
+        stop = tl.minimum(before + tiles, last_tile)
+        queries = tl.load(query + row * query_stride + offsets, mask=inside, other=0.0)
+        row_scale = score_scale
+        if key_cache.dtype.element_ty.is_fp8() and queries.dtype != tl.float32:
+            queries, row_scale = beside_float8(queries, score_scale)
+        table = block_tables + row * table_stride
+        accumulator = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([BLOCK_M], dtype=tl.float32)
+        if sinks is not None:  # as if its key came first
+            own = tl.load(sinks + heads, mask=in_group, other=0.0) * 1.4426950408889634
+            highest = tl.where(tile == before, own, highest)
+            total += tl.where(tile == before, 1.0, 0.0)
+        first = (first_seen + tile - before) * KEYS
+        last = tl.minimum((first_seen + stop - before) * KEYS, length)
+        for start in tl.range(first, last, KEYS):
+            positions = start + tl.arange(0, KEYS)
+            is_seen = positions < length
+            if WINDOW is not None:
+                is_seen &= positions >= length - WINDOW
+            slots = slots_of(table, positions, is_seen, BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_SIZE) + kv_head * HEAD_SIZE
+            cached = slots[:, None] + columns[None, :]
+            is_loaded = is_seen[:, None] & in_head[None, :]
+            keys = tl.load(key_cache + cached, mask=is_loaded, other=0.0)
+            values = tl.load(value_cache + cached, mask=is_loaded, other=0.0)
+            scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="tf32x3") * row_scale
+            if SOFT_CAP is not None:
+                scores = capped(scores, SOFT_CAP) * 1.4426950408889634
+            scores = tl.where(is_seen[None, :], scores, float("-inf"))
+            # Every tile has a key that is seen, so the maximum is finite from the first tile on.
+            new_highest = tl.maximum(highest, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_highest[:, None])
+            decay = tl.exp2(highest - new_highest)
+            total = total * decay + tl.sum(weights, 1)
+            accumulator = accumulator * decay[:, None]
+            weights = weights.to(queries.dtype)
+            accumulator = tl.dot(weights, values.to(queries.dtype), accumulator, input_precision="tf32x3")
+            highest = new_highest
+        first_program = before // share
+        num_parts = (before + tiles - 1) // share - first_program + 1
+        if num_parts == 1:
+            result = accumulator * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+            tl.store(output + row * output_stride + offsets, result.to(output.dtype.element_ty), mask=inside)
+        else:
+            # Each program has at most two: of a sequence that began before its share, and of one that goes on behind.
+            first_part = 2 * (kv_head * PROGRAMS + first_program) + 1
+            part = 2 * (kv_head * PROGRAMS + program) + (tile == before).to(tl.int32)
+            part_rows = part * GROUP + places
+            tl.store(part_sums + part_rows[:, None] * HEAD_SIZE + columns[None, :], accumulator, mask=inside)
+            tl.store(part_statistics + 2 * part_rows, highest, mask=in_group)
+            tl.store(part_statistics + 2 * part_rows + 1, total, mask=in_group)
+            # All threads have stored before one tells of it, and whoever hears it reads what was stored before.
+            tl.debug_barrier()
+            counter = arrivals + kv_head * PROGRAMS + first_program
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+                sums, totals = _merged_parts(
+                    part_sums, part_statistics, first_part, num_parts, GROUP, HEAD_SIZE, BLOCK_G, BLOCK_D, PARTS
+                )
+                members = tl.arange(0, BLOCK_G)
+                merged = sums * (value_scale / tl.where(totals == 0.0, 1.0, totals))[:, None]
+                target = output + row * output_stride + (kv_head * GROUP + members)[:, None] * HEAD_SIZE
+                is_real = (members < GROUP)[:, None] & in_head[None, :]
+                tl.store(target + columns[None, :], merged.to(output.dtype.element_ty), mask=is_real)
+                tl.store(counter, 0)  # for the next launch
+        tile = stop
+        before += tiles
+        sequence += 1
 
 
-@kernel()
-def _merge_splits(
-    part_sums: tl.tensor,
-    part_statistics: tl.tensor,
-    output: tl.tensor,
-    output_stride: tl.tensor,
-    value_scale: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-) -> None:
-    """Program (head, sequence). Splits without keys have the statistics (-inf, 0) and weigh nothing."""
-    head = tl.program_id(0)
-    sequence = tl.program_id(1).to(tl.int64)
-    columns = tl.arange(0, BLOCK_D)
-    inside = columns < HEAD_SIZE
-    rows = (sequence * NUM_HEADS + head) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
-    highest = tl.load(part_statistics + 2 * rows)
-    totals = tl.load(part_statistics + 2 * rows + 1)
-    top = tl.max(highest, 0)
-    weights = tl.exp2(highest - tl.where(top == float("-inf"), 0.0, top))
-    sums = tl.load(part_sums + rows[:, None] * HEAD_SIZE + columns[None, :], mask=inside[None, :], other=0.0)
-    total = tl.sum(totals * weights, 0)
-    result = tl.sum(sums * weights[:, None], 0) * (value_scale / tl.where(total == 0.0, 1.0, total))
-    place = output + sequence * output_stride + head * HEAD_SIZE + columns
-    tl.store(place, result.to(output.dtype.element_ty), mask=inside)
+@cache
+def arrival_counters(device: torch.device, num_counters: int) -> torch.Tensor:
+    """How many programs have left their part of a sequence: 0 between launches, which come one after another. Kept as
+    long as the process: captured graphs know where they are. So the first launch must not be captured."""
+    return torch.zeros(num_counters, dtype=torch.int32, device=device)
 
 
 def paged_decode_triton(
@@ -226,7 +347,6 @@ def paged_decode_triton(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    max_seq_len: int,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -234,11 +354,10 @@ def paged_decode_triton(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     output: torch.Tensor | None = None,
-    splits: int | None = None,
+    programs: int | None = None,
     facts: DeviceFacts | None = None,
 ) -> torch.Tensor:
-    """Launch one kernel, or two. Raises ValueError where shapes do not fit. `max_seq_len` chooses the form and may be
-    more than any sequence has; `splits` overrides the choice."""
+    """Launch the kernel. Raises ValueError where shapes do not fit. `programs` per kv head overrides the choice."""
     check_attention_shapes("paged_decode", query, key_cache, block_tables, seq_lens)
     num_seqs, num_heads, head_size = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
@@ -247,24 +366,25 @@ def paged_decode_triton(
     if num_seqs == 0:
         return output
     facts = facts or device_facts(query.device)
-    visible = max_seq_len if window is None else min(window, max_seq_len)
-    splits = splits or num_splits(num_seqs, num_kv_heads, visible, facts)
+    programs = programs or decode_programs(num_kv_heads, group, facts)
     keys, stages = decode_tile(head_size, query.element_size(), facts)
-    block_d = max(MIN_ROWS, next_power_of_2(head_size))
-    sums = statistics = None
-    if splits > 1:
-        sums = torch.empty(num_seqs, num_heads, splits, head_size, dtype=torch.float32, device=query.device)
-        statistics = torch.empty(num_seqs, num_heads, splits, 2, dtype=torch.float32, device=query.device)
-    _paged_decode[(num_kv_heads, splits, num_seqs)](
+    min_tiles = cdiv(MIN_SHARE_TOKENS, keys)
+    most_tiles = num_seqs * max(1, cdiv(block_tables.shape[1] * block_size, keys))  # as far as block tables go
+    block_d, block_g = max(MIN_ROWS, next_power_of_2(head_size)), next_power_of_2(group)
+    parts = torch.empty(num_kv_heads * 2 * programs, group, head_size, dtype=torch.float32, device=query.device)
+    statistics = torch.empty(num_kv_heads * 2 * programs, group, 2, dtype=torch.float32, device=query.device)
+    _paged_decode[(num_kv_heads, min(programs, cdiv(most_tiles, min_tiles)))](
         query,
         key_cache,
         value_cache,
         output,
         sinks,
-        sums,
+        parts,
         statistics,
+        arrival_counters(query.device, num_kv_heads * programs),
         block_tables,
         seq_lens,
+        num_seqs,
         block_tables.stride(0),
         query.stride(0),
         output.stride(0),
@@ -275,25 +395,17 @@ def paged_decode_triton(
         HEAD_SIZE=head_size,
         BLOCK_SIZE=block_size,
         BLOCK_D=block_d,
-        BLOCK_M=max(MIN_ROWS, next_power_of_2(group)),
+        BLOCK_M=max(MIN_ROWS, block_g),
+        BLOCK_G=block_g,
         KEYS=keys,
-        NUM_SPLITS=splits,
+        PROGRAMS=programs,
+        MIN_TILES=min_tiles,
+        MAX_PARTS=MAX_PARTS,
+        PARTS=min(MERGED_PARTS, max(1, MERGED_VALUES // (block_g * block_d))),
+        ROWS=SEARCHED_LENGTHS,
         WINDOW=window,
         SOFT_CAP=soft_cap,
         num_warps=4,
         num_stages=stages,
     )
-    if splits > 1:
-        _merge_splits[(num_heads, num_seqs)](
-            sums,
-            statistics,
-            output,
-            output.stride(0),
-            value_scale,
-            NUM_HEADS=num_heads,
-            HEAD_SIZE=head_size,
-            BLOCK_D=block_d,
-            NUM_SPLITS=splits,
-            num_warps=4,
-        )
     return output

@@ -43,7 +43,7 @@ def test_tables_are_as_wide_as_the_longest_context_needs() -> None:
     assert batch.block_tables.tolist() == [[4, 2], [5, 0]]
     assert batch.seq_lens.tolist() == [9, 3]
     assert batch.query_starts.tolist() == [0, 3]
-    assert (batch.num_tokens, batch.num_decodes, batch.max_decode_len, batch.max_query_len) == (4, 1, 9, 3)
+    assert (batch.num_tokens, batch.num_decodes, batch.max_query_len) == (4, 1, 3)
 
 
 def test_a_warm_start_has_compiled_every_variant_that_a_step_may_choose() -> None:

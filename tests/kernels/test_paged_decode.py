@@ -1,12 +1,27 @@
-"""paged_decode, single pass and split, against float32 attention of one sequence at a time (see test_paged_prefill)."""
+"""paged_decode, sequences whole and shared by programs, against float32 attention of one sequence at a time."""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
-from trimtab_kernels.launch.device_facts import A100, H200, L40, DeviceFacts
-from trimtab_kernels.paged_decode import decode_tile, num_splits, paged_decode_reference, paged_decode_triton
+from trimtab_kernels.aot.bounds import programs_per_sm
+from trimtab_kernels.aot.cases import HEADS, Heads
+from trimtab_kernels.launch.device_facts import A100, B200, H200, L40, DeviceFacts
+from trimtab_kernels.launch.jit import record_launches
+from trimtab_kernels.paged_decode import (
+    MAX_PARTS,
+    arrival_counters,
+    decode_programs,
+    decode_tile,
+    paged_decode_reference,
+    paged_decode_triton,
+)
 
 FLOAT8 = torch.float8_e4m3fn
-LENGTHS = [1, 7, 64, 65, 200, 0, 33]
+LLAMA = Heads(32, 8, 128)
+LENGTHS = [1, 65, 700, 0, 33]
+"""Of which the long ones are shared where there are several programs, and short ones lie beside their parts."""
 
 
 def check(
@@ -18,7 +33,7 @@ def check(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
-    splits: int = 1,
+    programs: int = 1,
     scale: float = 0.25,
     **options: float | torch.Tensor | None,
 ) -> None:
@@ -38,65 +53,51 @@ def check(
     keys, values = (cache.to(cache_dtype or dtype) for cache in caches)
     query = torch.randn(len(lengths), heads + 1, size, generator=generator).to(dtype)[:, :heads]
     tensors = (query, keys, values, tables, torch.tensor(lengths, dtype=torch.int32))
-    ours = paged_decode_triton(*tensors, max_seq_len=max(lengths), scale=scale, splits=splits, **options)  # type: ignore[arg-type]
+    ours = paged_decode_triton(*tensors, scale=scale, programs=programs, **options)  # type: ignore[arg-type]
     expected = paged_decode_reference(*tensors, scale=scale, **options)  # type: ignore[arg-type]
     tolerance = (64 if dtype == torch.float32 else 16) * torch.finfo(dtype).eps  # float32 is three TF32 on a GPU
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+    assert not arrival_counters(query.device, kv_heads * programs).any(), "the next launch counts from 0"
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("programs", [1, 5])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 16), (9, 3, 64), (6, 1, 10), (24, 1, 32)])
-def test_heads_share_a_kv_head(heads: int, kv_heads: int, size: int, splits: int) -> None:
-    check(heads=heads, kv_heads=kv_heads, size=size, splits=splits)
+def test_heads_share_a_kv_head(heads: int, kv_heads: int, size: int, programs: int) -> None:
+    check(heads=heads, kv_heads=kv_heads, size=size, programs=programs)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize("programs", [1, 3, 8])
 @pytest.mark.parametrize("block_size", [8, 16, 32, 128])
-def test_every_block_size(block_size: int, splits: int) -> None:
-    check(block_size=block_size, splits=splits, dtype=torch.float16)
+def test_every_block_size(block_size: int, programs: int) -> None:
+    check(block_size=block_size, programs=programs, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("size", [80, 128, 192, 256])
 def test_head_sizes(size: int) -> None:
-    check(lengths=[70, 3], size=size, dtype=torch.float16, scale=size**-0.5, splits=2)
+    check(lengths=[570, 3], size=size, dtype=torch.float16, scale=size**-0.5, programs=4)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("programs", [1, 5])
 @pytest.mark.parametrize("window", [1, 5, 64, 1000])
-def test_a_sliding_window_hides_older_keys(window: int, splits: int) -> None:
-    check(lengths=[150, 64, 2, 0], window=window, splits=splits)
+def test_a_sliding_window_hides_older_keys(window: int, programs: int) -> None:
+    check(lengths=[150, 64, 900, 2, 0], window=window, programs=programs)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("programs", [1, 5])
 @pytest.mark.parametrize("window", [None, 30])
-def test_sinks_take_their_part_of_the_softmax(window: int | None, splits: int) -> None:
+def test_sinks_take_their_part_of_the_softmax(window: int | None, programs: int) -> None:
     sinks = torch.tensor([-2.0, 0.0, 1.0, 9.0])
-    check(lengths=[150, 64, 2, 0], window=window, splits=splits, sinks=sinks)
+    check(lengths=[150, 64, 900, 2, 0], window=window, programs=programs, sinks=sinks)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-def test_scores_are_softly_capped(splits: int) -> None:
-    check(scale=2.0, soft_cap=5.0, splits=splits)
+@pytest.mark.parametrize("programs", [1, 5])
+def test_scores_are_softly_capped(programs: int) -> None:
+    check(scale=2.0, soft_cap=5.0, programs=programs)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-def test_a_float8_cache_is_read_with_its_scales(splits: int) -> None:
-    check(dtype=torch.float16, cache_dtype=FLOAT8, key_scale=0.5, value_scale=2.0, splits=splits)
-
-
-@pytest.mark.parametrize(
-    ("num_seqs", "kv_heads", "max_seq_len", "splits"),
-    [
-        (256, 8, 4096, 1),  # the batch alone fills the device
-        (256, 8, 16384, 2),  # it does, but one program would read for too long
-        (1, 8, 128, 1),  # too short to share
-        (1, 8, 1024, 4),  # no split shorter than 256 tokens
-        (1, 8, 131072, 64),  # never more than can be merged at once
-        (32, 8, 8192, 8),  # as many as fill 132 multiprocessors eightfold
-    ],
-)
-def test_the_form_follows_batch_and_context(num_seqs: int, kv_heads: int, max_seq_len: int, splits: int) -> None:
-    assert num_splits(num_seqs, kv_heads, max_seq_len, H200) == splits
+@pytest.mark.parametrize("programs", [1, 5])
+def test_a_float8_cache_is_read_with_its_scales(programs: int) -> None:
+    check(dtype=torch.float16, cache_dtype=FLOAT8, key_scale=0.5, value_scale=2.0, programs=programs)
 
 
 @pytest.mark.parametrize("facts", [A100, L40, H200])
@@ -104,3 +105,90 @@ def test_the_form_follows_batch_and_context(num_seqs: int, kv_heads: int, max_se
 def test_tiles_fit_the_shared_memory(facts: DeviceFacts, head_size: int, itemsize: int) -> None:
     keys, stages = decode_tile(head_size, itemsize, facts)
     assert 2 * keys * stages * (1 << (head_size - 1).bit_length()) * itemsize < facts.shared_bytes
+
+
+@pytest.mark.parametrize("programs", [1, 7])
+def test_lengths_around_a_block_a_tile_and_a_share(programs: int) -> None:
+    check(lengths=[0, 1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 0, 1500], programs=programs)
+
+
+@pytest.mark.parametrize("length", [0, 1, 16, 256, 257, 1500])
+def test_a_sequence_by_itself(length: int) -> None:
+    check(lengths=[length], programs=4)
+
+
+@pytest.mark.parametrize("lengths", [[0], [0, 0, 0], [0, 513, 0], [513, 0, 0, 0, 0]])
+def test_rows_of_padding_are_zeros_wherever_they_stand(lengths: list[int]) -> None:
+    check(lengths=lengths, programs=4)
+
+
+def test_more_sequences_than_are_looked_at_at_once() -> None:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(0, 40, (600,), generator=generator).tolist()
+    check(lengths=[*lengths, 900, 0, 5], heads=2, kv_heads=1, size=16, programs=9)
+
+
+def test_a_sequence_of_many_parts_is_merged_some_at_a_time() -> None:
+    check(lengths=[5500, 3, 7000], heads=3, kv_heads=1, size=128, programs=99, dtype=torch.float16)
+
+
+def launch_again(lengths: list[int], output: torch.Tensor, spoil: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ours, the reference's) of the same cache and tables, whatever the lengths."""
+    generator = torch.Generator().manual_seed(8)
+    caches = [torch.randn(129, 8, 2, 16, generator=generator) for _ in range(2)]
+    if spoil:
+        caches[0][70, 3, 1, 5] = float("nan")
+    tables = (torch.arange(128, dtype=torch.int32) + 1).repeat(len(lengths), 1)
+    query = torch.randn(len(lengths), 4, 16, generator=generator)
+    tensors = (query, *caches, tables, torch.tensor(lengths, dtype=torch.int32))
+    expected = paged_decode_reference(*tensors, scale=0.25)
+    return paged_decode_triton(*tensors, scale=0.25, programs=4, output=output), expected
+
+
+def test_one_launch_of_one_grid_serves_whatever_lengths_there_are() -> None:
+    """As a captured graph is replayed: nothing but the lengths on the device changes."""
+    output = torch.empty(3, 4, 16)
+    for lengths in ([1, 0, 0], [1024, 1024, 1024], [5, 1000, 0], [0, 0, 0], [1024, 1, 1]):
+        ours, expected = launch_again(lengths, output)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    with record_launches() as launches:
+        for lengths in ([1, 0, 0], [1024, 1024, 1024]):
+            launch_again(lengths, output)
+    assert len(launches) == 2
+    assert len({launch.grid for launch in launches}) == 1
+
+
+@pytest.mark.parametrize("lengths", [[1024, 200, 9], [600, 0, 1024]])
+def test_nan_in_a_key_shows_in_every_head_that_reads_it(lengths: list[int]) -> None:
+    ours, _ = launch_again(lengths, torch.empty(3, 4, 16), spoil=True)
+    reads_it = torch.tensor(lengths) > 69 * 8 + 3
+    assert (ours[:, 2:].isnan().all(-1) == reads_it.to(ours.device)[:, None]).all()
+    assert not ours[:, :2].isnan().any(), "the other kv head has none"
+
+
+def test_equal_inputs_give_equal_outputs() -> None:
+    first, _ = launch_again([1024, 77, 900], torch.empty(3, 4, 16))
+    second, _ = launch_again([1024, 77, 900], torch.empty(3, 4, 16))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("facts", [A100, L40, H200, B200])
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 8), (1, 64), (3, 3), (8, 4), (32, 1), (2000, 1)])
+def test_all_programs_run_at_once(facts: DeviceFacts, num_kv_heads: int, group: int) -> None:
+    programs = decode_programs(num_kv_heads, group, facts)
+    most = (3 if facts in (H200, B200) and group < 64 else 2) * facts.num_sms
+    assert programs == 1 or programs * num_kv_heads <= most < (programs + 1) * num_kv_heads
+    assert programs * num_kv_heads >= MAX_PARTS, "a single sequence still has many readers"
+
+
+def test_a_multiprocessor_has_room_for_as_many_programs_as_run_at_once() -> None:
+    """By the committed figures of compiled code: with one too many, all shares but a few would end in half the time."""
+    entries = json.loads((Path(__file__).parents[2] / "docs" / "results" / "aot.json").read_text())["kernels"]
+    compiled = {entry["case"]: entry for entry in entries if entry["target"] == H200.capability}
+    judged = [heads for heads in HEADS if f"paged_decode {heads.name}" in compiled]
+    assert LLAMA in judged
+    for heads in judged:
+        entry = compiled[f"paged_decode {heads.name}"]
+        room = programs_per_sm(entry["registers"], entry["shared_bytes"], entry["num_warps"]) * H200.num_sms
+        programs = decode_programs(heads.num_kv_heads, heads.num_heads // heads.num_kv_heads, H200)
+        assert programs * heads.num_kv_heads <= room, heads.name

@@ -190,30 +190,27 @@ def _rope_and_cache(heads: Heads) -> Iterator[Case]:
 def _attention() -> Iterator[Case]:
     for heads in HEADS:
         is_sampled = heads == HEADS[1]
-        for max_seq_len, num_seqs in ((8192, 256), (8192, 16), (131072, 1)):
-            yield _decode(heads, max_seq_len, num_seqs, in_sample=is_sampled and num_seqs < 256)
+        yield _decode(heads, in_sample=is_sampled)
         for max_query_len in (8192, 4):
             yield _prefill(heads, max_query_len, in_sample=is_sampled and max_query_len > 4)
 
 
-def _decode(heads: Heads, max_seq_len: int, num_seqs: int, *, in_sample: bool) -> Case:
+def _decode(heads: Heads, *, in_sample: bool) -> Case:
     def launch(facts: DeviceFacts) -> object:
         cache = empty(64, heads.block_size, heads.num_kv_heads, heads.size, dtype=heads.cache_dtype)
         return paged_decode_triton(
-            empty(num_seqs, heads.num_heads, heads.size),
+            empty(NUM_TOKENS, heads.num_heads, heads.size),
             cache,
             cache,
-            empty(num_seqs, 512, dtype=torch.int32),
-            empty(num_seqs, dtype=torch.int32),
-            max_seq_len=max_seq_len,
+            empty(NUM_TOKENS, 512, dtype=torch.int32),
+            empty(NUM_TOKENS, dtype=torch.int32),
             scale=0.1,
             window=heads.window,
             soft_cap=heads.soft_cap,
             facts=facts,
         )
 
-    name = f"paged_decode {heads.name}, {num_seqs} of {max_seq_len}"
-    return Case(name, launch, needs_float8=heads.cache_dtype == FLOAT8, in_sample=in_sample)
+    return Case(f"paged_decode {heads.name}", launch, needs_float8=heads.cache_dtype == FLOAT8, in_sample=in_sample)
 
 
 def _prefill(heads: Heads, max_query_len: int, *, in_sample: bool) -> Case:

@@ -145,7 +145,7 @@ class DeviceSteps:
         self._large = StepBuffers(largest, self._seated, device)
         most = plan.max_tokens
         self._small = StepBuffers(limits.capacity(most), self._seated, device) if most else self._large
-        self._batch = self._small.uniform_batch(0, 1, 0)
+        self._batch = self._small.uniform_batch(0, 1)
         """The batch of the step at hand: what attention outside of graphs reads."""
         heads = (max(plan.piecewise, default=0), shape.num_heads, shape.head_size)
         self._query = torch.zeros(heads, dtype=shape.dtype, device=device)
@@ -202,7 +202,7 @@ class DeviceSteps:
             if key.tokens_per_sequence is None:
                 metadata = self._metadata(buffers, rows, None, is_padded=True, outside=outside)
             else:
-                batch = buffers.uniform_batch(rows, key.tokens_per_sequence, self._limits.max_model_len)
+                batch = buffers.uniform_batch(rows, key.tokens_per_sequence)
                 metadata = self._metadata(buffers, rows, batch, is_padded=True)
             before = None if self._before is None else self._before[:rows]
             hidden = self._model.compute(*self._inputs(buffers, rows), self._kv_cache, [metadata], before=before)

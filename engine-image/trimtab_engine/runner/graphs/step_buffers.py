@@ -82,7 +82,7 @@ class StepBuffers:
         self.longs = _views(self._bytes[: 8 * num_longs].view(torch.int64), capacity.longs)
         self.ints = _views(self._bytes[8 * num_longs : self._fixed_bytes].view(torch.int32), capacity.ints)
         self._tables = torch.zeros(capacity.max_seqs, capacity.max_blocks, dtype=torch.int32, device=device)
-        self._uniform: dict[tuple[int, int, int], PagedBatch] = {}
+        self._uniform: dict[tuple[int, int], PagedBatch] = {}
         """Batches of equal sequences: what they say does not change, and where the rest is does not, either."""
 
     @property
@@ -116,7 +116,7 @@ class StepBuffers:
             width = max(width, -(-padding_length // block_size))
         self._to_device(host, new, padded_seqs, width)
         if per_sequence is not None:
-            return self.uniform_batch(rows, per_sequence, 0)
+            return self.uniform_batch(rows, per_sequence)
         return self._batch(num_tokens, own)
 
     def _to_device(self, host: "_Host", new: NewBlocks, num_seqs: int, width: int) -> None:
@@ -141,21 +141,21 @@ class StepBuffers:
             rows, tables = self._seated.rows[:, :width], self._tables[:num_seqs, :width]
             torch.index_select(rows, 0, self.ints["seats"][:num_seqs], out=tables)
 
-    def uniform_batch(self, rows: int, tokens_per_sequence: int, max_context: int) -> PagedBatch:
-        """A batch of equal sequences, as a whole-decode graph reads it; `max_context` bounds their lengths."""
-        key = rows, tokens_per_sequence, max_context
+    def uniform_batch(self, rows: int, tokens_per_sequence: int) -> PagedBatch:
+        """A batch of equally many rows per sequence, as a whole-decode graph reads it."""
+        key = rows, tokens_per_sequence
         batch = self._uniform.get(key)
         if batch is None:
             batch = self._uniform[key] = self._new_uniform_batch(*key)
         return batch
 
-    def _new_uniform_batch(self, rows: int, tokens_per_sequence: int, max_context: int) -> PagedBatch:
+    def _new_uniform_batch(self, rows: int, tokens_per_sequence: int) -> PagedBatch:
         num_seqs = rows // tokens_per_sequence
         tables, lengths = self._tables[:num_seqs], self.ints["seq_lens"][:num_seqs]
         if tokens_per_sequence == 1:
-            return PagedBatch(rows, num_seqs, tables, lengths, self.ints["query_starts"][:1], max_context, 0)
+            return PagedBatch(rows, num_seqs, tables, lengths, self.ints["query_starts"][:1], 0)
         starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=self._bytes.device) * tokens_per_sequence
-        return PagedBatch(rows, 0, tables, lengths, starts, 0, tokens_per_sequence)
+        return PagedBatch(rows, 0, tables, lengths, starts, tokens_per_sequence)
 
     def _batch(self, num_tokens: int, own: "Sequences") -> PagedBatch:
         """Any mix of decodes and chunks, of exactly the step's size."""
@@ -166,7 +166,6 @@ class StepBuffers:
             block_tables=self._tables[:num_seqs],
             seq_lens=self.ints["seq_lens"][:num_seqs],
             query_starts=self.ints["query_starts"][: len(own.chunks) + 1],
-            max_decode_len=int(own.lengths[:num_decodes].max(initial=0)),
             max_query_len=max((now for _, _, now in own.chunks), default=0),
         )
 
