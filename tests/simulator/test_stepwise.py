@@ -133,6 +133,26 @@ def test_the_comparison_has_preemptions_partial_prompts_and_stalls_in_it() -> No
     assert_alike(fast, slow)
 
 
+def short_and_long(rng: random.Random) -> list[tuple[float, int, int]]:
+    """Arrivals of which half have short prompts and half have long ones."""
+    at, rows = 0.0, []
+    for _ in range(30):
+        at += rng.expovariate(20.0)
+        rows.append((at, rng.choice([rng.randrange(1, 30), rng.randrange(30, 300)]), rng.randrange(1, 100)))
+    return rows
+
+
+@pytest.mark.parametrize(("seed", "seats", "blocks"), [(43, 16, 40), (123, 16, 40), (126, 8, 26)])
+def test_a_victim_before_the_cut_prompt_leaves_its_token_to_it(seed: int, seats: int, blocks: int) -> None:
+    fast, slow = both(short_and_long(random.Random(seed)), TwinPolicy(seats, 24), blocks, max_model_len=400)
+    assert_alike(fast, slow)
+
+
+def test_a_victim_before_the_cut_prompt_leaves_its_token_to_it_among_many_arrivals() -> None:
+    rows = arrivals(random.Random(18), 60, 20.0, 200, 300)
+    assert_alike(*both(rows, TwinPolicy(16, 16), 115))
+
+
 KEY_TOKENS = 32  # two blocks
 
 

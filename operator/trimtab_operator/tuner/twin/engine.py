@@ -348,8 +348,8 @@ class TwinEngine:
     def _contend(self, budget: int) -> _Plan:
         """Serve what runs, when not all of it can be served: in order, and victims from the end.
 
-        Where the budget lasts, only those that need blocks are looked at: who is a victim lies behind all that were
-        served before it, so that the others can be counted.
+        Where the budget lasts, only those that need blocks are looked at: nobody becomes a victim who has been served
+        in this step, so that the others can be counted.
         """
         running = self._running_in_order()
         if len(running) > budget:
@@ -360,7 +360,8 @@ class TwinEngine:
         for index, sequence in enumerate(running):
             if sequence is prefilling:
                 if sequence not in victims:
-                    chunk = self._serve_chunk(running, index, victims, budget - index)
+                    served = index - sum(victim.order < sequence.order for victim in victims)
+                    chunk = self._serve_chunk(running, index, victims, budget - served)
             elif sequence.phase == needing and sequence not in victims:
                 self._make_room(running, index, 1, victims)
         count = len(running) - len(victims)
