@@ -128,14 +128,22 @@ class LeaderLease:
         """Give the Lease back, so that the next one need not wait. Best effort: it expires anyway."""
         self._held_until = 0.0
         try:
-            lease = await self._cluster.get("Lease", self._namespace, self._name)
-            if lease is not None and (lease.get("spec") or {}).get("holderIdentity") == self._identity:
-                lease["spec"]["holderIdentity"] = ""
-                lease["spec"]["leaseDurationSeconds"] = 1
-                lease.update(apiVersion="coordination.k8s.io/v1", kind="Lease")
-                await self._cluster.replace(lease)
+            async with asyncio.timeout(ATTEMPT_SECONDS):
+                try:
+                    await self._give_back()
+                except ConflictError:  # a renewal that was given up came in between
+                    await self._give_back()
         except CONNECTION_ERRORS as error:
-            logger.warning("the Lease could not be given back", extra={"error": str(error)})
+            logger.warning("the Lease could not be given back", extra={"error": str(error) or "timeout"})
+
+    async def _give_back(self) -> None:
+        """Let nobody hold the Lease, if it is ours."""
+        lease = await self._cluster.get("Lease", self._namespace, self._name)
+        if lease is not None and (lease.get("spec") or {}).get("holderIdentity") == self._identity:
+            lease["spec"]["holderIdentity"] = ""
+            lease["spec"]["leaseDurationSeconds"] = 1
+            lease.update(apiVersion="coordination.k8s.io/v1", kind="Lease")
+            await self._cluster.replace(lease)
 
     def _body(self, now: str, *, acquired: str, transitions: int) -> dict[str, Any]:
         return {

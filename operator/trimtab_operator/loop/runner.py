@@ -67,8 +67,7 @@ class Options:
 async def run_operator(options: Options) -> int:
     """Serve until told to stop (0) or until the Lease is lost or a part ends (1). Raises MisconfiguredOperator."""
     stop = asyncio.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    _hear_signals(stop)
     heartbeats = Heartbeats(max_age_seconds=max(MAX_SILENCE_SECONDS, 4 * options.tick_seconds))
     metrics = OperatorMetrics()
     async with AsyncExitStack() as stack:
@@ -80,7 +79,8 @@ async def run_operator(options: Options) -> int:
             serve_health, options.liveness_port, heartbeats, is_ready=lambda: webhook is None or webhook.is_serving
         )
         stack.push_async_callback(prompt.run, health.cleanup)
-        stack.push_async_callback((await serve_metrics(options.metrics_port, metrics)).cleanup)
+        pages = await prompt.run(serve_metrics, options.metrics_port, metrics)
+        stack.push_async_callback(prompt.run, pages.cleanup)
         await _check_installation(cluster)
         background = [measure_lag(heartbeats, metrics)]
         if webhook is not None:
@@ -95,6 +95,12 @@ async def run_operator(options: Options) -> int:
             return code
 
 
+def _hear_signals(stop: asyncio.Event) -> None:
+    """Let whoever wants the process to end be heard."""
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+
+
 class Leadership:
     """The Lease, which is acquired, renewed and given back in a thread of its own."""
 
@@ -103,9 +109,13 @@ class Leadership:
         self._prompt = prompt
         self._keeping: asyncio.Task[None] | None = None
 
-    async def acquire(self) -> None:
-        """Return once the Lease is ours. It is renewed from then on, whatever the caller does first."""
-        await self._prompt.run(self._acquire)
+    async def acquire(self, stop: asyncio.Event) -> bool:
+        """Wait until the Lease is ours, unless told to stop first; whether it is. It is renewed from then on, whatever
+        the caller does first."""
+        if await _first(self._prompt.run(self._acquire), stop):
+            return True
+        await self.release()  # it may have become ours in the very moment
+        return False
 
     async def lost(self) -> None:
         """Wait until the Lease is ours no more."""
@@ -124,9 +134,9 @@ class Leadership:
         await asyncio.wait({self._keeping})
 
     async def _release(self) -> None:
-        assert self._keeping is not None
-        self._keeping.cancel()
-        await asyncio.wait({self._keeping})
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait({self._keeping})
         await self.lease.release()
 
 
@@ -172,7 +182,7 @@ async def _lead(
     stop: asyncio.Event,
 ) -> int:
     """Wait for the Lease, work while it is ours, give it back."""
-    if not await _first(leadership.acquire(), stop):
+    if not await leadership.acquire(stop):
         return 0
     logger.info("leading", extra={"identity": options.identity})
     metrics.leader.set(1)
@@ -227,9 +237,11 @@ async def _work(leadership: Leadership, reconciler: Reconciler, options: Options
 
 async def _run_loops(reconciler: Reconciler, options: Options, stop: asyncio.Event) -> None:
     """Run Kopf, once the cache was filled: else every loop would begin by asking for itself."""
-    if reconciler.eyes.cache is not None:
-        await watching.first_heard(reconciler.eyes.cache)
-    await kopf.operator(
+    cache = reconciler.eyes.cache
+    if cache is not None and not await _first(watching.first_heard(cache), stop):
+        return
+    others = asyncio.all_tasks()
+    tasks = await kopf.spawn_tasks(
         registry=build_registry(reconciler),
         settings=build_settings(),
         standalone=True,
@@ -237,6 +249,8 @@ async def _run_loops(reconciler: Reconciler, options: Options, stop: asyncio.Eve
         namespaces=options.namespaces,
         stop_flag=stop,
     )
+    _hear_signals(stop)  # Kopf took them; told by its stop flag it ends at once, as nothing is left to wait for
+    await kopf.run_tasks(tasks, ignored=others)
 
 
 async def _compare(reconciler: Reconciler, options: Options) -> None:

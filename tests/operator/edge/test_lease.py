@@ -14,7 +14,7 @@ import virtual_time
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.exceptions import ConflictError
 from trimtab_operator.edge.cluster import Cluster
-from trimtab_operator.edge.lease import LEASE_SECONDS, RENEW_SECONDS, LeaderLease, Sighting
+from trimtab_operator.edge.lease import ATTEMPT_SECONDS, LEASE_SECONDS, RENEW_SECONDS, LeaderLease, Sighting
 
 
 class OneLease:
@@ -64,6 +64,43 @@ async def test_a_lease_that_was_given_back_is_taken_at_once() -> None:
     assert await first.attempt() == "b"
     assert server.lease is not None
     assert server.lease["spec"]["leaseTransitions"] == 1
+
+
+async def test_a_lease_that_a_late_renewal_changes_while_it_is_given_back_is_given_back() -> None:
+    class Overtaken(OneLease):
+        """A renewal that was given up is carried out after all, just before the next write."""
+
+        is_late = False
+
+        async def replace(self, manifest: dict[str, Any]) -> None:
+            if self.is_late:
+                assert self.lease is not None
+                self.is_late = False
+                self._store(self.lease)
+                raise a_conflict()
+            await super().replace(manifest)
+
+    server = Overtaken()
+    lease = a_candidate(server, "a")
+    await lease.attempt()
+    server.is_late = True
+    await lease.release()
+    assert not lease.is_held
+    assert server.lease is not None
+    assert server.lease["spec"]["holderIdentity"] == ""
+
+
+def test_giving_a_lease_back_waits_for_no_api_server_that_says_nothing() -> None:
+    async def silence() -> float:
+        server = FaultyLease(random.Random(1), badness=0.0)
+        lease = a_candidate(server, "a")
+        await lease.attempt()
+        server.is_gone = True
+        since = asyncio.get_running_loop().time()
+        await lease.release()
+        return asyncio.get_running_loop().time() - since
+
+    assert virtual_time.run(silence()) <= ATTEMPT_SECONDS
 
 
 def test_a_lease_expires_by_our_own_clock_after_it_was_last_seen_to_change() -> None:

@@ -23,10 +23,11 @@ DISCOVERY: dict[str, dict[str, Any]] = {
 
 
 class SmallApiServer:
-    """Its objects by path, and how often each path was read or written."""
+    """Its objects by path, and how often each path was asked, and answered: read or written."""
 
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {}
+        self.asked: Counter[str] = Counter()
         self.writes: Counter[str] = Counter()
         self.reads: Counter[str] = Counter()
         self.slow: dict[str, Callable[[], bool]] = {}
@@ -48,6 +49,7 @@ class SmallApiServer:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path
+        self.asked[path] += 1
         while not self.slow.get(path, lambda: True)():  # noqa: ASYNC110 - whatever it is that is waited for
             await asyncio.sleep(POLL_SECONDS)
         if "watch" in request.query:

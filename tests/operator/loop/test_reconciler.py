@@ -21,10 +21,11 @@ from trimtab_operator.decisions.world import World
 from trimtab_operator.edge import metrics
 from trimtab_operator.edge.cache import Cache, Store
 from trimtab_operator.edge.engines import Engines
+from trimtab_operator.edge.health import Heartbeats
 from trimtab_operator.edge.look import Key
 from trimtab_operator.errors import Gone, NameTaken
 from trimtab_operator.loop import reconciler as reconciler_module
-from trimtab_operator.loop.lanes import Lanes
+from trimtab_operator.loop.lanes import Lanes, Place
 from trimtab_operator.loop.reconciler import BUSY_TICK_SECONDS, MAX_TICKS_AT_ONCE, Loop, Reconciler, _wait
 from trimtab_operator.loop.wake_ups import WakeUps
 from trimtab_operator.observed.engines import EngineSeen, Target
@@ -443,3 +444,21 @@ async def test_a_group_that_a_quota_lets_have_only_its_leader_names_the_quota_an
 
 def test_the_facts_of_these_tests_are_of_a_model_with_nine_heads() -> None:
     assert MODEL_FACTS["num_attention_heads"] == 9
+
+
+async def test_a_loop_that_waits_for_room_for_its_tick_is_no_loop_that_hangs() -> None:
+    now = [0.0]
+    heartbeats = Heartbeats(max_age_seconds=60.0, clock=lambda: now[0])
+    cluster, line = FakeCluster(), Lanes(1, beside=1)
+    reconciler, loop = replace(a_reconciler(cluster), heartbeats=heartbeats, _ticking=line), a_loop(cluster)
+    async with line.entered(Place()):
+        heartbeats.beat(str(loop.key))
+        ticking = asyncio.create_task(reconciler.guarded_tick(loop))
+        await asyncio.sleep(0)  # to the end of the line
+        now[0] = 600.0
+        assert heartbeats.problems() == []
+    await ticking
+    now[0] += 59.0
+    assert heartbeats.problems() == []
+    now[0] += 2.0
+    assert heartbeats.problems() == [f"{loop.key} has not ticked for 61 s"]

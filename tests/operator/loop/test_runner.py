@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import logging
 import os
 import signal
 import ssl
 import threading
 import time
 import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
 from kubernetes.aio.config import kube_config
 from small_api_server import SmallApiServer
-from trimtab_operator.edge import lease
-from trimtab_operator.edge.health import Heartbeats, serve_health
+from trimtab_operator.edge import health, lease, watching
+from trimtab_operator.edge.cluster import Cluster
+from trimtab_operator.edge.health import Heartbeats, OperatorMetrics, serve_health, serve_metrics
+from trimtab_operator.edge.lease import LeaderLease
 from trimtab_operator.edge.loop_thread import LoopThread
 from trimtab_operator.edge.webhook import Webhook
 from trimtab_operator.loop import runner
-from trimtab_operator.loop.runner import Options, run_operator
+from trimtab_operator.loop.runner import Leadership, Options, run_operator
 from trimtab_operator.resource.installation import Installation
 
 DISCOVERED = "/apis/trimtab.dev/v1alpha1"  # by Kopf, which is the last to begin
+PODS = "/api/v1/pods"
 SECRET = "/api/v1/namespaces/trimtab-system/secrets/trimtab-operator"
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/trimtab-system/leases/trimtab-operator"
 PATIENCE_SECONDS = 300.0  # of a machine that is busy with other things
@@ -50,7 +57,7 @@ OPTIONS = Options(
 
 @pytest.fixture
 def ports(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Where probes and webhook are answered, on ports that were free."""
+    """Where probes, metrics and webhook are answered, on ports that were free."""
     found: dict[str, int] = {}
     start, leave = Webhook.start, Webhook.leave
 
@@ -59,12 +66,18 @@ def ports(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         found["health"] = port_of(made)
         return made
 
+    async def telling(port: int, metrics: OperatorMetrics) -> web.AppRunner:
+        made = await serve_metrics(port, metrics)
+        found["metrics"] = port_of(made)
+        return made
+
     async def started(webhook: Webhook, _port: int) -> web.AppRunner:
         made = await start(webhook, 0)
         found["webhook"] = port_of(made)
         return made
 
     monkeypatch.setattr(runner, "serve_health", serving)
+    monkeypatch.setattr(runner, "serve_metrics", telling)
     monkeypatch.setattr(Webhook, "start", started)
     monkeypatch.setattr(Webhook, "leave", lambda webhook: leave(webhook, after_seconds=0.0))
     return found
@@ -95,29 +108,43 @@ def asked(url: str, body: Any = None) -> str:
         return str(answer.read().decode())
 
 
+@asynccontextmanager
+async def running(
+    server: SmallApiServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[asyncio.Task[int]]:
+    """An operator at this API server."""
+    async with LoopThread("api-server") as elsewhere:
+        await elsewhere.enter(server.served())
+        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(a_kubeconfig(folder, server.port)))
+        monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            yield asyncio.create_task(run_operator(OPTIONS))
+
+
+async def until_read(server: SmallApiServer, path: str, operator: asyncio.Task[int]) -> None:
+    while not server.reads[path]:
+        assert not operator.done(), operator.result()
+        await asyncio.sleep(0.05)
+
+
 async def test_a_loop_that_works_without_a_pause_costs_neither_the_lease_nor_a_verdict_nor_a_probe(
     ports: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here it does nothing else at all until everybody was answered: an edit and what follows takes its milliseconds,
     and a thousand come at once. What it needs to know before it begins comes late, and the Lease is renewed by then."""
     monkeypatch.setattr(lease, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(health, "MAX_LAG_SECONDS", PATIENCE_SECONDS)
     server = SmallApiServer()
     server.slow[SECRET] = lambda: server.writes[LEASE] > RENEWALS
-    async with LoopThread("api-server") as elsewhere:
-        await elsewhere.enter(server.served())
-        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(a_kubeconfig(tmp_path, server.port)))
-        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-        operator = asyncio.create_task(run_operator(OPTIONS))
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while not server.reads[DISCOVERED]:
-                assert not operator.done(), operator.result()
-                await asyncio.sleep(0.05)
-
+    async with running(server, tmp_path, monkeypatch) as operator:
+        await until_read(server, DISCOVERED, operator)
         before, deadline = server.writes[LEASE], time.monotonic() + PATIENCE_SECONDS
         while server.writes[LEASE] < before + RENEWALS and time.monotonic() < deadline:
             pass
         renewed = server.writes[LEASE] - before
         probed = asked(f"http://127.0.0.1:{ports['health']}/healthz")
+        told = asked(f"http://127.0.0.1:{ports['metrics']}/metrics")
         review = {"request": {"uid": "u", "operation": "DELETE", "object": None}}
         verdict = json.loads(asked(f"https://127.0.0.1:{ports['webhook']}/validate", review))
 
@@ -125,8 +152,78 @@ async def test_a_loop_that_works_without_a_pause_costs_neither_the_lease_nor_a_v
         assert await operator == 0
     assert renewed >= RENEWALS
     assert probed == "ok"
+    assert "trimtab_operator_leader 1.0" in told
     assert verdict["response"]["allowed"]
     assert server.objects[LEASE]["spec"]["holderIdentity"] == "", "it was given back"
+
+
+async def test_an_operator_that_is_told_to_stop_while_it_leads_ends_by_that(
+    ports: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kopf takes the signals over as it begins. One that ends by them leaves who waits for its stop flag waiting, and
+    has the process killed some time later."""
+    server = SmallApiServer()
+    async with running(server, tmp_path, monkeypatch) as operator:
+        await until_read(server, DISCOVERED, operator)
+        with caplog.at_level(logging.INFO):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await operator == 0
+    ours = [record for record in caplog.records if record.name.startswith("trimtab_operator")]
+    assert [record.message for record in ours if record.levelno >= logging.ERROR] == []
+    assert server.objects[LEASE]["spec"]["holderIdentity"] == ""
+
+
+async def test_an_operator_that_is_told_to_stop_before_it_has_heard_of_everything_waits_for_nothing_more(
+    ports: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "FIRST_SECONDS", 10 * PATIENCE_SECONDS)
+    server = SmallApiServer()
+    server.slow[PODS] = lambda: False
+    async with running(server, tmp_path, monkeypatch) as operator:
+        while not server.asked[PODS]:
+            assert not operator.done(), operator.result()
+            await asyncio.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await operator == 0
+    assert not server.reads[DISCOVERED], "Kopf did not begin"
+    assert server.objects[LEASE]["spec"]["holderIdentity"] == ""
+
+
+class LateWord:
+    """An API server with one Lease, that holds up the thread that writes it until `may_go`."""
+
+    def __init__(self) -> None:
+        self.lease: dict[str, Any] | None = None
+        self.is_asked, self.may_go = threading.Event(), threading.Event()
+
+    async def get(self, _kind: str, _namespace: str, _name: str) -> dict[str, Any] | None:
+        return copy.deepcopy(self.lease)
+
+    async def create(self, manifest: dict[str, Any]) -> None:
+        self.is_asked.set()
+        self.may_go.wait(PATIENCE_SECONDS)
+        self.lease = copy.deepcopy(manifest)
+        self.lease["metadata"]["resourceVersion"] = "1"
+
+    async def replace(self, manifest: dict[str, Any]) -> None:
+        self.lease = copy.deepcopy(manifest)
+
+
+async def test_a_lease_that_is_acquired_as_the_process_is_told_to_stop_is_given_back() -> None:
+    server, stop = LateWord(), asyncio.Event()
+    async with asyncio.timeout(PATIENCE_SECONDS), LoopThread("beside") as beside:
+        ours = LeaderLease(cast("Cluster", server), namespace="n", name="l", identity="a")
+        acquiring = asyncio.create_task(Leadership(beside, ours).acquire(stop))
+        while not server.is_asked.is_set():  # noqa: ASYNC110 - it is set in the other thread
+            await asyncio.sleep(0.01)
+        stop.set()
+        for _ in range(10):  # until nobody waits for it any more
+            await asyncio.sleep(0)
+        server.may_go.set()
+        assert not await acquiring
+        assert not ours.is_held
+    assert server.lease is not None
+    assert server.lease["spec"]["holderIdentity"] == ""
 
 
 async def test_what_runs_in_the_thread_ends_with_it_and_with_who_waits_for_it() -> None:
