@@ -62,6 +62,10 @@ class Observation:
     replicas: tuple[Seen, ...]
     version: int = OBSERVATION_VERSION
 
+    def complete_since(self, now: float) -> float:
+        """Since when as many serve as now."""
+        return now - min((seen.age_seconds for seen in self.ready), default=0.0)
+
     @property
     def ready(self) -> tuple[Seen, ...]:
         """The replicas that serve."""

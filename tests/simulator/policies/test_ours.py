@@ -1,0 +1,45 @@
+"""Our own policy on loads that show a mistake of the law."""
+
+from __future__ import annotations
+
+import random
+
+from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_simulator.contest import Contest
+from trimtab_simulator.objectives import Objectives
+from trimtab_simulator.plant.fleet import FleetSettings
+from trimtab_simulator.plant.machine import machine_of
+from trimtab_simulator.policies.trimtab import Trimtab
+from trimtab_simulator.replay import REPLICAS, Loop
+from trimtab_simulator.trace.arrivals import Arrival, Trace
+
+START: dict[Knob, Value] = {
+    Knob.MAX_NUM_SEQS: 512,
+    Knob.MAX_NUM_BATCHED_TOKENS: 8192,
+    Knob.WATERMARK: 0.0,
+    Knob.GPU_MEMORY_UTILIZATION: 0.9,
+}
+SECONDS = 420.0
+
+
+def documents() -> Trace:
+    """Eight requests a second: 4,000 tokens each, and every twelfth of them 90,000."""
+    dice, now, arrivals = random.Random(1), 0.0, list[Arrival]()
+    while now < SECONDS:
+        prompt = 90_000 if len(arrivals) % 12 == 11 else 4_000
+        arrivals.append(Arrival(now, prompt, dice.randrange(50, 600), ()))
+        now += dice.expovariate(8.0)
+    return Trace("documents", arrivals, SECONDS)
+
+
+def test_a_budget_is_not_blamed_for_what_users_felt_before_enough_replicas_served() -> None:
+    """Overloaded from the first second, with a budget that is too large for promises of gaps, and a minute and more to
+    wait for replicas: what is felt meanwhile is a matter of their number."""
+    machine = machine_of("llama-3.1-8b", "h200")
+    fleet = FleetSettings(machine, START, 6, 1, 28, 120.0)
+    contest = Contest(documents(), fleet, Loop(), Objectives(10.0, 1 / 4000, itl_mean=0.1))
+    changes = contest.play(Trimtab(contest.setup)).changes
+    budgets = [change.after for change in changes if change.target == Knob.MAX_NUM_BATCHED_TOKENS.value]
+    assert len([change for change in changes if change.target == REPLICAS and change.after > change.before]) >= 1
+    assert len(budgets) == 1
+    assert budgets[0] < START[Knob.MAX_NUM_BATCHED_TOKENS]
