@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
@@ -65,15 +65,20 @@ class ApiHttp:
         body: Any = None,
         content_type: str = JSON,
         timeout: aiohttp.ClientTimeout,
+        check: Callable[[], None] | None = None,
     ) -> aiohttp.ClientResponse:
-        """Make one request; an answer that says yes, to be read. Raises DynamicApiError for any other."""
+        """Make one request; an answer that says yes, to be read. Raises DynamicApiError for any other, and what `check`
+        raises once nothing is waited for any more but the connection."""
         assert self._session is not None
+        headers = {"Accept": JSON, "Content-Type": content_type, **await self._credentials()}
+        if check is not None:
+            check()
         response = await self._session.request(
             method,
             self._host + path,
             params=query,
             data=None if body is None else json.dumps(body).encode(),
-            headers={"Accept": JSON, "Content-Type": content_type, **await self._credentials()},
+            headers=headers,
             timeout=timeout,
             **self._of_every_request,
         )

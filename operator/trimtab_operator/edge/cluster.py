@@ -13,7 +13,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime
 from typing import Any
@@ -28,7 +28,7 @@ from trimtab_operator.builders.labels import children_selector, meeting_secret_n
 from trimtab_operator.edge.api_http import JSON, ApiHttp
 from trimtab_operator.edge.cache import Cache
 from trimtab_operator.edge.rights import Right, missing_right
-from trimtab_operator.errors import MisconfiguredOperator, NameTaken, NotYet
+from trimtab_operator.errors import MisconfiguredOperator, NameTaken, NotLeading, NotYet
 from trimtab_operator.layout import layout_of
 from trimtab_operator.observed.groups import Observed, is_worker
 from trimtab_operator.resource.manifest import Manifest
@@ -93,10 +93,11 @@ def is_invalid(error: BaseException) -> bool:
 
 class Cluster:
     """One connection to one API server. Use it as an async context manager. `cache`, where there is one, is told of
-    what is written."""
+    what is written; `may_write` is asked before every request that could change anything."""
 
     def __init__(self) -> None:
         self.cache: Cache | None = None
+        self.may_write: Callable[[], bool] = lambda: True
         self._stack = AsyncExitStack()
         self._gate = asyncio.Semaphore(MAX_CALLS_AT_ONCE)
         self._api: ApiHttp | None = None
@@ -454,6 +455,11 @@ class Cluster:
         async with self._gate:
             return await self._answer(method, path, **options)
 
+    def _must_be_ours_to_write(self) -> None:
+        """Raise NotLeading once writing is another process's: what was decided may have waited here, or read first."""
+        if not self.may_write():
+            raise NotLeading("the Lease has ended; another process acts now")
+
     async def _answer(
         self,
         method: str,
@@ -465,7 +471,13 @@ class Cluster:
     ) -> dict[str, Any]:
         assert self._api is not None
         response = await self._api.request(
-            method, path, query=_named(query), body=body, content_type=content_type, timeout=REQUEST_TIMEOUT
+            method,
+            path,
+            query=_named(query),
+            body=body,
+            content_type=content_type,
+            timeout=REQUEST_TIMEOUT,
+            check=None if method == "get" else self._must_be_ours_to_write,
         )
         answer: dict[str, Any] = json.loads(await response.read())
         return answer

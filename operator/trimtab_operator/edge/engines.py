@@ -74,6 +74,8 @@ class Engines:
     clock: Callable[[], float] = time.time
     patience_seconds: float = PATIENCE_SECONDS
     prometheus: Prometheus | None = None
+    may_write: Callable[[], bool] = lambda: True
+    """Asked before every change."""
     _with: dict[str, _Conversation] = field(default_factory=dict)
     """What is under way, by the uid of the leader's pod."""
     _reading: set[asyncio.Task[Mapping[str, Sample | ScrapeFailure]]] = field(default_factory=set)
@@ -236,6 +238,8 @@ class Engines:
         assert address is not None
         token = tokens.for_hash(order.target.token_sha256)
         client = EngineClient(self.http, pod_url(address, port), token)
+        if not self.may_write():  # another process asks it by now, and tells of it
+            return
         answer = await client.patch(order.fields, if_match=order.if_match)
         is_refused = isinstance(answer, OutOfBounds | Rejected)
         conversation = self._with.setdefault(order.target.instance, _Conversation())

@@ -45,7 +45,8 @@ class Hands:
     is_leading: Callable[[], bool] = lambda: True
 
     def _must_lead(self) -> None:
-        """Raise NotLeading before anything is written that is another process's to write by now."""
+        """Raise NotLeading before anything is begun that is another process's by now. What is under way then is kept
+        from writing by `Cluster` and `Engines`."""
         if not self.is_leading():
             raise NotLeading("the Lease has ended; another process acts now")
 

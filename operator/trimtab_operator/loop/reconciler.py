@@ -82,7 +82,8 @@ class Reconciler:
 
     def loop_of(self, key: Key) -> Loop:
         """A loop that has not ticked yet."""
-        return Loop(key, Engines(self.http, self.eyes.clock, prometheus=self.eyes.prometheus))
+        engines = Engines(self.http, self.eyes.clock, prometheus=self.eyes.prometheus, may_write=self.hands.is_leading)
+        return Loop(key, engines)
 
     async def run(self, namespace: str, name: str, uid: str) -> None:
         """Serve one resource until it is gone."""

@@ -189,6 +189,7 @@ async def _lead(
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(bounded_http.new_client())
         secret = await cluster.secret(options.operator_namespace, options.secret_name, {SECRET_KEY: new_secret()})
+        is_leading = cluster.may_write = lambda: leadership.lease.is_held
         wake_ups = WakeUps()
         cache = cluster.cache = watching.new_cache(options.namespaces, wake_ups.ring)
         budget = options.installation.gpu_budget
@@ -206,7 +207,7 @@ async def _lead(
             cache=cache,
             stakes=None if budget is None else Stakes(budget, wake_ups.ring, cache),
         )
-        hands = Hands(cluster, metrics, eyes.clock, lambda: leadership.lease.is_held)
+        hands = Hands(cluster, metrics, eyes.clock, is_leading)
         reconciler = Reconciler(eyes, hands, http, heartbeats, wake_ups)
         await stack.enter_async_context(_running([watching.keep(cluster, cache)]))
         code = await _work(leadership, reconciler, options, stop)

@@ -257,6 +257,13 @@ async def test_a_change_is_made_and_its_answer_heard(engine: ContractEngine, htt
     assert engine.values["max_num_seqs"] == 16
 
 
+async def test_no_change_is_sent_once_the_lease_has_ended(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
+    heard, engines = Heard(), replace(engines_at(http), may_write=lambda: False)
+    await engines.patch([Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 16}, 1)], TOKEN, heard.hear)
+    assert engine.calls == []
+    assert list(heard) == []
+
+
 async def test_a_change_that_was_refused_is_not_sent_again_while_nothing_is_different(
     engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:

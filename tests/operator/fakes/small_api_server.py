@@ -28,6 +28,7 @@ class SmallApiServer:
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {}
         self.asked: Counter[str] = Counter()
+        self.methods: set[str] = set()
         self.writes: Counter[str] = Counter()
         self.reads: Counter[str] = Counter()
         self.slow: dict[str, Callable[[], bool]] = {}
@@ -44,12 +45,15 @@ class SmallApiServer:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         self.port = runner.addresses[0][1]
-        yield
-        await runner.cleanup()
+        try:
+            yield
+        finally:
+            await runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path
         self.asked[path] += 1
+        self.methods.add(request.method)
         while not self.slow.get(path, lambda: True)():  # noqa: ASYNC110 - whatever it is that is waited for
             await asyncio.sleep(POLL_SECONDS)
         if "watch" in request.query:

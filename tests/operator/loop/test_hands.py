@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, cast
 
+import kubernetes.aio.client
 import pytest
 from kubernetes.aio.client.exceptions import ApiException
 from operator_builders import a_deployment
 from operator_cluster import FakeCluster, a_loop, a_reconciler
-from trimtab_operator.decisions.actions import Apply
+from small_api_server import SmallApiServer
+from trimtab_operator.decisions.actions import Apply, Delete, Note
 from trimtab_operator.edge.cluster import Cluster
 from trimtab_operator.edge.health import OperatorMetrics
 from trimtab_operator.errors import NotLeading
 from trimtab_operator.loop.hands import Hands
 from trimtab_operator.resource.spec import InferenceDeployment
 
+PATIENCE_SECONDS = 300.0  # of a machine that is busy with other things
 METADATA = {"name": "m-g0", "namespace": "n"}
 ANYWHERE = {"kind": "Service", "metadata": METADATA, "spec": {}}
 SAME = {**ANYWHERE, "spec": {"clusterIP": "10.0.0.7"}}
@@ -49,6 +54,42 @@ async def test_nothing_is_written_once_the_lease_has_ended() -> None:
     delay = await reconciler.guarded_tick(loop)
     assert delay > 0
     assert cluster.writes == 3
+
+
+WRITES: dict[str, Callable[[Hands, InferenceDeployment], Any]] = {
+    "a new child, which is looked for first": lambda hands, deployment: hands.execute(
+        deployment, (Apply(ANYWHERE, True, "missing"),)
+    ),
+    "a child": lambda hands, deployment: hands.execute(deployment, (Apply(ANYWHERE, False, "differs"),)),
+    "a deletion": lambda hands, deployment: hands.execute(deployment, (Delete("Service", "m-g0", "u", "gone"),)),
+    "an Event": lambda hands, deployment: hands.tell(deployment, Note("Normal", "R", "m", "k")),
+    "a status": lambda hands, deployment: hands.write_in_the_dark(deployment, ("R", "m")),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+async def test_nothing_is_sent_once_the_lease_has_ended_however_far_it_has_come(
+    write: Callable[[Hands, InferenceDeployment], Any],
+) -> None:
+    """The Lease ends as credentials are renewed for the first request. Where that one only reads, it is sent."""
+    server, is_leading = SmallApiServer(), [True]
+    client: Any = kubernetes.aio.client
+    async with asyncio.timeout(PATIENCE_SECONDS), server.served(), AsyncExitStack() as stack:
+        configuration = client.Configuration(host=f"http://127.0.0.1:{server.port}")
+
+        async def renew(_: Any) -> None:
+            is_leading[0] = False
+
+        configuration.api_key["BearerToken"] = "t"
+        configuration.refresh_api_key_hook = renew
+        cluster = Cluster()
+        stack.push_async_exit(cluster.__aexit__)
+        await cluster.connect(configuration)
+        cluster.may_write = lambda: is_leading[0]
+        hands = Hands(cluster, OperatorMetrics(), lambda: 0.0, cluster.may_write)
+        with pytest.raises(NotLeading):
+            await write(hands, a_deployment())
+    assert server.methods <= {"GET"}
 
 
 async def test_an_address_that_cannot_be_had_is_done_without() -> None:
