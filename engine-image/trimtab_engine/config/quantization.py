@@ -79,6 +79,17 @@ def stored_form(config: Mapping[str, Any], where: str) -> Quantization | FourBit
     return Quantization(is_stored=True)
 
 
+def check_unquantised(config: Mapping[str, Any], architecture: object, where: str) -> None:
+    """Raise ModelError where `quantization_config` says anything: for families whose experts lie in one tensor."""
+    scheme = config.get("quantization_config")
+    if scheme:
+        method = scheme.get("quant_method") if isinstance(scheme, Mapping) else scheme
+        raise ModelError(
+            f"{where}: quantization_config: quant_method {method!r} is not built for {architecture}, whose experts lie "
+            f"in one tensor; use a checkpoint with its weights as they are"
+        )
+
+
 def stored_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
     """The block fp8 of a checkpoint, None where its weights are stored otherwise. Raises ModelError likewise."""
     form = stored_form(config, where)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trimtab_engine.config.model import ModelConfig, MoeConfig, SigmoidRouting, Temperature
 from trimtab_engine.config.model_words import FULL, ConfigWords
+from trimtab_engine.config.quantization import check_unquantised
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.decoder_kv import decoder_kv
 from trimtab_engine.models.family import Family, Model, TowerKind
@@ -35,9 +36,8 @@ UNSAID = {
 
 
 def parse(words: ConfigWords) -> ModelConfig:
-    """A chunk that no request can leave is none. Quantised experts are refused: theirs lie in one tensor."""
-    if words.config.get("quantization_config"):
-        raise ModelError(f"{words.where}: quantization_config is not built for {words.architecture}")
+    """A chunk that no request can leave is none."""
+    check_unquantised(words.config, words.architecture, words.where)
     words = ConfigWords(UNSAID | dict(words.config), words.generation, words.where)
     num_layers = words.num_layers()
     turned = words.listed("no_rope_layers", num_layers)  # of which 1 means that the layer has a rope

@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab_operator.layout.facts import DTYPE_BYTES, RUN_BY_THE_ENGINE, ModelFacts, WeightsByPart
 from trimtab_operator.layout.kv_groups import latent_groups, windowed_groups
-from trimtab_operator.layout.stored_weights import FOUR_BIT_METHODS, FP8_BLOCK
+from trimtab_operator.layout.stored_weights import FP8_BLOCK, INTEGER_METHODS, UNQUANTISED_ALONE
 
 PLANNED_ONLY = ("MixtralForCausalLM",)
 MAX_COUNT = 1 << 40  # products of several such numbers stay floats
@@ -45,7 +45,9 @@ UNSAID: Mapping[str, Mapping[str, Any]] = {
 """What config.json leaves out where it is this, by architecture."""
 MAX_LAYERS = 10_000  # mixtures list theirs one by one
 SCALE_BYTES = 4  # of a block-quantised weight: one float32 per block
-FOUR_BIT_WORDS: Mapping[str, tuple[tuple[str, tuple[Any, ...]], ...]] = {
+INTEGER_BITS = (2, 3, 4, 8)
+BUILT_WORDS: Mapping[str, tuple[tuple[str, tuple[Any, ...]], ...]] = {
+    "fp8": (("activation_scheme", ("dynamic",)), ("fmt", ("e4m3",)), ("scale_fmt", (None,))),
     "awq": (("bits", (4,)), ("version", ("gemm", "GEMM")), ("zero_point", (True,))),
     "gptq": (
         ("bits", (4,)),
@@ -146,7 +148,7 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
         model=model,
         architecture=architecture,
         supported=architecture in RUN_BY_THE_ENGINE
-        and _is_run(config.get("quantization_config"), 1 if is_latent else head_size)
+        and _is_run(config.get("quantization_config"), architecture, 1 if is_latent else head_size)
         and not words.get("use_sliding_window"),
         num_layers=num_layers,
         hidden_size=hidden,
@@ -259,10 +261,10 @@ def _quantization(config: Mapping[str, Any], dtype_bytes: int) -> tuple[str | No
     if not isinstance(scheme, Mapping):
         raise ValueError(f"config.json: quantization_config is {scheme!r}; an object is needed")
     method = scheme.get("quant_method")
-    if method in FOUR_BIT_METHODS:
-        return method, _four_bits_bytes(scheme)
+    if method in INTEGER_METHODS:
+        return method, _integer_bytes(scheme)
     if method != "fp8":
-        known = ", ".join(map(repr, ("fp8", *FOUR_BIT_METHODS)))
+        known = ", ".join(map(repr, ("fp8", *INTEGER_METHODS)))
         raise ValueError(f"config.json: quant_method {method!r} is not known; known are {known}")
     block = scheme.get("weight_block_size")
     if block is None:
@@ -275,29 +277,39 @@ def _quantization(config: Mapping[str, Any], dtype_bytes: int) -> tuple[str | No
     return "fp8", 1 + SCALE_BYTES / (block[0] * block[1])
 
 
-def _four_bits_bytes(scheme: Mapping[str, Any]) -> float:
-    """Bytes per parameter: half a one, and its share of a group's scale in float16 and zero point of 4 bits."""
-    size = scheme.get("group_size", 128)
+def _integer_bytes(scheme: Mapping[str, Any]) -> float:
+    """Bytes per parameter: its bits, and its share of a group's scale in float16 and zero point of as many bits."""
+    bits, size = scheme.get("bits", 4), scheme.get("group_size", 128)
+    if not _is_whole(bits) or bits not in INTEGER_BITS:
+        raise ValueError(
+            f"config.json: quantization_config: bits is {bits!r}; one of {', '.join(map(str, INTEGER_BITS))} is needed"
+        )
+    width = int(bits) / 8
     if size == -1:
-        return 0.5
+        return width
     if not _is_whole(size) or not 0 < size <= MAX_COUNT:
         raise ValueError(
             f"config.json: quantization_config: group_size is {size!r}; a whole number of 1 or more is needed, or -1"
         )
-    return 0.5 + 2.5 / int(size)
+    return width + (2 + width) / int(size)
 
 
-def _is_run(scheme: Mapping[str, Any] | None, head_size: int) -> bool:
-    """Whether the engine runs weights that are stored so: as they are, as fp8 in blocks of 128 x 128 in the one form
-    that it knows, of which a head is a whole part, or as AWQ's and GPTQ's integers of 4 bits.
+def _is_run(scheme: Mapping[str, Any] | None, architecture: str, head_size: int) -> bool:
+    """Whether the engine runs weights that are stored so: as they are, and of most families as fp8 in blocks of
+    128 x 128 in the one form that it knows, of which a head is a whole part, or as AWQ's and GPTQ's integers of 4 bits.
     """
     if scheme is None:
         return True
-    if scheme.get("quant_method") in FOUR_BIT_METHODS:
-        return all(scheme.get(key, built[0]) in built for key, built in FOUR_BIT_WORDS[scheme["quant_method"]])
-    known = (("activation_scheme", "dynamic"), ("fmt", "e4m3"), ("scale_fmt", None))
-    is_known = all(scheme.get(key, value) == value for key, value in known)
-    return is_known and scheme.get("weight_block_size") == [FP8_BLOCK, FP8_BLOCK] and FP8_BLOCK % head_size == 0
+    method = scheme["quant_method"]
+    if architecture in UNQUANTISED_ALONE or not all(_is_built(scheme, *words) for words in BUILT_WORDS[method]):
+        return False
+    blocks = scheme.get("weight_block_size")
+    return method in INTEGER_METHODS or (blocks == [FP8_BLOCK, FP8_BLOCK] and FP8_BLOCK % head_size == 0)
+
+
+def _is_built(scheme: Mapping[str, Any], key: str, built: tuple[Any, ...]) -> bool:
+    value = scheme.get(key, built[0])
+    return value in built and isinstance(value, bool) == isinstance(built[0], bool)
 
 
 def _windows(words: Mapping[str, Any], architecture: str, num_layers: int) -> list[int | None]:

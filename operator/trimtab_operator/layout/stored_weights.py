@@ -13,10 +13,12 @@ from trimtab_operator.layout.gpus import Gpu
 
 FP8_BLOCK = 128
 FP8_BYTES = 1 + 4 / FP8_BLOCK**2  # of a parameter: float8 and its share of a float32 scale
-FOUR_BIT_METHODS = ("awq", "gptq")
+INTEGER_METHODS = ("awq", "gptq")
+UNQUANTISED_ALONE = ("GptOssForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration")
+"""Whose experts lie in one tensor, of which the engine reads no quantised form."""
 BUILT_FORM = (
     f"built: fp8 in blocks of {FP8_BLOCK} × {FP8_BLOCK} that a head divides, dynamic activations; "
-    f"{' and '.join(FOUR_BIT_METHODS)} of 4 bits"
+    f"{' and '.join(INTEGER_METHODS)} of 4 bits"
 )
 PROJECTIONS = ("attention", "kv_projection", "dense_mlp", "experts", "shared_experts")
 
@@ -27,7 +29,7 @@ def as_run(facts: ModelFacts, gpu: Gpu, asked: str | None = None) -> ModelFacts:
     What the engine does not run stays as it is stored: another engine may do otherwise.
     """
     multiplies_fp8 = gpu.fp8_flops is not None
-    if facts.quantization in FOUR_BIT_METHODS and facts.is_run_on("cuda"):
+    if facts.quantization in INTEGER_METHODS and facts.is_run_on("cuda"):
         facts = _at_dtype(facts)
     if facts.quantization is None and asked == "fp8" and multiplies_fp8:
         return _with_projections(facts, FP8_BYTES / DTYPE_BYTES[facts.dtype], "fp8")
@@ -42,6 +44,8 @@ def what_is_not_run(facts: ModelFacts) -> str:
         return f"{facts.architecture} on GPUs (with runtime.device cpu it is run)"
     if facts.architecture not in RUN_BY_THE_ENGINE or facts.quantization is None:
         return facts.architecture
+    if facts.architecture in UNQUANTISED_ALONE:
+        return f"{facts.architecture} with {facts.quantization} (run are its weights as they are, unquantised)"
     return f"{facts.architecture} with {facts.quantization} as its config.json has it ({BUILT_FORM})"
 
 

@@ -219,11 +219,23 @@ def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transform
         ("gemma3", {"hidden_activation": "silu"}, "hidden_activation 'silu' is not built"),
         ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, of full_attention; built are 4"),
         ("gpt-oss", {"num_experts_per_tok": 7}, "num_experts_per_tok 7 is above num_local_experts 6"),
-        ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method 'mxfp4' is not built"),
+        *(
+            (
+                name,
+                {"quantization_config": scheme},
+                f"quant_method '{scheme['quant_method']}' is not built for {family}",
+            )
+            for name, family in (("gpt-oss", "GptOssForCausalLM"), ("llama4", "Llama4ForCausalLM"))
+            for scheme in (
+                {"quant_method": "mxfp4"},
+                {"quant_method": "awq", "bits": 4},
+                {"quant_method": "gptq", "bits": 4},
+                {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            )
+        ),
         ("deepseek", {"rope_interleave": False}, "rope_interleave False is not built"),
         ("deepseek", {"topk_group": 5}, "topk_group 5 no more than n_group"),
         ("deepseek", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 is above the 4 of topk_group groups"),
-        ("llama4", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not built"),
         ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries; 5 are needed"),
         ("llama4", {"layer_types": ["sliding_attention"] * 5}, "of sliding_attention; built are 5, of full_attention"),
     ],

@@ -153,6 +153,14 @@ def test_fp8_in_a_form_that_the_engine_does_not_run_is_planned_with_the_form_tha
     assert "does not run LlamaForCausalLM with fp8 as its config.json has it (built: fp8 in blocks" in result.output
 
 
+def test_a_family_that_is_run_with_its_weights_as_they_are_alone_is_planned_with_these_words(tmp_path: Path) -> None:
+    quantized = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-4-Scout"] | quantized))
+    result = plan(str(tmp_path), "--gpu", "H200")
+    note = "does not run Llama4ForConditionalGeneration with awq (run are its weights as they are, unquantised)"
+    assert note in result.output.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -90,6 +90,8 @@ def test_a_chunk_of_positions_counts_as_a_window(published: Published) -> None:
             "quant_method 'hqq' is not known; known are 'fp8', 'awq', 'gptq'",
         ),
         ({"quantization_config": {"quant_method": "awq", "group_size": 0}}, "group_size is 0; a whole number of 1"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 5}}, "bits is 5; one of 2, 3, 4, 8 is needed"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": "8"}}, "bits is '8'; one of 2, 3, 4, 8 is needed"),
     ],
 )
 def test_what_is_wrong_with_a_configuration_is_named(configs: Configs, changes: dict[str, Any], message: str) -> None:
@@ -190,6 +192,59 @@ def test_of_integers_of_4_bits_only_what_the_engine_reads_is_said_to_run(
         assert isinstance(form, FourBits)
         plain = facts_of_config(configs["Llama-3.1-8B"], "m")
         assert facts.weights.dense_mlp == round(plain.weights.dense_mlp / 2 * form.weight_bytes)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bytes_each"),
+    [
+        ({"quant_method": "gptq", "bits": 8}, 1 + 3 / 128),  # a scale of 16 bits and a zero point of 8
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, 0.5 + 2.5 / 32),
+        ({"quant_method": "gptq", "bits": 3}, 3 / 8 + (2 + 3 / 8) / 128),
+        ({"quant_method": "gptq", "bits": 2, "group_size": -1}, 0.25),
+        ({"quant_method": "awq", "bits": 8, "group_size": 64}, 1 + 3 / 64),
+    ],
+)
+def test_integers_are_counted_with_the_bits_that_they_have(
+    configs: Configs, scheme: dict[str, Any], bytes_each: float
+) -> None:
+    plain = facts_of_config(configs["Llama-3.1-8B"], "m").weights
+    stored = facts_of_config(configs["Llama-3.1-8B"] | {"quantization_config": scheme}, "m").weights
+    for part in ("attention", "kv_projection", "dense_mlp"):
+        assert getattr(stored, part) == round(getattr(plain, part) / 2 * bytes_each)
+    assert (stored.embedding, stored.lm_head) == (plain.embedding, plain.lm_head)
+
+
+STORED: Configs = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
+    "awq of 8 bits": {"quant_method": "awq", "bits": 8},
+    "awq with a number for a yes": {"quant_method": "awq", "zero_point": 1},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "gptq with a number for a no": {"quant_method": "gptq", "is_marlin_format": 0},
+    "fp8": BLOCK_FP8,
+    "fp8 of other blocks": {"quant_method": "fp8", "weight_block_size": [64, 64]},
+}
+
+
+@pytest.mark.parametrize("scheme", STORED.values(), ids=STORED)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_a_family_that_is_stored_so_is_said_to_run_where_the_engine_reads_it(
+    case: dict[str, Any], scheme: dict[str, Any]
+) -> None:
+    from trimtab_engine.errors import ModelError
+    from trimtab_engine.models.registry import parse_model_config
+
+    config = case["config"] | {"quantization_config": scheme}
+    facts = facts_of_config(config, "m")
+    is_cut = scheme is BLOCK_FP8 and not facts.latent_kv_size and 128 % facts.head_size > 0  # told as it loads
+    if facts.supported or is_cut:
+        parse_model_config(config, {}, "config.json")
+    else:
+        with pytest.raises(ModelError, match="quantization_config"):
+            parse_model_config(config, {}, "config.json")
+
+
+def test_the_cases_are_of_every_family() -> None:
+    assert {case["config"]["architectures"][0] for case in CASES} == set(RUN_BY_THE_ENGINE)
 
 
 def test_heads_that_do_not_divide_an_fp8_block_are_said_not_to_run(configs: Configs) -> None:
