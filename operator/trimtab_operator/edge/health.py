@@ -45,6 +45,10 @@ class Heartbeats:
         """Note that the event loop runs."""
         self._ran_at = self.clock()
 
+    def ran_within(self, seconds: float) -> bool:
+        """Whether the event loop has run so lately; one that was never asked about has."""
+        return self._ran_at is None or self.clock() - self._ran_at <= seconds
+
     def forget(self, name: str) -> None:
         self._ticks.pop(name, None)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -54,13 +54,22 @@ class Sighting:
 
 
 class LeaderLease:
-    """Acquire, keep and give back one Lease."""
+    """Acquire, keep and give back one Lease. Who leads renews it only while it `may_renew`: while it does its work."""
 
-    def __init__(self, cluster: Cluster, *, namespace: str, name: str, identity: str) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        namespace: str,
+        name: str,
+        identity: str,
+        may_renew: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._cluster = cluster
         self._namespace = namespace
         self._name = name
         self._identity = identity
+        self._may_renew = may_renew
         self._sighting = Sighting()
         self._held_until = 0.0
 
@@ -91,6 +100,9 @@ class LeaderLease:
             try:
                 async with asyncio.timeout_at(self._held_until):
                     await asyncio.sleep(RETRY_SECONDS)
+                    if not self._may_renew():
+                        logger.warning("the Lease is not renewed: what it is held for stands still")
+                        continue
                     async with asyncio.timeout(ATTEMPT_SECONDS):
                         holder = await self.attempt()
             except CONNECTION_ERRORS as error:

@@ -23,17 +23,24 @@ class Nodes:
         self._clock = clock
         self._read_at: float | None = None
         self._nodes: tuple[Manifest, ...] | None = ()
-        self._one_at_a_time = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
 
     async def present(self, *, fresh_seconds: float = FRESH_SECONDS) -> tuple[Manifest, ...] | None:
         """All nodes as they were at most `fresh_seconds` ago; None when the operator has no right to see them (it was
         installed for some namespaces)."""
-        async with self._one_at_a_time:  # who asks meanwhile is served by the list that is under way
-            now = self._clock()
-            if self._read_at is None or now - self._read_at >= fresh_seconds:
-                self._nodes = await self._list()
-                self._read_at = now
-            return self._nodes
+        if self._reading is None and (self._read_at is None or self._clock() - self._read_at >= fresh_seconds):
+            self._reading = asyncio.create_task(self._read(), name="nodes")
+        if self._reading is not None:  # it serves all who ask meanwhile, and the next one where they went
+            await asyncio.shield(self._reading)
+        return self._nodes
+
+    async def _read(self) -> None:
+        began = self._clock()
+        try:
+            self._nodes = await self._list()
+            self._read_at = began
+        finally:
+            self._reading = None
 
     async def _list(self) -> tuple[Manifest, ...] | None:
         try:

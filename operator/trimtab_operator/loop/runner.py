@@ -40,6 +40,9 @@ from trimtab_operator.resource.spec import KIND
 logger = logging.getLogger(__name__)
 
 MAX_SILENCE_SECONDS = 300.0  # a loop that has not ticked for so long is stuck: two tick deadlines and a backoff
+MAX_BLOCKED_SECONDS = (
+    30.0  # a leader whose loops stand still for so long renews no more: docs/decisions/leader-lease.md
+)
 COMPARE_SECONDS = 60.0  # between looks at what the API server lists
 
 
@@ -88,7 +91,7 @@ async def run_operator(options: Options) -> int:
             stack.push_async_callback(prompt.run, server.cleanup)
             background.append(prompt.run(webhook.keep))
         async with _running(background):
-            leadership = Leadership(prompt, _lease(door, options))
+            leadership = Leadership(prompt, _lease(door, options, heartbeats))
             code = await _lead(cluster, leadership, options, heartbeats, metrics, stop)
             if webhook is not None:
                 await prompt.run(webhook.leave)
@@ -140,8 +143,14 @@ class Leadership:
         await self.lease.release()
 
 
-def _lease(door: Cluster, options: Options) -> LeaderLease:
-    return LeaderLease(door, namespace=options.operator_namespace, name=options.lease_name, identity=options.identity)
+def _lease(door: Cluster, options: Options, heartbeats: Heartbeats) -> LeaderLease:
+    return LeaderLease(
+        door,
+        namespace=options.operator_namespace,
+        name=options.lease_name,
+        identity=options.identity,
+        may_renew=lambda: heartbeats.ran_within(MAX_BLOCKED_SECONDS),
+    )
 
 
 def _webhook(door: Cluster, options: Options) -> Webhook | None:

@@ -57,6 +57,17 @@ def test_a_long_line_is_no_hang_and_a_tick_that_hangs_is_one() -> None:
     assert beats.problems() == ["a/b has not ticked for 101 s"]
 
 
+def test_whether_the_event_loop_has_run_of_late_is_known_once_it_began() -> None:
+    clock = Clock()
+    beats = Heartbeats(max_age_seconds=1.0, clock=clock)
+    assert beats.ran_within(10.0)
+    beats.ran()
+    clock.now = 10.0
+    assert beats.ran_within(10.0)
+    clock.now = 11.0
+    assert not beats.ran_within(10.0)
+
+
 def test_an_event_loop_that_is_blocked_now_is_a_problem_and_one_that_was_is_none() -> None:
     clock = Clock()
     beats = Heartbeats(max_age_seconds=1.0, clock=clock)

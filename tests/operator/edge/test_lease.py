@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import random
 from collections.abc import Callable
@@ -13,36 +12,13 @@ import pytest
 import virtual_time
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.exceptions import ConflictError
+from one_lease import OneLease
 from trimtab_operator.edge.cluster import Cluster
 from trimtab_operator.edge.lease import ATTEMPT_SECONDS, LEASE_SECONDS, RENEW_SECONDS, LeaderLease, Sighting
 
 
-class OneLease:
-    """An API server that keeps one Lease and counts its versions."""
-
-    def __init__(self) -> None:
-        self.lease: dict[str, Any] | None = None
-        self.version = 0
-
-    async def get(self, _kind: str, _namespace: str, _name: str) -> dict[str, Any] | None:
-        return copy.deepcopy(self.lease)
-
-    async def create(self, manifest: dict[str, Any]) -> None:
-        assert self.lease is None
-        self._store(manifest)
-
-    async def replace(self, manifest: dict[str, Any]) -> None:
-        assert manifest["metadata"]["resourceVersion"] == str(self.version)
-        self._store(manifest)
-
-    def _store(self, manifest: dict[str, Any]) -> None:
-        self.version += 1
-        self.lease = copy.deepcopy(manifest)
-        self.lease["metadata"]["resourceVersion"] = str(self.version)
-
-
-def a_candidate(server: OneLease, identity: str) -> LeaderLease:
-    return LeaderLease(cast("Cluster", server), namespace="n", name="l", identity=identity)
+def a_candidate(server: OneLease, identity: str, **options: Any) -> LeaderLease:
+    return LeaderLease(cast("Cluster", server), namespace="n", name="l", identity=identity, **options)
 
 
 async def test_the_first_one_leads_and_renews_and_the_second_stands_by() -> None:
@@ -206,6 +182,30 @@ def test_a_leader_that_hears_nothing_any_more_stops_before_others_may_start() ->
         return asyncio.get_running_loop().time() - since
 
     assert virtual_time.run(silence()) <= RENEW_SECONDS
+
+
+def test_a_leader_that_may_not_renew_for_a_while_leads_on_and_one_that_may_not_any_more_is_followed() -> None:
+    async def blocked() -> tuple[float, bool]:
+        server, now = OneLease(), asyncio.get_running_loop().time
+        may_renew = [True]
+        first = a_candidate(server, "a", may_renew=lambda: may_renew[0])
+        await first.acquire()
+        keeping = asyncio.create_task(first.keep())
+        for may_renew[0] in [False, True] * 20:
+            await asyncio.sleep(RENEW_SECONDS / 2)
+        was_held = first.is_held
+        may_renew[0] = False
+        since = now()
+        second = asyncio.create_task(a_candidate(server, "b").acquire())
+        await keeping
+        assert now() - since <= RENEW_SECONDS
+        assert not second.done(), "there are two leaders"
+        await second
+        return now() - since, was_held
+
+    took, was_held = virtual_time.run(blocked())
+    assert was_held
+    assert took <= FAILOVER_SECONDS - START_SECONDS
 
 
 FAILOVER_SECONDS = 20.0  # from the leader's end to the first turn of another

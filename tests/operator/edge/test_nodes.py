@@ -57,3 +57,47 @@ async def test_a_thousand_who_ask_at_once_are_served_by_one_list() -> None:
     found = await asyncio.gather(*(nodes.present() for _ in range(1000)))
     assert cluster.lists == 1
     assert all(len(each or ()) == 1 for each in found)
+
+
+class HeldUp(FakeCluster):
+    """Nodes are told of once they may be."""
+
+    def __init__(self, status: int | None = None) -> None:
+        super().__init__(status)
+        self.may_go, self.begun = asyncio.Event(), 0
+
+    async def list(self, kind: str, namespace: str | None) -> list[dict[str, Any]]:
+        self.begun += 1
+        await self.may_go.wait()
+        return await super().list(kind, namespace)
+
+
+async def asked_in_vain(nodes: Nodes) -> None:
+    """Somebody asks who does not wait for the answer."""
+    asking = asyncio.create_task(nodes.present())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_a_list_that_takes_longer_than_those_wait_who_ask_is_there_for_the_next_one() -> None:
+    cluster = HeldUp()
+    nodes = Nodes(cast("Cluster", cluster), clock=lambda: 0.0)
+    for _ in range(3):
+        await asked_in_vain(nodes)
+    cluster.may_go.set()
+    assert len(await nodes.present() or ()) == 1
+    assert cluster.begun == 1
+
+
+async def test_a_list_that_fails_once_nobody_waits_for_it_is_asked_for_again() -> None:
+    cluster = HeldUp(500)
+    nodes = Nodes(cast("Cluster", cluster), clock=lambda: 0.0)
+    await asked_in_vain(nodes)
+    cluster.may_go.set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert cluster.lists == 1
+    cluster.status = None
+    assert len(await nodes.present() or ()) == 1

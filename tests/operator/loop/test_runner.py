@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import logging
 import os
@@ -18,8 +17,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import virtual_time
 from aiohttp import web
 from kubernetes.aio.config import kube_config
+from one_lease import OneLease
 from small_api_server import SmallApiServer
 from trimtab_operator.edge import health, lease, watching
 from trimtab_operator.edge.cluster import Cluster
@@ -135,6 +136,7 @@ async def test_a_loop_that_works_without_a_pause_costs_neither_the_lease_nor_a_v
     and a thousand come at once. What it needs to know before it begins comes late, and the Lease is renewed by then."""
     monkeypatch.setattr(lease, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(health, "MAX_LAG_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(runner, "MAX_BLOCKED_SECONDS", PATIENCE_SECONDS)
     server = SmallApiServer()
     server.slow[SECRET] = lambda: server.writes[LEASE] > RENEWALS
     async with running(server, tmp_path, monkeypatch) as operator:
@@ -189,24 +191,17 @@ async def test_an_operator_that_is_told_to_stop_before_it_has_heard_of_everythin
     assert server.objects[LEASE]["spec"]["holderIdentity"] == ""
 
 
-class LateWord:
-    """An API server with one Lease, that holds up the thread that writes it until `may_go`."""
+class LateWord(OneLease):
+    """It holds up the thread that writes the Lease for the first time, until `may_go`."""
 
     def __init__(self) -> None:
-        self.lease: dict[str, Any] | None = None
+        super().__init__()
         self.is_asked, self.may_go = threading.Event(), threading.Event()
-
-    async def get(self, _kind: str, _namespace: str, _name: str) -> dict[str, Any] | None:
-        return copy.deepcopy(self.lease)
 
     async def create(self, manifest: dict[str, Any]) -> None:
         self.is_asked.set()
         self.may_go.wait(PATIENCE_SECONDS)
-        self.lease = copy.deepcopy(manifest)
-        self.lease["metadata"]["resourceVersion"] = "1"
-
-    async def replace(self, manifest: dict[str, Any]) -> None:
-        self.lease = copy.deepcopy(manifest)
+        await super().create(manifest)
 
 
 async def test_a_lease_that_is_acquired_as_the_process_is_told_to_stop_is_given_back() -> None:
@@ -224,6 +219,32 @@ async def test_a_lease_that_is_acquired_as_the_process_is_told_to_stop_is_given_
         assert not ours.is_held
     assert server.lease is not None
     assert server.lease["spec"]["holderIdentity"] == ""
+
+
+def test_a_process_whose_loops_are_blocked_for_good_leads_no_more_before_the_probe_fails() -> None:
+    """The thread that renews the Lease is well all the while. One that is blocked for less leads on."""
+
+    async def blocked() -> tuple[float, float]:
+        now = asyncio.get_running_loop().time
+        heartbeats = Heartbeats(max_age_seconds=300.0, clock=now)
+        ours = runner._lease(cast("Cluster", OneLease()), OPTIONS, heartbeats)
+        heartbeats.ran()
+        await ours.acquire()
+        keeping = asyncio.create_task(ours.keep())
+        began = now()
+        for _ in range(10):
+            heartbeats.ran()
+            await asyncio.sleep(runner.MAX_BLOCKED_SECONDS)
+        assert ours.is_held
+        heartbeats.ran()
+        since = now()
+        await keeping
+        assert not ours.is_held
+        return since - began, now() - since
+
+    led, led_on = virtual_time.run(blocked())
+    assert led >= 10 * runner.MAX_BLOCKED_SECONDS
+    assert runner.MAX_BLOCKED_SECONDS <= led_on < health.MAX_LAG_SECONDS
 
 
 async def test_what_runs_in_the_thread_ends_with_it_and_with_who_waits_for_it() -> None:
