@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
+from trimtab_engine.weights.four_bits_form import FourBits
 
 METHODS = ("fp8",)
 """What --quantization makes."""
@@ -32,27 +33,6 @@ class Quantization:
     def weight_bytes(self) -> float:
         """Bytes per parameter of a linear layer."""
         return 1 + 4 / BLOCK**2
-
-
-@dataclass(frozen=True, slots=True)
-class FourBits:
-    """Integers of 4 bits with a scale and a zero point per output and group of inputs: weight = (q - zero) * scale."""
-
-    name: str
-    """awq or gptq: how they lie in words of 32 bits (weights/four_bits.py)."""
-    group_size: int | None
-    """Inputs of a group; None: all."""
-    is_symmetric: bool = False
-    """Every zero point is 8."""
-    is_ordered: bool = False
-    """Inputs were quantised in an order of their own (desc_act), so that a group's need not lie side by side."""
-    zero_offset: int = 0
-    """What is added to a stored zero point."""
-
-    @property
-    def weight_bytes(self) -> float:
-        """Bytes per parameter of a linear layer, as it is stored."""
-        return 0.5 if self.group_size is None else 0.5 + 2.5 / self.group_size
 
 
 def stored_form(config: Mapping[str, Any], where: str) -> Quantization | FourBits | None:

@@ -7,13 +7,14 @@ from typing import Any
 
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.model_words import ConfigWords
-from trimtab_engine.config.quantization import FourBits, stored_form
+from trimtab_engine.config.quantization import stored_form
 from trimtab_engine.errors import ModelError
 from trimtab_engine.memory.kv_groups import KVGroup, groups_of
 from trimtab_engine.models import deepseek, gemma3, gpt_oss, llama, llama4, mistral, qwen2, qwen3, qwen3_moe
 from trimtab_engine.models.by_transformers import family as by_transformers
 from trimtab_engine.models.family import Family
 from trimtab_engine.weights.four_bits import FourBitsSource
+from trimtab_engine.weights.four_bits_form import FourBits
 from trimtab_engine.weights.open import open_source
 from trimtab_engine.weights.source import CONFIG_FILE, WeightSource
 from trimtab_engine.weights.text_half import text_half, text_words, tower_half

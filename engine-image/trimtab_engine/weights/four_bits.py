@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trimtab_engine.config.quantization import FourBits
 from trimtab_engine.errors import ModelError
+from trimtab_engine.weights.four_bits_form import FourBits
 from trimtab_engine.weights.source import Span, WeightSource
 
 if TYPE_CHECKING:

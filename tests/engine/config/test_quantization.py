@@ -2,7 +2,6 @@
 
 import pytest
 from trimtab_engine.config.quantization import (
-    FourBits,
     Quantization,
     check_aligned,
     stored_form,
@@ -10,6 +9,7 @@ from trimtab_engine.config.quantization import (
     wanted_quantization,
 )
 from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.weights.four_bits_form import FourBits
 
 STORED = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
 

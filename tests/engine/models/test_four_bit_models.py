@@ -9,7 +9,7 @@ import pytest
 import torch
 from four_bit_checkpoint import Recipe, quantise, quantised
 from safetensors.torch import load_file, save_file
-from trimtab_engine.config.quantization import FourBits, Quantization
+from trimtab_engine.config.quantization import Quantization
 from trimtab_engine.errors import ModelError
 from trimtab_engine.layers.linear import library_for
 from trimtab_engine.messages import AddRequest
@@ -21,6 +21,7 @@ from trimtab_engine.models.tensors import num_quantizable
 from trimtab_engine.runner.model_runner import bytes_to_hold
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.weights.four_bits import FourBitsSource
+from trimtab_engine.weights.four_bits_form import FourBits
 from trimtab_kernels.native.quantised import QuantisedBlocks
 
 CPU = torch.device("cpu")

@@ -178,8 +178,9 @@ def test_of_integers_of_4_bits_only_what_the_engine_reads_is_said_to_run(
     configs: Configs, scheme: dict[str, Any], runs: bool
 ) -> None:
     """The engine's own judgement is beside it, and the bytes that it counts."""
-    from trimtab_engine.config.quantization import FourBits, stored_form
+    from trimtab_engine.config.quantization import stored_form
     from trimtab_engine.errors import ModelError
+    from trimtab_engine.weights.four_bits_form import FourBits
 
     facts = facts_of_config(configs["Llama-3.1-8B"] | {"quantization_config": scheme}, "m")
     assert (facts.supported, facts.quantization) == (runs, scheme["quant_method"])
