@@ -37,7 +37,7 @@ def test_whole_numbers_stand_for_real_ones(tokenizer: Tokenizer) -> None:
         ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"logprobs": -1}, "logprobs"),
-        ({"best_of": 4}, "best_of is not supported yet"),
+        ({"best_of": 4}, "best_of is supported only as 1 so far"),
         ({"bad_words": [""]}, "bad_words"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one of"),
         ({"stop": "x", "detokenize": False}, "stop needs the text"),
