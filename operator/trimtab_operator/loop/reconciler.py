@@ -26,7 +26,7 @@ from trimtab_operator.edge.health import Heartbeats
 from trimtab_operator.edge.lease import CONNECTION_ERRORS
 from trimtab_operator.edge.look import Eyes, Key
 from trimtab_operator.edge.rights import missing_right
-from trimtab_operator.errors import Gone, NameTaken, NotYet
+from trimtab_operator.errors import Gone, NameTaken, NotLeading, NotYet
 from trimtab_operator.loop.hands import Hands, one_line
 from trimtab_operator.loop.lanes import Lanes, Place
 from trimtab_operator.loop.wake_ups import WakeUps
@@ -193,7 +193,7 @@ class Reconciler:
         except Exception as error:
             loop.failures += 1
             self.hands.metrics.reconcile_errors.labels(error=type(error).__name__).inc()
-            is_expected = isinstance(error, (*CONNECTION_ERRORS, NameTaken, NotYet))
+            is_expected = isinstance(error, (*CONNECTION_ERRORS, NameTaken, NotLeading, NotYet))
             logger.log(
                 logging.WARNING if is_expected else logging.ERROR,
                 "tick failed",

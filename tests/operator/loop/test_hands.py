@@ -43,7 +43,7 @@ def hands_at(cluster: RefusingCluster) -> Hands:
     return Hands(cast("Cluster", cluster), OperatorMetrics(), lambda: 0.0)
 
 
-async def test_nothing_is_written_once_the_lease_has_ended() -> None:
+async def test_nothing_is_written_once_the_lease_has_ended(caplog: pytest.LogCaptureFixture) -> None:
     cluster = FakeCluster()
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
     leading = [True] * 3 + [False] * 99
@@ -54,6 +54,7 @@ async def test_nothing_is_written_once_the_lease_has_ended() -> None:
     delay = await reconciler.guarded_tick(loop)
     assert delay > 0
     assert cluster.writes == 3
+    assert {record.levelname for record in caplog.records} == {"WARNING"}, "the process says why it ends, once"
 
 
 WRITES: dict[str, Callable[[Hands, InferenceDeployment], Any]] = {
