@@ -15,7 +15,7 @@ FP8_BLOCK = 128
 FP8_BYTES = 1 + 4 / FP8_BLOCK**2  # of a parameter: float8 and its share of a float32 scale
 INTEGER_METHODS = ("awq", "gptq")
 UNQUANTISED_ALONE = ("GptOssForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration")
-"""Whose experts lie in one tensor, of which the engine reads no quantised form."""
+"""Whose experts lie in one tensor, of which the engine reads no quantised form and makes none."""
 BUILT_FORM = (
     f"built: fp8 in blocks of {FP8_BLOCK} × {FP8_BLOCK} that a head divides, dynamic activations; "
     f"{' and '.join(INTEGER_METHODS)} of 4 bits"
@@ -57,5 +57,7 @@ def _at_dtype(facts: ModelFacts) -> ModelFacts:
 
 
 def _with_projections(facts: ModelFacts, factor: float, quantization: str | None) -> ModelFacts:
-    sizes = {part: round(getattr(facts.weights, part) * factor) for part in PROJECTIONS}
+    has_plain_experts = facts.architecture in UNQUANTISED_ALONE
+    parts = [part for part in PROJECTIONS if part != "experts" or not has_plain_experts]
+    sizes = {part: round(getattr(facts.weights, part) * factor) for part in parts}
     return replace(facts, quantization=quantization, weights=replace(facts.weights, **sizes))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from trimtab_engine.config.quantization import BLOCK, Quantization, check_aligned
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.models.checkpoint import expected_tensors
 from trimtab_engine.models.registry import parse_model_config
+from trimtab_engine.models.tensors import num_quantizable
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.config_facts import facts_of_config
-from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts
 from trimtab_operator.layout.gpus import GIB, gpu_named
 from trimtab_operator.layout.rules import facts_problems
 from trimtab_operator.layout.stored_weights import FP8_BLOCK, FP8_BYTES, as_run
@@ -22,6 +26,7 @@ from trimtab_operator.resource.spec import Parallelism, Spec
 
 Published = Callable[[str], ModelFacts]
 Configs = dict[str, dict[str, Any]]
+CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "golden" / "model_facts.json").read_text())
 H200, A100 = gpu_named("H200"), gpu_named("A100")
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
@@ -38,6 +43,16 @@ def test_quantising_halves_the_projections_where_the_gpu_multiplies_fp8(publishe
     assert narrow.weights.embedding == facts.weights.embedding
     assert as_run(facts, A100, "fp8") == facts
     assert as_run(facts, H200, None) == facts
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_experts_become_fp8_here_where_the_engine_makes_them_so(case: dict[str, Any]) -> None:
+    config = {key: value for key, value in case["config"].items() if key != "quantization_config"}
+    tensors = expected_tensors(parse_model_config(config, {}, "config.json"))
+    becomes_small = num_quantizable({name: held for name, held in tensors.items() if held.part == "experts"}) > 0
+    facts = facts_of_config(config, "m")
+    factor = FP8_BYTES / DTYPE_BYTES[facts.dtype] if becomes_small else 1
+    assert as_run(facts, H200, "fp8").weights.experts == round(facts.weights.experts * factor)
 
 
 def test_stored_fp8_is_widened_where_the_gpu_has_none(configs: Configs) -> None:
