@@ -14,12 +14,10 @@ from safetensors.torch import save_file
 from trimtab_engine.config.quantization import Quantization
 from trimtab_engine.layers.linear import library_for
 from trimtab_engine.layers.vocabulary import LmHead, VocabularyEmbedding
-from trimtab_engine.messages import AddRequest
 from trimtab_engine.models.checkpoint import expected_shapes, expected_tensors
 from trimtab_engine.models.loading import Loader, packed_source
 from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.runner.model_runner import bytes_to_hold
-from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, LAYER_NAMES, PACKED_TYPES, GgufSource
 from trimtab_kernels.native.quantised import FORMS, QuantisedBlocks
 
@@ -89,17 +87,7 @@ def a_loader(source: GgufSource) -> Loader:
 
 def logprobs(model: Path) -> torch.Tensor:
     """Of one prompt's own tokens, in chunks, and of the tokens behind it."""
-    engine = engine_builders.an_engine(
-        model, load_format="auto", num_gpu_blocks_override=40, max_model_len=128, max_num_batched_tokens=24
-    )
-    params = Sampling(max_tokens=6, temperature=0.0, prompt_logprobs=0, logprobs=1, ignore_eos=True)
-    engine.add(AddRequest("r", [(5 * i) % VOCABULARY for i in range(50)], params, arrival_time=0.0))
-    found: list[float] = []
-    while engine.has_work:
-        for output in engine.step().outputs:
-            found += [score.logprobs[0] for score in output.prompt_logprobs or () if score is not None]
-            found += [score.logprobs[0] for score in output.logprobs or () if score is not None]
-    return torch.tensor(found)
+    return torch.tensor(engine_builders.logprobs_of(model, VOCABULARY))
 
 
 def test_what_is_packed_is_what_the_kernels_multiply() -> None:
