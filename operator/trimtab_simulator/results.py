@@ -90,7 +90,9 @@ Search = Callable[[Contest], tuple[Contest, Outcome]]
 
 
 def _recalled_fixed(contest: Contest, name: str, search: Search) -> tuple[Contest, Outcome]:
-    key = memo.key_of(contest, name)
+    """Where replicas are fixed none starts later and each search sets how many, so one finding serves them all."""
+    anywhere = replace(contest.settings, cold_start_seconds=0.0)
+    key = memo.key_of(replace(contest, settings=anywhere), name)
     found = memo.recall(key)
     if found is not None:
         knobs: dict[Knob, Value] = {Knob(knob): value for knob, value in found["knobs"].items()}

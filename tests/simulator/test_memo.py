@@ -60,6 +60,14 @@ def test_what_is_recalled_is_what_was_found(name: str) -> None:
     assert (first.target, first.start_replicas) == (second.target, second.start_replicas)
 
 
+def test_fixed_replicas_are_searched_once_whatever_a_start_takes() -> None:
+    contest = a_contest()
+    other = replace(contest, settings=replace(contest.settings, cold_start_seconds=300.0))
+    first, second = compete(contest, Entry("static-n")), compete(other, Entry("static-n"))
+    assert first.score == second.score
+    assert len(list(memo.folder().glob("*.json"))) == 1
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{"])
 def test_a_broken_finding_is_none(content: str) -> None:
     memo.folder().mkdir(parents=True)
