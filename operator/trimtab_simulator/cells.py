@@ -89,13 +89,14 @@ def key_of(cell: Cell) -> Key:
 def inputs_of(folder: Path, policy: str) -> str:
     """Names what a cell of the policy is made from: the traces, the simulator and, for ours, the tuner."""
     digest = hashlib.sha256()
+    left_out = NOT_PLAYED if policy in OWN else (*NOT_PLAYED, "trimtab")
     for path in sorted(each for each in folder.iterdir() if each.is_file()):
         digest.update(path.name.encode() + path.read_bytes())
     packages = [trimtab_simulator, trimtab_operator.tuner if policy in OWN else trimtab_operator.tuner.twin]
     for package in packages:
         root = Path(package.__file__ or "").parent
         for path in sorted(root.rglob("*.py")):
-            if path.stem not in NOT_PLAYED and "hot_knobs" not in path.parts:
+            if path.stem not in left_out and "hot_knobs" not in path.parts:
                 digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

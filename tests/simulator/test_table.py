@@ -102,11 +102,19 @@ def test_a_cell_that_was_made_from_other_inputs_is_made_again(tmp_path: Path, ru
     assert runs == ["kubeai", "kubeai"]
 
 
-def test_what_changes_the_tuner_changes_our_cells_alone(tmp_path: Path) -> None:
+def test_what_changes_the_tuner_changes_our_cells_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Path.read_bytes
+    before = inputs_of(tmp_path, "trimtab"), inputs_of(tmp_path, "kubeai")
+    inputs_of.cache_clear()
+    changed = ("decide.py", "policies/trimtab.py")
+    monkeypatch.setattr(Path, "read_bytes", lambda it: read(it) + b"#" * str(it).endswith(changed))
     ours, theirs = inputs_of(tmp_path, "trimtab"), inputs_of(tmp_path, "kubeai")
     assert ours == inputs_of(tmp_path, "replicas-only")
     assert theirs == inputs_of(tmp_path, "oracle")
     assert ours != theirs
+    assert ours != before[0]
+    assert theirs == before[1]
+    inputs_of.cache_clear()
 
 
 def test_a_rivals_target_may_be_a_number_or_the_best_on_another_trace() -> None:
