@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import aiohttp
-from kubernetes.aio.dynamic.exceptions import ConflictError
+from kubernetes.aio.dynamic.exceptions import ConflictError, NotFoundError
 
 from trimtab_operator.edge.cluster import API_ERRORS, Cluster
 
@@ -72,6 +73,8 @@ class LeaderLease:
         self._may_renew = may_renew
         self._sighting = Sighting()
         self._held_until = 0.0
+        self._renewed: Mapping[str, Any] | None = None
+        """The Lease as we wrote it last; None where somebody may have written it since."""
 
     @property
     def is_held(self) -> bool:
@@ -113,32 +116,43 @@ class LeaderLease:
                 self._held_until = 0.0
 
     async def attempt(self) -> str:
-        """Try once to hold or renew; the holder's identity, which may be ours."""
+        """Try once to hold or renew; the holder's identity, which may be ours. What we wrote last is written again
+        without reading it: whoever wrote since makes that a conflict."""
         began = _now()
+        known, self._renewed = self._renewed, None
+        if known is not None:
+            with suppress(ConflictError, NotFoundError):
+                return await self._write(known, began)
         lease = await self._cluster.get("Lease", self._namespace, self._name)
-        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        if lease is not None and not self._is_ours(lease) and not self._sighting.is_expired(lease, now=_now()):
+            return str(lease["spec"]["holderIdentity"])
         try:
-            if lease is None:
-                await self._cluster.create(self._body(now, acquired=now, transitions=0))
-                self._held_until = began + RENEW_SECONDS
-                return self._identity
-            spec = lease.get("spec") or {}
-            is_ours = spec.get("holderIdentity") == self._identity
-            if not is_ours and not self._sighting.is_expired(lease, now=_now()):
-                return str(spec["holderIdentity"])
+            return await self._write(lease, began)
+        except ConflictError:
+            return "another candidate"
+
+    async def _write(self, before: Mapping[str, Any] | None, began: float) -> str:
+        """Make the Lease ours from now on, if it still is as it was known before; our identity. Raises ConflictError,
+        and NotFoundError where it is gone by now."""
+        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        if before is None:
+            self._renewed = await self._cluster.create(self._body(now, acquired=now, transitions=0))
+        else:
+            spec, is_ours = before.get("spec") or {}, self._is_ours(before)
             acquired = spec.get("acquireTime") or now if is_ours else now
             transitions = int(spec.get("leaseTransitions") or 0) + (not is_ours)
             body = self._body(now, acquired=acquired, transitions=transitions)
-            body["metadata"]["resourceVersion"] = lease["metadata"]["resourceVersion"]
-            await self._cluster.replace(body)
-        except ConflictError:
-            return "another candidate"
+            body["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"]
+            self._renewed = await self._cluster.replace(body)
         self._held_until = began + RENEW_SECONDS
         return self._identity
 
+    def _is_ours(self, lease: Mapping[str, Any]) -> bool:
+        return bool((lease.get("spec") or {}).get("holderIdentity") == self._identity)
+
     async def release(self) -> None:
         """Give the Lease back, so that the next one need not wait. Best effort: it expires anyway."""
-        self._held_until = 0.0
+        self._held_until, self._renewed = 0.0, None
         try:
             async with asyncio.timeout(ATTEMPT_SECONDS):
                 try:
@@ -151,7 +165,7 @@ class LeaderLease:
     async def _give_back(self) -> None:
         """Let nobody hold the Lease, if it is ours."""
         lease = await self._cluster.get("Lease", self._namespace, self._name)
-        if lease is not None and (lease.get("spec") or {}).get("holderIdentity") == self._identity:
+        if lease is not None and self._is_ours(lease):
             lease["spec"]["holderIdentity"] = ""
             lease["spec"]["leaseDurationSeconds"] = 1
             lease.update(apiVersion="coordination.k8s.io/v1", kind="Lease")

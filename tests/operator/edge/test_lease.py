@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 import virtual_time
 from kubernetes.aio.client.exceptions import ApiException
-from kubernetes.aio.dynamic.exceptions import ConflictError
-from one_lease import OneLease
+from kubernetes.aio.dynamic.exceptions import NotFoundError
+from one_lease import OneLease, a_conflict
 from trimtab_operator.edge.cluster import Cluster
 from trimtab_operator.edge.lease import ATTEMPT_SECONDS, LEASE_SECONDS, RENEW_SECONDS, LeaderLease, Sighting
 
@@ -29,6 +29,60 @@ async def test_the_first_one_leads_and_renews_and_the_second_stands_by() -> None
     assert await first.attempt() == "a"
     assert server.lease is not None
     assert server.lease["spec"]["leaseTransitions"] == 0
+
+
+class Counting(OneLease):
+    """Notes what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        self.asked.append("get")
+        return await super().get(kind, namespace, name)
+
+    async def replace(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append("put")
+        return await super().replace(manifest)
+
+
+async def test_who_leads_renews_by_one_request_and_reads_only_after_somebody_else_wrote() -> None:
+    server = Counting()
+    lease, other = a_candidate(server, "a"), a_candidate(server, "b")
+    await lease.attempt()
+    server.asked.clear()
+    for _ in range(3):
+        assert await lease.attempt() == "a"
+    assert server.asked == ["put"] * 3
+    assert server.lease is not None
+    server._store(server.lease)  # somebody labels it
+    assert await lease.attempt() == "a"
+    assert server.asked[3:] == ["put", "get", "put"]
+    server.lease["spec"]["holderIdentity"] = ""
+    server._store(server.lease)
+    assert await other.attempt() == "b"
+    server.asked.clear()
+    assert await lease.attempt() == "b"
+    assert server.asked == ["put", "get"]
+
+
+async def test_a_lease_that_somebody_deleted_is_made_again() -> None:
+    class Gone(OneLease):
+        async def replace(self, manifest: dict[str, Any]) -> dict[str, Any]:
+            if self.lease is None:
+                response = ApiException(status=404, reason="Not Found")
+                response.headers = {}
+                make: Callable[[ApiException], Exception] = NotFoundError  # the client library is untyped
+                raise make(response)
+            return await super().replace(manifest)
+
+    server = Gone()
+    lease = a_candidate(server, "a")
+    await lease.attempt()
+    server.lease = None
+    assert await lease.attempt() == "a"
+    assert server.lease is not None
 
 
 async def test_a_lease_that_was_given_back_is_taken_at_once() -> None:
@@ -48,13 +102,13 @@ async def test_a_lease_that_a_late_renewal_changes_while_it_is_given_back_is_giv
 
         is_late = False
 
-        async def replace(self, manifest: dict[str, Any]) -> None:
+        async def replace(self, manifest: dict[str, Any]) -> dict[str, Any]:
             if self.is_late:
                 assert self.lease is not None
                 self.is_late = False
                 self._store(self.lease)
                 raise a_conflict()
-            await super().replace(manifest)
+            return await super().replace(manifest)
 
     server = Overtaken()
     lease = a_candidate(server, "a")
@@ -117,26 +171,19 @@ class FaultyLease(OneLease):
         await self._trouble()
         return found
 
-    async def create(self, manifest: dict[str, Any]) -> None:
+    async def create(self, manifest: dict[str, Any]) -> dict[str, Any]:
         await self._trouble()
         if self.lease is not None:
             raise a_conflict()
-        await super().create(manifest)
+        made = await super().create(manifest)
         await self._trouble()
+        return made
 
-    async def replace(self, manifest: dict[str, Any]) -> None:
+    async def replace(self, manifest: dict[str, Any]) -> dict[str, Any]:
         await self._trouble()
-        if manifest["metadata"]["resourceVersion"] != str(self.version):
-            raise a_conflict()
-        await super().replace(manifest)
+        made = await super().replace(manifest)
         await self._trouble()
-
-
-def a_conflict() -> Exception:
-    response = ApiException(status=409, reason="Conflict")
-    response.headers = {}
-    make: Callable[[ApiException], Exception] = ConflictError  # the client library is untyped
-    return make(response)
+        return made
 
 
 async def leads(lease: LeaderLease, held: list[tuple[float, float]], stop_at: float) -> None:
@@ -245,9 +292,9 @@ class SlowLease(OneLease):
         await asyncio.sleep(self.chance.uniform(0.0, self.longest))
         return await super().get(kind, namespace, name)
 
-    async def replace(self, manifest: dict[str, Any]) -> None:
+    async def replace(self, manifest: dict[str, Any]) -> dict[str, Any]:
         await asyncio.sleep(self.chance.uniform(0.0, self.longest))
-        await super().replace(manifest)
+        return await super().replace(manifest)
 
 
 def test_a_leader_that_was_stopped_for_long_knows_at_once_that_it_leads_no_more() -> None:

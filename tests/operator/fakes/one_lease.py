@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
+
+from kubernetes.aio.client.exceptions import ApiException
+from kubernetes.aio.dynamic.exceptions import ConflictError
 
 
 class OneLease:
@@ -16,15 +20,25 @@ class OneLease:
     async def get(self, _kind: str, _namespace: str, _name: str) -> dict[str, Any] | None:
         return copy.deepcopy(self.lease)
 
-    async def create(self, manifest: dict[str, Any]) -> None:
+    async def create(self, manifest: dict[str, Any]) -> dict[str, Any]:
         assert self.lease is None
-        self._store(manifest)
+        return self._store(manifest)
 
-    async def replace(self, manifest: dict[str, Any]) -> None:
-        assert manifest["metadata"]["resourceVersion"] == str(self.version)
-        self._store(manifest)
+    async def replace(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        if manifest["metadata"]["resourceVersion"] != str(self.version):
+            raise a_conflict()
+        return self._store(manifest)
 
-    def _store(self, manifest: dict[str, Any]) -> None:
+    def _store(self, manifest: dict[str, Any]) -> dict[str, Any]:
         self.version += 1
         self.lease = copy.deepcopy(manifest)
         self.lease["metadata"]["resourceVersion"] = str(self.version)
+        return copy.deepcopy(self.lease)
+
+
+def a_conflict() -> Exception:
+    """What the API server says to who writes by what is not so any more."""
+    response = ApiException(status=409, reason="Conflict")
+    response.headers = {}
+    make: Callable[[ApiException], Exception] = ConflictError  # the client library is untyped
+    return make(response)
