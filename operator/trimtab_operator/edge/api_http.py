@@ -18,6 +18,7 @@ import aiohttp
 import kubernetes.aio.client
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.exceptions import api_exception
+from pydantic_core import from_json, to_json
 
 MAX_CONNECTIONS = 100  # as many as the library has
 BUFFER_BYTES = 2**21  # a line of a watch may be long
@@ -77,7 +78,7 @@ class ApiHttp:
             method,
             self._host + path,
             params=query,
-            data=None if body is None else json.dumps(body).encode(),
+            data=None if body is None else written(body),
             headers=headers,
             timeout=timeout,
             **self._of_every_request,
@@ -94,6 +95,23 @@ class ApiHttp:
         """The headers that say who asks, renewed by the library where they are about to end."""
         settings: Iterable[Mapping[str, Any]] = (await self._configuration.auth_settings()).values()
         return {str(one["key"]): str(one["value"]) for one in settings if one["in"] == "header" and one["value"]}
+
+
+def read(text: bytes) -> Any:
+    """JSON as the API server writes it: five times as fast as the standard library, which reads what this cannot, such
+    as objects that are nested hundreds deep. Raises ValueError."""
+    try:
+        return from_json(text)
+    except ValueError:
+        return json.loads(text)
+
+
+def written(body: Any) -> bytes:
+    """JSON for the API server. The standard library writes what is no text by itself: half of a surrogate pair."""
+    try:
+        return to_json(body)
+    except ValueError:
+        return json.dumps(body).encode()
 
 
 def is_behind_a_proxy(host: str) -> bool:

@@ -24,6 +24,7 @@ from trimtab_operator.resource.spec import KIND
 SILENT_SECONDS = 75.0  # a kind that was not heard of for so long may be anything by now
 SETTLE_SECONDS = 5.0  # a watch tells of a write within milliseconds
 OWN_NOTES = ("ConfigMap",)  # what a loop remembers: written in many turns, and no reason for another one
+ANSWERED = ("Service",)  # it is given an address, at which ranks of a replica meet
 SHORT_WORD = 80  # letters: longer texts are seldom the same
 NOT_READ = ("managedFields",)  # of metadata: half of an object's bytes, and nobody asks
 
@@ -165,7 +166,6 @@ class Cache:
         self._settle_seconds = settle_seconds
         self._written: dict[Owner, set[Written]] = {}
         self._progress: dict[Owner, asyncio.Event] = {}
-        self._own_status: dict[Owner, int] = {}
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -211,16 +211,12 @@ class Cache:
         """Drop what was expected of a resource that is gone."""
         self._written.pop(owner, None)
         self._progress.pop(owner, None)
-        self._own_status.pop(owner, None)
 
     # --- what this process writes -------------------------------------------------------------------------------------
 
-    def wrote(self, kind: str, owner: Owner, answer: Manifest, *, is_status: bool = False) -> None:
-        """Note what the API server answered to a write; our own status is news to nobody."""
-        version = version_of(answer)
-        self._written.setdefault(owner, set()).add(Written(kind, version=version or None))
-        if is_status and version is not None:
-            self._own_status[owner] = version
+    def wrote(self, kind: str, owner: Owner, answer: Manifest) -> None:
+        """Note what the API server answered to a write."""
+        self._written.setdefault(owner, set()).add(Written(kind, version=version_of(answer) or None))
 
     def deleted(self, kind: str, namespace: str, name: str, uid: str) -> None:
         """Note that an object was asked to go; one that was never heard of is not waited for."""
@@ -244,13 +240,9 @@ class Cache:
     def changed(self, store: Store, event: str, manifest: Manifest) -> None:
         """Take in one event of a watch: ADDED, MODIFIED or DELETED."""
         self.alive(store)
-        is_ours = (
-            store.kind == KIND
-            and event == "MODIFIED"
-            and self._own_status.get(owner_of(KIND, manifest)) == version_of(manifest)
-        )
-        owner = store.drop(manifest) if event == "DELETED" else store.put(manifest)
-        if is_ours or (store.kind in OWN_NOTES and event != "DELETED"):
+        is_gone = event == "DELETED"
+        owner = store.drop(manifest) if is_gone else store.put(manifest)
+        if not is_gone and (store.kind in OWN_NOTES or self._is_echo(store, owner, manifest)):
             self._hurry(owner)
         else:
             self._told(owner)
@@ -263,6 +255,12 @@ class Cache:
     def not_served(self, store: Store) -> None:
         """Note that nothing will be heard of a kind."""
         store.heard = Heard.NOT_SERVED
+
+    def _is_echo(self, store: Store, owner: Owner, manifest: Manifest) -> bool:
+        """Whether this is what we wrote ourselves, and nobody has touched since: news to nobody, unless the API server
+        adds what the next turn needs."""
+        echo = Written(store.kind, version=version_of(manifest))
+        return store.kind not in ANSWERED and echo.version is not None and echo in self._written.get(owner, ())
 
     def _told(self, owner: Owner) -> None:
         self._hurry(owner)

@@ -24,8 +24,8 @@ import kubernetes.aio.config
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.exceptions import ConflictError, DynamicApiError, NotFoundError
 
-from trimtab_operator.builders.labels import children_selector, meeting_secret_name
-from trimtab_operator.edge.api_http import JSON, ApiHttp
+from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, MANAGED_BY, children_selector, meeting_secret_name
+from trimtab_operator.edge.api_http import JSON, ApiHttp, read
 from trimtab_operator.edge.cache import Cache
 from trimtab_operator.edge.rights import Right, missing_right
 from trimtab_operator.errors import MisconfiguredOperator, NameTaken, NotLeading, NotYet
@@ -217,6 +217,8 @@ class Cluster:
                     f"{manifest['kind']} {metadata['name']} exists and belongs to somebody else; "
                     "delete it, or give the InferenceDeployment another name"
                 )
+            if present is not None and manifest["kind"] == "StatefulSet" and _is_labelled(present, owner):
+                raise NotYet(f"StatefulSet {metadata['name']} is there already; it is looked at again")
         body = {**manifest, "metadata": metadata}
         if manifest["kind"] not in OPTIONAL:
             self._meeting.pop(owner.uid, None)
@@ -435,7 +437,7 @@ class Cluster:
         """Let the cache know what is still to be heard of."""
         kind = str(body["kind"])
         if self.cache is not None and kind != "Secret" and "metadata" in answer:
-            self.cache.wrote(kind, (owner.namespace, owner.name), answer, is_status="status" in body)
+            self.cache.wrote(kind, (owner.namespace, owner.name), answer)
 
     async def _apply(self, manifest: Manifest, manager: str, *, subresource: str = "") -> dict[str, Any]:
         metadata = manifest["metadata"]
@@ -479,7 +481,7 @@ class Cluster:
             timeout=REQUEST_TIMEOUT,
             check=None if method == "get" else self._must_be_ours_to_write,
         )
-        answer: dict[str, Any] = json.loads(await response.read())
+        answer: dict[str, Any] = read(await response.read())
         return answer
 
 
@@ -494,7 +496,7 @@ async def _events(response: Any) -> AsyncIterator[dict[str, Any]]:
     async for chunk in response.content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
-            yield json.loads(line)
+            yield read(line)
 
 
 def _observed(
@@ -538,6 +540,12 @@ def owner_reference(owner: InferenceDeployment) -> dict[str, Any]:
 def is_owned(manifest: Manifest, uid: str) -> bool:
     references = manifest["metadata"].get("ownerReferences") or []
     return any(reference.get("uid") == uid and reference.get("controller") for reference in references)
+
+
+def _is_labelled(manifest: Manifest, owner: InferenceDeployment) -> bool:
+    """Whether watches tell of a child of this owner, so that it is seen sooner or later. Labels may be lost."""
+    labels = manifest["metadata"].get("labels") or {}
+    return bool(labels.get(DEPLOYMENT_LABEL) == owner.name and labels.get("app.kubernetes.io/managed-by") == MANAGED_BY)
 
 
 def is_of_a_former_namesake(manifest: Manifest, owner: InferenceDeployment) -> bool:

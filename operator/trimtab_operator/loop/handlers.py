@@ -40,7 +40,11 @@ class NothingKept(kopf.ProgressStorage):
 
 
 class NothingCompared(kopf.DiffBaseStorage):
-    """Nothing is compared with what a resource was before: a loop looks at it as it is."""
+    """Nothing is compared with what a resource was before: a loop looks at it as it is. So nothing of it is copied
+    either, as Kopf does by itself at each event, of each status that is written."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        return kopf.BodyEssence()
 
     def fetch(self, **_: Any) -> None:
         return None

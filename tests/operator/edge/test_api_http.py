@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ import kubernetes.aio.client
 import pytest
 from aiohttp import web
 from kubernetes.aio.dynamic.exceptions import ConflictError, DynamicApiError, NotFoundError
-from trimtab_operator.edge.api_http import ApiHttp, is_behind_a_proxy
+from trimtab_operator.edge.api_http import ApiHttp, is_behind_a_proxy, read, written
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 SOON = aiohttp.ClientTimeout(total=60.0)
@@ -117,3 +118,24 @@ def test_the_environments_proxies_are_heeded_where_there_are_any(
     for name, value in named.items():
         monkeypatch.setenv(name, value)
     assert is_behind_a_proxy(host) is is_behind
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [1, 1.5, True, None, "ü", 10**30], "": {}},
+        {"message": "half of a pair: \ud800"},  # as an engine may word its end
+        functools.reduce(
+            lambda inside, _: {"in": inside}, range(400), dict[str, Any]()
+        ),  # as anybody may nest a template
+    ],
+)
+def test_whatever_json_says_is_read_and_written(value: dict[str, Any]) -> None:
+    assert json.loads(written(value)) == value
+    assert read(json.dumps(value).encode()) == value
+
+
+def test_what_is_no_json_is_a_value_error() -> None:
+    for text in (b"", b"{", b"<html>"):
+        with pytest.raises(ValueError, match="Expecting"):
+            read(text)

@@ -72,10 +72,40 @@ def test_managed_fields_are_not_kept() -> None:
 
 def test_our_own_status_rings_nobody_and_another_one_does() -> None:
     known = Rung()
-    known.cache.wrote(KIND, OWNER, the_resource(11), is_status=True)
+    known.cache.wrote(KIND, OWNER, the_resource(11))
     known.cache.changed(known.resources, "MODIFIED", the_resource(11))
     assert known.rung == []
     known.cache.changed(known.resources, "MODIFIED", the_resource(12))
+    assert known.rung == [OWNER]
+
+
+@pytest.mark.parametrize(("kind", "rings"), [("StatefulSet", []), ("NetworkPolicy", []), ("Service", [OWNER])])
+def test_what_was_written_here_rings_nobody_unless_the_api_server_adds_to_it(
+    kind: str, rings: list[tuple[str, str]]
+) -> None:
+    rung: list[tuple[str, str]] = []
+    store = Store(kind)
+    cache = Cache([store], lambda *owner: rung.append(owner))
+    cache.listed(store, [], 10)
+    cache.wrote(kind, OWNER, a_pod("m-g0", 11))
+    cache.changed(store, "ADDED", a_pod("m-g0", 11))
+    assert rung == rings
+    assert cache.of(kind, OWNER)
+    for event, version in (("MODIFIED", 12), ("DELETED", 13)):  # by its controller, by anybody
+        rung.clear()
+        cache.changed(store, event, a_pod("m-g0", version))
+        assert rung == [OWNER]
+
+
+async def test_an_echo_is_one_until_a_look_has_heard_it() -> None:
+    """A watch that begins anew tells of the same again."""
+    known = Rung()
+    known.cache.wrote("Pod", OWNER, a_pod(version=11))
+    for _ in range(2):
+        known.cache.changed(known.pods, "ADDED", a_pod(version=11))
+    assert known.rung == []
+    assert await known.cache.settled(OWNER)
+    known.cache.changed(known.pods, "ADDED", a_pod(version=11))
     assert known.rung == [OWNER]
 
 

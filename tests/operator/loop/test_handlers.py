@@ -24,6 +24,11 @@ def test_kopf_writes_nothing_into_resources() -> None:
     assert not patch
 
 
+def test_kopf_copies_no_resource_to_compare_it() -> None:
+    body = kopf.Body({"metadata": {"name": "m", "labels": {"a": "b"}}, "spec": {"model": {}}})
+    assert build_settings().persistence.diffbase_storage.build(body=body) == {}
+
+
 def test_a_watch_that_died_without_a_word_is_begun_anew_within_75_seconds() -> None:
     watching = build_settings().watching
     assert watching.server_timeout is not None
