@@ -316,10 +316,10 @@ def _manifests(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     if layout_of(deployment.spec).pods > 1:
         found.append({**meeting_secret(deployment, token=""), "data": {MEETING_SECRET_KEY: UNKNOWN_SECRET}})
     for ordinal in range(standing_replicas(deployment, None)):
-        found.append(rendezvous_service(deployment, ordinal))
         if layout_of(deployment.spec).pods == 1:
             found.append(leader_stateful_set(wanted, ordinal))
         else:
+            found.append(rendezvous_service(deployment, ordinal))
             found.append(leader_stateful_set(wanted, ordinal, address=UNKNOWN_ADDRESS))
             found.append(worker_stateful_set(wanted, ordinal, address=UNKNOWN_ADDRESS))
     return json.loads(json.dumps(found))  # type: ignore[no-any-return]

@@ -20,7 +20,15 @@ from trimtab_operator.builders.stateful_set import Held, Rendered, leader_statef
 from trimtab_operator.decisions.actions import Action, Apply, Delete, delete_of
 from trimtab_operator.decisions.surge import extra_groups, retired
 from trimtab_operator.layout import layout_of
-from trimtab_operator.observed.groups import Group, Observed, groups_of, is_terminating, is_worker, ordinal_of
+from trimtab_operator.observed.groups import (
+    Group,
+    Observed,
+    groups_of,
+    is_terminating,
+    is_worker,
+    meeting_address,
+    ordinal_of,
+)
 from trimtab_operator.observed.phases import has_started, is_placed
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
@@ -61,16 +69,23 @@ def plan(
     allowed -= sum(group.is_ready and group.name in unproven for group in staying)
     to_update = {g.ordinal for g in choose_updates(staying, behind, allowed, coming=len(new) if surge else None)}
     current = [g.ordinal for g in staying if g.ordinal not in behind or g.ordinal in to_update]
-    manifests: list[Manifest] = [client_service(deployment)]
-    manifests += [
-        rendezvous_service(deployment, g.ordinal, address=_known_address(g, deployment, observed)) for g in staying
-    ]
-    manifests += [rendezvous_service(deployment, ordinal) for ordinal in new]
+    manifests: list[Manifest] = [client_service(deployment), *_meeting_places(deployment, staying, new, observed)]
     for ordinal in (*current, *new):
         manifests += group_manifests(wanted, ordinal, observed, (held or {}).get(ordinal))
-    kept = {group.name for group in staying}
     applied = map(_at_any_address, differing(manifests, observed))
-    return (*applied, *_removals(deployment, staying, leaving, current, kept, manifests, observed))
+    return (*applied, *_removals(deployment, staying, leaving, current, manifests, observed))
+
+
+def _meeting_places(
+    deployment: InferenceDeployment, staying: Iterable[Group], new: Iterable[int], observed: Observed
+) -> Iterable[Manifest]:
+    """The Services where ranks of several pods meet. Those of one pod need none."""
+    if layout_of(deployment.spec).pods == 1:
+        return
+    for group in staying:
+        yield rendezvous_service(deployment, group.ordinal, address=_known_address(group, deployment, observed))
+    for ordinal in new:
+        yield rendezvous_service(deployment, ordinal)
 
 
 def group_manifests(wanted: Rendered, ordinal: int, observed: Observed, held: Held | None) -> tuple[Manifest, ...]:
@@ -203,11 +218,10 @@ def _removals(
     staying: Iterable[Group],
     leaving: Sequence[tuple[Group, str]],
     current: Collection[int],
-    kept: set[str],
     wanted: Iterable[Manifest],
     observed: Observed,
 ) -> Iterable[Delete]:
-    """StatefulSets of groups that go, with why, or that need no workers, and group Services that no group needs."""
+    """StatefulSets of groups that go, with why, or that need no workers, and Services at which nobody meets."""
     for group, why in leaving:
         for stateful_set in group.stateful_sets:
             yield delete_of("StatefulSet", stateful_set, why)
@@ -218,14 +232,15 @@ def _removals(
     for stateful_set in observed.stateful_sets:
         if is_worker(stateful_set) and ordinal_of(stateful_set) not in present and not is_terminating(stateful_set):
             yield delete_of("StatefulSet", stateful_set, "its leader is gone")
-    needed = {m["metadata"]["name"] for m in wanted if m["kind"] == "Service"} | kept
-    draining = {ordinal_of(pod) for pod in observed.pods}
+    needed = {m["metadata"]["name"] for m in wanted if m["kind"] == "Service"}
+    meeting: set[int | None] = {group.ordinal for group in staying if group.meeting_addresses}
+    meeting |= {ordinal_of(pod) for pod in observed.pods if meeting_address(pod) is not None}
     for service in observed.services:
         metadata = service["metadata"]
         is_group_service = ROLE_LABEL in (metadata.get("labels") or {})
-        is_needed = metadata["name"] in needed or ordinal_of(service) in draining
+        is_needed = metadata["name"] in needed or ordinal_of(service) in meeting
         if is_group_service and not is_needed and not is_terminating(service):
-            yield delete_of("Service", service, "its replica is gone")
+            yield delete_of("Service", service, "nobody meets there")
 
 
 def differing(wanted: Iterable[Manifest], observed: Observed) -> tuple[Apply, ...]:

@@ -120,11 +120,6 @@ class Turn:
         return self.findings.share is not None and not self.findings.share.waits_to_grow
 
     @property
-    def is_acting(self) -> bool:
-        """Whether anything is to be written but Events, values of engines and the status."""
-        return bool(self.remember or self.care or self.children)
-
-    @property
     def is_idle(self) -> bool:
         """Whether nothing is to be done, and nothing told but the status."""
         return not (self.remember or self.care or self.children or self.patches or self.decisions or self.notes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from trimtab_operator.builders.admin_token import admin_token
@@ -142,23 +142,23 @@ class Eyes:
         children = await self.cluster.recall(world.deployment, self.cache)
         return None if children is None else replace(world, children=children, remembered=body)
 
-    async def confirmed(self, key: Key, world: World) -> World:
-        """The same world, if what is known of it from the cache is still so; else what the API server says now, beside
-        what the engines said. Raises Gone.
+    async def confirmed(self, key: Key, world: World, grounds: Iterable[Manifest]) -> World:
+        """The same world, if the `grounds` are still as they are known; else one that is confirmed as a whole, beside
+        what the engines said: by what the cache has heard meanwhile, or by what the API server says. Raises Gone.
 
-        Read again are the resource, its StatefulSets and their pods: who goes and who stays depends on them. Other
+        As a whole means the resource, its StatefulSets and their pods: who goes and who stays depends on them. Other
         children are written over with what the spec asks for, whatever they are.
         """
-        known: World | None = world
-        for _ in range(CONFIRMATIONS):
+        if await self.cluster.are_current(grounds):
+            return world
+        for _ in range(CONFIRMATIONS - 1):
+            await asyncio.sleep(CATCH_UP_SECONDS)
+            known = await self._remembered(key)
             if known is None or known.remembered is None:
                 break
             if await self.cluster.are_current((known.remembered, *known.children.stateful_sets, *known.children.pods)):
-                return known
-            await asyncio.sleep(CATCH_UP_SECONDS)
-            known = await self._remembered(key)
-            known = None if known is None else _beside_the_same(known, world)
-        return world if world.remembered is None else _beside_the_same(await self._asked(key), world)
+                return _beside_the_same(known, world)
+        return _beside_the_same(await self._asked(key), world)
 
     def _world(self, key: Key, body: Manifest) -> World:
         """What the resource itself says; its children are still to be read."""

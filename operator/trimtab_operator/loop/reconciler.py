@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 
 from trimtab_operator.decisions.findings import Findings
+from trimtab_operator.decisions.grounds import grounds_of
 from trimtab_operator.decisions.memory import Memory
 from trimtab_operator.decisions.rest import Rest, caught_up, rest_of
 from trimtab_operator.decisions.turn import Turn, findings_without_a_turn, turn
@@ -121,11 +122,7 @@ class Reconciler:
         if rest is not None and rest.ended_in(world):
             async with self._thinking.entered(Place(loop.is_awaited)):
                 loop.memory = await asyncio.to_thread(caught_up, rest, loop.memory)
-        decided = await self._decided(loop, world)
-        if decided.is_acting:
-            seen, world = world, await self.eyes.confirmed(loop.key, world)
-            if world is not seen:  # the cache lagged
-                decided = await self._decided(loop, world)
+        world, decided = await self._confirmed(loop, world, await self._decided(loop, world))
         world, decided = await self._staked(loop, world, decided)
         loop.decided = world, decided
         await self.hands.remember(world, decided)
@@ -139,6 +136,14 @@ class Reconciler:
         loop.rest = rest_of(world, decided, status, before=said_by_us(world.deployment.status))
         return self.eyes.tick_seconds
 
+    async def _confirmed(self, loop: Loop, world: World, decided: Turn) -> tuple[World, Turn]:
+        """Make sure of what a turn rests on; where the cache lagged, decide again by what is so now."""
+        grounds = grounds_of(world, decided)
+        if not grounds:
+            return world, decided
+        seen = await self.eyes.confirmed(loop.key, world, grounds)
+        return (world, decided) if seen is world else (seen, await self._decided(loop, seen))
+
     async def _staked(self, loop: Loop, world: World, decided: Turn) -> tuple[World, Turn]:
         """Take what was decided out of the GPU budget; where others took it meanwhile, decide again beside them."""
         stakes = self.eyes.stakes
@@ -149,7 +154,7 @@ class Reconciler:
             if stakes.put(stake, decided.replicas_staked, beside=decided.num_beside, grows=decided.grows):
                 return world, decided
             world = self.eyes.with_stakes(loop.key, world)
-            decided = await self._decided(loop, world)
+            world, decided = await self._confirmed(loop, world, await self._decided(loop, world))
         raise NotYet("the GPU budget is being shared out anew; it is looked at again in a moment")
 
     async def _decided(self, loop: Loop, world: World) -> Turn:

@@ -16,6 +16,7 @@ from operator_builders import a_deployment, a_spec
 from operator_cluster import FakeCluster
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, common_labels, group_selector
 from trimtab_operator.builders.meeting_secret import meeting_secret
+from trimtab_operator.builders.service import rendezvous_service
 from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION, Held, rendered
 from trimtab_operator.decisions.actions import Apply, Delete
 from trimtab_operator.decisions.plan import allowed_down, plan, plan_tuning_state
@@ -46,12 +47,10 @@ def children_of(cluster: FakeCluster) -> list[str]:
     return sorted(name for kind, name in cluster.objects if kind != "ConfigMap")
 
 
-def test_a_new_resource_gets_services_before_its_replicas() -> None:
+def test_a_new_resource_gets_its_service_before_its_replicas() -> None:
     assert applied(FakeCluster(replicas=2)) == [
         ("ServiceAccount", "m-engine"),
         ("Service", "m"),
-        ("Service", "m-g0"),
-        ("Service", "m-g1"),
         ("StatefulSet", "m-g0"),
         ("StatefulSet", "m-g1"),
     ]
@@ -128,7 +127,7 @@ def test_scale_in_leaves_nothing_of_the_group() -> None:
     cluster = a_settled_cluster(replicas=3)
     cluster.edit(replicas=1)
     cluster.settle()
-    assert children_of(cluster) == ["m", "m-engine", "m-g0", "m-g0"]
+    assert children_of(cluster) == ["m", "m-engine", "m-g0"]
 
 
 def test_a_rollout_goes_group_by_group() -> None:
@@ -344,6 +343,28 @@ def test_replicas_of_one_pod_have_nobody_to_meet_and_no_secret() -> None:
     cluster = a_settled_cluster()
     assert not [name for kind, name in cluster.objects if kind == "Secret"]
     assert "meeting" not in str(cluster.objects["StatefulSet", "m-g0"])
+
+
+def test_where_nobody_meets_there_is_no_service_and_an_older_operators_goes_without_a_restart() -> None:
+    cluster = a_settled_cluster(replicas=2)
+    assert addresses_of(cluster) == {}
+    for ordinal in range(2):
+        cluster.do([Apply(rendezvous_service(cluster.deployment, ordinal), True, "as older operators did")])
+    pods = copy.deepcopy(cluster.pods)
+    cluster.settle()
+    assert addresses_of(cluster) == {}
+    assert cluster.pods == pods
+
+
+def test_ranks_that_still_run_keep_the_place_where_they_met() -> None:
+    """A replica of three pods becomes one of one pod: the Service goes after its last pod."""
+    cluster = a_settled_cluster(parallelism=THREE, rollout={"maxSurge": 0, "bakeTime": "0s"})
+    cluster.edit(parallelism={"tensor": 1})
+    cluster.turn()
+    assert set(addresses_of(cluster)) == {"m-g0"}
+    cluster.settle()
+    assert addresses_of(cluster) == {}
+    assert [len(group.pods) for group in cluster.groups] == [1]
 
 
 def test_each_resource_has_a_meeting_secret_of_its_own_and_no_pod_holds_the_token() -> None:

@@ -10,6 +10,7 @@ import pytest
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.exceptions import NotFoundError
 from operator_builders import a_deployment
+from trimtab_operator.builders.labels import common_labels
 from trimtab_operator.edge.cluster import MAX_CALLS_AT_ONCE, Cluster, is_of_a_former_namesake, is_of_workload
 from trimtab_operator.errors import NameTaken, NotYet
 
@@ -96,6 +97,16 @@ async def test_a_child_that_is_there_already_is_waited_for_if_it_is_about_to_go(
 ) -> None:
     manifest = {"kind": "StatefulSet", "metadata": {"namespace": "n", "name": "m-g0"}}
     with pytest.raises(error):
+        await Answers(present).apply(manifest, a_deployment(), is_new=True)
+
+
+async def test_a_replica_that_is_there_already_is_looked_at_before_it_is_written_over() -> None:
+    """Watches are about to tell of it; without its labels they never would."""
+    manifest = {"kind": "StatefulSet", "metadata": {"namespace": "n", "name": "m-g0"}}
+    present = owned_by()
+    await Answers(present).apply(manifest, a_deployment(), is_new=True)
+    present["metadata"]["labels"] = common_labels(a_deployment())
+    with pytest.raises(NotYet):
         await Answers(present).apply(manifest, a_deployment(), is_new=True)
 
 

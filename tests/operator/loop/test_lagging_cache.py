@@ -78,7 +78,8 @@ class LaggingDoor:
 
     def __init__(self, cluster: FakeCluster, cache: LaggingCache) -> None:
         self.cluster, self.known = cluster, cache
-        self.confirmations = 0
+        self.confirmed: list[set[str]] = []
+        """What was confirmed, each time: names, the resource's own among them."""
         self.refused = 0
 
     async def get(self, _kind: str, _namespace: str | None, _name: str) -> Manifest | None:
@@ -102,13 +103,14 @@ class LaggingDoor:
             secrets=self.cluster.children().secrets,
         )
 
-    async def are_current(self, manifests: Iterable[Manifest]) -> bool:
+    async def are_current(self, grounds: Iterable[Manifest]) -> bool:
+        manifests = list(grounds)
         present = {
             (kind, made["metadata"]["name"]): made["metadata"]["resourceVersion"]
             for kind, found in self.known._now().items()
             for made in found
         }
-        self.confirmations += 1
+        self.confirmed.append({made["metadata"]["name"] for made in manifests})
         is_so = all(
             present.get((m["kind"], m["metadata"]["name"])) == m["metadata"]["resourceVersion"] for m in manifests
         )
@@ -249,4 +251,23 @@ async def test_a_world_at_rest_is_looked_at_without_asking_for_it() -> None:
         await reconciler.tick(loop)
         door.known.hear()
     assert cluster.writes == 0
-    assert door.confirmations == 0
+    assert door.confirmed == []
+
+
+async def test_what_only_adds_is_not_confirmed_and_what_takes_rests_on_those_that_stay() -> None:
+    cluster = FakeCluster(replicas=1, rollout={**QUICK, "maxSurge": 1})
+    cluster.settle()
+    reconciler, loop, door = lagging(cluster, random.Random(0))
+    caught_up = CatchingUp(reconciler, door)
+    cluster.edit(runtime={"device": "cpu", "image": "engine:1", "args": ["--seed=1"]})
+    await caught_up.tick(loop)
+    assert [group.ordinal for group in cluster.groups] == [0, 1]
+    assert door.confirmed == []
+    cluster.now += 5.0
+    cluster.controllers()
+    for _ in range(3):
+        await caught_up.tick(loop)
+        cluster.now += 5.0
+        cluster.controllers()
+    assert [group.ordinal for group in cluster.groups] == [1]
+    assert door.confirmed == [{"m", "m-g1", "m-g1-0"}]

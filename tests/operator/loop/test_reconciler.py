@@ -40,7 +40,7 @@ async def test_the_first_tick_creates_and_when_all_runs_a_tick_writes_nothing() 
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
     assert await reconciler.tick(loop) == BUSY_TICK_SECONDS
     kinds = sorted(kind for kind, _ in cluster.objects)
-    assert kinds == ["ConfigMap", "ConfigMap", "Service", "Service", "ServiceAccount", "StatefulSet"]
+    assert kinds == ["ConfigMap", "ConfigMap", "Service", "ServiceAccount", "StatefulSet"]
     assert cluster.events == ["ReplicaCreated"]
     cluster.controllers()
     await reconciler.tick(loop)

@@ -1,0 +1,40 @@
+"""What of a world must still be so when a turn is carried out that was decided in it. Pure.
+
+A cache lags. What a turn takes away or writes over rests on who else serves: that is confirmed. What a turn only adds
+rests on nothing but the resource itself, and a creation looks first whether there is such an object
+(docs/decisions/cache-fed-by-watches.md).
+"""
+
+from __future__ import annotations
+
+from trimtab_operator.builders.labels import rollout_config_map_name
+from trimtab_operator.decisions.actions import Action, Apply, Delete
+from trimtab_operator.decisions.turn import Turn
+from trimtab_operator.decisions.world import World
+from trimtab_operator.observed.groups import groups_of
+from trimtab_operator.resource.manifest import Manifest
+
+
+def grounds_of(world: World, decided: Turn) -> tuple[Manifest, ...]:
+    """The resource, the replicas that stay and the pods that go one by one; nothing where a turn only adds.
+
+    A replica that goes as a whole is known by its uid, and whatever became of it, those that stay are what counts.
+    """
+    if world.remembered is None or not _takes(world, decided):
+        return ()
+    going = {action.uid for action in (*decided.care, *decided.children) if isinstance(action, Delete)}
+    staying = [g for g in groups_of(world.children) if g.stateful_set["metadata"].get("uid") not in going]
+    of_groups = [manifest for group in staying for manifest in (*group.stateful_sets, *group.pods)]
+    lone = [pod for pod in world.children.pods if pod["metadata"].get("uid") in going and pod not in of_groups]
+    return (world.remembered, *of_groups, *lone)
+
+
+def _takes(world: World, decided: Turn) -> bool:
+    """Whether anything goes, is written over, or is said of a change for good."""
+    verdict = rollout_config_map_name(world.deployment)
+    is_judged = any(action.manifest["metadata"]["name"] == verdict for action in decided.remember)
+    return is_judged or not all(map(_adds, (*decided.care, *decided.children)))
+
+
+def _adds(action: Action) -> bool:
+    return isinstance(action, Apply) and action.is_new
