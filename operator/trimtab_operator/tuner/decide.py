@@ -333,9 +333,17 @@ class _Turn:
 
     def _judge(self, trial: Trial, situation: Situation) -> None:
         start = trial.at + SETTLE_SECONDS
-        share, count = self._attained(max(start, self.observation.complete_since(self.now) + SETTLE_SECONDS))
-        felt = None if situation.coming else share  # while more are on their way, it is a matter of how many serve
-        verdict = judged(trial, situation, attained=felt, requests=count, since=self.observation.total(since=start))
+        complete = max(start, self.observation.complete_since(self.now) + SETTLE_SECONDS)
+        share, count = self._attained(complete)
+        is_coming = situation.coming > 0  # and then what is felt is a matter of how many serve
+        verdict = judged(
+            trial,
+            situation,
+            attained=None if is_coming else share,
+            requests=count,
+            since=self.observation.total(since=start),
+            is_awaited=is_coming or (complete > start and share is None),
+        )
         if verdict.verdict is Verdict.KEPT:
             self.memory = replace(self.memory.with_outcome(trial.decision, f"kept: {verdict.seen}"), trial=None)
         elif verdict.verdict is Verdict.BAD:

@@ -25,6 +25,7 @@ DEVIATIONS = 3.0
 CLEAR_LOSS = 0.02  # of the attainment, beyond chance
 WORSE_FACTOR = 1.5  # times the tokens computed twice …
 WORSE_SHARE = 0.01  # … and this share of all more
+AWAITED = 2.0  # times as long as usual a trial is open at most, while replicas come that were asked for with it
 COMPARABLE = 1.3  # loads within this factor of each other are comparable
 
 
@@ -47,8 +48,18 @@ class Judgement:
 OPEN = Judgement(Verdict.OPEN)
 
 
-def judged(trial: Trial, s: Situation, *, attained: float | None, requests: int, since: Interval | None) -> Judgement:
-    """Judge a trial: `attained` of `requests` that came since the change, and what the replicas did since then."""
+def judged(
+    trial: Trial,
+    s: Situation,
+    *,
+    attained: float | None,
+    requests: int,
+    since: Interval | None,
+    is_awaited: bool = False,
+) -> Judgement:
+    """Judge a trial: `attained` of `requests` that came since the change, and what the replicas did since then.
+    `is_awaited`: too few came since as many replicas serve as were asked for, and what users felt before tells of their
+    number."""
     if since is None or since.seconds < LEAST_LOOKS * s.settings.pace.tick_seconds * max(1, s.replicas) * 0.9:
         return OPEN
     preemption = _by_preemption(trial, s, since)
@@ -57,7 +68,7 @@ def judged(trial: Trial, s: Situation, *, attained: float | None, requests: int,
     felt = _by_feeling(trial, s, attained, requests)
     if felt is not None:
         return Judgement(Verdict.BAD, felt)
-    if s.now - trial.at < s.settings.pace.judge_seconds:
+    if s.now - trial.at < (AWAITED if is_awaited else 1.0) * s.settings.pace.judge_seconds:
         return OPEN
     return Judgement(Verdict.KEPT, _seen(trial.expected, attained, since))
 

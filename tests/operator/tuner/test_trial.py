@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from trimtab_operator.tuner.decide import decide
 from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.looks import Phase
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.settings import Mode, Settings
 from trimtab_operator.tuner.state import Memory
@@ -14,13 +15,20 @@ TICK = 15.0
 
 
 def reasons_of_decisions(preemptions_after: float, *, ticks_after: int) -> list[Reason]:
+    """Why what was decided."""
+    return under_pressure(preemptions_after, ticks_after=ticks_after)[0]
+
+
+def under_pressure(
+    preemptions_after: float, *, ticks_after: int, coming_for: float = 0.0
+) -> tuple[list[Reason], Memory]:
     """An engine under pressure, whose memory is raised; from then on so many requests are preempted a second, and
-    three times as many tokens are computed again as before."""
+    three times as many tokens are computed again as before. A second replica starts for so many seconds."""
     settings, memory = Settings(Mode.AUTO, starts=KNOBS), Memory(starts=KNOBS)
     values: dict[Knob, Value] = dict(KNOBS)
     generation, preempted, recomputed, left = 1, 0.0, 0.0, ticks_after
     decisions: list[Reason] = []
-    now = 1000.0
+    now = begun = 1000.0
     while left:
         is_tried = bool(decisions)
         preempted += TICK * (preemptions_after if is_tried else 1.0)
@@ -32,15 +40,20 @@ def reasons_of_decisions(preemptions_after: float, *, ticks_after: int) -> list[
             preemptions={"capacity": preempted},
             recomputed_tokens=recomputed,
         )
-        outcome = decide([a_look(sample=sample, values=values)], memory, settings, now)
+        looks = [a_look(sample=sample, values=values)]
+        if is_tried and now - begun < coming_for:
+            looks.append(a_look("m-1", phase=Phase.STARTING, since=begun))
+        outcome = decide(looks, memory, settings, now)
         memory = outcome.memory
         decisions += [decision.reason for decision in outcome.decisions]
         for patch in outcome.patches.values():
             values.update(patch)
             generation += 1
+        if not is_tried:
+            begun = now
         left -= is_tried
         now += TICK
-    return decisions
+    return decisions, memory
 
 
 @pytest.mark.parametrize("ticks", [3, 8, 16])
@@ -51,3 +64,12 @@ def test_more_memory_is_not_blamed_for_those_that_lost_their_blocks_before(ticks
 def test_where_nothing_is_predicted_what_is_preempted_counts_against_the_trial_at_its_end() -> None:
     assert reasons_of_decisions(3.0, ticks_after=18) == [Reason.KV_CACHE_TOO_SMALL]
     assert Reason.MADE_WORSE in reasons_of_decisions(3.0, ticks_after=22)
+
+
+@pytest.mark.parametrize(("ticks", "coming_for", "is_open"), [(22, 0.0, False), (22, 400.0, True), (44, 900.0, False)])
+def test_while_replicas_come_that_were_asked_for_a_trial_waits_for_what_users_feel(
+    ticks: int, coming_for: float, is_open: bool
+) -> None:
+    decisions, memory = under_pressure(0.0, ticks_after=ticks, coming_for=coming_for)
+    assert Reason.MADE_WORSE not in decisions
+    assert (memory.trial is not None) == is_open

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -179,6 +180,7 @@ class Lengths:
             index = _bin(running.arrived_at) - first
             if 0 <= index < len(counts):
                 counts[index] += 1
+        counts = list(itertools.dropwhile(operator.not_, counts))  # before it was watched nothing is known to have come
         total = sum(counts)
         if sum(1 for count in counts if count) < LEAST_BINS or total < LEAST_PAIRS:
             return 1.0

@@ -180,6 +180,14 @@ def test_arrivals_that_come_in_clusters_are_uneven() -> None:
     assert 6.0 < came(times).dispersion(600.0) < 13.0
 
 
+def test_a_load_that_was_there_when_the_watch_began_is_no_burst() -> None:
+    rng, at, times = random.Random(3), 0.0, []
+    while at < 60.0:
+        at += rng.expovariate(30.0)
+        times.append(at)
+    assert came(times).dispersion(60.0) < 1.6
+
+
 def test_of_few_requests_nothing_is_said_of_evenness() -> None:
     assert came([1.0, 1.1, 1.2] * 5).dispersion(600.0) == 1.0
 
