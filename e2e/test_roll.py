@@ -1,5 +1,5 @@
-"""Story: a change reaches a single replica while clients ask, replicas come and go, operators are replaced; and nobody
-is refused."""
+"""Story: a change reaches a single replica while clients ask, replicas come and go, operators are replaced, a node is
+drained; and nobody is refused."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from conftest import Apply
 from harness.deployment import Deployment, seconds_since
 from harness.install import NAMESPACE, Installation
 from harness.kube import CRD_KIND, Kube
+from harness.layouts import needs_workers
+from harness.nodes import drained, node_of
 from harness.report import measured
 from harness.traffic import LoadOptions, load
 
 CLIENTS = 4
 ASKS_PER_SECOND = 25.0  # each over a connection of its own: a gap of a tenth of a second would be seen
 SHARE_ASKED = 0.8  # at least: a load on busy cores falls behind at times
+HOST = "kubernetes.io/hostname"
 SETTLED_SECONDS = 300.0  # another engine loads beside one that serves on the same cores, and the old one drains
 
 
@@ -71,3 +74,39 @@ def test_a_replica_and_the_operators_go_under_load_without_a_failed_request(
     assert report.asked >= SHARE_ASKED * ASKS_PER_SECOND * took
     assert [group["ready"] for group in after["status"]["groups"]] == [True]
     measured(f"a replica is removed, and all operators are replaced, under load in {took:.0f} s: {report}")
+
+
+def test_a_node_is_drained_under_load_without_a_failed_request(
+    apply: Apply, installation: Installation, kube: Kube, namespace: str
+) -> None:
+    needs_workers(kube)
+    selector = "trimtab.dev/deployment=drained"
+    apart = {"labelSelector": {"matchLabels": {"trimtab.dev/deployment": "drained"}}, "topologyKey": HOST}
+    affinity = {
+        "podAntiAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": apart}]
+        }
+    }
+    deployment = apply(
+        "drained",
+        replicas=2,
+        tuning={"mode": "Off", "bounds": None},
+        rollout={"drainTimeout": "60s"},
+        template={"spec": {"affinity": affinity}},
+    )
+    deployment.settled(deadline_seconds=SETTLED_SECONDS)
+    leaving, staying = deployment.pods()
+    node = node_of(leaving)
+    assert node_of(staying) != node, "clusters before 1.21 serve no budget that would keep one of two"
+    with load(kube, namespace, installation.images.operator, _options(deployment)) as running:
+        begin = time.monotonic()
+        with drained(kube, node, selector):
+            deployment.settled(deadline_seconds=SETTLED_SECONDS)
+            pods = {pod["metadata"]["name"]: pod for pod in deployment.pods()}
+        took = seconds_since(begin)
+        report = running.stop()
+    assert report.failed == []
+    assert report.asked >= SHARE_ASKED * ASKS_PER_SECOND * took
+    assert node_of(pods[leaving["metadata"]["name"]]) != node
+    assert pods[staying["metadata"]["name"]]["metadata"]["uid"] == staying["metadata"]["uid"]
+    measured(f"a node is drained under load, its replica serves elsewhere after {took:.0f} s: {report}")

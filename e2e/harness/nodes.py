@@ -11,6 +11,7 @@ from harness.report import say
 from harness.target import run_tool
 from harness.wait import NotYet
 
+DRAINED_SECONDS = 300.0  # pods finish their requests first, and wait for each other by their budget
 CONTROL_PLANE_LABELS = ("node-role.kubernetes.io/control-plane", "node-role.kubernetes.io/master")
 
 
@@ -64,6 +65,17 @@ def paused(kube: Kube, node: str) -> Iterator[None]:
     finally:
         say(f"docker unpause {node}")
         run_tool("docker", "unpause", node, kube=kube)
+
+
+@contextmanager
+def drained(kube: Kube, node: str, selector: str) -> Iterator[None]:
+    """The node takes no pods, and those of its pods that are selected were evicted, as an administrator does it."""
+    chosen = f"--pod-selector={selector}"
+    try:
+        kube.run("drain", node, chosen, "--delete-emptydir-data", timeout_seconds=DRAINED_SECONDS)
+        yield
+    finally:
+        kube.run("uncordon", node)
 
 
 @contextmanager
