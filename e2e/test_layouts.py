@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from conftest import Apply, Remove
-from harness.answer import ask
 from harness.deployment import Deployment, describe
 from harness.engine import API_PORT
 from harness.kube import Kube, Manifest, condition, is_true
-from harness.layouts import NEVER, QUESTION, READY_SECONDS, ROOM, await_ready, layout, needs_workers, nodes_of
+from harness.layouts import NEVER, READY_SECONDS, ROOM, answer_of, await_ready, layout, needs_workers, nodes_of
 from harness.nodes import kept_for, pod_nodes, pretended, worker_nodes
 from harness.report import measured
 from harness.wait import NotYet, Waiter
@@ -34,7 +33,7 @@ def expected(apply: Apply, remove: Remove) -> str:
     """What one rank answers."""
     one = a_layout(apply, "one")
     one.ready(deadline_seconds=READY_SECONDS)
-    text = ask(one, QUESTION).text
+    text = answer_of(one)
     remove(one)
     return text
 
@@ -59,7 +58,7 @@ def test_three_pods_are_one_replica_and_answer_as_one_rank(three: Deployment, ex
     assert is_true(three.get(), "LayoutValid")
     assert [pod["metadata"]["name"] for pod in three.pods()] == ["three-g0-0"], "an autoscaler averages over leaders"
     three.waiter.until("the Service leads to one pod", lambda: _leads_to(three, 1), deadline_seconds=60.0)
-    assert ask(three, QUESTION).text == expected
+    assert answer_of(three) == expected
 
 
 def test_a_worker_pod_that_is_killed_restarts_the_group(three: Deployment, expected: str, kube: Kube) -> None:
@@ -72,7 +71,7 @@ def test_a_worker_pod_that_is_killed_restarts_the_group(three: Deployment, expec
     after = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in three.group_pods()}
     assert after.keys() == before.keys()
     assert after["three-g0-w-0"] != before["three-g0-w-0"]
-    assert ask(three, QUESTION).text == expected
+    assert answer_of(three) == expected
 
 
 def test_a_pod_that_is_deleted_takes_its_group_along(three: Deployment, expected: str, kube: Kube) -> None:
@@ -84,7 +83,7 @@ def test_a_pod_that_is_deleted_takes_its_group_along(three: Deployment, expected
     after = {pod["metadata"]["uid"] for pod in three.group_pods()}
     assert not before & after, "a pod of the former engine is still there"
     assert any(event["reason"] == "RestartedAsOne" for event in kube.events(three.namespace, three.name))
-    assert ask(three, QUESTION).text == expected
+    assert answer_of(three) == expected
 
 
 def test_a_rendezvous_service_that_is_deleted_comes_back_with_its_address_and_nobody_restarts(
@@ -110,7 +109,7 @@ def test_a_rendezvous_service_that_is_deleted_comes_back_with_its_address_and_no
             raise NotYet(describe(three.get()))
 
     three.waiter.stays("no pod restarts", undisturbed, seconds=20.0)
-    assert ask(three, QUESTION).text == expected
+    assert answer_of(three) == expected
 
 
 def _leads_to(deployment: Deployment, count: int) -> None:
@@ -148,7 +147,7 @@ def test_a_quota_that_refuses_a_pod_of_a_group_is_named_and_the_group_starts_whe
     assert (reason, "exceeded quota: few" in message) == ("PodsRefused", True), message
     began = time.monotonic()
     await_ready(half, "a group that a quota let have one of two pods, once it is gone", began)
-    assert ask(half, QUESTION).text == expected
+    assert answer_of(half) == expected
     remove(half)
 
 
@@ -173,7 +172,7 @@ def test_two_pipeline_stages_in_two_pods(apply: Apply, remove: Remove, expected:
     two = a_layout(apply, "stages", pipeline=2, gpusPerNode=1)
     await_ready(two, "two pods, PP2, from apply", began)
     assert len(set(nodes_of(two))) == 2
-    assert ask(two, QUESTION).text == expected
+    assert answer_of(two) == expected
     remove(two)
 
 
@@ -186,7 +185,7 @@ def test_two_data_parallel_ranks_in_one_pod(apply: Apply, remove: Remove, expect
     await_ready(both, "one pod, DP2, from apply", began)
     assert len(both.group_pods()) == 1
     assert both.status()["layout"]["worldSize"] == 2
-    assert ask(both, QUESTION).text == expected
+    assert answer_of(both) == expected
     metrics = kube.pod_http(both.namespace, both.pod_name(), API_PORT, "/metrics")
     assert 'vllm:num_requests_running{engine="1"' in metrics
     remove(both)
@@ -197,7 +196,7 @@ def test_two_data_parallel_ranks_in_two_pods(apply: Apply, remove: Remove, expec
     both = a_layout(apply, "spread", data=2, gpusPerNode=1)
     await_ready(both, "two pods, DP2, from apply", began)
     assert len(set(nodes_of(both))) == 2
-    assert ask(both, QUESTION).text == expected
+    assert answer_of(both) == expected
     metrics = kube.pod_http(both.namespace, both.pod_name(), API_PORT, "/metrics")
     assert 'vllm:num_requests_running{engine="1"' in metrics
     remove(both)
@@ -238,11 +237,11 @@ def test_of_two_groups_that_hold_half_of_what_they_need_the_younger_gives_way(
             assert f"Insufficient {ACCELERATOR}" in told[0]["message"]
             limited = young.waiter.until("the younger says why", lambda: _limited(young), deadline_seconds=60.0)
             assert f"Insufficient {ACCELERATOR}" in limited["message"]
-            assert ask(old, QUESTION).text == expected
+            assert answer_of(old) == expected
             began = time.monotonic()
             remove(old)
             await_ready(young, "the younger, from the removal of the older", began)
-            assert ask(young, QUESTION).text == expected
+            assert answer_of(young) == expected
             remove(young)
 
 

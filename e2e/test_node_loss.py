@@ -6,11 +6,10 @@ import time
 
 import pytest
 from conftest import Apply
-from harness.answer import ask
 from harness.deployment import Deployment
 from harness.install import Installation
 from harness.kube import Kube
-from harness.layouts import QUESTION, READY_SECONDS, layout, needs_workers, nodes_of
+from harness.layouts import READY_SECONDS, answer_of, layout, needs_workers, nodes_of
 from harness.nodes import all_ready, node_of, not_ready, paused, worker_nodes
 from harness.report import measured
 from harness.target import Target
@@ -31,7 +30,7 @@ def three(target: Target, kube: Kube, apply: Apply) -> Deployment:
 
 
 def test_a_lost_node_moves_the_group_elsewhere(three: Deployment, kube: Kube, installation: Installation) -> None:
-    expected = ask(three, QUESTION).text
+    expected = answer_of(three)
     leader = node_of(installation.leader())  # another one would lead 20 s later: a story of its own
     node = next(name for name in worker_nodes(kube) if name != leader)
     assert node in nodes_of(three), f"no pod of the group on {node}"
@@ -49,10 +48,10 @@ def test_a_lost_node_moves_the_group_elsewhere(three: Deployment, kube: Kube, in
         )
         assert node not in nodes_of(three)
         assert any(event["reason"] == "NodeLost" for event in kube.events(three.namespace, three.name))
-        assert ask(three, QUESTION).text == expected
+        assert answer_of(three) == expected
     three.waiter.until("all nodes are Ready again", lambda: all_ready(kube), deadline_seconds=180.0)
     three.ready(deadline_seconds=READY_SECONDS)
-    assert ask(three, QUESTION).text == expected
+    assert answer_of(three) == expected
 
 
 def _none_on(deployment: Deployment, node: str) -> None:

@@ -13,6 +13,7 @@ from harness.service import port_forward
 
 QUESTION = "What is the capital of France?"
 EXPECTED = "Paris"
+MAX_TOKENS = 32
 ANSWER_SECONDS = 180.0
 
 
@@ -28,16 +29,25 @@ class Answer:
 
 
 def ask(
-    deployment: Deployment, question: str = QUESTION, *, show: Callable[[str], None] = lambda piece: None
+    deployment: Deployment,
+    question: str = QUESTION,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    show: Callable[[str], None] = lambda piece: None,
 ) -> Answer:
     """Stream the answer to `question`; `show` gets every piece as it comes."""
     name, _, port = deployment.service()
     with port_forward(deployment.kube, deployment.namespace, f"svc/{name}", port) as url:
-        return ask_at(f"{url}/v1", deployment.served_name(), question, show=show)
+        return ask_at(f"{url}/v1", deployment.served_name(), question, max_tokens=max_tokens, show=show)
 
 
 def ask_at(
-    base_url: str, model: str, question: str = QUESTION, *, show: Callable[[str], None] = lambda piece: None
+    base_url: str,
+    model: str,
+    question: str = QUESTION,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    show: Callable[[str], None] = lambda piece: None,
 ) -> Answer:
     pieces: list[str] = []
     first, reason, tokens = 0.0, None, 0
@@ -48,7 +58,7 @@ def ask_at(
             stream=True,
             stream_options={"include_usage": True},
             temperature=0.0,
-            max_tokens=32,
+            max_tokens=max_tokens,
         )
         for chunk in stream:
             if chunk.usage is not None:

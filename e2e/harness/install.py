@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from harness.kube import Kube, Manifest
+from harness.kube import Kube, KubectlError, Manifest
 from harness.report import say
 from harness.target import REPOSITORY, Images, NoCluster, Target, run_tool
 from harness.wait import NotYet, Waiter
@@ -18,6 +19,7 @@ RELEASE = "trimtab"
 LEASE = "trimtab-operator"
 SAMPLE = REPOSITORY / "config" / "samples" / "smollm2-cpu.yaml"
 OPERATOR_SECONDS = 120.0
+ENDED_SECONDS = 20  # for operators that were told to end; they do so at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,10 @@ class Installation:
         say("helm uninstall trimtab")
         run_tool("helm", "uninstall", RELEASE, "-n", NAMESPACE, "--ignore-not-found", kube=self.kube)
         # First the pods: a namespace with pods in it is not looked at again before half of their grace is over.
+        with suppress(KubectlError):
+            self.kube.run("wait", "--for=delete", "pods", "--all", "-n", NAMESPACE, f"--timeout={ENDED_SECONDS}s")
+        # They have been told to end; where a kubelet overlooks that they have, it says so a minute later.
+        self.kube.run("delete", "pods", "--all", "-n", NAMESPACE, "--grace-period=0", "--force")
         self.waiter.until("the operator's pods are gone", self._gone, deadline_seconds=OPERATOR_SECONDS)
         self.kube.delete("namespace", NAMESPACE, wait=True)
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from harness.answer import ask
 from harness.deployment import Deployment
 from harness.kube import Kube
 from harness.nodes import node_of, worker_nodes
 from harness.report import measured
 
 QUESTION = "Name the planets of the solar system."
+NUM_TOKENS = 12  # three ranks on two cores, each in a pod of its own, take most of a second for one
 READY_SECONDS = 300.0  # three engines load at once on two cores
 NEVER = {"mode": "Off", "bounds": None}
 # Small enough that all pods of a replica find room on one node when the other is gone.
@@ -28,6 +30,11 @@ def layout(**parallelism: Any) -> dict[str, Any]:
 def await_ready(deployment: Deployment, what: str, since: float, deadline_seconds: float = READY_SECONDS) -> None:
     deployment.ready(deadline_seconds=deadline_seconds)
     measured(f"{what}: Ready after {time.monotonic() - since:.0f} s")
+
+
+def answer_of(deployment: Deployment) -> str:
+    """What must not depend on the layout."""
+    return ask(deployment, QUESTION, max_tokens=NUM_TOKENS).text
 
 
 def nodes_of(deployment: Deployment) -> list[str]:

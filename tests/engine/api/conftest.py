@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -96,38 +97,49 @@ class Server:
 Start = Callable[..., Server]
 
 
-@pytest.fixture(scope="module")
-def start_server(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Start servers; all of them end with the module."""
+@contextmanager
+def _servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Start servers; all of them end with the block."""
     servers: list[Server] = []
     ports = ReservedPorts("127.0.0.1")  # nobody else gets one of them before its server listens
 
-    def start(*flags: str, model: Path | None = None, wait: bool = True) -> Server:
+    def start(*flags: str, model: Path = model, wait: bool = True) -> Server:
         """`trimtab-engine serve` with these flags, on ports of its own; by default ready when it returns."""
         port, admin_port = ports.take(), ports.take()
         log = tmp_path_factory.mktemp("server") / "log"
-        command = [
-            sys.executable,
-            str(Path(__file__).with_name("serve_stub.py")),
-            "serve",
-            str(model or tokenizer_folder),
-        ]
+        command = [sys.executable, str(Path(__file__).with_name("serve_stub.py")), "serve", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--admin-port", str(admin_port), "--device", "cpu"]
         with log.open("wb") as stream:
             process = subprocess.Popen([*command, "--served-model-name", "stub", "alias", *flags], stderr=stream)
         servers.append(Server(process, port, admin_port, log))
         return servers[-1].wait_until_ready() if wait else servers[-1]
 
-    yield start
-    for server in servers:
-        server.end()
-    ports.release()
+    try:
+        yield start
+    finally:
+        for server in servers:
+            server.end()
+        ports.release()
+
+
+@pytest.fixture
+def start_server(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Start servers that end with the test: one that idles costs the tests behind it some of the processor."""
+    with _servers(tokenizer_folder, tmp_path_factory) as start:
+        yield start
 
 
 @pytest.fixture(scope="module")
-def server(start_server: Start) -> Server:
+def start_shared_server(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Start servers that end with the module."""
+    with _servers(tokenizer_folder, tmp_path_factory) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def server(start_shared_server: Start) -> Server:
     """One ready server for the module."""
-    server: Server = start_server()
+    server: Server = start_shared_server()
     return server
 
 

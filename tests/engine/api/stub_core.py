@@ -40,6 +40,7 @@ MAX_MODEL_LEN = 256
 VOCAB_SIZE = 258
 END_TOKEN = 256
 STEP_MILLISECONDS = int(os.environ.get("STUB_STEP_MILLISECONDS", "10"))
+IDLE_MILLISECONDS = 100  # what comes meanwhile is heard at once
 STATE_FIELDS = ("max_num_seqs", "max_num_queued_reqs", "max_num_queued_tokens", "disable_log_stats")
 PAUSED: dict[int, PauseMode] = {888: "wait", 889: "keep"}  # seeds of cores that are paused from the start
 COMMANDS = ("!eos", "!slow", "!die", "!fail")
@@ -119,7 +120,7 @@ def main() -> None:
         if now != told or time.monotonic() - told_at > 1.0:  # a sign of life, as the real core gives
             told, told_at = now, time.monotonic()
             link.broadcast(told)
-        for received in link.receive(STEP_MILLISECONDS):
+        for received in link.receive(STEP_MILLISECONDS if running else IDLE_MILLISECONDS):
             match received:
                 case AddRequest() as message:
                     running[message.request_id] = Sequence(message)

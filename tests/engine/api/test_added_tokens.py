@@ -15,7 +15,9 @@ USER = [{"role": "user", "content": TEXT}]
 
 
 @pytest.fixture(scope="module")
-def added(start_server: Callable[..., Any], tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def added(
+    start_shared_server: Callable[..., Any], tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
     folder = tmp_path_factory.mktemp("added")
     for file in tokenizer_folder.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -23,7 +25,7 @@ def added(start_server: Callable[..., Any], tokenizer_folder: Path, tmp_path_fac
     fast.add_tokens([AddedToken(ADDED, special=True, normalized=False)])
     assert fast.encode(TEXT).ids[6] == 258
     fast.save(str(folder / "tokenizer.json"))
-    return start_server(model=folder)
+    return start_shared_server(model=folder)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -13,6 +13,7 @@ from trimtab_engine.launch import started_core
 from trimtab_engine.messages import Call, GetConfig, GetLayout, GetMemory, PatchConfig, Sleep, WakeUp
 from trimtab_engine.workers import workers
 
+pytestmark = pytest.mark.usefixtures("forked")
 SCARCE = Path(__file__).parents[1] / "fakes" / "scarce_memory.py"
 ROOM = {
     "num_gpu_blocks_override": None,

@@ -10,8 +10,8 @@ TOKEN = "operator-secret"
 
 
 @pytest.fixture(scope="module")
-def guarded(start_server: Any) -> Any:
-    return start_server("--admin-token-sha256", hashlib.sha256(TOKEN.encode()).hexdigest())
+def guarded(start_shared_server: Any) -> Any:
+    return start_shared_server("--admin-token-sha256", hashlib.sha256(TOKEN.encode()).hexdigest())
 
 
 @pytest.mark.parametrize(

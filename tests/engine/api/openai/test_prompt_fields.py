@@ -94,7 +94,7 @@ def test_a_prompt_above_the_context_is_answered_when_it_may_be_cut(server: Any) 
 
 
 @pytest.fixture(scope="module")
-def with_beginning(tokenizer_folder: Path, start_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def with_beginning(tokenizer_folder: Path, start_shared_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A server whose tokenizer puts <|end|> before each text, and whose template is of the kind most models have."""
     import json
     import shutil
@@ -111,7 +111,7 @@ def with_beginning(tokenizer_folder: Path, start_server: Any, tmp_path_factory: 
     }
     file.write_text(json.dumps(described))
     (folder / "chat_template.jinja").write_text(CHATML.replace(" TRIM", ""))
-    return start_server(model=folder)
+    return start_shared_server(model=folder)
 
 
 def tokens(server: Any, path: str, body: dict[str, Any]) -> list[int]:

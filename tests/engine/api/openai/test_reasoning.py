@@ -13,8 +13,8 @@ LIGHT = {"type": "function", "function": {"name": "light", "parameters": {"type"
 
 
 @pytest.fixture(scope="module")
-def thinking(start_server: Any) -> Any:
-    return start_server(
+def thinking(start_shared_server: Any) -> Any:
+    return start_shared_server(
         "--chat-template", ECHO, "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
         "--reasoning-parser", "deepseek_r1",
     )  # fmt: skip

@@ -30,8 +30,8 @@ TIME = a_tool("time")
 
 
 @pytest.fixture(scope="module")
-def client(start_server: Any) -> openai.OpenAI:
-    server = start_server("--chat-template", ECHO, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+def client(start_shared_server: Any) -> openai.OpenAI:
+    server = start_shared_server("--chat-template", ECHO, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
 
 

@@ -77,8 +77,8 @@ def running_requests(server: Any, num: int, **fields: Any) -> Iterator[list[Any]
 
 
 @pytest.fixture(scope="module")
-def scaled(start_server: Any) -> Any:
-    return start_server(*COUNT)
+def scaled(start_shared_server: Any) -> Any:
+    return start_shared_server(*COUNT)
 
 
 def test_there_are_that_many_servers_and_one_core(scaled: Any) -> None:
