@@ -99,7 +99,7 @@ def _mask_cost(tokenizer: LLTokenizer, name: str, spec: dict[str, object]) -> Ma
             matcher = prototype.copy()
         masks.append(_seconds(partial(matcher.fill, row.data_ptr(), matcher.num_words * WORD_BYTES)))
         bits = torch.zeros(1, tokenizer.vocab_size)
-        apply_token_bitmask(bits, row, [0])
+        apply_token_bitmask(bits, row, torch.tensor([0]))
         allowed = torch.nonzero(torch.isfinite(bits[0])).flatten()
         token = int(allowed[torch.randint(len(allowed), (1,), generator=generator)])
         accepts.append(_seconds(partial(matcher.accept, [token])))
@@ -152,7 +152,7 @@ def _apply_seconds(batch: int, vocab_size: int) -> float:
     logits = torch.randn(batch, vocab_size)
     bitmask = torch.randint(-(2**31), 2**31, (batch, (vocab_size + 31) // 32), dtype=torch.int64).to(torch.int32)
     return statistics.median(
-        _seconds(lambda: apply_token_bitmask(logits, bitmask, list(range(batch)))) for _ in range(50)
+        _seconds(lambda: apply_token_bitmask(logits, bitmask, torch.arange(batch))) for _ in range(50)
     )
 
 

@@ -2,7 +2,7 @@
 
 logits   [num_rows, vocab_size] fp32, changed in place
 bitmask  [num_masked, num_words] int32 on the logits' device: bit t % 32 of word t // 32 is token t
-rows     [num_masked]: which row of the logits each mask is for; the other rows stay as they are
+rows     [num_masked] int64 on the same device: which row of the logits each mask is for; the others stay as they are
 
 ```
 y = bit set ? logit : -inf          tokens beyond 32 * num_words have no bit and are not allowed
@@ -16,37 +16,36 @@ import torch
 WORD_BITS = 32
 
 
-def apply_token_bitmask_reference(logits: torch.Tensor, bitmask: torch.Tensor, rows: list[int]) -> None:
+def apply_token_bitmask_reference(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
     """One token at a time."""
-    for mask, row in zip(bitmask.tolist(), rows, strict=True):
+    for mask, row in zip(bitmask.tolist(), rows.tolist(), strict=True):
         for token in range(logits.shape[1]):
             word = mask[token // WORD_BITS] if token // WORD_BITS < len(mask) else 0
             if not word >> (token % WORD_BITS) & 1:
                 logits[row, token] = float("-inf")
 
 
-def apply_token_bitmask_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: list[int]) -> None:
+def apply_token_bitmask_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
     """numpy unpacks bits at a byte per clock; torch's shifts would take four bytes per bit."""
     bits = np.unpackbits(bitmask.numpy().view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
     refused = torch.from_numpy(bits).eq_(0).view(torch.bool)
-    for mask, row in zip(refused, rows, strict=True):
+    for mask, row in zip(refused, rows.tolist(), strict=True):
         logits[row].masked_fill_(mask, float("-inf"))
 
 
-def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: list[int]) -> None:
-    """Mask in place. Raises ValueError where shapes or types do not fit."""
-    if logits.dim() != 2 or bitmask.dim() != 2 or bitmask.dtype != torch.int32 or len(rows) != bitmask.shape[0]:
+def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
+    """Mask in place; nobody waits for the device. Raises ValueError where shapes or types do not fit."""
+    if logits.dim() != 2 or bitmask.dim() != 2 or bitmask.dtype != torch.int32 or rows.shape != bitmask.shape[:1]:
         raise ValueError(
             f"apply_token_bitmask: logits is {list(logits.shape)}, bitmask {list(bitmask.shape)} of {bitmask.dtype} "
-            f"for {len(rows)} rows; logits must be [num_rows, vocab_size], bitmask [one per row, num_words] of int32"
+            f"for rows {list(rows.shape)}; logits must be [num_rows, vocab_size], bitmask [one per row, num_words] of int32"
         )
     if logits.device.type == "cpu":
         apply_token_bitmask_cpu(logits, bitmask, rows)
         return
     shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
-    allowed = (bitmask.unsqueeze(-1) >> shifts).bitwise_and_(1).flatten(1)[:, : logits.shape[1]].bool()
-    missing = logits.shape[1] - allowed.shape[1]
+    refused = (bitmask.unsqueeze(-1) >> shifts).bitwise_and_(1).flatten(1)[:, : logits.shape[1]].eq(0)
+    missing = logits.shape[1] - refused.shape[1]
     if missing > 0:
-        allowed = torch.nn.functional.pad(allowed, (0, missing))
-    index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
-    logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(~allowed, float("-inf")))
+        refused = torch.nn.functional.pad(refused, (0, missing), value=True)
+    logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(refused, float("-inf")))

@@ -11,24 +11,24 @@ def test_it_matches_the_reference(vocabulary: int) -> None:
     bitmask = torch.randint(-(2**31), 2**31, (2, words), dtype=torch.int64).to(torch.int32)
     logits = torch.randn(4, vocabulary)
     expected = logits.clone()
-    apply_token_bitmask(logits, bitmask, [3, 1])
-    apply_token_bitmask_reference(expected, bitmask, [3, 1])
+    apply_token_bitmask(logits, bitmask, torch.tensor([3, 1]))
+    apply_token_bitmask_reference(expected, bitmask, torch.tensor([3, 1]))
     torch.testing.assert_close(logits, expected)
 
 
 def test_tokens_that_the_mask_does_not_reach_are_not_allowed() -> None:
     logits = torch.zeros(1, 40)
-    apply_token_bitmask(logits, torch.tensor([[-1]], dtype=torch.int32), [0])
+    apply_token_bitmask(logits, torch.tensor([[-1]], dtype=torch.int32), torch.tensor([0]))
     assert torch.isfinite(logits[0]).tolist() == [True] * 32 + [False] * 8
 
 
 def test_other_rows_stay() -> None:
     logits = torch.zeros(2, 32)
-    apply_token_bitmask(logits, torch.tensor([[1]], dtype=torch.int32), [1])
+    apply_token_bitmask(logits, torch.tensor([[1]], dtype=torch.int32), torch.tensor([1]))
     assert logits[0].tolist() == [0.0] * 32
     assert int(torch.isfinite(logits[1]).sum()) == 1
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="must be"):
-        apply_token_bitmask(torch.zeros(2, 32), torch.zeros(1, 1, dtype=torch.int32), [0, 1])
+        apply_token_bitmask(torch.zeros(2, 32), torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 1]))

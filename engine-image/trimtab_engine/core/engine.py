@@ -211,12 +211,14 @@ class Engine:
             return self._report(None, StepResult(), started)
         flight = self._flights.popleft()
         ahead = self._prepare(self._clock()) if self._schedules_ahead else None
+        flight.choose()
         follower = self._follow(ahead, flight)
         result = flight.result()
         self._land(flight, result)
         if follower is None:
             self._take_off(ahead)
         else:
+            self._execution.begin_masks(follower)
             follower.started = self._clock()  # until now the device was busy with the step before
         return self._report(flight.step, result, flight.started)
 

@@ -3,7 +3,8 @@ meanwhile, in a worker thread on the CPU; on CUDA the device itself works on, an
 asked for.
 
 A batch takes off with everything that it needs, as plain values: the scheduler may use its sequences again at once.
-On CUDA it may take off before the one before it has landed: tokens that only the device knows are fed there.
+On CUDA it may take off before the one before it has landed: tokens that only the device knows are fed there. Where a
+grammar must see the newest token first, the forward pass is queued so, and the choice behind it when masks are there.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import torch
 from trimtab_engine.device.swap_cache import NOTHING_SWAPPED, Pairs, SwapCache, Swapped
 from trimtab_engine.messages import SpeculationCounts
 from trimtab_engine.runner.decode_step import DecodeStep
+from trimtab_engine.runner.graphs.device_steps import TokensInFlight
 from trimtab_engine.runner.graphs.step_buffers import Feed
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.sampling.choice_columns import Array, PlainRows
@@ -81,11 +83,14 @@ class Asked:
     sampling: list[Request]
     is_plain: bool
     takes_likeliest: bool
+    has_grammar: bool
 
     @classmethod
     def of(cls, sampling: list[Request]) -> "Asked":
         likeliest = False not in [request.takes_likeliest for request in sampling]
-        return cls(sampling, likeliest or False not in [request.is_plain for request in sampling], likeliest)
+        plain = likeliest or False not in [request.is_plain for request in sampling]
+        has_grammar = not plain and any(request.grammar is not None for request in sampling)
+        return cls(sampling, plain, likeliest, has_grammar)
 
 
 @dataclass(slots=True)
@@ -97,7 +102,31 @@ class Flight:
     result: Callable[[], StepResult]
     """Waits for it."""
     feeds: bool = False
-    """Its tokens are on the device from the start: the next step may begin before this one has landed."""
+    """Its tokens come to be on the device: once choose() was called the next step may begin, before this one lands."""
+    late: "LateChoice | None" = None
+    """How its tokens are chosen; None: that was queued with it."""
+
+    def choose(self) -> None:
+        """Have the choice of its tokens queued."""
+        if self.late is not None:
+            self.late.choose()
+
+
+@dataclass(slots=True)
+class LateChoice:
+    """The choice of a step's tokens where grammars must see the newest ones first. The forward pass is queued, and the
+    device computes while the masks are made; then this is queued behind it, once."""
+
+    queue: Callable[[TokenMasks | None], TokensInFlight]
+    masks: Future[TokenMasks] | None = None
+    """None: no request with a grammar goes on."""
+    tokens: TokensInFlight | None = None
+
+    def choose(self) -> TokensInFlight:
+        """Wait for the masks, not for the device."""
+        if self.tokens is None:
+            self.tokens = self.queue(None if self.masks is None else self.masks.result())
+        return self.tokens
 
 
 class Execution:
@@ -171,8 +200,8 @@ class Execution:
         return PreparedStep(batch, kind, num_requests, context, attended, inputs, unknown, scoring, speculates)
 
     def can_follow(self, step: PreparedStep, flight: Flight) -> bool:
-        """Whether it may begin before the flight has landed: all that it needs of that is its tokens, which are on the
-        device. What a grammar would need is on the host."""
+        """Whether its forward pass may begin before the flight has landed: all that it needs of that is its tokens,
+        which are on the device."""
         return flight.feeds and not step.speculates and self._samples_on_device(step.batch)
 
     def _samples_on_device(self, batch: Batch) -> bool:
@@ -206,10 +235,14 @@ class Execution:
         else:
             places = {request: row for row, request in enumerate(sampled)}
             feed = [(index, places[request]) for index, request, _ in step.unknown]
-        rows = self._rows(step, sampled)
         self._announce_swap(step.batch.swap_out, step.batch.swap_in)
         self._runner.send(step.inputs, feed)
-        return Flight(step, started, self._launch(step, feed, rows), feeds=True)
+        return self._launch(step, started, feed, sampled)
+
+    def begin_masks(self, flight: Flight) -> None:
+        """All steps before it have landed: find out what its grammars allow now."""
+        if flight.late is not None:
+            flight.late.masks = self._masks.begin(_masked_requests(flight.step.batch.sampling))
 
     def begin(self, step: PreparedStep, started: float) -> Flight:
         """Start computing; all steps before it have landed."""
@@ -236,7 +269,9 @@ class Execution:
         batch = step.batch
         self._runner.send(step.inputs)
         if self._samples_on_device(batch):
-            return Flight(step, started, self._launch(step, (), self._rows(step)), feeds=True)
+            flight = self._launch(step, started)
+            self.begin_masks(flight)
+            return flight
         masks = self._masks.begin(_masked_requests(batch.sampling))
         self._copy_swapped(batch, step.inputs)
         logits = self._runner.run(step.inputs)
@@ -249,23 +284,29 @@ class Execution:
 
         return Flight(step, started, land)
 
-    def _launch(self, step: PreparedStep, feed: Feed, rows: "Rows") -> Callable[[], StepResult]:
-        """Queue a whole step on the device, sampling included. Returns what waits for its tokens. `rows`: whose they
-        are; None: nothing but the likeliest is asked for."""
+    def _launch(self, step: PreparedStep, started: float, feed: Feed = (), in_flight: Sequence[Request] = ()) -> Flight:
+        """Queue a step on the device, and the choice of its tokens, unless that must wait for masks. `in_flight`: whose
+        newest token a step samples that has not landed; a choice that waits knows them."""
         batch, steps = step.batch, self._runner.steps
         assert steps is not None
         self._copy_swapped(batch, step.inputs)
         logits = self._runner.run(step.inputs, feed)
         assert logits is not None  # the engine holds a rank of the last stage
         scores = self._runner.take_scores()
-        tokens = steps.sample(logits, rows) if batch.sampling else None
+        late: LateChoice | None = None
+        tokens: TokensInFlight | None = None
+        if self._asked_by(batch).has_grammar:
+            late = LateChoice(lambda masks: steps.sample(logits, self._rows(step), masks))
+        elif batch.sampling:
+            tokens = steps.sample(logits, self._rows(step, in_flight))
 
         def land() -> StepResult:
-            result = self._of(SampledTokens([], []) if tokens is None else tokens.result())
+            chosen = tokens if late is None else late.choose()
+            result = self._of(SampledTokens([], []) if chosen is None else chosen.result())
             result.prompt_logprobs = _read(scores)
             return result
 
-        return land
+        return Flight(step, started, land, feeds=True, late=late)
 
     def _compute_and_score(self, step: PreparedStep) -> StepResult:
         result = self._compute(step)
@@ -374,8 +415,12 @@ def _read(scores: ScoresInFlight | None) -> list[TokenLogprobs]:
 
 
 def _masked_requests(sampling: list[Request]) -> list[MaskedRows]:
-    """The rows of logits of the requests that have a grammar, where each has one row."""
-    return [MaskedRows(row, r.grammar) for row, r in enumerate(sampling) if r.grammar is not None]
+    """The rows of logits of the requests that have a grammar and go on, where each has one row."""
+    return [
+        MaskedRows(row, request.grammar)
+        for row, request in enumerate(sampling)
+        if request.grammar is not None and not request.status.is_finished
+    ]
 
 
 def _masked_rows(sampling: list[ScheduledSequence]) -> list[MaskedRows]:

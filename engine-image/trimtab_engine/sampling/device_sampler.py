@@ -1,5 +1,6 @@
 """Tokens of a whole step, chosen on the device without waiting for it: what the sampler does, where what it needs of
-the tokens before is counted on the device too. Grammars are the host's, so batches with one are not sampled here.
+the tokens before is counted on the device too. What grammars allow is the host's to say: their masks are on the logits
+already.
 """
 
 from collections.abc import Sequence
@@ -86,8 +87,7 @@ class DeviceSampler:
 
     def can_sample(self, requests: Sequence[Request]) -> bool:
         """Whether these can be the rows of one step here."""
-        asking = [request for request in requests if not request.is_plain]
-        return all(request.grammar is None for request in asking) and self._table.has_room_for(asking)
+        return self._table.has_room_for([request for request in requests if not request.is_plain])
 
     def warm_up(self, last_tokens: torch.Tensor) -> None:
         """Compile what edits logits; the choice itself was compiled by the profile's steps."""

@@ -21,6 +21,7 @@ from trimtab_kernels.apply_token_bitmask import apply_token_bitmask
 from trimtab_kernels.keep_likely_tokens import keep_likely_tokens
 from trimtab_kernels.sample import sample_triton
 
+from trimtab_engine.device.transfer import send
 from trimtab_engine.sampling.choice_columns import Array, ChoiceColumns, Chooser, kept_by_top_k, packed_parameters
 from trimtab_engine.sampling.failures import Failure, failures_of
 from trimtab_engine.sampling.forbidden_tokens import bans_of
@@ -53,7 +54,8 @@ class TokenMasks:
 
 def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
     """Before anything else is done with the logits: -inf in place, for what a grammar does not allow."""
-    apply_token_bitmask(logits, masks.bitmask.to(logits.device), masks.rows)
+    rows = torch.tensor(masks.rows, dtype=torch.int64)
+    apply_token_bitmask(logits, send(masks.bitmask, logits.device), send(rows, logits.device))
 
 
 @torch.inference_mode()

@@ -1,6 +1,6 @@
-"""Ten thousand random steps of whole engines with a tiny model: requests come, are aborted, preempted, swapped, shared,
-guessed ahead and re-trimmed; each greedy request that ends has the tokens that it would have had alone, and the
-invariants hold after every step.
+"""Sixteen thousand random steps of whole engines with a tiny model: requests come, are aborted, preempted, swapped,
+shared, guessed ahead, held to grammars and re-trimmed; each greedy request that ends has the tokens that it would have
+had alone, and the invariants hold after every step.
 
 Where the model's two best tokens are closer than MARGIN, the order of summation may decide: from there on the request
 is not compared, and such cases are counted. What decides by measured time (swap or recompute) is given clocks of which
@@ -8,6 +8,7 @@ each life is the same in every run.
 """
 
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import engine_builders
+import msgspec
 import pytest
+from calling_recorder import all_steps_follow, steps_of_a_device
+from llguidance import LLMatcher
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.device import side_lane
@@ -24,7 +28,7 @@ from trimtab_engine.memory.reserved import RANK_BYTES
 from trimtab_engine.messages import AddRequest, PatchConfig, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
 
-STEPS = 2000  # of each of the seven engines
+STEPS = 2000  # of each of the eight engines
 ALIVE = 12  # requests at a time
 MARGIN = 1e-3  # between the log-probabilities of the two best tokens
 VOCABULARY = 97
@@ -38,16 +42,19 @@ OFFLOAD = {"kv_offload_bytes": 30 * BYTES_PER_BLOCK, "kv_offload_bytes_cap": 60 
 GUESSING = {"num_speculative_tokens": 3, "num_speculative_tokens_cap": 4}
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=4)
 DEVICE_BYTES = 4 << 30
+GRAMMARS = [LLMatcher.grammar_from_regex(regex) for regex in ("[0-9 ]{1,40}", "[A-F]{9}|[G-M]{20}")]
 
 
 @dataclass(frozen=True)
 class Question:
-    """A greedy request and what it yields alone. `sure`: up to where the tokens are beyond doubt."""
+    """A greedy request and what it yields alone. `sure`: up to where the tokens are beyond doubt; `end`: its finish
+    reason."""
 
     prompt: list[int]
     sampling: Sampling
     tokens: list[int]
     sure: int
+    end: str
 
 
 @pytest.fixture(scope="module")
@@ -76,32 +83,52 @@ def an_engine(model: Path, **changes: Any) -> Engine:
 
 
 @pytest.fixture(scope="module")
+def model_with_tokenizer(model: Path, tokenizer_folder: Path) -> Path:
+    """The same model. Its grammars are of bytes below VOCABULARY."""
+    shutil.copytree(tokenizer_folder, model, dirs_exist_ok=True)
+    return model
+
+
+@pytest.fixture(scope="module")
 def questions(model: Path) -> list[Question]:
     """Many begin alike, many repeat themselves."""
+    return asked_alone(model, [None])
+
+
+@pytest.fixture(scope="module")
+def held_questions(model_with_tokenizer: Path) -> list[Question]:
+    """Likewise, and two of three have a grammar; some of these end before their max_tokens."""
+    return asked_alone(model_with_tokenizer, [None, *GRAMMARS])
+
+
+def asked_alone(model: Path, grammars: list[str | None]) -> list[Question]:
     dice = random.Random(11)
     engine = an_engine(model, num_gpu_blocks_override=200, enable_prefix_caching=False)
     asked = []
     for number in range(60):
         own = [dice.randrange(VOCABULARY - 1) for _ in range(dice.randint(1, 12))] * dice.randint(1, 3)
         prompt = [*range(dice.choice([0, 0, 9, 24, 30])), *own]
-        sampling = Sampling(max_tokens=dice.randint(1, 30), temperature=0.0, ignore_eos=True)
+        grammar = grammars[number % len(grammars)]
+        sampling = Sampling(max_tokens=dice.randint(1, 30), temperature=0.0, ignore_eos=True, grammar=grammar)
         asked.append(alone(engine, f"alone-{number}", prompt, sampling))
     return asked
 
 
 def alone(engine: Engine, name: str, prompt: list[int], sampling: Sampling) -> Question:
-    with_margins = Sampling(max_tokens=sampling.max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
+    with_margins = msgspec.structs.replace(sampling, logprobs=2)
     engine.add(AddRequest(name, prompt, with_margins, arrival_time=0.0))
     tokens: list[int] = []
     sure: int | None = None
-    while engine.has_work:
+    end = ""
+    while engine.has_work or engine.is_building:
         for output in engine.step().outputs:
+            end = output.finish_reason or end
             for position in output.logprobs or []:
                 _, best, second = position.logprobs
                 if best - second < MARGIN and sure is None:
                     sure = len(tokens)
             tokens += output.token_ids
-    return Question(prompt, sampling, tokens, len(tokens) if sure is None else sure)
+    return Question(prompt, sampling, tokens, len(tokens) if sure is None else sure, end)
 
 
 class Life:
@@ -185,9 +212,10 @@ class Life:
             tokens += output.token_ids
             if output.finish_reason is None:
                 continue
-            assert output.finish_reason == "length"
-            assert len(tokens) == len(question.tokens)
             assert tokens[: question.sure] == question.tokens[: question.sure]
+            if question.sampling.grammar is None or question.sure == len(question.tokens):
+                assert output.finish_reason == question.end
+                assert len(tokens) == len(question.tokens)
             self.num_doubtful += tokens != question.tokens
             self.num_ended += 1
             del self.alive[output.request_id]
@@ -243,3 +271,23 @@ def test_whatever_happens_every_request_that_ends_has_its_own_tokens(
     assert life.num_doubtful <= life.num_ended / 50
     assert life.num_accepted > (STEPS / 20 if isinstance(changes, dict) and "speculative" in changes else -1)
     assert sum(life.preempted.values()) > (STEPS / 100 if preempts else -1)
+
+
+def test_so_it_is_with_grammars_and_steps_queued_behind_others(
+    model_with_tokenizer: Path, held_questions: list[Question]
+) -> None:
+    with steps_of_a_device():
+        engine = an_engine(
+            model_with_tokenizer, **TIGHT, **SWAP, **OFFLOAD, preemption_mode="auto", async_scheduling=True
+        )
+        for number, grammar in enumerate(GRAMMARS):  # built beside the loop, which would be another life each time
+            alone(engine, f"first-{number}", [1], Sampling(max_tokens=1, temperature=0.0, grammar=grammar))
+        life = Life(engine, held_questions, seed=6)
+        all_steps_follow(engine, lambda: life.run(STEPS))
+    assert {question.end for question in held_questions if question.sampling.grammar is not None} == {"length", "stop"}
+    assert life.num_ended > STEPS / 10
+    assert life.num_patched > STEPS / 50
+    assert life.num_aborted > STEPS / 50
+    assert life.hits > STEPS / 10
+    assert life.num_doubtful <= life.num_ended / 50
+    assert sum(life.preempted.values()) > STEPS / 100

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calling_recorder import CallingRecorder
+from calling_recorder import CallingRecorder, all_steps_follow
 from fake_cuda import FakeCuda
 from fake_device import CUDA, NoWaiting, a_fake_device, variants
 from fake_nccl import a_fake_nccl, groups_of
+from llguidance import LLMatcher
 from torch.overrides import TorchFunctionMode
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
@@ -226,6 +227,35 @@ def test_every_number_of_a_request_is_served_at_its_limits(changes: dict[str, An
                 break
         engine.close()
     assert reasons == {str(number): "length" for number in range(len(EXTREMES))}
+
+
+def test_steps_with_grammars_wait_for_nothing_of_the_device(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """The device chooses token 0 only; the grammar allows that among others. Beside it serves who has none."""
+    for file in tokenizer_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    grammar = LLMatcher.grammar_from_regex("(.|\\n){1,200}")
+    with a_fake_gpu(), record_launches() as launches:
+        engine, _ = start_engine(a_config(DENSE, tmp_path, {}), lambda stage, percent: None, lambda: 0.0)
+        known = variants(launches)
+        for number in range(12):
+            held: dict[str, Any] = {"grammar": grammar, "logprobs": 1 if number % 4 else None} if number % 2 else {}
+            sampling = Sampling(max_tokens=8, temperature=0.7 * (number % 3), ignore_eos=True, **held)
+            engine.add(AddRequest(str(number), [1 + number] * (3 + 9 * number), sampling, arrival_time=0.0))
+        while engine.is_building and not engine.has_work:
+            engine.step()
+        reasons: dict[str, str] = {}
+
+        def serve_all() -> None:
+            for _ in range(100_000):
+                reasons.update({o.request_id: o.finish_reason for o in engine.step().outputs if o.finish_reason})
+                if not (engine.has_work or engine.is_building):
+                    return
+
+        all_steps_follow(engine, serve_all)
+        engine.check_integrity()
+        engine.close()
+    assert reasons == {str(number): "length" for number in range(12)}
+    assert variants(launches) == known
 
 
 class OtherRank:

@@ -12,10 +12,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from trimtab_engine.core import process
+from trimtab_engine.core.engine import Engine
 from trimtab_engine.launch import started_core
 from trimtab_engine.runner import start
 from trimtab_engine.runner.graphs.dispatcher import Dispatcher, Eager
@@ -23,6 +24,8 @@ from trimtab_engine.runner.graphs.plan import GraphKey, cuda_graph_plan
 from trimtab_engine.runner.graphs.recorder import Outside, Replay
 from trimtab_engine.scheduling.step_inputs import StepShape
 from trimtab_engine.workers import worker, workers
+
+Result = TypeVar("Result")
 
 
 class CallingRecorder:
@@ -74,6 +77,29 @@ def steps_of_a_device(notes: Path | None = None) -> Iterator[CallingRecorder]:
             patch.setattr(started_core, "CORE_COMMAND", (sys.executable, __file__, "core", str(notes)))
             patch.setattr(Dispatcher, "dispatch", noting(Dispatcher.dispatch, notes))
         yield recorder
+
+
+def steps_that_follow(engine: Engine, run: Callable[[], Result]) -> tuple[list[bool], Result]:
+    """Whether each step that was scheduled beside another one began before that had landed; and what the run gave."""
+    followed: list[bool] = []
+    follow = engine._follow
+
+    def note(step: Any, flight: Any) -> Any:
+        follower = follow(step, flight)
+        if step is not None:
+            followed.append(follower is not None)
+        return follower
+
+    engine._follow = note  # type: ignore[method-assign]  # the decision is what is asked about
+    result = run()
+    assert followed
+    return followed, result
+
+
+def all_steps_follow(engine: Engine, run: Callable[[], Result]) -> Result:
+    followed, result = steps_that_follow(engine, run)
+    assert all(followed)
+    return result
 
 
 def noting(dispatch: Callable[[Dispatcher, StepShape], GraphKey | Eager], folder: Path) -> Any:

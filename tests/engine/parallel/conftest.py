@@ -271,7 +271,7 @@ def serve(
     tokens: dict[str, list[int]] = {request.request_id: [] for request in asked}
     for request in asked:
         engine.add(request)
-    while engine.has_work:
+    while engine.has_work or engine.is_building:
         step = engine.step()
         if steps is not None:
             steps.append(step.stats)

@@ -3,13 +3,15 @@
 Real processes over gloo. The tokens are those of one rank's own steps, and all ranks of a step take the same graph.
 """
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from calling_recorder import noted, steps_of_a_device
+from calling_recorder import all_steps_follow, noted, steps_of_a_device
+from llguidance import LLMatcher
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.experts import EplbConfig
 from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
@@ -107,6 +109,31 @@ def test_what_requests_ask_of_their_tokens_is_the_same_over_ranks(
     with steps_of_a_device(notes):
         engine = start(models["dense"], **TP2, **OVERLAPPED)
         assert serve(engine, asked, ends=ends) == expected
+        engine.close()
+
+
+def test_what_grammars_allow_is_the_same_over_ranks(
+    models: dict[str, str], tokenizer_folder: Path, start: Callable[..., Engine], serving: Any, notes: Path
+) -> None:
+    """Masks come when the other rank computes the step already."""
+    serve, requests, _ = serving
+    model = notes.parent / "with-tokenizer"
+    shutil.copytree(models["dense"], model)
+    shutil.copytree(tokenizer_folder, model, dirs_exist_ok=True)
+    wishes: list[dict[str, Any]] = [
+        {"grammar": LLMatcher.grammar_from_regex("[0-9 ]{9}"), "temperature": 0.9, "seed": 4},
+        {},
+        {"grammar": LLMatcher.grammar_from_regex("[A-F]{1,40}"), "repetition_penalty": 1.2},
+    ]
+    asked = [
+        AddRequest(r.request_id, r.prompt_token_ids, msgspec.structs.replace(r.sampling, **wishes[number % 3]), 0.0)
+        for number, r in enumerate(requests(8))
+    ]
+    ends = ("length", "stop")
+    expected = serve(start(str(model)), asked, ends=ends)
+    with steps_of_a_device(notes):
+        engine = start(str(model), **TP2, **OVERLAPPED)
+        assert all_steps_follow(engine, lambda: serve(engine, asked, ends=ends)) == expected
         engine.close()
 
 

@@ -21,14 +21,6 @@ def a_sampler() -> DeviceSampler:
 a_request = partial(engine_builders.a_request, temperature=0.0)
 
 
-def test_a_grammar_is_the_hosts() -> None:
-    held, free = a_request(grammar="x"), a_request(repetition_penalty=1.1, logprobs=1, bad_words=((3,),))
-    assert a_sampler().can_sample([free, free])
-    grammar: Any = object()
-    held.grammar = grammar
-    assert not a_sampler().can_sample([free, held])
-
-
 def test_reports_are_of_the_logits_before_they_were_edited() -> None:
     logits = torch.randn(40, VOCABULARY, generator=torch.Generator().manual_seed(0))
     before = logits.log_softmax(dim=-1)

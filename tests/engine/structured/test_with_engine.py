@@ -8,11 +8,12 @@ from typing import Any
 
 import engine_builders
 import pytest
+from calling_recorder import all_steps_follow, steps_of_a_device
 from llguidance import LLMatcher
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.messages import AddRequest, SequenceOutput
-from trimtab_engine.scheduling.sampling import Sampling
+from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
 END = 256
 MAX_STEPS = 100_000  # an engine that waits for a grammar takes many empty ones
@@ -140,6 +141,53 @@ def test_a_draft_model_that_knows_no_grammar_does_not_break_it(tiny_model: Path,
     if "temperature" in sampling or "seed" in sampling:
         plain = serve(an_engine(tiny_model), *requests)
         assert {n: text(o) for n, o in drafted.items()} == {n: text(o) for n, o in plain.items()}
+
+
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"seed": 1},
+    {"seed": 2, "top_k": 20, "repetition_penalty": 1.3, "logprobs": 2},
+    {"seed": 3, "min_tokens": 20, "logit_bias": {END: 5.0}},
+    {"temperature": 0.0, "ignore_eos": True, "bad_words": ((32,), (97, 98))},
+    {"seed": 4, "max_tokens": 7, "presence_penalty": 0.5},
+]
+REGEXES = ("[a-z]{60}", "(yes|no|perhaps)", "(.|\\n){1,12}", "[0-9]{3}-[0-9]{4}", "[a-f]{1,30}")
+
+
+def mixed_requests() -> list[AddRequest]:
+    """Requests with a grammar and as many without, some of each greedy, seeded, penalised and reported."""
+    held = [
+        a_request(f"held {n}", LLMatcher.grammar_from_regex(REGEXES[n % len(REGEXES)]), **MIXED[n % len(MIXED)])
+        for n in range(15)
+    ]
+    prompt = b"what else is there to say about it"
+    free = [
+        engine_builders.a_new_request(f"free {n}", prompt[n:], **{"max_tokens": 40, "seed": n, **MIXED[n % len(MIXED)]})
+        for n in range(15)
+    ]
+    return [request for pair in zip(held, free, strict=True) for request in pair]
+
+
+@pytest.mark.parametrize("num_blocks", [256, 33], ids=["", "preempting"])
+def test_steps_with_grammars_follow_others(tiny_model: Path, num_blocks: int) -> None:
+    """The forward pass is queued before the grammars have seen what the step before brings."""
+    expected = serve(an_engine(tiny_model), *mixed_requests())
+    with steps_of_a_device():
+        engine = an_engine(tiny_model, async_scheduling=True, num_gpu_blocks_override=num_blocks)
+        found = all_steps_follow(engine, lambda: serve(engine, *mixed_requests()))
+    assert (sum(outputs[-1].num_preemptions for outputs in found.values()) > 0) == (num_blocks == 33)
+    for name, outputs in expected.items():
+        assert tokens_of(found[name]) == tokens_of(outputs), name
+        assert found[name][-1].finish_reason == outputs[-1].finish_reason, name
+        assert [r.token_ids for r in reports_of(found[name])] == [r.token_ids for r in reports_of(outputs)], name
+
+
+def tokens_of(outputs: list[SequenceOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def reports_of(outputs: list[SequenceOutput]) -> list[TokenLogprobs]:
+    return [report for output in outputs for report in output.logprobs or []]
 
 
 def test_the_end_of_the_grammar_ends_the_request_with_its_last_token_as_text(tiny_model: Path) -> None:

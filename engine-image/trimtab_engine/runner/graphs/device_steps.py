@@ -29,7 +29,7 @@ from trimtab_engine.runner.graphs.step_buffers import Capacity, Feed, StepBuffer
 from trimtab_engine.sampling.choice_columns import PlainRows
 from trimtab_engine.sampling.device_sampler import DeviceSampler, ReportsInFlight, likeliest
 from trimtab_engine.sampling.failures import failures_of
-from trimtab_engine.sampling.sampler import SampledTokens
+from trimtab_engine.sampling.sampler import SampledTokens, TokenMasks, apply_masks
 from trimtab_engine.sampling.token_table import DeviceRow
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.scheduling.step_inputs import NO_INPUTS, StepInputs
@@ -269,10 +269,14 @@ class DeviceSteps:
         return hidden, buffers.longs["sampled"][: inputs.num_sampled]
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: Sequence[DeviceRow] | PlainRows | None) -> TokensInFlight:
+    def sample(
+        self, logits: torch.Tensor, rows: Sequence[DeviceRow] | PlainRows | None, masks: TokenMasks | None = None
+    ) -> TokensInFlight:
         """Choose a step's tokens from its logits [rows, vocab_size], keep them for the next one, and start their way to
-        the host. `rows` None: the likeliest of each."""
+        the host. `rows` None: the likeliest of each. `masks`: what grammars allow."""
         assert self.sampler is not None  # this rank samples
+        if masks is not None:
+            apply_masks(logits, masks)
         chosen = likeliest(logits) if rows is None else self.sampler.sample(logits, rows, self.last_tokens)
         count = chosen.token_ids.shape[0]
         self.last_tokens[:count].copy_(chosen.token_ids)

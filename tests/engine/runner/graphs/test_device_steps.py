@@ -4,12 +4,12 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import engine_builders
 import msgspec
 import pytest
-from calling_recorder import steps_of_a_device
+from calling_recorder import all_steps_follow, steps_of_a_device, steps_that_follow
 from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core import startup
@@ -22,7 +22,6 @@ from trimtab_engine.sampling import token_table
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_kernels.tune.measurement import BATCH_SIZES
 
-Result = TypeVar("Result")
 VOCABULARY = 97
 
 
@@ -68,29 +67,6 @@ def prompt_reports(engine: Engine, requests: list[tuple[list[int], Sampling]]) -
         for output in engine.step().outputs:
             found[int(output.request_id)] += output.prompt_logprobs or []
     return found
-
-
-def steps_that_follow(engine: Engine, run: Callable[[], Result]) -> tuple[list[bool], Result]:
-    """Whether each step that was scheduled beside another one began before that had landed; and what the run gave."""
-    followed: list[bool] = []
-    follow = engine._follow
-
-    def note(step: Any, flight: Any) -> Any:
-        follower = follow(step, flight)
-        if step is not None:
-            followed.append(follower is not None)
-        return follower
-
-    engine._follow = note  # type: ignore[method-assign]  # the decision is what is asked about
-    result = run()
-    assert followed
-    return followed, result
-
-
-def all_steps_follow(engine: Engine, run: Callable[[], Result]) -> Result:
-    followed, result = steps_that_follow(engine, run)
-    assert all(followed)
-    return result
 
 
 def add(totals: StepStats, stats: StepStats) -> None:
