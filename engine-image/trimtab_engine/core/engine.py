@@ -215,6 +215,8 @@ class Engine:
         follower = self._follow(ahead, flight)
         result = flight.result()
         self._land(flight, result)
+        if self._schedules_at_landing:
+            ahead = self._prepare(self._clock())
         if follower is None:
             self._take_off(ahead)
         else:
@@ -234,6 +236,11 @@ class Engine:
     def _schedules_ahead(self) -> bool:
         """Drafts continue the newest token: with speculation a step is scheduled when the one before has landed."""
         return self._execution.overlaps and not self._scheduler.policy.num_speculative_tokens
+
+    @property
+    def _schedules_at_landing(self) -> bool:
+        """With speculation the device computes beside what is left: reporting, sending, and taking in requests."""
+        return self._execution.begins_at_once and self._scheduler.policy.num_speculative_tokens > 0
 
     def _prepare(self, now: float) -> PreparedStep | None:
         """The next step's batch; None when nothing can run."""

@@ -30,7 +30,7 @@ from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.scheduling.step_inputs import NO_INPUTS, StepInputs, Unknown, num_scored
-from trimtab_engine.speculative.proposer import Proposer
+from trimtab_engine.speculative.proposer import Proposals, Proposer
 from trimtab_engine.speculative.rejection import verify
 from trimtab_engine.structured.masks import MaskedRows, MaskMaker
 
@@ -164,6 +164,11 @@ class Execution:
         return self._thread is not None or self._on_stream
 
     @property
+    def begins_at_once(self) -> bool:
+        """Whether begin() leaves the work to the device, whatever the step: all that it reads of requests is read."""
+        return self._on_stream
+
+    @property
     def untouched_swap_bytes(self) -> int:
         """Swap space that nobody has written yet, which the kernel does not count as used."""
         return 0 if self._swap_cache is None else self._swap_cache.untouched_bytes
@@ -248,8 +253,12 @@ class Execution:
         """Start computing; all steps before it have landed."""
         step.fill_in()
         self._announce_swap(step.batch.swap_out, step.batch.swap_in)
-        if self._on_stream and not step.speculates:
-            return self._begin_on_stream(step, started)
+        if self._on_stream:
+            return (
+                Flight(step, started, self._speculate(step))
+                if step.speculates
+                else self._begin_on_stream(step, started)
+            )
         if not step.speculates:  # else its inputs are made when the drafts are known
             self._runner.send(step.inputs)
         if self.num_stages > 1:
@@ -309,17 +318,16 @@ class Execution:
         return Flight(step, started, land, feeds=True, late=late)
 
     def _compute_and_score(self, step: PreparedStep) -> StepResult:
-        result = self._compute(step)
+        if step.speculates:
+            return self._speculate(step)()
+        result = self._compute(step.batch, step.inputs)
         result.prompt_logprobs = _read(self._runner.take_scores())
         return result
 
-    def _compute(self, step: PreparedStep) -> StepResult:
-        batch = step.batch
-        if step.speculates:
-            return self._speculate(batch)
+    def _compute(self, batch: Batch, inputs: StepInputs | DecodeStep) -> StepResult:
         masks = self._masks.begin(_masked_requests(batch.sampling))
-        self._copy_swapped(batch, step.inputs)
-        return self._sample(batch, self._runner.run(step.inputs), masks)
+        self._copy_swapped(batch, inputs)
+        return self._sample(batch, self._runner.run(inputs), masks)
 
     def _sample(self, batch: Batch, logits: torch.Tensor | None, masks: "Future[TokenMasks] | None") -> StepResult:
         assert logits is not None  # the engine holds a rank of the last stage
@@ -347,17 +355,38 @@ class Execution:
             self._proposer.prepare(requests, depth)
             self._depth = depth
 
-    def _speculate(self, batch: Batch) -> StepResult:
-        """As _compute, with drafts: propose before, verify after. A draft model reads what was swapped in."""
+    def _speculate(self, step: PreparedStep) -> Callable[[], StepResult]:
+        """Propose drafts and begin to compute them; a draft model reads what was swapped in. Returns what waits for the
+        logits, verifies and brings the result."""
         assert self._proposer is not None
+        batch = step.batch
         self._copy_swapped(batch, None)  # what a draft model writes is known to itself
         proposals = self._proposer.propose(batch)
-        sampling = [sequence for sequence in batch.sequences if sequence.samples]
-        masks = self._masks.begin(_masked_rows(sampling))
+        masks = self._masks.begin(_masked_rows([sequence for sequence in batch.sequences if sequence.samples]))
         inputs, _ = self._runner.flatten(batch.sequences)
         self._runner.send(inputs)
         logits = self._runner.run(inputs)
         assert logits is not None  # the engine holds a rank of the last stage
+        scores = self._runner.take_scores()
+
+        def land() -> StepResult:
+            result = self._verify(batch, inputs, logits, proposals, masks)
+            result.prompt_logprobs = _read(scores)
+            return result
+
+        return land
+
+    def _verify(
+        self,
+        batch: Batch,
+        inputs: StepInputs,
+        logits: torch.Tensor,
+        proposals: Proposals,
+        masks: Future[TokenMasks] | None,
+    ) -> StepResult:
+        """Judge a step's drafts, and let the proposer learn from what stands."""
+        assert self._proposer is not None
+        sampling = [sequence for sequence in batch.sequences if sequence.samples]
         if not sampling:
             self._proposer.learn(batch, inputs, {})
             return StepResult(swapped=self._take_swapped())

@@ -785,6 +785,8 @@ class Scheduler:
             raise IntegrityError("the running requests are not in the order of the queue")
         for request in queued:
             num_known = request.num_tokens + request.num_pending_tokens
+            if request.num_pending_tokens:
+                num_known += len(request.draft_token_ids)  # as many as the step in flight verifies
             if not request.num_computed_tokens <= num_known <= request.max_num_tokens:
                 raise IntegrityError(
                     f"request {request.request_id} has {request.num_computed_tokens} computed of {request.num_tokens} "

@@ -1,4 +1,4 @@
-"""Sixteen thousand random steps of whole engines with a tiny model: requests come, are aborted, preempted, swapped,
+"""Twenty thousand random steps of whole engines with a tiny model: requests come, are aborted, preempted, swapped,
 shared, guessed ahead, held to grammars and re-trimmed; each greedy request that ends has the tokens that it would have
 had alone, and the invariants hold after every step.
 
@@ -19,7 +19,7 @@ from typing import Any
 import engine_builders
 import msgspec
 import pytest
-from calling_recorder import all_steps_follow, steps_of_a_device
+from calling_recorder import steps_of_a_device, steps_that_follow
 from llguidance import LLMatcher
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
@@ -28,7 +28,7 @@ from trimtab_engine.memory.reserved import RANK_BYTES
 from trimtab_engine.messages import AddRequest, PatchConfig, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
 
-STEPS = 2000  # of each of the eight engines
+STEPS = 2000  # of each of the ten engines
 ALIVE = 12  # requests at a time
 MARGIN = 1e-3  # between the log-probabilities of the two best tokens
 VOCABULARY = 97
@@ -273,17 +273,22 @@ def test_whatever_happens_every_request_that_ends_has_its_own_tokens(
     assert sum(life.preempted.values()) > (STEPS / 100 if preempts else -1)
 
 
-def test_so_it_is_with_grammars_and_steps_queued_behind_others(
-    model_with_tokenizer: Path, held_questions: list[Question]
+@pytest.mark.parametrize("speculative", [None, NGRAM, "the model itself"], ids=["", "n-gram", "draft model"])
+def test_so_it_is_with_grammars_where_a_device_works_beside_the_host(
+    model_with_tokenizer: Path, held_questions: list[Question], speculative: Any
 ) -> None:
+    changes = {} if speculative is None else {"speculative": speculative, **GUESSING}
     with steps_of_a_device():
         engine = an_engine(
-            model_with_tokenizer, **TIGHT, **SWAP, **OFFLOAD, preemption_mode="auto", async_scheduling=True
+            model_with_tokenizer, **TIGHT, **SWAP, **OFFLOAD, preemption_mode="auto", async_scheduling=True, **changes
         )
         for number, grammar in enumerate(GRAMMARS):  # built beside the loop, which would be another life each time
             alone(engine, f"first-{number}", [1], Sampling(max_tokens=1, temperature=0.0, grammar=grammar))
         life = Life(engine, held_questions, seed=6)
-        all_steps_follow(engine, lambda: life.run(STEPS))
+        followed, _ = steps_that_follow(engine, lambda: life.run(STEPS))
+    assert len(followed) > STEPS / (2 if speculative is None else 20), "the knob of drafts goes to 0 now and then"
+    assert all(followed)
+    assert life.num_accepted > (-1 if speculative is None else STEPS / 20)
     assert {question.end for question in held_questions if question.sampling.grammar is not None} == {"length", "stop"}
     assert life.num_ended > STEPS / 10
     assert life.num_patched > STEPS / 50

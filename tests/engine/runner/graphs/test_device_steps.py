@@ -231,6 +231,40 @@ def test_drafts_are_verified_in_graphs_of_their_own(model: Path) -> None:
     assert totals.graph_steps["full"] > 0
 
 
+@pytest.mark.parametrize("num_blocks", [96, 18], ids=["", "preempting"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.1}], ids=str)
+def test_with_drafts_the_device_works_while_a_step_is_reported(
+    model: Path, sampling: dict[str, Any], num_blocks: int
+) -> None:
+    """Whenever a step has been told of and a request goes on, the next one is under way, whatever comes between."""
+    speculation = {
+        "speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1),
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_cap": 3,
+    }
+    requests = random_requests(4, **sampling)
+    expected = generate(an_engine(model), requests)
+    with steps_of_a_device():
+        engine = an_engine(model, async_scheduling=True, num_gpu_blocks_override=num_blocks, **speculation)
+        for number, (prompt, params) in enumerate(requests):
+            engine.add(AddRequest(str(number), prompt, params, arrival_time=0.0))
+        engine.add(AddRequest("aborted", [5] * 30, Sampling(max_tokens=90, temperature=0.0), arrival_time=0.0))
+        tokens: list[list[int]] = [[] for _ in requests]
+        num_drafts = 0
+        while engine.has_work:
+            step = engine.step()
+            num_drafts += step.stats.num_drafts
+            assert engine._flights or not engine._scheduler.num_unfinished
+            for output in step.outputs:
+                if output.request_id != "aborted":
+                    tokens[int(output.request_id)] += output.token_ids
+            if step.stats.step == 8:
+                engine.abort(["aborted"])
+            engine.check_integrity()
+    assert tokens == expected
+    assert num_drafts > 0
+
+
 def test_every_graph_is_captured_before_the_engine_is_ready(model: Path) -> None:
     stages: list[str] = []
     with steps_of_a_device() as recorder:
