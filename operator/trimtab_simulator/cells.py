@@ -29,7 +29,7 @@ from trimtab_simulator.scenarios import SCENARIOS, Scenario
 
 OWN = ("trimtab", "replicas-only")
 """Policies that ask the tuner: whatever of it changes, changes them."""
-NOT_PLAYED = ("cells", "table", "table_page", "report", "memo", "decision_time")
+NOT_PLAYED = ("cells", "table", "table_page", "report", "memo", "decision_time", "forecast_gain")
 """Modules of the simulator that no replay depends on."""
 
 Cell = dict[str, Any]

@@ -15,13 +15,16 @@ from trimtab_operator.resource.quantity import parse_quantity, parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment, Spec
 from trimtab_operator.tuner.decide import Outcome
 from trimtab_operator.tuner.knobs import Knob, Value, typed
+from trimtab_operator.tuner.load.season import BUCKETS_PER_DAY, DAY_SECONDS
 from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Select, Unit
-from trimtab_operator.tuner.settings import Bounds, Mode, Scaling, Settings
+from trimtab_operator.tuner.settings import Bounds, Mode, Scaling, Seasonal, Settings
 from trimtab_operator.tuner.state import Memory
 from trimtab_operator.tuner.stored import from_json, rebuilt, to_json
 
 SEAL = "tuning"  # what its sealed text is called
+SEASONS = {"Daily": Seasonal(), "Weekly": Seasonal(7 * DAY_SECONDS, 7 * BUCKETS_PER_DAY)}
+"""What `spec.scaling.forecast.seasonality` says."""
 
 
 def settings_of(spec: Spec) -> Settings:
@@ -60,7 +63,10 @@ def scaling_of(asked: owner.Scaling | None) -> Scaling | None:
         return None
     behavior = asked.behavior or owner.ScalingBehavior()
     return Scaling(
-        asked.min_replicas, asked.max_replicas, Behavior(_pace(behavior.scale_up), _pace(behavior.scale_down))
+        asked.min_replicas,
+        asked.max_replicas,
+        Behavior(_pace(behavior.scale_up), _pace(behavior.scale_down)),
+        None if asked.forecast is None else SEASONS[asked.forecast.seasonality],
     )
 
 

@@ -12,6 +12,7 @@ from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import timestamp
 from trimtab_operator.tuner.decide import Outcome
 from trimtab_operator.tuner.knobs import Value
+from trimtab_operator.tuner.load import Forecast
 from trimtab_operator.tuner.moves import Decision
 from trimtab_operator.tuner.objectives import Itl, Ttft
 
@@ -35,6 +36,8 @@ def tuning_status(deployment: InferenceDeployment, findings: Findings) -> dict[s
         tuning["applied"] = {str(knob.value): show(value) for knob, value in sorted(tuned.memory.applied.items())}
     if tuned.recommendation is not None:
         tuning["recommendation"] = decision_status(tuned.recommendation)
+    if tuned.memory.forecast is not None:
+        tuning["forecast"] = _forecast(tuned.memory.forecast)
     if tuned.memory.history:
         tuning["history"] = [decision_status(decision) for decision in reversed(tuned.memory.history)]
     return tuning
@@ -125,3 +128,9 @@ def _times(entry: Mapping[str, Any]) -> dict[str, float]:
 def show(value: Value | None) -> str:
     """Ten significant digits are more than any knob has."""
     return "" if value is None else f"{value:.10g}"
+
+
+def _forecast(forecast: Forecast) -> dict[str, Any]:
+    """What becomes of the forecast. How far it is off changes all the time, and is told with decisions."""
+    told = {"state": forecast.state.value}
+    return told if forecast.since is None else {**told, "since": timestamp(datetime.fromtimestamp(forecast.since, UTC))}

@@ -358,12 +358,25 @@ class ScalingBehavior(Model):
     scale_down: ScalingRules | None = Field(default=None, description="How replicas are removed.")
 
 
+class ScalingForecast(Model):
+    """Forecast of arrivals from those of the days before."""
+
+    seasonality: Literal["Daily", "Weekly"] = Field(
+        default="Daily", description="After how long the load repeats itself: every day, or every week."
+    )
+
+
 class Scaling(Model):
     """Automatic replica count."""
 
     min_replicas: int = Field(default=1, ge=0, le=1000, description="Fewest replicas; at least 1.")
     max_replicas: int = Field(ge=1, le=1000, description="Most replicas.")
     behavior: ScalingBehavior | None = Field(default=None, description="Pace of scaling, as in autoscaling/v2.")
+    forecast: ScalingForecast | None = Field(
+        default=None,
+        description="Learn how arrivals change with the time of the day or the week, and scale by that once it has "
+        "proved better than the present load alone. Default: no forecast.",
+    )
 
 
 NO_MEASURE_WITHOUT_REPLICAS = (

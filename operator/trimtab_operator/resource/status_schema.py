@@ -137,6 +137,19 @@ class ObjectivesStatus(Model):
     itl: ItlStatus | None = Field(default=None, description="Time between two tokens.")
 
 
+class ForecastStatus(Model):
+    """What becomes of the forecast of arrivals."""
+
+    state: str = Field(
+        max_length=16,
+        description="Learning: less than a whole day, or week, was seen; Unproven: it is not better than the present "
+        "load alone; InUse.",
+    )
+    since: str | None = Field(
+        default=None, max_length=64, description="In use since then.", json_schema_extra=schema(format="date-time")
+    )
+
+
 class TuningStatus(Model):
     """What tuning found, set and did."""
 
@@ -149,6 +162,9 @@ class TuningStatus(Model):
     )
     recommendation: DecisionStatus | None = Field(default=None, description="What would help now.")
     applied: dict[str, str] = Field(default={}, description="Values that tuning has set, by engine field.")
+    forecast: ForecastStatus | None = Field(
+        default=None, description="What becomes of the forecast of arrivals; only with spec.scaling.forecast."
+    )
     history: tuple[DecisionStatus, ...] = Field(
         default=(),
         max_length=10,

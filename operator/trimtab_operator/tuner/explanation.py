@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 
 from trimtab_operator.tuner.knobs import Value
+from trimtab_operator.tuner.load.season import DAY_SECONDS
 from trimtab_operator.tuner.moves import Decision, Expectation, Measure, Move, Reason, ReplicaCount, Restart
 from trimtab_operator.tuner.settings import Mode
 
@@ -170,8 +172,32 @@ def _replicas(move: Move, mode: Mode) -> str:
     return (
         f"{_change(move, mode)}: {rate:.3g} requests/s come, {awaited}{foreseen:.3g} are provided for by when a "
         f"replica could serve, "
-        f"and one holds {move.evidence['capacity_per_replica']:.3g}{waits}"
+        f"and one holds {move.evidence['capacity_per_replica']:.3g}{waits}{_forecast(move)}"
     )
+
+
+def _forecast(move: Move) -> str:
+    """What is forecast, or why a forecast that is asked for is not followed."""
+    seen = move.evidence
+    if "forecast_per_second" in seen:
+        at = datetime.fromtimestamp(seen["forecast_at"], UTC)
+        low, high = figure(seen["forecast_low"]), figure(seen["forecast_high"])
+        return (
+            f"; arrivals are forecast to {'reach' if move.is_raise else 'be'} {figure(seen['forecast_per_second'])}/s "
+            f"({low} to {high}) at {at:%H:%M} UTC, as {_periods_before(seen)}"
+        )
+    if "forecast_error" in seen:
+        return (
+            f"; the forecast is not followed, as it was off by {percent(seen['forecast_error'])} lately, and the "
+            f"present load by {percent(seen['naive_error'])}"
+        )
+    return ""
+
+
+def _periods_before(seen: Mapping[str, float]) -> str:
+    count, seconds = int(seen["forecast_periods"]), seen["forecast_period_seconds"]
+    place, name = {DAY_SECONDS: ("on", "day"), 7 * DAY_SECONDS: ("in", "week")}.get(seconds, ("in", "period"))
+    return f"{place} the {name} before" if count == 1 else f"{place} the {count:,} {name}s before"
 
 
 def _saturated(move: Move, _: Mode) -> str:

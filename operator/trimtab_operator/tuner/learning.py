@@ -17,7 +17,9 @@ from trimtab_operator.tuner.foresight.capacity import (
 from trimtab_operator.tuner.load.arrivals import since, with_new
 from trimtab_operator.tuner.load.clients import Count
 from trimtab_operator.tuner.load.demand import Point
+from trimtab_operator.tuner.load.forecast import Forecast
 from trimtab_operator.tuner.load.lengths import Lengths
+from trimtab_operator.tuner.load.season import Season
 from trimtab_operator.tuner.looks import Finished, Unfinished
 from trimtab_operator.tuner.model import StepTime
 from trimtab_operator.tuner.objectives import Objectives
@@ -104,9 +106,26 @@ def _with_demand(memory: Memory, observation: Observation, settings: Settings) -
     horizon = cold_start(memory, settings) + settings.pace.tick_seconds
     growth = memory.growth.settled(demand, observation.at)
     level = demand.level(LEVEL_SECONDS)
-    if level is not None and demand.seen_seconds(LEVEL_SECONDS) >= LEVEL_SECONDS / 2:
+    is_seen = level is not None and demand.seen_seconds(LEVEL_SECONDS) >= LEVEL_SECONDS / 2
+    forecast = _forecast(memory, settings)
+    if forecast is not None and demand is not memory.demand:
+        forecast = forecast.learned(
+            demand, growth, level=level if is_seen else None, now=observation.at, horizon=horizon
+        )
+    if level is not None and is_seen:
         growth = growth.foreseen(observation.at + horizon, level, demand.trend())
-    return replace(memory, demand=demand, growth=growth)
+    return replace(memory, demand=demand, growth=growth, forecast=forecast)
+
+
+def _forecast(memory: Memory, settings: Settings) -> Forecast | None:
+    """What is remembered of arrivals, where it is asked for; nothing is known of a period that is new."""
+    asked = None if settings.scaling is None else settings.scaling.forecast
+    if asked is None:
+        return None
+    known = memory.forecast
+    if known is not None and known.season.fits(asked.period_seconds, asked.buckets):
+        return known
+    return Forecast(Season.of(asked.period_seconds, buckets=asked.buckets))
 
 
 def _with_clients(memory: Memory, observation: Observation) -> Memory:

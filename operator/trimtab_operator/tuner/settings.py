@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from trimtab_operator.tuner.knobs import Knob, Value, Values
+from trimtab_operator.tuner.load.season import BUCKETS_PER_DAY, DAY_SECONDS
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.scaling.behavior import Behavior
 from trimtab_operator.tuner.scaling.law import Caution
@@ -30,12 +31,22 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
+class Seasonal:
+    """`spec.scaling.forecast`: after how long the load repeats itself, and in how many parts that is remembered."""
+
+    period_seconds: float = DAY_SECONDS
+    buckets: int = BUCKETS_PER_DAY
+
+
+@dataclass(frozen=True, slots=True)
 class Scaling:
     """`spec.scaling`: how many replicas there may be."""
 
     min_replicas: int
     max_replicas: int
     behavior: Behavior = field(default_factory=Behavior)
+    forecast: Seasonal | None = None
+    """What arrivals are foretold by; None: by the present load alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from trimtab_operator.tuner.foresight import Foresight
 from trimtab_operator.tuner.knobs import Knob, Value, Values
-from trimtab_operator.tuner.load import Clients, Demand, Growth, Lengths
+from trimtab_operator.tuner.load import Clients, Demand, Forecast, Growth, Lengths
 from trimtab_operator.tuner.looks import Unfinished
 from trimtab_operator.tuner.model import StepTime
 from trimtab_operator.tuner.moves import Decision, Expectation
@@ -109,6 +109,8 @@ class Memory:
     cold_starts: tuple[float, ...] = ()
     """Seconds that the last replicas took to start."""
     model: StepTime | None = None
+    forecast: Forecast | None = None
+    """Of arrivals; its season lasts, what proves it is learned anew. None: nobody asks for it."""
     # what is learned anew within minutes
     tracks: Mapping[str, Track] = field(default_factory=dict)
     lengths: Lengths = field(default_factory=Lengths)

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab_operator.tuner.knobs import Knob, Value, Values, typed
+from trimtab_operator.tuner.load import Forecast
+from trimtab_operator.tuner.load.season import MOST_BUCKETS, Bucket, Season
 from trimtab_operator.tuner.moves import Decision, Expectation, Measure, Move, Reason, ReplicaCount, Restart, Target
 from trimtab_operator.tuner.scaling.behavior import ScaleEvent
 from trimtab_operator.tuner.scaling.law import ScalingMemory
@@ -49,6 +51,7 @@ def to_json(memory: Memory) -> str:
                 "burst": scaling.burst_at,
                 "meant": scaling.meant,
             },
+            "forecast": None if memory.forecast is None else _plain_season(memory.forecast.season),
             "recommendation": None if memory.recommendation is None else decision_to_json(memory.recommendation),
             "history": [decision_to_json(entry) for entry in memory.history],
         },
@@ -87,6 +90,7 @@ def from_json(text: str) -> Memory | None:
                 burst_at=_optional(scaling.get("burst")),
                 meant=_optional_count(scaling.get("meant")),
             ),
+            forecast=None if data.get("forecast") is None else Forecast(_season(data["forecast"])),
             recommendation=None if data["recommendation"] is None else decision_from_json(data["recommendation"]),
             history=tuple(decision_from_json(entry) for entry in data["history"][-MAX_HISTORY:]),
         )
@@ -202,6 +206,36 @@ def _trial(data: Mapping[str, Any]) -> Trial:
 
 def _pin(data: Mapping[str, Any]) -> Pin:
     return Pin(Knob(data["knob"]), _number(data["value"]), _number(data["limit"]), _number(data["until"]))
+
+
+def _plain_season(season: Season) -> dict[str, Any]:
+    """What has ended of it: the bucket that is being filled is left out, so that it is written once a bucket."""
+    return {
+        "period": season.period_seconds,
+        "rates": list(season.rates),
+        "periods": list(season.periods),
+        "fresh": [[bucket.number, bucket.rate] for bucket in season.fresh],
+    }
+
+
+def _season(data: Mapping[str, Any]) -> Season:
+    rates, periods, count = data["rates"], data["periods"], len(data["rates"])
+    seconds, fresh = _number(data["period"]), data["fresh"]
+    if not (0 < count <= MOST_BUCKETS and len(periods) == count and len(fresh) <= count and seconds > 0):
+        raise ValueError("these are no buckets of a period")
+    return Season(
+        period_seconds=seconds,
+        rates=tuple(None if rate is None else _rate(rate) for rate in rates),
+        periods=tuple(_count(number) for number in periods),
+        fresh=tuple(Bucket(int(_number(number)), _rate(rate)) for number, rate in fresh),
+    )
+
+
+def _rate(value: Any) -> float:
+    number = _number(value)
+    if number < 0:
+        raise ValueError(f"{value!r} is no rate")
+    return float(number)
 
 
 def _values(data: Mapping[str, Any]) -> dict[Knob, Value]:

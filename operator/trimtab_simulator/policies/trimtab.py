@@ -8,8 +8,10 @@ from dataclasses import replace
 
 from trimtab_operator.tuner.decide import decide
 from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.load import Forecast
+from trimtab_operator.tuner.load.season import Season
 from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
-from trimtab_operator.tuner.settings import Bounds, Mode, Pace, Scaling, Settings
+from trimtab_operator.tuner.settings import Bounds, Mode, Pace, Scaling, Seasonal, Settings
 from trimtab_operator.tuner.state import Memory
 from trimtab_operator.tuner.twin import StepCost
 
@@ -20,14 +22,21 @@ WRONG_PRIOR = (1.25, 0.75, 1.25, 0.75)  # times the true coefficients: the tuner
 
 
 class Trimtab:
-    """`pinned`: hot knobs stay where they start, and only replicas move."""
+    """`pinned`: hot knobs stay where they start, and only replicas move. `history`: what came in the periods before, by
+    which arrivals are forecast."""
 
-    def __init__(self, setup: Setup, *, pinned: bool = False, name: str = "trimtab") -> None:
+    def __init__(
+        self, setup: Setup, *, pinned: bool = False, name: str = "trimtab", history: Season | None = None
+    ) -> None:
         self.name = name
         self.tick_seconds = TICK_SECONDS
         self.reads_requests = True
         self.memory = Memory()
         self.settings = _settings(setup, pinned=pinned)
+        if history is not None and self.settings.scaling is not None:
+            asked = Seasonal(history.period_seconds, len(history.rates))
+            self.memory = Memory(forecast=Forecast(history))
+            self.settings = replace(self.settings, scaling=replace(self.settings.scaling, forecast=asked))
 
     def decide(self, view: View) -> Moves:
         """One turn of the tuner."""

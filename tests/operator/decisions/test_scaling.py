@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -257,3 +258,26 @@ def test_the_pace_counts_what_another_operator_did(needs: Needs) -> None:
     cluster.restart_operator()
     cluster.settle()
     assert len(cluster.groups) == 2
+
+
+def test_what_becomes_of_a_forecast_is_told_and_what_it_learned_is_kept_while_it_is_asked_for() -> None:
+    cluster = FakeCluster(scaling={"maxReplicas": 6, "forecast": {"seasonality": "Daily"}}, tuning=AUTO)
+    cluster.settle()
+    for _ in range(round(3 * 900 / TICK_SECONDS)):
+        cluster.tick()
+    assert cluster.status["tuning"]["forecast"] == {"state": "Learning"}
+    kept = seasons(cluster)
+    assert kept is not None
+    assert len(kept["fresh"]) >= 2
+    cluster.edit(scaling={"maxReplicas": 6})
+    cluster.settle()
+    assert "forecast" not in cluster.status["tuning"]
+    assert seasons(cluster) is None
+
+
+def seasons(cluster: FakeCluster) -> Any:
+    """What is stored of the usual load."""
+    text = cluster.objects["ConfigMap", "m-tuning"]["data"][STATE_KEY]
+    body = opened(text, key=TOKEN, kind=SEAL, former_key=None)
+    assert body is not None
+    return json.loads(body)["forecast"]

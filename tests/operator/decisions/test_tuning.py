@@ -12,7 +12,7 @@ from trimtab_operator.decisions.tuning import objectives_of, remembered_text, se
 from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Select, Unit
-from trimtab_operator.tuner.settings import Bounds, Mode, Scaling
+from trimtab_operator.tuner.settings import Bounds, Mode, Scaling, Seasonal
 from trimtab_operator.tuner.state import Memory
 
 TUNED = Memory(applied={Knob.MAX_NUM_SEQS: 16})
@@ -72,6 +72,21 @@ def test_the_pace_of_scaling_is_what_autoscaling_calls_behavior() -> None:
     )
     assert settings_of(a_deployment(scaling={"maxReplicas": 6}).spec).scaling == Scaling(1, 6)
     assert settings_of(a_deployment().spec).scaling is None
+
+
+@pytest.mark.parametrize(
+    ("written", "asked"),
+    [
+        (None, None),
+        ({}, Seasonal(86_400.0, 96)),
+        ({"seasonality": "Daily"}, Seasonal(86_400.0, 96)),
+        ({"seasonality": "Weekly"}, Seasonal(604_800.0, 672)),
+    ],
+)
+def test_a_forecast_is_learned_where_it_is_asked_for(written: dict[str, str] | None, asked: Seasonal | None) -> None:
+    scaling = settings_of(a_deployment(scaling={"maxReplicas": 6, "forecast": written}).spec).scaling
+    assert scaling is not None
+    assert scaling.forecast == asked
 
 
 @pytest.mark.parametrize("signed_with", [TOKEN, "former"])

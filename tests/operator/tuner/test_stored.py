@@ -1,10 +1,14 @@
 """What outlives the operator is read back as it was, and nothing else is."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.load import Forecast
+from trimtab_operator.tuner.load.demand import Point
+from trimtab_operator.tuner.load.season import BUCKETS_PER_DAY, DAY_SECONDS, Bucket, Season
 from trimtab_operator.tuner.moves import Decision, Expectation, Measure, Move, Reason, ReplicaCount, Restart
 from trimtab_operator.tuner.scaling.behavior import ScaleEvent
 from trimtab_operator.tuner.scaling.law import ScalingMemory
@@ -39,6 +43,7 @@ WHOLE = Memory(
         meant=4,
     ),
     cold_starts=(42.5, 61.0),
+    forecast=Forecast(Season(7200.0, (1.25, None, 3.0, 0.0), (2, 0, 1, 9999), (Bucket(6, 1.5), Bucket(7, 0.25)))),
 )
 
 
@@ -73,6 +78,13 @@ def changed(path: list[Any], value: Any) -> str:
         changed(["scaling", "desired"], -1),
         changed(["scaling", "desired"], 1.5),
         changed(["history", 0, "expected", 0, "low"], None),
+        changed(["forecast", "rates", 0], -1.0),
+        changed(["forecast", "rates"], [1.0]),
+        changed(["forecast", "rates"], []),
+        changed(["forecast", "periods", 0], 1.5),
+        changed(["forecast", "period"], 0),
+        changed(["forecast", "fresh"], [[1, 1.0]] * 5),
+        changed(["forecast", "fresh", 0, 1], "1"),
     ],
 )
 def test_what_is_damaged_is_not_read(text: str) -> None:
@@ -84,3 +96,25 @@ def test_a_lost_memory_keeps_what_status_says_is_applied() -> None:
         {"max_num_seqs": 32, "watermark": float("nan"), "color": 3, "gpu_memory_utilization": "x"}, starts={}
     )
     assert found.applied == {Knob.MAX_NUM_SEQS: 32}
+
+
+def test_what_an_older_operator_stored_without_a_forecast_is_read() -> None:
+    data = json.loads(to_json(WHOLE))
+    del data["forecast"]
+    assert from_json(json.dumps(data)) == replace(WHOLE, forecast=None)
+
+
+@pytest.mark.parametrize(("days", "most_bytes"), [(1, 2_500), (7, 18_000)])
+def test_the_shape_of_a_period_takes_few_bytes_and_is_written_once_a_bucket(days: int, most_bytes: int) -> None:
+    season = Season.of(days * DAY_SECONDS, buckets=days * BUCKETS_PER_DAY)
+    texts = set()
+    for index in range(12 * 24 * 12 * days):
+        season = season.with_point(Point(1.7e9 + 300.0 * index, 300.0, 123_456.7 + index % 1_009))
+        texts.add(to_json(Memory(forecast=Forecast(season))))
+    assert len(texts) <= 12 * days * BUCKETS_PER_DAY + 1
+    text = to_json(Memory(forecast=Forecast(season)))
+    assert len(text) - len(to_json(Memory())) < most_bytes
+    read = from_json(text)
+    assert read is not None
+    assert read.forecast is not None
+    assert (read.forecast.season.rates, read.forecast.season.fresh) == (season.rates, season.fresh)

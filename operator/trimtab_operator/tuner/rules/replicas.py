@@ -14,11 +14,13 @@ from functools import partial
 
 from trimtab_operator.tuner.foresight.capacity import TOLERANCE
 from trimtab_operator.tuner.learning import cold_start, drain
+from trimtab_operator.tuner.load import Forecast
 from trimtab_operator.tuner.looks import Phase
 from trimtab_operator.tuner.moves import Expectation, Measure, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.observation import Observation, Seen
 from trimtab_operator.tuner.rules.pressure import FULL, peak_usage
+from trimtab_operator.tuner.scaling.foretold import Foretold, foretold
 from trimtab_operator.tuner.scaling.law import (
     LEVEL_SECONDS,
     Need,
@@ -77,7 +79,9 @@ def wanted_replicas(
     current = count_in_bounds(memory, observation, scaling)
     most = current if any(_finds_no_place(seen) for seen in observation.coming) else scaling.max_replicas
     least = max(1, scaling.min_replicas)
-    found = None if situation is None else _need(memory, settings, objectives, situation, current, (least, most))
+    ahead = _foretold(memory, settings, objectives, now)
+    bounds = least, most
+    found = None if situation is None else _need(memory, settings, objectives, situation, current, bounds, ahead)
     if found is None:
         return Chosen(current, replace(memory.scaling, desired=current))
     need, capacity = found
@@ -100,10 +104,12 @@ def wanted_replicas(
         drain=drain(memory),
         holds=partial(_holds_from_here, situation),
         meant=meant,
+        later=_needed_later(ahead, need, capacity, least=least, most=most),
     )
     if target == current:
         return Chosen(target, kept)
-    return Chosen(target, kept, _move(current, target, need, capacity, observation))
+    move = _move(current, target, need, capacity, observation)
+    return Chosen(target, kept, replace(move, evidence={**move.evidence, **_of_forecast(memory.forecast, ahead)}))
 
 
 def _finds_no_place(seen: Seen) -> bool:
@@ -116,8 +122,37 @@ def _is_lost(seen: Seen, start: float) -> bool:
     return seen.phase is Phase.STARTING and seen.age_seconds >= max(LEAST_LOST_SECONDS, LOST_COLD_STARTS * start)
 
 
+def _foretold(memory: Memory, settings: Settings, objectives: Objectives, now: float) -> Foretold | None:
+    """What a forecast foretells, where it is asked for and has proved itself."""
+    return foretold(
+        memory.forecast,
+        memory.demand,
+        settings.caution,
+        confidence(settings.caution, memory.kept.spent(objectives.share)),
+        now=now,
+        cold_start=cold_start(memory, settings),
+        tick=settings.pace.tick_seconds,
+        drain=drain(memory),
+    )
+
+
+def _needed_later(
+    ahead: Foretold | None, need: Need, capacity: Capacity | None, *, least: int, most: int
+) -> int | None:
+    """How many are needed at most until one that goes now could be there again, by the forecast; None without one."""
+    if ahead is None or capacity is None:
+        return None
+    return needed(ahead.later, need.rate, need.growth, capacity, least=least, most=most, queue_replicas=0).replicas
+
+
 def _need(
-    memory: Memory, settings: Settings, objectives: Objectives, s: Situation, current: int, bounds: tuple[int, int]
+    memory: Memory,
+    settings: Settings,
+    objectives: Objectives,
+    s: Situation,
+    current: int,
+    bounds: tuple[int, int],
+    ahead: Foretold | None,
 ) -> tuple[Need, Capacity | None] | None:
     """How many are needed within `bounds`, and what so many hold; None where that cannot be told.
 
@@ -131,7 +166,15 @@ def _need(
     start = cold_start(memory, settings)
     confident = confidence(settings.caution, spent)
     demand, is_burst = memory.demand, memory.demand.has_doubled(start)
-    found = bound(demand, memory.growth, settings.caution, confident, cold_start=start, is_burst=is_burst)
+    found = bound(
+        demand,
+        memory.growth,
+        settings.caution,
+        confident,
+        cold_start=start,
+        is_burst=is_burst,
+        foretold=None if ahead is None else ahead.high,
+    )
     if found is None:
         return None
     up, factor = found
@@ -201,6 +244,22 @@ def _waiting_seconds(s: Situation) -> float:
     if sum(now.waiting for now in gauges) <= len(gauges):
         return 0.0
     return math.fsum(now.waiting_tokens or 0.0 for now in gauges) * s.cost.per_token
+
+
+def _of_forecast(forecast: Forecast | None, ahead: Foretold | None) -> dict[str, float]:
+    """What is told of the forecast: what it foretells, or by how much it is off lately where it is not in use."""
+    if ahead is not None:
+        return {
+            "forecast_per_second": round(ahead.rate, 4),
+            "forecast_low": round(ahead.low, 4),
+            "forecast_high": round(ahead.high, 4),
+            "forecast_at": round(ahead.at),
+            "forecast_periods": ahead.periods,
+            "forecast_period_seconds": ahead.period_seconds,
+        }
+    if forecast is None or forecast.own_error is None or forecast.naive_error is None:
+        return {}
+    return {"forecast_error": round(forecast.own_error, 4), "naive_error": round(forecast.naive_error, 4)}
 
 
 def _move(current: int, target: int, need: Need, capacity: Capacity | None, observation: Observation) -> Move:

@@ -23,6 +23,7 @@ HOLD_COLD_STARTS = (
     1.0  # and a drain: ski rental, as a replica that is kept for as long costs what going and coming does
 )
 LEAST_HOLD_SECONDS = 120.0
+FORETOLD_HOLD_SECONDS = 60.0  # where a forecast says that none of the replicas which go is needed again
 BURST_HOLD_COLD_STARTS = 3.0  # what doubled within a start-up comes back as fast, and no new replica is in time for it
 LEAST_BURST_HOLD_SECONDS = 360.0
 BURST_SECONDS = 3600.0  # that a burst is remembered
@@ -104,25 +105,39 @@ def confidence(caution: Caution, spent: float | None) -> float:
 
 
 def bound(
-    demand: Demand, growth: Growth, caution: Caution, confident: float, *, cold_start: float, is_burst: bool = False
+    demand: Demand,
+    growth: Growth,
+    caution: Caution,
+    confident: float,
+    *,
+    cold_start: float,
+    is_burst: bool = False,
+    foretold: float | None = None,
 ) -> tuple[float, float] | None:
     """The rate to provide for, and the factor of growth in it, which `confident` of the growths seen did not exceed.
 
     The present level times the growth that is seldom exceeded within a start-up by a load with this trend. Adding a
     slope to it was tried and made it worse: what slopes foretell is in the growths that were seen. A burst is met by
     who is there when it comes back, and is over before a minute has counted it: its height is that of half a minute.
+    Where a forecast has proved itself, what it has `foretold` at most takes the place of the growth. The present load,
+    and a jump, count all the same.
     """
     level = demand.level(LEVEL_SECONDS)
     if level is None:
         return None
-    wandering = math.sqrt(cold_start / PRIOR_COLD_START_SECONDS)  # variance grows with time
-    prior_sd = caution.prior_sd * wandering
-    factor = growth.quantile(confident, prior_sd=prior_sd, trend=demand.trend())
+    factor = growth.quantile(confident, prior_sd=prior_spread(caution, cold_start), trend=demand.trend())
+    if foretold is not None and level > 0:
+        factor = max(1.0, foretold / level)
     quick = demand.level(QUICK_SECONDS) or 0.0
     error = math.sqrt(max(quick, 1 / QUICK_SECONDS) * demand.dispersion() / QUICK_SECONDS)
     up = max(level * factor, level, quick - caution.jump_deviations * error)
     up = min(up, max(level, caution.beyond_highest * demand.highest(LEVEL_SECONDS)))
     return max(up, quick * min(factor, caution.beyond_highest)) if is_burst else up, factor
+
+
+def prior_spread(caution: Caution, seconds: float) -> float:
+    """Standard deviation of the logarithm of growth before any was seen: its variance grows with time."""
+    return caution.prior_sd * math.sqrt(seconds / PRIOR_COLD_START_SECONDS)
 
 
 def needed(
@@ -180,10 +195,12 @@ def decided(
     drain: float = 0.0,
     holds: Callable[[int], bool] = lambda count: True,
     meant: int | None = None,
+    later: int | None = None,
 ) -> tuple[int, ScalingMemory]:
     """The replica count to ask for, and what to remember. `current` counts those that start. `is_burst`: the load has
     doubled within a start-up just now. `drain` is how long a replica takes to go. `holds` tells whether fewer replicas
-    would keep the promises from here, and is asked before any goes. `meant`: whose load is still awaited."""
+    would keep the promises from here, and is asked before any goes. `meant`: whose load is still awaited. `later`: how
+    many a forecast that has proved itself asks for until a replica that goes could be there again."""
     memory = replace(
         memory,
         meant=meant,
@@ -195,7 +212,8 @@ def decided(
     before = memory.wanted or ((now - 1.0, current),)  # windows begin with what is there, after a restart too
     wanted = (*(entry for entry in before if entry[0] > now - KEEP_WANTED_SECONDS), (now, need))
     memory = replace(memory, wanted=wanted)
-    target = stabilized(behavior, current, wanted, now=now, own_hold=hold)
+    target = stabilized(behavior, current, wanted, now=now, own_hold=hold if later is None else FORETOLD_HOLD_SECONDS)
+    target = max(target, min(current, later or 0))
     target = max(target, min(current, _not_below(memory, now)))
     learned_for = now - memory.began_at if memory.began_at is not None else 0.0
     is_known = may_lower and learned_for >= LEARN_COLD_STARTS * cold_start
@@ -259,10 +277,15 @@ def _lull(wanted: Sequence[tuple[float, int]], count: int, now: float) -> float:
     return now - max((at for at, need in wanted[:-1] if need >= count), default=wanted[0][0])
 
 
+def usual_hold(cold_start: float, drain: float) -> float:
+    """The hold where no burst was seen."""
+    return max(LEAST_HOLD_SECONDS, HOLD_COLD_STARTS * cold_start + min(MOST_HOLD_SECONDS, drain))
+
+
 def _hold(memory: ScalingMemory, now: float, cold_start: float, drain: float) -> float:
     """As long as what a replica costs that goes and comes again: it is paid while it drains, and a new one while it
     starts. It is longer after bursts."""
-    hold = max(LEAST_HOLD_SECONDS, HOLD_COLD_STARTS * cold_start + min(MOST_HOLD_SECONDS, drain))
+    hold = usual_hold(cold_start, drain)
     if memory.burst_at is not None and now - memory.burst_at < BURST_SECONDS:
         return max(hold, LEAST_BURST_HOLD_SECONDS, BURST_HOLD_COLD_STARTS * cold_start)
     return hold

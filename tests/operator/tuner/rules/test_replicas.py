@@ -10,7 +10,9 @@ import pytest
 from trimtab_operator.tuner.decide import Outcome, decide
 from trimtab_operator.tuner.explanation import sentence_of
 from trimtab_operator.tuner.foresight import Candidate, Foresight
+from trimtab_operator.tuner.load import Forecast
 from trimtab_operator.tuner.load.demand import Case, Demand, Growth, Point
+from trimtab_operator.tuner.load.season import DAY_SECONDS, Season
 from trimtab_operator.tuner.looks import Look, Phase
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.objectives import Objectives, Ttft
@@ -84,6 +86,7 @@ def chosen(
     from_here: float = 1.0,
     error: float = 0.0,
     growth: float = 1.0,
+    forecast: Forecast | None = None,
 ) -> Chosen:
     """What is chosen while so many requests come a second, one replica holds `each` of them, and `asked` are wanted."""
     points = tuple(Point(NOW - 15.0 * i, 15.0, 15.0 * rate) for i in range(20))
@@ -91,6 +94,7 @@ def chosen(
         demand=Demand(points[::-1]),
         growth=Growth(cases=tuple(Case(NOW, 1.0, 0.0, math.log(growth)) for _ in range(200))),
         scaling=ScalingMemory(asked, began_at=began_at, wanted=((NOW - 15.0, 1),)),
+        forecast=forecast,
     )
     settings = Settings(Mode.AUTO, PROMISED, starts=KNOBS, scaling=scaling)
     window = observation.total(seconds=60.0)
@@ -325,3 +329,39 @@ def test_what_was_only_recommended_came_to_nothing() -> None:
     decision, _ = scaled_to(2, 1, NOW - 40)
     memory = Memory(history=(decision,), scaling=ScalingMemory(1))
     assert with_outcomes(memory, TWO, now=NOW) == memory
+
+
+def foretelling(*parts: tuple[float, int], since: float | None = 1.0) -> Forecast:
+    """A forecast that was never wrong, from rates and for how many quarters of an hour each comes. It is 02:46,
+    and the shape is smoothed over an hour."""
+    rates = tuple(rate for rate, count in parts for _ in range(count))
+    exact = Growth(cases=tuple(Case(NOW, 1.0, 0.0, 0.0) for _ in range(200)))
+    return Forecast(Season(DAY_SECONDS, rates, (3,) * 96), exact, since, 0.05, 0.09)
+
+
+def test_a_forecast_asks_for_a_replica_before_the_load_comes_and_says_so() -> None:
+    rising = foretelling((5.0, 13), (200.0, 83))
+    found = chosen(TWO, asked=2, rate=9.9, forecast=rising)
+    assert found.replicas > 2
+    assert found.move is not None
+    sentence = sentence_of(found.move, Mode.AUTO)
+    assert "arrivals are forecast to reach" in sentence
+    assert "at 02:48 UTC, as on the 3 days before" in sentence
+    assert chosen(TWO, asked=2, rate=9.9).replicas == 2
+
+
+def test_a_forecast_keeps_what_it_will_need_and_lets_go_what_it_will_not() -> None:
+    hold = Scaling(1, 8)
+    level, rising, falling = (foretelling((before, 13), (after, 83)) for before, after in ((5, 5), (5, 200), (200, 5)))
+    assert chosen(TWO, asked=2, rate=4.4, scaling=hold, forecast=level).replicas == 1
+    assert chosen(TWO, asked=2, rate=4.4, scaling=hold, forecast=rising).replicas >= 2
+    assert chosen(TWO, asked=2, rate=8.0, scaling=hold, forecast=falling).replicas == 2  # what comes now is held
+
+
+def test_a_forecast_that_has_not_proved_itself_moves_nothing_and_is_said_not_to_be_followed() -> None:
+    found = chosen(TWO, asked=2, rate=14.0, forecast=foretelling((1.0, 11), (40.0, 85), since=None))
+    assert found.replicas == chosen(TWO, asked=2, rate=14.0).replicas
+    assert found.move is not None
+    assert "the forecast is not followed, as it was off by 5.0% lately, and the present load by 9.0%" in sentence_of(
+        found.move, Mode.AUTO
+    )

@@ -10,6 +10,7 @@ from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Uni
 from trimtab_operator.tuner.scaling.law import (
     BURST_HOLD_COLD_STARTS,
     BURST_SECONDS,
+    FORETOLD_HOLD_SECONDS,
     HOLD_COLD_STARTS,
     LEARN_COLD_STARTS,
     LEVEL_SECONDS,
@@ -50,6 +51,27 @@ def test_no_more_than_a_quarter_above_the_highest_rate_is_provided_for() -> None
     found = bound(loaded(*[10.0] * 20), grown(4.0), Caution(), 0.9, cold_start=COLD)
     assert found is not None
     assert found[0] == pytest.approx(12.5)
+
+
+@pytest.mark.parametrize(
+    ("foretold", "provided"),
+    [
+        (12.0, 12.0),  # less than the growth that others like it had
+        (9.0, 10.0),  # never less than what comes now
+        (30.0, 12.5),  # nor more than a quarter above the highest that was seen
+    ],
+)
+def test_what_a_forecast_foretells_takes_the_place_of_growth(foretold: float, provided: float) -> None:
+    found = bound(loaded(*[10.0] * 20), grown(1.2), Caution(), 0.9, cold_start=COLD, foretold=foretold)
+    assert found is not None
+    assert found[0] == pytest.approx(provided)
+
+
+def test_a_jump_counts_whatever_a_forecast_foretells() -> None:
+    jump = loaded(*[10.0] * 20, 40.0, 40.0)
+    found = bound(jump, grown(1.0), Caution(), 0.9, cold_start=COLD, foretold=10.0)
+    assert found is not None
+    assert found[0] > 25
 
 
 @pytest.mark.parametrize("times", [0.25, 4.0])
@@ -140,6 +162,7 @@ def walked(
     burst: int | None = None,
     drain: float = 0.0,
     fewest: int = 0,
+    later: int | None = None,
 ) -> list[int]:
     """The counts asked for, a look every 15 s. `burst` is the look at which the load has just doubled; fewer than
     `fewest` would not hold what is there."""
@@ -156,6 +179,7 @@ def walked(
             is_burst=index == burst,
             drain=drain,
             holds=lambda count: count >= fewest,
+            later=later,
         )
         counts.append(count)
     return counts
@@ -204,6 +228,16 @@ def test_nothing_goes_while_something_is_unknown_or_starts() -> None:
 def test_what_grew_slowly_goes_after_the_start_up_that_it_costs() -> None:
     counts = walked([3] * 60 + [2] * 60, start=3)
     assert 15.0 * (counts.index(2) - 59) == pytest.approx(HOLD_COLD_STARTS * COLD, abs=30.0)
+
+
+def test_where_a_forecast_says_that_none_is_needed_again_it_goes_after_a_minute() -> None:
+    counts = walked([3] * 60 + [2] * 60, start=3, drain=180.0, later=2)
+    assert 15.0 * (counts.index(2) - 59) == pytest.approx(FORETOLD_HOLD_SECONDS, abs=30.0)
+
+
+def test_what_a_forecast_asks_for_later_stays_and_asks_for_no_more() -> None:
+    assert set(walked([3] * 60 + [2] * 60, start=3, later=3)) == {3}
+    assert set(walked([2] * 120, start=2, later=5)) == {2}
 
 
 def test_a_replica_that_drains_for_long_is_kept_for_longer() -> None:

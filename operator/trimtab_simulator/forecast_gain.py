@@ -1,0 +1,100 @@
+"""What a forecast is worth on *day*, and what a wrong one costs: `python -m trimtab_simulator.forecast_gain`.
+
+The trace's second day under our law, with and without what came in the first: as it was, three hours late, and of
+another service. A day passes in two hours, so that is the period after which the load is said to repeat itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from trimtab_operator.tuner.load.demand import Point
+from trimtab_operator.tuner.load.season import DAY_SECONDS, Season
+
+from trimtab_simulator.policies.trimtab import TICK_SECONDS, Trimtab
+from trimtab_simulator.results import without_plots
+from trimtab_simulator.scenarios import CONVERSATIONS, DAY, SCENARIOS, SMALL_RATES
+from trimtab_simulator.trace.load import load_trace
+
+PERIOD_SECONDS = DAY_SECONDS / DAY.speed
+THREE_HOURS = PERIOD_SECONDS / 8
+ANOTHER_SEED = 1000  # on which the day before is drawn: its chance is not that of the day that is replayed
+HISTORIES = {
+    "none": ("", 0.0),
+    "the day before": (SMALL_RATES, 0.0),
+    "three hours late": (SMALL_RATES, THREE_HOURS),
+    "of another service": ("servegen_m-mid_rates_first.csv.gz", 0.0),
+}
+"""By what it is called: the file whose first day it is, and how late."""
+
+
+class Gain(NamedTuple):
+    """One replay."""
+
+    gpu_hours: float
+    attainment: float
+
+
+def history(folder: Path, name: str, seed: int) -> Season | None:
+    """What the tuner would have seen on the day before; None without any."""
+    file, late = HISTORIES[name]
+    if not file:
+        return None
+    first = replace(DAY, start=0.0)
+    trace = load_trace(folder / file, first, lengths=folder / CONVERSATIONS, seed=seed + ANOTHER_SEED)
+    counts = [0] * round(PERIOD_SECONDS / TICK_SECONDS)
+    for arrival in trace.arrivals:
+        counts[min(len(counts) - 1, int(arrival.at / TICK_SECONDS))] += 1
+    away = round(late / TICK_SECONDS)
+    season = Season.of(PERIOD_SECONDS)
+    for index in range(len(counts)):
+        at = (index + 1) * TICK_SECONDS - PERIOD_SECONDS
+        season = season.with_point(Point(at, TICK_SECONDS, counts[index - away]))
+    return season
+
+
+def replayed(folder: Path, name: str, seed: int, cold_start: float) -> Gain:
+    """Our law on *day* with that history."""
+    (day,) = (scenario for scenario in SCENARIOS if scenario.name == "day")
+    contest = without_plots(day.contest(folder, seed=seed, cold_start=cold_start))
+    ours = Trimtab(contest.setup, history=history(folder, name, seed))
+    judged = contest.judge(ours.name, contest.play(ours))
+    return Gain(judged.gpu_hours, judged.attainment)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a row for each history and cold start: every seed's hours and attainment, and their means."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, required=True, help="folder of the development slice")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--cold-starts", default="60,120,300")
+    parser.add_argument("--jobs", type=int, default=1)
+    asked = parser.parse_args(arguments)
+    seeds = [int(seed) for seed in asked.seeds.split(",")]
+    fields = product([float(seconds) for seconds in asked.cold_starts.split(",")], HISTORIES)
+    print("| cold start | history | GPU-hours @ attainment, by seed | mean |\n|---|---|---|---|", flush=True)
+    with ProcessPoolExecutor(asked.jobs) as pool:
+        rows = [
+            (cold, name, [pool.submit(replayed, asked.traces, name, seed, cold) for seed in seeds])
+            for cold, name in fields
+        ]
+        for cold, name, futures in rows:
+            gains = [future.result() for future in futures]
+            both = Gain(fmean(gain.gpu_hours for gain in gains), fmean(gain.attainment for gain in gains))
+            told = ", ".join(_told(gain) for gain in gains)
+            print(f"| {cold:g} s | {name} | {told} | {_told(both)} |", flush=True)
+
+
+def _told(gain: Gain) -> str:
+    return f"{gain.gpu_hours:.2f} @ {100 * gain.attainment:.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""A forecast proves itself against the present load, and goes out of use when it is wrong."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from trimtab_operator.tuner.load.demand import Demand, Growth, Point
+from trimtab_operator.tuner.load.forecast import Forecast, State
+from trimtab_operator.tuner.load.season import BUCKETS_PER_DAY, Season
+
+DAY = 7200.0  # a replay at twelve times the speed
+LOOK = 15.0
+HORIZON = 135.0
+
+
+def daily(at: float) -> float:
+    return 15.0 - 10.0 * math.sin(2 * math.pi * at / DAY)
+
+
+def flat(at: float) -> float:
+    return 15.0
+
+
+def lived(
+    rate: Callable[[float], float], *, history: Callable[[float], float] | None, seconds: float = DAY, seed: int = 0
+) -> tuple[Forecast, list[State]]:
+    """A day of looks at a Poisson load at this rate, after a day of `history`; its state at each look."""
+    rng = random.Random(seed)
+    season = Season.of(DAY)
+    for index in range(round(DAY / LOOK) if history is not None else 0):
+        at = (index + 1) * LOOK - DAY
+        season = season.with_point(Point(at, LOOK, LOOK * history(at - LOOK / 2) if history is not None else 0.0))
+    forecast, naive, demand, states = Forecast(season), Growth(), Demand(), []
+    for index in range(round(seconds / LOOK)):
+        now = (index + 1) * LOOK
+        came = max(0.0, rng.gauss(LOOK * rate(now), math.sqrt(LOOK * rate(now))))
+        demand = demand.with_point(Point(now, LOOK, came))
+        naive = naive.settled(demand, now)
+        level = demand.level(60.0)
+        forecast = forecast.learned(demand, naive, level=level, now=now, horizon=HORIZON)
+        if level is not None:
+            naive = naive.foreseen(now + HORIZON, level, demand.trend())
+        states.append(forecast.state)
+    return forecast, states
+
+
+def test_without_a_day_of_history_nothing_is_foretold() -> None:
+    forecast, states = lived(daily, history=None, seconds=0.85 * DAY)
+    assert set(states) == {State.LEARNING}
+    assert not forecast.errors.cases
+    assert forecast.since is None
+
+
+def test_it_is_not_believed_before_it_was_right_for_an_hour() -> None:
+    _, states = lived(daily, history=daily, seconds=DAY / 24 + HORIZON)
+    assert set(states) == {State.UNPROVEN}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_that_is_right_comes_into_use_and_stays(seed: int) -> None:
+    forecast, states = lived(daily, history=daily, seed=seed)
+    assert states.count(State.IN_USE) > 0.75 * len(states)
+    assert forecast.state is State.IN_USE
+    assert forecast.own_error is not None
+    assert forecast.naive_error is not None
+    assert forecast.own_error < forecast.naive_error
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("wrong", [lambda at: daily(at + DAY / 2), lambda at: daily(7 * at), flat])
+def test_one_that_is_wrong_is_hardly_ever_in_use(wrong: Callable[[float], float], seed: int) -> None:
+    _, states = lived(daily, history=wrong, seed=seed)
+    assert states.count(State.IN_USE) < 0.1 * len(states)
+
+
+def test_the_shape_of_yesterday_goes_out_of_use_when_today_is_flat() -> None:
+    _, states = lived(lambda at: daily(at) if at < DAY / 2 else flat(at), history=daily)
+    half = len(states) // 2
+    assert states[half - 1] is State.IN_USE
+    assert State.IN_USE not in states[half + round(DAY / 6 / LOOK) :]
+
+
+def test_a_clock_change_is_a_shift_that_it_recovers_from() -> None:
+    """Put forward by an hour, the load comes an hour earlier than the shape says: what is late costs no more than what
+    the present load alone would."""
+    forecast, states = lived(lambda at: daily(at + DAY / 24), history=daily)
+    assert states.count(State.IN_USE) > 0.5 * len(states)
+    assert forecast.own_error is not None
+    assert forecast.naive_error is not None
+    assert forecast.own_error < 1.05 * forecast.naive_error
+
+
+def test_what_is_foretold_follows_the_present_level() -> None:
+    forecast = Forecast(lived(daily, history=daily)[0].season)
+    now = 3000.0
+    once, twice = (forecast.rate(level, now, now + 600.0) for level in (5.0, 10.0))
+    assert twice == 2 * once
+    assert once == pytest.approx(5.0 * daily(now + 600.0) / daily(now), rel=0.1)
+
+
+def test_the_interval_is_that_of_its_own_errors() -> None:
+    forecast, _ = lived(daily, history=daily)
+    low, high = forecast.interval(0.9, prior_sd=0.16, trend=0.0)
+    assert 0.7 < low < 1.0 < high < 1.0 + 0.16 * 1.3  # narrower than before any was seen
+    wider = Forecast(Season.of(DAY, buckets=BUCKETS_PER_DAY)).interval(0.9, prior_sd=0.16, trend=0.0)
+    assert wider == pytest.approx((math.exp(-0.16 * 1.2816), math.exp(0.16 * 1.2816)), rel=1e-3)

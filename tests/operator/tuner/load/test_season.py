@@ -1,0 +1,126 @@
+"""The usual rate by time of the day: learned period by period, whatever gaps and clocks do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trimtab_operator.tuner.load.demand import Point
+from trimtab_operator.tuner.load.season import BUCKETS_PER_DAY, DAY_SECONDS, MOST_CHANGE, Season
+
+LOOK = 300.0
+MONDAY = 20_000 * DAY_SECONDS
+HOUR = 3600.0
+
+
+def daily(at: float) -> float:
+    """High at six in the evening, low at six in the morning."""
+    return 10.0 - 5.0 * math.sin(2 * math.pi * at / DAY_SECONDS)
+
+
+def after(
+    season: Season, rate: Callable[[float], float], *, begin: float, seconds: float, gaps: Iterable[range] = ()
+) -> Season:
+    """After looks every five minutes, but for those in the gaps (minutes from the beginning)."""
+    missing = {minute for gap in gaps for minute in gap}
+    for index in range(round(seconds / LOOK)):
+        at = begin + (index + 1) * LOOK
+        if round(index * LOOK / 60) not in missing:
+            season = season.with_point(Point(at, LOOK, LOOK * rate(at - LOOK / 2)))
+    return season
+
+
+def test_nothing_is_known_before_a_day_has_been_seen() -> None:
+    most_of_it = after(Season(), daily, begin=MONDAY, seconds=20 * HOUR)
+    assert not most_of_it.is_known
+    assert after(most_of_it, daily, begin=MONDAY + 20 * HOUR, seconds=4 * HOUR).is_known
+
+
+@pytest.mark.parametrize("days", [1, 2, 5])
+def test_the_shape_of_a_day_is_learned(days: int) -> None:
+    season = after(Season(), daily, begin=MONDAY, seconds=days * DAY_SECONDS)
+    now = MONDAY + days * DAY_SECONDS
+    for hour in range(24):
+        at = now + hour * HOUR
+        assert season.rate_at(at) == pytest.approx(daily(at), rel=0.05)
+        assert season.change(at, at + HOUR) == pytest.approx(daily(at + HOUR) / daily(at), rel=0.05)
+
+
+def test_a_busier_day_does_not_look_as_if_it_ended() -> None:
+    """Today is twice as high: what was counted of it must not be compared with what was not."""
+    season = after(Season(), daily, begin=MONDAY, seconds=2 * DAY_SECONDS)
+    now = MONDAY + 2 * DAY_SECONDS + 11 * HOUR
+    season = after(season, lambda at: 2 * daily(at), begin=MONDAY + 2 * DAY_SECONDS, seconds=11 * HOUR)
+    assert season.change(now, now + HOUR) == pytest.approx(daily(now + HOUR) / daily(now), rel=0.05)
+
+
+def test_later_days_count_more_than_the_first() -> None:
+    season = after(Season(), lambda _: 4.0, begin=MONDAY, seconds=5 * DAY_SECONDS)
+    season = after(season, lambda _: 8.0, begin=MONDAY + 5 * DAY_SECONDS, seconds=5 * DAY_SECONDS)
+    assert season.rate_at(MONDAY) == pytest.approx(8.0 - 4.0 * 0.7**5, rel=0.1)
+    assert season.num_periods == 9 or season.num_periods == 10
+
+
+def test_gaps_are_filled_by_their_neighbours() -> None:
+    season = after(Season(), daily, begin=MONDAY, seconds=DAY_SECONDS, gaps=[range(600, 660)])
+    assert season.is_known
+    assert season.rate_at(MONDAY + 10.5 * HOUR) == pytest.approx(daily(MONDAY + 10.5 * HOUR), rel=0.1)
+
+
+def test_a_day_with_a_long_gap_is_not_a_day() -> None:
+    season = after(Season(), daily, begin=MONDAY, seconds=DAY_SECONDS, gaps=[range(600, 900)])
+    assert not season.is_known
+
+
+def test_a_bucket_of_which_little_was_seen_is_not_remembered() -> None:
+    season = Season().with_point(Point(MONDAY + LOOK, LOOK, 3000.0)).with_point(Point(MONDAY + HOUR, LOOK, 30.0))
+    assert season.fresh == ()
+
+
+def test_a_clock_that_went_back_takes_what_it_had_run_ahead_of() -> None:
+    season = after(Season(), daily, begin=MONDAY, seconds=DAY_SECONDS)
+    ahead = after(season, lambda _: 500.0, begin=MONDAY + DAY_SECONDS, seconds=6 * HOUR)
+    back = after(ahead, daily, begin=MONDAY + DAY_SECONDS + LOOK, seconds=DAY_SECONDS)
+    for hour in range(24):
+        at = MONDAY + hour * HOUR
+        assert back.rate_at(at) == pytest.approx(daily(at), rel=0.05)
+
+
+def test_a_clock_that_jumped_far_ahead_leaves_a_gap() -> None:
+    season = after(Season(), daily, begin=MONDAY, seconds=DAY_SECONDS)
+    later = season.with_point(Point(MONDAY + 400 * DAY_SECONDS, LOOK, LOOK * daily(MONDAY)))
+    assert later.is_known
+    assert later.fresh == ()
+    assert later.rate_at(MONDAY) == pytest.approx(daily(MONDAY), rel=0.05)
+
+
+def test_a_week_is_seven_days_of_their_own() -> None:
+    def weekly(at: float) -> float:
+        return daily(at) * (0.3 if int(at / DAY_SECONDS) % 7 in (2, 3) else 1.0)  # 1970 began on a Thursday
+
+    week = Season.of(7 * DAY_SECONDS, buckets=7 * BUCKETS_PER_DAY)
+    assert week.day_seconds == DAY_SECONDS
+    season = after(week, weekly, begin=MONDAY, seconds=7 * DAY_SECONDS)
+    assert season.is_known
+    for day in range(7):
+        noon = MONDAY + (day + 7.5) * DAY_SECONDS
+        assert season.rate_at(noon) == pytest.approx(weekly(noon), rel=0.05)
+
+
+looks = st.tuples(
+    st.floats(-1e6, 1e6), st.floats(0.1, 3000, allow_subnormal=False), st.floats(0, 1e6, allow_subnormal=False)
+)
+
+
+@given(st.lists(looks, max_size=300), st.floats(-1e7, 1e7), st.floats(-1e7, 1e7))
+def test_it_stays_bounded_whatever_it_is_told(told: list[tuple[float, float, float]], now: float, then: float) -> None:
+    season = Season()
+    for at, seconds, requests in told:
+        season = season.with_point(Point(at, seconds, requests))
+    assert len(season.rates) == len(season.periods) == BUCKETS_PER_DAY
+    assert len(season.fresh) <= BUCKETS_PER_DAY
+    assert 1 / MOST_CHANGE <= season.change(now, then) <= MOST_CHANGE
+    assert 0 <= season.rate_at(now) < math.inf
