@@ -8,11 +8,12 @@ import time
 from conftest import Apply
 from harness.deployment import Deployment, seconds_since
 from harness.install import NAMESPACE, Installation
-from harness.kube import CRD_KIND, Kube
+from harness.kube import CRD_KIND, Kube, Manifest
 from harness.layouts import needs_workers
 from harness.nodes import drained, node_of
 from harness.report import measured
 from harness.traffic import LoadOptions, load
+from harness.wait import NotYet
 
 CLIENTS = 4
 ASKS_PER_SECOND = 25.0  # each over a connection of its own: a gap of a tenth of a second would be seen
@@ -76,6 +77,14 @@ def test_a_replica_and_the_operators_go_under_load_without_a_failed_request(
     measured(f"a replica is removed, and all operators are replaced, under load in {took:.0f} s: {report}")
 
 
+def _elsewhere(deployment: Deployment, leaving: Manifest) -> None:
+    """Raises NotYet until the replica of a pod that was evicted has another one, on another node."""
+    name, uid = leaving["metadata"]["name"], leaving["metadata"]["uid"]
+    now = next((pod for pod in deployment.pods() if pod["metadata"]["name"] == name), None)
+    if now is None or now["metadata"]["uid"] == uid or not now["spec"].get("nodeName"):
+        raise NotYet(f"{name} is not placed anew")
+
+
 def test_a_node_is_drained_under_load_without_a_failed_request(
     apply: Apply, installation: Installation, kube: Kube, namespace: str
 ) -> None:
@@ -101,6 +110,11 @@ def test_a_node_is_drained_under_load_without_a_failed_request(
     with load(kube, namespace, installation.images.operator, _options(deployment)) as running:
         begin = time.monotonic()
         with drained(kube, node, selector):
+            deployment.waiter.until(
+                f"{leaving['metadata']['name']} is elsewhere",
+                lambda: _elsewhere(deployment, leaving),
+                deadline_seconds=SETTLED_SECONDS,
+            )
             deployment.settled(deadline_seconds=SETTLED_SECONDS)
             pods = {pod["metadata"]["name"]: pod for pod in deployment.pods()}
         took = seconds_since(begin)
