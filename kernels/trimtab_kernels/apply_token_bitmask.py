@@ -38,7 +38,7 @@ def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch
     if logits.dim() != 2 or bitmask.dim() != 2 or bitmask.dtype != torch.int32 or rows.shape != bitmask.shape[:1]:
         raise ValueError(
             f"apply_token_bitmask: logits is {list(logits.shape)}, bitmask {list(bitmask.shape)} of {bitmask.dtype} "
-            f"for rows {list(rows.shape)}; logits must be [num_rows, vocab_size], bitmask [one per row, num_words] of int32"
+            f"for rows {list(rows.shape)}; logits are [num_rows, vocab_size], bitmask [len(rows), num_words] of int32"
         )
     if logits.device.type == "cpu":
         apply_token_bitmask_cpu(logits, bitmask, rows)

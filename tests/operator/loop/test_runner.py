@@ -200,10 +200,10 @@ class LateWord(OneLease):
         super().__init__()
         self.is_asked, self.may_go = threading.Event(), threading.Event()
 
-    async def create(self, manifest: dict[str, Any]) -> None:
+    async def create(self, manifest: dict[str, Any]) -> dict[str, Any]:
         self.is_asked.set()
         self.may_go.wait(PATIENCE_SECONDS)
-        await super().create(manifest)
+        return await super().create(manifest)
 
 
 async def test_a_lease_that_is_acquired_as_the_process_is_told_to_stop_is_given_back() -> None:
